@@ -185,7 +185,7 @@ def work(folder: str, mode: str, only: str) -> dict[str, object]:
         print(name, flush=True)
         began, outcome, fine = time.monotonic(), "", True
         group = dist.new_group([0, 1])
-        options = {"check_workers": 1, "timeout": TIMEOUT, "heartbeat": 0.2, "process_group": group}
+        options = {"check_workers": 1, "timeout": TIMEOUT, "heartbeat": 2.0, "process_group": group}
         try:
             case(Worker(rank, options))
         except BaseException as error:  # noqa: BLE001 - told to the other worker

@@ -147,7 +147,9 @@ class Workers(Group):
             _unmet[group] = everyone, cast(dist.Work, work)
         everyone, work = _unmet[group]
         said = threading.Timer(
-            SAID_AFTER, _log.warning, ("waiting for %s to make an Executor; comm_mode=None trains alone", rank_names(self.others))
+            SAID_AFTER,
+            _log.warning,
+            ("waiting for %s to make an Executor; comm_mode=None trains alone", rank_names(self.others)),
         )
         said.start()
         try:

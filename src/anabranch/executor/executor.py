@@ -31,8 +31,10 @@ from anabranch.executor.engines.engine import Engine, Fetch
 from anabranch.executor.engines.evaluator import Evaluator
 from anabranch.executor.engines.graph_engine import GraphEngine
 from anabranch.executor.engines.pipe_engine import PipeEngine
+from anabranch.executor.evaluation import evaluate
 from anabranch.executor.likeness import Drift, check_alike, share_parameters
 from anabranch.executor.loaders.batches import Batches
+from anabranch.executor.loaders.loading import BoundLoader
 from anabranch.executor.loaders.upcoming import UpcomingIds
 from anabranch.executor.loss_module import model_of
 from anabranch.executor.observing.callbacks import PeerLostRecord, RestartRecord, SaveRecord, StepRecord, Subscription
@@ -41,6 +43,7 @@ from anabranch.executor.observing.run_trace import RunTrace
 from anabranch.executor.observing.sinks import Sink, check_sinks
 from anabranch.executor.observing.tracking import Progress
 from anabranch.executor.observing.watching import Watching, rates_of
+from anabranch.executor.own_state import OwnState
 from anabranch.executor.pipes import check_pipes, join_pipelines
 from anabranch.executor.plan import Plan, Planner, other_modes
 from anabranch.executor.plan.survey import check_planned
@@ -49,7 +52,7 @@ from anabranch.executor.running.remote import RemotePart, Served
 from anabranch.executor.running.remote_window import RemoteWindow
 from anabranch.executor.running.runner import StepRunner, rows_of
 from anabranch.executor.saving.background_saves import MOST_IN_FLIGHT
-from anabranch.executor.saving.saving import HasState, Saver, check_encoding
+from anabranch.executor.saving.saving import Saver, check_encoding
 from anabranch.executor.statistics import Statistics, TableLoads
 from anabranch.executor.steps import EvalStep, Step, StepDescription, TrainStep, distinct_models, named_steps
 from anabranch.graph import Graph
@@ -130,7 +133,8 @@ class Executor:
             a ``TrainStep`` reads only: it drops, creates and admits nothing.
         state: your own objects by name, saved with every checkpoint (with rank 0's state) and loaded on every worker:
             anything with ``state_dict`` and ``load_state_dict`` whose state is nested plain values and tensors, such as
-            a ``torch.optim.swa_utils.AveragedModel``.
+            a ``torch.optim.swa_utils.AveragedModel``, or such values themselves: ``executor.state["best"]`` reads and
+            sets them, and a dict is filled again in place.
         sinks: receivers of the metrics of each optimizer step: ``anabranch.observe.TensorBoardSink``,
             ``PrometheusSink``, or any ``anabranch.observe.Sink``. Closed with the executor.
         check_workers: after so many optimizer steps the workers compare their all-reduced and frozen parameters, and
@@ -162,7 +166,7 @@ class Executor:
         log_path: str | os.PathLike[str] | None = None,
         timeout: float = 600.0,
         heartbeat: float = 1.0,
-        state: Mapping[str, HasState] | None = None,
+        state: Mapping[str, object] | None = None,
         sinks: Iterable[Sink] = (),
         served: Served = "refuse",
         check_workers: int = 100,
@@ -177,6 +181,7 @@ class Executor:
         engine = check_engine(engine, compile, self._steps)
         check_arguments(self._steps, cache=cache, dataloaders=dataloaders, state=state, check_workers=check_workers)
         self._models = distinct_models(self._steps)
+        self.state = OwnState(state or {})
         routes_in = partial(
             plan_routes,
             self._steps,
@@ -215,7 +220,7 @@ class Executor:
             }
             if devices:
                 self._parts.callback(_placed(self._steps, devices).close)
-            check_encoding(training, self._models, state or {})
+            check_encoding(training, self._models, self.state.objects)
             if self._workers is not None and self._workers.size > 1:
                 assert self.comm_mode is not None
                 check_alike(self._workers, self.comm_mode, self._steps, self._routes)
@@ -267,14 +272,14 @@ class Executor:
                     runs_on,
                     acting,
                     drift,
+                    name=name,
                     number=number,
                     servers=() if remote is None else (RemoteWindow(remote, step),),
                     upcoming=UpcomingIds() if remote and remote.rows and not isinstance(step.model, Pipe) else None,
                     between=partial(self._ask_for_next, name) if asks_ahead else None,
                 )
-            self._saver = Saver(
-                self._steps, self._runners, self._everyone, stages, self._batches.loaders, self._remote, state
-            )
+            loaders, own = self._batches.loaders, self.state.objects
+            self._saver = Saver(self._steps, self._runners, self._everyone, stages, loaders, self._remote, own)
             self._parts.callback(self._close_saves)
             self._parts.callback(self._close_trace)
             for step in training.values():
@@ -514,6 +519,42 @@ class Executor:
             fetch.rows = torch.tensor(count_rows(found), device="cpu")
         return cast("dict[str, Tensor]", fetch.collect(returned))
 
+    def evaluate(self, name: str = "default", loader: Iterable[Structure] | None = None) -> dict[str, Tensor]:
+        """Run the ``EvalStep`` ``name`` on a whole loader, from the start, on all workers; every worker calls it.
+
+        ::
+
+            scores = executor.evaluate("validate")  # the same on every worker
+            print(scores["loss"], scores["probability"].shape)
+
+        Args:
+            name: of an ``EvalStep``.
+            loader: any iterable of batches; by default the step's own, whose position stays.
+
+        Returns:
+            The results of all batches, on the CPU. An output whose dim 0 is the rows of the batch, in every batch, is
+            joined: of ``GlobalBatches`` in their global order (``shuffle=False``: the dataset's), of any other loader
+            batch by batch in the order of ranks. An output of no dims is averaged by rows, in float64.
+
+        Raises:
+            ValueError: no such ``EvalStep``, no loader, no batches, an output of neither kind, or a
+                ``DistributedSampler``, which repeats samples to make the shares equal; on every worker.
+        """
+        self._check_open()
+        step = self._step(name)
+        if not isinstance(step, EvalStep):
+            raise ValueError(f"step {name!r} trains; evaluate runs an EvalStep")
+        if loader is None:
+            bound = self._batches.bound(name)
+        else:
+            bound = BoundLoader(loader, worker=self._batches.worker)
+        with self._reporting_failures():
+            rows = partial(self._rows_of, name, step)
+            return evaluate(bound, rows, partial(self.run, name), self._workers)
+
+    def _rows_of(self, name: str, step: EvalStep, batch: Structure) -> float:
+        return rows_of(step, as_tensors(batch, self._devices[name]))
+
     def batch_num(self, name: str = "default") -> int:
         """Return the number of batches in an epoch of the step's loader: the maximum over all workers.
 
@@ -556,6 +597,23 @@ class Executor:
         if engine.graph is None:
             raise RuntimeError(f"step {name!r} has not run as a graph; make the Executor with engine='graph'")
         return engine.graph
+
+    @property
+    def epoch(self) -> int:
+        """Whole epochs behind the next run, of the first training step with a loader; 0 without one.
+
+        ::
+
+            while executor.epoch < 3:  # three epochs, resumed or not
+                executor.run("train")
+
+        An epoch is behind once its last batch was run; of a loader without a length, once the next one has begun.
+        """
+        name = next((name for name in self._runners if name in self._batches.loaders), None)
+        if name is None:
+            return 0
+        runs, length = self._runners[name].epoch_runs, self._batches.length(name)
+        return self._batches.loaders[name].epoch + (length is not None and runs is not None and runs >= length > 0)
 
     @property
     def step(self) -> int:
@@ -760,6 +818,20 @@ class Executor:
         return found
 
     # Sinks, callbacks and reports.
+
+    def log(self, values: Mapping[str, float | Tensor]) -> None:
+        """Pass your own numbers to this rank's sinks, as of ``executor.step``.
+
+        ::
+
+            executor.log({"validation/loss": scores["loss"]})
+
+        Raises:
+            TypeError: a value is neither a number nor a tensor of one element.
+            ValueError: a name that the step reports itself.
+        """
+        self._check_open()
+        self._watching.log(self.step, values)
 
     @overload
     def track(self, over: int, label: str | None = None) -> Iterator[int]: ...

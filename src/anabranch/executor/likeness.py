@@ -31,7 +31,7 @@ from anabranch.autodiff.moved_parameter import Switch, parameters_here
 from anabranch.choices import listed
 from anabranch.collectives import Workers
 from anabranch.errors import WorkersDiffer
-from anabranch.executor.routes import Place, Routes
+from anabranch.executor.routes import CommMode, Place, Routes
 from anabranch.executor.steps import Step, TrainStep
 from anabranch.liveness.group import rank_names
 

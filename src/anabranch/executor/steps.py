@@ -180,13 +180,14 @@ class EvalStep(StepDescription):
     Args:
         model: the module to evaluate, often the one that a ``TrainStep`` trains.
         outputs: ``outputs(model, batch)`` returns a dict of tensors.
+        rows: ``rows(batch)`` is the weight of a batch in ``Executor.evaluate``, in place of its rows.
 
     Raises:
         TypeError: an argument that is not a module, or cannot be called.
         ValueError: a lazy layer that has not seen a batch.
     """
 
-    def __init__(self, model: nn.Module, outputs: Outputs) -> None:
+    def __init__(self, model: nn.Module, outputs: Outputs, *, rows: Callable[[Structure], float] | None = None) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is an nn.Module, got {type(model).__name__}")
         if not callable(outputs):
@@ -194,6 +195,7 @@ class EvalStep(StepDescription):
         _check_initialized(model)
         self.model = model
         self.outputs = outputs
+        self.rows = rows
 
     def __repr__(self) -> str:
         """Return the class of the model."""

@@ -76,25 +76,27 @@ class GlobalBatches:
                 raise ValueError(f"{name} is at least {least}, got {number}")
         self.dataset, self.batch_size, self.num_workers = dataset, batch_size, num_workers
         self._shuffle, self._seed, self._drop_last = bool(shuffle), seed, drop_last
+        self._options = {"num_workers": num_workers, "collate_fn": collate_fn, **dataloader}
         self.epoch = 0
         self._samples = 0  # of the epoch's order that were handed out, to all workers together
         self._first = 0  # sample with which the next iteration begins
         self._worker: Callable[[], tuple[int, int]] = _of_job
         self._generator = torch.Generator()  # of the loading processes' seeds
-        self._loader = DataLoader(
-            dataset,
-            batch_sampler=_Indices(self),
-            num_workers=num_workers,
-            collate_fn=collate_fn,
-            generator=self._generator,
-            **dataloader,
-        )
+        self._loader = DataLoader(dataset, batch_sampler=_Indices(self), generator=self._generator, **self._options)
         self._check_worker()
 
     def bind(self, worker: Callable[[], tuple[int, int]]) -> None:
         """Take rank and number of workers from ``worker`` from now on, which an Executor calls for its loaders."""
         self._worker = worker
         self._check_worker()
+
+    def one_pass(self) -> Iterator[Any]:
+        """Load this worker's rows of all batches of the epoch, and leave the position as it is."""
+        options = {"shuffle": self._shuffle, "seed": self._seed, "drop_last": self._drop_last, **self._options}
+        again = GlobalBatches(self.dataset, self.batch_size, **options)
+        again.bind(self._worker)
+        again.epoch = self.epoch
+        return iter(again)
 
     def _check_worker(self) -> tuple[int, int]:
         rank, size = self._worker()

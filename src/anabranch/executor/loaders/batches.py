@@ -36,6 +36,7 @@ class Batches:
         prefetch: bool = True,
     ) -> None:
         size = 1 if workers is None else workers.size
+        self._workers = workers
         self.loaders: dict[str, BoundLoader] = {}
         self.load_seconds = 0.0
         self._shared = together and size > 1
@@ -43,11 +44,7 @@ class Batches:
         self._eval_runs: dict[str, int] = {}
         self._patterns: dict[str, Structure] = {}
         for name, loader in dataloaders.items():
-            self.loaders[name] = BoundLoader(
-                loader,
-                worker=lambda: (0, 1) if workers is None else (workers.rank, workers.size),
-                looks_ahead=prefetch,
-            )
+            self.loaders[name] = BoundLoader(loader, worker=self.worker, looks_ahead=prefetch)
         self._lengths = {name: loader.length() for name, loader in self.loaders.items()}
         if workers is not None and size > 1 and self.loaders:
             mine = torch.tensor([-1 if length is None else length for length in self._lengths.values()], device="cpu")
@@ -55,7 +52,12 @@ class Batches:
             for name, lengths in zip(self.loaders, everyone.t().tolist(), strict=True):
                 self._lengths[name] = None if -1 in lengths else max(lengths)
 
-    def _loader(self, name: str) -> BoundLoader:
+    def worker(self) -> tuple[int, int]:
+        """Return this worker's rank and the number of workers."""
+        return (0, 1) if self._workers is None else (self._workers.rank, self._workers.size)
+
+    def bound(self, name: str) -> BoundLoader:
+        """Return the step's loader; ``ValueError`` if it has none."""
         if name not in self.loaders:
             raise ValueError(
                 f"run({name!r}) was given no batch and the step has no loader; pass a batch, or "
@@ -69,7 +71,7 @@ class Batches:
 
         ``at_end`` is called between two epochs of a worker with its own epochs.
         """
-        loader = self._loader(name)
+        loader = self.bound(name)
         batch = self._take(loader)
         if batch is ENDED and not self._shared:
             at_end()
@@ -97,7 +99,7 @@ class Batches:
         """Return the next batch; a worker whose loader ended before the longest one's gets batches without rows till
         then.
         """
-        loader = self._loader(name)
+        loader = self.bound(name)
         batch = self._take(loader)
         if batch is not ENDED:
             self._patterns[name] = map_structure(_without_rows, as_tensors(batch))
@@ -127,7 +129,7 @@ class Batches:
         Raises:
             ValueError: the step has no loader, or it has no length.
         """
-        self._loader(name)
+        self.bound(name)
         length = self._lengths[name]
         if length is None:
             raise ValueError(f"the loader of {name!r} has no length on every worker; give it __len__, or count runs")

@@ -80,7 +80,7 @@ class BoundLoader:
     ) -> None:
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
             raise TypeError(f"a loader is an iterable of batches, got {type(loader).__name__}; give it __iter__")
-        self._loader: Any = loader
+        self.source: Any = loader
         self._worker = worker
         if isinstance(loader, GlobalBatches):
             loader.bind(worker)
@@ -128,9 +128,9 @@ class BoundLoader:
             raise
         self._ahead.clear()
         if batch is ENDED:
-            if self.taken == 0 and self.epoch > 0 and iterator is self._loader:
+            if self.taken == 0 and self.epoch > 0 and iterator is self.source:
                 raise ValueError(
-                    f"the loader is an iterator ({type(self._loader).__name__}) and is exhausted: it has one epoch. "
+                    f"the loader is an iterator ({type(self.source).__name__}) and is exhausted: it has one epoch. "
                     "Pass something that can be iterated again: a list, a DataLoader, a class whose __iter__ starts "
                     "over"
                 )
@@ -196,10 +196,10 @@ class BoundLoader:
         """Begin the epoch."""
         self._epochs.begin()
         self._at_start = {"random": random_state(), **self._before_epoch()}
-        if self._iterated_then not in (None, self._iterated) and getattr(self._loader, "persistent_workers", False):
+        if self._iterated_then not in (None, self._iterated) and getattr(self.source, "persistent_workers", False):
             self._draw_as_then()
         self._iterated, self._iterated_then = True, None
-        self._iterator = iter(self._loader)
+        self._iterator = iter(self.source)
         return self._iterator
 
     def _before_epoch(self) -> State:
@@ -212,11 +212,20 @@ class BoundLoader:
     def _draw_as_then(self) -> None:
         """Let persistent processes be there, or draw their seed: they do so in the first epoch only."""
         if not self._iterated:
-            iter(self._loader)  # starts them
+            iter(self.source)  # starts them
             restore_random_state(self._at_start["random"])
             self._set_generators(self._at_start)
-        elif isinstance(self._loader, DataLoader):
-            torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+        elif isinstance(self.source, DataLoader):
+            torch.empty((), dtype=torch.int64).random_(generator=self.source.generator)
+
+    def one_pass(self) -> Iterator[Structure]:
+        """Load all batches from the start, and leave the position as it is."""
+        position = self.state() if self.kind == "stateful" and self._iterated else None
+        try:
+            yield from self.source.one_pass() if self.kind == "global" else self.source
+        finally:
+            if position is not None:
+                self.restore([position] * self._worker()[1])
 
     def start_epoch(self) -> None:
         """Lets the next ``next_batch`` start a new epoch, wherever this one is; nothing if none has begun."""
@@ -229,7 +238,7 @@ class BoundLoader:
     def length(self) -> int | None:
         """Batches an epoch, ``None`` if the loader does not know."""
         try:
-            return len(self._loader)
+            return len(self.source)
         except TypeError:
             return None
 
@@ -244,7 +253,7 @@ class BoundLoader:
         # Before the first epoch no state has to be kept, and some loaders start their workers when asked for it.
         if self.kind == "counted" or (self.kind == "stateful" and not self._iterated):
             return None
-        return copy.deepcopy(self._loader.state_dict())
+        return copy.deepcopy(self.source.state_dict())
 
     def state(self) -> State:
         """Return the loader's position, a batch that was only looked at not counted, as a checkpoint keeps it."""
@@ -266,7 +275,7 @@ class BoundLoader:
         """
         saved = cast("Sequence[State]", states)
         rank, size = self._worker()
-        kind, name = saved[0]["kind"], type(self._loader).__name__
+        kind, name = saved[0]["kind"], type(self.source).__name__
         if kind != self.kind:
             raise CheckpointError(
                 f"the checkpoint's loader stores its position as {kind!r}, but this one ({name}) as {self.kind!r}; "
@@ -292,7 +301,7 @@ class BoundLoader:
                 f"they did not wait for each other; load with {len(saved)} workers"
             )
         if kind == "global":
-            self._loader.check(own["state"])
+            self.source.check(own["state"])
         return own
 
     def restore(self, states: Sequence[object]) -> None:
@@ -322,7 +331,7 @@ class BoundLoader:
         self._set_generators(state["start"])
         self._iterated_then = state["start"]["iterated"]
         if state["state"] is not None:
-            self._loader.load_state_dict(state["state"])
+            self.source.load_state_dict(state["state"])
             self._iterated = True
 
     def _set_generators(self, start: State) -> None:
@@ -335,7 +344,7 @@ class BoundLoader:
         self._at_start, self.taken = state["start"], state["taken"]
         if self.kind != "counted" or not self.taken:
             return
-        name = type(self._loader).__name__
+        name = type(self.source).__name__
         _log.info("the loader %s has no state_dict: skipping the %d batches that were read", name, self.taken)
         drawn = sum(1 for _ in itertools.islice(iterator, self.taken))
         if drawn < self.taken:
@@ -349,7 +358,7 @@ class _Epochs:
     """Everything of a loader with ``set_epoch``: a ``DistributedSampler``, a dataset of Hugging Face's."""
 
     def __init__(self, loader: object) -> None:
-        parts = [*_samplers(loader), loader]
+        parts = [*samplers_of(loader), loader]
         while (inner := getattr(parts[-1], "dataset", None)) is not None:  # also what a Subset is of
             parts.append(inner)
         self._parts: list[Any] = [part for part in parts if callable(getattr(part, "set_epoch", None))]
@@ -382,7 +391,7 @@ class _Epochs:
             self.begun = begun
 
 
-def _samplers(loader: object) -> list[object]:
+def samplers_of(loader: object) -> list[object]:
     """Return the samplers of a ``DataLoader`` from the outermost to the one that decides the order."""
     batches = getattr(loader, "batch_sampler", None)
     inner = getattr(batches, "sampler", None) or getattr(loader, "sampler", None)
@@ -391,5 +400,5 @@ def _samplers(loader: object) -> list[object]:
 
 def _generators(loader: object) -> list[torch.Generator]:
     """Return the own generators of a ``DataLoader`` and its samplers."""
-    generators = [getattr(owner, "generator", None) for owner in (loader, *_samplers(loader))]
+    generators = [getattr(owner, "generator", None) for owner in (loader, *samplers_of(loader))]
     return list(dict.fromkeys(one for one in generators if isinstance(one, torch.Generator)))

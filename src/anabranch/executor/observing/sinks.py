@@ -122,6 +122,11 @@ class SinkFeed:
         if now - self._last >= _EVERY:
             self.flush()
 
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Pass on numbers that no step reports, after the steps before them."""
+        self.flush()
+        self._call(lambda sink: sink.scalars(step, dict(values)))
+
     def event(self, name: str, facts: Mapping[str, object]) -> None:
         """Pass on an event, after the steps before it."""
         self.flush()

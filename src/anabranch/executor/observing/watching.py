@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import cast
 
+import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -48,6 +49,7 @@ class Watching:
         self._sinks = tuple(sinks)
         self._feed = SinkFeed(self._sinks, 0)
         self._prefixed = prefixed
+        self._reported = {"loss", "grad_norm", "learning_rate", "steps_per_second", "rows_per_second"}
         self._facts: RunFacts | None = None
         self.counts = self._shows_loss = False
 
@@ -96,6 +98,19 @@ class Watching:
     def _loss_due(self) -> bool:
         return self._shows_loss and self._facts is not None and self._facts.due
 
+    def log(self, step: int, values: Mapping[str, object]) -> None:
+        """Pass on the user's numbers at once."""
+        numbers: dict[str, float] = {}
+        for name, value in values.items():
+            if isinstance(value, Tensor) and _single(value):
+                value = value.item()
+            if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+                raise TypeError(f"log takes numbers and tensors of one element, got {name}={value!r}")
+            if name in self._reported:
+                raise ValueError(f"{name!r} is a name that the step reports itself; log it under another one")
+            numbers[str(name)] = float(value)
+        self._feed.log(step, numbers)
+
     def stepped(self, record: StepRecord, numbers: Mapping[str, object]) -> None:
         """Report an optimizer step; sinks get the ``numbers`` that have one element."""
         if self._facts is not None and self._loss_due:
@@ -106,6 +121,7 @@ class Watching:
                 prefix + name: value for name, value in numbers.items() if isinstance(value, Tensor) and _single(value)
             }
             values.update((prefix + name, rate) for name, rate in _named_rates(record.learning_rates))
+            self._reported.update(values)
             self._feed.step(record.step, values, record.rows)
         self._call("step", record)
 

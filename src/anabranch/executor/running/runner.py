@@ -12,8 +12,10 @@ With one worker and no accumulation there is nothing to sum, and the engine runs
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -32,10 +34,10 @@ from anabranch.executor.likeness import Drift
 from anabranch.executor.loaders.upcoming import UpcomingIds
 from anabranch.executor.running.remote_window import RemoteWindow
 from anabranch.executor.running.window import HEADER_SIZE, Total, header, sent_alone, total_of
-from anabranch.executor.steps import TrainStep, parameters_of
+from anabranch.executor.steps import Step, TrainStep, parameters_of
 from anabranch.graph.step.joint import accumulate
 from anabranch.interrupts import releasing_interrupts
-from anabranch.tensors import Structure, count_rows
+from anabranch.tensors import Structure, count_rows, flatten
 
 _log = logging.getLogger("anabranch.executor")
 
@@ -48,6 +50,7 @@ class StepRunner:
         engine: how its gradients are computed.
         workers: the group to average over; ``None`` trains alone.
         drift: compares the workers' parameters, if they are to be compared.
+        name: of the step.
         number: of the step among the executor's training steps, the same on all workers.
         servers: the window of what of the step is on servers, if anything is.
         upcoming: learns which rows a batch looks up, if those of the next one are useful.
@@ -61,12 +64,14 @@ class StepRunner:
         workers: Workers | None,
         drift: Drift | None = None,
         *,
+        name: str = "default",
         number: int = 0,
         servers: Sequence[RemoteWindow] = (),
         upcoming: UpcomingIds | None = None,
         between: Callable[[], None] | None = None,
     ) -> None:
-        self.step, self.engine, self._servers, self._number = step, engine, servers, number
+        self.step, self.engine, self._servers = step, engine, servers
+        self._name, self._number = name, number
         self.upcoming, self._between = upcoming, between
         self._workers = workers if workers is not None and workers.size > 1 else None
         self._rowless = None if self._workers is None else self._workers.rowless
@@ -79,6 +84,7 @@ class StepRunner:
         self.mean_rows: float | None = None
         self._broken = False
         self._started = False
+        self._has_met = False
         optimizers = step.optimizers
         self._own_zero_grads = any(
             type(one).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(one) for one in optimizers
@@ -197,7 +203,7 @@ class StepRunner:
 
     def _run_in_parts(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput:
         """Run forward and backward; the gradients are summed or checked before the optimizers get them."""
-        self._begin_run(rows)
+        self._begin_run(rows, batch)
         for servers in self._servers:
             expected = {} if self.upcoming is None or not rows > 0 else self.upcoming.of(batch)
             servers.part.begin(
@@ -236,22 +242,35 @@ class StepRunner:
         """True if gradients are weighted by rows; the gradient of a single worker is unchanged, bit for bit."""
         return self.step.reduction == "mean" and (self._workers is not None or self.step.accumulate > 1)
 
-    def _meet_rows(self, rows: float) -> None:
+    def _meet(self, rows: float, batch: Structure | None) -> None:
         """Exchange the rows before the first run: the mean that backward starts from is not known from an earlier one.
 
         Where an operation of the loss sums over the workers, a gradient that comes back from another worker has that
         worker's weight only if its backward started from it. So backward starts from rows / mean rows, and the sums
         are weighted by the mean: equal shards, as in the run before, start from exactly 1.
         """
-        if self._workers is None or self.step.reduction != "mean" or self.mean_rows is not None:
+        if self._workers is None or self._has_met:
             return
-        share = torch.tensor([rows, float(rows > 0)], dtype=torch.float64, device="cpu")
+        mine = torch.tensor([rows, _digest(batch) if rows > 0 else 0], dtype=torch.float64, device="cpu")
         try:
-            total, workers = self._workers.all_reduce(share, operation="all_reduce of rows", step=self._calls).tolist()
+            everyone = self._workers.all_gather(mine, operation="all_gather of rows")
         except BaseException:
             self._broken = True
             raise
-        self.mean_rows = total / workers if workers else None
+        counts = everyone[:, 0]
+        total, workers = counts.sum().item(), int(counts.count_nonzero())
+        self._has_met = workers > 0
+        if workers and self.step.reduction == "mean" and self.mean_rows is None:
+            self.mean_rows = total / workers
+        each = f"{counts[0]:g}" if bool((counts == counts[0]).all()) else "/".join(f"{count:g}" for count in counts)
+        if workers and self._workers.rank == 0:
+            _log.info("%s: %d workers x %s rows = %g rows a step", self._name, len(counts), each, total)
+        if workers == len(counts) and bool((everyone == everyone[0]).all()):
+            warnings.warn(
+                f"all {workers} workers run {self._name!r} on the same batch, so every row counts {workers} times; let "
+                "ab.loaders.GlobalBatches share the data out, or give each worker rows of its own",
+                stacklevel=2,
+            )
 
     def _end_backward(self) -> None:
         """Let the sinks go on with the run's gradients: the servers' are pushed while the workers' sums arrive."""
@@ -383,10 +402,10 @@ class StepRunner:
         for servers in self._servers if operation != "load" else ():
             servers.part.check_whole()
 
-    def _begin_run(self, rows: float) -> None:
+    def _begin_run(self, rows: float, batch: Structure | None = None) -> None:
         self._calls += 1
         self.check_known("run")
-        self._meet_rows(rows)
+        self._meet(rows, batch)
         self._clear_for_run()
 
     def _clear_for_run(self) -> None:
@@ -595,7 +614,7 @@ class StepRunner:
         self.in_window = 0
 
 
-def rows_of(step: TrainStep, batch: Structure) -> float:
+def rows_of(step: Step, batch: Structure) -> float:
     """Return the weight of a batch.
 
     Raises:
@@ -605,6 +624,15 @@ def rows_of(step: TrainStep, batch: Structure) -> float:
     if not 0 <= rows < float("inf"):
         raise ValueError(f"rows(batch) gave {rows!r}; the weight of a batch is a finite number of at least 0")
     return rows
+
+
+def _digest(batch: Structure) -> int:
+    """Return a hash of the batch's tensors, of 6 bytes: float64 holds it exactly."""
+    digest = hashlib.blake2b(digest_size=6)
+    for leaf in flatten(batch)[0]:
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_meta:
+            digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return int.from_bytes(digest.digest())
 
 
 def _sparse_tables(model: nn.Module) -> list[str]:

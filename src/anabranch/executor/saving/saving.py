@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import msgspec
 import safetensors.torch
@@ -43,6 +43,7 @@ from anabranch.collectives import Workers
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError
 from anabranch.executor.loaders.loading import BoundLoader
+from anabranch.executor.own_state import HasState
 from anabranch.executor.randomness import random_state, restore_random_state
 from anabranch.executor.running.remote import RemotePart
 from anabranch.executor.running.runner import StepRunner
@@ -68,16 +69,6 @@ _log = logging.getLogger("anabranch.executor")
 _FORMAT = 4
 
 _T = TypeVar("_T")
-
-
-class HasState(Protocol):
-    """An object with saveable state: nested plain values and tensors."""
-
-    def state_dict(self) -> Any:
-        """Return the state."""
-
-    def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Restore a state."""
 
 
 class _SchedulerState(TypedDict):
@@ -145,7 +136,7 @@ class Saver:
         objects: Mapping[str, HasState] | None = None,
     ) -> None:
         self.loaders, self.remote = loaders, remote
-        self._objects = dict(objects or {})
+        self._objects = objects or {}
         self._background: BackgroundSaves | None = None
         self._started_saves: list[StartedSave] = []
         self._steps = {name: step for name, step in steps.items() if isinstance(step, TrainStep)}
@@ -475,7 +466,7 @@ class Saver:
                 counts = row["counts"][name]
                 # With other workers the mean is another: they exchange their rows again.
                 runner.restore(counts["runs"], counts["steps"], counts["mean_rows"] if as_many_rows else None)
-                known = name in self.loaders and state["workers"] == self._size
+                known = name in self.loaders and (state["workers"] == self._size or self.loaders[name].kind == "global")
                 runner.epoch_runs = counts["epoch_runs"] if known else None  # until the next epoch
                 if runner.scale is not None and counts["loss_scale"]:
                     runner.scale.restore(counts["loss_scale"])

@@ -1,0 +1,127 @@
+"""``evaluate``: an evaluation of a whole loader, whose results all workers join."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+from anabranch.collectives import Workers
+from anabranch.executor.loaders.loading import BoundLoader, samplers_of
+from anabranch.tensors import Structure
+
+
+class _Result(msgspec.Struct):
+    """One worker's: what went wrong, the rows of its batches, and each output's dtype and shape of a row.
+
+    A mean has no shape of a row.
+    """
+
+    error: str = ""
+    rows: list[float] = []
+    outputs: dict[str, tuple[str, list[int] | None]] = {}
+
+
+def evaluate(
+    loader: BoundLoader,
+    rows_of: Callable[[Structure], float],
+    run: Callable[[Structure], dict[str, Tensor]],
+    workers: Workers | None,
+) -> dict[str, Tensor]:
+    """Return the results of ``run`` for one pass over ``loader``, joined; as ``Executor.evaluate`` does."""
+    mine, failure, parts = _Result(), None, dict[str, list[Tensor]]()
+    try:
+        _collect(loader, rows_of, run, mine, parts)
+    except Exception as error:  # noqa: BLE001 - raised below, when the others know
+        mine, failure = _Result(error=f"{type(error).__name__}: {error}"), error
+    everyone = [mine]
+    if workers is not None and workers.size > 1:
+        texts = workers.all_gather_bytes(msgspec.json.encode(mine), operation="evaluation")
+        everyone = [msgspec.json.decode(text, type=_Result) for text in texts]
+    if failure is not None:
+        raise failure
+    for rank, result in enumerate(everyone):
+        if result.error:
+            raise ValueError(f"the evaluation failed on rank {rank}: {result.error}")
+    outputs = next((result.outputs for result in everyone if result.outputs), None)
+    if outputs is None:
+        raise ValueError("the loader yields no batches on any worker")
+    places = None
+    joined: dict[str, Tensor] = {}
+    for name, (dtype, row) in outputs.items():
+        local = torch.cat(parts[name]) if name in parts else torch.empty(0, *(row or ()), dtype=getattr(torch, dtype))
+        shares = [local]
+        if workers is not None and workers.size > 1:
+            data = local.contiguous().view(torch.uint8).numpy().tobytes() if local.numel() else b""
+            shares = [
+                torch.frombuffer(bytearray(part), dtype=torch.uint8).view(local.dtype) if part else local[:0]
+                for part in workers.all_gather_bytes(data, operation="evaluation")
+            ]
+        if row is None:
+            weights = torch.tensor([rows for result in everyone for rows in result.rows], dtype=torch.float64)
+            joined[name] = (torch.cat([share.reshape(-1) for share in shares]) * weights).sum() / weights.sum()
+            continue
+        if places is None:
+            places = _places([result.rows for result in everyone], interleaved=loader.kind == "global")
+        whole = local.new_empty(sum(len(place) for place in places), *row)
+        for place, share in zip(places, shares, strict=True):
+            whole[place] = share.reshape(-1, *row)
+        joined[name] = whole
+    return joined
+
+
+def _collect(
+    loader: BoundLoader,
+    rows_of: Callable[[Structure], float],
+    run: Callable[[Structure], dict[str, Tensor]],
+    mine: _Result,
+    parts: dict[str, list[Tensor]],
+) -> None:
+    """Run this worker's batches."""
+    for sampler in samplers_of(loader.source):
+        if isinstance(sampler, DistributedSampler):
+            raise ValueError(
+                "a DistributedSampler repeats samples to make the workers' shares equal, and they would count twice; "
+                "evaluate by ab.loaders.GlobalBatches(dataset, batch_size, shuffle=False)"
+            )
+    shapes: dict[str, list[tuple[int, ...]]] = {}
+    for batch in loader.one_pass():
+        mine.rows.append(rows_of(batch))
+        for name, value in run(batch).items():
+            if not isinstance(value, Tensor):
+                raise TypeError(f"output {name!r} is a {type(value).__name__}; evaluate joins tensors")
+            shapes.setdefault(name, []).append(tuple(value.shape))
+            parts.setdefault(name, []).append(value.detach().cpu() if value.ndim else value.double().reshape(1).cpu())
+    for name, sizes in shapes.items():
+        is_mean = not any(sizes) and len(sizes) == len(mine.rows)
+        alike = len({size[1:] for size in sizes}) == 1 and [size[:1] for size in sizes] == [(n,) for n in mine.rows]
+        if not is_mean and not alike:
+            raise ValueError(
+                f"output {name!r} has the shapes {sizes[:4]} for batches of {mine.rows[:4]} rows: evaluate joins what "
+                "has a row for each row of its batch, and averages what has no dims; return one of the two"
+            )
+        mine.outputs[name] = str(parts[name][0].dtype).removeprefix("torch."), None if is_mean else list(sizes[0][1:])
+
+
+def _places(rows: Sequence[Sequence[float]], *, interleaved: bool) -> list[Tensor]:
+    """Return for each worker where its rows are in the whole: interleaved, or one worker's after another's."""
+    places: list[list[int]] = [[] for _ in rows]
+    start, size = 0, len(rows)
+    for batch in range(max(map(len, rows))):
+        counts = [int(own[batch]) if batch < len(own) else 0 for own in rows]
+        total = sum(counts)
+        if interleaved and counts != [len(range(rank, total, size)) for rank in range(size)]:
+            raise ValueError(
+                f"the workers have {counts} rows of one of GlobalBatches' batches, which are not its samples: let "
+                "collate_fn make one row of each sample"
+            )
+        before = 0
+        for rank, count in enumerate(counts):
+            first, step = (rank, size) if interleaved else (before, 1)
+            places[rank] += range(start + first, start + first + count * step, step)
+            before += count
+        start += total
+    return [torch.tensor(place, dtype=torch.int64) for place in places]

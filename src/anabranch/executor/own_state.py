@@ -1,0 +1,64 @@
+"""``executor.state``: the user's own objects and values, saved with every checkpoint."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+
+
+class HasState(Protocol):
+    """An object with saveable state: nested plain values and tensors."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Restore a state."""
+
+
+class OwnState(UserDict[str, Any]):
+    """The objects and values given as ``state=``, by name; a value may be set, a new name may not.
+
+    >>> state = OwnState({"best": 0.5})
+    >>> state["best"] = 0.25
+    >>> state.objects["best"].state_dict()
+    {'value': 0.25}
+
+    Attributes:
+        objects: what is saved of each.
+    """
+
+    def __init__(self, values: Mapping[str, object]) -> None:
+        super().__init__()
+        self.data = dict(values)
+        self.objects = {name: self._object(name, value) for name, value in values.items()}
+
+    def _object(self, name: str, value: object) -> HasState:
+        whole = all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict"))
+        return cast(HasState, value) if whole else _Value(self, name)
+
+    def __setitem__(self, name: str, value: object) -> None:
+        """Set a value; what has a ``state_dict`` is saved by it."""
+        if name not in self.objects:
+            raise ValueError(f"no state is called {name!r}, so it would not be saved; give it to Executor(state=...)")
+        self.data[name] = value
+        self.objects[name] = self._object(name, value)
+
+
+class _Value:
+    """A plain value as an object with state."""
+
+    def __init__(self, values: OwnState, name: str) -> None:
+        self._values, self._name = values, name
+
+    def state_dict(self) -> dict[str, object]:
+        return {"value": self._values.data[self._name]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        value, here = state_dict["value"], self._values.data[self._name]
+        if isinstance(here, dict) and isinstance(value, dict):
+            here.clear()
+            here.update(value)
+        else:
+            self._values.data[self._name] = value
