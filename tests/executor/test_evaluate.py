@@ -1,0 +1,307 @@
+"""``evaluate`` joins a whole loader's results; ``epoch`` counts; ``log`` and ``state`` take what is the user's."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import anabranch as ab
+from anabranch.testing import LocalJob
+
+DATA = torch.arange(22.0).view(11, 2)
+
+
+def outputs(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+    return {"mean": batch.mean(), "rows": batch, "sum": batch.sum(1)}
+
+
+def program(loader: Any = None, look: Any = outputs, **options: Any) -> ab.Executor:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    train = ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.SGD(model.parameters(), lr=0.001))
+    loaders = {} if loader is None else {"train": loader, "look": loader}
+    return ab.Executor({"train": train, "look": ab.EvalStep(model, look)}, dataloaders=loaders, **options)
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        list(DATA.split(4)),
+        DataLoader(DATA, 4),  # type: ignore[arg-type]
+        ab.loaders.GlobalBatches(DATA, 4, shuffle=False),
+    ],
+    ids=["list", "DataLoader", "GlobalBatches"],
+)
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_whole_loader_is_joined_and_its_position_stays(loader: Any, bound: bool) -> None:
+    with program(loader if bound else None) as executor:
+        if bound:
+            executor.run("train")
+        for _ in range(2):
+            results = executor.evaluate("look", None if bound else loader)
+            assert results["rows"].tolist() == DATA.tolist()
+            assert results["sum"].tolist() == DATA.sum(1).tolist()
+            assert results["mean"].dtype == torch.float64
+            assert results["mean"].item() == pytest.approx(DATA.double().mean().item(), rel=1e-12)
+        if bound:
+            executor.run("train")
+            assert executor.epoch == 0
+            executor.run("train")
+            assert executor.epoch == 1
+
+
+def test_a_stateful_loader_goes_on_where_it_was() -> None:
+    sampler = ab.loaders.NeighborSampler([0, 1, 2, 3], [1, 2, 0], [1], 1)
+    torch.manual_seed(0)
+    model = nn.Embedding(3, 1)
+    step = ab.TrainStep(
+        model,
+        lambda m, b: (m(b.nodes).sum(), {"seeds": b.seeds}),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        rows=lambda b: len(b.seeds),
+    )
+    look = ab.EvalStep(model, lambda m, b: {"seeds": b.seeds}, rows=lambda b: len(b.seeds))
+    with ab.Executor({"train": step, "look": look}, dataloaders={"train": sampler, "look": sampler}) as executor:
+        seeds = [executor.run("train")["seeds"].item() for _ in range(3)]
+        assert sorted(seeds) == [0, 1, 2]
+        assert sorted(executor.evaluate("look")["seeds"].tolist()) == [0, 1, 2]
+
+
+def test_batches_weigh_by_their_rows() -> None:
+    model = nn.Linear(2, 1)
+    step = ab.EvalStep(model, lambda m, b: {"mean": b.mean()}, rows=lambda b: b[0, 0])
+    with ab.Executor({"look": step}) as executor:
+        batches = [torch.full((2, 2), 1.0), torch.full((3, 2), 3.0)]
+        assert executor.evaluate("look", batches)["mean"].item() == (1 + 9) / 4
+
+
+@pytest.mark.parametrize(
+    ("look", "loader", "message"),
+    [
+        (lambda m, b: {"x": b.t()}, [DATA], r"output 'x' has the shapes \[\(2, 11\)\] for batches of \[11"),
+        (lambda m, b: {"x": b[: 2 if len(b) > 2 else 0]}, [DATA, DATA[:2]], "output 'x' has the shapes"),
+        (lambda m, b: {"x": 1.0}, [DATA], "output 'x' is a float"),
+        (outputs, [], "the loader yields no batches on any worker"),
+        (
+            outputs,
+            DataLoader(TensorDataset(DATA), 4, sampler=DistributedSampler(range(11), 2, 0)),  # type: ignore[arg-type]
+            "a DistributedSampler repeats samples",
+        ),
+    ],
+)
+def test_what_cannot_be_joined_is_refused(look: Any, loader: Any, message: str) -> None:
+    with program(look=look) as executor, pytest.raises((ValueError, TypeError), match=message):
+        executor.evaluate("look", loader)
+
+
+def test_mistakes_are_named() -> None:
+    with program() as executor:
+        with pytest.raises(ValueError, match="'train' trains; evaluate runs an EvalStep"):
+            executor.evaluate("train", [DATA])
+        with pytest.raises(ValueError, match="'look'.*has no loader"):
+            executor.evaluate("look")
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: list(DATA.split(4)), [0, 0, 1, 1, 1, 2, 2]),
+        (lambda: ab.loaders.GlobalBatches(DATA, 4), [0, 0, 1, 1, 1, 2, 2]),
+        (lambda: iter(DATA.split(4)), [0, 0, 0]),  # whether there is a next batch is not known
+        (lambda: None, [0] * 7),
+    ],
+    ids=["list", "GlobalBatches", "iterator", "none"],
+)
+def test_epochs_are_counted_where_there_is_a_loader(make: Any, expected: list[int], tmp_path: Path) -> None:
+    loader = make()
+    with program(loader) as executor:
+        epochs = []
+        for _ in expected:
+            executor.run("train", DATA if loader is None else None)
+            epochs.append(executor.epoch)
+        executor.save(tmp_path)
+    assert epochs == expected
+    if max(expected) > 0:
+        with program(make()) as executor:
+            executor.resume(tmp_path)
+            while executor.epoch < 4:
+                executor.run("train")
+            assert executor.step == 12
+
+
+class Numbers:
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, dict[str, float]]] = []
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        self.seen.append((step, values))
+
+    def event(self, name: str, facts: dict[str, object]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_the_user_s_own_numbers_reach_the_sinks_behind_the_steps_before() -> None:
+    sink = Numbers()
+    with program(sinks=[sink]) as executor:
+        executor.run("train", DATA)
+        executor.log({"score": torch.tensor([0.5]), "count": 3})
+        executor.run("train", DATA)
+        with pytest.raises(ValueError, match="'loss' is a name that the step reports itself"):
+            executor.log({"loss": 1.0})
+        with pytest.raises(TypeError, match="got score=tensor"):
+            executor.log({"score": torch.ones(2)})
+    assert [step for step, _ in sink.seen] == [1, 1, 2]
+    assert sink.seen[1] == (1, {"score": 0.5, "count": 3.0})
+
+
+def test_plain_values_are_saved_and_dicts_are_filled_in_place(tmp_path: Path) -> None:
+    average = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 1))
+    with program(state={"best": 1.0, "history": {"seen": [1, 2]}, "average": average}) as executor:
+        executor.state["best"] = 0.5
+        executor.state["history"]["more"] = torch.ones(2)
+        executor.save(tmp_path)
+        with pytest.raises(ValueError, match="no state is called 'other', so it would not be saved"):
+            executor.state["other"] = 1
+    history: dict[str, Any] = {}
+    with program(state={"best": None, "history": history, "average": average}) as executor:
+        executor.load(tmp_path)
+        assert executor.state["best"] == 0.5
+        assert executor.state["history"] is history
+        assert (history["seen"], history["more"].tolist()) == ([1, 2], [1.0, 1.0])
+        assert executor.state["average"] is average
+    with pytest.raises(ValueError, match="objects.best.value is a builtins.object"):
+        program(state={"best": object()})
+
+
+# The mode that the job says.
+
+
+@pytest.mark.parametrize(
+    "options", [{"routes": {"weight": "PS"}}, {"cache": ab.Cache(capacity=9)}, {"consistency": "asp"}]
+)
+def test_options_of_another_mode_are_checked_and_without_effect_alone(options: dict[str, Any]) -> None:
+    with program(**options) as executor:
+        assert executor.comm_mode is None
+        executor.run("train", DATA)
+    if "routes" in options:
+        with pytest.raises(ValueError, match="routes= makes exceptions from a comm_mode"):
+            program(comm_mode=None, **options)
+        with pytest.raises(ValueError, match="routes= names 'other'"):
+            program(routes={"other": "PS"})
+
+
+JOB = """
+import json, logging, sys, warnings, torch
+from torch import nn
+import anabranch as ab
+
+logging.basicConfig(level=logging.INFO)
+shared = sys.argv[1] == "same"
+data = torch.arange(22.0).view(11, 2).double()
+loader = [data] if shared else ab.loaders.GlobalBatches(data, 4, shuffle=False)
+torch.manual_seed(ab.job().rank)
+model = nn.Linear(2, 1).double()
+steps = {
+    "train": ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.SGD(model.parameters(), lr=1e-3)),
+    "look": ab.EvalStep(model, lambda m, b: {"rows": b, "mean": b.mean()}),
+}
+with warnings.catch_warnings(record=True) as caught, ab.Executor(steps, dataloaders={"train": loader}) as executor:
+    warnings.simplefilter("always")
+    while executor.epoch < 2:
+        executor.run("train")
+    looked = executor.evaluate("look", ab.loaders.GlobalBatches(data, 4, shuffle=False))
+    own = executor.evaluate("look", [data[ab.job().rank :: ab.job().world_size]])
+    failed = ""
+    try:
+        executor.evaluate("look", [data] if ab.job().rank else [])
+        executor.evaluate("look", [data if ab.job().rank else "no batch"])
+    except Exception as error:
+        failed = f"{type(error).__name__}: {error}"
+print(json.dumps({
+    "mode": executor.comm_mode, "steps": executor.step, "weight": model.weight.tolist(),
+    "rows": looked["rows"].tolist(), "mean": looked["mean"].item(), "own": own["rows"].tolist(), "failed": failed,
+    "warnings": [str(one.message) for one in caught if one.category is UserWarning],
+}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("servers", [0, 1])
+def test_a_script_without_a_mode_trains_one_model_on_all_workers(servers: int) -> None:
+    jobs = [LocalJob(size, servers=servers).run_source(JOB, "shares").check() for size in (1, 2, 3)]
+    results = [result for job in jobs for result in job.results]
+    assert results[0] is not None
+    for result, (size, rank) in zip(results, [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)], strict=True):
+        assert result is not None
+        assert result["mode"] == ("Hybrid" if servers else "AllReduce" if size > 1 else None)
+        assert result["steps"] == 6
+        torch.testing.assert_close(
+            torch.tensor(result["weight"]).double(), torch.tensor(results[0]["weight"]).double(), rtol=1e-6, atol=1e-7
+        )
+        assert result["rows"] == DATA.tolist()
+        assert result["mean"] == pytest.approx(10.5, rel=1e-12)
+        shares = [DATA[other::size] for other in range(size)]
+        assert result["own"] == torch.cat(shares).tolist()
+        assert not result["warnings"]
+        if size > 1:
+            assert ("failed on rank 0" in result["failed"]) == (rank > 0)
+    assert "train: 2 workers x 2 rows = 4 rows a step" in jobs[1].logs[0]
+    assert "comm_mode is" in "".join(itertools.chain(*(job.logs for job in jobs[1:])))
+
+
+def test_workers_on_the_same_batch_are_warned_of_it() -> None:
+    result = LocalJob(2).run_source(JOB, "same").check().results
+    for one in result:
+        assert one is not None
+        [warning] = one["warnings"]
+        assert "all 2 workers run 'train' on the same batch" in warning
+        assert "ab.loaders.GlobalBatches" in warning
+
+
+APART = """
+import json, logging, sys, time, torch
+from pathlib import Path
+from torch import nn
+import anabranch as ab
+
+said = Path(sys.argv[1])
+ab.collectives.workers.SAID_AFTER = 0.0
+
+
+class Note(logging.Handler):
+    def emit(self, record):
+        if "waiting for" in record.getMessage():
+            said.write_text(record.getMessage())
+
+
+logging.getLogger("anabranch").addHandler(Note())
+torch.distributed.init_process_group("gloo")
+while ab.job().rank and not said.exists():
+    time.sleep(0.01)
+model = nn.Linear(2, 1)
+step = ab.TrainStep(model, lambda m, b: m(b).sum(), torch.optim.SGD(model.parameters(), lr=1e-3))
+try:
+    ab.Executor(step, ["AllReduce", "PS"][ab.job().rank]).close()
+    message = ""
+except Exception as error:
+    message = str(error)
+print(json.dumps({"message": message}))
+"""
+
+
+def test_modes_are_compared_where_workers_meet_and_who_is_waited_for_is_said(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    for result in LocalJob(2, servers=1).run_source(APART, str(said)).check().results:
+        assert result is not None
+        assert "comm_mode='AllReduce'" in result["message"]
+        assert "comm_mode='PS'" in result["message"]
+    assert said.read_text() == "waiting for rank 1 to make an Executor; comm_mode=None trains alone"
