@@ -274,7 +274,8 @@ from torch import nn
 import anabranch as ab
 
 said = Path(sys.argv[1])
-ab.collectives.workers.SAID_AFTER = 0.0
+if ab.job().rank == 0:
+    ab.collectives.workers.SAID_AFTER = 0.0
 
 
 class Note(logging.Handler):
