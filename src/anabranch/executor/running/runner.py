@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from anabranch.autodiff.moved_parameter import Switch, from_within, parameters_here
 from anabranch.choices import listed
 from anabranch.collectives import GradientBuckets, Workers
-from anabranch.errors import BoundaryError, CaptureError
+from anabranch.errors import BoundaryError, CaptureError, WorkersDiffer
 from anabranch.executor.engines.engine import Engine, Fetch, StepOutput
 from anabranch.executor.engines.gradients import LossScale, clip_scale, clip_values, elements, nonfinite_error
 from anabranch.executor.likeness import Drift
@@ -303,8 +303,13 @@ class StepRunner:
     def compare_workers(self) -> None:
         """Raise ``WorkersDiffer`` if the workers' parameters differ by more than rounding; every worker calls it."""
         if self._drift is not None:
-            self._drift.check(self._alike_at, self.steps)
-            self._alike_at = self.steps
+            self._broken = True  # unless the comparison ends, which it does on all workers alike
+            try:
+                self._drift.check(self._alike_at, self.steps)
+            except WorkersDiffer:
+                self._broken = False
+                raise
+            self._alike_at, self._broken = self.steps, False
 
     def run_idle(self, *, active: bool = False) -> StepOutput | None:
         """Return a run of a worker whose loader has ended: adds nothing; ``None`` when that is so on every worker."""
