@@ -173,7 +173,9 @@ class Executor:
         check_compression(row_compression)
         check_seconds(timeout=timeout, heartbeat=heartbeat)
         engine = check_engine(engine, compile, self._steps)
-        check_arguments(self._steps, cache=cache, dataloaders=dataloaders, state=state, check_workers=check_workers)
+        check_arguments(
+            self._steps, seed=seed, cache=cache, dataloaders=dataloaders, state=state, check_workers=check_workers
+        )
         self._models = distinct_models(self._steps)
         routes_in = partial(
             plan_routes,

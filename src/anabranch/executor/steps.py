@@ -117,6 +117,12 @@ class TrainStep(StepDescription):
         _check_model(model)
         if not callable(loss):
             raise TypeError(f"loss is called as loss(model, batch), got {type(loss).__name__}")
+        criterion = loss if hasattr(loss, "__name__") else type(loss)
+        if criterion.__module__ in ("torch.nn.modules.loss", "torch.nn.functional") and not isinstance(model, Pipe):
+            raise TypeError(
+                f"loss is called as loss(model, batch), but {criterion.__name__} takes an output and a target; write "
+                "lambda model, batch: criterion(model(batch[0]), batch[1])"
+            )
         reduction = choice("reduction", reduction, _REDUCTIONS)
         _check_bound("clip_grad_norm", clip_grad_norm)
         _check_bound("clip_grad_value", clip_grad_value)
@@ -251,7 +257,7 @@ def _check_initialized(model: nn.Module) -> None:
             )
         if is_lazy(tensor):
             raise ValueError(
-                f"{name!r} of {type(model).__name__} has no shape yet, since its layer is lazy; run the model once"
+                f"{name!r} of {type(model).__name__} has no shape yet: its layer is lazy; run the model once on a batch"
             )
 
 

@@ -258,15 +258,9 @@ class _RunListener:
 
 
 def _say_what_is_captured(step: TrainStep, name: str) -> None:
-    modules, parameters = sum(1 for _ in step.model.modules()), sum(1 for _ in step.model.parameters())
-    _log.warning(
-        "capturing step %r as a graph has taken more than %.0f seconds so far: %s, %d modules, %d parameters",
-        name,
-        PATIENCE,
-        type(step.model).__name__,
-        modules,
-        parameters,
-    )
+    model = step.model
+    counts = f"{type(model).__name__}, {len([*model.modules()])} modules, {len([*model.parameters()])} parameters"
+    _log.warning("capturing step %r as a graph has taken more than %.0f seconds so far: %s", name, PATIENCE, counts)
 
 
 def _clipping(max_norm: float) -> Between:
