@@ -30,18 +30,16 @@ from anabranch.executor.device_placement import DevicePlacement
 from anabranch.executor.engines.engine import Engine, Fetch
 from anabranch.executor.engines.evaluator import Evaluator
 from anabranch.executor.engines.graph_engine import GraphEngine
-from anabranch.executor.engines.pipe_engine import PipeEngine
+from anabranch.executor.engines.pipe_engine import PipeEngine, check_pipes, join_pipelines
 from anabranch.executor.likeness import Drift, check_alike, share_parameters
 from anabranch.executor.loaders.batches import Batches
 from anabranch.executor.loaders.upcoming import UpcomingIds
-from anabranch.executor.loss_module import model_of
 from anabranch.executor.observing.callbacks import PeerLostRecord, RestartRecord, SaveRecord, StepRecord, Subscription
 from anabranch.executor.observing.run_facts import RunFacts
 from anabranch.executor.observing.run_trace import RunTrace
 from anabranch.executor.observing.sinks import Sink, check_sinks
 from anabranch.executor.observing.tracking import Progress
 from anabranch.executor.observing.watching import Watching, rates_of
-from anabranch.executor.pipes import check_pipes, join_pipelines
 from anabranch.executor.plan import Plan, Planner, other_modes
 from anabranch.executor.plan.survey import check_planned
 from anabranch.executor.routes import CommMode, Routes, comm_mode_of, plan_routes
@@ -51,7 +49,7 @@ from anabranch.executor.running.runner import StepRunner, rows_of
 from anabranch.executor.saving.background_saves import MOST_IN_FLIGHT
 from anabranch.executor.saving.saving import HasState, Saver, check_encoding
 from anabranch.executor.statistics import Statistics, TableLoads
-from anabranch.executor.steps import EvalStep, Step, StepDescription, TrainStep, distinct_models, named_steps
+from anabranch.executor.steps import EvalStep, Step, StepDescription, TrainStep, distinct_models, model_of, named_steps
 from anabranch.graph import Graph
 from anabranch.job import job
 from anabranch.parameter_server import Consistency

@@ -30,10 +30,9 @@ from anabranch.choices import listed
 from anabranch.collectives import Workers
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, LostUpdate
-from anabranch.executor.loss_module import model_of
 from anabranch.executor.routes import Place, Route, Routes
 from anabranch.executor.statistics import TableLoads
-from anabranch.executor.steps import Step, TrainStep
+from anabranch.executor.steps import Step, TrainStep, model_of
 from anabranch.job import job
 from anabranch.parameter_server import (
     Consistency,
