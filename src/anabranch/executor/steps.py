@@ -83,7 +83,8 @@ class TrainStep(StepDescription):
             ``NonFinite`` and updates nothing; ``True``: it is skipped and counted, on all workers
             (``Executor.statistics().skipped_steps``); ``None``: there is no check, and it is applied as in a plain
             loop.
-        clip_grad_value: the largest absolute value of a gradient's element, as ``torch.nn.utils.clip_grad_value_``.
+        clip_grad_value: the largest absolute value of a gradient's element, as ``torch.nn.utils.clip_grad_value_``;
+            after ``clip_grad_norm``, if both are given.
         on_gradients: called as ``on_gradients(gradients)`` before clipping and the optimizers, with the local gradients
             by parameter name, averaged over workers and accumulated batches, to read or to change in place.
         flush: how to handle an accumulation window that is incomplete at the end of a loader's epoch: ``"step"`` takes
@@ -95,7 +96,7 @@ class TrainStep(StepDescription):
 
     Raises:
         TypeError: an argument that is not a module, loss, optimizer or scheduler.
-        ValueError: a model without parameters, an optimizer of another model's parameters, two that share one, a
+        ValueError: an optimizer of another model's parameters, two that share one, a
             scheduler for none of the optimizers, a lazy layer without a shape, or a number out of range.
     """
 
@@ -129,11 +130,6 @@ class TrainStep(StepDescription):
         reduction = choice("reduction", reduction, _REDUCTIONS)
         _check_bound("clip_grad_norm", clip_grad_norm)
         _check_bound("clip_grad_value", clip_grad_value)
-        if clip_grad_norm is not None and clip_grad_value is not None:
-            raise ValueError(
-                "clip_grad_norm and clip_grad_value were both given; give one, and apply the other in on_gradients, "
-                "which runs first"
-            )
         if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
             raise ValueError(f"accumulate is a number of runs, an int of at least 1, got {accumulate!r}")
         precision = choice("precision", precision, (None, "bfloat16", "float16"))
@@ -196,11 +192,9 @@ class EvalStep(StepDescription):
     """
 
     def __init__(self, model: nn.Module, outputs: Outputs) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model is an nn.Module, got {type(model).__name__}")
         if not callable(outputs):
             raise TypeError(f"outputs is called as outputs(model, batch), got {type(outputs).__name__}")
-        _check_initialized(model)
+        _check_model(model)
         self.model = model
         self.outputs = outputs
 
@@ -244,13 +238,6 @@ def _check_bound(name: str, value: object) -> None:
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is an nn.Module, got {type(model).__name__}")
-    _check_initialized(model)
-    passes_on = isinstance(model, Pipe) and bool(model.elsewhere)  # a stage may have no parameters, others do
-    if next(model.parameters(), None) is None and not passes_on:
-        raise ValueError(f"{type(model).__name__} has no parameters to train; use EvalStep to only run it")
-
-
-def _check_initialized(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if type(tensor).__module__.startswith("torch.distributed.tensor"):
             raise ValueError(

@@ -416,8 +416,8 @@ class RemotePart:
         limits = {spec.name: spec.capacity for spec, _ in self.client.made}
         for name in sorted(full) if self.client.rank == 0 else ():
             warnings.warn(
-                f"table {name} has no room for all ids of a step: capacity={limits.get(name)}, of which each of "
-                f"{self.client.shards} servers has its share. Ids without a row read as first values, and their "
+                f"table {name} has no room for all ids of a step: capacity={limits.get(name)}, of which each server "
+                f"(there are {self.client.shards}) has its share. Ids without a row read as first values, and their "
                 f"gradients are dropped; raise capacity. executor.statistics().tables[{name!r}].unadmitted counts them",
                 RuntimeWarning,
                 stacklevel=5,
