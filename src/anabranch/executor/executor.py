@@ -241,7 +241,7 @@ class Executor:
                     served=self._served,
                     on_move=self._follow_move,
                 )
-                self._parts.callback(self._close_remote, self._remote)
+                self._parts.callback(lambda remote: remote.close(self._failed), self._remote)
             self._batches = Batches(dataloaders or {}, self._workers, together=together, prefetch=prefetch)
             self._parts.callback(self._batches.close)
             # What lists parameters is made from here on: some are on the servers by now.
@@ -273,7 +273,7 @@ class Executor:
                 self._steps, self._runners, self._everyone, stages, self._batches.loaders, self._remote, state
             )
             self._parts.callback(self._close_saves)
-            self._parts.callback(self._close_trace)
+            self._parts.callback(lambda: self._end_trace(clean=self._failed is None))
             for step in training.values():
                 if not step.model.training:
                     step.model.train()
@@ -662,7 +662,7 @@ class Executor:
         if wait:
             self._watching.saved(SaveRecord(self.step, folder, time.monotonic() - began))
         if earlier:
-            self._raise_unsaved(f"{earlier}; step {self.step} {'has been' if wait else 'is being'} saved")
+            raise CheckpointError(f"{earlier}; step {self.step} {'has been' if wait else 'is being'} saved")
 
     def finish_saves(self) -> None:
         """Wait until all saves started by ``save(wait=False)`` are written; every worker calls it.
@@ -676,7 +676,7 @@ class Executor:
 
     def _finish_saves(self) -> None:
         if failures := self._settle_saves():
-            self._raise_unsaved(failures)
+            raise CheckpointError(failures)
 
     def _settle_saves(self, leave: int = 0) -> str:
         """Wait for saves in the background, and return the failures."""
@@ -685,10 +685,6 @@ class Executor:
         for one in done:
             self._watching.saved(SaveRecord(one.step, one.path, time.monotonic() - one.began))
         return failures
-
-    def _raise_unsaved(self, failures: str) -> None:
-        with self._reporting_failures():
-            raise CheckpointError(failures)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Load the newest complete checkpoint in ``path``, with any number of workers. Every worker calls it.
@@ -918,18 +914,12 @@ class Executor:
                 raise
             failed.add_note(f"as the Executor was closed: {type(error).__name__}: {error}")
 
-    def _close_remote(self, remote: RemotePart) -> None:
-        remote.close(self._failed)
-
     def _close_saves(self) -> None:
         try:
             if self._failed is None:
                 self._finish_saves()
         finally:
             self._saver.close(Deadline.after(2 * self._timeout))  # that of saves, and that of those before them
-
-    def _close_trace(self) -> None:
-        self._end_trace(clean=self._failed is None)
 
     def __enter__(self) -> Self:
         return self
