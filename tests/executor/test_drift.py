@@ -256,9 +256,9 @@ def test_a_stage_whose_workers_differ_ends_the_run_on_the_other_stages_ranks_too
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
 def test_a_checksum_sees_each_bit_and_its_place(dtype: torch.dtype) -> None:
     tensor = torch.arange(24).reshape(4, 6).remainder(5).to(dtype)
-    found = [checksum(other) for other in (tensor, tensor.flip(0), torch.ones_like(tensor), torch.zeros_like(tensor))]
-    assert len(set(found)) == len(found)
-    assert checksum(tensor.t().contiguous().t()) == found[0], "of the numbers, wherever they lie in memory"
+    sums = [checksum(other) for other in (tensor, tensor.flip(0), torch.ones_like(tensor), torch.zeros_like(tensor))]
+    assert len(set(sums)) == len(sums)
+    assert checksum(tensor.t().contiguous().t()) == sums[0], "of the numbers, wherever they lie in memory"
 
 
 def test_a_number_of_steps_that_is_none_is_refused() -> None:

@@ -217,14 +217,14 @@ def _cast(loss: Loss, model: nn.Module, dtype: torch.dtype) -> Loss:
     return under_autocast
 
 
-def _bytes(name: str, given: object) -> int:
-    """Return a size given as a number, or as a string such as ``"512MiB"``."""
-    text = str(given) if isinstance(given, int | str) else ""
+def _bytes(name: str, value: object) -> int:
+    """Return the bytes that a number, or a string such as ``"512MiB"``, stands for."""
+    text = str(value) if isinstance(value, int | str) else ""
     parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(iB|B)?\s*", text)
     unit = 1024 if parts is not None and parts[3] == "iB" else 1000
     size = 0 if parts is None else int(float(parts[1]) * unit ** " KMGT".index((parts[2] or " ").upper()))
     if size < 1:
-        raise ValueError(f"{name} is a number of bytes above 0, or a string such as '2GiB' or '500MB', got {given!r}")
+        raise ValueError(f"{name} is a number of bytes above 0, or a string such as '2GiB' or '500MB', got {value!r}")
     return size
 
 
@@ -393,8 +393,8 @@ def beside(model: nn.Module, loss: Callable[..., Any]) -> tuple[nn.Module, Calla
     owner = getattr(loss, "__self__", loss)
     if not isinstance(owner, nn.Module):
         return model, loss
-    held = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    if all(id(tensor) in held for tensor in (*owner.parameters(), *owner.buffers())):
+    known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    if all(id(tensor) in known for tensor in (*owner.parameters(), *owner.buffers())):
         return model, loss
     if isinstance(model, Pipe):
         raise ValueError(
