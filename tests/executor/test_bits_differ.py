@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from anabranch.executor.engines.trial import Differs, Snapshot, bits_differ
+from anabranch.executor.engines.graph_engine import Differs, Snapshot, bits_differ
 
 NAN = float("nan")
 

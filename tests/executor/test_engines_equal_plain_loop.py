@@ -107,23 +107,3 @@ def test_an_engine_is_the_plain_loop_bit_for_bit(name: str, optimizer: str, clip
     assert all(torch.equal(a, b) for a, b in zip(losses, expected_losses, strict=True))
     for (key, value), other in zip(model.state_dict().items(), expected.state_dict().values(), strict=True):
         assert torch.equal(value, other), key
-
-
-def test_gradients_of_sparse_tables_are_clipped_with_the_rest() -> None:
-    torch.manual_seed(0)
-    table, dense = nn.Embedding(10, 4, sparse=True), nn.Embedding(10, 4)
-    dense.load_state_dict(table.state_dict())
-
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        return (model(batch) * 100).square().mean()
-
-    ids = torch.tensor([1, 1, 2, 9])
-    for model in (table, dense):
-        step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), clip_grad_norm=1.0)
-        with ab.Executor(step) as executor:
-            executor.run(batch=ids)
-    assert torch.allclose(table.weight, dense.weight, rtol=0, atol=1e-7)
-    assert table.weight.grad.is_sparse
-    norm = torch.linalg.vector_norm(table.weight.grad.coalesce().values())
-    assert norm <= 1.0 + 1e-5
-    assert norm > 0.99

@@ -271,8 +271,6 @@ def test_tensors_that_disagree_in_rows_are_named() -> None:
 
 def test_steps_are_checked_when_they_are_made() -> None:
     model = Net()
-    with pytest.raises(ValueError, match="Identity has no parameters"):
-        ab.TrainStep(nn.Identity(), squared, sgd(model))
     with pytest.raises(ValueError, match="not the model's"):
         ab.TrainStep(model, squared, sgd(Net()))
     with pytest.raises(ValueError, match="both hold 'body.0.weight'"):
@@ -322,7 +320,7 @@ def test_parameters_may_join_an_optimizer_later_if_they_are_the_models() -> None
         executor.run(batch=torch.ones(3, 2))
         optimizer.add_param_group({"params": list(nn.Linear(1, 1).parameters())})
         with pytest.raises(
-            ValueError, match=r"SGD was given a parameter of shape \(1, 1\) that the model did not have"
+            ValueError, match=r"SGD was given a parameter of shape \(1, 1\) that the model does not have"
         ):
             executor.run(batch=torch.ones(3, 2))
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -179,20 +177,6 @@ def test_fetched_values_equal_those_of_the_tape(clip: float | None) -> None:
         assert (mine is None and other is None) or torch.equal(mine, other)
 
 
-def test_a_refusal_puts_nothing_else_on_the_screen(caplog: pytest.LogCaptureFixture) -> None:
-    """PyTorch logs, as an error, that it cannot guard the array."""
-    weights = np.ones(3, dtype=np.float32)
-    model = nn.Linear(3, 2)
-    step = ab.TrainStep(
-        model,
-        lambda m, x: m(x).square().mean() * torch.as_tensor(weights).sum(),
-        torch.optim.SGD(model.parameters(), lr=0.1),
-    )
-    with ab.Executor(step, engine="graph") as executor, pytest.raises(ab.CaptureError):
-        executor.run(batch=torch.ones(4, 3))
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-
-
 def test_the_comparison_with_the_tape_leaves_no_trace() -> None:
     """Not in random numbers, buffers, optimizer state or Python: the counter counts steps."""
 
@@ -262,45 +246,6 @@ def test_a_graph_of_another_function_is_refused_and_the_step_is_the_tapes(
             executor.run(batch=x)
 
 
-def test_a_device_out_of_memory_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def exhausted(*_: object) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
-
-    torch.manual_seed(0)
-    model = Net()
-    step = ab.TrainStep(model, classify, torch.optim.SGD(model.parameters(), lr=0.1))
-    with ab.Executor(step, engine="graph") as executor:
-        with monkeypatch.context() as patch:
-            patch.setattr("anabranch.graph.step.program.Joint", exhausted)
-            with pytest.raises(torch.OutOfMemoryError):
-                executor.run(batch=batch_of())
-        executor.run(batch=batch_of(rows=4))
-        executor.run(batch=batch_of())
-
-
-def test_an_optimizer_that_cannot_be_captured_steps_by_itself() -> None:
-    class Counting(torch.optim.SGD):
-        steps = 0
-
-        def step(self, closure: Any = None) -> Any:
-            self.steps += 1
-            for group in self.param_groups:
-                group["lr"] = 0.1 / self.steps
-            return super().step(closure)
-
-    def run(engine: Any) -> tuple[list[Tensor], str]:
-        torch.manual_seed(0)
-        model = nn.Linear(4, 3)
-        step = ab.TrainStep(model, classify, Counting(model.parameters(), lr=0.1))
-        with ab.Executor(step, engine=engine) as executor:
-            losses = [executor.run(batch=batch_of())["loss"] for _ in range(4)]
-            return [*losses, *model.state_dict().values()], executor.engine()
-
-    found, used = run("graph")
-    assert_same(found, run("tape")[0])
-    assert used == "graph"
-
-
 # What Python changes between steps.
 
 
@@ -315,26 +260,19 @@ def changes_share(step: int, model: Any) -> None:
 
 CHANGES: dict[str, Callable[[int, Any], object]] = {
     "an attribute": lambda step, model: setattr(model, "beta", 2.0 if step > 1 else 1.0),
-    "there and back": lambda step, model: setattr(model, "beta", 1.0 + step % 2),
-    "an attribute of an attribute": lambda step, model: setattr(model.config, "gamma", 2.0 if step > 1 else 1.0),
     "an attribute of the class": lambda step, model: setattr(type(model), "power", 2.0 if step in (2, 3) else 1.0),
-    "an attribute over that of the class": lambda step, model: step == 2 and setattr(model, "power", 3.0),
     "an item of a list": lambda step, model: model.weights.__setitem__(0, 2.0 if step > 1 else 1.0),
     "a global of the forward": changes_share,
-    "a submodule": lambda step, model: step == 2 and setattr(model, "act", nn.Tanh()),
     "a forward hook": hooked,
-    "a probability": lambda step, model: setattr(model.drop, "p", 0.1 if step > 1 else 0.5),
     "the memory of parameters": lambda step, model: [setattr(p, "data", p.data * 0.9) for p in model.parameters()],
 }
 
 
-FOLLOWING = [[*reversed(CHANGES)][first::3] for first in range(3)]
+FOLLOWING = [[*reversed(CHANGES)][first::2] for first in range(2)]
 """Each of them begins after the one before was captured; what would make each later capture two comes last."""
 
 
-@pytest.mark.parametrize(
-    "changes", [*FOLLOWING, *(pytest.param([one], marks=pytest.mark.slow) for one in CHANGES)], ids=str
-)
+@pytest.mark.parametrize("changes", FOLLOWING, ids=str)
 def test_changes_between_steps_are_noticed(changes: list[str]) -> None:
     def later(step: int, model: Any) -> None:
         for place, change in enumerate(changes):

@@ -301,19 +301,6 @@ def test_statistics_count_by_table_and_record_loads_writes_them(
 # Evaluating, and what goes wrong.
 
 
-def test_evaluation_reads_current_values_and_admits_no_rows() -> None:
-    model = nn.Sequential(ab.RemoteEmbedding("users", None, 2, init=1.0), nn.Linear(2, 1))
-    step = ab.TrainStep(model, lambda m, ids: m(ids).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
-    look = ab.EvalStep(model, lambda m, ids: {"rows": m[0](ids)})
-    with ab.Executor({"look": look, "train": step}, "Hybrid", cache=ab.Cache(pull_bound=3)) as executor:
-        executor.run("train", torch.tensor([5, 2**60]))
-        before = executor.run("look", torch.tensor([5, 6, 7]))["rows"]
-        assert torch.equal(before[1:], torch.ones(2, 2))
-        assert not torch.equal(before[0], torch.ones(2))
-        assert executor._remote is not None
-        assert executor._remote.client.statistics()[0].tables["users"].rows == 2
-
-
 @pytest.mark.parametrize("mode", ["PS", "Hybrid"])
 def test_an_id_out_of_range_is_named_and_changes_nothing(mode: str) -> None:
     model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 1))

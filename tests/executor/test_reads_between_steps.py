@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import anabranch as ab
-from anabranch.testing import LocalJob
 
 ROWS = 12
 CACHES = [None, ab.Cache(capacity=4), ab.Cache(capacity=ROWS)]
@@ -295,48 +294,3 @@ def test_ids_that_torch_refuses_are_refused(ids: Tensor, kind: str, moved: bool)
 
 
 # Two workers.
-
-TWO = """
-import json, sys
-import torch
-from torch import nn
-import anabranch as ab
-
-rank, mode, cached = ab.job().rank, sys.argv[1], sys.argv[2] == "cached"
-torch.manual_seed(0)
-model = nn.Sequential(nn.Embedding(12, 3), nn.Flatten(), nn.Linear(9, 2)).double()
-plain = nn.Sequential(nn.Embedding(12, 3), nn.Flatten(), nn.Linear(9, 2)).double()
-plain.load_state_dict(model.state_dict())
-
-def loss(model, ids):
-    return model(ids).square().mean()
-
-def adam(model):
-    return torch.optim.Adam(model.parameters(), lr=0.1)
-
-own, worst = adam(plain), 0.0
-generator = torch.Generator().manual_seed(1)
-cache = ab.Cache(capacity=4) if cached else None
-with ab.Executor(ab.TrainStep(model, loss, adam(model)), mode, cache=cache, timeout=100) as executor:
-    for step in range(6):
-        ids = torch.randint(0, 12, (4, 3), generator=generator)
-        executor.run(batch=ids[rank::2])
-        own.zero_grad()
-        loss(plain, ids).backward()
-        own.step()
-        if rank == step % 2 or step > 3:  # one looks, while the other goes on
-            for _ in range(2):
-                with torch.no_grad():
-                    every = torch.arange(12).view(4, 3)
-                    worst = max(worst, (model.eval()(every) - plain(every)).abs().max().item())
-            model.train()
-print(json.dumps({"worst": worst}))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cached", ["cached", "uncached"])
-@pytest.mark.parametrize("mode", ["PS", "Hybrid"])
-def test_one_of_two_workers_looks_at_the_state_that_both_have_made(mode: str, cached: str) -> None:
-    for result in LocalJob(2, servers=2).run_source(TWO, mode, cached).check().results:
-        assert result["worst"] < 1e-11

@@ -127,21 +127,6 @@ def test_adopt_trains_on_values_and_state_as_if_nothing_had_come_between(
             assert [second.run("train", BATCH)["loss"] for _ in range(2)] == losses[2:]
 
 
-def test_a_refused_run_takes_no_batch(servers: str) -> None:
-    step = ab.TrainStep(model := Model(), loss, torch.optim.SGD(model.parameters(), lr=0.1))
-    seen: list[int] = []
-
-    def batches() -> Iterator[dict[str, Tensor]]:
-        for number in range(3):
-            seen.append(number)
-            yield BATCH
-
-    with ab.Executor(step, "Hybrid", dataloaders={"default": batches()}, prefetch=False) as executor:
-        with pytest.raises(ValueError, match="already hold"):
-            executor.run()
-        assert seen == []
-
-
 def test_adopting_what_does_not_fit_is_refused_and_changes_nothing(servers: str) -> None:
     before = there()
     model = Model()

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch.parameter_server import ParameterServer
-from anabranch.testing import LocalJob
 
 
 class Users(nn.Module):
@@ -81,37 +80,3 @@ def test_the_shards_of_a_table_count_together_and_one_warning_is_given(monkeypat
             untrained = int((model(ids)[:, 0] == 0).sum())
             assert untrained > 0
             assert counts(executor) == (2 * untrained, 0)
-
-
-TWO = """
-import json
-import torch
-from torch import nn
-import anabranch as ab
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        sgd = lambda rows: torch.optim.SGD(rows, lr=1.0)
-        self.users = ab.RemoteEmbedding("users", None, 2, capacity=4, optimizer=sgd)
-        self.head = nn.Linear(2, 1)
-
-    def forward(self, ids):
-        return self.head(self.users(ids))
-
-model = Model()
-step = ab.TrainStep(model, lambda m, ids: m(ids).sum(), torch.optim.SGD(model.head.parameters(), lr=0.1))
-with ab.Executor(step, "Hybrid", timeout=100) as executor:
-    for _ in range(3):
-        executor.run(batch=torch.tensor([1, 2, 3, 4]) + ab.job().rank)
-    executor.run(batch=torch.tensor([1, 2]))
-users = executor.statistics().tables["users"]
-print(json.dumps({"unadmitted": users.unadmitted}))
-"""
-
-
-@pytest.mark.slow
-def test_two_workers_count_the_same_and_one_of_them_warns() -> None:
-    found = LocalJob(2, servers=1).run_source(TWO).check()
-    assert list(found.results[:2]) == [{"unadmitted": 3}] * 2
-    assert ["table users has no room" in log for log in found.logs[:2]] == [True, False]

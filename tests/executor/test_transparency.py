@@ -77,5 +77,5 @@ def test_a_job_on_a_device_is_the_plain_loop(workers: int, mode: str, engine: st
     """Also where PyTorch's default device is another: nothing of the library's own belongs there."""
     cases = [case("adam_decay", clip=0.5, mode=mode, engine=engine, device=device, rare=engine == "tape")]
     job = LocalJob(workers, servers=int(mode != "AllReduce"))
-    for found in job.run(SCRIPT, json.dumps(cases), default).check().results:
-        assert max(found["found"][0][:2]) < 1e-9
+    for result in job.run(SCRIPT, json.dumps(cases), default).check().results:
+        assert max(result["found"][0][:2]) < 1e-9

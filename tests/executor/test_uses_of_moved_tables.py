@@ -168,46 +168,21 @@ def test_every_attribute_and_method_is_right_or_refused_by_name() -> None:
     bad, refused = disagreements(attributes())
     # Of the object, not of its numbers.
     own = {"__annotations__", "__dict__", "__dir__", "__doc__", "__format__", "__hash__", "__module__", "__repr__"}
-    own |= {
-        "__getstate__",
-        "__torch_function__",
-        "__sizeof__",
-        "__str__",
-        "__weakref__",
-        "_is_param",
-        "_make_subclass",
-        "as_subclass",
-        "set_",
-    }
+    own |= {"__getstate__", "__torch_function__", "__sizeof__", "__str__", "__weakref__", "_is_param", "_make_subclass"}
+    own |= {"as_subclass", "set_"}
     assert [line for line in bad if line.split(":")[0].split()[0] not in own] == []
     assert refused > 500
 
 
 OPERATORS: dict[str, Callable[[Tensor], Any]] = {
-    "1 - w": lambda w: 1 - w,
     "x @ w.T": lambda w: torch.ones(2, WIDTH) @ w.T,
-    "x @ w.mT": lambda w: torch.ones(2, WIDTH) @ w.mT,
     "linear": lambda w: F.linear(torch.ones(2, WIDTH), w),
-    "w == w": lambda w: w == w,
-    "w != 1": lambda w: w != 1,
-    "w[0]": lambda w: w[0],
     "w[0] = 1": lambda w: operator.setitem(w, 0, 1.0),
     "data.sum": lambda w: w.data.sum(),
-    "grad.norm": lambda w: w.grad.norm(),  # type: ignore[union-attr]
-    "detach.clone": lambda w: w.detach().clone(),
-    "cat": lambda w: torch.cat([torch.ones(1, WIDTH), w]),
-    "stack in a tuple": lambda w: torch.stack((w, w)),
     "iter": list,
-    "bool": bool,
-    "float": float,
-    "numpy": lambda w: w.detach().numpy(),
     "pickle": pickle.dumps,
-    "init": nn.init.normal_,
     "clip": lambda w: nn.utils.clip_grad_norm_([w], 1.0),
-    "to_vector": lambda w: nn.utils.parameters_to_vector([w]),
-    "autograd.grad": lambda w: torch.autograd.grad(w.sum(), [w]),
     "foreach": lambda w: torch._foreach_add([w], 1),
-    "no_grad copy": lambda w: torch.no_grad()(w.copy_)(torch.ones(ROWS, WIDTH)),
 }
 
 

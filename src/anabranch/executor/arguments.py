@@ -19,7 +19,7 @@ _ENGINES: tuple[EngineName, ...] = ("tape", "graph")
 
 
 def check_arguments(
-    steps: Mapping[str, Step], *, cache: object, dataloaders: object, state: object, check_workers: object
+    steps: Mapping[str, Step], *, seed: object, cache: object, dataloaders: object, state: object, check_workers: object
 ) -> None:
     """Raise for an argument of the wrong kind.
 
@@ -27,6 +27,8 @@ def check_arguments(
         TypeError: names the argument, its value, and what is accepted.
         ValueError: a loader for a step that does not exist, or a negative number.
     """
+    if not isinstance(seed, Integral | None):
+        raise TypeError(f"seed is a whole number, or None, got {seed!r}")
     if not isinstance(cache, Cache | None):
         raise TypeError(f"cache is an ab.Cache, such as ab.Cache(capacity=1000), or None, got {cache!r}")
     if not isinstance(dataloaders, Mapping | None):
@@ -47,11 +49,9 @@ def check_engine(engine: str, compile: bool, steps: Mapping[str, Step]) -> Engin
     """Return the name of the engine.
 
     Raises:
-        ValueError, TypeError: there is no such engine, ``compile`` without a graph, or a step that cannot run on it.
+        ValueError: there is no such engine, ``compile`` without a graph, or a step that cannot run on it.
     """
     name = choice("engine", engine, _ENGINES)
-    if not isinstance(compile, bool):
-        raise TypeError(f"compile is True or False, got {compile!r}")
     if compile and name == "tape":
         raise ValueError("compile=True compiles the graph, but the engine is 'tape'; give engine='graph'")
     for step_name, step in steps.items():

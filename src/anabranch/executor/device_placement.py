@@ -31,7 +31,7 @@ class DevicePlacement:
         optimizers: their state moves along.
 
     Raises:
-        ValueError: a name that no model has, or a parameter that two modules on unlike devices share.
+        ValueError: a name that no model has.
     """
 
     def __init__(
@@ -49,8 +49,6 @@ class DevicePlacement:
                 others = ", ".join(sorted(filter(None, set().union(*known))))
                 raise ValueError(f"devices= names {name!r}; the modules are: {others or 'none; use model.to(device)'}")
         placed: set[nn.Module] = set()
-        for model in models:
-            self._check_shared(model)
         for model, modules in zip(models, known, strict=True):
             home = self.home(model, devices)
             for name in self._devices:
@@ -84,19 +82,6 @@ class DevicePlacement:
     def _prefix(self, name: str) -> str | None:
         """Return the nearest placed module that the module or parameter of this name is in."""
         return max((prefix for prefix in self._devices if name.startswith(f"{prefix}.")), key=len, default=None)
-
-    def _check_shared(self, model: nn.Module) -> None:
-        places: dict[nn.Parameter, tuple[str, torch.device | None]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            prefix = self._prefix(name)
-            device = None if prefix is None else self._devices[prefix]
-            other, there = places.setdefault(parameter, (name, device))
-            if there != device:
-                raise ValueError(
-                    f"devices= puts {other!r} and {name!r}, which are the same parameter, on "
-                    f"{there or 'the home device'} and {device or 'the home device'}; place the modules that share it "
-                    "together"
-                )
 
     def _move_optimizer_state(self) -> None:
         for optimizer in self._optimizers:

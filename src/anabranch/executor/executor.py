@@ -30,13 +30,12 @@ from anabranch.executor.device_placement import DevicePlacement
 from anabranch.executor.engines.engine import Engine, Fetch
 from anabranch.executor.engines.evaluator import Evaluator
 from anabranch.executor.engines.graph_engine import GraphEngine
-from anabranch.executor.engines.pipe_engine import PipeEngine
+from anabranch.executor.engines.pipe_engine import PipeEngine, check_pipes, join_pipelines
 from anabranch.executor.evaluation import evaluate
 from anabranch.executor.likeness import Drift, check_alike, share_parameters
 from anabranch.executor.loaders.batches import Batches
 from anabranch.executor.loaders.loading import BoundLoader
 from anabranch.executor.loaders.upcoming import UpcomingIds
-from anabranch.executor.loss_module import model_of
 from anabranch.executor.observing.callbacks import PeerLostRecord, RestartRecord, SaveRecord, StepRecord, Subscription
 from anabranch.executor.observing.run_facts import RunFacts
 from anabranch.executor.observing.run_trace import RunTrace
@@ -44,7 +43,6 @@ from anabranch.executor.observing.sinks import Sink, check_sinks
 from anabranch.executor.observing.tracking import Progress
 from anabranch.executor.observing.watching import Watching, rates_of
 from anabranch.executor.own_state import OwnState
-from anabranch.executor.pipes import check_pipes, join_pipelines
 from anabranch.executor.plan import Plan, Planner, other_modes
 from anabranch.executor.plan.survey import check_planned
 from anabranch.executor.routes import CommMode, Routes, comm_mode_of, plan_routes
@@ -54,7 +52,7 @@ from anabranch.executor.running.runner import StepRunner, rows_of
 from anabranch.executor.saving.background_saves import MOST_IN_FLIGHT
 from anabranch.executor.saving.saving import Saver, check_encoding
 from anabranch.executor.statistics import Statistics, TableLoads
-from anabranch.executor.steps import EvalStep, Step, StepDescription, TrainStep, distinct_models, named_steps
+from anabranch.executor.steps import EvalStep, Step, StepDescription, TrainStep, distinct_models, model_of, named_steps
 from anabranch.graph import Graph
 from anabranch.job import job
 from anabranch.parameter_server import Consistency
@@ -179,7 +177,9 @@ class Executor:
         check_compression(row_compression)
         check_seconds(timeout=timeout, heartbeat=heartbeat)
         engine = check_engine(engine, compile, self._steps)
-        check_arguments(self._steps, cache=cache, dataloaders=dataloaders, state=state, check_workers=check_workers)
+        check_arguments(
+            self._steps, seed=seed, cache=cache, dataloaders=dataloaders, state=state, check_workers=check_workers
+        )
         self._models = distinct_models(self._steps)
         self.state = OwnState(state or {})
         routes_in = partial(
@@ -249,7 +249,7 @@ class Executor:
                     served=self._served,
                     on_move=self._follow_move,
                 )
-                self._parts.callback(self._close_remote, self._remote)
+                self._parts.callback(lambda remote: remote.close(self._failed), self._remote)
             self._batches = Batches(dataloaders or {}, self._workers, together=together, prefetch=prefetch)
             self._parts.callback(self._batches.close)
             # What lists parameters is made from here on: some are on the servers by now.
@@ -281,7 +281,7 @@ class Executor:
             loaders, own = self._batches.loaders, self.state.objects
             self._saver = Saver(self._steps, self._runners, self._everyone, stages, loaders, self._remote, own)
             self._parts.callback(self._close_saves)
-            self._parts.callback(self._close_trace)
+            self._parts.callback(lambda: self._end_trace(clean=self._failed is None))
             for step in training.values():
                 if not step.model.training:
                     step.model.train()
@@ -723,7 +723,7 @@ class Executor:
         if wait:
             self._watching.saved(SaveRecord(self.step, folder, time.monotonic() - began))
         if earlier:
-            self._raise_unsaved(f"{earlier}; step {self.step} {'has been' if wait else 'is being'} saved")
+            raise CheckpointError(f"{earlier}; step {self.step} {'has been' if wait else 'is being'} saved")
 
     def finish_saves(self) -> None:
         """Wait until all saves started by ``save(wait=False)`` are written; every worker calls it.
@@ -737,7 +737,7 @@ class Executor:
 
     def _finish_saves(self) -> None:
         if failures := self._settle_saves():
-            self._raise_unsaved(failures)
+            raise CheckpointError(failures)
 
     def _settle_saves(self, leave: int = 0) -> str:
         """Wait for saves in the background, and return the failures."""
@@ -746,10 +746,6 @@ class Executor:
         for one in done:
             self._watching.saved(SaveRecord(one.step, one.path, time.monotonic() - one.began))
         return failures
-
-    def _raise_unsaved(self, failures: str) -> None:
-        with self._reporting_failures():
-            raise CheckpointError(failures)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Load the newest complete checkpoint in ``path``, with any number of workers. Every worker calls it.
@@ -992,18 +988,12 @@ class Executor:
                 raise
             failed.add_note(f"as the Executor was closed: {type(error).__name__}: {error}")
 
-    def _close_remote(self, remote: RemotePart) -> None:
-        remote.close(self._failed)
-
     def _close_saves(self) -> None:
         try:
             if self._failed is None:
                 self._finish_saves()
         finally:
             self._saver.close(Deadline.after(2 * self._timeout))  # that of saves, and that of those before them
-
-    def _close_trace(self) -> None:
-        self._end_trace(clean=self._failed is None)
 
     def __enter__(self) -> Self:
         return self

@@ -1,6 +1,9 @@
 """The steps of a program: a ``TrainStep`` changes parameters, an ``EvalStep`` does not.
 
 They are descriptions: checked when they are made, run by the executor, without their own state.
+
+A loss with its own parameters is trained with the model, as one module for code that iterates over parameters: the
+model keeps its names in checkpoints, routes and ``fetch``, and the loss's follow with the prefix ``loss.``.
 """
 
 from __future__ import annotations
@@ -18,11 +21,11 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from anabranch.choices import choice
-from anabranch.executor.loss_module import ModelWithLoss, beside, model_of
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
 
 _T = TypeVar("_T")
+PREFIX = "loss"
 _REDUCTIONS: tuple[Literal["mean", "sum"], ...] = ("mean", "sum")
 _FLUSHES: tuple[Literal["keep", "step", "drop"], ...] = ("keep", "step", "drop")
 _PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -80,7 +83,8 @@ class TrainStep(StepDescription):
             ``NonFinite`` and updates nothing; ``True``: it is skipped and counted, on all workers
             (``Executor.statistics().skipped_steps``); ``None``: there is no check, and it is applied as in a plain
             loop.
-        clip_grad_value: the largest absolute value of a gradient's element, as ``torch.nn.utils.clip_grad_value_``.
+        clip_grad_value: the largest absolute value of a gradient's element, as ``torch.nn.utils.clip_grad_value_``;
+            after ``clip_grad_norm``, if both are given.
         on_gradients: called as ``on_gradients(gradients)`` before clipping and the optimizers, with the local gradients
             by parameter name, averaged over workers and accumulated batches, to read or to change in place.
         flush: how to handle an accumulation window that is incomplete at the end of a loader's epoch: ``"step"`` takes
@@ -92,7 +96,7 @@ class TrainStep(StepDescription):
 
     Raises:
         TypeError: an argument that is not a module, loss, optimizer or scheduler.
-        ValueError: a model without parameters, an optimizer of another model's parameters, two that share one, a
+        ValueError: an optimizer of another model's parameters, two that share one, a
             scheduler for none of the optimizers, a lazy layer without a shape, or a number out of range.
     """
 
@@ -117,14 +121,15 @@ class TrainStep(StepDescription):
         _check_model(model)
         if not callable(loss):
             raise TypeError(f"loss is called as loss(model, batch), got {type(loss).__name__}")
+        criterion = loss if hasattr(loss, "__name__") else type(loss)
+        if criterion.__module__ in ("torch.nn.modules.loss", "torch.nn.functional") and not isinstance(model, Pipe):
+            raise TypeError(
+                f"loss is called as loss(model, batch), but {criterion.__name__} takes an output and a target; write "
+                "lambda model, batch: criterion(model(batch[0]), batch[1])"
+            )
         reduction = choice("reduction", reduction, _REDUCTIONS)
         _check_bound("clip_grad_norm", clip_grad_norm)
         _check_bound("clip_grad_value", clip_grad_value)
-        if clip_grad_norm is not None and clip_grad_value is not None:
-            raise ValueError(
-                "clip_grad_norm and clip_grad_value were both given; give one, and apply the other in on_gradients, "
-                "which runs first"
-            )
         if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
             raise ValueError(f"accumulate is a number of runs, an int of at least 1, got {accumulate!r}")
         precision = choice("precision", precision, (None, "bfloat16", "float16"))
@@ -188,11 +193,9 @@ class EvalStep(StepDescription):
     """
 
     def __init__(self, model: nn.Module, outputs: Outputs, *, rows: Callable[[Structure], float] | None = None) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model is an nn.Module, got {type(model).__name__}")
         if not callable(outputs):
             raise TypeError(f"outputs is called as outputs(model, batch), got {type(outputs).__name__}")
-        _check_initialized(model)
+        _check_model(model)
         self.model = model
         self.outputs = outputs
         self.rows = rows
@@ -216,14 +219,14 @@ def _cast(loss: Loss, model: nn.Module, dtype: torch.dtype) -> Loss:
     return under_autocast
 
 
-def _bytes(name: str, given: object) -> int:
-    """Return a size given as a number, or as a string such as ``"512MiB"``."""
-    text = str(given) if isinstance(given, int | str) else ""
+def _bytes(name: str, value: object) -> int:
+    """Return the bytes that a number, or a string such as ``"512MiB"``, stands for."""
+    text = str(value) if isinstance(value, int | str) else ""
     parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(iB|B)?\s*", text)
     unit = 1024 if parts is not None and parts[3] == "iB" else 1000
     size = 0 if parts is None else int(float(parts[1]) * unit ** " KMGT".index((parts[2] or " ").upper()))
     if size < 1:
-        raise ValueError(f"{name} is a number of bytes above 0, or a string such as '2GiB' or '500MB', got {given!r}")
+        raise ValueError(f"{name} is a number of bytes above 0, or a string such as '2GiB' or '500MB', got {value!r}")
     return size
 
 
@@ -237,13 +240,6 @@ def _check_bound(name: str, value: object) -> None:
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is an nn.Module, got {type(model).__name__}")
-    _check_initialized(model)
-    passes_on = isinstance(model, Pipe) and bool(model.elsewhere)  # a stage may have no parameters, others do
-    if next(model.parameters(), None) is None and not passes_on:
-        raise ValueError(f"{type(model).__name__} has no parameters to train; use EvalStep to only run it")
-
-
-def _check_initialized(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if type(tensor).__module__.startswith("torch.distributed.tensor"):
             raise ValueError(
@@ -253,7 +249,7 @@ def _check_initialized(model: nn.Module) -> None:
             )
         if is_lazy(tensor):
             raise ValueError(
-                f"{name!r} of {type(model).__name__} has no shape yet, since its layer is lazy; run the model once"
+                f"{name!r} of {type(model).__name__} has no shape yet: its layer is lazy; run the model once on a batch"
             )
 
 
@@ -350,3 +346,72 @@ def distinct_models(steps: Mapping[str, Step]) -> dict[str, nn.Module]:
 
 def _steps_there(module: nn.Module) -> bool:
     return getattr(type(module), "steps_there", False)
+
+
+# A loss that is a module.
+
+
+class ModelWithLoss(nn.Module):
+    """A model and the module that computes its loss, under the model's own names and ``loss.``.
+
+    Args:
+        model: its names are unchanged.
+        loss: its names begin with ``loss.``.
+    """
+
+    def __init__(self, model: nn.Module, loss: nn.Module) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    @property
+    def training(self) -> bool:
+        """True if both are in training mode; each keeps its own."""
+        return self.model.training and self.loss.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        """Nothing: ``train`` and ``eval`` reach the two parts as they reach all children."""
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the model's modules by their own names, then the loss's."""
+        memo = set() if memo is None else memo
+        yield from self.model.named_modules(memo, prefix, remove_duplicate)
+        behind = f"{prefix}.{PREFIX}" if prefix else PREFIX
+        yield from self.loss.named_modules(memo, behind, remove_duplicate)
+
+
+def beside(model: nn.Module, loss: Callable[..., Any]) -> tuple[nn.Module, Callable[..., Any]]:
+    """Return the module that a step trains and its loss function, for a loss that may own parameters or buffers.
+
+    Args:
+        model: the model of the step.
+        loss: a function, a module, or a method of a module.
+
+    Raises:
+        ValueError: the model is a ``Pipe``, or has its own ``loss`` already.
+    """
+    owner = getattr(loss, "__self__", loss)
+    if not isinstance(owner, nn.Module):
+        return model, loss
+    known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    if all(id(tensor) in known for tensor in (*owner.parameters(), *owner.buffers())):
+        return model, loss
+    if isinstance(model, Pipe):
+        raise ValueError(
+            f"the loss {type(owner).__name__} has its own parameters or buffers, but a Pipe computes its loss on "
+            "the last stage's rank only; make them a layer at the end of the Pipe"
+        )
+    taken = [name for name, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers())]
+    if any(name.split(".")[0] == PREFIX for name in taken):
+        raise ValueError(
+            f"{type(model).__name__} has a {PREFIX!r}, under which the parameters of the loss {type(owner).__name__} "
+            f"would be saved; rename the model's, or use {type(model).__name__}.{PREFIX} as the loss"
+        )
+    return ModelWithLoss(model, owner), lambda both, batch: loss(both.model, batch)
+
+
+def model_of(module: nn.Module) -> nn.Module:
+    """Return the model without the loss module."""
+    return module.model if isinstance(module, ModelWithLoss) else module

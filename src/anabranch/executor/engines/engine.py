@@ -11,7 +11,7 @@ The tape, a graph and a pipe are engines; the buckets of the workers' sums and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -82,10 +82,8 @@ class Fetch:
     rates: Tensor | None = None
 
     def __init__(self, names: Sequence[str] | None, model: nn.Module) -> None:
-        if isinstance(names, str):
-            raise TypeError(f"fetch is a list of names, got the string {names!r}; write fetch=[{names!r}]")
-        if names is not None and not (isinstance(names, Iterable) and all(isinstance(name, str) for name in names)):
-            raise TypeError(f"fetch is a list of names, which are strings, got {names!r}")
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names or ()):
+            raise TypeError(f"fetch is a list of names, such as ['loss'], got {names!r}")
         self.names = None if names is None else list(names)
         self.wants_norm = self.names is not None and _NORM in self.names
         self.wants_rates = self.names is not None and _RATES in self.names

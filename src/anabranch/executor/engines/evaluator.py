@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from anabranch.executor.engines.engine import Fetch
-from anabranch.executor.engines.trial import Check, Trials, check_results
+from anabranch.executor.engines.graph_engine import Check, Trials, check_results
 from anabranch.executor.steps import EvalStep
 from anabranch.graph import Graph
 from anabranch.graph.step.program import EvalProgram

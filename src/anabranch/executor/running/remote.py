@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
-from weakref import WeakKeyDictionary
 
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from anabranch.autodiff.hooks import before_load, before_state, hooks_of_step
 from anabranch.autodiff.moved_parameter import Move, MovedState, Ways, is_within
@@ -30,10 +30,9 @@ from anabranch.choices import listed
 from anabranch.collectives import Workers
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, LostUpdate
-from anabranch.executor.loss_module import model_of
 from anabranch.executor.routes import Place, Route, Routes
 from anabranch.executor.statistics import TableLoads
-from anabranch.executor.steps import Step, TrainStep
+from anabranch.executor.steps import Step, TrainStep, model_of
 from anabranch.job import job
 from anabranch.parameter_server import (
     Consistency,
@@ -58,7 +57,7 @@ Served = Literal["refuse", "adopt", "replace"]
 _Left = dict[tuple[tuple[str, ...], str], tuple[str, int]]
 """Parameters that an Executor of this process has left on servers and given back, by endpoints and name: the client
 that had joined last, as another one may since have trained others as far, and their step."""
-_left: WeakKeyDictionary[nn.Module, _Left] = WeakKeyDictionary()  # by the modules that hold them
+_left: MutableMapping[Tensor, _Left] = WeakTensorKeyDictionary()  # by the parameters
 
 
 _PATIENCE = 10.0  # heartbeats for a server to answer, where an error ends the Executor
@@ -213,16 +212,10 @@ class RemotePart:
 
         Rows of a ``RemoteEmbedding`` are never among them. Every worker calls it.
         """
-        leads = self._worker.leads  # whose values the servers would get
-        left = [(name, _left.get(module, {}).get((self.client.endpoints, name))) for module, name in self._holders()]
-        mine = [name for name, last in left if leads and last == (self._before, steps.get(name))]
-        return {name for (names,) in self.gather([mine]) for name in names}
-
-    def _holders(self) -> Iterator[tuple[nn.Module, str]]:
-        """Yield the modules that hold parameters which belong on the servers, with their names there."""
-        names = {moved.parameter: moved.name for moved in self.moved}
-        for module in dict.fromkeys(module for model in self._models.values() for module in model.modules()):
-            yield from ((module, names[parameter]) for parameter in module._parameters.values() if parameter in names)
+        where = self.client.endpoints
+        known = {one.name: _left.get(one.parameter, {}).get((where, one.name)) for one in self.moved}
+        mine = [name for name, last in known.items() if last == (self._before, steps.get(name))]
+        return {name for (names,) in self.gather([mine if self._worker.leads else []]) for name in names}
 
     def check_free(self) -> dict[str, int]:
         """Return what the servers hold, to be adopted or replaced; every worker calls it.
@@ -423,8 +416,8 @@ class RemotePart:
         limits = {spec.name: spec.capacity for spec, _ in self.client.made}
         for name in sorted(full) if self.client.rank == 0 else ():
             warnings.warn(
-                f"table {name} has no room for all ids of a step: capacity={limits.get(name)}, of which each of "
-                f"{self.client.shards} servers has its share. Ids without a row read as first values, and their "
+                f"table {name} has no room for all ids of a step: capacity={limits.get(name)}, of which each server "
+                f"(there are {self.client.shards}) has its share. Ids without a row read as first values, and their "
                 f"gradients are dropped; raise capacity. executor.statistics().tables[{name!r}].unadmitted counts them",
                 RuntimeWarning,
                 stacklevel=5,
@@ -586,9 +579,9 @@ class RemotePart:
             for (at, name), (client, step) in left.items():
                 if (at, client, step) == (where, self._before, steps.get(name)) and name not in self._served:
                     left[at, name] = last, step
-        for module, name in self._holders():
-            if name in steps:
-                _left.setdefault(module, {})[where, name] = last, steps[name]
+        for moved in self.moved:
+            if moved.name in steps:
+                _left.setdefault(moved.parameter, {})[where, moved.name] = last, steps[moved.name]
 
     def _wait_for_pushes(self) -> None:
         """Wait until the servers have applied what all workers have pushed in the steps that this one has run."""

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from anabranch.autodiff.moved_parameter import Switch, from_within, parameters_here
 from anabranch.choices import listed
 from anabranch.collectives import GradientBuckets, Workers
-from anabranch.errors import BoundaryError, CaptureError
+from anabranch.errors import BoundaryError, CaptureError, WorkersDiffer
 from anabranch.executor.engines.engine import Engine, Fetch, StepOutput
 from anabranch.executor.engines.gradients import LossScale, clip_scale, clip_values, elements, nonfinite_error
 from anabranch.executor.likeness import Drift
@@ -322,8 +322,13 @@ class StepRunner:
     def compare_workers(self) -> None:
         """Raise ``WorkersDiffer`` if the workers' parameters differ by more than rounding; every worker calls it."""
         if self._drift is not None:
-            self._drift.check(self._alike_at, self.steps)
-            self._alike_at = self.steps
+            self._broken = True  # unless the comparison ends, which it does on all workers alike
+            try:
+                self._drift.check(self._alike_at, self.steps)
+            except WorkersDiffer:
+                self._broken = False
+                raise
+            self._alike_at, self._broken = self.steps, False
 
     def run_idle(self, *, active: bool = False) -> StepOutput | None:
         """Return a run of a worker whose loader has ended: adds nothing; ``None`` when that is so on every worker."""
@@ -427,18 +432,27 @@ class StepRunner:
             parameter.grad = None
 
     def _follow_optimizers(self) -> None:
-        """Follow which parameters the optimizers hold; raise ``ValueError`` for one that is new to the model."""
+        """Add parameters of the model that were newly given to an optimizer.
+
+        Raises:
+            ValueError: a parameter that is not the model's, or one that others would have to know of.
+        """
         held = [p for optimizer in self.step.optimizers for group in optimizer.param_groups for p in group["params"]]
         if len(held) == len(self._held) and all(map(operator.is_, held, self._held)):
             return
-        known = {*self._parameters, *self._elsewhere, *self._held}
-        for optimizer in self.step.optimizers:
-            for parameter in parameters_of(optimizer):
-                if parameter not in known:
-                    raise ValueError(
-                        f"{type(optimizer).__name__} was given a parameter of shape {tuple(parameter.shape)} that the "
-                        "model did not have when the Executor was made; make a new TrainStep and Executor"
-                    )
+        known, now = {*self._parameters, *self._elsewhere, *self._held}, {*parameters_here(self.step.model).values()}
+        added = [(o, p) for o in self.step.optimizers for p in parameters_of(o) if p not in known]
+        alone = self._workers is None and not self._servers and self.in_window == 0
+        for optimizer, parameter in added:
+            if parameter not in now or not alone:
+                raise ValueError(
+                    f"{type(optimizer).__name__} was given a parameter of shape {tuple(parameter.shape)} that the "
+                    f"model {'did not have when the Executor was made' if parameter in now else 'does not have'}; "
+                    "make a new TrainStep and Executor"
+                )
+        if added:
+            self._parameters, self._layout = list(parameters_here(self.step.model).values()), None
+            self.engine.follow_model()
         self._held = held
 
     def _check_thawed(self) -> None:
