@@ -135,10 +135,12 @@ class Progress:
         self._next = now + (_REPEAT if self._live is None else _REDRAW)
         try:
             if self._live is None:
-                print(line, file=self._stream or sys.stderr, flush=True)
+                stream = self._stream or sys.stderr
+                stream.write(f"{line}\n")
+                stream.flush()
             else:
                 self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
-        except (OSError, ValueError):  # a terminal that was closed ends no training
+        except (AttributeError, OSError, ValueError):  # a terminal that was closed, or is none, ends no training
             self._next = math.inf
 
 
