@@ -14,9 +14,9 @@ def save(place: Path | str, step: int, size: int = 3) -> None:
     checkpoint.write(place, {"model": model, "rank0": {"rng": torch.tensor(step)}}, {"step": step}, step=step)
 
 
-def assert_whole(found: checkpoint.Checkpoint | None, *steps: int) -> None:
-    assert found is not None
-    assert found.step in steps
-    assert found.state == {"step": found.step}
-    assert set(found.tensors("model")["w"].tolist()) == {float(found.step)}
-    assert found.tensors("rank0")["rng"].item() == found.step
+def assert_whole(read: checkpoint.Checkpoint | None, *steps: int) -> None:
+    assert read is not None
+    assert read.step in steps
+    assert read.state == {"step": read.step}
+    assert set(read.tensors("model")["w"].tolist()) == {float(read.step)}
+    assert read.tensors("rank0")["rng"].item() == read.step

@@ -146,7 +146,8 @@ class Progress:
 
 def _live(stream: TextIO | None) -> Live | None:
     """Return a line on the terminal, which the script's output goes above; ``None`` where there is no terminal."""
-    console = Console(file=stream or sys.stderr)
+    # What the script prints goes through it as it is.
+    console = Console(file=stream or sys.stderr, soft_wrap=True, markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
         return None
     out, err = (stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
