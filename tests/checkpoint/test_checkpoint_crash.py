@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from saves import assert_whole, save
 
 from anabranch import checkpoint
 from anabranch.checkpoint import generations, tensor_file, writing
@@ -81,18 +82,6 @@ def tmp_path() -> Iterator[Path]:
         path = Path(directory) / "checkpoints"
         path.mkdir()
         yield path
-
-
-def save(directory: Path, step: int) -> None:
-    model = {"w": torch.full((3,), float(step)), "b": torch.ones(1)}
-    checkpoint.write(directory, {"model": model, "rank0": {"rng": torch.tensor(step)}}, {"step": step}, step=step)
-
-
-def assert_whole(found: checkpoint.Checkpoint, step: int) -> None:
-    assert found.step == step
-    assert found.state == {"step": step}
-    assert torch.equal(found.tensors("model")["w"], torch.full((3,), float(step)))
-    assert found.tensors("rank0")["rng"].item() == step
 
 
 @pytest.mark.parametrize("before", [*(pytest.param(few, marks=pytest.mark.slow) for few in (0, 1)), 2])

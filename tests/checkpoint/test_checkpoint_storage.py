@@ -11,6 +11,7 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
+from saves import assert_whole, save
 from torch import nn
 
 import anabranch as ab
@@ -18,21 +19,6 @@ from anabranch import checkpoint
 from anabranch.errors import CheckpointError
 
 UPLOADS = ("makedirs", "put_file", "info", "ls", "rm_file")
-
-
-def groups(value: float) -> dict[str, dict[str, torch.Tensor]]:
-    return {"model": {"weight": torch.full((3,), value)}, "optimizer": {"m": torch.full((2,), value)}}
-
-
-def saved(url: str, step: int) -> None:
-    checkpoint.write(url, groups(float(step)), {"epoch": step}, step=step)
-
-
-def assert_whole(found: checkpoint.Checkpoint | None, step: int) -> None:
-    assert found is not None
-    assert (found.step, found.state) == (step, {"epoch": step})
-    assert found.tensors("model")["weight"].tolist() == [float(step)] * 3
-    assert found.tensors("optimizer")["m"].tolist() == [float(step)] * 2
 
 
 @pytest.fixture(params=["memory", "local"])
@@ -51,10 +37,10 @@ def names(url: str) -> list[str]:
 
 def test_the_newest_of_two_generations_is_read_and_older_ones_are_removed(url: str) -> None:
     for step in (1, 2, 3):
-        saved(url, step)
+        save(url, step)
     assert names(url) == [
         f"{name}-0000000{generation}.{kind}"
-        for name, kind in (("manifest", "json"), ("model", "safetensors"), ("optimizer", "safetensors"))
+        for name, kind in (("manifest", "json"), ("model", "safetensors"), ("rank0", "safetensors"))
         for generation in (2, 3)
     ]
     assert_whole(checkpoint.read(url), 3)
@@ -65,8 +51,8 @@ def test_the_newest_below_a_url_is_found(url: str) -> None:
     assert checkpoint.read_newest(url) is None
     with pytest.raises(CheckpointError, match="there is no checkpoint in"):
         checkpoint.read(url)
-    saved(f"{url}/b", 1)
-    saved(f"{url}/a", 2)
+    save(f"{url}/b", 1)
+    save(f"{url}/a", 2)
     found = checkpoint.read_newest(url)
     assert_whole(found, 2)
     assert found is not None
@@ -96,8 +82,8 @@ def test_a_failure_of_any_operation_leaves_a_whole_checkpoint(
     url: str, operation: str, after: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files, _ = fsspec.core.url_to_fs(url)
-    saved(url, 1)
-    saved(url, 2)
+    save(url, 1)
+    save(url, 2)
     nth, failures = 1, 0
     while True:
         step = 2 + nth
@@ -114,15 +100,15 @@ def test_a_failure_of_any_operation_leaves_a_whole_checkpoint(
         assert operation != "put_file" or found.step == 2  # another may fail once all is there: at removing what is old
         for name in names(url):  # put back what it was
             fsspec.core.url_to_fs(url)[0].rm_file(f"{fsspec.core.url_to_fs(url)[1]}/{name}")
-        saved(url, 1)
-        saved(url, 2)
+        save(url, 1)
+        save(url, 2)
         nth += 1
     assert failures >= 2
 
 
 def _fails(url: str, step: int) -> bool:
     try:
-        saved(url, step)
+        save(url, step)
     except CheckpointError as error:
         return "the service failed" in str(error) and url in str(error)
     return False
@@ -137,14 +123,14 @@ def test_the_manifest_is_uploaded_last(url: str, monkeypatch: pytest.MonkeyPatch
         return real(local, remote, **options)
 
     monkeypatch.setattr(files, "put_file", put)
-    saved(url, 1)
-    assert order == ["model-00000001.safetensors", "optimizer-00000001.safetensors", "manifest-00000001.json"]
+    save(url, 1)
+    assert order == ["model-00000001.safetensors", "rank0-00000001.safetensors", "manifest-00000001.json"]
 
 
 @pytest.mark.parametrize("what", ["manifest", "model"])
 def test_a_damaged_generation_is_passed_over_and_named(url: str, what: str, caplog: pytest.LogCaptureFixture) -> None:
-    saved(url, 1)
-    saved(url, 2)
+    save(url, 1)
+    save(url, 2)
     files, root = fsspec.core.url_to_fs(url)
     path = next(f"{root}/{name}" for name in names(url) if name.startswith(f"{what}-00000002"))
     data = bytearray(files.cat_file(path))
@@ -156,8 +142,8 @@ def test_a_damaged_generation_is_passed_over_and_named(url: str, what: str, capl
 
 
 def test_an_outage_is_not_mistaken_for_an_empty_storage(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved(url, 1)
-    saved(url, 2)
+    save(url, 1)
+    save(url, 2)
     files, _ = fsspec.core.url_to_fs(url)
     for operation in ("find", "get_file", "info"):
         with monkeypatch.context() as patch:
@@ -190,19 +176,19 @@ def test_an_executor_resumes_from_a_url_as_if_uninterrupted(url: str, wait: bool
 
 
 def test_file_urls_are_folders(tmp_path: Path) -> None:
-    saved(f"file://{tmp_path}/run", 1)
+    save(f"file://{tmp_path}/run", 1)
     assert_whole(checkpoint.read(tmp_path / "run"), 1)
 
 
 def test_a_url_of_an_unknown_or_uninstalled_file_system_is_refused() -> None:
     with pytest.raises(ValueError, match=r"nothing://x cannot be saved to"):
-        saved("nothing://x", 1)
+        save("nothing://x", 1)
 
 
 def test_without_fsspec_the_error_has_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'anabranch\[storage\]'"):
-        saved("memory://x", 1)
+        save("memory://x", 1)
 
 
 def test_a_password_in_a_url_is_in_no_message() -> None:

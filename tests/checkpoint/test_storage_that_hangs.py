@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 import fsspec
 import pytest
-import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from saves import assert_whole, save
 
 from anabranch import checkpoint
 from anabranch.checkpoint.storage import SECONDS_VARIABLE, Storage
@@ -84,19 +84,6 @@ def url() -> Iterator[str]:
     Hanging.go.set()
 
 
-def saved(url: str, step: int) -> None:
-    groups = {"model": {"weight": torch.full((3,), float(step))}, "optimizer": {"m": torch.full((2,), float(step))}}
-    checkpoint.write(url, groups, {"epoch": step}, step=step)
-
-
-def assert_whole(url: str, *steps: int) -> None:
-    found = checkpoint.read(url)
-    assert found.step in steps
-    assert found.state == {"epoch": found.step}
-    assert found.tensors("model")["weight"].tolist() == [float(found.step)] * 3
-    assert found.tensors("optimizer")["m"].tolist() == [float(found.step)] * 2
-
-
 def let_go(calls: int) -> None:
     """Returns once what hung has come about, late."""
     Hanging.go.set()
@@ -114,18 +101,18 @@ def test_a_save_to_a_store_that_does_not_answer_is_an_error(
     url: str, operation: str, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step in (1, 2):
-        saved(url, step)
+        save(url, step)
     with monkeypatch.context() as patch:
         patch.setenv(SECONDS_VARIABLE, "0.05")
         patch.setattr("anabranch.checkpoint.storage.wait", wait_for_what_hangs)
         Hanging.operation, Hanging.after = operation, after
         with pytest.raises(CheckpointError, match=rf"{url}: no answer for 0 s.*{SECONDS_VARIABLE}.*unchanged"):
-            saved(url, 3)
-    assert_whole(url, 2, 3)  # 3 if only the removal of 1 was left
+            save(url, 3)
+    assert_whole(checkpoint.read(url), 2, 3)  # 3 if only the removal of 1 was left
     let_go(1)
-    assert_whole(url, 2, 3)
-    saved(url, 4)
-    assert_whole(url, 4)
+    assert_whole(checkpoint.read(url), 2, 3)
+    save(url, 4)
+    assert_whole(checkpoint.read(url), 4)
     files, root = fsspec.core.url_to_fs(url)
     assert len(files.find(root)) == 6, "two generations of three files: left-overs are gone"
 
@@ -134,7 +121,7 @@ def test_a_save_to_a_store_that_does_not_answer_is_an_error(
 def test_a_load_from_a_store_that_does_not_answer_is_an_error(
     url: str, operation: str, read: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved(url, 1)
+    save(url, 1)
     with monkeypatch.context() as patch:
         patch.setenv(SECONDS_VARIABLE, "0.05")
         patch.setattr("anabranch.checkpoint.storage.wait", wait_for_what_hangs)
@@ -142,20 +129,20 @@ def test_a_load_from_a_store_that_does_not_answer_is_an_error(
         with pytest.raises(CheckpointError, match=rf"{url}: no answer for 0 s"):
             checkpoint.read_newest(url) if read else checkpoint.read(url)
     let_go(1)
-    assert_whole(url, 1)
+    assert_whole(checkpoint.read(url), 1)
 
 
 @pytest.mark.parametrize("nth", range(3))
 def test_ctrl_c_in_the_middle_of_an_upload_leaves_the_checkpoint_before(url: str, nth: int) -> None:
-    saved(url, 1)
+    save(url, 1)
     Hanging.operation, Hanging.after, Hanging.interrupts = "put_file", nth, True
     with pytest.raises(KeyboardInterrupt):
-        saved(url, 2)
-    assert_whole(url, 1)
+        save(url, 2)
+    assert_whole(checkpoint.read(url), 1)
     let_go(1)  # the upload goes on although nobody waits for it; its manifest may arrive once all else is there
-    assert_whole(url, 1, 2) if nth == 2 else assert_whole(url, 1)
-    saved(url, 3)
-    assert_whole(url, 3)
+    assert_whole(checkpoint.read(url), 1, 2) if nth == 2 else assert_whole(checkpoint.read(url), 1)
+    save(url, 3)
+    assert_whole(checkpoint.read(url), 3)
 
 
 def test_an_invalid_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

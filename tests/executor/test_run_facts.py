@@ -21,6 +21,12 @@ class Seconds:
         return self.now
 
 
+class Computed(float):
+    """A number on another device."""
+
+    device = torch.device("cuda")
+
+
 def told(record: ProcessRecord, folder: Path) -> dict[str, object]:
     record.write()
     return json.loads((folder / "worker-0.status").read_text())["run"]
@@ -57,16 +63,16 @@ def test_counts_and_rates_are_read_once_a_second(tmp_path: Path) -> None:
     assert run["pace"] == pytest.approx([10.0])  # between the two looks
     assert run["bytes_per_second"] == pytest.approx({"workers": 500.0})
     assert run["tables"]["users"]["hits"] == 3  # type: ignore[index]
-    for value in (0.75, 0.5):
+    for value, last in ((torch.tensor(1.0), 1.0), (Computed(0.75), 1.0), (Computed(0.5), 0.75)):
         assert facts.due
-        facts.stepped(torch.tensor(value))
+        facts.stepped(value)  # type: ignore[arg-type]
         assert not facts.due
+        assert told(record, tmp_path)["loss"] == last  # what a device may still compute is not waited for
         clock.now += 0.25
-    assert told(record, tmp_path)["loss"] == 0.75  # the last one may still be computed
     facts.saved("checkpoint")
     facts.close()
     run = told(record, tmp_path)
-    assert (run["loss"], run["curve"], run["saved"]) == (0.5, [0.75, 0.5], str(Path("checkpoint").absolute()))
+    assert (run["loss"], run["curve"], run["saved"]) == (0.5, [1.0, 0.75, 0.5], str(Path("checkpoint").absolute()))
 
 
 def test_a_look_that_came_late_counts_for_all_its_time(tmp_path: Path) -> None:

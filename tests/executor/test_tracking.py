@@ -21,6 +21,9 @@ class Seconds:
         return self.now
 
 
+HELLO = "[bold]hello 1 :smile: " + "x" * 100  # as it is, markup and long lines too
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -130,11 +133,11 @@ def test_prints_go_above_the_line_and_those_to_a_file_go_there(monkeypatch: pyte
         for i in Progress(True, None, clock).track(4):
             clock.now += 1.0
             if i == 1:
-                print("hello")
+                print(HELLO)
         assert sys.stdout is before
         assert sys.stderr is screen
-        assert ("hello" in drawn(screen)) is stdout.isatty()
-        assert stdout.getvalue() == ("" if stdout.isatty() else "hello\n")
+        assert (HELLO in drawn(screen)) is stdout.isatty()
+        assert stdout.getvalue() == ("" if stdout.isatty() else f"{HELLO}\n")
 
 
 def test_a_terminal_that_was_closed_ends_no_loop() -> None:

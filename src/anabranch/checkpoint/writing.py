@@ -18,7 +18,7 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -132,7 +132,7 @@ def _write_generation(
 ) -> tuple[Path, int]:
     fault_point("checkpoint.claimed")
     manifest = manifest_path(directory, generation)
-    with _removed_if_it_fails(directory, generation):
+    try:
         files = {
             group: _write_file(data_path(directory, group, generation), tensors, group)
             for group, tensors in groups.items()
@@ -149,6 +149,10 @@ def _write_generation(
             os.fsync(file.fileno())
         fault_point("checkpoint.manifest_synced")
         publish(manifest)
+    except BaseException:  # frees its space at once, so that a full disk is as before the save
+        with contextlib.suppress(OSError):
+            remove_generations(directory, {generation})
+        raise
     fault_point("checkpoint.manifest_renamed")
     sync_directory(directory)
     fault_point("checkpoint.durable")
@@ -162,14 +166,3 @@ def _write_file(path: Path, tensors: Group, group: str) -> FileRecord:
         os.fsync(file.fileno())
     fault_point("checkpoint.file_synced")
     return record
-
-
-@contextlib.contextmanager
-def _removed_if_it_fails(directory: Path, generation: int) -> Iterator[None]:
-    """Free a failed save's space at once, so that a full disk is as before the save."""
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(OSError):
-            remove_generations(directory, {generation})
-        raise

@@ -124,12 +124,14 @@ class RunFacts:
         return self._clock() >= self._next_loss
 
     def stepped(self, loss: Tensor | None) -> None:
-        """Take the loss of a step, which may still be computed; it is read when the next one is taken."""
-        if (unread := self._unread) is not None:
-            value = float(unread)
+        """Take the loss of a step; one that a device may still compute is read when the next is taken."""
+        ready, self._unread = self._unread, loss
+        if loss is not None and loss.device.type == "cpu":
+            ready, self._unread = loss, None
+        if ready is not None:
+            value = float(ready)
             self._curve.add(value)
             self._run = {**self._run, "loss": value, "curve": self._curve.points()}
-        self._unread = loss
         self._next_loss = self._clock() + _LOSS_EVERY
 
     def saved(self, path: object) -> None:

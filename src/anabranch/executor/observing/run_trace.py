@@ -40,15 +40,13 @@ class RunTrace:
         RuntimeError: a profiler of PyTorch's runs already.
     """
 
-    def __init__(self, path: object, steps: object, *, operators: object, first: int, everyone: Workers | None) -> None:
+    def __init__(self, path: object, steps: object, *, operators: bool, first: int, everyone: Workers | None) -> None:
         self._everyone = everyone
         self._first = first
         self._profile: profile | None = None
         self._clock: list[tuple[int, int]] = []
         try:
             self._steps = _check_steps(steps)
-            if not isinstance(operators, bool):
-                raise TypeError(f"operators is True or False, got {operators!r}")
             self._path = check_trace_path(path) if everyone is None or everyone.rank == 0 else Path()  # type: ignore[arg-type]
             if operators:
                 self._profile = _begin_profile()

@@ -135,16 +135,19 @@ class Progress:
         self._next = now + (_REPEAT if self._live is None else _REDRAW)
         try:
             if self._live is None:
-                print(line, file=self._stream or sys.stderr, flush=True)
+                stream = self._stream or sys.stderr
+                stream.write(f"{line}\n")
+                stream.flush()
             else:
                 self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
-        except (OSError, ValueError):  # a terminal that was closed ends no training
+        except (AttributeError, OSError, ValueError):  # a terminal that was closed, or is none, ends no training
             self._next = math.inf
 
 
 def _live(stream: TextIO | None) -> Live | None:
     """Return a line on the terminal, which the script's output goes above; ``None`` where there is no terminal."""
-    console = Console(file=stream or sys.stderr)
+    # What the script prints goes through it as it is.
+    console = Console(file=stream or sys.stderr, soft_wrap=True, markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
         return None
     out, err = (stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))

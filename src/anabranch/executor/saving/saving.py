@@ -77,7 +77,7 @@ class _SchedulerState(TypedDict):
 
 
 class _Part(TypedDict):
-    """What a rank holds of the model: all of it, or a stage."""
+    """A rank's part of the model: all of it, or a stage."""
 
     model: dict[str, Tensor]
     extra: dict[str, object]
@@ -86,7 +86,7 @@ class _Part(TypedDict):
 
 
 class _RankState(TypedDict):
-    """What is a rank's own; ``part`` on its way to rank 0 only, of a stage behind the first."""
+    """The state of one rank; ``part`` on its way to rank 0 only, of a stage behind the first."""
 
     random: dict[str, object]
     loaders: dict[str, object]
