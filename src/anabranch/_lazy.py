@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 
-__all__ = ["lazy_names"]
-
 
 def lazy_names(package: str, modules: Sequence[str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """``__getattr__`` and ``__dir__`` of ``package``: its ``__all__`` is looked up in ``modules``, in this order.

@@ -9,8 +9,6 @@ from threading import TIMEOUT_MAX
 
 from anabranch.errors import DeadlineExceeded
 
-__all__ = ["Deadline", "LONGEST_SLEEP", "check_seconds", "minutes_and_seconds"]
-
 LONGEST_SLEEP = 1.0
 """Seconds that a thread which may be the main one sleeps at a time: a signal that comes in the moment before it falls
 asleep wakes nobody, so Ctrl-C would take effect only at the end of the sleep."""

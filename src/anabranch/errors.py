@@ -34,31 +34,6 @@ a correct program, and nothing else.
 
 from __future__ import annotations
 
-__all__ = [
-    "ActivationsGone",
-    "AnabranchError",
-    "AnotherSchema",
-    "BoundaryError",
-    "CaptureError",
-    "CheckpointError",
-    "DeadlineExceeded",
-    "ForkedClient",
-    "LostUpdate",
-    "NonFinite",
-    "NotFound",
-    "Overloaded",
-    "PeerLost",
-    "PipelineError",
-    "ProtocolError",
-    "RemoteError",
-    "RolledBack",
-    "SchemaError",
-    "SessionGone",
-    "SkipError",
-    "Unauthorized",
-    "WorkersDiffer",
-]
-
 
 class AnabranchError(Exception):
     """Something Anabranch was asked to do did not happen, through no mistake of the caller."""

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Literal, Protocol, cast
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["DirectoryLike", "Grid", "JOB_VARIABLE", "Job", "MakeGrid", "Role", "Serve", "job", "provide"]
-
 Role = Literal["worker", "expert"]
 
 JOB_VARIABLE = "ANABRANCH_JOB"

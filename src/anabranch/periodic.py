@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
-__all__ = ["Periodic"]
-
 
 class Periodic:
     """Calls a function every so many seconds, the first time after as many; a context manager.

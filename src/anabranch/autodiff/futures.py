@@ -12,8 +12,6 @@ from torch import Tensor
 
 from anabranch.deadline import LONGEST_SLEEP, Deadline
 
-__all__ = ["GradientFuture", "abandon", "is_future", "result_of"]
-
 GradientFuture: TypeAlias = "concurrent.futures.Future[Tensor] | torch._C.Future[Any]"
 """A gradient on its way: of ``concurrent.futures``, of torch, or ``get_future()`` of a collective's work."""
 

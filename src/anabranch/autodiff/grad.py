@@ -17,8 +17,6 @@ from anabranch.autodiff import grad_sessions as sessions
 from anabranch.autodiff.hooks import watch_result
 from anabranch.autodiff.roots import check_differentiable, roots_on_tape
 
-__all__ = ["Grad", "GradCallback", "get_grad_managers"]
-
 GradCallback: TypeAlias = Callable[[Any, Tensor], object]
 """``callback(tensor, grad)``; the tensor is ``None`` if it has been dropped, what is returned is ignored.
 

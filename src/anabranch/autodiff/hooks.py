@@ -7,9 +7,8 @@ Modules have ``record_outputs``. A leaf's gradient passes three places::
 
 At (1), a tensor hook, it is the engine's own buffer, which two tensors may share. At (2) torch steals the buffer, or
 copies one that is shared or laid out unlike the leaf. So ``Sweep.watch_leaf`` takes it at (3), out of ``.grad``, at no
-cost beyond torch's own, and puts back at once what ``.grad`` held before; only where it held something must that be
-set aside at (1), or (2) would add to it. If the sweep ends between (1) and (3), by an interrupt or another's hook, its
-owner puts it back. Results of operations have (1) alone.
+cost beyond torch's own. What ``.grad`` held before the sweep its owner has set aside, or (2) would add to it; at (3) it
+comes back, and where the sweep did not arrive, or failed, its owner puts it back. Results of operations have (1) alone.
 
 Hooks are set once and stay from step to step; outside their own sweep they do nothing. All tensors with the same
 callbacks share one hook and no object is made per tensor: between two steps everything here falls out of the
@@ -50,18 +49,6 @@ class Sweep:
         replaced: whether a callback has returned anything, which may be a future.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_chains",
-        "_distinct",
-        "_hooks",
-        "replaced",
-        "running",
-        "set_aside",
-        "tensors",
-        "values",
-    )
-
     def __init__(self) -> None:
         self.running = False
         self.tensors: list[Tensor] = []
@@ -70,7 +57,6 @@ class Sweep:
         self.replaced = False
         self._chains: list[tuple[Callback, ...]] = []
         self._hooks: dict[tuple[Callback, ...], Callable[[Tensor], None]] = {}
-        self._distinct = 0  # how many arrived in the last sweep that was seen to have no repetition
 
     def begin(self) -> None:
         """Let the hooks act from here on."""
@@ -81,13 +67,11 @@ class Sweep:
     def end(self) -> None:
         """Let the hooks act no more; raise ``RuntimeError`` if a gradient arrived in parts."""
         self.running = False
-        if len(self.tensors) != self._distinct:
-            if len({id(tensor) for tensor in self.tensors}) != len(self.tensors):
-                raise RuntimeError(
-                    "the gradient of a tensor arrived twice in one backward, as happens when torch.utils.checkpoint "
-                    "runs with use_reentrant=True; pass use_reentrant=False"
-                )
-            self._distinct = len(self.tensors)
+        if len(set(map(id, self.tensors))) != len(self.tensors):
+            raise RuntimeError(
+                "the gradient of a tensor arrived twice in one backward, as happens when torch.utils.checkpoint runs "
+                "with use_reentrant=True; pass use_reentrant=False"
+            )
 
     def clear(self) -> None:
         """Forget the tensors that arrived."""
@@ -130,19 +114,6 @@ class Sweep:
                     self.replaced = True
         finally:  # a future that one callback returned before another raised must not be lost
             self.values.append(value)
-
-    def set_grad_aside(self, leaf: Tensor) -> RemovableHandle:
-        """Keep a watched leaf's ``.grad`` out of the accumulation, at (1)."""
-        sweep_ref, leaf_ref, key = weakref.ref(self), weakref.ref(leaf), id(leaf)
-
-        def hook(grad: Tensor | None) -> None:
-            sweep, alive = sweep_ref(), leaf_ref()
-            if grad is None or sweep is None or not sweep.running or alive is None or alive.grad is None:
-                return
-            sweep.set_aside[key] = alive.grad
-            alive.grad = None
-
-        return leaf.register_hook(hook)  # type: ignore[no-untyped-call, no-any-return]
 
     def watch_result(self, result: Tensor, callbacks: tuple[Callback, ...]) -> RemovableHandle:
         """Run ``callbacks`` on the final gradient, at (1), of a tensor that an operation made."""

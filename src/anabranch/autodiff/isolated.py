@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-__all__ = ["IsolatedCall", "check_function", "isolate", "run_isolated_backward", "run_isolated_forward"]
-
 
 class IsolatedCall:
     """A call's own graph, from its leaves to its outputs; also reads as the Function's own ``ctx``.

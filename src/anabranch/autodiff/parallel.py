@@ -24,8 +24,6 @@ from torch.autograd.function import FunctionCtx
 from anabranch.autodiff.call_threads import run_at_once
 from anabranch.autodiff.isolated import IsolatedCall, check_function, isolate
 
-__all__ = ["map_with_parallel_backward"]
-
 _Result = TypeVar("_Result")
 
 

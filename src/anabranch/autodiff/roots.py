@@ -8,8 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["check_differentiable", "roots_on_tape", "run_sweep"]
-
 
 def check_differentiable(tensor: object) -> None:
     """Raise ``TypeError`` unless ``tensor`` is a tensor of a dtype that can have a gradient."""

@@ -34,8 +34,6 @@ from anabranch.collectives.sparse_rows import SparseGradient, summing_dtype
 from anabranch.collectives.workers import Pending, Workers
 from anabranch.record.spans import mark
 
-__all__ = ["GradientBuckets", "bucket_bytes", "carries_header", "in_buckets"]
-
 _BUCKET_BYTES = 8 << 20
 _FLAGS = 2  # numbers per parameter beside its gradient
 

@@ -31,8 +31,6 @@ from anabranch.errors import CaptureError, ProtocolError
 from anabranch.job import job
 from anabranch.tensors.dtypes import DTYPE_CODES, DTYPES
 
-__all__ = ["all_reduce", "recv", "send"]
-
 _TIMEOUT = 600.0
 
 

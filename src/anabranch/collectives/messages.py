@@ -20,8 +20,6 @@ from anabranch.deadline import Deadline
 from anabranch.liveness.group import Group
 from anabranch.liveness.peers import peers_of_job
 
-__all__ = ["ended_within", "move_message", "wait_until_reduced"]
-
 _HEARTBEAT = 1.0
 _IDLE_SECONDS = 60.0
 _lock = threading.Lock()

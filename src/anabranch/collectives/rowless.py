@@ -23,8 +23,6 @@ from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, DeadlineExceeded, PeerLost, PipelineError
 from anabranch.liveness.group import Group, rank_names
 
-__all__ = ["Rowless"]
-
 _PAUSE = 0.01
 _ENDED = "ended without rows"
 _SEEN = "seen that it ended"

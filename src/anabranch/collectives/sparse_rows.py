@@ -18,8 +18,6 @@ from torch import Tensor
 
 from anabranch.collectives.workers import Pending, Workers
 
-__all__ = ["SparseGradient", "sparse_bytes", "summing_dtype"]
-
 _NO_GRADIENT = -1
 _ALIGNMENT = 16  # complex128
 _COUNTS_BYTES = 16  # the number of rows and whether they are dense, int64

@@ -35,8 +35,6 @@ from anabranch.liveness.meeting import end_without_waiting, interruptible, meet_
 from anabranch.liveness.peers import Identity, peers_of_job
 from anabranch.record import spans
 
-__all__ = ["Pending", "Workers"]
-
 _IDENTITY_BYTES = 256
 _BACKEND_GRACE = 60.0
 

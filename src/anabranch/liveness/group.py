@@ -18,8 +18,6 @@ from anabranch.liveness.peers import Peers
 from anabranch.record import spans
 from anabranch.record.process import process_record
 
-__all__ = ["Group", "rank_names"]
-
 _SMALLEST_WAIT = 0.001
 _PAUSE = 0.01
 # Text that gloo puts around an error's message: the place in its source, and advice.

@@ -28,8 +28,6 @@ from torch.distributed.rendezvous import rendezvous
 from anabranch.record.process import flush, process_record
 from anabranch.record.spans import Lasting
 
-__all__ = ["LOOK_SECONDS", "destroy_group_at_exit", "end_without_waiting", "interruptible", "meet_peers"]
-
 _T = TypeVar("_T")
 _log = logging.getLogger("anabranch")
 _SAID_AFTER = 5.0

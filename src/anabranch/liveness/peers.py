@@ -31,8 +31,6 @@ from torch.distributed.distributed_c10d import Store
 
 from anabranch.liveness.meeting import destroy_group_at_exit, end_without_waiting
 
-__all__ = ["Identity", "Peers", "job_store", "peers_of_job"]
-
 _STOPPED = frozenset("Tt")
 _GONE = frozenset("ZXx")
 

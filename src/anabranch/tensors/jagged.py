@@ -9,8 +9,6 @@ import optree
 import torch
 from torch import Tensor
 
-__all__ = ["Jagged", "KeyedJagged", "bags_of"]
-
 
 @runtime_checkable
 class Jagged(Protocol):

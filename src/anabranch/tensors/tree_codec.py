@@ -28,8 +28,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-__all__ = ["Own", "Path", "decode", "encode", "map_leaves", "refuse", "show"]
-
 # Far below Python's own recursion limit, which the JSON codec would meet with a less helpful error; also ends cycles.
 _DEEPEST = 100
 _PLAIN_INTS = 2**63

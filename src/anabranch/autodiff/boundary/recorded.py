@@ -8,10 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anabranch.autodiff.boundary.types import Crossed, Form
+from anabranch.autodiff.boundary.crossing import Crossed, Form
 from anabranch.autodiff.isolated import IsolatedCall
-
-__all__ = ["RecordedBoundary"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,6 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from anabranch.autodiff.boundary.crossing import current_tracer
 from anabranch.errors import AnabranchError, SchemaError
 
-__all__ = ["WholeCallable", "beside", "call", "handle_of", "keep_whole", "learn_forms"]
-
 
 class WholeCallable(Protocol):
     """Something whose calls stay whole."""
