@@ -21,7 +21,7 @@ def lazy_names(package: str, modules: Sequence[str]) -> tuple[Callable[[str], ob
         if name in namespace["__all__"]:
             for module in modules:
                 home = import_module(f"{package}.{module}")
-                if name in home.__all__:
+                if hasattr(home, name):
                     namespace[name] = getattr(home, name)
                     return namespace[name]
         raise AttributeError(f"module {package!r} has no attribute {name!r}")

@@ -13,6 +13,7 @@ the sweep fails, none. The engine itself is torch's, unchanged: with no callback
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ class GradManager:
         self.tokens = sessions.Tokens()
         # Hooks belong to the tensors and would outlive the manager. A finalizer keeps its arguments alive, so they hold
         # no callbacks: these may lead back to the manager.
-        self._handles: dict[int, RemovableHandle] = {}
+        self._handles: dict[int, list[RemovableHandle]] = {}
         weakref.finalize(self, _remove, self._handles)
 
     def attach(
@@ -113,8 +114,8 @@ class GradManager:
                 slot = self._slots[key] = _Slot(weakref.ref(tensor))
             elif not chain:
                 continue
-            if key in self._handles:
-                self._handles.pop(key).remove()
+            for handle in self._handles.pop(key, ()):
+                handle.remove()
             slot.callbacks += chain
             self._unprepared[key] = slot
         if chain and not self._hooked:
@@ -162,9 +163,9 @@ class GradManager:
         if not tensor.is_leaf:
             tensor.retain_grad()
         if self._hooked and tensor.is_leaf:
-            self._handles[key] = self._sweep.watch_leaf(tensor, callbacks)
+            self._handles[key] = [self._sweep.watch_leaf(tensor, callbacks)]
         elif callbacks:
-            self._handles[key] = self._sweep.watch_result(tensor, callbacks)
+            self._handles[key] = [self._sweep.watch_result(tensor, callbacks)]
 
     def release(self) -> None:
         """End the session without a backward; nothing happens if there is none."""
@@ -217,21 +218,18 @@ class GradManager:
         watched = self.attached_tensors()
         before = [tensor.grad for tensor in watched]
         sweep = self._sweep
+        for tensor, grad in zip(watched, before, strict=True):
+            if grad is not None and tensor.is_leaf and tensor.requires_grad:
+                if len(handles := self._handles.get(id(tensor), [])) == 1:
+                    handles.append(sweep.set_grad_aside(tensor))
         added: list[tuple[Tensor, Tensor]] = []
         version: int | None = None
         try:
             sweep.begin()
-            for tensor, grad in zip(watched, before, strict=True):
-                if grad is not None and tensor.is_leaf and id(tensor) in self._handles:
-                    sweep.set_aside[id(tensor)] = grad
-                    tensor.grad = None
             run_sweep(roots, gradients, retain, create)
             sweep.end()
             final = self._resolve() if sweep.replaced else cast("list[Tensor]", sweep.values)
             if sweep.set_aside:
-                for tensor, grad in zip(watched, before, strict=True):
-                    if tensor.grad is None:  # the sweep did not reach it
-                        tensor.grad = grad
                 added = self._assign(final, create)
                 version = _version(added)
                 _add(added)
@@ -354,6 +352,6 @@ def _version(pairs: Sequence[tuple[Tensor, Tensor]]) -> int:
     return pairs[0][0]._version if pairs else 0
 
 
-def _remove(handles: dict[int, RemovableHandle]) -> None:
-    for handle in handles.values():
+def _remove(handles: dict[int, list[RemovableHandle]]) -> None:
+    for handle in itertools.chain.from_iterable(handles.values()):
         handle.remove()

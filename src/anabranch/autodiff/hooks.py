@@ -7,8 +7,9 @@ Modules have ``record_outputs``. A leaf's gradient passes three places::
 
 At (1), a tensor hook, it is the engine's own buffer, which two tensors may share. At (2) torch steals the buffer, or
 copies one that is shared or laid out unlike the leaf. So ``Sweep.watch_leaf`` takes it at (3), out of ``.grad``, at no
-cost beyond torch's own. What ``.grad`` held before the sweep its owner has set aside, or (2) would add to it; at (3) it
-comes back, and where the sweep did not arrive, or failed, its owner puts it back. Results of operations have (1) alone.
+cost beyond torch's own, and puts back at once what ``.grad`` held before; only where it held something must that be
+set aside at (1), or (2) would add to it. If the sweep ends between (1) and (3), by an interrupt or another's hook, its
+owner puts it back. Results of operations have (1) alone.
 
 Hooks are set once and stay from step to step; outside their own sweep they do nothing. All tensors with the same
 callbacks share one hook and no object is made per tensor: between two steps everything here falls out of the
@@ -22,7 +23,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -114,6 +115,18 @@ class Sweep:
                     self.replaced = True
         finally:  # a future that one callback returned before another raised must not be lost
             self.values.append(value)
+
+    def set_grad_aside(self, leaf: Tensor) -> RemovableHandle:
+        """Keep a watched leaf's ``.grad`` out of the accumulation, at (1)."""
+        sweep_ref = weakref.ref(self)
+
+        def look(leaf: Tensor | None, _: Tensor) -> None:
+            sweep = sweep_ref()
+            if sweep is not None and sweep.running and leaf is not None and leaf.grad is not None:
+                sweep.set_aside[id(leaf)] = leaf.grad
+                leaf.grad = None
+
+        return watch_result(leaf, look)
 
     def watch_result(self, result: Tensor, callbacks: tuple[Callback, ...]) -> RemovableHandle:
         """Run ``callbacks`` on the final gradient, at (1), of a tensor that an operation made."""
@@ -220,40 +233,33 @@ def record_outputs(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, objec
     A module that is called several times keeps its last output; one that is not called has none. Outputs are kept as
     they are, on the tape.
     """
-    outputs: dict[str, object] = {}
-    with ExitStack() as stack:
-        for name, module in modules.items():
-            stack.callback(module.register_forward_hook(_keeping(outputs, name)).remove)
+    with OutputRecorder().recording(modules) as outputs:
         yield outputs
 
 
 class OutputRecorder:
     """Collects what modules return, by the same hooks at the same place each time: a graph's guards know them again."""
 
-    _KEY: Final = -1  # torch counts its handles upwards from 0
-
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, ...], tuple[dict[str, object], dict[str, Callable[..., None]]]] = {}
+        self._kept: dict[tuple[str, ...], tuple[dict[str, object], list[Callable[..., None]]]] = {}
 
     @contextmanager
-    def recording(self, model: nn.Module, names: tuple[str, ...]) -> Iterator[dict[str, object]]:
-        """Collect the outputs of the submodules ``names`` while the block runs, the last of each."""
-        if not names:
-            yield {}
-            return
-        outputs, hooks = self._kept.setdefault(names, ({}, {}))
+    def recording(self, modules: Mapping[str, nn.Module]) -> Iterator[dict[str, object]]:
+        """Collect the outputs of ``modules`` while the block runs, the last of each."""
+        names = tuple(modules)
+        if names not in self._kept:
+            outputs: dict[str, object] = {}
+            self._kept[names] = outputs, [_keeping(outputs, name) for name in names]
+        outputs, hooks = self._kept[names]
         outputs.clear()
-        submodules = dict(model.named_modules())
-        modules = {name: submodules[name] for name in names if name in submodules}
-        for name, module in modules.items():
-            if name not in hooks:
-                hooks[name] = _keeping(outputs, name)
-            module._forward_hooks[self._KEY] = hooks[name]
+        places = [(module._forward_hooks, -number) for number, module in enumerate(modules.values(), 1)]
+        for (registered, key), hook in zip(places, hooks, strict=True):  # torch counts its keys upwards from 0
+            registered[key] = hook
         try:
             yield outputs
         finally:
-            for module in modules.values():
-                module._forward_hooks.pop(self._KEY, None)
+            for registered, key in places:
+                registered.pop(key, None)
 
 
 def _keeping(outputs: dict[str, object], name: str) -> Callable[..., None]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import atexit
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import cast
@@ -42,18 +42,12 @@ _BACKEND_GRACE = 60.0
 class Pending:
     """A collective in progress; ``finish`` returns when its tensors hold the result."""
 
-    __slots__ = ("_began", "_deadline", "_nbytes", "_number", "_on_host", "_operation", "_step", "_work", "_workers")
-
-    def __init__(
-        self, began: int, work: dist.Work, workers: Workers, operation: str, step: int | None, tensor: Tensor
-    ) -> None:
-        self._began = began
+    def __init__(self, work: dist.Work, workers: Workers, operation: str, step: int | None, tensor: Tensor) -> None:
+        self._work, self._workers, self._operation, self._step = work, workers, operation, step
         self._nbytes, self._on_host = tensor.nbytes, tensor.is_cpu
-        self._number = workers.count()
-        self._work = work
-        self._workers = workers
-        self._operation = operation
-        self._step = step
+        self._began = spans.begin()
+        workers.started += 1
+        self._number = workers.started  # the same on every rank
         self._deadline = Deadline.after(workers.timeout)
 
     def finish(self) -> None:
@@ -63,9 +57,13 @@ class Pending:
             PeerLost: a rank died or froze; names it.
             DeadlineExceeded: the workers' ``timeout`` passed since the operation started.
         """
-        self._workers.wait_for(self._work, self._deadline, self._operation, self._step, on_host=self._on_host)
-        if self._began:
-            self._workers.crossed(self._began, self._operation, self._step, self._nbytes, self._number)
+        workers, step = self._workers, self._step
+        workers.wait_for(self._work, self._deadline, self._operation, step, on_host=self._on_host)
+        if self._began and workers.others:
+            facts: dict[str, object] = {"peer": rank_names(workers.others), "bytes": self._nbytes}
+            flow: spans.Flow = "meet", f"{workers.name}/{self._number}"
+            facts |= {} if step is None else {"step": step}
+            spans.complete(self._began, self._operation, "crossing", track="workers", flow=flow, facts=facts)
 
 
 class Workers(Group):
@@ -81,6 +79,7 @@ class Workers(Group):
 
     Attributes:
         name: what the group is called on each of its ranks, and no other group.
+        started: how many collectives have begun.
         rowless: names the workers that have no rows; ``None`` in a group of one.
 
     Raises:
@@ -113,7 +112,7 @@ class Workers(Group):
         super().__init__(peers_of_job(), ranks or dist.get_process_group_ranks(self._group), heartbeat)
         self.bytes_sent = 0
         self.wait_seconds = 0.0
-        self._started = 0
+        self.started = 0
         self.name = name or f"workers {','.join(map(str, self.ranks))}"
         self._own: dist.ProcessGroup | None = None
         self.rowless: Rowless | None = None
@@ -156,33 +155,25 @@ class Workers(Group):
             raise self.explain(error, "meet", deadline) from None
         return cast(dist.ProcessGroup, group)  # a backend, of which c10d's functions use what a group has, too
 
-    def _group_for(self, tensor: Tensor) -> dist.ProcessGroup | None:
-        return self._own if self._own is not None and tensor.is_cpu else self._group
-
     # Collectives. Each starts at once and in the same order on every rank; `finish` what they return.
+
+    def _start(
+        self, collective: Callable[..., object], tensor: Tensor, operation: str, step: int | None = None, **more: object
+    ) -> Pending:
+        self.bytes_sent += tensor.nbytes
+        group = self._own if self._own is not None and tensor.is_cpu else self._group
+        work = collective(tensor=tensor, group=group, async_op=True, **more)
+        return Pending(cast(dist.Work, work), self, operation, step, tensor)
 
     def start_all_reduce(self, tensor: Tensor, *, operation: str = "all_reduce", step: int | None = None) -> Pending:
         """Start summing ``tensor``, in place, over the workers."""
-        self.bytes_sent += tensor.nbytes
-        began = spans.begin()
-        work = dist.all_reduce(tensor, group=self._group_for(tensor), async_op=True)
-        return Pending(began, cast(dist.Work, work), self, operation, step, tensor)
+        return self._start(dist.all_reduce, tensor, operation, step)
 
     def start_all_gather(
         self, tensor: Tensor, into: Tensor, *, operation: str = "all_gather", step: int | None = None
     ) -> Pending:
         """Start gathering the workers' tensors into ``into``, of shape ``(workers, *tensor.shape)``."""
-        self.bytes_sent += tensor.nbytes
-        began = spans.begin()
-        work = dist.all_gather(list(into.unbind(0)), tensor, group=self._group_for(tensor), async_op=True)
-        return Pending(began, cast(dist.Work, work), self, operation, step, tensor)
-
-    def start_broadcast(self, tensor: Tensor, *, operation: str = "broadcast", step: int | None = None) -> Pending:
-        """Start copying rank 0's ``tensor`` over everyone's."""
-        self.bytes_sent += tensor.nbytes
-        began = spans.begin()
-        work = dist.broadcast(tensor, group=self._group_for(tensor), group_src=0, async_op=True)
-        return Pending(began, cast(dist.Work, work), self, operation, step, tensor)
+        return self._start(dist.all_gather, tensor, operation, step, tensor_list=list(into.unbind(0)))
 
     def all_reduce(self, tensor: Tensor, *, operation: str = "all_reduce", step: int | None = None) -> Tensor:
         """``tensor``, summed in place over the workers."""
@@ -197,50 +188,31 @@ class Workers(Group):
 
     def all_gather_bytes(self, data: bytes, *, operation: str = "all_gather") -> list[bytes]:
         """Every worker's ``data``, in rank order; lengths may differ."""
-        lengths = self.all_gather(torch.tensor([len(data)], device=self.device), operation=operation).flatten().tolist()
-        mine = torch.zeros(max(1, *lengths), dtype=torch.uint8, device="cpu")
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
-        everyone = self.all_gather(mine.to(self.device), operation=operation).cpu().numpy()
-        return [row[:length].tobytes() for row, length in zip(everyone, lengths, strict=True)]
+        lengths, mine = self._padded(data, operation)
+        return _cut(self.all_gather(mine, operation=operation).unbind(0), lengths)
 
     def gather_bytes(self, data: bytes, *, operation: str = "gather") -> list[bytes]:
         """Every worker's ``data`` on rank 0, in rank order; nothing on the others."""
-        lengths = self.all_gather(torch.tensor([len(data)], device=self.device), operation=operation).flatten().tolist()
-        mine = torch.zeros(max(1, *lengths), dtype=torch.uint8, device="cpu")
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
-        mine = mine.to(self.device)
-        self.bytes_sent += mine.nbytes
+        lengths, mine = self._padded(data, operation)
         into = [torch.empty_like(mine) for _ in lengths] if self.rank == 0 else None
-        began = spans.begin()
-        work = dist.gather(mine, into, group=self._group_for(mine), group_dst=0, async_op=True)
-        Pending(began, cast(dist.Work, work), self, operation, None, mine).finish()
-        return [row.cpu().numpy()[:length].tobytes() for row, length in zip(into or (), lengths, strict=False)]
+        self._start(dist.gather, mine, operation, gather_list=into, group_dst=0).finish()
+        return _cut(into or (), lengths)
+
+    def _padded(self, data: bytes, operation: str) -> tuple[list[int], Tensor]:
+        """Return the lengths of every worker's ``data``, and this one's with zeros up to the longest."""
+        lengths = self.all_gather(torch.tensor([len(data)], device=self.device), operation=operation).flatten().tolist()
+        padded = bytearray(data.ljust(max(1, *lengths), b"\0"))
+        return lengths, torch.frombuffer(padded, dtype=torch.uint8).to(self.device)
 
     def broadcast(self, tensors: Sequence[Tensor], *, operation: str = "broadcast") -> None:
         """Copy rank 0's tensors over everyone's, all in progress at once."""
-        for pending in [self.start_broadcast(tensor, operation=operation) for tensor in tensors]:
+        several = [self._start(dist.broadcast, each, operation, group_src=0) for each in tensors]
+        for pending in several:
             pending.finish()
 
     def barrier(self, *, operation: str = "barrier") -> None:
         """Return when every worker has called it."""
         self.all_reduce(torch.zeros(1, device=self.device), operation=operation)
-
-    # For a trace.
-
-    def count(self) -> int:
-        """Return the number of the collective that was just started; the same on every rank."""
-        self._started += 1
-        return self._started
-
-    def crossed(self, began: int, operation: str, step: int | None, nbytes: int, number: int) -> None:
-        """Record a collective that is over; one of a single worker crosses nothing."""
-        if not self.others:
-            return
-        facts: dict[str, object] = {"peer": rank_names(self.others), "bytes": nbytes} | (
-            {} if step is None else {"step": step}
-        )
-        flow: spans.Flow = "meet", f"{self.name}/{number}"
-        spans.complete(began, operation, "crossing", track="workers", flow=flow, facts=facts)
 
     # Waits and their outcomes.
 
@@ -258,14 +230,8 @@ class Workers(Group):
         Gloo's, of tensors ``on_host``, is looked at again and again; NCCL's wait is over once it is queued.
         """
         began = time.monotonic()
-
-        def done(seconds: float) -> bool:
-            if self.rowless is not None:
-                self.rowless.check()
-            return ended_within(seconds, work)
-
         try:
-            self.wait(done, operation, deadline, step=step, at_once=not on_host)
+            self.wait(partial(ended_within, work), operation, deadline, step=step, at_once=not on_host)
         except PeerLost:
             raise
         except RuntimeError as error:
@@ -298,6 +264,10 @@ class Workers(Group):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _cut(rows: Sequence[Tensor], lengths: Sequence[int]) -> list[bytes]:
+    return [row.cpu().numpy()[:length].tobytes() for row, length in zip(rows, lengths, strict=False)]
 
 
 # Meetings that not all ranks have come to. The others will meet these, so a later construction goes on with them.

@@ -87,14 +87,10 @@ def meet_peers(backend: str, timeout: timedelta) -> None:
         interruptible(meet, waiting)
 
 
-def interruptible(call: Callable[[], _T], waiting: str = "") -> _T:
-    """Return ``call()``, made on another thread: no signal reaches Python while gloo waits for a rank.
-
-    Where Ctrl-C ends the wait the thread is left behind, and the process ends without waiting for it. ``waiting`` is
-    said once after five seconds.
-    """
+def begin_call(call: Callable[[], _T], thread_name: str) -> tuple[threading.Thread, Future[_T]]:
+    """Make ``call`` on another thread, which is in this one's inference mode."""
     answer: Future[_T] = Future()
-    inference = torch.is_inference_mode_enabled()  # a thread's own
+    inference = torch.is_inference_mode_enabled()
 
     def run() -> None:
         try:
@@ -103,8 +99,18 @@ def interruptible(call: Callable[[], _T], waiting: str = "") -> _T:
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
             answer.set_exception(error)
 
-    thread = threading.Thread(target=run, name="anabranch-meeting", daemon=True)
+    thread = threading.Thread(target=run, name=thread_name, daemon=True)
     thread.start()
+    return thread, answer
+
+
+def interruptible(call: Callable[[], _T], waiting: str = "") -> _T:
+    """Return ``call()``, made on another thread: no signal reaches Python while gloo waits for a rank.
+
+    Where Ctrl-C ends the wait the thread is left behind, and the process ends without waiting for it. ``waiting`` is
+    said once after five seconds.
+    """
+    thread, answer = begin_call(call, "anabranch-meeting")
     say_at = time.monotonic() + _SAID_AFTER
     try:
         while not wait([answer], timeout=LOOK_SECONDS).done:
