@@ -58,23 +58,8 @@ class Grid:
     pipeline_group: ProcessGroup
 
 
-class Serve(Protocol):
-    """The function behind ``Job.serve``."""
-
-    def __call__(
-        self,
-        job: Job,
-        make_backends: Callable[[int, int], Sequence[object]],
-        *,
-        checkpoint_dir: str | os.PathLike[str] | None,
-        checkpoint_seconds: float,
-        listen: str | None,
-        keys: str | os.PathLike[str] | None,
-        insecure: bool,
-        heartbeat: float,
-        timeout: float,
-    ) -> DirectoryLike: ...
-
+Serve = Callable[..., DirectoryLike]
+"""The function behind ``Job.serve``: takes the job, and what that takes."""
 
 MakeGrid = Callable[["Job", int, int], Grid]
 """The function behind ``Job.grid``."""

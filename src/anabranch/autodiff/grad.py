@@ -37,7 +37,7 @@ def get_grad_managers() -> list[Grad]:
     return list(_by_name.values())
 
 
-class Grad:
+class Grad(sessions.Session):
     """One differentiation session: enter it, name the tensors to differentiate by, call it once with the roots.
 
     >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
@@ -64,6 +64,7 @@ class Grad:
             name = next(made for number in _numbers if (made := f"grad_{number}") not in _by_name)
         elif name in _by_name:
             raise ValueError(f"an open session is already called {name!r}; leave it first, or choose another name")
+        super().__init__()
         self._name = name
         self._inputs: list[Tensor | GradientEdge] = []
         self._leaves: list[Tensor] = []  # those on which requires_grad is set until the session ends
@@ -71,8 +72,6 @@ class Grad:
         self._handles: list[RemovableHandle] = []
         self._saving: saved_tensors_hooks | None = None
         self._used = self._sweeping = False
-        self.siblings: object | None = None
-        self.tokens = sessions.Tokens()
         _by_name[name] = self
 
     @property
@@ -149,10 +148,9 @@ class Grad:
         if self._saving is None:
             raise RuntimeError(f"session {self._name!r} is not entered; use `with grad:` around the computation")
         roots, gradients = roots_on_tape(ys, dys)
-        for token in self.tokens.exits:
-            roots.append(token)
-            gradients.append(None)
-        inputs = cast(Sequence[Tensor], [*self._inputs, *self.tokens.entries])
+        roots += self.exits
+        gradients += [None] * len(self.exits)
+        inputs = cast(Sequence[Tensor], [*self._inputs, *self.entries])
         self._used = True
         if not roots or not inputs:
             return
@@ -190,10 +188,8 @@ class Grad:
             handle.remove()
         for leaf in self._leaves:
             leaf.requires_grad_(False)
-        for each in (self._handles, self._leaves, self._inputs):
+        for each in (self._handles, self._leaves, self._inputs, self._given):
             each.clear()
-        self._given.clear()
-        self.tokens.clear()
         if _by_name.get(self._name) is self:
             del _by_name[self._name]
         sessions.end(self)

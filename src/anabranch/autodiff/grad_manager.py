@@ -38,7 +38,7 @@ class _Slot:
     callbacks: tuple[Callback, ...] = ()
 
 
-class GradManager:
+class GradManager(sessions.Session):
     """Records a computation and runs its backward, calling back with each gradient as soon as it is final.
 
     >>> weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
@@ -61,6 +61,7 @@ class GradManager:
     """
 
     def __init__(self, *, timeout: float = 1800.0) -> None:
+        super().__init__()
         Deadline.after(timeout)
         self._timeout = timeout
         self._slots: dict[int, _Slot] = {}
@@ -69,8 +70,6 @@ class GradManager:
         self._sweep = Sweep()
         self._hooked = False
         self._recording = False
-        self.siblings: object | None = None
-        self.tokens = sessions.Tokens()
         # Hooks belong to the tensors and would outlive the manager. A finalizer keeps its arguments alive, so they hold
         # no callbacks: these may lead back to the manager.
         self._handles: dict[int, list[RemovableHandle]] = {}
@@ -171,7 +170,6 @@ class GradManager:
         """End the session without a backward; nothing happens if there is none."""
         if not self._recording:
             return
-        self.tokens.clear()
         sessions.end(self)
         for reference in self._borrowed:
             tensor = reference()
@@ -202,9 +200,8 @@ class GradManager:
             raise RuntimeError("this GradManager is not recording: its session was not started, or has been used")
         try:
             roots, gradients = roots_on_tape(y, dy)
-            if self.tokens.exits:
-                roots += self.tokens.exits
-                gradients += [None] * len(self.tokens.exits)
+            roots += self.exits
+            gradients += [None] * len(self.exits)
             if roots:
                 retain, create = sessions.sweep_flags(self)
                 if self._hooked:
@@ -219,9 +216,9 @@ class GradManager:
         before = [tensor.grad for tensor in watched]
         sweep = self._sweep
         for tensor, grad in zip(watched, before, strict=True):
-            if grad is not None and tensor.is_leaf and tensor.requires_grad:
-                if len(handles := self._handles.get(id(tensor), [])) == 1:
-                    handles.append(sweep.set_grad_aside(tensor))
+            handles = self._handles.get(id(tensor), [])
+            if grad is not None and tensor.is_leaf and tensor.requires_grad and len(handles) == 1:
+                handles.append(sweep.set_grad_aside(tensor))
         added: list[tuple[Tensor, Tensor]] = []
         version: int | None = None
         try:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -92,31 +91,19 @@ def _unpack(cell: _Cell) -> Tensor:
     return tensor
 
 
-class Tokens:
-    """The ends of the tape at boundaries: where a sweep comes in (``exits``) and where it leaves (``entries``)."""
+class Session:
+    """What records: a ``Grad``, a ``GradManager``, a step.
 
-    __slots__ = ("entries", "exits")
+    Attributes:
+        siblings: an object shared by the members of a group, which do not record one another; ``None`` outside one.
+        exits: tokens of the tape's ends at boundaries where a sweep comes in.
+        entries: tokens of those where it leaves.
+    """
 
     def __init__(self) -> None:
+        self.siblings: object | None = None
         self.exits: list[Tensor] = []
         self.entries: list[Tensor] = []
-
-    def clear(self) -> None:
-        """Lets all tokens go."""
-        self.exits.clear()
-        self.entries.clear()
-
-
-class Session(Protocol):
-    """The interface of a session that the registry needs."""
-
-    @property
-    def siblings(self) -> object | None:
-        """An object shared by the members of a group, which do not record one another; ``None`` outside one."""
-
-    @property
-    def tokens(self) -> Tokens:
-        """The boundary tokens that the session has recorded."""
 
 
 class _Recording(threading.local):
@@ -150,11 +137,10 @@ def hold_on_tape(value: object) -> list[object]:
 
 
 def end(session: Session) -> None:
-    """``session`` records no more; nothing happens if it did not."""
+    """``session`` records no more, and lets its tokens go."""
+    session.exits.clear()
+    session.entries.clear()
     recording = _recording
-    if len(recording.sessions) == 1 and recording.tape is None and recording.sessions[0]() is session:
-        recording.sessions.clear()
-        return
     recording.sessions = [ref for ref in recording.sessions if (other := ref()) is not None and other is not session]
     if recording.tape is not None and not recording.sessions:
         recording.tape.free()
@@ -182,7 +168,7 @@ def sweep_flags(session: Session) -> tuple[bool, bool]:
 def boundary_exit(token: Tensor) -> Tensor:
     """Make ``token``, made by an operation that sent a value away, a root of every recording session's sweep."""
     for session in live():
-        session.tokens.exits.append(token)
+        session.exits.append(token)
     return token
 
 
@@ -196,5 +182,5 @@ def boundary_entry(parameter: Tensor | None = None) -> Tensor:
         return parameter
     token = torch.empty((), requires_grad=True, device="cpu")
     for session in live():
-        session.tokens.entries.append(token)
+        session.entries.append(token)
     return token

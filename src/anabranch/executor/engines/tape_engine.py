@@ -28,8 +28,7 @@ class TapeEngine(Engine):
         super().__init__(step)
         self._manager = GradManager()
         self._sinks: Sequence[GradientSink] = ()
-        self.siblings = None  # with its tokens a session, for a step without sinks
-        self.tokens = sessions.Tokens()
+        self._session = sessions.Session()  # of a step without sinks
 
     def attach(self, sinks: Sequence[GradientSink]) -> None:
         """From now on ``differentiate`` passes the gradients of the sinks' parameters on as they become final."""
@@ -73,13 +72,13 @@ class TapeEngine(Engine):
         between: Callable[[Tensor, Mapping[str, Tensor]], None] | None = None,
     ) -> StepOutput:
         """Forward, backward, clipping and the optimizers' step; ``between`` is called once the gradients are final."""
-        self._end_session()  # if an interrupt kept the run before from doing so
-        sessions.begin(self)
+        sessions.end(self._session)  # if an interrupt kept the run before from doing so
+        sessions.begin(self._session)
         try:
             loss, returned = self._forward(batch, fetch)
             began = spans.begin()
-            roots = [loss, *self.tokens.exits]
-            retain, create = sessions.sweep_flags(self)
+            roots = [loss, *self._session.exits]
+            retain, create = sessions.sweep_flags(self._session)
             if create:
                 run_sweep(roots, [None] * len(roots), retain, create)
             else:
@@ -87,7 +86,7 @@ class TapeEngine(Engine):
             if began:
                 spans.complete(began, "backward", "compute")
         finally:
-            self._end_session()
+            sessions.end(self._session)
         if between is not None:
             between(loss.detach(), returned)
         if self._step.skip_nonfinite is not None and (names := self.nonfinite()):
@@ -96,11 +95,6 @@ class TapeEngine(Engine):
             self.clip(self._step.clip_grad_norm)
         self.update()
         return StepOutput(loss.detach(), returned)
-
-    def _end_session(self) -> None:
-        self.tokens.entries.clear()
-        self.tokens.exits.clear()
-        sessions.end(self)
 
     def _forward(self, batch: Structure, fetch: Fetch) -> tuple[Tensor, Mapping[str, Tensor]]:
         began = spans.begin()
