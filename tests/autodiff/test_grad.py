@@ -272,9 +272,6 @@ def test_misuse_is_refused() -> None:
         pass
     with pytest.raises(RuntimeError, match="has been used"):
         grad(x * 2, torch.ones(2))
-    for left in (grad, ab.Grad()):
-        with pytest.raises(RuntimeError, match="not entered; there is nothing to leave"):
-            left.__exit__(None, None, None)
     with pytest.raises(TypeError, match=r"callback\(tensor, grad\), got 3"):
         ab.Grad().wrt(x, callback=3)
 

@@ -180,8 +180,7 @@ class Grad(sessions.Session):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         saving, self._saving = self._saving, None
-        if saving is None:
-            raise RuntimeError(f"session {self._name!r} is not entered; there is nothing to leave")
+        assert saving is not None
         self._used = True
         saving.__exit__(kind, error, traceback)
         for handle in self._handles:

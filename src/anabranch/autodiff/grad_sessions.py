@@ -92,7 +92,7 @@ def _unpack(cell: _Cell) -> Tensor:
 
 
 class Session:
-    """What records: a ``Grad``, a ``GradManager``, a step.
+    """A recording: of a ``Grad``, a ``GradManager``, a step.
 
     Attributes:
         siblings: an object shared by the members of a group, which do not record one another; ``None`` outside one.

@@ -60,12 +60,6 @@ def carries_header(buckets: list[list[tuple[str, Tensor]]]) -> bool:
     return bool(buckets) and buckets[0][0][1].dtype in (torch.float32, torch.float64)
 
 
-def bucket_bytes(members: list[tuple[str, Tensor]], header: int) -> int:
-    """Return the bytes that each worker passes to the all-reduce of a bucket with ``header`` extra numbers."""
-    elements = sum(parameter.numel() for _, parameter in members) + _FLAGS * len(members) + header
-    return elements * summing_dtype(members[0][1]).itemsize
-
-
 class _DenseBucket:
     """Some parameters' gradients in one flat tensor, and the all-reduce that sums it."""
 

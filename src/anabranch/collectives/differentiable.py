@@ -88,7 +88,11 @@ def send(tensor: Tensor, rank: int, *, timeout: float = _TIMEOUT) -> Tensor:
         DeadlineExceeded, PeerLost: the other rank did not receive.
     """
     _check_peer("send", rank)
-    _check_sendable(tensor)
+    if tensor.ndim > _MOST_DIMENSIONS or tensor.dtype not in DTYPE_CODES:
+        raise ValueError(
+            f"a tensor of at most {_MOST_DIMENSIONS} dimensions and a plain dtype can be sent, got shape "
+            f"{tuple(tensor.shape)} and {tensor.dtype}"
+        )
     return _send(tensor, _PeerChannel(rank, timeout))
 
 
@@ -131,14 +135,6 @@ def _check_peer(operation: str, rank: int) -> None:
     if not 0 <= rank < count or rank == mine:
         raise ValueError(
             f"{operation} needs another one of the {count} ranks; this is rank {mine}, the other was {rank}"
-        )
-
-
-def _check_sendable(tensor: Tensor) -> None:
-    if tensor.ndim > _MOST_DIMENSIONS or tensor.dtype not in DTYPE_CODES:
-        raise ValueError(
-            f"a tensor of at most {_MOST_DIMENSIONS} dimensions and a plain dtype can be sent, got shape "
-            f"{tuple(tensor.shape)} and {tensor.dtype}"
         )
 
 
@@ -253,11 +249,11 @@ class _PeerChannel:
 
         move_message(move, self.rank, operation, self.timeout)
 
-    def take(self, operation: str) -> _Message | None:
-        """Return the next message; ``None`` if it is empty."""
+    def take(self, operation: str) -> tuple[Tensor, bool] | None:
+        """Return the next message, and whether its gradient is to go back; ``None`` if it is empty."""
         return move_message(lambda: self._take(operation), self.rank, operation, self.timeout)
 
-    def _take(self, operation: str) -> _Message | None:
+    def _take(self, operation: str) -> tuple[Tensor, bool] | None:
         header = torch.empty(_HEADER, dtype=torch.int64, device=_device())
         self._complete(dist.irecv(header, self.rank))
         magic, kind, wants_gradient, dtype, ndim, *sizes = fields = header.tolist()
@@ -273,19 +269,11 @@ class _PeerChannel:
         tensor = torch.empty(sizes[:ndim], dtype=DTYPES[dtype], device=_device())
         if tensor.numel():
             self._complete(dist.irecv(_as_bytes(tensor), self.rank))
-        return _Message(tensor, bool(wants_gradient))
+        return tensor, bool(wants_gradient)
 
     def _complete(self, work: dist.Work | None) -> None:
         assert work is not None  # this rank is a member of the group
         work.wait(timedelta(seconds=self.timeout))
-
-
-@dataclass(frozen=True, slots=True)
-class _Message:
-    """A tensor that came, and whether its gradient is to go back."""
-
-    tensor: Tensor
-    wants_gradient: bool
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
@@ -329,7 +317,8 @@ class _Receiving(_Exchange):
         message = self.line.take("recv")
         if message is None:
             return _crossed(differentiable=False)
-        return _crossed(message.tensor, differentiable=message.wants_gradient)
+        tensor, wants_gradient = message
+        return _crossed(tensor, differentiable=wants_gradient)
 
     def backward(
         self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], *, updates: bool
