@@ -405,23 +405,6 @@ def test_an_intermediate_that_has_a_gradient_gets_what_its_callbacks_return_adde
             assert other.grad.tolist() == [number + 1.0] * 2
 
 
-def test_an_intermediate_keeps_its_gradient_when_a_sweep_fails() -> None:
-    x = torch.ones(2, requires_grad=True)
-    first, second = ab.GradManager(), ab.GradManager()
-
-    def refuse(tensor, grad):
-        raise ArithmeticError("no")
-
-    with first | second:
-        hidden = x * 3
-        first.attach(hidden, lambda tensor, grad: grad * 10)
-        first.backward(hidden.sum())
-        second.attach(hidden, lambda tensor, grad: grad * 10).attach(x, refuse)
-        with pytest.raises(ArithmeticError):
-            second.backward(hidden.sum())
-    assert hidden.grad.tolist() == [10.0, 10.0]
-
-
 def test_dropping_a_manager_takes_its_hooks_off_and_release_ends_a_session() -> None:
     x = torch.ones(2, requires_grad=True)
     manager = ab.GradManager().attach(x, lambda tensor, grad: pytest.fail("dropped"))

@@ -14,8 +14,8 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from anabranch.autodiff import grad_sessions as sessions
+from anabranch.autodiff.grad_sessions import check_differentiable, roots_on_tape
 from anabranch.autodiff.hooks import watch_result
-from anabranch.autodiff.roots import check_differentiable, roots_on_tape
 
 GradCallback: TypeAlias = Callable[[Any, Tensor], object]
 """``callback(tensor, grad)``; the tensor is ``None`` if it has been dropped, what is returned is ignored.

@@ -25,8 +25,8 @@ from torch.utils.hooks import RemovableHandle
 
 from anabranch.autodiff import grad_sessions as sessions
 from anabranch.autodiff.futures import abandon, is_future, result_of
+from anabranch.autodiff.grad_sessions import check_differentiable, roots_on_tape, run_sweep
 from anabranch.autodiff.hooks import Callback, Sweep
-from anabranch.autodiff.roots import check_differentiable, roots_on_tape, run_sweep
 from anabranch.deadline import Deadline
 
 

@@ -32,7 +32,7 @@ def move_message(move: Callable[[], _T], rank: int, operation: str, timeout: flo
     if dist.get_backend() == "nccl":  # its waits are for the waiting thread's stream and check no peer
         answer: Future[_T] = Future()
 
-        def done(_: float) -> bool:
+        def done(seconds: float) -> bool:
             answer.set_result(move())
             return True
     else:

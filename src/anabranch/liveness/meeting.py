@@ -34,22 +34,16 @@ _SAID_AFTER = 5.0
 LOOK_SECONDS = 0.5
 """A signal that comes as a wait begins is seen at its end, and none in the middle of gloo's."""
 
-_registered_by: int | None = None
-
-
 def destroy_group_at_exit() -> None:
-    """Destroy the process group at process exit unless it has been destroyed; may be called repeatedly.
+    """Destroy the process group at process exit unless it has been destroyed.
 
     Functions that were given to ``atexit`` later run before that, with the group in place.
     """
-    global _registered_by
-    if _registered_by != os.getpid():
-        _registered_by = os.getpid()
-        atexit.register(_destroy)
+    atexit.register(_destroy, os.getpid())
 
 
-def _destroy() -> None:
-    if _registered_by == os.getpid() and dist.is_initialized():  # a fork has none of the threads
+def _destroy(pid: int) -> None:
+    if pid == os.getpid() and dist.is_initialized():  # a fork has none of the threads
         dist.destroy_process_group()
 
 

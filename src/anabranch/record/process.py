@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from anabranch.periodic import Periodic
+from anabranch.periodic import periodic
 from anabranch.record import spans
 from anabranch.record.trace import as_lines, footer, header
 
@@ -73,7 +73,7 @@ class ProcessRecord:
         self._lock = threading.Lock()
         self._written = ""
         self._told: tuple[int, int] | None = None
-        self._thread = Periodic(self.write, _EVERY, name="anabranch-record")
+        self._thread = periodic(self.write, _EVERY, name="anabranch-record")
         self._started = False
 
     def start(self) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from anabranch.autodiff import Callback, GradManager
 from anabranch.autodiff import grad_sessions as sessions
-from anabranch.autodiff.roots import run_sweep
 from anabranch.executor.engines.engine import Begin, Engine, Fetch, GradientSink, StepOutput, loss_and_returned
 from anabranch.executor.steps import TrainStep
 from anabranch.record import spans
@@ -80,7 +79,7 @@ class TapeEngine(Engine):
             roots = [loss, *self._session.exits]
             retain, create = sessions.sweep_flags(self._session)
             if create:
-                run_sweep(roots, [None] * len(roots), retain, create)
+                sessions.run_sweep(roots, [None] * len(roots), retain, create)
             else:
                 torch.autograd.backward(roots, retain_graph=retain)
             if began:

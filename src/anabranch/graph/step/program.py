@@ -285,7 +285,7 @@ class StepProgram(StepState):
         try:
             submodules = dict(self.model.named_modules()) if modules else {}
             recorded = {name: submodules[name] for name in modules if name in submodules}
-            with self._recorder.recording(recorded) if modules else nullcontext({}) as outputs:
+            with self._recorder.recording(recorded) if modules else nullcontext(dict[str, object]()) as outputs:
                 result = self._front.run(kind, self.model, batch, may_trace=may_trace)
         finally:
             self._task = None
