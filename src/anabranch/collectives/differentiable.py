@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from anabranch.autodiff import boundary_exit
-from anabranch.autodiff.boundary.crossing import Boundary, Crossed, Form, cross
+from anabranch.autodiff.boundary.crossing import Boundary, Crossed, Form, Tensors, cross
 from anabranch.collectives.messages import move_message, wait_until_reduced
 from anabranch.errors import CaptureError, ProtocolError
 from anabranch.job import job
@@ -146,7 +146,7 @@ class _Exchange:
 
     kind = "operation"
 
-    def forms(self, inputs: Sequence[Tensor | None]) -> Sequence[Form]:
+    def forms(self, inputs: Tensors) -> Sequence[Form]:
         raise CaptureError("all_reduce, send and recv of anabranch cannot be in a graph; use engine='tape'")
 
     def outputs(self, *inputs: Tensor | None, recorded: bool = True) -> tuple[Tensor, ...]:
@@ -179,13 +179,11 @@ class _Reduction(_Exchange):
 
     name = "all_reduce"
 
-    def forward(self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+    def forward(self, inputs: Tensors, wants: Sequence[bool] | None) -> Crossed:
         (tensor,) = cast(Sequence[Tensor], inputs)
         return _crossed(self._scale(self._run(tensor.detach().clone(memory_format=torch.contiguous_format))))
 
-    def backward(
-        self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], *, updates: bool
-    ) -> list[Tensor | None]:
+    def backward(self, state: object, inputs: Tensors, gradients: Tensors, *, updates: bool) -> list[Tensor | None]:
         gradient, form = gradients[0], self.form
         if torch.is_grad_enabled():
             if gradient is None:
@@ -294,13 +292,11 @@ class _Sending(_Exchange):
 
     name = "send"
 
-    def forward(self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+    def forward(self, inputs: Tensors, wants: Sequence[bool] | None) -> Crossed:
         self.line.post(inputs[0], wants_gradient=wants is not None, operation="send")
         return _crossed()
 
-    def backward(
-        self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], *, updates: bool
-    ) -> list[Tensor | None]:
+    def backward(self, state: object, inputs: Tensors, gradients: Tensors, *, updates: bool) -> list[Tensor | None]:
         gradient = _receive(self.line)
         return [None if gradient is None else gradient.to(self.device)]
 
@@ -313,16 +309,14 @@ class _Receiving(_Exchange):
 
     name = "recv"
 
-    def forward(self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+    def forward(self, inputs: Tensors, wants: Sequence[bool] | None) -> Crossed:
         message = self.line.take("recv")
         if message is None:
             return _crossed(differentiable=False)
         tensor, wants_gradient = message
         return _crossed(tensor, differentiable=wants_gradient)
 
-    def backward(
-        self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], *, updates: bool
-    ) -> list[Tensor | None]:
+    def backward(self, state: object, inputs: Tensors, gradients: Tensors, *, updates: bool) -> list[Tensor | None]:
         if gradients[0] is None:
             self.line.post(None, wants_gradient=False, operation="recv.backward")
         else:

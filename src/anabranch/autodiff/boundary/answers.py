@@ -15,7 +15,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-_Tensors: TypeAlias = "Sequence[Tensor | None]"
+Tensors: TypeAlias = "Sequence[Tensor | None]"
+"""What crosses a boundary, either way; ``None`` where there is no tensor."""
 _Answer: TypeAlias = "tuple[list[Tensor | None], Sequence[int]]"
 
 
@@ -84,13 +85,13 @@ class Answers:
         if self._left:
             raise AnswersDiffer("the second run crosses fewer boundaries")
 
-    def note(self, key: tuple[str, ...], request: _Tensors, answer: _Tensors, no_gradient: Sequence[int] = ()) -> None:
+    def note(self, key: tuple[str, ...], request: Tensors, answer: Tensors, no_gradient: Sequence[int] = ()) -> None:
         """Keep the answer to a request to the boundary and direction ``key``."""
         entry = key, _copied(request), (_copied(answer), no_gradient)
         with self._lock:
             self._noted.append(entry)
 
-    def replay(self, key: tuple[str, ...], request: _Tensors) -> _Answer:
+    def replay(self, key: tuple[str, ...], request: Tensors) -> _Answer:
         """Return the answer that was kept, and which outputs have no gradient."""
         with self._lock:
             for index, (of, before, (answer, no_gradient)) in enumerate(self._left):
@@ -133,11 +134,11 @@ def _with_copies(crossed: Crossed) -> Crossed:
     return replace(crossed, outputs=[output.clone() for output in crossed.outputs])
 
 
-def _copied(values: _Tensors) -> list[Tensor | None]:
+def _copied(values: Tensors) -> list[Tensor | None]:
     return [None if value is None else value.detach().clone() for value in values]
 
 
-def _same_bits(some: _Tensors, others: _Tensors) -> bool:
+def _same_bits(some: Tensors, others: Tensors) -> bool:
     return len(some) == len(others) and all(map(_are_same, some, others))
 
 

@@ -29,6 +29,7 @@ from torch.autograd.function import FunctionCtx
 
 from anabranch.autodiff.boundary.answers import Answers, current_answers, current_first_forward, inside_a_boundary
 from anabranch.autodiff.boundary.answers import Crossed as Crossed
+from anabranch.autodiff.boundary.answers import Tensors as Tensors
 from anabranch.autodiff.grad_sessions import boundary_entry, hold_on_tape
 from anabranch.errors import CaptureError
 
@@ -62,17 +63,15 @@ class Boundary(Protocol):
     @property
     def name(self) -> str: ...
 
-    def forward(self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+    def forward(self, inputs: Tensors, wants: Sequence[bool] | None) -> Crossed:
         """Goes there. ``wants``: which inputs require a gradient; ``None``: there will be no backward."""
 
-    def backward(
-        self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], *, updates: bool
-    ) -> Sequence[Tensor | None]:
+    def backward(self, state: object, inputs: Tensors, gradients: Tensors, *, updates: bool) -> Tensors:
         """Return a gradient for each input. ``None`` is not a gradient, on both sides. Without ``updates`` nothing
         there is to change: ``torch.autograd.grad`` accumulates into no parameter.
         """
 
-    def forms(self, inputs: Sequence[Tensor | None]) -> Sequence[Form]:
+    def forms(self, inputs: Tensors) -> Sequence[Form]:
         """Return the outputs' forms for inputs like these, of which only shape, dtype and device may be read."""
 
 
@@ -92,18 +91,18 @@ class Tracer(Protocol):
     def entry(self) -> Tensor:
         """Return a leaf that requires a gradient, towards which the captured backward is to sweep."""
 
-    def forward(self, boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+    def forward(self, boundary: Boundary, inputs: Tensors, wants: Sequence[bool] | None) -> Crossed:
         """Write the forward node."""
 
     def backward(
         self,
         boundary: Boundary,
         state: object,
-        inputs: Sequence[Tensor | None],
-        gradients: Sequence[Tensor | None],
+        inputs: Tensors,
+        gradients: Tensors,
         wants: Sequence[bool],
         updates: bool,
-    ) -> Sequence[Tensor | None]:
+    ) -> Tensors:
         """Write the backward node."""
 
     def outside(self) -> AbstractContextManager[None]:
@@ -230,7 +229,7 @@ class _Crossing(torch.autograd.Function):
         return None, None, None, *answer[: len(ctx.wants)]
 
     @staticmethod
-    def backward_once(ctx: _CrossingContext, *gradients: Tensor | None) -> Sequence[Tensor | None]:
+    def backward_once(ctx: _CrossingContext, *gradients: Tensor | None) -> Tensors:
         # An error if the graph has been freed, which is none for who saved nothing.
         inputs = ctx.saved_tensors if ctx.reads_inputs else (None,) * len(ctx.wants)
         updates = ctx.needs_input_grad[0] and reaches(ctx.next_functions[0][0])
@@ -268,7 +267,7 @@ class _CrossingContext(FunctionCtx):
     saved_tensors: tuple[Tensor | None, ...]
 
 
-def run_forward(boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+def run_forward(boundary: Boundary, inputs: Tensors, wants: Sequence[bool] | None) -> Crossed:
     """Cross, forward; the outputs, in order, have their own memory, which their readers may reuse."""
     answers = current_answers()
     if answers is not None and answers.replaying:
@@ -292,8 +291,8 @@ def run_forward(boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequ
 def run_backward(
     boundary: Boundary,
     state: object,
-    inputs: Sequence[Tensor | None],
-    gradients: Sequence[Tensor | None],
+    inputs: Tensors,
+    gradients: Tensors,
     wants: Sequence[bool],
     *,
     answers: Answers | None = None,
@@ -316,7 +315,7 @@ def run_backward(
     return answer
 
 
-def in_own_memory(tensors: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> list[Tensor | None]:
+def in_own_memory(tensors: Tensors, others: Tensors) -> list[Tensor | None]:
     """Return contiguous tensors that share no memory with ``others``."""
     taken = {tensor.untyped_storage().data_ptr() for tensor in others if tensor is not None and tensor.numel()}
     return [None if tensor is None else _owned(tensor, taken) for tensor in tensors]
