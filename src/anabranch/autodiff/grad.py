@@ -10,7 +10,7 @@ from typing import Any, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from anabranch.autodiff import grad_sessions as sessions
@@ -53,6 +53,9 @@ class Grad(sessions.Session):
     Args:
         name: unique among the live sessions; one is made up by default.
 
+    Attributes:
+        name: as given or made up.
+
     Raises:
         ValueError: a live session has the name.
 
@@ -65,19 +68,13 @@ class Grad(sessions.Session):
         elif name in _by_name:
             raise ValueError(f"an open session is already called {name!r}; leave it first, or choose another name")
         super().__init__()
-        self._name = name
-        self._inputs: list[Tensor | GradientEdge] = []
+        self.name = name
+        self._inputs: dict[tuple[Node, int], GradientEdge] = {}
         self._leaves: list[Tensor] = []  # those on which requires_grad is set until the session ends
-        self._given: dict[int, Tensor | weakref.ref[Tensor]] = {}
         self._handles: list[RemovableHandle] = []
         self._saving: saved_tensors_hooks | None = None
         self._used = self._sweeping = False
         _by_name[name] = self
-
-    @property
-    def name(self) -> str:
-        """Unique among the live sessions."""
-        return self._name
 
     def wrt(self, *tensors: Tensor, callback: GradCallback | None = None) -> Self:
         """Asks for the gradients of ``tensors``, leaves or results of operations, which may be dropped afterwards.
@@ -99,26 +96,19 @@ class Grad(sessions.Session):
         if callback is not None and not callable(callback):
             raise TypeError(f"a callback is called as callback(tensor, grad), got {callback!r}")
         call = None if callback is None else self._calling(callback)
-        given, inputs = self._given, self._inputs
         for tensor in tensors:
             if not (isinstance(tensor, Tensor) and tensor.requires_grad):
                 check_differentiable(tensor)
                 tensor.requires_grad_()
                 self._leaves.append(tensor)
-            # An edge keeps the node, not the tensor, so the tensor's id may be reused; a leaf's node holds the leaf.
-            node, key = tensor.grad_fn, id(tensor)
-            before = given.get(key)
-            if before is tensor or (isinstance(before, weakref.ref) and before() is tensor):
+            edge = get_gradient_edge(tensor)  # keeps the node, not the tensor; a leaf's node holds the leaf
+            place = edge.node, edge.output_nr
+            if place in self._inputs:
                 raise ValueError(
-                    f"a tensor of shape {tuple(tensor.shape)} was given to session {self._name!r} twice; "
+                    f"a tensor of shape {tuple(tensor.shape)} was given to session {self.name!r} twice; "
                     "combine the callbacks"
                 )
-            if node is None:
-                given[key] = tensor
-                inputs.append(tensor)
-            else:
-                given[key] = weakref.ref(tensor)
-                inputs.append(GradientEdge(node, tensor.output_nr))
+            self._inputs[place] = edge
             if call is not None:
                 self._handles.append(watch_result(tensor, call))
         return self
@@ -146,11 +136,11 @@ class Grad(sessions.Session):
         """
         self._check_unused()
         if self._saving is None:
-            raise RuntimeError(f"session {self._name!r} is not entered; use `with grad:` around the computation")
+            raise RuntimeError(f"session {self.name!r} is not entered; use `with grad:` around the computation")
         roots, gradients = roots_on_tape(ys, dys)
         roots += self.exits
         gradients += [None] * len(self.exits)
-        inputs = cast(Sequence[Tensor], [*self._inputs, *self.entries])
+        inputs = cast(Sequence[Tensor], [*self._inputs.values(), *self.entries])
         self._used = True
         if not roots or not inputs:
             return
@@ -165,12 +155,12 @@ class Grad(sessions.Session):
 
     def _check_unused(self) -> None:
         if self._used:
-            raise RuntimeError(f"session {self._name!r} has been used; a session runs one backward, make a new one")
+            raise RuntimeError(f"session {self.name!r} has been used; a session runs one backward, make a new one")
 
     def __enter__(self) -> Self:
         self._check_unused()
         if self._saving is not None:
-            raise RuntimeError(f"session {self._name!r} is already entered")
+            raise RuntimeError(f"session {self.name!r} is already entered")
         sessions.begin(self)
         self._saving = sessions.save_to_tape()
         self._saving.__enter__()
@@ -187,8 +177,8 @@ class Grad(sessions.Session):
             handle.remove()
         for leaf in self._leaves:
             leaf.requires_grad_(False)
-        for each in (self._handles, self._leaves, self._inputs, self._given):
+        for each in (self._handles, self._leaves, self._inputs):
             each.clear()
-        if _by_name.get(self._name) is self:
-            del _by_name[self._name]
+        if _by_name.get(self.name) is self:
+            del _by_name[self.name]
         sessions.end(self)

@@ -32,10 +32,9 @@ from anabranch.deadline import Deadline
 from anabranch.errors import PeerLost
 from anabranch.liveness.group import Group, rank_names
 from anabranch.liveness.meeting import end_without_waiting, interruptible, meet_peers
-from anabranch.liveness.peers import Identity, peers_of_job
+from anabranch.liveness.peers import peers_of_job
 from anabranch.record import spans
 
-_IDENTITY_BYTES = 256
 _BACKEND_GRACE = 60.0
 
 
@@ -118,33 +117,30 @@ class Workers(Group):
         self.rowless: Rowless | None = None
         if self.size > 1:
             if ranks is None:
-                self.peers.know(self._meet(), heartbeat)
+                self._meet()
             store = PrefixStore(f"anabranch/{self.name}", dist.distributed_c10d._get_default_store())
             self._own = self._connect(store)
             self.peers.look_up(self.others, heartbeat)
             self.rowless = Rowless(store, self, timeout)
         atexit.register(self._end)
 
-    def _meet(self) -> dict[int, Identity]:
-        """Every rank's identity, by its rank in the job; the first adds what makes the group's name unique.
+    def _meet(self) -> None:
+        """Meet the others, and take what makes the group's name unique from the first.
 
         A count would not do: where a construction fails on one rank, it has made fewer groups than the others.
         """
-        text = f"{self.peers.identity.encode()} {uuid.uuid4().hex}".encode()
-        mine = torch.zeros(_IDENTITY_BYTES, dtype=torch.uint8, device="cpu")
-        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         group = self._group
         assert group is not None
         if group not in _unmet:
-            everyone = mine.new_empty(self.size, len(mine), device=self.device)
-            work = dist.all_gather(list(everyone.unbind(0)), mine.to(self.device), group=group, async_op=True)
+            mine = torch.tensor(list(uuid.uuid4().bytes), dtype=torch.uint8, device=self.device)
+            everyone = mine.new_empty(self.size, len(mine))
+            work = dist.all_gather(list(everyone.unbind(0)), mine, group=group, async_op=True)
             _unmet[group] = everyone, cast(dist.Work, work)
         everyone, work = _unmet[group]
         self.wait_for(work, Deadline.after(self.timeout), "meet", None, on_host=self.on_host)
         del _unmet[group]
-        texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in everyone.cpu()]
-        self.name += f"/{texts[0].rpartition(' ')[2]}"
-        return {rank: Identity.decode(text.rpartition(" ")[0]) for rank, text in zip(self.ranks, texts, strict=True)}
+        self.name += f"/{bytes(everyone[0].tolist()).hex()}"
+        self.peers.look_up(self.others, self.heartbeat)
 
     def _connect(self, store: PrefixStore) -> dist.ProcessGroup:
         """Return a gloo group of the same members; c10d does not know it, so the model's code cannot use it."""

@@ -34,6 +34,7 @@ _SAID_AFTER = 5.0
 LOOK_SECONDS = 0.5
 """A signal that comes as a wait begins is seen at its end, and none in the middle of gloo's."""
 
+
 def destroy_group_at_exit() -> None:
     """Destroy the process group at process exit unless it has been destroyed.
 
