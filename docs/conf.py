@@ -87,7 +87,9 @@ def write_reference(app: Sphinx) -> None:
 def page(name: str) -> str:
     """The page of one package; what it hands on from another package is described there and named here."""
     module = importlib.import_module(f"anabranch.{name}")
-    home = {exported: getattr(getattr(module, exported), "__module__", name) for exported in module.__all__}
+    own = [each for each, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+    exports = getattr(module, "__all__", [each for each in own if not each.startswith("_")])
+    home = {exported: getattr(getattr(module, exported), "__module__", name) for exported in exports}
     foreign = {exported: where.split(".")[1] for exported, where in home.items() if _is_foreign(where, name)}
     lines = [f"# {name}", "", "```{eval-rst}", f".. automodule:: anabranch.{name}"]
     if own := [exported for exported in home if exported not in foreign]:

@@ -7,8 +7,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-__all__ = ["NotesThreads"]
-
 
 class NotesThreads(torch.autograd.Function):
     """The identity; each backward adds to ``seen``."""

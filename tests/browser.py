@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["needs_a_browser", "seen"]
-
 _CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 _FLAGS = (
     "--headless=new",

@@ -22,8 +22,6 @@ from anabranch.launch.forks.main_script import run_as_main
 from anabranch.launch.python_program import PythonProgram as Runnable
 from programs import PIPE, Program, start
 
-__all__ = ["run", "start_launcher", "start_run"]
-
 _PATIENT = "patient"
 
 

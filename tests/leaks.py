@@ -14,8 +14,6 @@ from time import monotonic, sleep
 
 from anabranch.launch.forks import launcher_side
 
-__all__ = ["HeldResources", "held_resources", "wait_until_released"]
-
 SECONDS = 20.0  # the margin of a hang: a release takes milliseconds, more on a busy machine
 
 # Belongs to the process, not to the test that needed it first. By name, with the reason.

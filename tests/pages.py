@@ -12,8 +12,6 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["DOCS", "ROOT", "Command", "blocks", "code_of", "commands", "pages", "write_files"]
-
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 Command = tuple[str, str]

@@ -26,8 +26,6 @@ from anabranch.launch.forks.conditions import why_no_fork_server
 from anabranch.launch.forks.launcher_side import ForkServer, kept_fork_server
 from anabranch.launch.supervision.orphans import adopt_orphans
 
-__all__ = ["Program", "Programs", "start"]
-
 PIPE = subprocess.PIPE
 
 # The tests start hundreds of forks, so that their server has done more than a user's: a first capture of a graph, with

@@ -15,8 +15,6 @@ import pytest
 from anabranch.launch.meeting.addresses import held_port
 from waiting import wait_until
 
-__all__ = ["RealRedis", "redis"]
-
 _PROGRAM = shutil.which("redis-server")
 
 

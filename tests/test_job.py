@@ -23,13 +23,6 @@ def test_without_a_launcher_the_process_is_a_job_of_one_worker() -> None:
     assert job({}) == Job(rank=0, world_size=1, local_rank=0, role="worker", servers=(), experts=0, directory=None)
 
 
-def test_the_process_s_own_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert job() == Job(rank=3, world_size=4, local_rank=1)
-
-
 def test_services_are_named_in_the_environment() -> None:
     found = job(
         {
@@ -101,11 +94,6 @@ def test_a_worker_names_the_experts_that_did_not_come() -> None:
         assert raised.value.peer == "expert 0, expert 2"
         server.directory.announce(["anabranch-expert.0", "anabranch-expert.2"], "unix:/nowhere", ttl=60.0)
         assert waiting.serve(linear, timeout=30.0).active(["anabranch-expert"]) == {"anabranch-expert": [0, 1, 2]}
-
-
-def test_experts_served_elsewhere_are_not_waited_for() -> None:
-    with ab.DirectoryServer() as server:
-        assert job({"ANABRANCH_DIRECTORY": server.endpoint}).serve(linear).active(["ffn"]) == {"ffn": []}
 
 
 @pytest.mark.parametrize(("data", "pipeline"), [(2, 2), (3, 1), (0, 2), (-1, -2)])

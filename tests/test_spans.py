@@ -64,22 +64,6 @@ def test_spans_over_the_limit_are_counted_and_not_kept() -> None:
     assert recorder.dropped == 7
 
 
-def test_threads_are_known_by_number_and_name() -> None:
-    def work() -> None:
-        with spans.span("work", "compute"):
-            pass
-
-    recorder = spans.SpanRecorder()
-    with spans.heard(recorder.add):
-        thread = threading.Thread(target=work, name="second")
-        thread.start()
-        join(thread)
-        work()
-    second, first = recorder.take()
-    assert second[5] != first[5]
-    assert recorder.threads[first[5]] == (threading.get_native_id(), threading.current_thread().name)
-
-
 def test_what_happens_is_a_span_of_its_thread_without_length() -> None:
     recorder = spans.SpanRecorder()
     with spans.heard(recorder.add):
@@ -113,19 +97,6 @@ def test_of_other_threads_only_waits_are_shown() -> None:
     thread.start()
     join(thread)
     assert [[one["name"] for one in found] for found in shown] == [["wait"]]
-
-
-def test_two_recorders_get_the_same_spans() -> None:
-    whole, part = spans.SpanRecorder(), spans.SpanRecorder()
-    with spans.heard(whole.add):
-        with spans.span("first", "compute"):
-            pass
-        with spans.heard(part.add), spans.span("second", "compute"):
-            pass
-        with spans.span("third", "compute"):
-            pass
-    assert [one[0] for one in whole.take()] == ["first", "second", "third"]
-    assert [one[0] for one in part.take()] == ["second"]
 
 
 @pytest.mark.parametrize("last", ["span", "footer"])

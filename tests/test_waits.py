@@ -11,14 +11,12 @@ import torch
 from torch.distributed import HashStore
 
 from anabranch.deadline import Deadline
-from anabranch.errors import DeadlineExceeded
 from anabranch.liveness.group import Group
 from anabranch.liveness.peers import Peers
 from anabranch.observe.metrics import waiting_metric
 from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
 from anabranch.record.spans import LONG, open_spans
 from anabranch.tables import Constant, RowOptimizer, TableSpec
-from anabranch.testing import FakeClock
 from anabranch.transport import Call, Client, Request, Server, Verb
 from waiting import join, wait_until
 
@@ -50,18 +48,6 @@ def test_a_wait_for_ranks_is_shown_once_it_is_long_and_not_after_its_end() -> No
     assert before <= wait.pop("since") <= time.monotonic() - LONG  # type: ignore[operator]
     assert wait == {"name": "wait", "peer": "rank 1, rank 3", "operation": "all_reduce", "limit": 50.0}
     assert waits() == []
-
-
-def test_a_wait_that_fails_is_forgotten_too() -> None:
-    clock = FakeClock()
-
-    def done(seconds: float) -> bool:
-        clock.advance(60.0)
-        return False
-
-    with pytest.raises(DeadlineExceeded):
-        group_of([0, 1], 1.0).wait(done, "all_reduce", Deadline.after(60.0, clock))
-    assert open_spans(longer_than=0.0) == []
 
 
 @pytest.mark.parametrize("many", [1, 2])

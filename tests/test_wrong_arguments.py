@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,20 +37,13 @@ STEPS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: step(torch.optim.SGD), TypeError, "optimizer is one Optimizer or a list of them, got <class"),
     (lambda: step(scheduler=3), TypeError, "scheduler is one LRScheduler or a list of them, got 3"),
     (lambda: step(clip_grad_norm="1"), TypeError, "clip_grad_norm is a finite number above 0, or None, got '1'"),
-    (lambda: executor(engine="jit"), ValueError, "engine is 'tape' or 'graph', got 'jit'"),
     (lambda: executor(engine="auto"), ValueError, "engine is 'tape' or 'graph', got 'auto'"),
     (lambda: executor(compile=True), ValueError, "the engine is 'tape'; give engine='graph'"),
-    (
-        lambda: executor(comm_mode="P2P"),
-        ValueError,
-        "'PS', 'Hybrid' or 'auto', got 'P2P'",
-    ),
+    (lambda: executor(comm_mode="P2P"), ValueError, "'PS', 'Hybrid' or 'auto', got 'P2P'"),
     (lambda: executor(consistency="ssp"), ValueError, "such as 'ssp:4', got 'ssp'"),
     (lambda: executor().run(torch.ones(2, 4)), TypeError, "the name of a step, such as 'default', got a Tensor"),
     (lambda: executor(seed="a"), TypeError, "seed is a whole number, or None, got 'a'"),
-    (lambda: executor(seed=1.5), TypeError, "seed .* got 1.5"),
     (lambda: executor(dataloaders=5), TypeError, "dataloaders is a dict of loaders .* got 5"),
-    (lambda: executor(timeout=-1), ValueError, "timeout is a finite number of seconds above 0, got -1"),
     (lambda: executor(timeout="x"), TypeError, "timeout is a number of seconds, got 'x'"),
     (lambda: executor(heartbeat=0), ValueError, "heartbeat .* above 0, got 0"),
     (lambda: executor(cache=3), TypeError, r"cache is an ab.Cache, such as ab.Cache\(capacity=1000\), .* got 3"),
@@ -59,20 +51,13 @@ STEPS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: executor(devices={"zz": "cpu"}), ValueError, r"'zz'; the modules are: none; use model.to\(device\)"),
     (lambda: executor().run(batch=torch.ones(2, 4), fetch=[3]), TypeError, r"fetch is a list of names.* got \[3\]"),
     (lambda: executor().save(None), TypeError, "path is a string or a pathlib.Path, got None"),
-    (lambda: executor().load(3), TypeError, "path is a string or a pathlib.Path, got 3"),
-    (lambda: executor().resume(None), TypeError, "path is a string or a pathlib.Path, got None"),
     (lambda: ab.gradients(3, wrt=["x"]), TypeError, "graph must be a Graph, as capture returns, got int"),
     (lambda: LocalJob(workers=0), ValueError, "workers is a number of processes, at least 1, got 0"),
-    (lambda: LocalJob(workers="2"), TypeError, "workers is a number of processes, got '2'"),
-    (lambda: LocalJob(servers=-1), ValueError, "servers is a number of processes, at least 0, got -1"),
-    (lambda: LocalJob(timeout=0), ValueError, "timeout .* above 0, got 0"),
 ]
 
 SERVERS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: ab.ParameterServer(shard="0"), TypeError, "shard is a whole number, got '0'"),
     (lambda: ab.ParameterServer(checkpoint_seconds=1e10), ValueError, "checkpoint_seconds is at most .* got 100000000"),
-    (lambda: ab.ParameterServer(checkpoint_seconds=1e300), ValueError, r"checkpoint_seconds is at most .* got 1e\+300"),
-    (lambda: ab.ParameterServer(heartbeat=0), ValueError, "heartbeat .* above 0, got 0"),
     (
         lambda: ab.ParameterServer(durability="log", checkpoint_dir=3),
         TypeError,
@@ -83,22 +68,13 @@ SERVERS: list[tuple[Callable[[], object], type[Exception], str]] = [
         ab.CheckpointError,
         "/dev/null/shard-0-of-1 cannot be used: .*Not a directory.*; give a directory that can be created",
     ),
-    (
-        lambda: ab.ParameterServer(durability="log", checkpoint_dir="/proc/no-such-thing"),
-        ab.CheckpointError,
-        "/proc/no-such-thing/shard-0-of-1 cannot be used: ",
-    ),
     (lambda: ab.ParameterClient("x"), TypeError, "endpoints is a list of strings .* got 'x'"),
     (lambda: ab.ParameterClient([3]), TypeError, "an endpoint is a string .* got 3"),
     (lambda: ab.ParameterClient([]), ValueError, "endpoints is empty; name the shards, or leave it out"),
-    (lambda: ab.ParameterClient(timeout=0), ValueError, "timeout .* above 0, got 0"),
 ]
 
 CALLS: list[tuple[Callable[[ab.ParameterClient], object], type[Exception], str]] = [
     (lambda client: client.init("n", (-1,)), ValueError, r"shape is a tuple of sizes of at least 0, got \(-1,\)"),
-    (lambda client: client.init("n", "x"), TypeError, "shape is a tuple of sizes, got 'x'"),
-    (lambda client: client.init("n", 3), TypeError, "shape is a tuple of sizes, got 3"),
-    (lambda client: client.init("n", (2.5,)), TypeError, r"shape is a tuple of sizes.* got \(2.5,\)"),
     (lambda client: client.init(3, (3,)), TypeError, "name is a string, got 3"),
     (lambda client: client.init("n", (3,), dtype="f"), TypeError, "dtype is torch.float32.* got 'f'"),
     (lambda client: client.init("n", (3,), init="x"), TypeError, "init is a number.* got 'x'"),
@@ -108,17 +84,10 @@ CALLS: list[tuple[Callable[[ab.ParameterClient], object], type[Exception], str]]
         ValueError,
         "not have enough memory for a parameter of shape .*kind='rows'",
     ),
-    (
-        lambda client: client.init("n", (10**30,)),
-        ValueError,
-        "not have enough memory for a parameter of shape .*kind='rows'",
-    ),
     (lambda client: client.push("v", [1, 2, 3]), TypeError, "the gradient of v must be a tensor, got list"),
-    (lambda client: client.push("v", None), TypeError, "the gradient of v must be a tensor, got NoneType"),
     (lambda client: client.push("v", torch.ones(3).long()), ab.SchemaError, "the gradient of v is torch.int64"),
     (lambda client: client.sparse_pull("r", [1]), TypeError, "the ids of r must be a tensor, got list"),
     (lambda client: client.save(None), TypeError, "path is a string or a pathlib.Path, got None"),
-    (lambda client: client.load(None), TypeError, "path is a string or a pathlib.Path, got None"),
 ]
 
 
@@ -181,10 +150,3 @@ def test_words_may_be_written_in_any_case() -> None:
         assert pipe(torch.ones(2, 4)).shape == (2, 4)
     assert ab.Cache(policy="lfuopt", capacity=3).policy == "LFUOpt"  # type: ignore[arg-type]
     assert ab.RemoteEmbedding("t", 3, 2, mode="SUM").mode == "sum"  # type: ignore[arg-type]
-
-
-def test_the_repr_of_an_object_describes_it() -> None:
-    with executor(comm_mode="PS") as made:
-        assert re.fullmatch(r"Executor\(\{'default': TrainStep\(Linear, SGD\)\}, comm_mode='PS', step=0\)", repr(made))
-    graph = ab.capture(lambda x: MODEL(x).sum(), torch.ones(2, 4))
-    assert re.fullmatch(r"Graph\(\(x\) -> \(output\): \d+ operations, 2 tensors of state\)", repr(graph))

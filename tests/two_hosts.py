@@ -25,8 +25,6 @@ from anabranch.launch.forks.main_script import run_as_main
 from anabranch.launch.python_program import PythonProgram as Runnable
 from programs import Program, start
 
-__all__ = ["Cable", "Host", "seeded_linear", "start_on", "two_hosts", "why_not"]
-
 _SECONDS = 30.0
 _CLONE_NEWNET = 0x40000000
 

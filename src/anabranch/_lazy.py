@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 
-__all__ = ["lazy_names"]
-
 
 def lazy_names(package: str, modules: Sequence[str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """``__getattr__`` and ``__dir__`` of ``package``: its ``__all__`` is looked up in ``modules``, in this order.
@@ -23,7 +21,7 @@ def lazy_names(package: str, modules: Sequence[str]) -> tuple[Callable[[str], ob
         if name in namespace["__all__"]:
             for module in modules:
                 home = import_module(f"{package}.{module}")
-                if name in home.__all__:
+                if hasattr(home, name):
                     namespace[name] = getattr(home, name)
                     return namespace[name]
         raise AttributeError(f"module {package!r} has no attribute {name!r}")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-__all__ = ["choice", "listed"]
-
 _C = TypeVar("_C", bound="str | None")
 
 

@@ -9,8 +9,6 @@ from threading import TIMEOUT_MAX
 
 from anabranch.errors import DeadlineExceeded
 
-__all__ = ["Deadline", "LONGEST_SLEEP", "check_seconds", "minutes_and_seconds"]
-
 LONGEST_SLEEP = 1.0
 """Seconds that a thread which may be the main one sleeps at a time: a signal that comes in the moment before it falls
 asleep wakes nobody, so Ctrl-C would take effect only at the end of the sleep."""
@@ -72,10 +70,8 @@ class Deadline:
     __slots__ = ("_clock", "_expires", "_started")
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        if not 0 < seconds < _FOREVER:
-            raise ValueError(f"a deadline is a finite number of seconds above 0 from now, got {seconds!r}")
-        if seconds > TIMEOUT_MAX:
-            raise ValueError(f"a deadline is at most {TIMEOUT_MAX:.0f} seconds from now, got {seconds!r}")
+        if not 0 < seconds <= TIMEOUT_MAX:
+            raise ValueError(f"a deadline is above 0 and at most {TIMEOUT_MAX:.0f} seconds from now, got {seconds!r}")
         self._clock = clock
         self._started = clock()
         self._expires = self._started + seconds

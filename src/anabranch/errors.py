@@ -34,34 +34,20 @@ a correct program, and nothing else.
 
 from __future__ import annotations
 
-__all__ = [
-    "ActivationsGone",
-    "AnabranchError",
-    "AnotherSchema",
-    "BoundaryError",
-    "CaptureError",
-    "CheckpointError",
-    "DeadlineExceeded",
-    "ForkedClient",
-    "LostUpdate",
-    "NonFinite",
-    "NotFound",
-    "Overloaded",
-    "PeerLost",
-    "PipelineError",
-    "ProtocolError",
-    "RemoteError",
-    "RolledBack",
-    "SchemaError",
-    "SessionGone",
-    "SkipError",
-    "Unauthorized",
-    "WorkersDiffer",
-]
+from typing import TypedDict, Unpack
 
 
 class AnabranchError(Exception):
     """Something Anabranch was asked to do did not happen, through no mistake of the caller."""
+
+
+class Where(TypedDict, total=False):
+    """Facts of a ``BoundaryError``, as its attributes say."""
+
+    peer: str | None
+    operation: str | None
+    step: int | None
+    elapsed: float | None
 
 
 class BoundaryError(AnabranchError):
@@ -78,20 +64,10 @@ class BoundaryError(AnabranchError):
         elapsed: seconds from the start of the operation to the failure.
     """
 
-    def __init__(
-        self,
-        message: str = "",
-        *,
-        peer: str | None = None,
-        operation: str | None = None,
-        step: int | None = None,
-        elapsed: float | None = None,
-    ) -> None:
+    def __init__(self, message: str = "", **where: Unpack[Where]) -> None:
         self.message = message
-        self.peer = peer
-        self.operation = operation
-        self.step = step
-        self.elapsed = elapsed
+        self.peer, self.operation = where.get("peer"), where.get("operation")
+        self.step, self.elapsed = where.get("step"), where.get("elapsed")
         super().__init__(message)
 
     def __str__(self) -> str:
@@ -129,17 +105,8 @@ class RolledBack(BoundaryError):
             262,144 other clients have pushed since this one did.
     """
 
-    def __init__(
-        self,
-        message: str = "",
-        *,
-        lost: int | None = 0,
-        peer: str | None = None,
-        operation: str | None = None,
-        step: int | None = None,
-        elapsed: float | None = None,
-    ) -> None:
-        super().__init__(message, peer=peer, operation=operation, step=step, elapsed=elapsed)
+    def __init__(self, message: str = "", *, lost: int | None = 0, **where: Unpack[Where]) -> None:
+        super().__init__(message, **where)
         self.lost = lost
 
 
@@ -165,12 +132,9 @@ class RemoteError(BoundaryError):
         *,
         remote_type: str = "",
         remote_traceback: str = "",
-        peer: str | None = None,
-        operation: str | None = None,
-        step: int | None = None,
-        elapsed: float | None = None,
+        **where: Unpack[Where],
     ) -> None:
-        super().__init__(message, peer=peer, operation=operation, step=step, elapsed=elapsed)
+        super().__init__(message, **where)
         self.remote_type = remote_type
         self.remote_traceback = remote_traceback
 

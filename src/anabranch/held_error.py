@@ -16,8 +16,6 @@ from types import TracebackType
 
 from anabranch.errors import PeerLost
 
-__all__ = ["HELD_ERROR_VARIABLE", "hold_back_errors", "move_held_error"]
-
 HELD_ERROR_VARIABLE = "ANABRANCH_HELD_ERROR"
 """Names the file."""
 

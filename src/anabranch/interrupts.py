@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["hold_interrupts", "releasing_interrupts"]
-
 _of_program: Callable[[int, FrameType | None], object] | None = None  # its handler, while interrupts are held
 _has_block = False
 _came = False

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Literal, Protocol, cast
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["DirectoryLike", "Grid", "JOB_VARIABLE", "Job", "MakeGrid", "Role", "Serve", "job", "provide"]
-
 Role = Literal["worker", "expert"]
 
 JOB_VARIABLE = "ANABRANCH_JOB"
@@ -60,23 +58,8 @@ class Grid:
     pipeline_group: ProcessGroup
 
 
-class Serve(Protocol):
-    """The function behind ``Job.serve``."""
-
-    def __call__(
-        self,
-        job: Job,
-        make_backends: Callable[[int, int], Sequence[object]],
-        *,
-        checkpoint_dir: str | os.PathLike[str] | None,
-        checkpoint_seconds: float,
-        listen: str | None,
-        keys: str | os.PathLike[str] | None,
-        insecure: bool,
-        heartbeat: float,
-        timeout: float,
-    ) -> DirectoryLike: ...
-
+Serve = Callable[..., DirectoryLike]
+"""The function behind ``Job.serve``: takes the job, and what that takes."""
 
 MakeGrid = Callable[["Job", int, int], Grid]
 """The function behind ``Job.grid``."""

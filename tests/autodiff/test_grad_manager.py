@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import concurrent.futures
 import contextlib
 import gc
@@ -18,7 +17,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import anabranch as ab
-from anabranch.autodiff import hooks
 
 
 def model() -> nn.Sequential:
@@ -102,45 +100,6 @@ def test_a_future_that_never_completes_is_a_deadline_exceeded_and_the_manager_st
     assert x.grad.tolist() == [1.0, 1.0]
 
 
-def test_an_interrupt_in_the_moment_before_the_wait_for_a_future_is_not_lost() -> None:
-    x = torch.ones(2, requires_grad=True)
-    future: concurrent.futures.Future[torch.Tensor] = concurrent.futures.Future()
-    too_late = threading.Timer(30.0, future.set_result, [torch.ones(2)])
-    signal = threading.Timer(0.1, _thread.interrupt_main)  # wakes nobody, as a signal does that came just before
-
-    def ask(tensor: torch.Tensor, grad: torch.Tensor) -> concurrent.futures.Future[torch.Tensor]:
-        signal.start()
-        return future
-
-    manager = ab.GradManager(timeout=300.0).attach(x, ask)
-    too_late.start()
-    with pytest.raises(KeyboardInterrupt), manager:
-        manager.backward(x.sum())
-    assert future.cancelled()  # and was not given its value 30 seconds later
-    too_late.cancel()
-    for timer in (signal, too_late):
-        timer.join(30.0)
-
-
-def test_leftovers_of_an_interrupted_sweep_are_not_in_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.ones(2, requires_grad=True)
-    manager = ab.GradManager().attach(x, lambda tensor, grad: grad * 2)
-
-    def interrupted(sweep: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(hooks.Sweep, "end", interrupted)
-        patch.setattr(hooks.Sweep, "clear", interrupted)
-        patch.setattr(hooks.Sweep, "begin", lambda sweep: setattr(sweep, "running", True))
-        with pytest.raises(KeyboardInterrupt), manager:
-            manager.backward((x * 5).sum())
-    x.grad = None
-    with manager:
-        manager.backward(x.sum())
-    assert x.grad.tolist() == [2.0, 2.0]
-
-
 def _interrupted_at(line: int, act: Any) -> bool:
     """Call ``act`` with Ctrl-C at that line of the package; return False if it has fewer."""
     left = line
@@ -184,29 +143,14 @@ def test_an_interrupt_at_any_line_adds_all_gradients_or_none(times: int) -> None
         product = (a * 2).sum()
         product.backward()  # a backward that is not the manager's is left alone
         assert a.grad.tolist() == (found[0] + 2).tolist()
+        a.grad = None
+        with manager:
+            manager.backward(a.sum())  # nothing is left of the sweep before
+        assert a.grad.tolist() == [max(1.0, times)] * 2
         if not came:
             break
         line += 1
     assert line > 60
-
-
-def test_a_hook_of_the_users_that_raises_leaves_every_grad_as_it_was() -> None:
-    """The earlier ``.grad`` had been set aside by then, and was lost."""
-    x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
-    manager = ab.GradManager().attach([x, y], lambda tensor, grad: None)
-    for _ in range(2):
-        with manager:
-            manager.backward((x * y).sum())
-    before = x.grad, y.grad, x.grad.tolist(), y.grad.tolist()
-
-    def refuse(grad: torch.Tensor) -> None:
-        raise ArithmeticError("no")
-
-    x.register_hook(refuse)
-    with pytest.raises(ArithmeticError), manager:
-        manager.backward((x * y).sum())
-    assert (x.grad is before[0], y.grad is before[1]) == (True, True)
-    assert (x.grad.tolist(), y.grad.tolist()) == before[2:]
 
 
 @pytest.mark.parametrize("attached_first", ["with a callback", "without"])
@@ -246,25 +190,6 @@ def test_an_unreached_parameter_gets_no_callback_and_no_grad() -> None:
     assert unused.grad is None
 
 
-def test_an_exception_in_a_callback_ends_the_sweep_and_leaves_the_manager_usable() -> None:
-    net, x = model(), torch.randn(2, 4)
-    fail = [True]
-
-    def callback(tensor, grad):
-        if fail[0]:
-            raise KeyError("mine")
-
-    manager = ab.GradManager().attach(net.parameters(), callback)
-    with pytest.raises(KeyError, match="mine"), manager:
-        manager.backward(net(x).sum())
-    assert all(parameter.grad is None for parameter in net.parameters())
-    fail[0] = False
-    with manager:
-        manager.backward(net(x).sum())
-    for parameter, expected in zip(net.parameters(), reference(x), strict=True):
-        assert torch.equal(parameter.grad, expected)
-
-
 def test_misuse_is_a_runtime_error() -> None:
     x = torch.ones(2, requires_grad=True)
     manager = ab.GradManager().attach(x)
@@ -297,28 +222,6 @@ def test_integer_tensors_are_refused() -> None:
         ab.GradManager().attach(torch.tensor([1]))
 
 
-def test_a_sparse_gradient_reaches_the_callback_and_grad_sparse() -> None:
-    embedding = nn.Embedding(5, 2, sparse=True)
-    layouts = []
-    manager = ab.GradManager().attach(embedding.weight, lambda tensor, grad: layouts.append(grad.layout))
-    for _ in range(2):
-        with manager:
-            manager.backward(embedding(torch.tensor([1, 3, 1])).sum())
-    assert layouts == [torch.sparse_coo] * 2
-    assert embedding.weight.grad.is_sparse
-    assert embedding.weight.grad.to_dense()[:, 0].tolist() == [0.0, 4.0, 0.0, 2.0, 0.0]
-
-
-def test_an_intermediate_may_be_attached_while_recording() -> None:
-    a = torch.tensor([1.0], requires_grad=True)
-    manager = ab.GradManager()
-    with manager:
-        b = a * 3
-        manager.attach(b, lambda tensor, grad: grad * 2)
-        manager.backward(b + 1)
-    assert b.grad.tolist() == [2.0]
-
-
 def test_second_order_through_nested_managers() -> None:
     x = torch.tensor([0.3], requires_grad=True)
     outer, inner = ab.GradManager().attach(x), ab.GradManager().attach(x, lambda tensor, grad: None)
@@ -329,17 +232,6 @@ def test_second_order_through_nested_managers() -> None:
         x.grad = None
         outer.backward(first)
     assert torch.allclose(x.grad, -torch.cos(x))
-
-
-def test_siblings_of_a_group_do_not_record_one_another() -> None:
-    x = torch.tensor([0.3], requires_grad=True)
-    one, two = ab.GradManager().attach(x), ab.GradManager().attach(x)
-    with one | two:
-        y = torch.cos(x)
-        one.backward(y)
-        assert not x.grad.requires_grad
-        two.backward(y)
-    assert torch.allclose(x.grad, -2 * torch.sin(x))
 
 
 def test_a_rank_without_a_loss_calls_backward_with_nothing() -> None:
@@ -501,20 +393,6 @@ def test_a_plain_tensor_requires_a_gradient_while_recording_only() -> None:
     assert x.grad.tolist() == [6.0, 6.0]
 
 
-def test_gradients_of_an_intermediate_accumulate_over_sessions() -> None:
-    a, seen = torch.ones(1, requires_grad=True), []
-    outer = ab.GradManager()
-    with outer:
-        b = a * 3
-        for _ in range(2):
-            inner = ab.GradManager()
-            with inner:
-                inner.attach(b, lambda tensor, grad: seen.append(grad.item()))
-                inner.backward(b * 2)
-    assert seen == [2.0, 2.0]
-    assert b.grad.item() == 4.0
-
-
 def test_an_intermediate_that_has_a_gradient_gets_what_its_callbacks_return_added() -> None:
     x = torch.ones(2, requires_grad=True)
     members = [ab.GradManager() for _ in range(3)]
@@ -525,23 +403,6 @@ def test_an_intermediate_that_has_a_gradient_gets_what_its_callbacks_return_adde
             member.backward((hidden + other).sum())
             assert hidden.grad.tolist() == [10.0 * (number + 1)] * 2
             assert other.grad.tolist() == [number + 1.0] * 2
-
-
-def test_an_intermediate_keeps_its_gradient_when_a_sweep_fails() -> None:
-    x = torch.ones(2, requires_grad=True)
-    first, second = ab.GradManager(), ab.GradManager()
-
-    def refuse(tensor, grad):
-        raise ArithmeticError("no")
-
-    with first | second:
-        hidden = x * 3
-        first.attach(hidden, lambda tensor, grad: grad * 10)
-        first.backward(hidden.sum())
-        second.attach(hidden, lambda tensor, grad: grad * 10).attach(x, refuse)
-        with pytest.raises(ArithmeticError):
-            second.backward(hidden.sum())
-    assert hidden.grad.tolist() == [10.0, 10.0]
 
 
 def test_dropping_a_manager_takes_its_hooks_off_and_release_ends_a_session() -> None:
@@ -556,15 +417,6 @@ def test_dropping_a_manager_takes_its_hooks_off_and_release_ends_a_session() -> 
     gc.collect()
     assert not x._post_accumulate_grad_hooks
     x.sum().backward()
-
-
-def test_plain_backward_between_sessions_is_left_alone() -> None:
-    x = torch.ones(2, requires_grad=True)
-    manager = ab.GradManager().attach(x, lambda tensor, grad: grad * 10)
-    with manager:
-        manager.backward(x.sum())
-    x.sum().backward()
-    assert x.grad.tolist() == [11.0, 11.0]
 
 
 def test_a_reentrant_checkpoint_that_splits_a_gradient_is_a_clear_error() -> None:
@@ -613,8 +465,7 @@ def test_forgotten_tensors_do_not_pile_up_in_a_manager() -> None:
             pass
     gc.collect()
     assert manager.attached_tensors() == []
-    assert not manager._slots
-    assert not manager._watched
+    assert len(manager._slots) == 1  # the last, until another comes
 
 
 def test_outputs_of_submodules_are_recorded_on_the_tape_and_the_hooks_leave_with_the_block() -> None:

@@ -68,17 +68,6 @@ def all_reduce_leaves_its_argument_and_takes_any_layout() -> None:
 
 
 @check
-def all_reduce_saves_nothing_as_a_sum_of_torch() -> None:
-    x = torch.ones(3, requires_grad=True)
-    y = ab.all_reduce(x)
-    with torch.no_grad():
-        x.add_(1.0)
-    for _ in range(2):  # without retain_graph
-        y.backward(torch.ones(3))
-    assert x.grad.tolist() == [4.0] * 3
-
-
-@check
 def a_rank_that_does_not_use_the_sum_takes_part_in_its_backward() -> None:
     x = torch.ones(3, requires_grad=True)
     manager = ab.GradManager().attach(x)

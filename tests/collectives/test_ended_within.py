@@ -28,15 +28,15 @@ class Work:
 
 
 def test_it_has_ended_or_not() -> None:
-    assert ended_within(1.0, Work(0))
-    assert not ended_within(1.0, Work(2))
+    assert ended_within(Work(0), 1.0)
+    assert not ended_within(Work(2), 1.0)
 
 
 def test_one_that_ends_just_after_its_time_has_ended_well() -> None:
-    assert ended_within(1.0, Work(1))
+    assert ended_within(Work(1), 1.0)
 
 
 @pytest.mark.parametrize("waits", [0, 1])
 def test_a_failed_one_gives_the_reason(waits: int) -> None:
     with pytest.raises(RuntimeError, match="connection reset"):
-        ended_within(1.0, Work(waits, "connection reset"))
+        ended_within(Work(waits, "connection reset"), 1.0)

@@ -114,14 +114,6 @@ def test_launches_overlap_the_rest_of_backward() -> None:
     assert workers.log == ["backward", "all_reduce 18"] * 3
 
 
-@pytest.mark.parametrize("order", [["0.weight", "1.weight", "2.weight"], ["2.weight", "0.weight", "1.weight"]])
-def test_the_order_of_launches_does_not_depend_on_the_order_of_gradients(order: list[str]) -> None:
-    model, workers = nn.Sequential(*(nn.Linear(4, n, bias=False) for n in (1, 2, 3))), Twins()
-    buckets = GradientBuckets(parameters_of(model), workers, bucket_bytes=1)
-    in_order(model, order, buckets)
-    assert workers.log == ["all_reduce 14", "all_reduce 10", "all_reduce 6"]
-
-
 def test_gradients_are_weighted_summed_and_divided() -> None:
     model, workers = layers(2), Twins()
     buckets = GradientBuckets(parameters_of(model), workers)
@@ -189,31 +181,6 @@ def test_sparse_gradients_travel_as_rows_with_duplicates_merged_and_stay_sparse(
         workers.log.clear()
 
 
-def test_a_sparse_gradient_that_only_another_worker_has_arrives() -> None:
-    class OnlyTheOther(Twins):
-        """This worker has nothing; the other has two rows."""
-
-        def start_all_gather(self, tensor: Tensor, into: Tensor, *, operation: str, step: int | None = None) -> Done:
-            def happen() -> None:
-                into[0] = tensor
-                into[1] = torch.tensor([2, 0])
-
-            return Done(happen)
-
-        def all_gather(self, tensor: Tensor, *, operation: str, step: int | None = None) -> Tensor:
-            theirs = torch.cat([torch.tensor([3, 7]).view(torch.uint8), torch.ones(2, 4).view(torch.uint8).flatten()])
-            assert len(theirs) == len(tensor)
-            return torch.stack([tensor, theirs])
-
-    model = nn.Embedding(10, 4, sparse=True)
-    buckets = GradientBuckets(parameters_of(model), OnlyTheOther(), sparse=["weight"])
-    buckets.start_window()
-    buckets.start_run(0.0, last=True)
-    buckets.launch_rest()
-    buckets.finish(1.0)
-    assert model.weight.grad.indices().tolist() == [[3, 7]]
-
-
 @pytest.mark.parametrize("known", [True, False])
 def test_a_table_that_is_also_a_heads_weight_has_one_dense_gradient_as_in_the_plain_loop(known: bool) -> None:
     model, workers = nn.Embedding(6, 4, sparse=True), Twins()
@@ -275,14 +242,3 @@ def test_half_precision_gradients_of_many_rows_do_not_overflow(workers: Twins | 
     buckets.finish(2 * 4096.0 * (2 if workers else 1))
     assert model.weight.grad.dtype is torch.float16
     assert model.weight.grad.to_dense()[1].tolist() == [30.0, 30.0]
-
-
-def test_complex_parameters_are_summed() -> None:
-    model = nn.Module()
-    model.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-    buckets = GradientBuckets(parameters_of(model), Twins())
-    buckets.start_window()
-    one_run(buckets, model, (model.weight * (1 + 2j)).abs().sum())
-    buckets.finish(2.0)
-    expected = torch.autograd.grad((model.weight * (1 + 2j)).abs().sum(), model.weight)[0]
-    assert torch.equal(model.weight.grad, expected)

@@ -77,9 +77,8 @@ if what == "meeting":
     logging.getLogger("anabranch").addHandler(Handler())
     meeting.SAID_AFTER = 0.0
     executor()
-elif what in ("all-reduce", "rows beside nccl"):
+elif what == "all-reduce":
     made = executor()
-    made._workers.on_host = what == "all-reduce"  # as if gradients were on a GPU: rows are exchanged on the host
     if rank:
         away()
     once_it_waits()
@@ -96,44 +95,22 @@ elif what == "grid":
         away()
     told(dist, "new_group")
     ab.job().grid(data=1, pipeline=2)
-elif what in ("pipe", "pipe made"):
+elif what == "pipe":
     dist.init_process_group("gloo")
-    if rank and what == "pipe made":
-        away()
-    if what == "pipe made":
-        told(dist, "all_gather")
     pipe = ab.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), balance=[1, 1], process_group=dist.group.WORLD)
     if rank:
         away()
     once_it_waits()
     pipe(torch.ones(2, 2))
-elif what in ("server", "push"):
+elif what == "server":
     client = ab.ParameterClient(worker=Worker(0, 2, "bsp"), timeout=600.0)
     once_it_waits()
-    if what == "server":
-        client.barrier()
-    else:
-        from anabranch.parameter_server import RemoteTables
-
-        table = nn.Embedding(4, 2)
-        tables = RemoteTables(client, cache=ab.Cache(push_bound=3))
-        rule = lambda: ab.tables.RowOptimizer(ab.tables.Family.SGD, lr=0.1)
-        tables.take_over("table", table.weight, rule, sparse=False)
-        tables.move([table])
-        tables.begin(0)
-        table(torch.tensor([1])).sum().backward()
-        tables.push()
-        tables.flush()
+    client.barrier()
 elif what == "expert":
     backend = ab.ExpertBackend("slow.0", Endless(), args_schema=[ab.TensorSpec(2)], outputs_schema=ab.TensorSpec(2))
     server = ab.ExpertServer([backend]).__enter__()
     once_it_waits()
     ab.RemoteExpert("slow.0", server.endpoint, forward_timeout=600.0)(torch.ones(1, 2))
-elif what == "experts":
-    directory = ab.DirectoryServer().__enter__()
-    os.environ.update(ANABRANCH_EXPERTS="1", ANABRANCH_DIRECTORY=directory.endpoint)
-    told(type(ab.job()), "serve")
-    ab.job().serve(lambda index, count: [], timeout=600.0)
 say("came back")
 """
 
@@ -141,9 +118,8 @@ say("came back")
 @pytest.mark.parametrize(
     ("what", "ranks"),
     [
-        ("meeting", [0]), ("meeting", [1]), ("all-reduce", [0, 1]), ("rows beside nccl", [0, 1]), ("message", [0, 1]),
-        ("grid", [0, 1]), ("pipe", [0, 1]), ("pipe made", [0, 1]), ("server", []), ("push", []), ("expert", []),
-        ("experts", []),
+        ("meeting", [0]), ("meeting", [1]), ("all-reduce", [0, 1]), ("message", [0, 1]), ("grid", [0, 1]),
+        ("pipe", [0, 1]), ("server", []), ("expert", []),
     ],
     ids=str,
 )  # fmt: skip

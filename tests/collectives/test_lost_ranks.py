@@ -28,8 +28,6 @@ with ab.Executor(step, comm_mode="AllReduce", timeout=timeout, heartbeat=0.5) as
     executor.run(batch=torch.ones(2, 4))
     if rank == 1:
         print("ready", flush=True)
-        if mode == "raise":
-            raise ArithmeticError("a mistake of rank 1")
         sys.stdin.readline()  # until the test has done its worst, or rank 0 has given up
     try:
         executor.run(batch=torch.ones(2, 4))
@@ -138,15 +136,6 @@ def test_a_killed_rank_is_named_on_all_others_at_once(ranks: Ranks) -> None:
         # Who looks late, on a busy machine, also finds gone who has ended because of it.
         assert "1" in facts["peer"].removeprefix("ranks ").removeprefix("rank ").split(", ")
         assert facts["elapsed"] < 30.0  # of 60
-
-
-@pytest.mark.parametrize("ranks", [("raise", 2)], indirect=True)
-def test_a_rank_that_raises_ends_the_others(ranks: Ranks) -> None:
-    facts, _ = ranks.facts(0, timeout=60)
-    assert facts["type"] == "PeerLost"
-    assert facts["peer"] == "rank 1"
-    _, stderr = ranks.processes[1].communicate(timeout=200)
-    assert "a mistake of rank 1" in stderr
 
 
 @pytest.mark.parametrize("ranks", [("slow", 2)], indirect=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -52,19 +51,6 @@ def watching(
 
 def wait_for_state(pid: int, letters: str) -> None:
     wait_until(lambda: _process_status(pid)[0] in letters)
-
-
-def test_an_identity_survives_its_text() -> None:
-    here = Identity.of_this_process()
-    assert Identity.decode(here.encode()) == here
-    assert here.pid == os.getpid()
-
-
-def test_a_running_peer_is_never_lost(child: subprocess.Popen[bytes]) -> None:
-    clock = Clock()
-    peers = watching({1: identity_of(child.pid)}, clock=clock)
-    for clock.now in (0.0, 10.0, 1000.0):
-        assert peers.lost([1], 1.0) == {}
 
 
 def test_a_stopped_peer_is_lost_once_seen_stopped_for_a_heartbeat(child: subprocess.Popen[bytes]) -> None:

@@ -18,8 +18,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from anabranch.autodiff.boundary.answers import current_answers, replay_from
 from anabranch.autodiff.thread_modes import ThreadModes, current_streams, on_streams
 
-__all__ = ["run_at_once"]
-
 _Result = TypeVar("_Result")
 
 

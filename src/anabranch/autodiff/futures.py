@@ -10,9 +10,7 @@ from typing import Any, TypeAlias, TypeGuard, cast
 import torch
 from torch import Tensor
 
-from anabranch.deadline import LONGEST_SLEEP, Deadline
-
-__all__ = ["GradientFuture", "abandon", "is_future", "result_of"]
+from anabranch.deadline import Deadline
 
 GradientFuture: TypeAlias = "concurrent.futures.Future[Tensor] | torch._C.Future[Any]"
 """A gradient on its way: of ``concurrent.futures``, of torch, or ``get_future()`` of a collective's work."""
@@ -25,22 +23,13 @@ def is_future(value: object) -> TypeGuard[GradientFuture]:
 
 def result_of(future: GradientFuture, deadline: Deadline, *, peer: str, operation: str) -> Tensor:
     """Return the future's result, or ``DeadlineExceeded`` naming ``peer`` when the deadline comes first."""
-    if isinstance(future, concurrent.futures.Future):
-        while True:
-            try:
-                return future.result(timeout=min(LONGEST_SLEEP, deadline.remaining()))
-            except concurrent.futures.TimeoutError:
-                if future.done():
-                    raise  # the work's own TimeoutError, not ours
-                if deadline.expired():
-                    raise deadline.error(peer=peer, operation=operation) from None
-    # torch's futures have no timeout: poll until the deadline, then take the available results.
-    pause = 1e-5
+    pause = 1e-5  # torch's futures have no timeout
     while not future.done():
-        if deadline.expired():
-            raise deadline.error(peer=peer, operation=operation)
+        deadline.check(peer=peer, operation=operation)
         time.sleep(pause)
         pause = min(2 * pause, 1e-3)
+    if isinstance(future, concurrent.futures.Future):
+        return future.result(timeout=0)
     # Done already: no thread waits, but the current streams for the future's.
     (value,) = torch.futures.wait_all([cast("torch.futures.Future[Tensor]", future)])
     return _only_tensor(value)
@@ -64,15 +53,11 @@ def abandon(values: Iterable[object], error: BaseException) -> None:
     Their results are ignored: ``error`` came first.
     """
     futures = [value for value in values if is_future(value)]
-    deadline = Deadline.after(_GRACE)
-    running = 0
     for future in futures:
         if isinstance(future, concurrent.futures.Future):
-            if not future.cancel():
-                concurrent.futures.wait([future], timeout=deadline.remaining())
-        else:
-            while not future.done() and not deadline.expired():
-                time.sleep(1e-3)
-        running += not future.done()
+            future.cancel()
+    deadline = Deadline.after(_GRACE)
+    while (running := sum(not future.done() for future in futures)) and not deadline.expired():
+        time.sleep(1e-3)
     if running:
         error.add_note(f"{running} future(s) that callbacks returned are still running")

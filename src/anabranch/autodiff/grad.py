@@ -10,14 +10,12 @@ from typing import Any, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from anabranch.autodiff import grad_sessions as sessions
+from anabranch.autodiff.grad_sessions import check_differentiable, roots_on_tape
 from anabranch.autodiff.hooks import watch_result
-from anabranch.autodiff.roots import check_differentiable, roots_on_tape
-
-__all__ = ["Grad", "GradCallback", "get_grad_managers"]
 
 GradCallback: TypeAlias = Callable[[Any, Tensor], object]
 """``callback(tensor, grad)``; the tensor is ``None`` if it has been dropped, what is returned is ignored.
@@ -39,7 +37,7 @@ def get_grad_managers() -> list[Grad]:
     return list(_by_name.values())
 
 
-class Grad:
+class Grad(sessions.Session):
     """One differentiation session: enter it, name the tensors to differentiate by, call it once with the roots.
 
     >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
@@ -55,6 +53,9 @@ class Grad:
     Args:
         name: unique among the live sessions; one is made up by default.
 
+    Attributes:
+        name: as given or made up.
+
     Raises:
         ValueError: a live session has the name.
 
@@ -66,21 +67,14 @@ class Grad:
             name = next(made for number in _numbers if (made := f"grad_{number}") not in _by_name)
         elif name in _by_name:
             raise ValueError(f"an open session is already called {name!r}; leave it first, or choose another name")
-        self._name = name
-        self._inputs: list[Tensor | GradientEdge] = []
+        super().__init__()
+        self.name = name
+        self._inputs: dict[tuple[Node, int], GradientEdge] = {}
         self._leaves: list[Tensor] = []  # those on which requires_grad is set until the session ends
-        self._given: dict[int, Tensor | weakref.ref[Tensor]] = {}
         self._handles: list[RemovableHandle] = []
         self._saving: saved_tensors_hooks | None = None
         self._used = self._sweeping = False
-        self.siblings: object | None = None
-        self.tokens = sessions.Tokens()
         _by_name[name] = self
-
-    @property
-    def name(self) -> str:
-        """Unique among the live sessions."""
-        return self._name
 
     def wrt(self, *tensors: Tensor, callback: GradCallback | None = None) -> Self:
         """Asks for the gradients of ``tensors``, leaves or results of operations, which may be dropped afterwards.
@@ -102,26 +96,19 @@ class Grad:
         if callback is not None and not callable(callback):
             raise TypeError(f"a callback is called as callback(tensor, grad), got {callback!r}")
         call = None if callback is None else self._calling(callback)
-        given, inputs = self._given, self._inputs
         for tensor in tensors:
             if not (isinstance(tensor, Tensor) and tensor.requires_grad):
                 check_differentiable(tensor)
                 tensor.requires_grad_()
                 self._leaves.append(tensor)
-            # An edge keeps the node, not the tensor, so the tensor's id may be reused; a leaf's node holds the leaf.
-            node, key = tensor.grad_fn, id(tensor)
-            before = given.get(key)
-            if before is tensor or (isinstance(before, weakref.ref) and before() is tensor):
+            edge = get_gradient_edge(tensor)  # keeps the node, not the tensor; a leaf's node holds the leaf
+            place = edge.node, edge.output_nr
+            if place in self._inputs:
                 raise ValueError(
-                    f"a tensor of shape {tuple(tensor.shape)} was given to session {self._name!r} twice; "
+                    f"a tensor of shape {tuple(tensor.shape)} was given to session {self.name!r} twice; "
                     "combine the callbacks"
                 )
-            if node is None:
-                given[key] = tensor
-                inputs.append(tensor)
-            else:
-                given[key] = weakref.ref(tensor)
-                inputs.append(GradientEdge(node, tensor.output_nr))
+            self._inputs[place] = edge
             if call is not None:
                 self._handles.append(watch_result(tensor, call))
         return self
@@ -149,12 +136,11 @@ class Grad:
         """
         self._check_unused()
         if self._saving is None:
-            raise RuntimeError(f"session {self._name!r} is not entered; use `with grad:` around the computation")
+            raise RuntimeError(f"session {self.name!r} is not entered; use `with grad:` around the computation")
         roots, gradients = roots_on_tape(ys, dys)
-        for token in self.tokens.exits:
-            roots.append(token)
-            gradients.append(None)
-        inputs = cast(Sequence[Tensor], [*self._inputs, *self.tokens.entries])
+        roots += self.exits
+        gradients += [None] * len(self.exits)
+        inputs = cast(Sequence[Tensor], [*self._inputs.values(), *self.entries])
         self._used = True
         if not roots or not inputs:
             return
@@ -169,12 +155,12 @@ class Grad:
 
     def _check_unused(self) -> None:
         if self._used:
-            raise RuntimeError(f"session {self._name!r} has been used; a session runs one backward, make a new one")
+            raise RuntimeError(f"session {self.name!r} has been used; a session runs one backward, make a new one")
 
     def __enter__(self) -> Self:
         self._check_unused()
         if self._saving is not None:
-            raise RuntimeError(f"session {self._name!r} is already entered")
+            raise RuntimeError(f"session {self.name!r} is already entered")
         sessions.begin(self)
         self._saving = sessions.save_to_tape()
         self._saving.__enter__()
@@ -184,8 +170,7 @@ class Grad:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         saving, self._saving = self._saving, None
-        if saving is None:
-            raise RuntimeError(f"session {self._name!r} is not entered; there is nothing to leave")
+        assert saving is not None
         self._used = True
         saving.__exit__(kind, error, traceback)
         for handle in self._handles:
@@ -194,8 +179,6 @@ class Grad:
             leaf.requires_grad_(False)
         for each in (self._handles, self._leaves, self._inputs):
             each.clear()
-        self._given.clear()
-        self.tokens.clear()
-        if _by_name.get(self._name) is self:
-            del _by_name[self._name]
+        if _by_name.get(self.name) is self:
+            del _by_name[self.name]
         sessions.end(self)

@@ -13,8 +13,10 @@ the sweep fails, none. The engine itself is torch's, unchanged: with no callback
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Self, cast
 
 import torch
@@ -23,34 +25,20 @@ from torch.utils.hooks import RemovableHandle
 
 from anabranch.autodiff import grad_sessions as sessions
 from anabranch.autodiff.futures import abandon, is_future, result_of
+from anabranch.autodiff.grad_sessions import check_differentiable, roots_on_tape, run_sweep
 from anabranch.autodiff.hooks import Callback, Sweep
-from anabranch.autodiff.roots import check_differentiable, roots_on_tape, run_sweep
 from anabranch.deadline import Deadline
 
-__all__ = ["GradManager", "GradManagerGroup"]
 
-
+@dataclass(slots=True)
 class _Slot:
-    """One attached tensor, held weakly, its callbacks, and the hooks set on it."""
+    """One attached tensor, held weakly, and its callbacks."""
 
-    __slots__ = ("aside", "callbacks", "handle", "tensor")
-
-    def __init__(self, tensor: Tensor, dropped: Callable[[weakref.ref[Tensor]], None]) -> None:
-        self.tensor = weakref.ref(tensor, dropped)
-        self.callbacks: tuple[Callback, ...] = ()
-        self.handle: RemovableHandle | None = None
-        self.aside: RemovableHandle | None = None
-
-    def unhook(self, handles: set[RemovableHandle]) -> None:
-        """Take the hooks off the tensor, and out of the manager's ``handles``."""
-        for handle in (self.handle, self.aside):
-            if handle is not None:
-                handle.remove()
-                handles.discard(handle)
-        self.handle = self.aside = None
+    tensor: weakref.ref[Tensor]
+    callbacks: tuple[Callback, ...] = ()
 
 
-class GradManager:
+class GradManager(sessions.Session):
     """Records a computation and runs its backward, calling back with each gradient as soon as it is final.
 
     >>> weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
@@ -73,20 +61,18 @@ class GradManager:
     """
 
     def __init__(self, *, timeout: float = 1800.0) -> None:
+        super().__init__()
         Deadline.after(timeout)
         self._timeout = timeout
         self._slots: dict[int, _Slot] = {}
-        self._watched: dict[int, weakref.ref[Tensor]] = {}  # those whose ``.grad`` a failed sweep must not change
         self._unprepared: dict[int, _Slot] = {}  # those that have no hooks yet
         self._borrowed: list[weakref.ref[Tensor]] = []  # plain tensors that require a gradient while recording
         self._sweep = Sweep()
         self._hooked = False
         self._recording = False
-        self.siblings: object | None = None
-        self.tokens = sessions.Tokens()
         # Hooks belong to the tensors and would outlive the manager. A finalizer keeps its arguments alive, so they hold
         # no callbacks: these may lead back to the manager.
-        self._handles: set[RemovableHandle] = set()
+        self._handles: dict[int, list[RemovableHandle]] = {}
         weakref.finalize(self, _remove, self._handles)
 
     def attach(
@@ -109,21 +95,26 @@ class GradManager:
         Raises:
             TypeError: a value that is not a tensor, or a tensor of integers; a callback that cannot be called.
         """
-        wanted = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        several = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         chain = () if callbacks is None else (callbacks,) if callable(callbacks) else tuple(callbacks)
         for callback in chain:
             if not callable(callback):
                 raise TypeError(f"a callback is called as callback(tensor, grad), got {callback!r}")
-        for tensor in wanted:
+        for tensor in several:
             check_differentiable(tensor)
-        for tensor in wanted:
+        for key in [key for key, slot in self._slots.items() if slot.tensor() is None]:  # a new tensor may have its id
+            del self._slots[key]
+            for by_key in (self._unprepared, self._handles):
+                by_key.pop(key, None)
+        for tensor in several:
             key = id(tensor)
             slot = self._slots.get(key)
             if slot is None:
-                slot = self._slots[key] = _Slot(tensor, _forgetter(weakref.ref(self), key))
+                slot = self._slots[key] = _Slot(weakref.ref(tensor))
             elif not chain:
                 continue
-            slot.unhook(self._handles)
+            for handle in self._handles.pop(key, ()):
+                handle.remove()
             slot.callbacks += chain
             self._unprepared[key] = slot
         if chain and not self._hooked:
@@ -132,10 +123,6 @@ class GradManager:
         if self._recording:
             self._prepare()
         return self
-
-    def _forget(self, key: int) -> None:
-        for by_key in (self._slots, self._watched, self._unprepared):
-            by_key.pop(key, None)
 
     def attached_tensors(self) -> list[Tensor]:
         """Return the attached tensors that are still alive, in the order in which they were first attached."""
@@ -167,28 +154,22 @@ class GradManager:
                     continue
                 tensor.requires_grad_()
                 self._borrowed.append(slot.tensor)
-            if slot.handle is None:
-                self._hook(key, tensor, slot)
+            if key not in self._handles:
+                self._hook(key, tensor, slot.callbacks)
         self._unprepared = waiting
 
-    def _hook(self, key: int, tensor: Tensor, slot: _Slot) -> None:
+    def _hook(self, key: int, tensor: Tensor, callbacks: tuple[Callback, ...]) -> None:
         if not tensor.is_leaf:
             tensor.retain_grad()
-        if not self._hooked:
-            return
-        self._watched[key] = slot.tensor
-        if tensor.is_leaf:
-            slot.handle = self._sweep.watch_leaf(tensor, slot.callbacks)
-        elif slot.callbacks:
-            slot.handle = self._sweep.watch_result(tensor, slot.callbacks)
-        if slot.handle is not None:
-            self._handles.add(slot.handle)
+        if self._hooked and tensor.is_leaf:
+            self._handles[key] = [self._sweep.watch_leaf(tensor, callbacks)]
+        elif callbacks:
+            self._handles[key] = [self._sweep.watch_result(tensor, callbacks)]
 
     def release(self) -> None:
         """End the session without a backward; nothing happens if there is none."""
         if not self._recording:
             return
-        self.tokens.clear()
         sessions.end(self)
         for reference in self._borrowed:
             tensor = reference()
@@ -219,9 +200,8 @@ class GradManager:
             raise RuntimeError("this GradManager is not recording: its session was not started, or has been used")
         try:
             roots, gradients = roots_on_tape(y, dy)
-            if self.tokens.exits:
-                roots += self.tokens.exits
-                gradients += [None] * len(self.tokens.exits)
+            roots += self.exits
+            gradients += [None] * len(self.exits)
             if roots:
                 retain, create = sessions.sweep_flags(self)
                 if self._hooked:
@@ -232,14 +212,13 @@ class GradManager:
             self.release()
 
     def _run_hooked(self, roots: list[Tensor], gradients: list[Tensor | None], retain: bool, create: bool) -> None:
-        earlier: dict[int, Tensor] = {}
-        for reference in self._watched.values():
-            tensor = reference()
-            if tensor is not None and tensor.grad is not None:
-                if tensor.is_leaf and tensor.requires_grad:
-                    self._set_grad_aside(tensor)
-                earlier[id(tensor)] = tensor.grad
+        watched = self.attached_tensors()
+        before = [tensor.grad for tensor in watched]
         sweep = self._sweep
+        for tensor, grad in zip(watched, before, strict=True):
+            handles = self._handles.get(id(tensor), [])
+            if grad is not None and tensor.is_leaf and tensor.requires_grad and len(handles) == 1:
+                handles.append(sweep.set_grad_aside(tensor))
         added: list[tuple[Tensor, Tensor]] = []
         version: int | None = None
         try:
@@ -256,18 +235,12 @@ class GradManager:
                     tensor.grad = value
         except BaseException as error:
             if version is None or version == _version(added):  # nothing was added yet
-                self._put_back(earlier)
+                for tensor, grad in zip(watched, before, strict=True):
+                    tensor.grad = grad
             abandon(sweep.values, error)
             raise
         finally:
             sweep.clear()
-
-    def _put_back(self, earlier: dict[int, Tensor]) -> None:
-        """Leave every watched tensor with the ``.grad`` of before the sweep, wherever between (1) and (3) it ended."""
-        for key, reference in self._watched.items():
-            tensor = reference()
-            if tensor is not None:
-                tensor.grad = earlier.get(key)
 
     def _assign(self, final: Sequence[Tensor], create: bool) -> list[tuple[Tensor, Tensor]]:
         """Write gradients to ``.grad``; return those to be added in place, each after what it is added to."""
@@ -283,12 +256,6 @@ class GradManager:
             else:
                 added.append((before, value))
         return added
-
-    def _set_grad_aside(self, leaf: Tensor) -> None:
-        slot = self._slots[id(leaf)]
-        if slot.aside is None:
-            slot.aside = self._sweep.set_grad_aside(leaf)
-            self._handles.add(slot.aside)
 
     def _resolve(self) -> list[Tensor]:
         """Wait for all futures and collect the callbacks' final results, before anything is written."""
@@ -382,15 +349,6 @@ def _version(pairs: Sequence[tuple[Tensor, Tensor]]) -> int:
     return pairs[0][0]._version if pairs else 0
 
 
-def _forgetter(manager: weakref.ref[GradManager], key: int) -> Callable[[weakref.ref[Tensor]], None]:
-    def forget(_: weakref.ref[Tensor]) -> None:
-        alive = manager()
-        if alive is not None:
-            alive._forget(key)
-
-    return forget
-
-
-def _remove(handles: set[RemovableHandle]) -> None:
-    for handle in handles:
+def _remove(handles: dict[int, list[RemovableHandle]]) -> None:
+    for handle in itertools.chain.from_iterable(handles.values()):
         handle.remove()

@@ -21,8 +21,9 @@ The tape knows its cells weakly: a sweep that frees the graph frees them on the 
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -92,31 +93,19 @@ def _unpack(cell: _Cell) -> Tensor:
     return tensor
 
 
-class Tokens:
-    """The ends of the tape at boundaries: where a sweep comes in (``exits``) and where it leaves (``entries``)."""
+class Session:
+    """A recording: of a ``Grad``, a ``GradManager``, a step.
 
-    __slots__ = ("entries", "exits")
+    Attributes:
+        siblings: an object shared by the members of a group, which do not record one another; ``None`` outside one.
+        exits: tokens of the tape's ends at boundaries where a sweep comes in.
+        entries: tokens of those where it leaves.
+    """
 
     def __init__(self) -> None:
+        self.siblings: object | None = None
         self.exits: list[Tensor] = []
         self.entries: list[Tensor] = []
-
-    def clear(self) -> None:
-        """Lets all tokens go."""
-        self.exits.clear()
-        self.entries.clear()
-
-
-class Session(Protocol):
-    """The interface of a session that the registry needs."""
-
-    @property
-    def siblings(self) -> object | None:
-        """An object shared by the members of a group, which do not record one another; ``None`` outside one."""
-
-    @property
-    def tokens(self) -> Tokens:
-        """The boundary tokens that the session has recorded."""
 
 
 class _Recording(threading.local):
@@ -150,11 +139,10 @@ def hold_on_tape(value: object) -> list[object]:
 
 
 def end(session: Session) -> None:
-    """``session`` records no more; nothing happens if it did not."""
+    """``session`` records no more, and lets its tokens go."""
+    session.exits.clear()
+    session.entries.clear()
     recording = _recording
-    if len(recording.sessions) == 1 and recording.tape is None and recording.sessions[0]() is session:
-        recording.sessions.clear()
-        return
     recording.sessions = [ref for ref in recording.sessions if (other := ref()) is not None and other is not session]
     if recording.tape is not None and not recording.sessions:
         recording.tape.free()
@@ -182,7 +170,7 @@ def sweep_flags(session: Session) -> tuple[bool, bool]:
 def boundary_exit(token: Tensor) -> Tensor:
     """Make ``token``, made by an operation that sent a value away, a root of every recording session's sweep."""
     for session in live():
-        session.tokens.exits.append(token)
+        session.exits.append(token)
     return token
 
 
@@ -196,5 +184,66 @@ def boundary_entry(parameter: Tensor | None = None) -> Tensor:
         return parameter
     token = torch.empty((), requires_grad=True, device="cpu")
     for session in live():
-        session.tokens.entries.append(token)
+        session.entries.append(token)
     return token
+
+
+def check_differentiable(tensor: object) -> None:
+    """Raise ``TypeError`` unless ``tensor`` is a tensor of a dtype that can have a gradient."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"gradients are of tensors, got {type(tensor).__name__}")
+    if not (tensor.requires_grad or tensor.is_floating_point() or tensor.is_complex()):
+        raise TypeError(
+            f"a tensor of {tensor.dtype} and shape {tuple(tensor.shape)} has no gradient; only floating-point and "
+            "complex tensors do"
+        )
+
+
+def roots_on_tape(
+    y: Tensor | Sequence[Tensor] | None, dy: Tensor | Sequence[Tensor | None] | None
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return the roots that require a gradient and the gradients they start with, ones where none is given.
+
+    Raises:
+        ValueError: another number or shape of ``dy``, or ``dy`` without ``y``.
+        TypeError: a root that is not a tensor.
+    """
+    if isinstance(y, Tensor) and dy is None and not y.ndim and y.requires_grad:
+        return [y], [None]  # a loss: nothing to check
+    ys: list[Tensor] = [] if y is None else [y] if isinstance(y, Tensor) else list(y)
+    dys: list[Tensor | None]
+    if dy is None:
+        dys = [None] * len(ys)
+    else:
+        dys = [dy] if isinstance(dy, Tensor) else list(dy)
+    if len(ys) != len(dys):
+        raise ValueError(f"backward needs a gradient for each root: {len(ys)} roots, {len(dys)} gradients")
+    roots: list[Tensor] = []
+    gradients: list[Tensor | None] = []
+    for index, (root, gradient) in enumerate(zip(ys, dys, strict=True)):
+        if not isinstance(root, Tensor):
+            raise TypeError(f"root {index} is a {type(root).__name__}; roots are tensors")
+        if gradient is None:
+            if not root.requires_grad:
+                continue
+            if root.ndim:
+                gradient = torch.ones_like(root, memory_format=torch.preserve_format)
+        elif gradient.shape != root.shape:
+            raise ValueError(
+                f"root {index} has shape {tuple(root.shape)} and its gradient {tuple(gradient.shape)}; they must agree"
+            )
+        if root.requires_grad:
+            roots.append(root)
+            gradients.append(gradient)
+    return roots, gradients
+
+
+def run_sweep(roots: list[Tensor], gradients: list[Tensor | None], retain: bool, create: bool) -> None:
+    """``torch.autograd.backward``, recorded itself where an outer session watches."""
+    if not create:
+        torch.autograd.backward(roots, gradients, retain_graph=retain)
+        return
+    with warnings.catch_warnings():
+        # torch warns that .grad then keeps the graph alive: here the outer session requested just that.
+        warnings.filterwarnings("ignore", message="Using backward\\(\\) with create_graph=True")
+        torch.autograd.backward(roots, gradients, retain_graph=True, create_graph=True)

@@ -23,7 +23,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,18 +50,6 @@ class Sweep:
         replaced: whether a callback has returned anything, which may be a future.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_chains",
-        "_distinct",
-        "_hooks",
-        "replaced",
-        "running",
-        "set_aside",
-        "tensors",
-        "values",
-    )
-
     def __init__(self) -> None:
         self.running = False
         self.tensors: list[Tensor] = []
@@ -70,7 +58,6 @@ class Sweep:
         self.replaced = False
         self._chains: list[tuple[Callback, ...]] = []
         self._hooks: dict[tuple[Callback, ...], Callable[[Tensor], None]] = {}
-        self._distinct = 0  # how many arrived in the last sweep that was seen to have no repetition
 
     def begin(self) -> None:
         """Let the hooks act from here on."""
@@ -81,13 +68,11 @@ class Sweep:
     def end(self) -> None:
         """Let the hooks act no more; raise ``RuntimeError`` if a gradient arrived in parts."""
         self.running = False
-        if len(self.tensors) != self._distinct:
-            if len({id(tensor) for tensor in self.tensors}) != len(self.tensors):
-                raise RuntimeError(
-                    "the gradient of a tensor arrived twice in one backward, as happens when torch.utils.checkpoint "
-                    "runs with use_reentrant=True; pass use_reentrant=False"
-                )
-            self._distinct = len(self.tensors)
+        if len(set(map(id, self.tensors))) != len(self.tensors):
+            raise RuntimeError(
+                "the gradient of a tensor arrived twice in one backward, as happens when torch.utils.checkpoint runs "
+                "with use_reentrant=True; pass use_reentrant=False"
+            )
 
     def clear(self) -> None:
         """Forget the tensors that arrived."""
@@ -133,16 +118,15 @@ class Sweep:
 
     def set_grad_aside(self, leaf: Tensor) -> RemovableHandle:
         """Keep a watched leaf's ``.grad`` out of the accumulation, at (1)."""
-        sweep_ref, leaf_ref, key = weakref.ref(self), weakref.ref(leaf), id(leaf)
+        sweep_ref = weakref.ref(self)
 
-        def hook(grad: Tensor | None) -> None:
-            sweep, alive = sweep_ref(), leaf_ref()
-            if grad is None or sweep is None or not sweep.running or alive is None or alive.grad is None:
-                return
-            sweep.set_aside[key] = alive.grad
-            alive.grad = None
+        def look(leaf: Tensor | None, _: Tensor) -> None:
+            sweep = sweep_ref()
+            if sweep is not None and sweep.running and leaf is not None and leaf.grad is not None:
+                sweep.set_aside[id(leaf)] = leaf.grad
+                leaf.grad = None
 
-        return leaf.register_hook(hook)  # type: ignore[no-untyped-call, no-any-return]
+        return watch_result(leaf, look)
 
     def watch_result(self, result: Tensor, callbacks: tuple[Callback, ...]) -> RemovableHandle:
         """Run ``callbacks`` on the final gradient, at (1), of a tensor that an operation made."""
@@ -249,40 +233,33 @@ def record_outputs(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, objec
     A module that is called several times keeps its last output; one that is not called has none. Outputs are kept as
     they are, on the tape.
     """
-    outputs: dict[str, object] = {}
-    with ExitStack() as stack:
-        for name, module in modules.items():
-            stack.callback(module.register_forward_hook(_keeping(outputs, name)).remove)
+    with OutputRecorder().recording(modules) as outputs:
         yield outputs
 
 
 class OutputRecorder:
     """Collects what modules return, by the same hooks at the same place each time: a graph's guards know them again."""
 
-    _KEY: Final = -1  # torch counts its handles upwards from 0
-
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, ...], tuple[dict[str, object], dict[str, Callable[..., None]]]] = {}
+        self._kept: dict[tuple[str, ...], tuple[dict[str, object], list[Callable[..., None]]]] = {}
 
     @contextmanager
-    def recording(self, model: nn.Module, names: tuple[str, ...]) -> Iterator[dict[str, object]]:
-        """Collect the outputs of the submodules ``names`` while the block runs, the last of each."""
-        if not names:
-            yield {}
-            return
-        outputs, hooks = self._kept.setdefault(names, ({}, {}))
+    def recording(self, modules: Mapping[str, nn.Module]) -> Iterator[dict[str, object]]:
+        """Collect the outputs of ``modules`` while the block runs, the last of each."""
+        names = tuple(modules)
+        if names not in self._kept:
+            outputs: dict[str, object] = {}
+            self._kept[names] = outputs, [_keeping(outputs, name) for name in names]
+        outputs, hooks = self._kept[names]
         outputs.clear()
-        submodules = dict(model.named_modules())
-        modules = {name: submodules[name] for name in names if name in submodules}
-        for name, module in modules.items():
-            if name not in hooks:
-                hooks[name] = _keeping(outputs, name)
-            module._forward_hooks[self._KEY] = hooks[name]
+        places = [(module._forward_hooks, -number) for number, module in enumerate(modules.values(), 1)]
+        for (registered, key), hook in zip(places, hooks, strict=True):  # torch counts its keys upwards from 0
+            registered[key] = hook
         try:
             yield outputs
         finally:
-            for module in modules.values():
-                module._forward_hooks.pop(self._KEY, None)
+            for registered, key in places:
+                registered.pop(key, None)
 
 
 def _keeping(outputs: dict[str, object], name: str) -> Callable[..., None]:

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-__all__ = ["IsolatedCall", "check_function", "isolate", "run_isolated_backward", "run_isolated_forward"]
-
 
 class IsolatedCall:
     """A call's own graph, from its leaves to its outputs; also reads as the Function's own ``ctx``.
@@ -66,10 +64,8 @@ def isolate(func: type[Function], args: Sequence[object], wanted: Sequence[bool]
     """Run the Function on ``args``, of which those ``wanted`` get gradients; return its graph and its outputs.
 
     Raises:
-        TypeError: ``func`` is no ``autograd.Function`` class.
         RuntimeError: the Function changes an argument in place.
     """
-    check_function(func)
     leaves: list[Tensor] = []
     given: list[object] = []
     for arg, want in zip(args, wanted, strict=True):
@@ -130,6 +126,7 @@ def run_isolated_forward(func: type[Function], *args: object) -> tuple[IsolatedC
     Raises:
         RuntimeError: the Function changes an argument in place.
     """
+    check_function(func)
     wanted = [isinstance(arg, Tensor) and arg.requires_grad for arg in args]
     if not any(wanted):
         wanted = [isinstance(arg, Tensor) and (arg.is_floating_point() or arg.is_complex()) for arg in args]

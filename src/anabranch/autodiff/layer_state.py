@@ -26,8 +26,6 @@ from typing import Any, Literal, TypeAlias, TypeGuard, cast
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LayerState", "StateValues", "lazy_clone"]
-
 StateValues = list[object]
 """To put back in each place: a value, or a tensor or list as ``_Saved...``; ``_OTHER`` for nothing, ``_MISSING`` to
 delete it."""

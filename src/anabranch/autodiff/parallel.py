@@ -24,8 +24,6 @@ from torch.autograd.function import FunctionCtx
 from anabranch.autodiff.call_threads import run_at_once
 from anabranch.autodiff.isolated import IsolatedCall, check_function, isolate
 
-__all__ = ["map_with_parallel_backward"]
-
 _Result = TypeVar("_Result")
 
 
@@ -70,22 +68,17 @@ def map_with_parallel_backward(
     """
     check_function(func)
     _check(args_per_call, max_workers)
-    name = func.__name__
-    if not torch.is_grad_enabled():
-        returned = run_at_once(
-            [partial(func.apply, *args) for args in args_per_call],
-            max_workers=max_workers,
-            describe=lambda index: f"in forward of call {index} of {len(args_per_call)} of {name}",
-        )
-        return tuple(_as_tuple(outputs) for outputs in returned)
-    pairs = run_at_once(
-        [partial(_forward, func, args) for args in args_per_call],
+    recorded, name = torch.is_grad_enabled(), func.__name__
+    returned = run_at_once(
+        [partial(_forward, func, args) if recorded else partial(func.apply, *args) for args in args_per_call],
         max_workers=max_workers,
         describe=lambda index: f"in forward of call {index} of {len(args_per_call)} of {name}",
     )
-    calls = [call for call, _ in pairs]
+    if not recorded:
+        return tuple(_as_tuple(outputs) for outputs in returned)
+    calls = [call for call, _ in returned]
     inputs = [args[place] for call, args in zip(calls, args_per_call, strict=True) for place in call.places]
-    return _join(_Calls(calls, max_workers, name), [outputs for _, outputs in pairs], inputs)
+    return _join(_Calls(calls, max_workers, name), [outputs for _, outputs in returned], inputs)
 
 
 def _check(args_per_call: Sequence[Sequence[object]], max_workers: int | None) -> None:

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["ThreadModes", "current_streams", "on_streams"]
-
 _DEVICE_TYPES = ("cpu", "cuda")
 
 

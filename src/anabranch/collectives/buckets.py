@@ -34,8 +34,6 @@ from anabranch.collectives.sparse_rows import SparseGradient, summing_dtype
 from anabranch.collectives.workers import Pending, Workers
 from anabranch.record.spans import mark
 
-__all__ = ["GradientBuckets", "bucket_bytes", "carries_header", "in_buckets"]
-
 _BUCKET_BYTES = 8 << 20
 _FLAGS = 2  # numbers per parameter beside its gradient
 
@@ -62,16 +60,11 @@ def carries_header(buckets: list[list[tuple[str, Tensor]]]) -> bool:
     return bool(buckets) and buckets[0][0][1].dtype in (torch.float32, torch.float64)
 
 
-def bucket_bytes(members: list[tuple[str, Tensor]], header: int) -> int:
-    """Return the bytes that each worker passes to the all-reduce of a bucket with ``header`` extra numbers."""
-    elements = sum(parameter.numel() for _, parameter in members) + _FLAGS * len(members) + header
-    return elements * summing_dtype(members[0][1]).itemsize
-
-
 class _DenseBucket:
     """Some parameters' gradients in one flat tensor, and the all-reduce that sums it."""
 
-    def __init__(self, members: list[tuple[str, Tensor]], header: int) -> None:
+    def __init__(self, members: list[tuple[str, Tensor]], header: int, workers: Workers | None) -> None:
+        self._workers = workers
         self.names = [name for name, _ in members]
         self.parameters = [parameter for _, parameter in members]
         count = len(members)
@@ -96,7 +89,7 @@ class _DenseBucket:
         self.arrived: set[int] = set()
         self.pending: Pending | None = None
 
-    def start_window(self) -> None:
+    def clear(self) -> None:
         self.written.clear()
         self.sparse.clear()
 
@@ -131,13 +124,14 @@ class _DenseBucket:
         self.written.update(index for index, _ in self.taken)
         self.taken.clear()
 
-    def put_sparse(self, index: int, gradient: Tensor, weight: float, workers: Workers | None) -> None:
+    def put_sparse(self, index: int, gradient: Tensor, weight: float) -> None:
         if index not in self.sparse:
-            self.sparse[index] = SparseGradient(self.names[index], self.parameters[index], workers)
+            self.sparse[index] = SparseGradient(self.names[index], self.parameters[index], self._workers)
         self.sparse[index].add(gradient, weight)
 
-    def launch(self, workers: Workers, step: int | None) -> None:
+    def launch(self, step: int | None) -> None:
         """Fill missing gradients with zeros, set the flags and start the all-reduce."""
+        assert self._workers is not None
         count = len(self.parameters)
         if len(self.written) == count and not self.sparse:
             self._flags.copy_(self._all_dense)
@@ -148,7 +142,7 @@ class _DenseBucket:
             flags = [float(index in self.written) for index in range(count)]
             flags += [float(index in self.sparse) for index in range(count)]
             self._flags.copy_(torch.tensor(flags, dtype=self.flat.dtype, device="cpu"))
-        self.pending = workers.start_all_reduce(self.flat, operation="all_reduce of gradients", step=step)
+        self.pending = self._workers.start_all_reduce(self.flat, operation="all_reduce of gradients", step=step)
 
     def arrive(self) -> None:
         """Return when the sums over the workers have arrived."""
@@ -156,10 +150,10 @@ class _DenseBucket:
             self.pending.finish()
             self.pending = None
 
-    def flags(self, workers: Workers | None) -> tuple[list[bool], list[bool]]:
+    def flags(self) -> tuple[list[bool], list[bool]]:
         """Return the parameters that have a dense, and those that have a sparse gradient on any worker."""
         count = len(self.parameters)
-        if workers is None:
+        if self._workers is None:
             return [i in self.written for i in range(count)], [i in self.sparse for i in range(count)]
         present = [flag > 0 for flag in self._flags.real.tolist()]
         return present[:count], present[count:]
@@ -217,13 +211,13 @@ class GradientBuckets:
         buckets = in_buckets(dense, self._bucket_bytes)
         for number, members in enumerate(buckets):
             header = self._header if number == 0 and carries_header(buckets) else 0
-            bucket = _DenseBucket(members, header)
+            bucket = _DenseBucket(members, header, self._workers)
             self._buckets.append(bucket)
             self._where |= {parameter: (bucket, index) for index, parameter in enumerate(bucket.parameters)}
         self.carries_header = bool(self._buckets) and len(self._buckets[0].header) > 0
         # Launched in this order: the dense buckets, then the tables: as first layers, they get their gradients last.
+        self._parts: list[_DenseBucket | SparseGradient] = [*self._buckets, *self._tables]
         self._launched = 0
-        self._tables_arrived: set[str] = set()
 
     @property
     def empty(self) -> bool:
@@ -232,10 +226,8 @@ class GradientBuckets:
 
     def start_window(self) -> None:
         """Begins a new sum."""
-        for bucket in self._buckets:
-            bucket.start_window()
-        for table in self._tables:
-            table.clear()
+        for part in self._parts:
+            part.clear()
 
     def start_run(self, weight: float, *, last: bool, header: Tensor | None = None, step: int | None = None) -> None:
         """Begins one run, whose gradients count ``weight`` times; the ``last`` of a window launches its buckets."""
@@ -245,63 +237,42 @@ class GradientBuckets:
         self._launching = last and self._workers is not None
         self._step = step
         self._launched = 0
-        self._tables_arrived.clear()
-        for bucket in self._buckets:
-            bucket.start_run()
+        for part in self._parts:
+            part.start_run()
 
     def ready(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
         """Take a final gradient; the callback to attach to every parameter."""
         where = self._where[parameter]
+        is_dense, slot = gradient.layout is torch.strided, None
         if isinstance(where, SparseGradient):
-            self._table_ready(where, gradient)
-            return None
-        bucket, index = where
-        slot = None
-        if gradient.layout is torch.strided:
-            slot = bucket.put(index, gradient)
+            (where.add_dense if is_dense else where.add)(gradient, self._weight)
+            where.has_arrived = True
         else:
-            bucket.put_sparse(index, gradient, self._weight, self._workers)
-        bucket.arrived.add(index)
-        if bucket.complete():
+            bucket, index = where
+            if is_dense:
+                slot = bucket.put(index, gradient)
+            else:
+                bucket.put_sparse(index, gradient, self._weight)
+            bucket.arrived.add(index)
+            if not bucket.complete():
+                return slot
             bucket.copy(self._weight)
-            if self._launching:
-                self._launch_complete()
+        while self._launching and self._launched < len(self._parts) and self._parts[self._launched].complete():
+            self._launch()
         return slot
 
-    def _table_ready(self, table: SparseGradient, gradient: Tensor) -> None:
-        if gradient.layout is torch.strided:
-            table.add_dense(gradient, self._weight)
-        else:
-            table.add(gradient, self._weight)
-        self._tables_arrived.add(table.name)
-        if self._launching:
-            self._launch_complete()
-
-    def _launch_complete(self) -> None:
-        assert self._workers is not None
-        dense = len(self._buckets)
-        while self._launched < dense and self._buckets[self._launched].complete():
-            self._launch(self._launched)
-        while dense <= self._launched < dense + len(self._tables):
-            if self._tables[self._launched - dense].name not in self._tables_arrived:
-                return
-            self._launch(self._launched)
-
-    def _launch(self, index: int) -> None:
-        assert self._workers is not None
-        dense = len(self._buckets)
-        if index < dense:
-            self._buckets[index].copy(self._weight)
-            self._buckets[index].launch(self._workers, self._step)
-        else:
-            self._tables[index - dense].launch(self._step)
+    def _launch(self) -> None:
+        part = self._parts[self._launched]
+        if isinstance(part, _DenseBucket):
+            part.copy(self._weight)
+        part.launch(self._step)
+        mark("bucket.launched", index=self._launched, step=self._step)
         self._launched += 1
-        mark("bucket.launched", index=index, step=self._step)
 
     def header(self) -> Tensor:
         """Return the header's sums over the workers; launches the bucket that carries it if backward has not."""
         if self._launched == 0:
-            self._launch(0)
+            self._launch()
         self._buckets[0].arrive()
         return self._buckets[0].header
 
@@ -309,9 +280,8 @@ class GradientBuckets:
         """Launch the buckets that backward has not completed; called when backward has ended."""
         for bucket in self._buckets:
             bucket.copy(self._weight)
-        if self._launching:
-            while self._launched < len(self._buckets) + len(self._tables):
-                self._launch(self._launched)
+        while self._launching and self._launched < len(self._parts):
+            self._launch()
 
     def finish(self, divisor: float) -> None:
         """End the window: every ``.grad`` is the sum over runs and workers divided by ``divisor``, or ``None``."""
@@ -321,7 +291,7 @@ class GradientBuckets:
             bucket.arrive()
             if divisor != 1.0:
                 bucket.gradients.div_(divisor)
-            for index, (dense, sparse) in enumerate(zip(*bucket.flags(self._workers), strict=True)):
+            for index, (dense, sparse) in enumerate(zip(*bucket.flags(), strict=True)):
                 gradient = bucket.slots[index].to(bucket.parameters[index].dtype) if dense else None
                 if sparse:
                     found_sparse.add(bucket.names[index])

@@ -25,13 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from anabranch.autodiff import boundary_exit
-from anabranch.autodiff.boundary.crossing import Boundary, Crossed, Form, cross
+from anabranch.autodiff.boundary.crossing import Boundary, Crossed, Form, Tensors, cross
 from anabranch.collectives.messages import move_message, wait_until_reduced
 from anabranch.errors import CaptureError, ProtocolError
 from anabranch.job import job
 from anabranch.tensors.dtypes import DTYPE_CODES, DTYPES
-
-__all__ = ["all_reduce", "recv", "send"]
 
 _TIMEOUT = 600.0
 
@@ -90,7 +88,11 @@ def send(tensor: Tensor, rank: int, *, timeout: float = _TIMEOUT) -> Tensor:
         DeadlineExceeded, PeerLost: the other rank did not receive.
     """
     _check_peer("send", rank)
-    _check_sendable(tensor)
+    if tensor.ndim > _MOST_DIMENSIONS or tensor.dtype not in DTYPE_CODES:
+        raise ValueError(
+            f"a tensor of at most {_MOST_DIMENSIONS} dimensions and a plain dtype can be sent, got shape "
+            f"{tuple(tensor.shape)} and {tensor.dtype}"
+        )
     return _send(tensor, _PeerChannel(rank, timeout))
 
 
@@ -136,14 +138,6 @@ def _check_peer(operation: str, rank: int) -> None:
         )
 
 
-def _check_sendable(tensor: Tensor) -> None:
-    if tensor.ndim > _MOST_DIMENSIONS or tensor.dtype not in DTYPE_CODES:
-        raise ValueError(
-            f"a tensor of at most {_MOST_DIMENSIONS} dimensions and a plain dtype can be sent, got shape "
-            f"{tuple(tensor.shape)} and {tensor.dtype}"
-        )
-
-
 class _Exchange:
     """A boundary to other workers, whose gradient crosses by the same operations, to any order.
 
@@ -152,7 +146,7 @@ class _Exchange:
 
     kind = "operation"
 
-    def forms(self, inputs: Sequence[Tensor | None]) -> Sequence[Form]:
+    def forms(self, inputs: Tensors) -> Sequence[Form]:
         raise CaptureError("all_reduce, send and recv of anabranch cannot be in a graph; use engine='tape'")
 
     def outputs(self, *inputs: Tensor | None, recorded: bool = True) -> tuple[Tensor, ...]:
@@ -185,13 +179,11 @@ class _Reduction(_Exchange):
 
     name = "all_reduce"
 
-    def forward(self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+    def forward(self, inputs: Tensors, wants: Sequence[bool] | None) -> Crossed:
         (tensor,) = cast(Sequence[Tensor], inputs)
         return _crossed(self._scale(self._run(tensor.detach().clone(memory_format=torch.contiguous_format))))
 
-    def backward(
-        self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], *, updates: bool
-    ) -> list[Tensor | None]:
+    def backward(self, state: object, inputs: Tensors, gradients: Tensors, *, updates: bool) -> list[Tensor | None]:
         gradient, form = gradients[0], self.form
         if torch.is_grad_enabled():
             if gradient is None:
@@ -255,11 +247,11 @@ class _PeerChannel:
 
         move_message(move, self.rank, operation, self.timeout)
 
-    def take(self, operation: str) -> _Message | None:
-        """Return the next message; ``None`` if it is empty."""
+    def take(self, operation: str) -> tuple[Tensor, bool] | None:
+        """Return the next message, and whether its gradient is to go back; ``None`` if it is empty."""
         return move_message(lambda: self._take(operation), self.rank, operation, self.timeout)
 
-    def _take(self, operation: str) -> _Message | None:
+    def _take(self, operation: str) -> tuple[Tensor, bool] | None:
         header = torch.empty(_HEADER, dtype=torch.int64, device=_device())
         self._complete(dist.irecv(header, self.rank))
         magic, kind, wants_gradient, dtype, ndim, *sizes = fields = header.tolist()
@@ -275,19 +267,11 @@ class _PeerChannel:
         tensor = torch.empty(sizes[:ndim], dtype=DTYPES[dtype], device=_device())
         if tensor.numel():
             self._complete(dist.irecv(_as_bytes(tensor), self.rank))
-        return _Message(tensor, bool(wants_gradient))
+        return tensor, bool(wants_gradient)
 
     def _complete(self, work: dist.Work | None) -> None:
         assert work is not None  # this rank is a member of the group
         work.wait(timedelta(seconds=self.timeout))
-
-
-@dataclass(frozen=True, slots=True)
-class _Message:
-    """A tensor that came, and whether its gradient is to go back."""
-
-    tensor: Tensor
-    wants_gradient: bool
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
@@ -308,13 +292,11 @@ class _Sending(_Exchange):
 
     name = "send"
 
-    def forward(self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+    def forward(self, inputs: Tensors, wants: Sequence[bool] | None) -> Crossed:
         self.line.post(inputs[0], wants_gradient=wants is not None, operation="send")
         return _crossed()
 
-    def backward(
-        self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], *, updates: bool
-    ) -> list[Tensor | None]:
+    def backward(self, state: object, inputs: Tensors, gradients: Tensors, *, updates: bool) -> list[Tensor | None]:
         gradient = _receive(self.line)
         return [None if gradient is None else gradient.to(self.device)]
 
@@ -327,15 +309,14 @@ class _Receiving(_Exchange):
 
     name = "recv"
 
-    def forward(self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+    def forward(self, inputs: Tensors, wants: Sequence[bool] | None) -> Crossed:
         message = self.line.take("recv")
         if message is None:
             return _crossed(differentiable=False)
-        return _crossed(message.tensor, differentiable=message.wants_gradient)
+        tensor, wants_gradient = message
+        return _crossed(tensor, differentiable=wants_gradient)
 
-    def backward(
-        self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], *, updates: bool
-    ) -> list[Tensor | None]:
+    def backward(self, state: object, inputs: Tensors, gradients: Tensors, *, updates: bool) -> list[Tensor | None]:
         if gradients[0] is None:
             self.line.post(None, wants_gradient=False, operation="recv.backward")
         else:

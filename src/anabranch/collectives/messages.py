@@ -5,60 +5,20 @@ Gloo breaks the connection when a wait for a message is given up, so a thread wa
 
 from __future__ import annotations
 
-import concurrent.futures
-import queue
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from anabranch.deadline import Deadline
 from anabranch.liveness.group import Group
+from anabranch.liveness.meeting import begin_call
 from anabranch.liveness.peers import peers_of_job
 
-__all__ = ["ended_within", "move_message", "wait_until_reduced"]
-
 _HEARTBEAT = 1.0
-_IDLE_SECONDS = 60.0
-_lock = threading.Lock()
-
-
-class _MessageThread:
-    """A thread that moves one message at a time."""
-
-    def __init__(self) -> None:
-        self._asked: queue.SimpleQueue[tuple[Callable[[], object], Future[object]]] = queue.SimpleQueue()
-        self.abandoned = False
-        threading.Thread(target=self._run, name="anabranch-message", daemon=True).start()
-
-    def begin(self, move: Callable[[], object]) -> Future[object]:
-        """Call ``move`` on the thread."""
-        future: Future[object] = Future()
-        self._asked.put((move, future))
-        return future
-
-    def _run(self) -> None:
-        while not self.abandoned:
-            try:
-                move, future = self._asked.get(timeout=_IDLE_SECONDS)
-            except queue.Empty:
-                with _lock:
-                    if self in _idle:
-                        _idle.remove(self)
-                        return
-                continue
-            try:
-                future.set_result(move())
-            except Exception as error:  # noqa: BLE001 - raised where the future is asked
-                future.set_exception(error)
-            del move, future
-
-
-_idle: list[_MessageThread] = []
 _T = TypeVar("_T")
 
 
@@ -70,39 +30,25 @@ def move_message(move: Callable[[], _T], rank: int, operation: str, timeout: flo
         DeadlineExceeded: ``timeout`` seconds have passed; the connection is of no more use.
     """
     if dist.get_backend() == "nccl":  # its waits are for the waiting thread's stream and check no peer
-        found: list[_T] = []
+        answer: Future[_T] = Future()
 
-        def move_at_once(_: float) -> bool:
-            found.append(move())
+        def done(seconds: float) -> bool:
+            answer.set_result(move())
             return True
+    else:
+        _, answer = begin_call(move, "anabranch-message")
 
-        _wait(move_at_once, [rank], operation, timeout)
-        return found[0]
-    with _lock:
-        mover = _idle.pop() if _idle else None
-    mover = mover or _MessageThread()
-    future = mover.begin(move)
-    given_back = False
+        def done(seconds: float) -> bool:
+            over = bool(wait([answer], seconds).done)
+            if over:
+                answer.result(0)  # raises its error
+            return over
 
-    def done(seconds: float) -> bool:
-        nonlocal given_back
-        if not concurrent.futures.wait([future], seconds).done:
-            return False
-        with _lock:
-            _idle.append(mover)
-        given_back = True
-        future.result(0)
-        return True
-
-    try:
-        _wait(done, [rank], operation, timeout)
-    finally:
-        if not given_back:
-            mover.abandoned = True
-    return cast(_T, future.result(0))
+    _wait(done, [rank], operation, timeout)
+    return answer.result(0)
 
 
-def ended_within(seconds: float, work: dist.Work) -> bool:
+def ended_within(work: dist.Work, seconds: float) -> bool:
     """Wait so long at most, and return whether ``work`` has ended.
 
     Raises:
@@ -127,10 +73,9 @@ def wait_until_reduced(
         PeerLost: a rank died or froze.
         DeadlineExceeded: ``timeout`` seconds have passed.
     """
-    at_once = not on_host
 
     def done(seconds: float) -> bool:
-        return ended_within(timeout if at_once else seconds, work)
+        return ended_within(work, seconds if on_host else timeout)
 
     _wait(done, dist.get_process_group_ranks(group), operation, timeout)
 

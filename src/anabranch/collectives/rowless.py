@@ -2,15 +2,14 @@
 
 A worker without rows does not call the model, so a collective in the others' forward waits for it::
 
-    with rows      ── forward: all_reduce of the loss ..... its wait ends ── announces its end ──> error
-    without rows   ── announces that ── header ........................... sees the end ──────> error
+    with rows      ── forward: all_reduce of the loss ..... its wait ends ── says why ──> error
+    without rows   ── says that ── header ......................... sees the end of a rank ──> error
 
 Nothing but its timeout ends a wait of gloo's.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -19,15 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, DeadlineExceeded, PeerLost, PipelineError
 from anabranch.liveness.group import Group, rank_names
 
-__all__ = ["Rowless"]
-
-_PAUSE = 0.01
 _ENDED = "ended without rows"
-_SEEN = "seen that it ended"
 
 
 class Rowless:
@@ -43,16 +37,13 @@ class Rowless:
         self._store, self._group = store, group
         # Before the workers without rows give up, with the time to look for a rank that is lost.
         self._limit = timedelta(seconds=max(timeout / 2, min(0.9 * timeout, timeout - 3 * group.heartbeat)))
-        self._is_here = False
         self._groups: tuple[int, list[tuple[dist.ProcessGroupGloo, timedelta]]] = 0, []
 
     @contextmanager
     def here(self) -> Iterator[None]:
         """Let the others know that this worker has no rows, until the block ends without an error."""
         self._store.set(_key(self._group.peers.rank), "yes")
-        self._is_here = True
         yield
-        self._is_here = False
         self._store.set(_key(self._group.peers.rank), "")
 
     @contextmanager
@@ -74,11 +65,6 @@ class Rowless:
         """Let go of the groups, whose threads end with the last reference."""
         self._groups = 0, []
 
-    def check(self) -> None:
-        """Raise the error of a run that has ended elsewhere, if this worker is one without rows."""
-        if self._is_here and self._store.check([_ENDED]):
-            raise DeadlineExceeded("the others have given up", peer=rank_names(self._group.ranks), operation="run")
-
     def explain(self, error: BaseException, step: int) -> BoundaryError | None:
         """Return the error that names the workers without rows, if a wait for them failed."""
         of_another = isinstance(error, PeerLost | PipelineError)  # which may itself have ended because of the rows
@@ -88,7 +74,7 @@ class Rowless:
             waited = of_another or (isinstance(error, RuntimeError) and "gloo" in str(error))
         with suppress(RuntimeError):  # the process that held the store has ended
             if waited and (ranks := self._missed(lost=of_another)):
-                self._announce_end(ranks)
+                self._store.set(_ENDED, "yes")
                 return BoundaryError(
                     f"{rank_names(ranks)} had no rows in this run and did not call the model, whose forward on the "
                     "others waits for all workers; give every worker rows in each run, or leave out the collective of "
@@ -105,14 +91,6 @@ class Rowless:
             return []
         known = [rank for rank in self._group.ranks if self._store.check([_key(rank)])]
         return [rank for rank in known if self._store.get(_key(rank)) == b"yes"]
-
-    def _announce_end(self, ranks: Sequence[int]) -> None:
-        """Tell the others why the run has ended, and give them time to see it: the store may end with this process."""
-        self._store.set(_ENDED, "yes")
-        self._store.add(_SEEN, 1)
-        until = Deadline.after(2 * self._group.heartbeat)
-        while self._store.add(_SEEN, 0) < len(self._group.ranks) and not until.expired():
-            time.sleep(_PAUSE)
 
 
 def _key(rank: int) -> str:

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from anabranch.collectives.workers import Pending, Workers
 
-__all__ = ["SparseGradient", "sparse_bytes", "summing_dtype"]
-
 _NO_GRADIENT = -1
 _ALIGNMENT = 16  # complex128
 _COUNTS_BYTES = 16  # the number of rows and whether they are dense, int64
@@ -58,7 +56,15 @@ class SparseGradient:
         self._counts: Tensor | None = None
         self._pending: Pending | None = None
         self._merged: Tensor | None = None
-        self.has_dense = False
+        self.has_dense = self.has_arrived = False
+
+    def start_run(self) -> None:
+        """Wait for the gradient of another run."""
+        self.has_arrived = False
+
+    def complete(self) -> bool:
+        """Return True if the run's gradient has arrived."""
+        return self.has_arrived
 
     def add_dense(self, gradient: Tensor, weight: float) -> None:
         """Take one run's gradient that autograd made dense."""

@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import cast
@@ -34,31 +34,22 @@ from anabranch.deadline import Deadline
 from anabranch.errors import PeerLost
 from anabranch.liveness.group import Group, rank_names
 from anabranch.liveness.meeting import SAID_AFTER, end_without_waiting, interruptible, meet_peers
-from anabranch.liveness.peers import Identity, peers_of_job
+from anabranch.liveness.peers import peers_of_job
 from anabranch.record import spans
 
-__all__ = ["Pending", "Workers"]
-
 _log = logging.getLogger("anabranch.executor")
-_IDENTITY_BYTES = 256
 _BACKEND_GRACE = 60.0
 
 
 class Pending:
     """A collective in progress; ``finish`` returns when its tensors hold the result."""
 
-    __slots__ = ("_began", "_deadline", "_nbytes", "_number", "_on_host", "_operation", "_step", "_work", "_workers")
-
-    def __init__(
-        self, began: int, work: dist.Work, workers: Workers, operation: str, step: int | None, tensor: Tensor
-    ) -> None:
-        self._began = began
+    def __init__(self, work: dist.Work, workers: Workers, operation: str, step: int | None, tensor: Tensor) -> None:
+        self._work, self._workers, self._operation, self._step = work, workers, operation, step
         self._nbytes, self._on_host = tensor.nbytes, tensor.is_cpu
-        self._number = workers.count()
-        self._work = work
-        self._workers = workers
-        self._operation = operation
-        self._step = step
+        self._began = spans.begin()
+        workers.started += 1
+        self._number = workers.started  # the same on every rank
         self._deadline = Deadline.after(workers.timeout)
 
     def finish(self) -> None:
@@ -68,9 +59,13 @@ class Pending:
             PeerLost: a rank died or froze; names it.
             DeadlineExceeded: the workers' ``timeout`` passed since the operation started.
         """
-        self._workers.wait_for(self._work, self._deadline, self._operation, self._step, on_host=self._on_host)
-        if self._began:
-            self._workers.crossed(self._began, self._operation, self._step, self._nbytes, self._number)
+        workers, step = self._workers, self._step
+        workers.wait_for(self._work, self._deadline, self._operation, step, on_host=self._on_host)
+        if self._began and workers.others:
+            facts: dict[str, object] = {"peer": rank_names(workers.others), "bytes": self._nbytes}
+            flow: spans.Flow = "meet", f"{workers.name}/{self._number}"
+            facts |= {} if step is None else {"step": step}
+            spans.complete(self._began, self._operation, "crossing", track="workers", flow=flow, facts=facts)
 
 
 class Workers(Group):
@@ -86,6 +81,7 @@ class Workers(Group):
 
     Attributes:
         name: what the group is called on each of its ranks, and no other group.
+        started: how many collectives have begun.
         rowless: names the workers that have no rows; ``None`` in a group of one.
 
     Raises:
@@ -118,32 +114,30 @@ class Workers(Group):
         super().__init__(peers_of_job(), ranks or dist.get_process_group_ranks(self._group), heartbeat)
         self.bytes_sent = 0
         self.wait_seconds = 0.0
-        self._started = 0
+        self.started = 0
         self.name = name or f"workers {','.join(map(str, self.ranks))}"
         self._own: dist.ProcessGroup | None = None
         self.rowless: Rowless | None = None
         if self.size > 1:
             if ranks is None:
-                self.peers.know(self._meet(), heartbeat)
+                self._meet()
             store = PrefixStore(f"anabranch/{self.name}", dist.distributed_c10d._get_default_store())
             self._own = self._connect(store)
             self.peers.look_up(self.others, heartbeat)
             self.rowless = Rowless(store, self, timeout)
         atexit.register(self._end)
 
-    def _meet(self) -> dict[int, Identity]:
-        """Every rank's identity, by its rank in the job; the first adds what makes the group's name unique.
+    def _meet(self) -> None:
+        """Meet the others, and take what makes the group's name unique from the first.
 
         A count would not do: where a construction fails on one rank, it has made fewer groups than the others.
         """
-        text = f"{self.peers.identity.encode()} {uuid.uuid4().hex}".encode()
-        mine = torch.zeros(_IDENTITY_BYTES, dtype=torch.uint8, device="cpu")
-        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         group = self._group
         assert group is not None
         if group not in _unmet:
-            everyone = mine.new_empty(self.size, len(mine), device=self.device)
-            work = dist.all_gather(list(everyone.unbind(0)), mine.to(self.device), group=group, async_op=True)
+            mine = torch.tensor(list(uuid.uuid4().bytes), dtype=torch.uint8, device=self.device)
+            everyone = mine.new_empty(self.size, len(mine))
+            work = dist.all_gather(list(everyone.unbind(0)), mine, group=group, async_op=True)
             _unmet[group] = everyone, cast(dist.Work, work)
         everyone, work = _unmet[group]
         said = threading.Timer(
@@ -157,9 +151,8 @@ class Workers(Group):
         finally:
             said.cancel()
         del _unmet[group]
-        texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in everyone.cpu()]
-        self.name += f"/{texts[0].rpartition(' ')[2]}"
-        return {rank: Identity.decode(text.rpartition(" ")[0]) for rank, text in zip(self.ranks, texts, strict=True)}
+        self.name += f"/{bytes(everyone[0].tolist()).hex()}"
+        self.peers.look_up(self.others, self.heartbeat)
 
     def _connect(self, store: PrefixStore) -> dist.ProcessGroup:
         """Return a gloo group of the same members; c10d does not know it, so the model's code cannot use it."""
@@ -170,33 +163,25 @@ class Workers(Group):
             raise self.explain(error, "meet", deadline) from None
         return cast(dist.ProcessGroup, group)  # a backend, of which c10d's functions use what a group has, too
 
-    def _group_for(self, tensor: Tensor) -> dist.ProcessGroup | None:
-        return self._own if self._own is not None and tensor.is_cpu else self._group
-
     # Collectives. Each starts at once and in the same order on every rank; `finish` what they return.
+
+    def _start(
+        self, collective: Callable[..., object], tensor: Tensor, operation: str, step: int | None = None, **more: object
+    ) -> Pending:
+        self.bytes_sent += tensor.nbytes
+        group = self._own if self._own is not None and tensor.is_cpu else self._group
+        work = collective(tensor=tensor, group=group, async_op=True, **more)
+        return Pending(cast(dist.Work, work), self, operation, step, tensor)
 
     def start_all_reduce(self, tensor: Tensor, *, operation: str = "all_reduce", step: int | None = None) -> Pending:
         """Start summing ``tensor``, in place, over the workers."""
-        self.bytes_sent += tensor.nbytes
-        began = spans.begin()
-        work = dist.all_reduce(tensor, group=self._group_for(tensor), async_op=True)
-        return Pending(began, cast(dist.Work, work), self, operation, step, tensor)
+        return self._start(dist.all_reduce, tensor, operation, step)
 
     def start_all_gather(
         self, tensor: Tensor, into: Tensor, *, operation: str = "all_gather", step: int | None = None
     ) -> Pending:
         """Start gathering the workers' tensors into ``into``, of shape ``(workers, *tensor.shape)``."""
-        self.bytes_sent += tensor.nbytes
-        began = spans.begin()
-        work = dist.all_gather(list(into.unbind(0)), tensor, group=self._group_for(tensor), async_op=True)
-        return Pending(began, cast(dist.Work, work), self, operation, step, tensor)
-
-    def start_broadcast(self, tensor: Tensor, *, operation: str = "broadcast", step: int | None = None) -> Pending:
-        """Start copying rank 0's ``tensor`` over everyone's."""
-        self.bytes_sent += tensor.nbytes
-        began = spans.begin()
-        work = dist.broadcast(tensor, group=self._group_for(tensor), group_src=0, async_op=True)
-        return Pending(began, cast(dist.Work, work), self, operation, step, tensor)
+        return self._start(dist.all_gather, tensor, operation, step, tensor_list=list(into.unbind(0)))
 
     def all_reduce(self, tensor: Tensor, *, operation: str = "all_reduce", step: int | None = None) -> Tensor:
         """``tensor``, summed in place over the workers."""
@@ -211,50 +196,31 @@ class Workers(Group):
 
     def all_gather_bytes(self, data: bytes, *, operation: str = "all_gather") -> list[bytes]:
         """Every worker's ``data``, in rank order; lengths may differ."""
-        lengths = self.all_gather(torch.tensor([len(data)], device=self.device), operation=operation).flatten().tolist()
-        mine = torch.zeros(max(1, *lengths), dtype=torch.uint8, device="cpu")
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
-        everyone = self.all_gather(mine.to(self.device), operation=operation).cpu().numpy()
-        return [row[:length].tobytes() for row, length in zip(everyone, lengths, strict=True)]
+        lengths, mine = self._padded(data, operation)
+        return _cut(self.all_gather(mine, operation=operation).unbind(0), lengths)
 
     def gather_bytes(self, data: bytes, *, operation: str = "gather") -> list[bytes]:
         """Every worker's ``data`` on rank 0, in rank order; nothing on the others."""
-        lengths = self.all_gather(torch.tensor([len(data)], device=self.device), operation=operation).flatten().tolist()
-        mine = torch.zeros(max(1, *lengths), dtype=torch.uint8, device="cpu")
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
-        mine = mine.to(self.device)
-        self.bytes_sent += mine.nbytes
+        lengths, mine = self._padded(data, operation)
         into = [torch.empty_like(mine) for _ in lengths] if self.rank == 0 else None
-        began = spans.begin()
-        work = dist.gather(mine, into, group=self._group_for(mine), group_dst=0, async_op=True)
-        Pending(began, cast(dist.Work, work), self, operation, None, mine).finish()
-        return [row.cpu().numpy()[:length].tobytes() for row, length in zip(into or (), lengths, strict=False)]
+        self._start(dist.gather, mine, operation, gather_list=into, group_dst=0).finish()
+        return _cut(into or (), lengths)
+
+    def _padded(self, data: bytes, operation: str) -> tuple[list[int], Tensor]:
+        """Return the lengths of every worker's ``data``, and this one's with zeros up to the longest."""
+        lengths = self.all_gather(torch.tensor([len(data)], device=self.device), operation=operation).flatten().tolist()
+        padded = bytearray(data.ljust(max(1, *lengths), b"\0"))
+        return lengths, torch.frombuffer(padded, dtype=torch.uint8).to(self.device)
 
     def broadcast(self, tensors: Sequence[Tensor], *, operation: str = "broadcast") -> None:
         """Copy rank 0's tensors over everyone's, all in progress at once."""
-        for pending in [self.start_broadcast(tensor, operation=operation) for tensor in tensors]:
+        several = [self._start(dist.broadcast, each, operation, group_src=0) for each in tensors]
+        for pending in several:
             pending.finish()
 
     def barrier(self, *, operation: str = "barrier") -> None:
         """Return when every worker has called it."""
         self.all_reduce(torch.zeros(1, device=self.device), operation=operation)
-
-    # For a trace.
-
-    def count(self) -> int:
-        """Return the number of the collective that was just started; the same on every rank."""
-        self._started += 1
-        return self._started
-
-    def crossed(self, began: int, operation: str, step: int | None, nbytes: int, number: int) -> None:
-        """Record a collective that is over; one of a single worker crosses nothing."""
-        if not self.others:
-            return
-        facts: dict[str, object] = {"peer": rank_names(self.others), "bytes": nbytes} | (
-            {} if step is None else {"step": step}
-        )
-        flow: spans.Flow = "meet", f"{self.name}/{number}"
-        spans.complete(began, operation, "crossing", track="workers", flow=flow, facts=facts)
 
     # Waits and their outcomes.
 
@@ -272,14 +238,8 @@ class Workers(Group):
         Gloo's, of tensors ``on_host``, is looked at again and again; NCCL's wait is over once it is queued.
         """
         began = time.monotonic()
-
-        def done(seconds: float) -> bool:
-            if self.rowless is not None:
-                self.rowless.check()
-            return ended_within(seconds, work)
-
         try:
-            self.wait(done, operation, deadline, step=step, at_once=not on_host)
+            self.wait(partial(ended_within, work), operation, deadline, step=step, at_once=not on_host)
         except PeerLost:
             raise
         except RuntimeError as error:
@@ -312,6 +272,10 @@ class Workers(Group):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _cut(rows: Sequence[Tensor], lengths: Sequence[int]) -> list[bytes]:
+    return [row.cpu().numpy()[:length].tobytes() for row, length in zip(rows, lengths, strict=False)]
 
 
 # Meetings that not all ranks have come to. The others will meet these, so a later construction goes on with them.

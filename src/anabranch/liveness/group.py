@@ -9,36 +9,19 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
 
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, DeadlineExceeded, PeerLost
 from anabranch.liveness.meeting import LOOK_SECONDS
 from anabranch.liveness.peers import Peers
-from anabranch.record import spans
 from anabranch.record.process import process_record
-
-__all__ = ["Group", "rank_names"]
+from anabranch.record.spans import Lasting, mark
 
 _SMALLEST_WAIT = 0.001
 _PAUSE = 0.01
 # Text that gloo puts around an error's message: the place in its source, and advice.
 _BACKENDS_OWN = re.compile(r"^\[[^]]*\.cc:\d+\] |\. This is typically caused by.*", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Wait:
-    """A wait that lasts, for ``anabranch status``."""
-
-    ranks: Sequence[int]
-    operation: str
-    deadline: Deadline
-    since: float
-
-    def open_span(self) -> dict[str, object]:
-        limit = round(self.deadline.elapsed() + self.deadline.remaining(), 1)
-        peer = ", ".join(f"rank {rank}" for rank in self.ranks)
-        return {"name": "wait", "since": self.since, "peer": peer, "operation": self.operation, "limit": limit}
 
 
 class Group:
@@ -103,24 +86,17 @@ class Group:
             DeadlineExceeded: names those awaited.
         """
         ranks = self.others if awaited is None else awaited
-        span, began = spans.begin(), time.monotonic()
-        wait: _Wait | None = None
-        patience = self._patience(deadline, at_once=at_once)
-        try:
-            while not done(max(_SMALLEST_WAIT, patience)):
-                if wait is None:
-                    wait = _Wait(ranks, operation, deadline, began)
-                    spans.shown[wait] = None
+
+        def facts() -> dict[str, object]:
+            limit = round(deadline.elapsed() + deadline.remaining(), 1)
+            peer = ", ".join(f"rank {rank}" for rank in ranks)
+            return {"peer": peer, "operation": operation, "limit": limit} | ({} if step is None else {"step": step})
+
+        with Lasting("wait", "wait", facts) if ranks else nullcontext():
+            while not done(max(_SMALLEST_WAIT, self._patience(deadline, at_once=at_once))):
                 self.check(operation, deadline, step=step, noticed=noticed)
                 if deadline.expired():
                     raise _too_late(ranks, operation, deadline, step)
-                patience = self._patience(deadline, at_once=at_once)
-        finally:
-            if wait is not None:
-                spans.shown.pop(wait, None)
-            if span and ranks:
-                facts: dict[str, object] = {"peer": rank_names(ranks), "operation": operation}
-                spans.complete(span, "wait", "wait", facts=facts | ({} if step is None else {"step": step}))
 
     def check(
         self,
@@ -165,7 +141,7 @@ class Group:
         if not self._recovers:
             self.has_left_work = True
             self.peers.leave_word()
-            spans.mark("workers.lost", ranks=sorted(lost), operation=operation)
+            mark("workers.lost", ranks=sorted(lost), operation=operation)
         what = "; ".join(f"rank {rank} is lost: {lost[rank]}" for rank in sorted(lost))
         return PeerLost(
             "; ".join(filter(None, [what, message])),

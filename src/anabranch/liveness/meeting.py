@@ -28,30 +28,23 @@ from torch.distributed.rendezvous import rendezvous
 from anabranch.record.process import flush, process_record
 from anabranch.record.spans import Lasting
 
-__all__ = ["LOOK_SECONDS", "SAID_AFTER", "destroy_group_at_exit", "end_without_waiting", "interruptible", "meet_peers"]
-
 _T = TypeVar("_T")
 _log = logging.getLogger("anabranch")
 SAID_AFTER = 5.0
 LOOK_SECONDS = 0.5
 """A signal that comes as a wait begins is seen at its end, and none in the middle of gloo's."""
 
-_registered_by: int | None = None
-
 
 def destroy_group_at_exit() -> None:
-    """Destroy the process group at process exit unless it has been destroyed; may be called repeatedly.
+    """Destroy the process group at process exit unless it has been destroyed.
 
     Functions that were given to ``atexit`` later run before that, with the group in place.
     """
-    global _registered_by
-    if _registered_by != os.getpid():
-        _registered_by = os.getpid()
-        atexit.register(_destroy)
+    atexit.register(_destroy, os.getpid())
 
 
-def _destroy() -> None:
-    if _registered_by == os.getpid() and dist.is_initialized():  # a fork has none of the threads
+def _destroy(pid: int) -> None:
+    if pid == os.getpid() and dist.is_initialized():  # a fork has none of the threads
         dist.destroy_process_group()
 
 
@@ -89,14 +82,10 @@ def meet_peers(backend: str, timeout: timedelta) -> None:
         interruptible(meet, waiting)
 
 
-def interruptible(call: Callable[[], _T], waiting: str = "") -> _T:
-    """Return ``call()``, made on another thread: no signal reaches Python while gloo waits for a rank.
-
-    Where Ctrl-C ends the wait the thread is left behind, and the process ends without waiting for it. ``waiting`` is
-    said once after five seconds.
-    """
+def begin_call(call: Callable[[], _T], thread_name: str) -> tuple[threading.Thread, Future[_T]]:
+    """Make ``call`` on another thread, which is in this one's inference mode."""
     answer: Future[_T] = Future()
-    inference = torch.is_inference_mode_enabled()  # a thread's own
+    inference = torch.is_inference_mode_enabled()
 
     def run() -> None:
         try:
@@ -105,8 +94,18 @@ def interruptible(call: Callable[[], _T], waiting: str = "") -> _T:
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
             answer.set_exception(error)
 
-    thread = threading.Thread(target=run, name="anabranch-meeting", daemon=True)
+    thread = threading.Thread(target=run, name=thread_name, daemon=True)
     thread.start()
+    return thread, answer
+
+
+def interruptible(call: Callable[[], _T], waiting: str = "") -> _T:
+    """Return ``call()``, made on another thread: no signal reaches Python while gloo waits for a rank.
+
+    Where Ctrl-C ends the wait the thread is left behind, and the process ends without waiting for it. ``waiting`` is
+    said once after five seconds.
+    """
+    thread, answer = begin_call(call, "anabranch-meeting")
     say_at = time.monotonic() + SAID_AFTER
     try:
         while not wait([answer], timeout=LOOK_SECONDS).done:

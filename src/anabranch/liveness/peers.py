@@ -31,8 +31,6 @@ from torch.distributed.distributed_c10d import Store
 
 from anabranch.liveness.meeting import destroy_group_at_exit, end_without_waiting
 
-__all__ = ["Identity", "Peers", "job_store", "peers_of_job"]
-
 _STOPPED = frozenset("Tt")
 _GONE = frozenset("ZXx")
 
@@ -131,13 +129,13 @@ class Peers:
     def look_up(self, ranks: Sequence[int], heartbeat: float) -> None:
         """Watch those of ``ranks`` that have left their identity in the store."""
         unknown = [rank for rank in ranks if rank not in self._identities]
+        identities: dict[int, Identity] = {}
         if unknown:
             store = self._store()
             there = [rank for rank in unknown if store.check([self._key("identity", rank)])]
             texts = store.multi_get([self._key("identity", rank) for rank in there]) if there else []
-            self.know(
-                {rank: Identity.decode(text.decode()) for rank, text in zip(there, texts, strict=True)}, heartbeat
-            )
+            identities = {rank: Identity.decode(text.decode()) for rank, text in zip(there, texts, strict=True)}
+        self.know(identities, heartbeat)
 
     def lost(self, ranks: Sequence[int], heartbeat: float) -> dict[int, str]:
         """Return those of ``ranks`` that are known to be lost, each with the reason.

@@ -21,7 +21,7 @@ from contextlib import suppress
 from itertools import repeat
 from pathlib import Path
 
-from anabranch.periodic import Periodic
+from anabranch.periodic import periodic
 from anabranch.record import spans
 from anabranch.record.trace import as_lines, footer, header
 
@@ -59,7 +59,7 @@ class ProcessRecord:
         self._lock = threading.Lock()
         self._written = ""
         self._counted: tuple[int, int] | None = None
-        self._thread = Periodic(self.write, _EVERY, name="anabranch-record")
+        self._thread = periodic(self.write, _EVERY, name="anabranch-record")
         self._started = False
 
     def start(self) -> None:

@@ -7,8 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["from_blocks", "to_blocks"]
-
 
 def to_blocks(
     tensor: Tensor, block: int, scale: Callable[[Tensor], Tensor] = lambda scales: scales

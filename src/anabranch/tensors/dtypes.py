@@ -9,8 +9,6 @@ from collections.abc import Collection
 
 import torch
 
-__all__ = ["DTYPES", "DTYPE_CODES", "SAFETENSORS_NAMES", "dtype_name", "dtype_named"]
-
 # Dtype, number on the wire, name in a safetensors file. A number is never given to another dtype.
 _TABLE: tuple[tuple[torch.dtype, int | None, str | None], ...] = (
     (torch.bool, 1, "BOOL"),

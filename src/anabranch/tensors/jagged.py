@@ -9,8 +9,6 @@ import optree
 import torch
 from torch import Tensor
 
-__all__ = ["Jagged", "KeyedJagged", "bags_of"]
-
 
 @runtime_checkable
 class Jagged(Protocol):
@@ -137,14 +135,15 @@ class KeyedJagged:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> KeyedJagged:
         """Return the same on ``device``."""
-        parts, keys = _leaves_of(self)
-        moved = [part if part is None else part.to(device, non_blocking=non_blocking) for part in parts]
-        return _of_leaves(keys, moved)
+        return self._with(lambda part: part.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> KeyedJagged:
         """Return the same in pinned memory, as a ``DataLoader`` requests it."""
+        return self._with(Tensor.pin_memory)
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> KeyedJagged:
         parts, keys = _leaves_of(self)
-        return _of_leaves(keys, [part if part is None else part.pin_memory() for part in parts])
+        return _of_leaves(keys, [part if part is None else change(part) for part in parts])
 
     def __len__(self) -> int:
         return self.stride()

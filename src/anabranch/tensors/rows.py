@@ -17,8 +17,6 @@ from torch import Tensor
 from anabranch.tensors.jagged import KeyedJagged
 from anabranch.tensors.structures import Structure, flatten, paths, unflatten
 
-__all__ = ["as_tensors", "count_rows"]
-
 
 def as_tensors(batch: Structure, device: torch.device | None = None) -> Structure:
     """``batch`` with numpy arrays and scipy.sparse matrices as tensors, moved to ``device`` if one is given.

@@ -11,8 +11,6 @@ from torch import Tensor
 from anabranch.errors import SchemaError
 from anabranch.tensors.dtypes import dtype_name
 
-__all__ = ["Compression", "TensorSpec"]
-
 Compression = Literal["float16", "bfloat16", "int8"]
 _COMPRESSIONS: tuple[Compression, ...] = ("float16", "bfloat16", "int8")
 

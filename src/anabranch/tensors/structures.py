@@ -23,8 +23,6 @@ import torch.utils._pytree  # named in torch.export's errors as the place to reg
 if TYPE_CHECKING:
     from optree import PyTreeSpec
 
-__all__ = ["Structure", "flatten", "map_structure", "named_parts", "paths", "unflatten"]
-
 Structure: TypeAlias = Any
 """Tensors in any nesting of lists, tuples, named tuples, mappings and dataclasses."""
 

@@ -28,8 +28,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-__all__ = ["Own", "Path", "decode", "encode", "map_leaves", "refuse", "show"]
-
 # Far below Python's own recursion limit, which the JSON codec would meet with a less helpful error; also ends cycles.
 _DEEPEST = 100
 _PLAIN_INTS = 2**63
@@ -64,7 +62,7 @@ def encode(tree: object, own: Own = refuse, *, tensors: list[Tensor] | None = No
         tensors: gets the tensors in ``tree``, which are written by their number; left out, ``own`` gets them.
 
     Raises:
-        ValueError: a value of another type, text that is not valid Unicode, or nesting deeper than 100; names its path.
+        ValueError: a value of another type, or nesting deeper than 100; names its path.
     """
 
     def leaf(value: Any, path: Path) -> object:
@@ -170,16 +168,6 @@ def _described(kind: type, parts: list[Any]) -> object:
     return {_CONTAINERS[kind][0]: parts}
 
 
-def _text(value: str, path: Path) -> object:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise ValueError(
-            f"the state at {show(path)} is a string with half a surrogate pair, {value!r}; encode it to bytes"
-        ) from None
-    return value
-
-
 def _numpy(value: Any, path: Path) -> object:
     if not _NUMPY.fullmatch(value.dtype.str):
         raise ValueError(f"the state at {show(path)} is an array of {value.dtype}; use one of numbers")
@@ -196,11 +184,9 @@ def _made_numpy(content: list[Any]) -> object:
 
 
 _PLAIN: dict[type, Callable[[Any, Path], object]] = {
-    type(None): lambda value, path: value,
-    bool: lambda value, path: value,
+    **dict.fromkeys((type(None), bool, str), lambda value, path: value),
     int: lambda value, path: value if -_PLAIN_INTS <= value < _PLAIN_INTS else {"$int": hex(value)},
     float: lambda value, path: value if isfinite(value) else {"$float": struct.pack(">d", value).hex()},
-    str: _text,
     bytes: lambda value, path: {"$bytes": base64.b64encode(value).decode()},
     np.ndarray: _numpy,
     **{np.dtype(code).type: _numpy for code in "?bhilqBHILQefdgFDG"},

@@ -1,6 +1,6 @@
-"""``Answers``: the answers of boundaries in one run, noted to be given again in a second run of the same step.
+"""``Crossed``: the answer of a boundary; ``Answers``: those of one run, to be given again in a second of the same step.
 
-They belong to a thread, and are carried to the threads that help it: crossings that another executor, or a server in
+Answers belong to a thread, and are carried to the threads that help it: crossings that another executor, or a server in
 this process, makes at the same time are not part of this step.
 """
 
@@ -9,13 +9,36 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from anabranch.autodiff.boundary.types import Boundary, Crossed
+Tensors: TypeAlias = "Sequence[Tensor | None]"
+"""What crosses a boundary, either way; ``None`` where there is no tensor."""
+_Answer: TypeAlias = "tuple[list[Tensor | None], Sequence[int]]"
+
+
+@dataclass(slots=True)
+class Crossed:
+    """The result of a crossing.
+
+    Attributes:
+        outputs: in their own memory, not shared with an input.
+        state: the values that backward needs in addition to the inputs; freed when backward has run or is impossible.
+        no_gradient: which outputs have none.
+        fresh: the outputs are known to be in newly allocated contiguous memory, so no check is needed.
+        reads_inputs: backward reads the inputs, which are saved for it.
+        differentiable_again: backward is itself made of crossings and torch's operations, to be recorded.
+    """
+
+    outputs: Sequence[Tensor]
+    state: object = None
+    no_gradient: Sequence[int] = ()
+    fresh: bool = False
+    reads_inputs: bool = True
+    differentiable_again: bool = False
 
 
 class AnswersDiffer(Exception):
@@ -25,8 +48,8 @@ class AnswersDiffer(Exception):
 class Answers:
     """The answers of boundaries in one run, replayed in a second run that must have no effect on the remote side.
 
-    A request is identified by the boundary, the direction and the bits of the tensors sent; concurrent calls may arrive
-    in any order.
+    A request is identified by its boundary and direction and by the bits of the tensors sent; concurrent calls may
+    arrive in any order.
 
     Attributes:
         active: whether a block notes or gives them now.
@@ -35,15 +58,19 @@ class Answers:
 
     def __init__(self) -> None:
         self.active = self.replaying = False
-        self._kept: dict[tuple[str, str, str], list[tuple[list[Tensor | None], object]]] = {}
-        self._left: dict[tuple[str, str, str], list[tuple[list[Tensor | None], object]]] = {}
+        self._noted: list[tuple[tuple[str, ...], list[Tensor | None], _Answer]] = []
+        self._left = self._noted
         self._lock = threading.Lock()
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def noted(self, *, replaying: bool = False) -> Iterator[None]:
         """Note the crossings of a block."""
-        with self._during(replaying=False):
-            yield
+        self.active, self.replaying = True, replaying
+        try:
+            with replay_from(self):
+                yield
+        finally:
+            self.active = False
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
@@ -52,56 +79,25 @@ class Answers:
         Raises:
             AnswersDiffer: it requests something else, or for less.
         """
-        self._left = {key: list(kept) for key, kept in self._kept.items()}
-        with self._during(replaying=True):
+        self._left = list(self._noted)
+        with self.noted(replaying=True):
             yield
-        if any(self._left.values()):
+        if self._left:
             raise AnswersDiffer("the second run crosses fewer boundaries")
 
-    @contextmanager
-    def _during(self, *, replaying: bool) -> Iterator[None]:
-        self.active, self.replaying = True, replaying
-        try:
-            with replay_from(self):
-                yield
-        finally:
-            self.active = False
-
-    def note_forward(self, boundary: Boundary, inputs: Sequence[Tensor | None], crossed: Crossed) -> None:
-        """Keep an answer."""
-        outputs = [output.detach().clone() for output in crossed.outputs]
-        self._note((boundary.kind, boundary.name, "forward"), inputs, (outputs, list(crossed.no_gradient)))
-
-    def note_backward(
-        self, boundary: Boundary, gradients: Sequence[Tensor | None], answer: Sequence[Tensor | None]
-    ) -> None:
-        """Record the received gradients."""
-        self._note((boundary.kind, boundary.name, "backward"), gradients, _copied(answer))
-
-    def _note(self, key: tuple[str, str, str], request: Sequence[Tensor | None], answer: object) -> None:
+    def note(self, key: tuple[str, ...], request: Tensors, answer: Tensors, no_gradient: Sequence[int] = ()) -> None:
+        """Keep the answer to a request to the boundary and direction ``key``."""
+        entry = key, _copied(request), (_copied(answer), no_gradient)
         with self._lock:
-            self._kept.setdefault(key, []).append((_copied(request), answer))
+            self._noted.append(entry)
 
-    def replay_forward(self, boundary: Boundary, inputs: Sequence[Tensor | None]) -> Crossed:
-        """Return the answer that was kept."""
-        kept = self._again((boundary.kind, boundary.name, "forward"), inputs)
-        outputs, no_gradient = cast("tuple[list[Tensor], list[int]]", kept)
-        return Crossed([output.clone() for output in outputs], None, no_gradient, fresh=True)
-
-    def replay_backward(
-        self, boundary: Boundary, gradients: Sequence[Tensor | None], wants: Sequence[bool]
-    ) -> list[Tensor | None]:
-        """Return the gradients that were kept."""
-        kept = cast("list[Tensor | None]", self._again((boundary.kind, boundary.name, "backward"), gradients))
-        return [value.clone() if want and value is not None else None for value, want in zip(kept, wants, strict=True)]
-
-    def _again(self, key: tuple[str, str, str], request: Sequence[Tensor | None]) -> object:
+    def replay(self, key: tuple[str, ...], request: Tensors) -> _Answer:
+        """Return the answer that was kept, and which outputs have no gradient."""
         with self._lock:
-            left = self._left.get(key, [])
-            for index, (before, answer) in enumerate(left):
-                if _same_bits(request, before):
-                    del left[index]
-                    return answer
+            for index, (of, before, (answer, no_gradient)) in enumerate(self._left):
+                if of == key and _same_bits(request, before):
+                    del self._left[index]
+                    return _copied(answer), no_gradient
         raise AnswersDiffer(f"the second run makes a different request to {key[0]} {key[1]!r}")
 
 
@@ -138,24 +134,19 @@ def _with_copies(crossed: Crossed) -> Crossed:
     return replace(crossed, outputs=[output.clone() for output in crossed.outputs])
 
 
-def _copied(values: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _copied(values: Tensors) -> list[Tensor | None]:
     return [None if value is None else value.detach().clone() for value in values]
 
 
-def _same_bits(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> bool:
-    if len(some) != len(others):
-        return False
-    for one, other in zip(some, others, strict=True):
-        if one is None or other is None:
-            if one is not other:
-                return False
-        elif (
-            one.shape != other.shape
-            or one.dtype != other.dtype
-            or not bool((torch.eq(one, other) | (torch.isnan(one) & torch.isnan(other))).all())
-        ):
-            return False
-    return True
+def _same_bits(some: Tensors, others: Tensors) -> bool:
+    return len(some) == len(others) and all(map(_are_same, some, others))
+
+
+def _are_same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    alike = one.shape == other.shape and one.dtype == other.dtype
+    return alike and bool((torch.eq(one, other) | (torch.isnan(one) & torch.isnan(other))).all())
 
 
 class _OfThread(threading.local):

@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -27,28 +28,51 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import FunctionCtx
 
 from anabranch.autodiff.boundary.answers import Answers, current_answers, current_first_forward, inside_a_boundary
-from anabranch.autodiff.boundary.types import Boundary, Crossed, Form
+from anabranch.autodiff.boundary.answers import Crossed as Crossed
+from anabranch.autodiff.boundary.answers import Tensors as Tensors
 from anabranch.autodiff.grad_sessions import boundary_entry, hold_on_tape
 from anabranch.errors import CaptureError
 
-__all__ = [
-    "Boundary",
-    "Crossed",
-    "Form",
-    "Tracer",
-    "cross",
-    "current_tracer",
-    "in_own_memory",
-    "outside_tracing",
-    "reaches",
-    "run_backward",
-    "run_forward",
-    "traced_by",
-]
-
-
 # What a second call may answer otherwise than a first one of the same step.
 _CHANGING = frozenset({"expert", "mixture"})
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Shape, dtype and device of an output, known before anything has been sent."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    differentiable: bool = True
+
+
+class Boundary(Protocol):
+    """One kind of boundary at one place of a model.
+
+    It holds nothing of a run, for several may be in progress: what belongs to one is in the state that forward returns.
+
+    Attributes:
+        kind: what is on the remote side: ``"expert"``, ``"table"``.
+        name: which one, for graphs and errors.
+    """
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def name(self) -> str: ...
+
+    def forward(self, inputs: Tensors, wants: Sequence[bool] | None) -> Crossed:
+        """Goes there. ``wants``: which inputs require a gradient; ``None``: there will be no backward."""
+
+    def backward(self, state: object, inputs: Tensors, gradients: Tensors, *, updates: bool) -> Tensors:
+        """Return a gradient for each input. ``None`` is not a gradient, on both sides. Without ``updates`` nothing
+        there is to change: ``torch.autograd.grad`` accumulates into no parameter.
+        """
+
+    def forms(self, inputs: Tensors) -> Sequence[Form]:
+        """Return the outputs' forms for inputs like these, of which only shape, dtype and device may be read."""
 
 
 class Tracer(Protocol):
@@ -67,18 +91,18 @@ class Tracer(Protocol):
     def entry(self) -> Tensor:
         """Return a leaf that requires a gradient, towards which the captured backward is to sweep."""
 
-    def forward(self, boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+    def forward(self, boundary: Boundary, inputs: Tensors, wants: Sequence[bool] | None) -> Crossed:
         """Write the forward node."""
 
     def backward(
         self,
         boundary: Boundary,
         state: object,
-        inputs: Sequence[Tensor | None],
-        gradients: Sequence[Tensor | None],
+        inputs: Tensors,
+        gradients: Tensors,
         wants: Sequence[bool],
         updates: bool,
-    ) -> Sequence[Tensor | None]:
+    ) -> Tensors:
         """Write the backward node."""
 
     def outside(self) -> AbstractContextManager[None]:
@@ -205,7 +229,7 @@ class _Crossing(torch.autograd.Function):
         return None, None, None, *answer[: len(ctx.wants)]
 
     @staticmethod
-    def backward_once(ctx: _CrossingContext, *gradients: Tensor | None) -> Sequence[Tensor | None]:
+    def backward_once(ctx: _CrossingContext, *gradients: Tensor | None) -> Tensors:
         # An error if the graph has been freed, which is none for who saved nothing.
         inputs = ctx.saved_tensors if ctx.reads_inputs else (None,) * len(ctx.wants)
         updates = ctx.needs_input_grad[0] and reaches(ctx.next_functions[0][0])
@@ -243,11 +267,12 @@ class _CrossingContext(FunctionCtx):
     saved_tensors: tuple[Tensor | None, ...]
 
 
-def run_forward(boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+def run_forward(boundary: Boundary, inputs: Tensors, wants: Sequence[bool] | None) -> Crossed:
     """Cross, forward; the outputs, in order, have their own memory, which their readers may reuse."""
     answers = current_answers()
     if answers is not None and answers.replaying:
-        return answers.replay_forward(boundary, inputs)
+        outputs, no_gradient = answers.replay((boundary.kind, boundary.name, "forward"), inputs)
+        return Crossed(cast("list[Tensor]", outputs), None, no_gradient, fresh=True)
     first = current_first_forward() if boundary.kind in _CHANGING else None
     if first is not None and (answer := first.answer()) is not None:
         return answer
@@ -256,7 +281,8 @@ def run_forward(boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequ
     if not crossed.fresh:
         crossed.outputs = cast("list[Tensor]", in_own_memory(crossed.outputs, inputs))
     if answers is not None:
-        answers.note_forward(boundary, inputs, crossed)
+        key = boundary.kind, boundary.name, "forward"
+        answers.note(key, inputs, crossed.outputs, list(crossed.no_gradient))
     if first is not None:
         first.note(crossed)
     return crossed
@@ -265,8 +291,8 @@ def run_forward(boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequ
 def run_backward(
     boundary: Boundary,
     state: object,
-    inputs: Sequence[Tensor | None],
-    gradients: Sequence[Tensor | None],
+    inputs: Tensors,
+    gradients: Tensors,
     wants: Sequence[bool],
     *,
     answers: Answers | None = None,
@@ -279,16 +305,17 @@ def run_backward(
     if answers is None or not answers.active:
         answers = current_answers()
     if answers is not None and answers.replaying:
-        return answers.replay_backward(boundary, gradients, wants)
+        answer, _ = answers.replay((boundary.kind, boundary.name, "backward"), gradients)
+        return [gradient if want else None for gradient, want in zip(answer, wants, strict=True)]
     with inside_a_boundary():
-        answer = boundary.backward(state, inputs, gradients, updates=updates)
-    answer = [gradient if want else None for gradient, want in zip(answer, wants, strict=True)]
+        sent_back = boundary.backward(state, inputs, gradients, updates=updates)
+    answer = [gradient if want else None for gradient, want in zip(sent_back, wants, strict=True)]
     if answers is not None:
-        answers.note_backward(boundary, gradients, answer)
+        answers.note((boundary.kind, boundary.name, "backward"), gradients, answer)
     return answer
 
 
-def in_own_memory(tensors: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> list[Tensor | None]:
+def in_own_memory(tensors: Tensors, others: Tensors) -> list[Tensor | None]:
     """Return contiguous tensors that share no memory with ``others``."""
     taken = {tensor.untyped_storage().data_ptr() for tensor in others if tensor is not None and tensor.numel()}
     return [None if tensor is None else _owned(tensor, taken) for tensor in tensors]

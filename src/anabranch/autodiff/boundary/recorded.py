@@ -8,10 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anabranch.autodiff.boundary.types import Crossed, Form
+from anabranch.autodiff.boundary.crossing import Crossed, Form, Tensors
 from anabranch.autodiff.isolated import IsolatedCall
-
-__all__ = ["RecordedBoundary"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +30,13 @@ class RecordedBoundary:
     kind: str
     name: str
     function: Callable[..., Sequence[Tensor]]
-    output_forms: Callable[[Sequence[Tensor | None]], Sequence[Form]]
+    output_forms: Callable[[Tensors], Sequence[Form]]
 
-    def forms(self, inputs: Sequence[Tensor | None]) -> Sequence[Form]:
+    def forms(self, inputs: Tensors) -> Sequence[Form]:
         """Return the outputs' forms."""
         return self.output_forms(inputs)
 
-    def forward(self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+    def forward(self, inputs: Tensors, wants: Sequence[bool] | None) -> Crossed:
         """Run the function, recording it if a gradient may come."""
         if wants is None:
             with torch.no_grad():
@@ -55,9 +53,7 @@ class RecordedBoundary:
         dead = [index for index, output in enumerate(call.outputs) if output is None]
         return Crossed([output.detach() for output in outputs], call, dead)
 
-    def backward(
-        self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], *, updates: bool
-    ) -> list[Tensor | None]:
+    def backward(self, state: object, inputs: Tensors, gradients: Tensors, *, updates: bool) -> list[Tensor | None]:
         """Sweeps the function's own tape."""
         assert isinstance(state, IsolatedCall)
         retain = torch._C._autograd._get_current_graph_task_keep_graph()

@@ -17,8 +17,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 
 from anabranch.autodiff.boundary.crossing import current_tracer
 from anabranch.errors import AnabranchError, SchemaError
-
-__all__ = ["WholeCallable", "beside", "call", "handle_of", "keep_whole", "learn_forms"]
+from anabranch.tensors import map_structure
 
 
 class WholeCallable(Protocol):
@@ -69,13 +68,7 @@ def _without_none(value: Any) -> Any:
 
 
 def _with_none(value: Any) -> Any:
-    if isinstance(value, str) and value == _NONE:
-        return None
-    if isinstance(value, dict):
-        return {key: _with_none(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)([_with_none(item) for item in value])
-    return value
+    return map_structure(lambda leaf: None if isinstance(leaf, str) and leaf == _NONE else leaf, value)
 
 
 def _call(handle: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

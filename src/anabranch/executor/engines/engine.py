@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from anabranch.autodiff import Callback, GradManager, record_outputs
 from anabranch.autodiff import grad_sessions as sessions
 from anabranch.autodiff.moved_parameter import parameters_here
-from anabranch.autodiff.roots import run_sweep
 from anabranch.executor.engines.gradients import all_finite, clip_norm, elements, nonfinite_names, norm_of
 from anabranch.executor.loaders.upcoming import UpcomingIds
 from anabranch.executor.steps import TrainStep
@@ -183,8 +182,7 @@ class Engine:
         self.passed_on: dict[Tensor, Tensor] | None = None
         self._manager = GradManager()
         self._sinks: Sequence[GradientSink] = ()
-        self.siblings = None  # with its tokens a session, for a step without sinks
-        self.tokens = sessions.Tokens()
+        self._session = sessions.Session()  # of a step without sinks
         self.follow_model()
 
     @property
@@ -243,21 +241,21 @@ class Engine:
         before anything has run, where the step is to be taken in parts. ``compare`` is called once the gradients are
         final.
         """
-        self._end_session()  # if an interrupt kept the run before from doing so
-        sessions.begin(self)
+        sessions.end(self._session)  # if an interrupt kept the run before from doing so
+        sessions.begin(self._session)
         try:
             loss, returned = self._forward(batch, fetch)
             began = spans.begin()
-            roots = [loss, *self.tokens.exits]
-            retain, create = sessions.sweep_flags(self)
+            roots = [loss, *self._session.exits]
+            retain, create = sessions.sweep_flags(self._session)
             if create:
-                run_sweep(roots, [None] * len(roots), retain, create)
+                sessions.run_sweep(roots, [None] * len(roots), retain, create)
             else:
                 torch.autograd.backward(roots, retain_graph=retain)
             if began:
                 spans.complete(began, "backward", "compute")
         finally:
-            self._end_session()
+            sessions.end(self._session)
         if compare is not None:
             compare(loss.detach(), returned)
         return self._finish(StepOutput(loss.detach(), returned), partial(Engine.update, self))
@@ -270,11 +268,6 @@ class Engine:
             self.clip(self._step.clip_grad_norm)
         update()
         return ran
-
-    def _end_session(self) -> None:
-        self.tokens.entries.clear()
-        self.tokens.exits.clear()
-        sessions.end(self)
 
     def _forward(self, batch: Structure, fetch: Fetch) -> tuple[Tensor, Mapping[str, Tensor]]:
         began = spans.begin()

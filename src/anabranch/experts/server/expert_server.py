@@ -38,7 +38,7 @@ from anabranch.experts.server.batching.task_pool import PoolStatistics, TaskPool
 from anabranch.experts.server.persistence import Persistence
 from anabranch.experts.server.sessions.open_sessions import SessionLimits, Sessions
 from anabranch.experts.server.sessions.session_verbs import SessionVerbs
-from anabranch.periodic import Periodic
+from anabranch.periodic import periodic
 from anabranch.record.spans import mark
 from anabranch.transport import (
     Answer,
@@ -251,7 +251,7 @@ class ExpertServer:
                 others = self._look_for_others()
                 self._announce()
                 stack.callback(self._withdraw)
-                renewing = Periodic(
+                renewing = periodic(
                     self._renew,
                     self._ttl / _RENEWALS,
                     name="anabranch-announce",

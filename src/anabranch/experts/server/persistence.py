@@ -17,7 +17,7 @@ from anabranch.deadline import check_seconds
 from anabranch.errors import CheckpointError
 from anabranch.experts.server.backend import ExpertBackend
 from anabranch.experts.server.directory_lock import DirectoryLock
-from anabranch.periodic import Periodic
+from anabranch.periodic import periodic
 from anabranch.record.fault_points import fault_point
 from anabranch.record.spans import mark
 from anabranch.transport.failures import note_failure
@@ -55,7 +55,7 @@ class Persistence:
         self._paused = paused
         self._applied: dict[str, dict[RequestIdentity, None]] = {uid: {} for uid in backends}
         self._saved: dict[str, int] = {}
-        self._saver = Periodic(self._save_if_possible, every, name="anabranch-checkpoint", patience=60.0)
+        self._saver = periodic(self._save_if_possible, every, name="anabranch-checkpoint", patience=60.0)
 
     def claim(self) -> AbstractContextManager[object]:
         """Make this the only server that saves these experts here, until the returned block is left.

@@ -40,7 +40,6 @@ from anabranch.tensors.rows import tensors_of
 
 Loss = Callable[[nn.Module, Any], object]
 """``loss(model, batch)`` returns a scalar tensor, or that and a dict of further tensors."""
-_NO_MODULES = nullcontext(dict[str, Any]())
 _MOST_GRAPHS = 64
 _SMALLEST = sys.float_info.min
 _MOST_NUMBERS = 8
@@ -284,8 +283,9 @@ class StepProgram(StepState):
         task.may_trace = may_trace
         self.rates.refresh()
         try:
-            recording = self._recorder.recording(self.model, modules) if modules else _NO_MODULES
-            with recording as outputs:
+            submodules = dict(self.model.named_modules()) if modules else {}
+            recorded = {name: submodules[name] for name in modules if name in submodules}
+            with self._recorder.recording(recorded) if modules else nullcontext(dict[str, object]()) as outputs:
                 result = self._front.run(kind, self.model, batch, may_trace=may_trace)
         finally:
             self._task = None

@@ -43,7 +43,7 @@ from anabranch.parameter_server.server.durable.durability import Durability, Sha
 from anabranch.parameter_server.server.shard import Shard
 from anabranch.parameter_server.server.shard_directory import shard_directory
 from anabranch.parameter_server.server.shard_statistics import ShardStatistics
-from anabranch.periodic import Periodic
+from anabranch.periodic import periodic
 from anabranch.record.spans import mark
 from anabranch.tables.kernels.selection import KernelThreads
 from anabranch.tables.warming import compile_kernels
@@ -220,7 +220,7 @@ class ParameterServer:
             self._directory.announce(self._uids, self.endpoint, _TTL)
             every["announcer"] = self._announce_again, _TTL / 3
         for name, (call, seconds) in every.items():
-            self._periodic.enter_context(Periodic(call, seconds, name=f"anabranch-shard-{name}", patience=600.0))
+            self._periodic.enter_context(periodic(call, seconds, name=f"anabranch-shard-{name}", patience=600.0))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -28,7 +28,7 @@ from anabranch.errors import Overloaded, SchemaError, SessionGone
 from anabranch.experts.server.backend import ExpertBackend
 from anabranch.experts.server.sessions.step_tasks import bytes_held
 from anabranch.experts.wire import StepHeader
-from anabranch.periodic import Periodic
+from anabranch.periodic import periodic
 from anabranch.record.spans import mark
 
 __all__ = ["SessionLimits", "Sessions", "Step"]
@@ -150,7 +150,7 @@ class Sessions:
         return len(self._open)
 
     def __enter__(self) -> Sessions:
-        self._sweeper.enter_context(Periodic(self._sweep_now, _GLANCE, name="anabranch-sessions"))
+        self._sweeper.enter_context(periodic(self._sweep_now, _GLANCE, name="anabranch-sessions"))
         return self
 
     def __exit__(self, *_: object) -> None:
