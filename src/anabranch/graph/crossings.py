@@ -35,8 +35,6 @@ from anabranch.autodiff.boundary.crossing import (
 )
 from anabranch.errors import CaptureError, SchemaError
 
-__all__ = ["BackwardCrossing", "Crossing", "Effect", "ForwardCrossing", "crossing_of"]
-
 
 class Effect(ABC):
     """A graph node's call of Python, which no pass drops, merges, repeats or reorders."""

@@ -7,12 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, fx, nn
 
-from anabranch.graph.effects import mark_unused_calls
-from anabranch.graph.graph import Graph, Input, InputKind
+from anabranch.graph.graph import Graph
+from anabranch.graph.operation_graph import Input, InputKind
 from anabranch.graph.passes.dead_nodes import drop_dead_nodes, drop_handles
 from anabranch.graph.trace.make_fx import Interceptor, TraceSource, constants, trace
-
-__all__ = ["build"]
 
 
 def build(
@@ -22,10 +20,10 @@ def build(
     *,
     kinds: Mapping[str, InputKind] | None = None,
     may_read: bool = False,
-    interceptors: Sequence[Interceptor] = (),
+    interceptor: Interceptor | None = None,
 ) -> Graph:
     """Traces ``body``, which yields ``outputs`` (names that it may add to while it runs), and cleans the trace."""
-    module = trace(body, sources, may_read=may_read, interceptors=interceptors)
+    module = trace(body, sources, may_read=may_read, interceptor=interceptor)
     graph = module.graph
     placeholders = list(graph.find_nodes(op="placeholder"))
     inputs = [_input(source, node, kinds or {}) for source, node in zip(sources, placeholders, strict=True)]
@@ -39,7 +37,6 @@ def build(
         placeholders.append(lifted)
         inputs.append(Input(f"constant.{index}", "constant", tensor))
     _drop_profiling(graph)
-    mark_unused_calls(graph)
     output = graph.output_node()
     output.args = (tuple(output.args[0]),)  # type: ignore[arg-type]
     return drop_dead_nodes(drop_handles(Graph(graph, inputs, list(outputs))))
