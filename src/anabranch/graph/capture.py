@@ -18,8 +18,7 @@ from anabranch.graph.dynamo.traced_calls import run_calls
 from anabranch.graph.dynamo.unseen_hooks import refuse_hooks
 from anabranch.graph.graph import Graph
 from anabranch.graph.operation_graph import Entries, InputKind
-from anabranch.graph.trace.build import build
-from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, free_name
+from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, build, free_name
 from anabranch.tensors import Structure, flatten, map_structure, paths, unflatten
 
 if TYPE_CHECKING:

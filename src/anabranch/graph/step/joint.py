@@ -36,8 +36,7 @@ from anabranch.graph.step.lookups import as_sparse_gradient
 from anabranch.graph.step.shared_memory import SharedMemory, written_inputs
 from anabranch.graph.step.step_state import SparseGradients, StepState
 from anabranch.graph.step.update import has_state
-from anabranch.graph.trace.build import build
-from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource
+from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, build
 from anabranch.interrupts import hold_interrupts
 
 

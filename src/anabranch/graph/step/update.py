@@ -15,8 +15,7 @@ from anabranch.errors import CaptureError
 from anabranch.graph.dynamo.unseen_hooks import refuse_hooks
 from anabranch.graph.graph import Graph
 from anabranch.graph.step.bound_state import LearningRates, without_tensors
-from anabranch.graph.trace.build import build
-from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource
+from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, build
 from anabranch.tensors import flatten, map_structure
 
 

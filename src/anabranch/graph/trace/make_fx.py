@@ -1,4 +1,4 @@
-"""Everything that depends on ``make_fx``: a Python function becomes a flat ``torch.fx`` graph of ATen operations.
+"""Everything that depends on ``make_fx``: a Python function becomes a ``Graph`` of ATen operations.
 
 One module, because the tracer changes between versions of PyTorch. What it adds to ``make_fx``:
 
@@ -14,7 +14,7 @@ import operator
 import re
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
@@ -37,6 +37,9 @@ from anabranch.autodiff.boundary.crossing import Boundary, Crossed, traced_by
 from anabranch.autodiff.hooks import watch_node
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.crossings import BackwardCrossing, ForwardCrossing
+from anabranch.graph.graph import Graph
+from anabranch.graph.operation_graph import Input, InputKind
+from anabranch.graph.passes.dead_nodes import drop_dead_nodes, drop_handles
 from anabranch.graph.trace.undisturbed import silent, undisturbed
 
 one_at_a_time = threading.RLock()
@@ -422,3 +425,48 @@ def constants(module: fx.GraphModule) -> dict[fx.Node, Tensor]:
             raise CaptureError(f"the function makes {str(node.target)!r}, which a graph cannot keep: {type(value)}")
         found[node] = value
     return found
+
+
+def build(
+    body: Callable[..., Sequence[object]],
+    sources: Sequence[TraceSource],
+    outputs: Sequence[str],
+    *,
+    kinds: Mapping[str, InputKind] | None = None,
+    may_read: bool = False,
+    interceptor: Interceptor | None = None,
+) -> Graph:
+    """Traces ``body``, which yields ``outputs`` (names that it may add to while it runs), and cleans the trace."""
+    module = trace(body, sources, may_read=may_read, interceptor=interceptor)
+    graph = module.graph
+    placeholders = list(graph.find_nodes(op="placeholder"))
+    inputs = [_input(source, node, kinds or {}) for source, node in zip(sources, placeholders, strict=True)]
+    for index, (node, tensor) in enumerate(constants(module).items()):
+        with graph.inserting_after(placeholders[-1]) if placeholders else graph.inserting_before(node):
+            lifted = graph.placeholder(f"constant_{index}")
+        lifted.meta.update(node.meta)
+        lifted.meta["val"] = tensor.detach()
+        node.replace_all_uses_with(lifted)
+        graph.erase_node(node)
+        placeholders.append(lifted)
+        inputs.append(Input(f"constant.{index}", "constant", tensor))
+    _drop_profiling(graph)
+    output = graph.output_node()
+    output.args = (tuple(output.args[0]),)  # type: ignore[arg-type]
+    return drop_dead_nodes(drop_handles(Graph(graph, inputs, list(outputs))))
+
+
+def _input(source: TraceSource, node: fx.Node, kinds: Mapping[str, InputKind]) -> Input:
+    if not source.state:
+        return Input(source.name)
+    assert isinstance(source.value, Tensor)
+    kind: InputKind = kinds.get(source.name) or kinds.get("") or "constant"
+    if isinstance(source.value, nn.Parameter):
+        kind = "parameter"
+    return Input(source.name, kind, source.value)
+
+
+def _drop_profiling(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "profiler":
+            graph.erase_node(node)
