@@ -393,11 +393,11 @@ def test_a_graph_says_if_its_modules_hold_other_tensors_than_it_was_captured_wit
     }
     x = torch.ones(2, 3)
     for name, change in changes.items():
-        held = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).eval())
-        holder = Holder(held)
+        replaced = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).eval())
+        holder = Holder(replaced)
         graphs = [capture(function, x) for function in (holder, holder.loss)]
         graphs.append(gradients(graphs[0], wrt=["0.weight"]))
-        change(held)
+        change(replaced)
         for graph in graphs:
             with pytest.raises(CaptureError, match=f"^{name} was replaced after the capture"):
                 graph(x)

@@ -217,10 +217,10 @@ def test_a_step_that_waits_for_the_device_leaves_streams_and_random_numbers_as_t
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     torch.cuda.manual_seed(1)
-    wanted = [*noisy(False), torch.rand(3, device="cuda").cpu()]
+    plain = [*noisy(False), torch.rand(3, device="cuda").cpu()]
     torch.cuda.manual_seed(1)
     with caplog.at_level(logging.INFO, logger="anabranch"):
-        found = [*noisy(True), torch.rand(3, device="cuda").cpu()]
-    assert all(map(torch.equal, found, wanted))
+        graph = [*noisy(True), torch.rand(3, device="cuda").cpu()]
+    assert all(map(torch.equal, graph, plain))
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert [text for text in caplog.messages if "cannot be a CUDA graph" in text]

@@ -39,8 +39,8 @@ def test_a_gradient_may_arrive_from_elsewhere() -> None:
     _, found = graph(x, arriving)  # type: ignore[misc]
     leaf = x.clone().requires_grad_()
     assert torch.equal(found, torch.autograd.grad(model(leaf), leaf, arriving)[0])
-    given = gradients(capture(lambda x: x * 3, torch.ones(2)), wrt=["x"], insert_grad=[torch.tensor([1.0, 2.0])])
-    assert torch.equal(given(torch.ones(2))[1], torch.tensor([3.0, 6.0]))  # type: ignore[index]
+    graph = gradients(capture(lambda x: x * 3, torch.ones(2)), wrt=["x"], insert_grad=[torch.tensor([1.0, 2.0])])
+    assert torch.equal(graph(torch.ones(2))[1], torch.tensor([3.0, 6.0]))  # type: ignore[index]
 
 
 def test_outputs_may_be_chosen_and_intermediates_differentiated() -> None:

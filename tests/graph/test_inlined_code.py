@@ -153,5 +153,5 @@ def test_variables_of_a_module_that_was_imported_anew_are_its_own(
     monkeypatch.setitem(sys.modules, "imported_twice", sys)  # removed afterwards
     for number in range(2):
         module = imported(tmp_path / f"{number}.py", known=known or not number)
-        found, expected = loss_after_a_change(module)
-        assert found == pytest.approx(expected)
+        loss, expected = loss_after_a_change(module)
+        assert loss == pytest.approx(expected)

@@ -124,9 +124,9 @@ def train(
         change(step, model, optimizers)
         with around(step):
             if graph and in_parts:
-                found = program.backward(batch)
-                program.update(found.dense, found.sparse)
-                seen += [value for _, value in sorted(found.outputs.items())]  # type: ignore[misc]
+                gradients = program.backward(batch)
+                program.update(gradients.dense, gradients.sparse)
+                seen += [value for _, value in sorted(gradients.outputs.items())]  # type: ignore[misc]
             elif graph:
                 seen += [value for _, value in sorted(program.run(batch).items())]  # type: ignore[misc]
             else:

@@ -82,8 +82,8 @@ class BoundState:
             return False
         if not all(map(same, chain.from_iterable(map(_values, self._states)), self._spaces)):
             return False
-        held = list(chain.from_iterable(map(_values, self._spaces)))
-        return len(held) == len(self._held) and all(map(same, held, self._held))
+        state = list(chain.from_iterable(map(_values, self._spaces)))
+        return len(state) == len(self._held) and all(map(same, state, self._held))
 
     def _refuse_new_hooks(self) -> None:
         """Check for hooks, if any was registered, anywhere, since the last check."""
