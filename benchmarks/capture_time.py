@@ -17,7 +17,6 @@ from measure import keep, machine
 from torch import Tensor
 
 from anabranch.graph import Graph, capture, gradients
-from anabranch.graph.passes.duplicates import merge_duplicates
 
 
 def chain(length: int) -> Graph:
@@ -43,7 +42,6 @@ def measure(length: int) -> dict[str, float]:
     figures["gradients"], both = seconds(lambda: gradients(graph, wrt=["x"]))
     assert isinstance(both, Graph)
     figures["operations"] = len(both.nodes)
-    figures["merge duplicates"], _ = seconds(lambda: merge_duplicates(both))
     figures["plan memory"], _ = seconds(both.memory_plan)
     figures["generate code"], _ = seconds(both.program)
     figures["run"], _ = seconds(lambda: both(torch.ones(4)))

@@ -5,25 +5,29 @@ from __future__ import annotations
 import gc
 import json
 import re
-import threading
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
-from whole_boundaries import Recorded, cross
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import anabranch as ab
-from anabranch.autodiff.boundary import whole_calls
+from anabranch.autodiff.boundary import crossing, whole_calls
 from anabranch.autodiff.boundary.crossing import Crossed, Form
 from anabranch.errors import CaptureError, DeadlineExceeded, SchemaError
 from anabranch.graph import Graph, StepProgram, capture
 from anabranch.graph.crossings import crossing_of
 from anabranch.graph.passes.dead_nodes import drop_dead_nodes
-from anabranch.graph.passes.duplicates import merge_duplicates
+
+
+def cross(boundary, *inputs: Tensor) -> Sequence[Tensor]:
+    """Cross a boundary that has a ``handle``, which Dynamo leaves whole."""
+    if torch.compiler.is_dynamo_compiling():
+        return whole_calls.call(boundary.handle, inputs, {})
+    return crossing.cross(boundary, *inputs)
 
 
 class Kept:
@@ -123,18 +127,6 @@ def test_a_graph_crosses_as_the_tape_does(alias: bool) -> None:
     assert graph.log == tape.log == ["far forward", "far backward"] * 3
 
 
-def test_an_answer_equal_to_the_request_has_its_own_memory() -> None:
-    far = Scale()
-    far.alias = True
-
-    def fn(x: Tensor) -> Tensor:
-        inner = torch.tanh(x)
-        return inner + cross(far, inner)[0] * 2  # done in place of the answer  # type: ignore[no-any-return]
-
-    x = torch.randn(3, 3)
-    assert torch.equal(capture(fn, x)(x), 3 * torch.tanh(x))  # type: ignore[arg-type]
-
-
 def test_a_run_frees_its_tensors_when_it_ends() -> None:
     far = Scale()
     model = Model(far)
@@ -172,12 +164,10 @@ def test_a_failure_on_the_far_side_is_the_callers_changes_nothing_and_leaves_not
         assert far.log == ["far forward", "far backward"]
 
 
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
-def test_large_parameters_are_not_updated_before_the_last_crossing(kind: type[torch.optim.SGD]) -> None:
+def test_large_parameters_are_not_updated_before_the_last_crossing() -> None:
     far = Scale()
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1 << 15), nn.Linear(1 << 15, 1))
-    optimizer = kind(model.parameters(), lr=0.1, fused=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
     program = StepProgram(model, lambda m, x: m[2](m[1](cross(far, m[0](x))[0])).mean(), [optimizer])
     for _ in range(2):
         program.run(torch.randn(3, 4))
@@ -199,7 +189,7 @@ def test_crossings_stay_apart_alive_and_in_order() -> None:
         cross(second, x)  # nobody reads it
         return cross(first, x)[0] + cross(first, x)[0] + cross(second, x * 1)[0]  # type: ignore[no-any-return]
 
-    graph = drop_dead_nodes(merge_duplicates(capture(fn, torch.ones(2, 2))))
+    graph = drop_dead_nodes(capture(fn, torch.ones(2, 2)))
     assert crossings(graph) == ["fake_forward"] * 4
     assert log == []  # nobody goes there while a graph is captured
     graph(torch.ones(2, 2))
@@ -269,14 +259,6 @@ def test_without_grad_mode_nothing_is_kept_for_backward() -> None:
     assert wanted == [None]
 
 
-def test_shapes_are_inferred_through_a_boundary() -> None:
-    far = Scale()
-    graph = capture(lambda x: cross(far, x)[0] * 2, torch.ones(2, 2))
-    graph.origin = None  # by replay
-    assert graph.infer_shapes((5, 2))["output"] == torch.Size([5, 2])
-    assert graph.infer_shapes()["output"] == torch.Size([2, 2])
-
-
 def test_an_answer_of_another_form_than_the_graphs_is_refused() -> None:
     far = Scale()
     graph = capture(lambda x: cross(far, x)[0] * 2, torch.ones(2, 2))
@@ -295,82 +277,8 @@ def test_inductor_is_not_given_a_boundary() -> None:
 
 
 def test_another_tracer_is_refused() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     with FakeTensorMode(), pytest.raises(CaptureError, match="'far' is across a boundary"):
         cross(Scale(), torch.ones(2, 2))
-
-
-def test_a_graph_run_by_several_threads_at_once_mixes_nothing_up() -> None:
-    met = threading.Barrier(2, timeout=20)
-
-    class Meeting(Scale):
-        def forward(self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
-            (x,) = inputs
-            assert x is not None
-            met.wait(timeout=20)
-            return Crossed([x * 3, torch.tensor([1, 2])], float(x.sum()), [1])
-
-        def backward(
-            self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], *, updates: bool
-        ) -> list[Tensor | None]:
-            met.wait(timeout=20)
-            assert isinstance(state, float)
-            assert gradients[0] is not None
-            return [gradients[0] * state]
-
-    meeting = Meeting()
-    graph = ab.gradients(capture(lambda x: cross(meeting, x)[0].sum(), torch.ones(2)), wrt=["x"])
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda n: graph(torch.full((2,), n)), (1.0, 5.0), timeout=30))
-    assert [answer[1].tolist() for answer in found] == [[2.0, 2.0], [10.0, 10.0]]  # type: ignore[index]
-
-
-def test_a_recorded_boundary_has_its_own_tape() -> None:
-    weight = torch.randn(3, requires_grad=True)
-
-    def function(entry: Tensor | None, x: Tensor) -> list[Tensor]:
-        return [x[x > 0].sum() * weight]  # how many there are is nobody's business
-
-    def forms(inputs: Sequence[Tensor | None]) -> list[Form]:
-        return [Form((3,), torch.float32, torch.device("cpu"))]
-
-    far = Recorded("test", "recorded", function, forms)
-    x = torch.randn(6, requires_grad=True)
-    (y,) = cross(far, x)
-    y.sum().backward()
-    assert x.grad is not None
-    assert weight.grad is None  # not given to the boundary: it lies on the far side
-    graph = ab.gradients(capture(lambda x: cross(far, x)[0].sum(), torch.ones(6)), wrt=["x"])
-    assert torch.equal(graph(x.detach())[1], x.grad)  # type: ignore[index]
-
-
-def test_a_session_frees_tensors_kept_by_a_crossing_although_its_output_is_still_held() -> None:
-    far = Scale()
-    x = torch.randn(2, 2, requires_grad=True)
-    with ab.Grad().wrt(x) as session:
-        y = cross(far, x)[0]
-        assert far.kept[0]() is not None
-        session(y, torch.ones(2, 2))
-    assert far.kept[0]() is None
-    with ab.Grad().wrt(x):
-        z = cross(far, x)[0]
-    assert far.kept[1]() is None
-    with pytest.raises(RuntimeError, match="freed"):
-        z.sum().backward()
-    assert y is not None
-
-
-def test_backward_twice_needs_the_graph_to_be_retained() -> None:
-    far = Scale()
-    x = torch.randn(2, 2, requires_grad=True)
-    y = cross(far, x)[0].sum()
-    y.backward(retain_graph=True)
-    y.backward()
-    assert x.grad is not None
-    assert torch.equal(x.grad, torch.full((2, 2), 6.0))
-    with pytest.raises(RuntimeError, match="freed|second time"):
-        y.backward()
 
 
 def test_pages_and_drawings_show_boundaries_in_their_colour(tmp_path: Path) -> None:

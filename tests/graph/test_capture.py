@@ -19,7 +19,8 @@ from torch.autograd.graph import get_gradient_edge
 from anabranch.autodiff import GradManager
 from anabranch.autodiff.hooks import hooks_of_node, hooks_registered
 from anabranch.errors import CaptureError, SchemaError
-from anabranch.graph import Graph, StepProgram, capture, gradients
+from anabranch.graph import StepProgram, capture, gradients
+from anabranch.graph.dynamo.refusals import Raises
 
 
 class Pair(NamedTuple):
@@ -34,32 +35,21 @@ def test_inputs_are_named_after_parameters_and_nested_leaves_by_path() -> None:
     graph = capture(fn, torch.ones(2), {"ids": torch.ones(2)}, 2.0)
     assert graph.inputs == ["x", "batch.ids", "scale"]
     assert graph.outputs == ["output.0", "output.1.scaled"]
-
-
-def test_a_bare_output_is_called_output() -> None:
-    assert capture(lambda x: x + 1, torch.ones(2)).outputs == ["output"]
-
-
-def test_variable_arguments_are_numbered() -> None:
-    assert capture(lambda first, *rest: first + sum(rest), *[torch.ones(1)] * 3).inputs == ["first", "rest.0", "rest.1"]
+    graph = capture(lambda first, *rest: first + sum(rest), *[torch.ones(1)] * 3)
+    assert (graph.inputs, graph.outputs) == (["first", "rest.0", "rest.1"], ["output"])
 
 
 def test_a_graph_returns_the_functions_own_structure() -> None:
-    graph = capture(lambda x: Pair(x + 1, x * 2), torch.ones(2))
     x = torch.randn(2)
-    result = graph(x)
+    result = capture(lambda x: Pair(x + 1, x * 2), torch.ones(2))(x)
     assert isinstance(result, Pair)
     assert torch.equal(result.right, x * 2)
 
 
-def test_the_state_of_a_module_is_bound_under_its_qualified_names() -> None:
+def test_the_state_of_modules_is_bound_under_its_qualified_names() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     graph = capture(lambda x: model(x), torch.randn(5, 3))
-    state = [*dict(model.named_parameters()), *dict(model.named_buffers())]
-    assert graph.inputs == ["x", *state]
-
-
-def test_two_modules_are_distinguished_by_the_variables_that_hold_them() -> None:
+    assert graph.inputs == ["x", *dict(model.named_parameters()), *dict(model.named_buffers())]
     one, two = nn.Linear(2, 2), nn.Linear(2, 2)
     graph = capture(lambda x: two(one(x)), torch.randn(5, 2))
     assert graph.inputs == ["x", "one.weight", "one.bias", "two.weight", "two.bias"]
@@ -171,12 +161,6 @@ def test_an_example_that_is_neither_tensor_nor_number_is_named(value: object) ->
         capture(lambda batch: batch["x"], {"x": torch.ones(1), "key": value})
 
 
-def test_too_many_examples_are_refused() -> None:
-    with pytest.raises(TypeError, match="2 example inputs for a function of 1"):
-        capture(lambda x: x, torch.ones(1), torch.ones(1))
-
-
-counter = 0
 seen: list[object] = []
 
 
@@ -193,12 +177,6 @@ def read(x: Tensor) -> Tensor:
 def keep(x: Tensor) -> Tensor:
     seen.append(x.shape)
     return x + 1
-
-
-def count(x: Tensor) -> Tensor:
-    global counter
-    counter += 1
-    return x + counter
 
 
 def choose(x: Tensor) -> Tensor:
@@ -237,44 +215,60 @@ def test_unsupported_code_in_a_graph_is_refused_with_its_line(function: Callable
 
 @pytest.mark.parametrize(
     ("function", "culprit"),
-    [(keep, "seen"), (count, ""), (Counting(), "function"), (Remembering(), "function")],
-    ids=["list", "global", "counter", "attribute"],
+    [(keep, "seen"), (Counting(), "function"), (Remembering(), "function")],
+    ids=["list", "counter", "attribute"],
 )
 def test_changes_of_python_state_that_a_graph_would_lose_are_refused(
     function: Callable[..., object], culprit: str
 ) -> None:
     with pytest.raises(CaptureError, match=rf"side effects happened.*{culprit}"):
         capture(function, torch.ones(3))  # type: ignore[arg-type]
-    assert (counter, seen) == (0, [])
+    assert seen == []
     assert not vars(function).get("calls")
     assert "last" not in vars(function)
 
 
-def test_a_gradient_hook_is_refused_by_name_and_line() -> None:
+def double(gradient: Tensor) -> Tensor:
+    return 2 * gradient
+
+
+def node_of(model: nn.Module) -> Any:
+    """The node that accumulates a gradient, which lives as long as the model."""
+    node = vars(model)["node"] = get_gradient_edge(model.bias).node  # type: ignore[arg-type]
+    return node
+
+
+HOOKS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "of a parameter": (
+        lambda model, optimizer: model.weight.register_hook(double),
+        rf"{re.escape(line_in(double, 'def double'))}: 'weight' has a gradient hook",
+    ),
+    "of a node": (
+        lambda model, optimizer: node_of(model).register_hook(lambda *_: None),
+        "the AccumulateGrad node of 'bias' has a hook",
+    ),
+    "before a node": (
+        lambda model, optimizer: node_of(model).register_prehook(lambda *_: None),
+        "the AccumulateGrad node of 'bias' has a hook",
+    ),
+    "of a step": (lambda model, optimizer: optimizer.register_step_post_hook(double), "SGD has a step hook"),
+    "of a module": (lambda model, optimizer: model.register_full_backward_hook(double), "has a backward hook"),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_that_a_graph_would_not_call_is_refused_as_soon_as_it_is_set(hook: str) -> None:
+    register, message = HOOKS[hook]
     model = nn.Linear(2, 2)
-
-    def double(gradient: Tensor) -> Tensor:
-        return 2 * gradient
-
-    handle = model.weight.register_hook(double)
-    program = StepProgram(model, lambda m, x: m(x).sum(), [torch.optim.SGD(model.parameters())])
-    with pytest.raises(
-        CaptureError, match=rf"{re.escape(line_in(double, 'def double'))}: 'weight' has a gradient hook"
-    ):
-        program.run(torch.ones(1, 2))
-    handle.remove()
+    optimizer = torch.optim.SGD(model.parameters())
+    program = StepProgram(model, lambda m, x: m(x).sum(), [optimizer])
     program.run(torch.ones(1, 2))
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_a_hook_on_the_node_of_a_parameter_is_refused_by_name(before: bool) -> None:
-    model = nn.Linear(2, 2)
-    program = StepProgram(model, lambda m, x: m(x).sum(), [torch.optim.SGD(model.parameters())])
-    program.run(torch.ones(1, 2))
-    node = get_gradient_edge(model.bias).node
-    handle = (node.register_prehook if before else node.register_hook)(lambda *_: None)
-    with pytest.raises(CaptureError, match="the AccumulateGrad node of 'bias' has a hook"):
+    handle = register(model, optimizer)
+    with pytest.raises(CaptureError, match=message):
         program.run(torch.ones(1, 2))
+    if hook == "of a module":
+        with pytest.raises(CaptureError, match=message):
+            capture(model, torch.ones(1, 2))
     handle.remove()
     program.run(torch.ones(1, 2))
 
@@ -298,19 +292,6 @@ def test_a_session_attached_to_the_parameters_is_allowed() -> None:
         manager.backward(model(torch.ones(1, 2)).sum())
     program = StepProgram(model, lambda m, x: m(x).sum(), [torch.optim.SGD(model.parameters())])
     program.run(torch.ones(1, 2))
-
-
-def test_backward_hooks_of_modules_and_step_hooks_of_optimizers_are_refused() -> None:
-    model = nn.Linear(2, 2)
-    handle = model.register_full_backward_hook(lambda *_: None)
-    with pytest.raises(CaptureError, match="has a backward hook"):
-        capture(model, torch.ones(1, 2))
-    handle.remove()
-    optimizer = torch.optim.SGD(model.parameters())
-    optimizer.register_step_post_hook(lambda *_: None)
-    program = StepProgram(model, lambda m, x: m(x).sum(), [optimizer])
-    with pytest.raises(CaptureError, match="SGD has a step hook"):
-        program.run(torch.ones(1, 2))
 
 
 def test_a_forward_hook_is_captured_unless_it_changes_python_state() -> None:
@@ -342,15 +323,6 @@ def test_a_refused_step_changes_nothing() -> None:
     assert model.calls == 0
 
 
-def test_python_state_that_the_forward_changes_is_changed_once_a_step() -> None:
-    model = Counting()
-    model.weight = nn.Parameter(torch.ones(3))
-    program = StepProgram(model, lambda m, x: m(x * m.weight).sum(), [torch.optim.SGD(model.parameters(), lr=0.0)])
-    losses = [program.run(torch.ones(3))["loss"] for _ in range(4)]
-    assert torch.stack(losses).tolist() == [3.0, 1.5, 1.0, 0.75]
-    assert model.calls == 4
-
-
 def test_a_cycling_momentum_is_refused_before_it_makes_a_graph_a_step() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -366,15 +338,15 @@ def test_a_cycling_momentum_is_refused_before_it_makes_a_graph_a_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("result", "kind", "message"),
+    ("result", "message"),
     [
-        ("vector", ValueError, r"the loss has shape \("),
-        ("number", TypeError, "got float"),
-        ("pair", TypeError, "got int"),
-        ("constant", ValueError, "does not depend on any parameter"),
+        ("vector", r"the loss of shape \(3, 2\)"),
+        ("number", "got float"),
+        ("pair", "got int"),
+        ("constant", "depends on a parameter"),
     ],
 )
-def test_a_loss_of_the_wrong_form_is_the_users_mistake(result: str, kind: type[Exception], message: str) -> None:
+def test_a_loss_of_the_wrong_form_is_refused(result: str, message: str) -> None:
     model = nn.Linear(2, 2)
 
     def loss(module: nn.Module, x: Tensor) -> object:
@@ -383,7 +355,7 @@ def test_a_loss_of_the_wrong_form_is_the_users_mistake(result: str, kind: type[E
         return {**forms, "constant": x.sum()}[result]
 
     program = StepProgram(model, loss, [torch.optim.SGD(model.parameters())])
-    with pytest.raises(kind, match=message):
+    with pytest.raises(Raises, match=message):
         program.run(torch.ones(3, 2))
 
 
@@ -392,16 +364,13 @@ def test_the_machinery_of_capture_is_loaded_at_the_first_capture() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=200).returncode == 0
 
 
-def test_lazy_conjugates_are_resolved_or_refused() -> None:
+def test_lazy_conjugates_are_refused() -> None:
     x, z = torch.randn(2, 3), torch.randn(3, dtype=torch.complex64)
-    for example in (z, z.conj()):
-        graph = capture(lambda x, z: x + z.imag + (z * 2).real, x, example)
-        for given in (z, z.conj()):
-            assert torch.equal(graph(x, given), x + given.imag + (given * 2).real)
-    kept = z.conj()
+    graph, kept = capture(lambda x, z: x + z.imag, x, z), z.conj()
+    with pytest.raises(SchemaError, match=r"z: .* got a conjugate.*resolve_conj\(\)"):
+        graph(x, kept)
     with pytest.raises(CaptureError, match=r"kept is a conjugate.*resolve_conj\(\)"):
         capture(lambda x: x + kept.imag, x)
-    assert torch.equal(capture(lambda x: (x * kept).abs(), x)(x), (x * kept).abs())
 
 
 class Holder:
@@ -417,28 +386,23 @@ class Holder:
 
 
 def test_a_graph_says_if_its_modules_hold_other_tensors_than_it_was_captured_with(tmp_path: Path) -> None:
-    def model() -> nn.Sequential:
-        return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).eval(), nn.Linear(3, 2))
-
-    changes: dict[str, Callable[[nn.Sequential], object]] = {
+    changes: dict[str, Callable[[Any], object]] = {
         "0.weight": lambda model: model.load_state_dict(model.state_dict(), assign=True),
-        "2.bias": lambda model: setattr(model[2], "bias", nn.Parameter(torch.zeros(2))),
         "0": lambda model: model.__setitem__(0, nn.Linear(3, 3)),
         "1.running_mean": lambda model: model.double(),
     }
     x = torch.ones(2, 3)
     for name, change in changes.items():
-        held = model()
-        holder, graphs = Holder(held), list[Graph]()
-        for function in (lambda x, held=held: held(x).sum(), holder, holder.loss):
-            graph = capture(function, x)
-            graphs += [graph, gradients(graph, wrt=["0.weight"])]
-        change(held)
-        for each in graphs:
+        replaced = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).eval())
+        holder = Holder(replaced)
+        graphs = [capture(function, x) for function in (holder, holder.loss)]
+        graphs.append(gradients(graphs[0], wrt=["0.weight"]))
+        change(replaced)
+        for graph in graphs:
             with pytest.raises(CaptureError, match=f"^{name} was replaced after the capture"):
-                each(x)
-            with pytest.raises(CaptureError, match="was replaced"):
-                each.save(tmp_path / "graph.safetensors")
+                graph(x)
+        with pytest.raises(CaptureError, match="was replaced"):
+            graphs[0].save(tmp_path / "graph.safetensors")
 
 
 def test_a_graph_follows_what_is_written_into_its_tensors_and_what_it_does_not_read() -> None:

@@ -5,116 +5,37 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from test_boundaries import Scale
 from torch import Tensor, nn
-from whole_boundaries import Recorded, cross
 
-import anabranch as ab
-from anabranch.autodiff.boundary.crossing import Form
-from anabranch.graph import Graph, StepProgram, capture
-from anabranch.graph.crossings import crossing_of
-from anabranch.graph.dynamo.undisturbed import random_states_untouched
+from anabranch.graph import StepProgram, capture
 from anabranch.graph.run import cuda_graphs
-from anabranch.graph.run.copy_streams import copy_beside_compute, crosses_from_cuda, launch_before_crossings
+from anabranch.graph.trace.undisturbed import random_states_untouched
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
-def doubled() -> Recorded:
-    def forms(inputs: Sequence[Tensor | None]) -> list[Form]:
-        return [Form(tuple(x.shape), x.dtype, x.device) for x in inputs if x is not None]
+def test_a_replayed_program_copies_in_and_out_and_follows_moved_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
 
-    def far(entry: Tensor | None, x: Tensor) -> list[Tensor]:
-        return [(x.cpu() * 2).to(x.device)]  # as a far side does: main memory and back
-
-    return Recorded("example", "doubled", far, forms)
-
-
-def branching(device: str = "cpu") -> tuple[Graph, Tensor]:
-    """A branch that does not need the answer stands behind the crossing, and so does what does."""
-    far = doubled()
-    state = torch.zeros(4, 4, device=device)
-
-    def fn(x: Tensor) -> Tensor:
-        inner = torch.tanh(x)
-        answer = cross(far, inner)[0]
-        own = torch.sin(inner) @ x
-        state.add_(1)
-        noise = torch.rand_like(x)
-        return answer.exp() + own + state + noise + cross(far, answer)[0]
-
-    return capture(fn, torch.ones(4, 4, device=device)), torch.randn(4, 4, device=device)
-
-
-def names(graph: Graph) -> list[str]:
-    return [
-        found.__name__ if (found := crossing_of(node)) is not None else getattr(node.target, "__name__", "")
-        for node in graph.fx.nodes
-        if node.op == "call_function"
-    ]
-
-
-def run_twice(graph: Graph, x: Tensor) -> list[Tensor]:
-    for binding in graph.bindings:
-        if binding.bound is not None:
-            binding.bound.zero_()
-    torch.manual_seed(0)
-    return [graph(x), graph(x)]  # type: ignore[list-item]
-
-
-@pytest.mark.parametrize("improve", [launch_before_crossings, copy_beside_compute])
-def test_the_passes_for_crossings_change_no_bit(improve: Callable[[Graph], Graph]) -> None:
-    graph, x = branching()
-    expected, before = run_twice(graph, x), names(graph)
-    found = run_twice(improve(graph), x)
-    assert all(map(torch.equal, found, expected))
-    assert names(graph) == before
-
-
-def test_operations_independent_of_an_answer_are_launched_before_it() -> None:
-    graph, _ = branching()
-    order = names(launch_before_crossings(graph))
-    first = order.index("example_forward")
-    assert {"sin.default", "mm.default"} <= set(order[:first])
-    assert {"exp.default", "rand_like.default", "add_.Tensor"} <= set(order[first:])
-
-
-def test_an_event_marks_where_crossing_values_are_ready() -> None:
-    graph, _ = branching()
-    order = names(copy_beside_compute(launch_before_crossings(graph)))
-    assert order.index("_note_ready") == order.index("tanh.default") + 1
-    assert order.count("_note_ready") == order.count("example_forward") == 2
-    assert not crosses_from_cuda(graph), "a program of a CPU has none of this"
-
-
-class Recording:
-    """Stands for a CUDA graph: the program, run again on the recorded inputs into the recorded results."""
-
-    made = 0
-
-    def __init__(self, program: Any, inputs: Sequence[Tensor]) -> None:
-        Recording.made += 1
-        self.results = tuple(torch.empty(0) for _ in range(3))
+    def record(program: Any, inputs: Sequence[Tensor]) -> Any:
+        """As a CUDA graph: the program, run again on the recorded inputs into the recorded results."""
+        results = tuple(torch.empty(0) for _ in range(3))
+        made.append(results)
 
         def again() -> None:
-            for mine, value in zip(self.results, program.run(*inputs), strict=True):
-                mine.set_(value)  # type: ignore[call-overload]
+            for mine, value in zip(results, program.run(*inputs), strict=True):
+                mine.set_(value)
 
-        self.again = again
-
-
-def test_a_replayed_program_copies_in_and_out_and_follows_moved_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def record(program: Any, inputs: Sequence[Tensor]) -> Any:
-        recording = Recording(program, inputs)
-        return recording.again, recording.results
+        return again, results
 
     monkeypatch.setattr(cuda_graphs, "_record", record)
-    monkeypatch.setattr(Recording, "made", 0)
     weight = torch.full((3,), 2.0)
     graph = capture(lambda x: (x * weight, x + 1, (x * weight).sum()), torch.ones(3))
     program = cuda_graphs.Replayed(graph.program(), graph, [False, True, False])
@@ -126,12 +47,12 @@ def test_a_replayed_program_copies_in_and_out_and_follows_moved_memory(monkeypat
         assert torch.equal(lent, x + 1)  # type: ignore[arg-type]
         kept.append((product, x * 2, total))
     assert all(torch.equal(mine, expected) for mine, expected, _ in kept), "what is not lent is the caller's"
-    assert Recording.made == 1
+    assert len(made) == 1
     weight.data = torch.full((3,), 5.0)
     assert torch.equal(program.run(torch.ones(3))[0], torch.full((3,), 5.0))  # type: ignore[arg-type]
     for _ in range(4):
         assert torch.equal(program.run(torch.ones(3))[0], torch.full((3,), 5.0))  # type: ignore[arg-type]
-    assert Recording.made == 2
+    assert len(made) == 2
 
 
 def test_a_program_that_cannot_be_recorded_still_runs_and_logs_it_once(
@@ -151,29 +72,9 @@ def test_a_program_that_cannot_be_recorded_still_runs_and_logs_it_once(
     assert all(torch.equal(each, torch.full((3,), 2.0)) for each in found)  # type: ignore[arg-type]
 
 
-def test_what_waits_for_the_device_is_never_recorded(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(cuda_graphs, "_record", lambda *_: pytest.fail("recorded"))
-    graph = capture(lambda x: torch.linalg.inv(x) * 2, torch.eye(3))
-    with caplog.at_level(logging.INFO, logger="anabranch"):
-        program = cuda_graphs.Replayed(graph.program(), graph, [False])
-        assert all(torch.equal(program.run(torch.eye(3))[0], torch.eye(3) * 2) for _ in range(8))  # type: ignore[arg-type]
-    (said,) = [record.getMessage() for record in caplog.records if record.name == "anabranch"]
-    assert "_linalg_check_errors waits for the device" in said
-
-
-@pytest.mark.parametrize("ended", [True, False])
-def test_a_failed_recording_gives_its_stream_back_and_its_memory_once(
-    ended: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """PyTorch gives back the memory of a recording that was ended, and of no other; giving it back twice aborts."""
+def test_a_failed_recording_gives_its_stream_and_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch gives back the memory of a recording that was ended, and of no other."""
     did: list[str] = []
-
-    def close(device: int, pool: tuple[int, int]) -> None:
-        if ended:
-            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
-        did.append(f"close {device} {pool}")
 
     def fail(*_: Tensor) -> tuple[object, ...]:
         raise torch.OutOfMemoryError("example")
@@ -187,13 +88,13 @@ def test_a_failed_recording_gives_its_stream_back_and_its_memory_once(
         "set_stream": lambda given: did.append("stream" if given is stream else "other"),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", close)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: did.append(f"close {device} {pool}"))
     monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda device, pool: did.append(f"release {device} {pool}"))
     monkeypatch.setattr(cuda_graphs, "_BROKEN", kept := [])
     with pytest.raises(torch.OutOfMemoryError):
         cuda_graphs._record(cuda_graphs.Program("", fail), [])
-    assert did == (["stream"] if ended else ["stream", "close 1 (0, 7)", "release 1 (0, 7)"])
-    assert len(kept) == (not ended)
+    assert did == ["stream", "close 1 (0, 7)", "release 1 (0, 7)"]
+    assert len(kept) == 1
 
 
 def test_one_thread_of_a_process_records_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +127,8 @@ def test_one_thread_of_a_process_records_at_a_time(monkeypatch: pytest.MonkeyPat
 
 def test_programs_on_a_cpu_or_with_python_calls_are_not_recorded() -> None:
     assert not cuda_graphs.can_replay(capture(lambda x: x * 2, torch.ones(3)))
-    assert not cuda_graphs.can_replay(branching()[0])
+    far = Scale()
+    assert not cuda_graphs.can_replay(capture(lambda x: far.call_whole(x)[0], torch.ones(2, 2)))
 
 
 def test_a_capture_does_not_set_a_random_state_that_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,49 +184,22 @@ def test_replayed_steps_are_the_plain_loop_bit_for_bit(move: int | None, monkeyp
     assert len(recordings) >= 2, "both kinds of batches were recorded"
 
 
-@pytest.mark.cuda
-@NO_CUDA
-def test_crossings_from_a_device_give_the_same_bits_beside_the_computation() -> None:
-    graph, x = branching("cuda")
-    assert crosses_from_cuda(graph)
-    assert "_note_ready" in graph.code
-    for mine, plain in zip(run_twice(graph, x), run_twice(branching("cuda")[0], x), strict=True):
-        assert torch.equal(mine, plain)
-    far = doubled()
-    model = nn.Linear(4, 4).cuda()
-    program = StepProgram(
-        model, lambda m, x: cross(far, m(x))[0].square().sum(), [torch.optim.SGD(model.parameters(), lr=0.01)]
-    )
-    twin = nn.Linear(4, 4).cuda()
-    twin.load_state_dict(model.state_dict())
-    optimizer = torch.optim.SGD(twin.parameters(), lr=0.01)
-    for _ in range(5):
-        found = program.run(x)["loss"]
-        optimizer.zero_grad()
-        loss = (twin(x) * 2).square().sum()
-        loss.backward()
-        optimizer.step()
-        torch.testing.assert_close(found, loss.detach())
-
-
-def noisy(waits: bool, graph: bool, seed: int = 0, steps: int = 12) -> list[Tensor]:
-    """The losses of a model with Dropout, whose step waits for the device to look at what ``inv`` says, or does not."""
-    generator = torch.Generator().manual_seed(seed)
-    weights = nn.Linear(8, 8).requires_grad_(False)
-    for value in weights.parameters():
-        value.copy_(torch.randn(value.shape, generator=generator))
-    model = nn.Sequential(weights, nn.Tanh(), nn.Linear(8, 8), nn.Dropout(0.3 if waits else 0.0)).cuda()
+def noisy(graph: bool) -> list[Tensor]:
+    """The losses of a model with Dropout, whose step waits for the device to look at what ``inv`` says."""
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Dropout(0.3))
     with torch.no_grad():
-        model[2].weight.copy_(torch.eye(8))
-        model[2].bias.zero_()
-    optimizer = torch.optim.Adam(model[2].parameters(), lr=0.01)
+        for value in model.parameters():
+            value.copy_(torch.randn(value.shape, generator=generator))
+    model = model.cuda()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         y: Tensor = model(x)
-        return (torch.linalg.inv(y.T @ y + torch.eye(8, device="cuda")) if waits else y).square().mean()
+        return torch.linalg.inv(y.T @ y + torch.eye(8, device="cuda")).square().mean()
 
     program, losses = StepProgram(model, loss, [optimizer]), []
-    for _ in range(steps):
+    for _ in range(12):
         x = torch.randn(6, 8, generator=generator).cuda()
         if graph:
             losses.append(program.run(x)["loss"])
@@ -338,60 +213,14 @@ def noisy(waits: bool, graph: bool, seed: int = 0, steps: int = 12) -> list[Tens
 
 @pytest.mark.cuda
 @NO_CUDA
-@pytest.mark.parametrize("known", [True, False])
 def test_a_step_that_waits_for_the_device_leaves_streams_and_random_numbers_as_they_were(
-    known: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    if not known:
-        monkeypatch.setattr(cuda_graphs, "_WAITING", frozenset())
     torch.cuda.manual_seed(1)
-    wanted = [*noisy(True, False), torch.rand(3, device="cuda").cpu()]
+    plain = [*noisy(False), torch.rand(3, device="cuda").cpu()]
     torch.cuda.manual_seed(1)
     with caplog.at_level(logging.INFO, logger="anabranch"):
-        found = [*noisy(True, True), torch.rand(3, device="cuda").cpu()]
-    assert all(map(torch.equal, found, wanted))
+        graph = [*noisy(True), torch.rand(3, device="cuda").cpu()]
+    assert all(map(torch.equal, graph, plain))
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert [text for text in caplog.messages if "cannot be a CUDA graph" in text]
-
-
-@pytest.mark.cuda
-@NO_CUDA
-def test_threads_that_train_at_the_same_time_each_have_the_plain_loops_losses() -> None:
-    wanted = [noisy(False, False, seed, 40) for seed in range(4)]
-    found: dict[int, list[Tensor]] = {}
-    threads = [
-        threading.Thread(target=lambda seed=seed: found.update({seed: noisy(False, True, seed, 40)}))
-        for seed in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    for seed, losses in enumerate(wanted):
-        assert all(map(torch.equal, found[seed], losses))
-
-
-@pytest.mark.cuda
-@NO_CUDA
-def test_an_lstm_with_dropout_draws_the_plain_loops_numbers_after_a_capture_was_tried() -> None:
-    def losses(engine: bool) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = nn.LSTM(4, 4, num_layers=2, dropout=0.5).cuda()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        batches = [torch.randn(5, 3, 4, device="cuda") for _ in range(8)]
-        step = ab.TrainStep(model, lambda model, x: model(x)[0].square().mean(), optimizer)
-        found: list[Tensor] = []
-        torch.manual_seed(1)
-        if engine:
-            with ab.Executor(step, engine="graph") as executor:
-                found = [executor.run(batch=batch)["loss"] for batch in batches]
-                assert executor.engine() == "tape"
-            return found
-        for batch in batches:
-            optimizer.zero_grad()
-            found.append(model(batch)[0].square().mean())
-            found[-1].backward()
-            optimizer.step()
-        return found
-
-    assert all(map(torch.equal, losses(True), losses(False)))

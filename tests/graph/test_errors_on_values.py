@@ -19,29 +19,18 @@ TABLE = torch.arange(10.0).view(5, 2)
 RIGHT, SINGULAR, IDS, OUTSIDE = torch.eye(3), torch.zeros(3, 3), torch.tensor([1, 2, 0]), torch.tensor([1, 7, 0])
 
 
-def unused(value: object) -> float:
-    return 0.0
-
-
 def asserted(ids: Tensor) -> float:
     assert ids.max() < 5, "an id outside the table"
     return 0.0
 
 
 CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor | float], Tensor, Tensor]] = {
-    "cholesky": (lambda scale, a: torch.linalg.cholesky(a * scale).sum(), RIGHT, -RIGHT),
     "inv": (lambda scale, a: torch.linalg.inv(a * scale).sum(), RIGHT, SINGULAR),
-    "solve": (lambda scale, a: torch.linalg.solve(a * scale, RIGHT).sum(), RIGHT, SINGULAR),
-    "unused inv": (lambda scale, a: unused(torch.linalg.inv(a)), RIGHT, SINGULAR),
     "assert": (lambda scale, ids: asserted(ids), IDS, OUTSIDE),
-    "one_hot": (lambda scale, ids: F.one_hot(ids, 5).sum() * scale, IDS, OUTSIDE),
-    "unused lookup": (lambda scale, ids: unused(F.embedding(ids, TABLE).exp()), IDS, OUTSIDE),
-    "unused selection": (lambda scale, ids: unused(TABLE.index_select(0, ids)), IDS, OUTSIDE),
-    "unused loss": (lambda scale, ids: unused(F.cross_entropy(TABLE[:3].repeat(1, 2), ids)), IDS, OUTSIDE),
+    "lookup": (lambda scale, ids: F.embedding(ids, TABLE).sum() * scale, IDS, OUTSIDE),
 }
 
 
-@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", CASES)
 def test_it_raises_in_a_graph_too_and_nothing_has_moved(name: str) -> None:
     term, right, wrong = CASES[name]
@@ -68,15 +57,3 @@ def test_it_raises_in_a_graph_too_and_nothing_has_moved(name: str) -> None:
     (theirs, expected), (ours, found) = run("tape"), run("graph")
     assert found == expected == [2]
     assert all(map(torch.equal, theirs, ours))
-
-
-def test_an_evaluation_that_raises_raises_as_a_graph_too() -> None:
-    model = nn.Embedding(5, 2)
-    with ab.Executor(ab.EvalStep(model, lambda model, ids: {"found": model(ids)}), engine="graph") as executor:
-        for index in range(5):
-            if index == 3:
-                with pytest.raises(IndexError):
-                    executor.run(batch=OUTSIDE)
-            else:
-                executor.run(batch=IDS)
-        assert executor.engine() == "graph"

@@ -71,19 +71,6 @@ def test_the_numbers_of_one_model_are_not_symbolic_in_another() -> None:
         assert losses("graph", lambda *_: None, model)[1] == "graph"
 
 
-def test_gradients_are_where_the_tape_leaves_them() -> None:
-    seen: dict[str, list[Tensor]] = {"graph": [], "tape": []}
-
-    def read(step: int, model: Any, _: Any) -> None:
-        if step:
-            seen[engine].append(model.layer.weight.grad.clone())
-
-    for engine in ("graph", "tape"):
-        losses(engine, read, Scaled())
-    assert all(map(torch.equal, seen["graph"], seen["tape"]))
-    assert len(seen["graph"]) == 7
-
-
 def test_nothing_outlives_the_executor() -> None:
     model = Scaled()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -97,25 +84,6 @@ def test_nothing_outlives_the_executor() -> None:
     for _ in range(2):  # the front's finalizer lets go of the program, and that of the parameters
         gc.collect()
     assert [each() for each in left] == [None] * 4
-
-
-def test_an_evaluation_is_captured_and_follows_the_parameters() -> None:
-    model = Scaled()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    steps = {
-        "train": ab.TrainStep(model, square, optimizer),
-        "validate": ab.EvalStep(model, lambda m, x: {"y": m(x), "mean": m(x).mean()}),
-    }
-    x = torch.ones(2, 4)
-    with ab.Executor(steps, engine="graph") as executor:
-        for _ in range(4):
-            executor.run("train", x)
-            found = executor.run("validate", x)
-            with torch.no_grad():
-                assert torch.equal(found["y"], model(x))
-        assert executor.engine("validate") == "graph"
-        assert executor.graph("validate").outputs[:2] == ["y", "mean"]
-        assert model.training
 
 
 def test_with_torch_compile_switched_off_nothing_is_captured(recwarn: pytest.WarningsRecorder) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from anabranch.errors import CaptureError, NotFound, SchemaError
 from anabranch.graph import capture, gradients
-from anabranch.graph.passes.cut_lookups import cut_lookups
 
 
 def model_and_graph() -> tuple[nn.Module, Tensor]:
@@ -40,9 +39,6 @@ def test_a_gradient_may_arrive_from_elsewhere() -> None:
     _, found = graph(x, arriving)  # type: ignore[misc]
     leaf = x.clone().requires_grad_()
     assert torch.equal(found, torch.autograd.grad(model(leaf), leaf, arriving)[0])
-
-
-def test_given_gradients_are_part_of_the_graph() -> None:
     graph = gradients(capture(lambda x: x * 3, torch.ones(2)), wrt=["x"], insert_grad=[torch.tensor([1.0, 2.0])])
     assert torch.equal(graph(torch.ones(2))[1], torch.tensor([3.0, 6.0]))  # type: ignore[index]
 
@@ -114,10 +110,6 @@ def test_a_graph_cut_at_its_lookups_gives_the_same_bits_and_eagers_gradient(kind
         return (table(ids) * table(ids.flip(0))).square().sum()
 
     graph = capture(fn, ids)
-    cut = cut_lookups(graph)
-    assert torch.equal(cut(ids), graph(ids))  # type: ignore[arg-type]
-    assert sum("rows_of" in node.meta for node in cut.fx.nodes) == 2
-    assert not any("rows_of" in node.meta for node in cut_lookups(graph, []).fx.nodes)
     value, (looked_up, rows) = gradients(graph, wrt=["weight"])(ids)  # type: ignore[misc]
     fn(ids).backward()
     assert torch.equal(value, fn(ids))

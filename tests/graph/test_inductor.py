@@ -83,15 +83,6 @@ def test_a_number_that_inductor_writes_into_its_kernels_may_change(monkeypatch: 
     assert len(made) == 3  # the first number's, and those of two others
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(" " in torch.__file__, reason="Inductor gives the C++ compiler paths with a space unquoted")
-@pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("ignore")
-def test_a_compiled_step_follows_a_number_that_changes() -> None:
-    mine, plain = _losses_under_numbers(NUMBERS, compile=True), _losses_under_numbers(NUMBERS, compile=False)
-    assert mine == pytest.approx(plain, rel=1e-5)
-
-
 def test_an_error_of_inductor_is_a_capture_error(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._inductor
 

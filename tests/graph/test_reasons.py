@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -12,11 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 import anabranch as ab
 from anabranch.errors import CaptureError
-
-
-def forks(model: nn.Module, x: Tensor) -> Any:
-    with torch.random.fork_rng():
-        return model(x + torch.rand(3, 4)).sum()
 
 
 def writes_outside(model: nn.Module, x: Tensor) -> Any:
@@ -29,21 +23,6 @@ def writes_outside(model: nn.Module, x: Tensor) -> Any:
     return checkpoint(region, x, use_reentrant=False).sum()
 
 
-def defines(model: nn.Module, x: Tensor) -> Any:
-    class Local(nn.Identity):
-        scale = x
-
-    return Local()(model(x)).sum()
-
-
-def hashes(model: nn.Module, x: Tensor) -> Any:
-    return model(x).sum() * hash(x)
-
-
-def reads_clock(model: nn.Module, x: Tensor) -> Any:
-    return model(x).sum() * time.time()
-
-
 def writes_early(model: nn.Module, x: Tensor) -> Any:
     written = model(x).exp()
     written.add_(1)
@@ -54,7 +33,7 @@ def branches(model: nn.Module, x: Tensor) -> Any:
     return torch.cond(x.sum() > 0, lambda y: model(y).sum(), lambda y: model(y).square().sum(), (x,))
 
 
-LOSSES = [branches, forks, writes_outside, defines, hashes, reads_clock]
+LOSSES = [branches, writes_outside]
 
 
 def refusal(loss: Any) -> str:

@@ -110,7 +110,6 @@ CHANGES: dict[str, Callable[[State, float], Any]] = {
     "weight data": lambda s, v: setattr(s.model[0].weight, "data", torch.full((4, 4), v)),
     "gradient hook": lambda s, v: s.handles.append(s.model[0].weight.register_hook(lambda g: g * v)),
     "seed": lambda s, v: torch.manual_seed(int(10 * v)),
-    "grad scaled": lambda s, v: None,
     "dropped": lambda s, v: [setattr(part, "p", 0.1 * v) for part in s.model if isinstance(part, nn.Dropout)],
 }
 

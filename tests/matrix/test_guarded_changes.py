@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import types
 from collections.abc import Callable
 from typing import Any
@@ -16,21 +14,6 @@ from plain_loop import TrainingCase, check, mean_square, reading_inside, sgd
 
 Held = tuple[Callable[[], Any], Callable[[int], object]]
 NUMBER = 1.5
-
-
-class Slotted:
-    __slots__ = ("number",)
-
-
-class Kind(enum.Enum):
-    ONE = 1.5
-    TWO = 2.5
-    THREE = 3.5
-
-
-@dataclasses.dataclass
-class Data:
-    number: float = 1.5
 
 
 class OfClass:
@@ -73,40 +56,9 @@ def in_list() -> Held:
     return lambda: held[0], written(lambda value: held.__setitem__(0, value))
 
 
-def length_of_list() -> Held:
-    held = [1.0]
-    return lambda: sum(held), lambda k: held.append(1.0)
-
-
-def in_dict() -> Held:
-    held = {"number": 1.5}
-    return lambda: held["number"], written(lambda value: held.update(number=value))
-
-
 def key_of_dict() -> Held:
     held: dict[str, float] = {}
     return lambda: 2.0 if "key" in held else 1.0, lambda k: held.update(key=1.0) if k == 1 else held.clear()
-
-
-def order_of_dict() -> Held:
-    held = {"a": 1.5, "b": 2.5}
-    return lambda: next(iter(held.values())), lambda k: held.update(a=held.pop("a"))
-
-
-def member_of_set() -> Held:
-    held: set[str] = set()
-    return lambda: 2.0 if "x" in held else 1.0, lambda k: held.add("x") if k == 1 else held.clear()
-
-
-def in_dataclass() -> Held:
-    held = Data()
-    return lambda: held.number, written(lambda value: setattr(held, "number", value))
-
-
-def in_slots() -> Held:
-    held = Slotted()
-    held.number = 1.5
-    return lambda: held.number, written(lambda value: setattr(held, "number", value))
 
 
 def in_class() -> Held:
@@ -114,34 +66,9 @@ def in_class() -> Held:
     return lambda: held.number, written(lambda value: setattr(OfClass, "number", value))
 
 
-def attribute_over_that_of_the_class() -> Held:
-    held = OfClass()
-    return lambda: held.number, written(lambda value: setattr(held, "number", value))
-
-
-def missing_attribute() -> Held:
-    held = types.SimpleNamespace()
-    return lambda: getattr(held, "number", 1.0), written(lambda value: setattr(held, "number", value))
-
-
-def in_enum() -> Held:
-    held = [Kind.ONE]
-    return lambda: held[0].value, lambda k: held.__setitem__(0, [Kind.TWO, Kind.THREE][k - 1])
-
-
 def type_of_number() -> Held:
     held: list[Any] = [2]
     return lambda: 3.0 if isinstance(held[0], int) else held[0], lambda k: held.__setitem__(0, [2.5, True][k - 1])
-
-
-def text() -> Held:
-    held = ["a"]
-    return lambda: {"a": 1.0, "b": 2.0, "c": 3.0}[held[0]], lambda k: held.__setitem__(0, "bc"[k - 1])
-
-
-def none() -> Held:
-    held: list[Any] = [None]
-    return lambda: 1.0 if held[0] is None else held[0], written(lambda value: held.__setitem__(0, value))
 
 
 def function_of_a_global() -> Held:
@@ -166,10 +93,8 @@ def shape_of_tensor() -> Held:
 
 
 HOLDERS = [
-    in_attribute, in_closure, in_global, in_list, length_of_list, in_dict, key_of_dict, order_of_dict, member_of_set,
-    in_dataclass, in_slots, in_class, attribute_over_that_of_the_class, missing_attribute, in_enum,
-    type_of_number, text, none, function_of_a_global, default_of_a_function, tensor,
-    shape_of_tensor,
+    in_attribute, in_closure, in_global, in_list, key_of_dict, in_class,
+    type_of_number, function_of_a_global, default_of_a_function, tensor, shape_of_tensor,
 ]  # fmt: skip
 
 
@@ -200,11 +125,6 @@ class Network(nn.Module):
         return self.last(self.drop(self.act(self.first(x)))) * self.scale  # type: ignore[no-any-return]
 
 
-class Doubling(nn.Tanh):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * 2
-
-
 def hooked(model: Any, k: int) -> None:
     if k == 1:
         model.hook = model.first.register_forward_hook(lambda module, args, y: y * 2)
@@ -213,12 +133,10 @@ def hooked(model: Any, k: int) -> None:
 
 
 CHANGES: dict[str, Callable[[Any, int], object]] = {
-    "type of a module": lambda m, k: setattr(m.act, "__class__", [Doubling, nn.ReLU][k - 1]),
     "module replaced": lambda m, k: setattr(m, "act", [nn.ReLU(), nn.GELU()][k - 1]),
     "training mode": lambda m, k: m.drop.train(k == 2),
     "number of a module": lambda m, k: setattr(m.drop, "p", 0.1 * k),
     "buffer replaced": lambda m, k: setattr(m, "scale", torch.full((3,), 1.0 + k)),
-    "buffer in place": lambda m, k: m.scale.fill_(1.0 + k),
     "parameter frozen": lambda m, k: m.first.weight.requires_grad_(k == 2),
     "forward hook": hooked,
 }

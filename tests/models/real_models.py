@@ -77,90 +77,32 @@ def own_loss(model: nn.Module, batch: Any) -> Any:
     return model(**batch).loss
 
 
-def gpt2(**keywords: Any) -> Any:
+SMALL = {"vocab_size": 50, "max_position_embeddings": 16}
+TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def transformer(model: str, config: str, **keywords: Any) -> Any:
+    """One of Hugging Face's models, by the names of its class and of its configuration's."""
     transformers = load("transformers")
-    config = {
-        "n_layer": 2,
-        "n_head": 2,
-        "n_embd": 16,
-        "vocab_size": 50,
-        "n_positions": 16,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**(config | keywords)))
+    return getattr(transformers, model)(getattr(transformers, config)(**keywords))
+
+
+def gpt2(**keywords: Any) -> Any:
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0}
+    return transformer("GPT2LMHeadModel", "GPT2Config", **(SMALL | sizes | keywords))
 
 
 def llama(**keywords: Any) -> Any:
-    transformers = load("transformers")
-    config = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "vocab_size": 50,
-        "max_position_embeddings": 16,
-    }
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(config | keywords)))
+    return transformer("LlamaForCausalLM", "LlamaConfig", **(SMALL | TOWER | {"num_key_value_heads": 1} | keywords))
 
 
-BERT = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "vocab_size": 50,
-    "max_position_embeddings": 16,
-}
-
-
-def bert(**keywords: Any) -> Any:
-    transformers = load("transformers")
-    return transformers.BertForMaskedLM(transformers.BertConfig(**(BERT | keywords)))
+def bert(model: str = "BertForMaskedLM", **keywords: Any) -> Any:
+    return transformer(model, "BertConfig", **(SMALL | TOWER | keywords))
 
 
 def t5() -> Any:
-    transformers = load("transformers")
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(
-            d_model=16, d_ff=32, d_kv=8, num_layers=2, num_heads=2, vocab_size=50, decoder_start_token_id=0
-        )
-    )
-
-
-def vit() -> Any:
-    transformers = load("transformers")
-    return transformers.ViTForImageClassification(
-        transformers.ViTConfig(
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            image_size=16,
-            patch_size=8,
-            hidden_dropout_prob=0.1,
-            num_labels=4,
-        )
-    )
-
-
-def mixtral() -> Any:
-    transformers = load("transformers")
-    return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            vocab_size=50,
-            max_position_embeddings=16,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            output_router_logits=True,
-        )
-    )
+    sizes = {"d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
+    return transformer("T5ForConditionalGeneration", "T5Config", vocab_size=50, **sizes)
 
 
 def pictures(i: int, size: int = 16, rows: int = 3) -> Tensor:
@@ -170,11 +112,6 @@ def pictures(i: int, size: int = 16, rows: int = 3) -> Tensor:
 @real
 def hf_gpt2(patch: pytest.MonkeyPatch) -> TrainingCase:
     return of(gpt2(), own_loss, padded)
-
-
-@real
-def hf_gpt2_without_dropout(patch: pytest.MonkeyPatch) -> TrainingCase:
-    return of(gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0), own_loss, padded)
 
 
 @real
@@ -201,35 +138,12 @@ def hf_gpt2_bfloat16_autocast_around(patch: pytest.MonkeyPatch) -> TrainingCase:
 
 
 @real
-def hf_gpt2_bfloat16_autocast_inside(patch: pytest.MonkeyPatch) -> TrainingCase:
-    def loss(model: nn.Module, batch: Any) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
-            return model(**batch).loss
-
-    return of(gpt2(), loss, padded)
-
-
-@real
 def hf_gpt2_lengths_change(patch: pytest.MonkeyPatch) -> TrainingCase:
     def batch(i: int) -> dict[str, Tensor]:
         ids = tokens(i, length=6 + i % 3)
         return {"input_ids": ids, "labels": ids}
 
     return of(gpt2(), own_loss, batch)
-
-
-@real
-def hf_gpt2_dropout_changed(patch: pytest.MonkeyPatch) -> TrainingCase:
-    model = gpt2()
-
-    def change(k: int) -> None:
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.2 * k
-
-    case = of(model, own_loss, padded)
-    case.change = change
-    return case
 
 
 @real
@@ -246,21 +160,13 @@ def hf_llama(patch: pytest.MonkeyPatch) -> TrainingCase:
 
 
 @real
-def hf_llama_gradient_checkpointing(patch: pytest.MonkeyPatch) -> TrainingCase:
-    model = llama()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return of(model, own_loss, padded)
-
-
-@real
 def hf_bert(patch: pytest.MonkeyPatch) -> TrainingCase:
     return of(bert(), own_loss, padded)
 
 
 @real
 def hf_bert_classifier(patch: pytest.MonkeyPatch) -> TrainingCase:
-    transformers = load("transformers")
-    model = transformers.BertForSequenceClassification(transformers.BertConfig(**BERT, num_labels=3))
+    model = bert("BertForSequenceClassification", num_labels=3)
     return of(model, own_loss, lambda i: padded(i) | {"labels": torch.tensor([i % 3, 1])})
 
 
@@ -271,33 +177,28 @@ def hf_t5(patch: pytest.MonkeyPatch) -> TrainingCase:
 
 @real
 def hf_vit(patch: pytest.MonkeyPatch) -> TrainingCase:
-    return of(vit(), own_loss, lambda i: {"pixel_values": pictures(i), "labels": torch.tensor([0, 1, i % 4])})
+    sizes = TOWER | {"image_size": 16, "patch_size": 8, "hidden_dropout_prob": 0.1, "num_labels": 4}
+    model = transformer("ViTForImageClassification", "ViTConfig", **sizes)
+    return of(model, own_loss, lambda i: {"pixel_values": pictures(i), "labels": torch.tensor([0, 1, i % 4])})
 
 
 @real
 def hf_mixtral(patch: pytest.MonkeyPatch) -> TrainingCase:
-    return of(mixtral(), own_loss, padded)
+    sizes = SMALL | TOWER | {"num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
+    return of(transformer("MixtralForCausalLM", "MixtralConfig", output_router_logits=True, **sizes), own_loss, padded)
 
 
 @real
 def hf_clip(patch: pytest.MonkeyPatch) -> TrainingCase:
-    transformers = load("transformers")
-    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = transformers.CLIPModel(
-        transformers.CLIPConfig(
-            text_config=tower | {"vocab_size": 50, "max_position_embeddings": 16, "eos_token_id": 49},
-            vision_config=tower | {"image_size": 16, "patch_size": 8},
-            projection_dim=8,
-        )
-    )
+    towers = {
+        "text_config": TOWER | SMALL | {"eos_token_id": 49},
+        "vision_config": TOWER | {"image_size": 16, "patch_size": 8},
+    }
+    model = transformer("CLIPModel", "CLIPConfig", projection_dim=8, **towers)
 
     def batch(i: int) -> dict[str, Tensor]:
-        held = padded(i)
-        return {
-            "input_ids": held["input_ids"],
-            "attention_mask": held["attention_mask"],
-            "pixel_values": pictures(i, rows=2),
-        }
+        ids = {name: value for name, value in padded(i).items() if name != "labels"}
+        return ids | {"pixel_values": pictures(i, rows=2)}
 
     return of(model, lambda m, b: m(**b, return_loss=True).loss, batch)
 
@@ -377,13 +278,6 @@ def torchvision_convnext(patch: pytest.MonkeyPatch) -> TrainingCase:
 
 
 @real
-def torchvision_swin(patch: pytest.MonkeyPatch) -> TrainingCase:
-    swin = load("torchvision.models.swin_transformer")
-    model = swin.SwinTransformer([2, 2], 16, [2, 2], [2, 2], [4, 4], stochastic_depth_prob=0.3, num_classes=4)
-    return of(model, classified, labelled)
-
-
-@real
 def timm_vit_with_drop_path(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = load("timm.models.vision_transformer").VisionTransformer(
         img_size=16, patch_size=8, embed_dim=16, depth=3, num_heads=2, num_classes=4, drop_path_rate=0.3, drop_rate=0.1
@@ -400,14 +294,6 @@ def timm_vit_in_float64(patch: pytest.MonkeyPatch) -> TrainingCase:
         return {"x": pictures(i, 16).double(), "y": torch.tensor([0, 1, i % 4])}
 
     return of(model, classified, batch, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05))
-
-
-@real
-def timm_convnext_with_drop_path(patch: pytest.MonkeyPatch) -> TrainingCase:
-    model = load("timm.models.convnext").ConvNeXt(
-        depths=(1, 1, 1, 1), dims=(8, 8, 16, 16), drop_path_rate=0.3, num_classes=4
-    )
-    return of(model, classified, lambda i: labelled(i, 64))
 
 
 @real
@@ -448,27 +334,6 @@ def diffusers_unet(patch: pytest.MonkeyPatch) -> TrainingCase:
         noise, time = torch.randn_like(x), torch.randint(0, 10, (len(x),))
         kept = schedule[time][:, None, None, None]
         return F.mse_loss(model(kept.sqrt() * x + (1 - kept).sqrt() * noise, time).sample, noise)
-
-    return of(model, loss, lambda i: pictures(i, 8))
-
-
-@real
-def diffusers_unet_with_its_scheduler(patch: pytest.MonkeyPatch) -> TrainingCase:
-    diffusers = load("diffusers")
-    model = diffusers.UNet2DModel(
-        sample_size=8,
-        block_out_channels=(8, 16),
-        layers_per_block=1,
-        norm_num_groups=4,
-        down_block_types=("DownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "UpBlock2D"),
-        add_attention=False,
-    )
-    scheduler = diffusers.DDPMScheduler(num_train_timesteps=10)
-
-    def loss(model: nn.Module, x: Tensor) -> Tensor:
-        noise, time = torch.randn_like(x), torch.randint(0, 10, (len(x),))
-        return F.mse_loss(model(scheduler.add_noise(x, noise, time), time).sample, noise)
 
     return of(model, loss, lambda i: pictures(i, 8))
 
@@ -557,20 +422,6 @@ def weight_and_spectral_norm(patch: pytest.MonkeyPatch) -> TrainingCase:
     return of(model, classified, lambda i: labelled(i, 8))
 
 
-@real
-def old_weight_and_spectral_norm(patch: pytest.MonkeyPatch) -> TrainingCase:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = nn.Sequential(
-            nn.utils.spectral_norm(nn.Conv2d(3, 4, 3)),
-            nn.utils.weight_norm(nn.Conv2d(4, 4, 3)),
-            nn.Flatten(),
-            nn.LazyLinear(4),
-        )
-        model(pictures(0, 8))
-    return of(model, classified, lambda i: labelled(i, 8))
-
-
 def graph_net() -> Any:
     geometric = load("torch_geometric.nn")
 
@@ -603,19 +454,6 @@ def node_loss(model: nn.Module, data: Any) -> Tensor:
 @real
 def geometric_gcn(patch: pytest.MonkeyPatch) -> TrainingCase:
     return of(graph_net(), node_loss, data_of, rows=lambda data: 5.0)
-
-
-@real
-def geometric_gcn_one_object_changed(patch: pytest.MonkeyPatch) -> TrainingCase:
-    held = data_of(0)
-    case = of(graph_net(), node_loss, lambda i: held, rows=lambda data: 5.0)
-
-    def change(k: int) -> None:
-        held.x = held.x * (1 + k)
-        held.edge_index = EDGES.flip(0) if k == 1 else EDGES[:, :4]
-
-    case.change = change
-    return case
 
 
 @real
@@ -653,23 +491,15 @@ def _third_party(module: str, name: str, **keywords: Any) -> Build:
 
 OPTIMIZERS |= {
     "schedulefree_AdamW": _third_party("schedulefree", "AdamWScheduleFree", lr=0.01, warmup_steps=3),
-    "schedulefree_SGD": _third_party("schedulefree", "SGDScheduleFree", lr=0.1),
-    "schedulefree_RAdam": _third_party("schedulefree", "RAdamScheduleFree", lr=0.01),
     "lion_pytorch_Lion": _third_party("lion_pytorch", "Lion", lr=0.01, weight_decay=0.1),
     "prodigyopt_Prodigy": _third_party("prodigyopt", "Prodigy", lr=1.0),
     "transformers_Adafactor": _third_party("transformers.optimization", "Adafactor"),
     "transformers_Adafactor_fixed_rate": _third_party(
         "transformers.optimization", "Adafactor", lr=0.01, relative_step=False, scale_parameter=False
     ),
-    "pytorch_optimizer_Lion": _third_party("pytorch_optimizer", "Lion", lr=0.01),
     "pytorch_optimizer_Lamb": _third_party("pytorch_optimizer", "Lamb", lr=0.01),
     "pytorch_optimizer_SOAP": _third_party("pytorch_optimizer", "SOAP", lr=0.01),
-    "pytorch_optimizer_AdaFactor": _third_party("pytorch_optimizer", "AdaFactor", lr=0.01),
-    "pytorch_optimizer_Prodigy": _third_party("pytorch_optimizer", "Prodigy", lr=1.0),
-    "pytorch_optimizer_LARS": _third_party("pytorch_optimizer", "LARS", lr=0.01),
-    "pytorch_optimizer_AdaBelief": _third_party("pytorch_optimizer", "AdaBelief", lr=0.01),
     "pytorch_optimizer_Adan": _third_party("pytorch_optimizer", "Adan", lr=0.01),
-    "pytorch_optimizer_ScheduleFreeAdamW": _third_party("pytorch_optimizer", "ScheduleFreeAdamW", lr=0.01),
     "timm_LambOptimizer": _third_party("timm.optim", "Lamb", lr=0.01),
     "timm_MuonOptimizer": _third_party("timm.optim", "Muon", lr=0.01),
 }

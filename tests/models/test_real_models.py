@@ -20,7 +20,6 @@ ENGINES = ("tape", "graph")
 REFUSED = {
     "packed_lstm": "nn/utils/rnn.py",
     "geometric_gcn": "the shape of a result depends on values",
-    "geometric_gcn_one_object_changed": "the shape of a result depends on values",
     "geometric_batch": "the shape of a result depends on values",
     "hf_mixtral": "`lock`",  # taken in the first forward alone
 }

@@ -81,11 +81,10 @@ def _run(title: str, **data: Any) -> str:
 def _graph(path: Path) -> str:
     from anabranch.errors import CheckpointError
     from anabranch.graph import Graph  # imports torch
-    from anabranch.graph.stored import load
     from anabranch.graph.view.graph_page import graph_data
 
     try:
-        graph = load(path, Graph, listed=False)
+        graph = Graph.load(path)
     except CheckpointError as error:
         raise ValueError(f"{path} is neither a trace nor a graph written by Graph.save: {error}") from error
     return page_of("graph", path.name, graph_data(graph))

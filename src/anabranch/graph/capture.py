@@ -16,16 +16,13 @@ from anabranch.errors import CaptureError
 from anabranch.graph.dynamo.front import DynamoFront, TracedCall
 from anabranch.graph.dynamo.traced_calls import run_calls
 from anabranch.graph.dynamo.unseen_hooks import refuse_hooks
-from anabranch.graph.graph import Graph, InputKind
-from anabranch.graph.operation_graph import Entries
-from anabranch.graph.trace.build import build
-from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, free_name
+from anabranch.graph.graph import Graph
+from anabranch.graph.operation_graph import Entries, InputKind
+from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, build, free_name
 from anabranch.tensors import Structure, flatten, map_structure, paths, unflatten
 
 if TYPE_CHECKING:
     from optree import PyTreeSpec
-
-__all__ = ["capture"]
 
 _SETTINGS = {"side_effect_replay_policy": "error"}
 
@@ -81,24 +78,11 @@ def capture(fn: Callable[..., Structure], *example_inputs: Structure) -> Graph:
         raise CaptureError("the function computes nothing from tensors; there is no graph to capture")
     graph, treedef = _Capture(fn, found[-1], given, leaves, names).graph(result)
     fixed = {name: leaf for name, leaf in zip(names, leaves, strict=True) if not isinstance(leaf, (Tensor, float))}
-    _refuse_bound_conjugates(graph)
     entries = _entries(fn, {tensor for _, tensor in graph.shared()})
     inputs = [replace(one, fixed=fixed.get(one.name), entries=entries) for one in graph.bindings]
     graph = graph.with_structure(structure, treedef, inputs)
     graph.origin = _recapture(fn, example_inputs)
     return graph
-
-
-def _refuse_bound_conjugates(graph: Graph) -> None:
-    """Raise ``CaptureError`` for parts of a conjugated buffer, which a trace shows as a tensor like others."""
-    if not any(node.target is torch.ops.aten.view_as_real.default for node in graph.fx.nodes):
-        return
-    for binding in graph.bindings:
-        if binding.bound is not None and binding.bound.is_conj():
-            raise CaptureError(
-                f"{binding.name} is a conjugate that was never computed (tensor.conj()), and the function takes real "
-                "or imaginary parts, which a graph cannot take of one; keep tensor.conj().resolve_conj() instead"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +151,8 @@ class _Capture:
             return None
         if id(value) not in self._at:
             name = free_name(self._held.get(value, shown), self._sources)
+            if value.is_conj():  # a trace shows it as a tensor like others
+                raise CaptureError(f"{name} is a conjugate that was never computed; keep tensor.conj().resolve_conj()")
             parameter = isinstance(value, nn.Parameter)
             self._kinds[name] = "parameter" if parameter else "buffer" if value in self._held else "constant"
             self._at[id(value)] = len(self._sources)

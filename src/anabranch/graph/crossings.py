@@ -15,9 +15,7 @@ A crossing is an effect: no pass drops, merges, repeats or reorders it.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -35,15 +33,9 @@ from anabranch.autodiff.boundary.crossing import (
 )
 from anabranch.errors import CaptureError, SchemaError
 
-__all__ = ["BackwardCrossing", "Crossing", "Effect", "ForwardCrossing", "crossing_of"]
 
-
-class Effect(ABC):
+class Effect:
     """A graph node's call of Python, which no pass drops, merges, repeats or reorders."""
-
-    @abstractmethod
-    def __call__(self, *arguments: Any) -> tuple[object, ...]:
-        """Run it."""
 
 
 class Crossing(Effect):

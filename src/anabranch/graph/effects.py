@@ -17,42 +17,12 @@ from torch._ops import OpOverload
 
 from anabranch.graph.crossings import Effect
 
-__all__ = [
-    "Effects",
-    "arguments",
-    "is_collective",
-    "is_random",
-    "is_view",
-    "is_wait",
-    "mark_unused_calls",
-    "raises_on_values",
-]
-
 _BATCH_NORMS = {"aten::native_batch_norm": (3, 4), "aten::cudnn_batch_norm": (3, 4), "aten::miopen_batch_norm": (3, 4)}
 # Views not declared in their schemas, and waits, which return the same tensor that they wait for.
 _UNDECLARED_VIEWS = {"aten::_unsafe_view", "aten::lift_fresh", "_c10d_functional::wait_tensor"}
 _UNDECLARED_VIEWS |= {"aten::unsafe_split", "aten::unsafe_split_with_sizes", "aten::unsafe_chunk"}
 _CHECKS = ("aten::_assert", "aten::_linalg_check_errors")
 _UNPREDICTABLE = (*_CHECKS, "aten::record_stream", "profiler::")
-_DIVIDING = {"div", "floor_divide", "remainder", "fmod"}  # whole numbers by 0
-_RAISING = {
-    *("index", "index_select", "gather", "take", "embedding", "_embedding_bag", "_embedding_bag_forward_only"),
-    *("index_put", "index_add", "index_copy", "index_fill", "scatter", "scatter_add", "scatter_reduce", "put"),
-    *("nll_loss_forward", "nll_loss2d_forward", "multi_margin_loss", "_ctc_loss", "binary_cross_entropy"),
-    *("multinomial", "normal", "poisson", "bernoulli", "binomial", "masked_scatter", "searchsorted", "bucketize"),
-    *(
-        "segment_reduce",
-        "multilabel_margin_loss",
-        "multilabel_margin_loss_forward",
-        "linalg_eig",
-        "_linalg_eigh",
-        "_linalg_svd",
-        "cholesky",
-        "histc",
-    ),
-    *("cholesky_inverse", "cholesky_solve", "max_unpool2d", "max_unpool3d", "repeat_interleave", "bincount"),
-}
-"""Operators whose errors depend on values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,33 +91,6 @@ def _nodes_in(value: object) -> Iterator[fx.Node]:
             yield from _nodes_in(item)
 
 
-def raises_on_values(node: fx.Node) -> bool:
-    """Return True if the node raises for some values of its arguments."""
-    if not isinstance(node.target, OpOverload):
-        return False
-    name = node.target._schema.name
-    plain = name.removeprefix("aten::").removesuffix("_")  # in place or not
-    if plain in _DIVIDING:
-        result = node.meta.get("val")
-        return not (isinstance(result, torch.Tensor) and (result.is_floating_point() or result.is_complex()))
-    return plain in _RAISING or name.startswith(_CHECKS)
-
-
-def mark_unused_calls(graph: fx.Graph) -> None:
-    """Keep calls with unused results because they may raise errors on some values."""
-    used: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        if node.op == "output" or node in used or not _is_pure(node.target):
-            used.update(node.all_input_nodes)
-        elif isinstance(node.target, OpOverload):
-            node.meta["may_raise"] = raises_on_values(node)
-
-
-def _is_pure(target: object) -> bool:
-    """Return True for a call whose only effect is its result."""
-    return target is operator.getitem or (isinstance(target, OpOverload) and not target._schema.is_mutable)
-
-
 class Effects:
     """The facts of one graph, found in one walk: each node's memory, its writers, and the nodes that must stay.
 
@@ -200,8 +143,6 @@ class Effects:
 
     def must_stay(self, node: fx.Node) -> bool:
         """Return True if dropping the node would be noticed even if its result is unused."""
-        if node.meta.get("may_raise"):
-            return True
         if node.op in ("placeholder", "output") or is_random(node) or isinstance(node.target, Effect):
             return True
         if not isinstance(node.target, OpOverload):

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Literal, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, fx
 
 from anabranch.errors import CaptureError, NotFound, SchemaError
-from anabranch.graph.graph import Graph, Input, Origin
+from anabranch.graph.graph import Graph
 from anabranch.graph.nodes import evaluate
-from anabranch.graph.passes.cut_lookups import ROWS_OF, cut_lookups
-from anabranch.graph.trace.build import build
-from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, UserMistake
+from anabranch.graph.operation_graph import Input, Origin
+from anabranch.graph.step.lookups import Lookup, SparseLookups
+from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, UserMistake, build
 from anabranch.tensors import flatten
 
 if TYPE_CHECKING:
     from optree import PyTreeSpec
-
-__all__ = ["gradients"]
 
 InsertGrad = Sequence[Tensor] | Literal[True] | None
 
@@ -58,7 +56,7 @@ def gradients(
         raise TypeError(f"graph must be a Graph, as capture returns, got {type(graph).__name__}")
     if not wrt:
         raise ValueError("wrt is empty; name the inputs or nodes to differentiate with respect to")
-    tape = _Tape(cut_lookups(graph, _inputs(graph, wrt)), outputs, wrt)
+    tape = _Tape(graph, outputs, wrt)
     given = tape.arriving(insert_grad)
     bindings = [*graph.bindings, *given]
     sources = []
@@ -84,12 +82,6 @@ def gradients(
     return merged
 
 
-def _inputs(graph: Graph, wrt: Sequence[str]) -> list[str]:
-    """Return the inputs among ``wrt``, which may use their names or those of their nodes."""
-    pairs = zip(graph.placeholders, graph.inputs, strict=True)
-    return [name for node, name in pairs if name in wrt or node.name in wrt]
-
-
 def _again(graph: Graph, outputs: Sequence[str] | None, wrt: Sequence[str], insert_grad: InsertGrad) -> Origin | None:
     """Capture the differentiated graph for other shapes."""
     origin = graph.origin
@@ -111,12 +103,7 @@ class _Tape:
         self.wrt = list(wrt)
         for name in [*self.outputs, *self.wrt]:
             self._check(name)
-        names = dict(zip(graph.placeholders, graph.inputs, strict=True))
-        self._lookups: dict[str, list[fx.Node]] = {}
-        for name in self.wrt:
-            found = [n for n in graph.fx.nodes if ROWS_OF in n.meta and n.meta[ROWS_OF] == names.get(self._nodes[name])]
-            if found:
-                self._lookups[name] = found
+        self._sparse: set[str] = set()  # those of ``wrt`` that are looked up sparsely
 
     def _check(self, name: str) -> None:
         if name not in self._nodes:
@@ -147,23 +134,23 @@ class _Tape:
         self, values: Sequence[Tensor], arriving: Sequence[Tensor], recorder: TraceRecorder
     ) -> tuple[list[object], list[str]]:
         """Return the outputs and the gradients, flat, and their names."""
-        lookups = [node for found in self._lookups.values() for node in found]
-        wanted = [*(self._nodes[name] for name in self.wrt), *lookups]
-        computed = self._replay(values, set(wanted))
+        targets = {self._nodes[name]: name for name in self.wrt}
+        computed, lookups = self._replay(values, targets)
         roots = [computed[self._nodes[name]] for name in self.outputs]
-        found = self._differentiate(roots, [*(computed[node] for node in wanted), *recorder.entries], arriving)
-        rows = dict(zip(lookups, found[len(self.wrt) :], strict=False))
+        leaves = [*(computed[node] for node in targets), *(lookup.leaf for lookup in lookups), *recorder.entries]
+        arrived = self._differentiate(roots, leaves, arriving)
+        rows = list(zip(lookups, arrived[len(targets) :], strict=False))
+        self._sparse = {lookup.table for lookup in lookups}
         results: list[object] = list(roots)
         names = list(self.outputs)
-        for name, gradient in zip(self.wrt, found, strict=False):
-            if name in self._lookups:
+        for name, gradient in zip(self.wrt, arrived, strict=False):
+            if name in self._sparse:
                 if gradient is not None:
                     raise CaptureError(
                         f"the table {name!r} has both sparse lookups and dense uses, so its gradient is not a "
                         "list of rows; make it sparse=False"
                     )
-                pairs = [(computed[node.args[1]], rows[node]) for node in self._lookups[name]]  # type: ignore[index]
-                results += self._pair(name, pairs)
+                results += self._pair(name, [(lookup, row) for lookup, row in rows if lookup.table == name])
                 names += [f"{name}.grad.ids", f"{name}.grad.rows"]
             elif gradient is None:
                 raise _unreached(name, self.outputs)
@@ -185,30 +172,45 @@ class _Tape:
         )
         return [next(found) if leaf.requires_grad else None for leaf in leaves]
 
-    def _pair(self, name: str, lookups: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
-        reached = [(ids.reshape(-1), rows.reshape(-1, rows.shape[-1])) for ids, rows in lookups if rows is not None]
+    def _pair(self, name: str, lookups: Sequence[tuple[Lookup, Tensor | None]]) -> list[Tensor]:
+        """Return the ids and their rows, zeros for those of the padding."""
+        reached = []
+        for lookup, rows in lookups:
+            if rows is not None:
+                if lookup.padding_idx >= 0:
+                    rows = rows.masked_fill((lookup.ids == lookup.padding_idx).unsqueeze(-1), 0)
+                reached.append((lookup.ids.reshape(-1), rows.reshape(-1, rows.shape[-1])))
         if not reached:
             raise _unreached(name, self.outputs)
         if len(reached) == 1:
             return list(reached[0])
         return [torch.cat(parts) for parts in zip(*reached, strict=True)]
 
-    def _replay(self, values: Sequence[Tensor], targets: Collection[fx.Node]) -> dict[fx.Node, Tensor]:
+    def _replay(
+        self, values: Sequence[Tensor], targets: Mapping[fx.Node, str]
+    ) -> tuple[dict[fx.Node, Tensor], list[Lookup]]:
+        """Return the value of each node, and the sparse lookups in the targets."""
         computed: dict[fx.Node, Tensor] = {}
+        cut = SparseLookups()
         given = iter(values)
         for node in self._graph.fx.nodes:
             if node.op == "output":
                 continue
             with torch.set_grad_enabled(bool(node.meta.get("recorded", True))):
-                value = next(given) if node.op == "placeholder" else cast(Tensor, evaluate(node, computed.__getitem__))
-            if node in targets and not value.requires_grad:
-                value.requires_grad_()
+                value: Any = next(given) if node.op == "placeholder" else cut.of_node(node, computed.__getitem__)
+                if value is NotImplemented:
+                    value = evaluate(node, computed.__getitem__)
+            if node in targets:
+                if not value.requires_grad:
+                    value.requires_grad_()
+                if node.op == "placeholder":
+                    cut.tables[id(value)] = targets[node]
             computed[node] = value
-        return computed
+        return computed, cut.found
 
     def structure(self) -> PyTreeSpec:
         """Return the structure of a call's results."""
-        results = [0] * len(self.outputs) + [(0, 0) if name in self._lookups else 0 for name in self.wrt]
+        results = [0] * len(self.outputs) + [(0, 0) if name in self._sparse else 0 for name in self.wrt]
         return flatten(tuple(results))[1]
 
 

@@ -5,24 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, fx
 
 from anabranch.errors import SchemaError
-from anabranch.graph.operation_graph import Input, InputKind, OperationGraph, Origin
+from anabranch.graph.operation_graph import Input, OperationGraph
 from anabranch.graph.passes.shapes import infer_shapes
 from anabranch.graph.run.codegen import Program, generate
 from anabranch.graph.run.lifetimes import MemoryPlan, plan_memory
 from anabranch.graph.run.lowering import lower
 from anabranch.graph.run.recompute import recompute
 from anabranch.tensors import Structure, flatten, unflatten
-
-if TYPE_CHECKING:
-    from torch.export import ExportedProgram
-
-__all__ = ["Graph", "Input", "InputKind", "Node", "Origin"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +140,8 @@ class Graph(OperationGraph):
     def load(path: str | Path) -> Graph:
         """Return the graph written by ``save``, with its own state.
 
-        Load only graphs that you trust, as with ``torch.load``: nothing is unpickled, and operators that are known to
-        trust their arguments are refused (most of backward, ``embedding_bag``, LSTMs on a CPU; save the forward, and
-        derive the backward of what was loaded with ``gradients``), but the others are PyTorch's own kernels.
+        Load only graphs that you trust, as with ``torch.load``: nothing is unpickled, but many of PyTorch's operators
+        read and write foreign memory when they are given other values than they expect.
 
         >>> import tempfile, torch
         >>> from anabranch.graph import capture
@@ -158,33 +151,12 @@ class Graph(OperationGraph):
         tensor([1., 1.])
 
         Raises:
-            CheckpointError: the file is not a whole graph, or calls an operator that this process has not or that is
-                not on the list.
+            CheckpointError: the file is not a whole graph, or calls an operator that this process has not.
             FileNotFoundError: there is none.
         """
         from anabranch.graph.stored import load
 
         return load(Path(path), Graph)
-
-    def to_torch_export(self) -> ExportedProgram:
-        """Return the graph as a program of ``torch.export``, for the compilers and runtimes that read those.
-
-        It takes the graph's inputs (a graph of ``gradients``: one tensor after the other), holds the graph's own state
-        under its names, and updates it as the graph does; shapes are those of the capture.
-
-        >>> import torch
-        >>> from anabranch.graph import capture
-        >>> exported = capture(lambda x: x.sin() + 1, torch.zeros(2)).to_torch_export()
-        >>> exported.module()(torch.zeros(2))
-        tensor([1., 1.])
-
-        Raises:
-            ValueError: an operation of this process alone (a boundary, a collective, a Python function); names it.
-        """
-        from anabranch.graph.exported import to_torch_export
-
-        self.check_bound()
-        return to_torch_export(self)
 
     def to_dot(self) -> str:
         """Return the graph in Graphviz's language, with a cluster per module."""
@@ -215,20 +187,10 @@ class Graph(OperationGraph):
             raise SchemaError(f"the graph takes {len(free)} inputs ({names}), got {len(leaves)}")
         for (node, binding), leaf in zip(free, leaves, strict=True):
             _check(binding, node.meta.get("val"), leaf)
-        if any(isinstance(leaf, Tensor) and leaf.is_conj() for leaf in leaves):
-            leaves = self._resolved([node for node, _ in free], leaves)
         results = self.program().run(*leaves)
         if self._output_structure is None:
             return results
         return unflatten(self._output_structure, list(results))
-
-    def _resolved(self, nodes: Sequence[fx.Node], leaves: Sequence[object]) -> list[object]:
-        """Return the inputs with their conjugates computed: a trace shows ``tensor.conj()`` as a tensor like others."""
-        effects = self.effects()
-        return [
-            leaf.resolve_conj() if isinstance(leaf, Tensor) and not effects.writers.get(effects.root[node]) else leaf
-            for node, leaf in zip(nodes, leaves, strict=True)
-        ]
 
 
 def _describe(node: fx.Node) -> Node:
@@ -254,6 +216,8 @@ def _check(binding: Input, expected: object, value: object) -> None:
             raise SchemaError(f"{name}: expected a number, got {type(value).__name__}")
     elif not isinstance(value, Tensor):
         raise SchemaError(f"{name}: expected a tensor, got {type(value).__name__}")
+    elif value.is_conj():
+        raise SchemaError(f"{name}: expected a computed tensor, got a conjugate; pass tensor.resolve_conj()")
     elif value.shape != expected.shape or value.dtype != expected.dtype or value.device != expected.device:
         raise SchemaError(
             f"{name}: the graph was captured for {tuple(expected.shape)} {expected.dtype} on {expected.device}, got "

@@ -11,8 +11,6 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-__all__ = ["RECURRENT", "bytes_of", "call_recurrent", "copy_node", "evaluate", "made", "resolved", "same_layout"]
-
 
 def copy_node(graph: fx.Graph, node: fx.Node, look: Callable[[fx.Node], fx.Node]) -> fx.Node:
     """Return a copy of ``node`` at the end of ``graph``, of the arguments that ``look`` gives; ``fx`` takes twice as
@@ -79,9 +77,12 @@ def made(graph: fx.Graph, like: fx.Node, target: object, *args: object, **kwargs
 
 
 def bytes_of(value: object) -> int:
-    """Return the bytes that a traced value occupies when it is computed for real."""
-    if isinstance(value, Tensor):
-        return math.prod(value.shape) * value.element_size()
+    """Return the bytes that an operation allocates for this result."""
     if isinstance(value, (tuple, list)):
         return sum(map(bytes_of, value))
-    return 0
+    if not isinstance(value, Tensor) or not value.numel():
+        return 0
+    if value.layout is not torch.strided:
+        return math.prod(value.shape) * value.element_size()
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return reach * value.element_size()

@@ -16,8 +16,6 @@ from anabranch.graph.nodes import copy_node
 if TYPE_CHECKING:
     from optree import PyTreeSpec
 
-__all__ = ["AnyGraph", "Entries", "Input", "InputKind", "OperationGraph", "Origin"]
-
 InputKind = Literal["argument", "parameter", "buffer", "optimizer", "constant"]
 Entries: TypeAlias = Sequence[tuple[str, Mapping[str, object], str, object]]
 Origin: TypeAlias = "Callable[[Sequence[torch.Size]], OperationGraph]"

@@ -1,8 +1,7 @@
 """A graph as one file: its state as safetensors, its operations as JSON in that file's metadata. Nothing is unpickled.
 
 Operations are written by their names in PyTorch's registry, and looked up there; examples of their results are not
-written but recomputed, without data. So a file can contain operators and numbers, but no code. Operators
-may do harm, too, so that a loaded graph calls only those of a list (``listed_operators.py``), with integers of 64 bits.
+written but recomputed, without data. So a file can contain operators and numbers, but no code.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import math
 import operator
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -25,18 +24,15 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anabranch.errors import CheckpointError
-from anabranch.graph.listed_operators import check_sizes, is_listed
-from anabranch.graph.nodes import evaluate, resolved
+from anabranch.graph.nodes import evaluate
 from anabranch.graph.operation_graph import AnyGraph, Input, OperationGraph
 from anabranch.tensors import flatten, unflatten
 from anabranch.tensors.dtypes import dtype_name, dtype_named
 from anabranch.tensors.tree_codec import Path as TreePath
-from anabranch.tensors.tree_codec import decode, encode, map_leaves
+from anabranch.tensors.tree_codec import decode, encode
 
 if TYPE_CHECKING:
     from optree import PyTreeSpec
-
-__all__ = ["load", "save"]
 
 _FORMAT = "anabranch graph 2"
 _KEY = "graph"
@@ -49,8 +45,6 @@ _PYTHON: dict[str, Callable[..., Any]] = {
     for name in names
 }
 _PYTHON_NAMES = {function: name for name, function in _PYTHON.items()}
-# Exponents of integers beyond it take unbounded time and memory.
-_LARGEST_EXPONENT = 64
 _SETTINGS: dict[str, Any] = {
     str(value).removeprefix("torch."): value
     for value in (
@@ -58,9 +52,6 @@ _SETTINGS: dict[str, Any] = {
         torch.channels_last, torch.channels_last_3d,
     )
 }  # fmt: skip
-_ARGUMENTS: tuple[type, ...] = (
-    int, float, complex, str, type(None), fx.Node, torch.dtype, torch.device, torch.layout, torch.memory_format,
-)  # fmt: skip
 
 
 def save(graph: OperationGraph, path: Path) -> None:
@@ -193,8 +184,8 @@ def _structure(structure: PyTreeSpec | None) -> object:
         raise ValueError(f"the graph takes or returns a structure that no file can hold: {error}") from error
 
 
-def load(path: Path, kind: type[AnyGraph], *, listed: bool = True) -> AnyGraph:
-    """See ``Graph.load``; not ``listed``: a graph that is not to be called, of any operators."""
+def load(path: Path, kind: type[AnyGraph]) -> AnyGraph:
+    """See ``Graph.load``."""
     try:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get(_KEY, "")
@@ -202,14 +193,14 @@ def load(path: Path, kind: type[AnyGraph], *, listed: bool = True) -> AnyGraph:
         described = msgspec.json.decode(text, type=dict[str, Any])
         if described.get("format") != _FORMAT:
             raise CheckpointError(f"{path} holds {described.get('format')!r}; this version reads {_FORMAT!r}")
-        return _made(described, state, kind, listed=listed)
+        return _made(described, state, kind)
     except (CheckpointError, FileNotFoundError):
         raise
     except (SafetensorError, msgspec.DecodeError, LookupError, TypeError, ValueError, RuntimeError, OSError) as error:
         raise CheckpointError(f"{path} does not hold a complete graph: {type(error).__name__}: {error}") from error
 
 
-def _made(described: Mapping[str, Any], state: Mapping[str, Tensor], kind: type[AnyGraph], *, listed: bool) -> AnyGraph:
+def _made(described: Mapping[str, Any], state: Mapping[str, Tensor], kind: type[AnyGraph]) -> AnyGraph:
     graph, known = fx.Graph(), dict[str, fx.Node]()
     bound: dict[str, Tensor] = {}
     inputs = [_input(one, state, bound) for one in described["nodes"] if "target" not in one]
@@ -218,7 +209,7 @@ def _made(described: Mapping[str, Any], state: Mapping[str, Tensor], kind: type[
     with FakeTensorMode(allow_fallback_kernels=False) as mode, torch.no_grad():
         for one in described["nodes"]:
             if "target" in one:
-                node = _call(graph, one, known, listed=listed)
+                node = _call(graph, one, known)
                 node.meta["val"] = _example_of(node)
             else:
                 node = graph.placeholder(one["name"])
@@ -235,44 +226,18 @@ def _made(described: Mapping[str, Any], state: Mapping[str, Tensor], kind: type[
     )
 
 
-def _call(graph: fx.Graph, one: Mapping[str, Any], known: Mapping[str, fx.Node], *, listed: bool) -> fx.Node:
+def _call(graph: fx.Graph, one: Mapping[str, Any], known: Mapping[str, fx.Node]) -> fx.Node:
     args, kwargs = _arguments(one["args"], known)
-    target = _target(one["target"])
-    if listed and isinstance(target, OpOverload) and not is_listed(target):
-        raise CheckpointError(
-            f"a loaded graph may not call {target}, which may read and write foreign memory when it is given other "
-            "values than it expects; if it is part of a backward, save the graph of the forward, and derive the "
-            "backward of what was loaded with ab.gradients"
-        )
-    node = graph.create_node("call_function", target, args, kwargs, one["name"])
+    node = graph.create_node("call_function", _target(one["target"]), args, kwargs, one["name"])
     node.meta.update(one["meta"])
     return node
 
 
 def _example_of(node: fx.Node) -> object:
     try:
-        args, kwargs = resolved(node, lambda source: source.meta["val"])
-        if node.target in _PYTHON_NAMES and node.target is not operator.getitem:
-            _check_numbers(node, args)
-        else:
-            check_sizes(str(node.target), [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)])
-        return _bounded(evaluate(node, lambda source: source.meta["val"]))
+        return evaluate(node, lambda source: source.meta["val"])
     except Exception as error:
         raise CheckpointError(f"operation {node.name!r} ({node.target}) does not fit its arguments: {error}") from error
-
-
-def _check_numbers(node: fx.Node, values: Sequence[Any]) -> None:
-    """Refuse what Python computes for other than two small numbers: repeated lists, formatted text, huge powers."""
-    if not all(isinstance(value, (int, float)) for value in values):
-        raise ValueError("its arguments are no numbers")
-    if node.target is operator.pow and (isinstance(node.args[1], fx.Node) or abs(values[1]) > _LARGEST_EXPONENT):
-        raise ValueError(f"its exponent is no number in the file of at most {_LARGEST_EXPONENT}")
-
-
-def _bounded(value: object) -> object:
-    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-        raise ValueError("an integer of more than 64 bits")
-    return value
 
 
 def _target(name: str) -> Callable[..., Any]:
@@ -317,12 +282,6 @@ def _example(one: Mapping[str, Any]) -> object:
 
 def _arguments(encoded: object, known: Mapping[str, fx.Node]) -> Any:
     """Return the arguments of an operation, or the results of a graph."""
-
-    def checked(value: object, path: TreePath) -> object:
-        if not isinstance(value, _ARGUMENTS):
-            raise ValueError(f"an argument of type {type(value).__name__}")
-        return _bounded(value)
-
     makers: dict[str, Callable[[Any], object]] = {
         "$node": known.__getitem__,
         "$dtype": dtype_named,
@@ -330,7 +289,7 @@ def _arguments(encoded: object, known: Mapping[str, fx.Node]) -> Any:
         "$complex": lambda parts: complex(*parts),
         "$setting": _SETTINGS.__getitem__,
     }
-    return map_leaves(checked, decode(encoded, makers))
+    return decode(encoded, makers)
 
 
 def _treedef(saved: object) -> PyTreeSpec | None:

@@ -47,7 +47,6 @@ from anabranch.executor.steps import TrainStep
 from anabranch.graph import Graph, SparseRows, StepProgram
 from anabranch.graph.dynamo.front import GuardMiss
 from anabranch.graph.dynamo.refusals import Raises
-from anabranch.graph.dynamo.slow_capture import PATIENCE
 from anabranch.graph.step.lookups import as_sparse_gradient
 from anabranch.graph.step.program import Prepared
 from anabranch.graph.step.step_state import Between, SparseGradients
@@ -81,7 +80,6 @@ class GraphEngine(Engine):
             leaves_gradients=not compile,
             activation_budget=step.activation_budget,
             gate=None if step.skip_nonfinite is None else self._admits,
-            when_slow=lambda: _say_what_is_captured(step, name),
         )
         # Inductor's kernels round differently, and the tape would not fit the budget.
         reason = "the tape would not fit activation_budget" if step.activation_budget is not None else None
@@ -255,12 +253,6 @@ class _RunListener:
         """Record a final gradient."""
         parameter = self._parameters[name]
         parameter.grad = self._ready[name](parameter, value) if name in self._ready else value
-
-
-def _say_what_is_captured(step: TrainStep, name: str) -> None:
-    model = step.model
-    counts = f"{type(model).__name__}, {len([*model.modules()])} modules, {len([*model.parameters()])} parameters"
-    _log.warning("capturing step %r as a graph has taken more than %.0f seconds so far: %s", name, PATIENCE, counts)
 
 
 def _clipping(max_norm: float) -> Between:

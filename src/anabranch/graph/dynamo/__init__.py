@@ -2,5 +2,3 @@
 
 Open ``front.py`` first; ``refusals.py`` explains why code cannot be a graph.
 """
-
-__all__: list[str] = []

@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import itertools
 import operator
+import re
 import sys
 import threading
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -37,18 +37,14 @@ from torch._dynamo import symbolic_convert
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import Distribution
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._python_dispatch import _disable_current_modes
 
-from anabranch.autodiff.boundary.crossing import Boundary, Crossed, traced_by
+from anabranch.autodiff.boundary.crossing import traced_by
 from anabranch.autodiff.boundary.whole_calls import keep_whole
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.dynamo.refusals import refusal_of, user_line, user_line_of
-from anabranch.graph.dynamo.slow_capture import log_if_slow
-from anabranch.graph.dynamo.undisturbed import random_states_untouched, silent, unseen_by_other_threads
-from anabranch.graph.trace.make_fx import UserMistake, WrongType, one_at_a_time, undisturbed
+from anabranch.graph.trace.make_fx import FormTracer, one_at_a_time
+from anabranch.graph.trace.undisturbed import random_states_untouched, silent, undisturbed
 from anabranch.record.spans import Lasting
-
-__all__ = ["DynamoFront", "GuardMiss", "Make", "TracedCall", "changed_objects", "mark", "mistake"]
 
 _MOST_VARIANTS = 8
 
@@ -62,7 +58,6 @@ _SOUND: Mapping[str, object] = {
     "assume_dunder_attributes_remain_unchanged": False,
     "use_recursive_dict_tags_for_guards": False,
     "guard_nn_modules": True,
-    "suppress_errors": False,
     "replay_side_effects": True,
     "trace_numpy": False,  # torch's functions in place of NumPy's round differently
     "enable_dynamo_decompositions": False,  # and so do products and sums in place of addcdiv_
@@ -70,12 +65,9 @@ _SOUND: Mapping[str, object] = {
     "allow_unspec_int_on_nn_module": True,  # self.calls += 1
     "trace_autograd_ops": True,  # gradient penalties
     "allow_empty_graphs": True,
-    "error_on_nested_fx_trace": True,
     "automatic_dynamic_shapes": True,  # for numbers that change; the shapes within one kind of batch do not
     "automatic_dynamic_local_pgo": False,  # dynamic shapes must not depend on an earlier process
-    "automatic_dynamic_remote_pgo": False,
     "record_runtime_overhead": False,  # two calls of Python in each run, for profilers
-    "verbose": False,
 }
 
 _EVERY_MODULE = (
@@ -104,11 +96,6 @@ def mark(name: str, value: Tensor) -> Tensor:
     return value.view_as(value)
 
 
-def mistake(kind: str, text: str) -> Tensor:
-    """Return a call that reports a user's mistake to ``make``: ``kind`` is ``"type"`` or ``"value"``."""
-    return torch.empty(0, device="cpu")
-
-
 @dataclass(frozen=True, slots=True)
 class TracedCall:
     """Dynamo's result for one Python state.
@@ -127,25 +114,15 @@ class TracedCall:
         """Return the nodes named by ``mark``, in their order."""
         return {str(node.args[0]): node for node in self.module.graph.find_nodes(op="call_function", target=mark)}
 
-    def check(self) -> None:
-        """Raise the mistake recorded by ``mistake``.
-
-        Raises:
-            UserMistake, WrongType: the user's mistake.
-        """
-        for node in self.module.graph.find_nodes(op="call_function", target=mistake):
-            kind, text = node.args
-            raise (WrongType if kind == "type" else UserMistake)(str(text))
-
     def release_tensors(self) -> None:
         """Drop Dynamo's weak references to the tensors of the trace, once it is compiled.
 
         ``torch.utils.swap_tensors`` refuses a tensor that has any.
         """
         values = (node.meta.get("example_value") for node in self.module.graph.nodes)
-        modes = {id(value.fake_mode): value.fake_mode for value in values if isinstance(value, FakeTensor)}
-        for mode in modes.values():
-            mode.fake_tensor_converter.meta_converter.describer.lookup_tensor.clear()
+        for value in values:
+            if isinstance(value, FakeTensor):
+                value.fake_mode.fake_tensor_converter.meta_converter.describer.lookup_tensor.clear()
 
 
 Make: TypeAlias = "Callable[[TracedCall], Callable[..., Sequence[object]]]"
@@ -173,22 +150,10 @@ class DynamoFront:
         self._function, self._make, self.what = function, make, what
         self._settings: dict[str, Any] = {**_SOUND, **(settings or {})}
         self._fronts: dict[object, _Compiled] = {}
-        self._exhausted: dict[object, str] = {}
-        self._may_trace = self._has_made = False
         self._inlined = InlinedCode()
         self._traced: set[types.CodeType] = set()
-        self._changes = 0
-        self.when_slow: Callable[[], None] | None = None
-        """Called once in a capture that takes long."""
         self.failure: BaseException | None = None
         """The error of ``make`` or of a program in the run in progress; Dynamo wraps some of it."""
-
-    def _forget(self) -> None:
-        """Drop all programs: code that they have inlined was replaced."""
-        self._changes += 1
-        self._fronts.clear()
-        self._exhausted.clear()
-        self._inlined = InlinedCode()
 
     def run(self, kind: object, *args: object, may_trace: bool = True) -> Any:
         """``function(*args)``.
@@ -204,7 +169,8 @@ class DynamoFront:
         """
         _refuse_what_guards_miss()
         if not self._inlined.unchanged():
-            self._forget()
+            self._fronts.clear()
+            self._inlined = InlinedCode()
         compiled = self._fronts.get(kind)
         if compiled is not None:
             try:
@@ -216,21 +182,13 @@ class DynamoFront:
         return self._trace(kind, compiled, args)
 
     def _trace(self, kind: object, compiled: _Compiled | None, args: tuple[object, ...]) -> Any:
-        known = self._exhausted.get(kind)
-        if known is not None:
-            raise CaptureError(known)
-        if self._changes > _MOST_VARIANTS:
-            raise CaptureError(
-                f"classes or functions that {self.what} uses change from step to step; use engine='tape'"
-            )
         self.failure = None
-        forms = _Forms()
-        self._may_trace, self._has_made = True, False
+        forms = FormTracer()
         try:
             _allow_marks()
             symbolic_convert._import_module.cache_clear()  # guards would be on a module that was imported anew since
             if compiled is None:
-                compiled = _Compiled(self._function, _Backend(self))
+                compiled = self._fronts[kind] = _Compiled(self._function, _Backend(self))
             with (
                 Lasting("capture", "compute"),
                 one_at_a_time,
@@ -238,19 +196,14 @@ class DynamoFront:
                 silent(),
                 torch._dynamo.config.patch(**self._settings, ignore_logging_functions=_said_once()),
                 traced_by(forms),
-                log_if_slow(self.when_slow),
-                unseen_by_other_threads(),
                 random_states_untouched(),
             ):
-                return self._twice_if_busy(compiled, args)
+                return compiled.full(*args)
         except BaseException as error:  # noqa: BLE001 - what to raise in its place
-            explained = self.failure or forms.failure or self._explained(error, kind)
+            explained = self.failure or forms.failure or self._explained(error)
             raise explained from explained.__cause__
         finally:
-            self._may_trace = False
             self.failure = None
-            if compiled is not None and self._has_made and kind not in self._exhausted:
-                self._fronts[kind] = compiled
 
     def note_guards(self, entries: Sequence[Any]) -> None:
         """Watch the code in the values that guards are about.
@@ -267,37 +220,15 @@ class DynamoFront:
         kinds = (value if isinstance(value, type) else type(value) for value in values)
         functions = (value for value in values if isinstance(value, types.FunctionType))
         self._inlined.add(kinds, functions, self._traced)
-        stray = self._inlined.in_no_module()
-        if stray is not None:
-            self.failure = CaptureError(
-                f"{self.what} uses {stray.__qualname__}, whose global variables are not those of the module "
-                f"{stray.__module__!r} that is imported now, so a graph would not notice their changes; import it anew "
-                "and make a new model, or use engine='tape'"
-            )
-            raise CaptureError(str(self.failure))
-
-    def _twice_if_busy(self, compiled: _Compiled, args: tuple[object, ...]) -> Any:
-        try:
-            return compiled.full(*args)
-        except RuntimeError as error:
-            if "symbolically trace" not in str(error):  # of another thread, which uses make_fx without our lock
-                raise
-        return compiled.full(*args)
 
     def make(self, module: fx.GraphModule) -> Callable[..., Sequence[object]]:
         """Return the function that Dynamo is to call in place of ``module``."""
-        if not self._may_trace:
-            raise GuardMiss(f"no graph of {self.what} matches the current batch and Python values")
         try:
             _refuse_what_is_lost()
             self._traced.update(torch._guards.TracingContext.get_traced_code() or ())
-            call = _describe(module, self.what)
-            call.check()
-            program = self._noting(self._make(call))
-            self._has_made = True
-            return program
+            return self._noting(self._make(_describe(module, self.what)))
         except BaseException as error:
-            expected = isinstance(error, (AnabranchError, UserMistake, WrongType)) or not isinstance(error, Exception)
+            expected = isinstance(error, AnabranchError) or not isinstance(error, Exception)
             self.failure = error if expected else refusal_of(error, self.what)
             raise
 
@@ -311,22 +242,20 @@ class DynamoFront:
                     return program(*args)
             except BaseException as error:
                 front = mine()
-                if front is not None and front._may_trace:
+                if front is not None:
                     front.failure = error
                 raise
 
         run.program = program  # type: ignore[attr-defined]
         return run
 
-    def _explained(self, error: BaseException, kind: object) -> BaseException:
+    def _explained(self, error: BaseException) -> BaseException:
         """Return the error to raise in place of Dynamo's."""
         if type(error).__name__ == "FailOnRecompileLimitHit":
-            self._exhausted[kind] = (
+            return CaptureError(
                 f"Python values that {self.what} reads change from step to step, and each change needs a new graph; "
                 "pass them in the batch, make them tensors that are changed in place, or use engine='tape'"
             )
-            self._fronts.pop(kind, None)
-            return CaptureError(self._exhausted[kind])
         if isinstance(error, _NotCompiled):
             return CaptureError(
                 "torch.compile is switched off here (torch.compiler.set_stance, TORCHDYNAMO_DISABLE, a dispatch mode), "
@@ -371,35 +300,30 @@ class InlinedCode:
         for function in set(found).difference(self._functions):
             self._functions.append(function)
             self._codes.append(function.__code__)
+            self._variables += _variables_elsewhere(function)
 
     def unchanged(self) -> bool:
         """Return True if the classes still have these methods, and all functions their code."""
         if list(map(_code_of, self._functions)) != self._codes:
             return False
-        if any(names.get(name) is not value for names, name, value in self._variables):
+        if self._variables and any(names.get(name) is not value for names, name, value in self._variables):
             return False
         try:
             return list(map(getattr, self._kinds, self._names)) == self._members
         except AttributeError:
             return False
 
-    def in_no_module(self) -> types.FunctionType | None:
-        """Return a function with other globals than the module has in which Dynamo looks them up by their names.
 
-        Those that are the same objects there, as in a process that was spawned, are watched.
-        """
-        self._variables = []
-        for function in self._functions:
-            own = function.__globals__
-            module = sys.modules.get(own.get("__name__", ""))
-            if module is None or vars(module) is own:
-                continue
-            for name in function.__code__.co_names:
-                if name in own:
-                    if own[name] is not getattr(module, name, self):
-                        return function
-                    self._variables.append((own, name, own[name]))
-        return None
+def _variables_elsewhere(function: types.FunctionType) -> list[tuple[dict[str, object], str, object]]:
+    """Return the globals of a function that are not those of its module, as in a process that was spawned.
+
+    Dynamo guards the variables of the module.
+    """
+    own = function.__globals__
+    module = sys.modules.get(own.get("__name__", ""))
+    if module is None or vars(module) is own:
+        return []
+    return [(own, name, own[name]) for name in function.__code__.co_names if name in own]
 
 
 def _methods_of(kind: type) -> Iterator[tuple[type, str, types.FunctionType]]:
@@ -412,41 +336,6 @@ def _methods_of(kind: type) -> Iterator[tuple[type, str, types.FunctionType]]:
                 member = member.fget
             if isinstance(member, types.FunctionType):
                 yield base, name, member
-
-
-class _Forms:
-    """The tracer of Dynamo's part: requests only the forms of boundaries' outputs."""
-
-    captures = True
-    failure: Exception | None = None
-
-    @contextmanager
-    def outside(self) -> Iterator[None]:
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), traced_by(None):
-            yield
-
-    def entry(self) -> Tensor:
-        return torch.empty((), requires_grad=True, device="cpu")
-
-    def forward(self, boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
-        with self.outside():
-            forms = boundary.forms(inputs)
-        outputs = [torch.empty(form.shape, dtype=form.dtype, device=form.device) for form in forms]
-        return Crossed(outputs, None, [i for i, form in enumerate(forms) if not form.differentiable])
-
-    def backward(
-        self,
-        boundary: Boundary,
-        state: object,
-        inputs: Sequence[Tensor | None],
-        gradients: Sequence[Tensor | None],
-        wants: Sequence[bool],
-        updates: bool,
-    ) -> Sequence[Tensor | None]:
-        raise CaptureError(
-            f"the loss itself differentiates through {boundary.kind} {boundary.name!r}, which a graph cannot; use "
-            "engine='tape'"
-        )
 
 
 class _Compiled:
@@ -576,8 +465,7 @@ def _allow_marks() -> None:
             checks = Distribution._validate_args
             TorchPatcher.patch()  # torch's optimizers and modules, once; otherwise they would seem changed
             Distribution.set_default_validate_args(checks)  # which that switches off, for the whole process
-            for function in (mark, mistake):
-                torch._dynamo.allow_in_graph(function)  # type: ignore[no-untyped-call]
+            torch._dynamo.allow_in_graph(mark)  # type: ignore[no-untyped-call]
             keep_whole(torch._dynamo.nonstrict_trace)
             # Dynamo skips the file of the schedulers; this substitute reads a list, so Dynamo guards its numbers.
             torch._dynamo.substitute_in_graph(LRScheduler.get_last_lr, skip_signature_check=True)(_last_lr)
@@ -598,27 +486,25 @@ def _describe(module: fx.GraphModule, what: str) -> TracedCall:
         if isinstance(source, str) and source.startswith("___from_numpy("):
             line = next(map(user_line_of, node.users), "")
             raise _of_numpy(what, source.removeprefix("___from_numpy(").removesuffix(")"), line)
-        names.append(_plain(source, node))
+        names.append(plain_name(source) if isinstance(source, str) else node.name.removeprefix("l_").rstrip("_"))
         read = all(user.op == "call_method" and user.target == "item" for user in node.users)
         if arg is not None and not arg.is_tensor and arg.pass_arg_as_tensor and read:
             numbers.add(index)
     return TracedCall(module, tuple(names), frozenset(numbers))
 
 
-def _plain(source: object, node: fx.Node) -> str:
-    """Return the plain name of a source: ``1.x`` for ``L['args'][1]['x']``."""
-    name = source if isinstance(source, str) else None
-    if name is None:
-        return node.name.removeprefix("l_").rstrip("_")
-    for old, new in (("L['args']", ""), ("G['", ""), ("_modules['", ""), ("_parameters['", ""), ("_buffers['", "")):
-        name = name.replace(old, new)
-    for old in ("['", "[", "']", "]"):
-        name = name.replace(old, "." if old.startswith("[") else "")
-    return ".".join(part for part in name.split(".") if part)
+_OF_DYNAMO = re.compile(
+    r"^L\['(args|function)'\]|^G\b|\.(__closure__\[\d+\]\.cell_contents|_(modules|parameters|buffers)\b)"
+)
+
+
+def plain_name(source: str) -> str:
+    """Return Dynamo's name of a value as a user would write it: ``1.x`` for ``L['args'][1]['x']``."""
+    return ".".join(part for part in re.split(r"[\[\]'.]+", _OF_DYNAMO.sub("", source)) if part)
 
 
 def _of_numpy(what: str, source: str, line: str) -> CaptureError:
-    name = source.removeprefix("L[").replace("args[0].", "").replace("args[1]", "batch").replace("'args'][0].", "")
+    name = plain_name(source).removeprefix("args.").removeprefix("0.")  # an attribute of the model
     return CaptureError(
         f"{line}{what} reads {name}, a NumPy value, whose changes a graph would not notice; use a tensor or a Python "
         "number, or engine='tape'"
@@ -642,11 +528,6 @@ def _refuse_what_is_lost() -> None:
             "torch, pass them in the batch, or use engine='tape'"
         )
     effects = output.side_effects
-    for variable in effects.id_to_variable.values():
-        if type(variable).__name__ == "DequeVariable" and effects.is_modified(variable):
-            raise CaptureError(
-                "the step changes a deque, which a graph would do differently from Python; use engine='tape'"
-            )
     changed = effects.store_attr_mutations
     names = {name for attributes in changed.values() for name in attributes}
     sets = any(node.target is Tensor.set_ or node.target == "set_" for node in output.graph.nodes)
@@ -658,35 +539,17 @@ def _refuse_what_is_lost() -> None:
 
 
 def _refuse_what_guards_miss() -> None:
-    if torch._C._is_any_autocast_enabled() and _autocast_depth() == 0:
-        raise CaptureError(
-            "autocast is switched on for the whole process (torch.set_autocast_enabled), and PyTorch then keeps using "
-            "the weights that it cast first; use `with torch.autocast(...)` around each step or in the loss"
-        )
     if _len_torch_function_stack():
-        raise CaptureError(
-            "a TorchFunctionMode is active around the step, which a graph would not call; a default device "
-            "(torch.set_default_device) is one: name the device where tensors are made, or use engine='tape'"
-        )
-    if any(_hooks_of_every_module):
-        raise CaptureError(
-            "a hook is set on every module (torch.nn.modules.module.register_module_*_hook), which a graph would not "
-            "notice; remove it, or use engine='tape'"
-        )
-    if torch.is_anomaly_enabled():
-        raise CaptureError(
-            "anomaly detection checks every gradient, which a graph does not; switch it off, or use engine='tape'"
-        )
-    if torch._C._autograd._top_saved_tensors_default_hooks(False):
-        raise CaptureError(
-            "saved_tensors_hooks are active around the step, which a graph would not call; remove them, or use "
-            "engine='tape'"
-        )
-
-
-def _autocast_depth() -> int:
-    torch.autocast_increment_nesting()
-    return int(torch.autocast_decrement_nesting())
+        what = "a TorchFunctionMode, as a default device (torch.set_default_device) is one"
+    elif any(_hooks_of_every_module):
+        what = "a hook of every module (torch.nn.modules.module.register_module_*_hook)"
+    elif torch.is_anomaly_enabled():
+        what = "anomaly detection"
+    elif torch._C._autograd._top_saved_tensors_default_hooks(False):
+        what = "a pair of saved_tensors_hooks"
+    else:
+        return
+    raise CaptureError(f"{what} is active around the step, which a graph would not call; use engine='tape'")
 
 
 def changed_objects() -> set[int]:

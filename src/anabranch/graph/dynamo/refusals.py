@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from traceback import StackSummary
 
+import torch
 from torch import fx
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from anabranch.errors import CaptureError
-from anabranch.graph.trace.make_fx import OURS
 
-__all__ = ["Raises", "reason_of_call", "refusal_of", "user_line", "user_line_of"]
+# With the separator: torch_geometric is not torch.
+_OURS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}")
+"""Prefixes of the files of torch and of this package: their lines are not the user's."""
 
 
 class Raises(CaptureError):
@@ -56,6 +60,6 @@ def user_line_of(node: fx.Node) -> str:
 
 
 def _innermost(places: Sequence[tuple[str, object]]) -> str:
-    own = [place for place in places if not place[0].startswith(OURS)]
-    chosen = own or [place for place in places if not place[0].startswith(OURS[1])]
+    own = [place for place in places if not place[0].startswith(_OURS)]
+    chosen = own or [place for place in places if not place[0].startswith(_OURS[1])]
     return f"{chosen[-1][0]}:{chosen[-1][1]}: " if chosen else ""

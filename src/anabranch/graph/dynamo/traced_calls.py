@@ -7,7 +7,6 @@ graph and compared by identity before each run; the others are passed in every r
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,12 +16,9 @@ from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
 
 from anabranch.errors import AnabranchError, CaptureError
-from anabranch.graph.dynamo.front import TracedCall, mark
+from anabranch.graph.dynamo.front import TracedCall, mark, plain_name
 from anabranch.graph.dynamo.refusals import reason_of_call, user_line_of
-from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, UserMistake, WrongType, free_name
-
-__all__ = ["Arguments", "arrange", "picker", "run_calls"]
-
+from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, free_name
 
 _CONTROL_FLOW = {
     "cond": "cond",
@@ -31,8 +27,6 @@ _CONTROL_FLOW = {
     "scan": "scan",
     "associative_scan": "associative_scan",
 }
-_ROOT = re.compile(r"^L\['(args'\]\[0\]|function'\](\.__closure__\[\d+\]\.cell_contents)*)")
-"""Dynamo's name for the module that a front is given, or the function and the variables it closes over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,13 +150,13 @@ class _Runner(fx.Interpreter):
                 "or how often, depends on values; choose between values with torch.where, or use engine='tape'"
             )
         self._recorder.switch(_scope(n))
-        self._recorder.line = lambda: user_line_of(n).removesuffix(": ")
+        self._recorder.line = user_line_of(n)
         try:
             result = super().run_node(n)
-        except (AnabranchError, UserMistake, WrongType):
+        except AnabranchError:
             raise
         except Exception as error:
-            raise CaptureError(reason_of_call(error, user_line_of(n))) from error
+            raise CaptureError(reason_of_call(error, self._recorder.line)) from error
         if n.target is mark:
             self.marked[str(n.args[0])] = result
         return result
@@ -182,7 +176,4 @@ def _scope(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
-    path = _ROOT.sub("", str(list(stack.values())[-1][0]))
-    for old, new in (("_modules['", "."), ("['", "."), ("[", "."), ("']", ""), ("]", "")):
-        path = path.replace(old, new)
-    return ".".join(part for part in path.split(".") if part)
+    return plain_name(str(list(stack.values())[-1][0]).removeprefix("L['args'][0]"))

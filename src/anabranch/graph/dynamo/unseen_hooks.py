@@ -10,8 +10,6 @@ from torch.optim import Optimizer
 from anabranch.autodiff import hooks as own_hooks
 from anabranch.errors import CaptureError
 
-__all__ = ["refuse_hooks"]
-
 _MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 

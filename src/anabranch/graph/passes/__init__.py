@@ -1,3 +1,1 @@
 """Rewriting graphs: each file has a function from a graph to an equivalent graph; open ``duplicates.py`` first."""
-
-__all__: list[str] = []

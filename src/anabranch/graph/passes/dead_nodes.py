@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
-
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
@@ -13,8 +11,6 @@ from anabranch.graph.effects import Effects
 from anabranch.graph.nodes import same_layout
 from anabranch.graph.operation_graph import AnyGraph
 
-__all__ = ["drop_dead_nodes", "drop_handles", "sum_to_final_shape"]
-
 _aten = torch.ops.aten
 _HANDLES = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
 
@@ -22,17 +18,15 @@ _HANDLES = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
 def drop_handles(graph: AnyGraph, *, stops: bool = False) -> AnyGraph:
     """``graph`` without nodes that only make another handle of the same values.
 
-    These are ``detach`` and ``alias``, two transpositions in a row, a ``view`` to the present shape, and
-    a product with ones. A ``detach`` in the user's code stays, because ``gradients`` must stop at it, unless ``stops``
+    These are ``detach`` and ``alias``, two transpositions in a row, and a ``view`` to the present shape. A ``detach``
+    in the user's code stays, because ``gradients`` must stop at it, unless ``stops``
     drops it too.
     """
     graph = graph.copy()
-    effects = graph.effects()
-    results = {effects.root[node] for node in graph.fx.output_node().all_input_nodes}
     for node in list(graph.fx.nodes):
         if node.meta.get("stop") and not stops:
             continue
-        same = _factor_of_ones(node, effects, results) if node.target is _aten.mul.Tensor else _same_values(node)
+        same = _same_values(node)
         if same is not None:
             node.replace_all_uses_with(same)
             graph.fx.erase_node(node)
@@ -55,24 +49,6 @@ def _same_values(node: fx.Node) -> fx.Node | None:
         before, after = source.meta.get("val"), node.meta.get("val")
         if isinstance(before, Tensor) and isinstance(after, Tensor) and same_layout(before, after):
             return source
-    return None
-
-
-def _factor_of_ones(node: fx.Node, effects: Effects, results: Container[fx.Node]) -> fx.Node | None:
-    """Return the factor that ``node`` multiplies by the ones starting a backward, if none of the three is ever written
-    to, and not both are results of the graph, which need memory of their own.
-    """
-    left, right = node.args[:2]
-    if not isinstance(left, fx.Node) or not isinstance(right, fx.Node) or right.target is not _aten.ones_like.default:
-        return None
-    roots = [effects.root[each] for each in (node, left, right)]
-    if any(root in effects.writers or root.op == "placeholder" for root in roots):
-        return None
-    if roots[0] in results and roots[1] in results:
-        return None
-    before, after = left.meta.get("val"), node.meta.get("val")
-    if isinstance(before, Tensor) and isinstance(after, Tensor) and same_layout(before, after):
-        return left
     return None
 
 

@@ -1,6 +1,6 @@
-"""Placement of fused optimizer updates: few nodes for small parameters, one as early as possible for each large one.
+"""Placement of fused optimizer updates: one as early as possible for each large parameter.
 
-Both passes only regroup the fused optimizer that the user requested (``fused=True``): its kernel treats each tensor on
+The pass only regroups the fused optimizer that the user requested (``fused=True``): its kernel treats each tensor on
 its own, so the results are the same bits. An optimizer that is not fused is never fused here: that rounds differently.
 """
 
@@ -16,31 +16,8 @@ from anabranch.graph.crossings import Effect
 from anabranch.graph.effects import Effects, arguments
 from anabranch.graph.operation_graph import AnyGraph, OperationGraph
 
-__all__ = ["join_fused_updates", "spread_fused_updates"]
-
 _FUSED = {"aten::_fused_adam_", "aten::_fused_adamw_", "aten::_fused_sgd_", "aten::_fused_adagrad_"}
 _LARGE = 1 << 16
-
-
-def join_fused_updates(graph: AnyGraph) -> AnyGraph:
-    """``graph`` with one fused update in place of several with the same hyperparameters."""
-    if len(_fused(graph)) < 2:
-        return graph
-    graph = graph.copy()
-    last: dict[object, fx.Node] = {}
-    for node in _fused(graph):
-        key = _numbers(node)
-        earlier = last.get(key)
-        if earlier is None:
-            last[key] = node
-            continue
-        node.args = tuple(
-            [*first, *second] if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)) else first
-            for first, second in zip(earlier.args, node.args, strict=True)
-        )
-        graph.fx.erase_node(earlier)
-        last[key] = node
-    return graph
 
 
 def spread_fused_updates(graph: AnyGraph, large: int = _LARGE) -> AnyGraph:
@@ -64,12 +41,6 @@ def _fused(graph: OperationGraph) -> list[fx.Node]:
         for node in graph.fx.nodes
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _FUSED
     ]
-
-
-def _numbers(node: fx.Node) -> object:
-    numbers = tuple(value for value in node.args if not isinstance(value, (list, tuple)))
-    lists = tuple(bool(value) for value in node.args if isinstance(value, (list, tuple)))
-    return node.target, numbers, lists, tuple(sorted(node.kwargs.items(), key=lambda item: item[0]))
 
 
 def _spread(graph: OperationGraph, node: fx.Node, large: int) -> None:

@@ -12,8 +12,6 @@ from anabranch.graph.effects import Effects
 from anabranch.graph.nodes import same_layout
 from anabranch.graph.operation_graph import AnyGraph, OperationGraph
 
-__all__ = ["reuse_in_place"]
-
 _COMMUTATIVE = {torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor}
 
 

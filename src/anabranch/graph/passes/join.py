@@ -9,8 +9,6 @@ from torch import fx
 from anabranch.graph.nodes import copy_node
 from anabranch.graph.operation_graph import AnyGraph, Input
 
-__all__ = ["join"]
-
 
 def join(first: AnyGraph, second: AnyGraph, keep: Collection[str]) -> AnyGraph:
     """``first`` followed by ``second``, as one graph.

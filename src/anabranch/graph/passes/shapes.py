@@ -12,8 +12,6 @@ from anabranch.errors import CaptureError
 from anabranch.graph.nodes import evaluate
 from anabranch.graph.operation_graph import OperationGraph, Origin
 
-__all__ = ["infer_shapes"]
-
 
 def infer_shapes(graph: OperationGraph, input_shapes: Sequence[Sequence[int]]) -> dict[str, torch.Size]:
     """See ``Graph.infer_shapes``."""

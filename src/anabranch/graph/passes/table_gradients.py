@@ -14,8 +14,6 @@ from torch import Tensor, fx
 from anabranch.graph.nodes import made
 from anabranch.graph.operation_graph import AnyGraph, OperationGraph
 
-__all__ = ["sum_table_gradients"]
-
 _aten = torch.ops.aten
 _ROWS = _aten.embedding_dense_backward.default
 _BAGS = _aten._embedding_bag_backward.default

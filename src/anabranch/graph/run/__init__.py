@@ -3,5 +3,3 @@
 ``lifetimes.py`` plans its memory, ``recompute.py`` makes it fit a budget; ``inductor.py`` and ``cuda_graphs.py`` pass
 it to PyTorch's compiler and to CUDA.
 """
-
-__all__: list[str] = []

@@ -26,8 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from anabranch.graph.effects import Effects, is_view
 from anabranch.graph.nodes import RECURRENT, call_recurrent, evaluate, resolved
 
-__all__ = ["Program", "generate"]
-
 _aten = torch.ops.aten
 
 

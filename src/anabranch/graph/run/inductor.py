@@ -17,8 +17,6 @@ from anabranch.graph.passes.dead_nodes import drop_handles
 from anabranch.graph.run.codegen import Program, generate
 from anabranch.graph.run.lowering import lower
 
-__all__ = ["compiled"]
-
 _MOST_KERNELS = 2  # of a graph, for other numbers
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor, fx
+from torch import fx
 
 from anabranch.graph.nodes import bytes_of
 from anabranch.graph.operation_graph import OperationGraph
 from anabranch.graph.run.lowering import lower
-
-__all__ = ["MemoryPlan", "plan_memory", "storage_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,8 @@ def plan_memory(graph: OperationGraph) -> MemoryPlan:
     last: dict[fx.Node, int] = {}
     sizes: dict[fx.Node, int] = {}
     for node in nodes:
-        _own(node, effects.root[node], index[node], first, sizes)
+        if effects.root[node] is node and (size := bytes_of(node.meta.get("val"))):
+            first[node], sizes[node] = index[node], size
         for source in (node, *node.all_input_nodes):
             last[effects.root[source]] = index[node]
     for result in lowered.fx.output_node().all_input_nodes:
@@ -64,22 +63,3 @@ def plan_memory(graph: OperationGraph) -> MemoryPlan:
         bytes={root.name: sizes[root] for root in first},
         reused={node.name: node.meta["reused"].name for node in nodes if "reused" in node.meta},
     )
-
-
-def _own(node: fx.Node, root: fx.Node, position: int, first: dict[fx.Node, int], sizes: dict[fx.Node, int]) -> None:
-    """Count the memory that ``node`` allocates, if it does."""
-    if root is not node:
-        return
-    size = storage_bytes(node.meta.get("val"))
-    if size:
-        first[node], sizes[node] = position, size
-
-
-def storage_bytes(value: object) -> int:
-    """Return the bytes that an operation allocates for this result."""
-    if isinstance(value, (tuple, list)):
-        return sum(map(storage_bytes, value))
-    if isinstance(value, Tensor) and value.layout.__str__() == "torch.strided" and value.numel():
-        reach = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-        return reach * value.element_size()
-    return bytes_of(value)

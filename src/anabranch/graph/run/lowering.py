@@ -6,14 +6,8 @@ from anabranch.graph.operation_graph import AnyGraph
 from anabranch.graph.passes.dead_nodes import drop_handles, sum_to_final_shape
 from anabranch.graph.passes.in_place import reuse_in_place
 from anabranch.graph.passes.table_gradients import sum_table_gradients
-from anabranch.graph.run.copy_streams import copy_beside_compute, crosses_from_cuda, launch_before_crossings
-
-__all__ = ["lower"]
 
 
 def lower(graph: AnyGraph) -> AnyGraph:
     """Return the graph that the program of ``graph`` is generated from."""
-    graph = sum_table_gradients(sum_to_final_shape(drop_handles(graph, stops=True)))
-    if not crosses_from_cuda(graph):
-        return reuse_in_place(graph)
-    return copy_beside_compute(reuse_in_place(launch_before_crossings(graph)))
+    return reuse_in_place(sum_table_gradients(sum_to_final_shape(drop_handles(graph, stops=True))))

@@ -27,11 +27,10 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from anabranch.graph.effects import Effects, is_view
+from anabranch.graph.nodes import bytes_of
 from anabranch.graph.operation_graph import AnyGraph, OperationGraph
 from anabranch.graph.passes.dead_nodes import drop_dead_nodes, drop_handles
-from anabranch.graph.run.lifetimes import plan_memory, storage_bytes
-
-__all__ = ["recompute", "recompute_marked"]
+from anabranch.graph.run.lifetimes import plan_memory
 
 
 def recompute(graph: AnyGraph, budget_bytes: int) -> AnyGraph:
@@ -120,7 +119,7 @@ def _recomputed(graph: AnyGraph, peak: str, choice: _Choice) -> AnyGraph:
 
 def _bounds(before: list[fx.Node], segments: int) -> list[int]:
     """Split ``before`` into segments that compute about equally many bytes; returns where each begins, and the end."""
-    sizes = [storage_bytes(node.meta.get("val")) for node in before]
+    sizes = [bytes_of(node.meta.get("val")) for node in before]
     total, done, bounds = sum(sizes), 0, [0]
     for index, size in enumerate(sizes):
         if done >= total * len(bounds) / segments and len(bounds) < segments:
@@ -198,7 +197,7 @@ def _weight(node: fx.Node) -> float:
     value = node.meta.get("val")
     if isinstance(value, (tuple, list)):
         return math.inf
-    size = storage_bytes(value)
+    size = bytes_of(value)
     return float(size) if isinstance(value, Tensor) and not is_view(node) else size + 1.0
 
 

@@ -3,5 +3,3 @@
 Open ``program.py`` first; ``joint.py`` joins the graphs of ``backward.py`` and ``update.py`` into one program, and
 ``bound_state.py`` compares, before each step, the state that programs are bound to.
 """
-
-__all__: list[str] = []

@@ -11,11 +11,12 @@ from torch import Tensor, fx
 
 from anabranch.errors import CaptureError
 from anabranch.graph.dynamo.front import TracedCall
+from anabranch.graph.dynamo.refusals import Raises
 from anabranch.graph.dynamo.traced_calls import Arguments, run_calls
-from anabranch.graph.graph import Graph, InputKind
+from anabranch.graph.graph import Graph
+from anabranch.graph.operation_graph import InputKind
 from anabranch.graph.step.lookups import Lookup, SparseLookups, SparseRows
-from anabranch.graph.trace.build import build
-from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, UserMistake, free_name
+from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, build, free_name
 
 if TYPE_CHECKING:
     from anabranch.graph.run.codegen import Program
@@ -33,7 +34,7 @@ class Gradients:
 
     outputs: dict[str, object]
     dense: dict[str, Tensor]
-    sparse: dict[str, tuple[SparseRows, ...]]
+    sparse: dict[str, list[SparseRows]]
 
 
 class GradientListener(Protocol):
@@ -103,21 +104,14 @@ class Backward:
 
     def sort(self, results: Mapping[str, object]) -> Gradients:
         """Sort the graph's results into ``Gradients``."""
-        sparse = self.take_sparse(dict(results))
-        outputs = {name: results[name] for name in self.outputs}
-        return Gradients(
-            outputs,
-            {name: results[f"{name}.grad"] for name in self.dense},  # type: ignore[misc]
-            {table: tuple(found) for table, found in sparse.items()},
-        )
+        dense = {name: cast(Tensor, results[f"{name}.grad"]) for name in self.dense}
+        return Gradients({name: results[name] for name in self.outputs}, dense, self.sparse_of(results))
 
-    def take_sparse(self, results: dict[str, object]) -> dict[str, list[SparseRows]]:
-        """Remove the sparse lookups from ``results`` and return them by table."""
+    def sparse_of(self, results: Mapping[str, object]) -> dict[str, list[SparseRows]]:
+        """Return the sparse lookups among the results, by table."""
         sparse: dict[str, list[SparseRows]] = {}
         for index, (table, padding) in enumerate(self.lookups):
-            ids, rows = results.pop(f"{table}.ids.{index}"), results.pop(f"{table}.rows.{index}")
-            assert isinstance(ids, Tensor)
-            assert isinstance(rows, Tensor)
+            ids, rows = (cast(Tensor, results[f"{table}.{part}.{index}"]) for part in ("ids", "rows"))
             sparse.setdefault(table, []).append(SparseRows(ids, rows, padding))
         return sparse
 
@@ -183,7 +177,7 @@ def capture_backward(
         names[:] = [*unique, *(f"{name}.grad" for name in dense), *sparse]
         return [*map(_detached, unique.values()), *found.values(), *flat]
 
-    graph = build(traced, sources, names, kinds=kinds, interceptors=[cut])
+    graph = build(traced, sources, names, kinds=kinds, interceptor=cut)
     return Backward(graph, tuple(dict.fromkeys(outputs)), tuple(dense), tuple(lookups), tuple(kept))
 
 
@@ -229,26 +223,12 @@ def loss_of(call: TracedCall) -> Tensor:
 
 
 def check_loss(call: TracedCall) -> None:
-    """Raise for a loss that has no backward; call it while Dynamo still knows the loss's shape.
-
-    Raises:
-        UserMistake: the user's mistake.
-    """
+    """Raise ``Raises`` for a loss that has no backward; call it while Dynamo still knows the loss's shape."""
     loss = call.marks().get("loss")
-    if loss is None:
-        raise UserMistake("the loss is not a tensor computed by the model; nothing would be trained")
-    value = loss.meta.get("example_value")
-    if not isinstance(value, Tensor):
-        return
-    if value.numel() != 1:
-        raise UserMistake(
-            f"the loss has shape {tuple(value.shape)}, but backward starts from a single number; return loss.mean() "
-            "with reduction='mean', or loss.sum() with reduction='sum'"
-        )
-    if not value.requires_grad:
-        raise UserMistake(
-            "the loss does not depend on any parameter that requires a gradient; nothing would be trained"
-        )
+    value = None if loss is None else loss.meta.get("example_value")
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+        shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+        raise Raises(f"the loss of shape {shape} is not a single number that depends on a parameter to train")
 
 
 def _sparse(

@@ -7,7 +7,7 @@ memory of parameters, and hooks on gradients.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -40,9 +40,9 @@ class BoundState:
     def note_optimizer_state(self) -> None:
         """Record the optimizers' state as it is now."""
         self._states = [optimizer.state for optimizer in self._optimizers]
-        self._spaces = [kept for state in self._states for kept in state.values()]
-        self._contents = _values if all(type(kept) is dict for kept in self._spaces) else _contents
-        self._held = list(chain.from_iterable(map(self._contents, self._spaces)))
+        # Those that step outside the graph may keep something else than a dict.
+        self._spaces = [kept for state in self._states for kept in state.values() if isinstance(kept, dict)]
+        self._held = list(chain.from_iterable(map(_values, self._spaces)))
 
     def intact(self, *, kept_by_optimizers: bool = True) -> bool:
         """Return True if every object is identical to the recorded one.
@@ -82,8 +82,8 @@ class BoundState:
             return False
         if not all(map(same, chain.from_iterable(map(_values, self._states)), self._spaces)):
             return False
-        held = list(chain.from_iterable(map(self._contents, self._spaces)))
-        return len(held) == len(self._held) and all(map(same, held, self._held))
+        state = list(chain.from_iterable(map(_values, self._spaces)))
+        return len(state) == len(self._held) and all(map(same, state, self._held))
 
     def _refuse_new_hooks(self) -> None:
         """Check for hooks, if any was registered, anywhere, since the last check."""
@@ -161,7 +161,9 @@ class GroupNumbers:
         ]
         self._names = str(names_of_groups)  # whose hash Python keeps
         self._sizes = list(map(len, self._groups))
-        self._all_plain = all(all(map(_is_plain, group.values())) for group in map(without_tensors, self._groups))
+        values = [value for group in self._groups for value in without_tensors(group).values()]
+        parts = (part for value in values for part in (value if type(value) is tuple else (value,)))
+        self._all_plain = all(isinstance(part, _PLAIN) for part in parts)
 
     def current(self) -> tuple[object, ...]:
         """Return the current numbers, to be compared and hashed; lists in them may change later."""
@@ -189,33 +191,17 @@ def without_tensors(group: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
 
 
-def _is_plain(value: object) -> bool:
-    if type(value) is tuple:
-        return all(map(_is_plain, value))
-    return isinstance(value, (bool, int, float, complex, str, type(None)))
+_PLAIN = (bool, int, float, complex, str, type(None))
 
 
 def _hashable(value: object) -> object:
-    """``value`` with copies of its containers; a tensor is an input of the graph, and is kept."""
-    if isinstance(value, Tensor):
-        return Tensor, id(value)
-    if isinstance(value, Mapping):
-        return dict, tuple((key, _hashable(item)) for key, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return type(value), tuple(map(_hashable, value))
-    if isinstance(value, (set, frozenset)):
-        return set, frozenset(map(_hashable, value))
-    if type(value).__hash__ is None:
-        return type(value), id(value)
-    return value
+    """``value`` as its type and contents, or by identity: of tensors, and of what torch's optimizers do not read."""
+    if isinstance(value, _PLAIN):
+        return value
+    return type(value), tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else id(value)
 
 
 _values = dict.values
-
-
-def _contents(kept: object) -> Iterable[object]:
-    """Return the values in an optimizer's state of one parameter; some keep a number under a name instead."""
-    return kept.values() if isinstance(kept, dict) else (kept,)
 
 
 def _form(tensor: Tensor) -> object:

@@ -17,8 +17,8 @@ from anabranch.graph.crossings import Effect, crossing_of
 from anabranch.graph.dynamo.front import TracedCall
 from anabranch.graph.dynamo.traced_calls import Arguments, arrange, picker
 from anabranch.graph.graph import Graph
-from anabranch.graph.passes.duplicates import merge_duplicates
-from anabranch.graph.passes.fused_updates import join_fused_updates, spread_fused_updates
+from anabranch.graph.passes.dead_nodes import drop_dead_nodes
+from anabranch.graph.passes.fused_updates import spread_fused_updates
 from anabranch.graph.passes.join import join
 from anabranch.graph.run.codegen import Program
 from anabranch.graph.run.cuda_graphs import Replayed, can_replay
@@ -36,8 +36,7 @@ from anabranch.graph.step.lookups import as_sparse_gradient
 from anabranch.graph.step.shared_memory import SharedMemory, written_inputs
 from anabranch.graph.step.step_state import SparseGradients, StepState
 from anabranch.graph.step.update import has_state
-from anabranch.graph.trace.build import build
-from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource
+from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, build
 from anabranch.interrupts import hold_interrupts
 
 
@@ -65,7 +64,6 @@ class Joint:
         key: the program's purpose.
         backward: the graph of forward and backward.
         graph: the graph that runs.
-        variants: the program is valid for only one value of a Python float.
         memory: looks at the memory of the arguments, if the program writes to one.
         confirmed: the tape has run a batch of this program with the same results; see ``Prepared.confirm``.
     """
@@ -86,14 +84,14 @@ class Joint:
             self.backward = self._captured(call, arguments, args)
         self._bind(call, arguments, args)
         self._arguments = arguments
-        self.backward = self.backward.improved(merge_duplicates).improved(recompute_marked)
+        self.backward = self.backward.improved(recompute_marked)
         if step.activation_budget is not None:
             self.backward = self.backward.improved(partial(_fitted, budget_bytes=step.activation_budget))
         parameters = step.parameters
         self._gradient_names = [f"{name}.grad" for name in self.backward.dense]
-        self._sparse = bool(self.backward.lookups)
         # No gradient adds to an existing one, and none is sparse.
-        self._all_held = not self._sparse and all(parameters[name] in step.names for name in self.backward.dense)
+        dense_only = not self.backward.lookups
+        self._all_held = dense_only and all(parameters[name] in step.names for name in self.backward.dense)
         kept = self.backward.kept
         self._plain = [i for i, n in enumerate(self._outputs) if n.startswith("result.") and i not in kept]
         self._look_at(written_inputs(self.backward.graph))
@@ -106,8 +104,6 @@ class Joint:
         self._own = False
         self._crosses = False
         self.graph = self.backward.graph
-        if key.whole and self._ready():
-            self._join()
 
     @property
     def _step(self) -> StepState:
@@ -137,7 +133,6 @@ class Joint:
         self._bound = [args[index] for index in arguments.bound]
         self._fixed = arguments.fixed
         self._free, self._numbers = arguments.free, call.numbers
-        self.variants = bool(arguments.fixed)
         self._pick_bound, self._pick_free = picker(arguments.bound), picker(arguments.free)
         self._reads_numbers = any(index in call.numbers for index in arguments.free)
         # Where Dynamo passes whole numbers they may be sizes that it does not guard; a graph is of one size.
@@ -178,48 +173,50 @@ class Joint:
 
     def run(
         self,
+        step: StepState,
         args: Sequence[object],
-        begin: Callable[[Sequence[str]], None] | None = None,
-        listener: GradientListener | None = None,
-        later: list[Callable[[], None]] | None = None,
+        begin: Callable[[Sequence[str]], None] | None,
+        listener: GradientListener | None,
+        later: list[Callable[[], None]],
     ) -> dict[str, object]:
         """Run the program; returns the results by name.
 
         Args:
+            step: the program's own, which it holds weakly.
             args: the values of Dynamo's placeholders.
             begin: called with the names of the loss's results before the program runs.
             listener: called with gradients while backward runs.
-            later: receives the optimizers' own step if it is outside the graph; without it they step at once.
+            later: receives the optimizers' own step if it is outside the graph.
         """
         free = self._free_of(args)
         if begin is not None:
             begin(self.backward.outputs)
         if not self.key.whole:
-            return self._run_backward(free, listener)
+            return self._run_backward(step, free, listener)
         if self._program is None and self._ready():
             self._join()
         if self._program is None:
-            return self._run_apart(free, later)
+            return self._run_apart(step, free, later)
         if self._rest is None:
-            if self._step.gate is None and not self._crosses:
+            if step.gate is None and not self._crosses:
                 hold_interrupts()  # nothing in the program says when it begins to update
             try:
                 results: dict[str, object] = dict(zip(self.graph.outputs, self._program.run(*free), strict=True))
             except _Refused as refused:
-                return self._finish(refused.results, later, stepped=True)
-            return self._finish(results, later, stepped=False)
+                return self._finish(step, refused.results)
+            return self._finish(step, results, later)
         results = dict(zip(self.backward.graph.outputs, self._program.run(*free), strict=True))
-        admitted = self._admitted(results, own=self._own)
-        if admitted:
-            results.update(zip(self._yielded, self._rest.run(*(results[name] for name in self._given)), strict=True))
-        return self._finish(results, later, stepped=not admitted)
+        if not self._admitted(results, own=self._own):
+            return self._finish(step, results)
+        results.update(zip(self._yielded, self._rest.run(*(results[name] for name in self._given)), strict=True))
+        return self._finish(step, results, later)
 
     def _admitted(self, results: Mapping[str, object], *, own: bool) -> bool:
         """Return True if the optimizers step on the gradients among the ``results``."""
         gate = self._step.gate
         if gate is not None:
             dense = [cast(Tensor, results[name]) for name in self._gradient_names]
-            sparse = self.backward.take_sparse(dict(results)) if self._sparse else {}
+            sparse = self.backward.sparse_of(results) if self.backward.lookups else {}
             if not gate(dense, self.backward.dense, sparse, own):
                 return False
         hold_interrupts()
@@ -229,49 +226,37 @@ class Joint:
         """Run forward and backward alone; returns the backward graph's results by name."""
         return dict(zip(self.backward.graph.outputs, self._apart().run(*self._free_of(args)), strict=True))
 
-    def _run_backward(self, free: Sequence[object], listener: GradientListener | None) -> dict[str, object]:
-        listening = listener is not None and not self._step.compile
+    def _run_backward(
+        self, step: StepState, free: Sequence[object], listener: GradientListener | None
+    ) -> dict[str, object]:
         if listener is not None:
             listener.begin(self.backward.outputs)
-        if listening and listener is not None:
-            ran = self.backward.run(listener, free)
-        else:
-            ran = self._apart().run(*free)
+        in_one = listener is None or step.compile
+        ran = self._apart().run(*free) if in_one else self.backward.run(cast(GradientListener, listener), free)
         results = dict(zip(self.backward.graph.outputs, ran, strict=True))
-        if listener is not None and not listening:
+        if listener is not None and in_one:
             self.backward.notify(listener, results)
         return results
 
-    def _run_apart(self, free: Sequence[object], later: list[Callable[[], None]] | None) -> dict[str, object]:
+    def _run_apart(self, step: StepState, free: Sequence[object], later: list[Callable[[], None]]) -> dict[str, object]:
         """Run part by part: the first time, when optimizers have no state yet, and when they step outside the graph."""
-        step, backward = self._step, self.backward
-        ran = self._apart().run(*free)
-        results: dict[str, object] = dict(zip(backward.graph.outputs, ran, strict=True))
-        rows = {name: results[name] for name in backward.rows}
+        backward = self.backward
+        results: dict[str, object] = dict(zip(backward.graph.outputs, self._apart().run(*free), strict=True))
         if not self._admitted(results, own=False):
-            return self._finish(results, later, stepped=True)
-        for name in rows:
-            del results[name]
+            return self._finish(step, results)
         if self._between is not None:
             given = [results[b.name] for b in self._between.bindings if b.bound is None]
             results |= dict(zip(self._between.outputs, self._between.program().run(*given), strict=True))
-        gradients: dict[str, Tensor] = {}
-        for name in backward.dense:
-            gradient = results[f"{name}.grad"]
-            if step.parameters[name] in step.names:
-                assert isinstance(gradient, Tensor)
-                gradients[name] = gradient
-        results |= rows
-        if step.leaves_gradients:
-            self._leave_gradients(step, results)
-        sparse = backward.take_sparse(dict(rows))
+        names = [name for name in backward.dense if step.parameters[name] in step.names]
+        gradients = {name: cast(Tensor, results[f"{name}.grad"]) for name in names}
+        sparse = backward.sparse_of(results)
 
         def step_on() -> None:
             step.step_eagerly(gradients, sparse)
             self.take_state()
 
-        _now_or(later, step_on)
-        return self._finish(results, later, stepped=True, left=True)
+        later.append(step_on)
+        return self._finish(step, results)
 
     def take_state(self) -> None:
         """Capture the update once there is optimizer state."""
@@ -279,42 +264,31 @@ class Joint:
             self._join()
 
     def _finish(
-        self,
-        results: dict[str, object],
-        later: list[Callable[[], None]] | None,
-        *,
-        stepped: bool,
-        left: bool = False,
+        self, step: StepState, results: dict[str, object], later: list[Callable[[], None]] | None = None
     ) -> dict[str, object]:
-        """Step the optimizers on the rows that the graph yields, and add the gradients requested, in final form."""
-        step = self._step
-        if step.leaves_gradients and not left:
-            self._leave_gradients(step, results)
-        if not self.backward.lookups and not self.key.gradients:
-            return results
-        sparse = self.backward.take_sparse(dict(results))
-        if sparse and not stepped:
-            _now_or(later, lambda: step.step_eagerly({}, sparse))
-        self.backward.take_sparse(results)
-        for name in self.key.gradients:
-            if name not in results:
-                table = name.removesuffix(".grad")
-                found = sparse.get(table)
-                results[name] = as_sparse_gradient(found, step.parameters[table]) if found else None
-        return results
+        """Return the results, with the gradients requested in final form, and leave gradients as ``backward()`` does.
 
-    def _leave_gradients(self, step: StepState, results: Mapping[str, object]) -> None:
-        parameters, held = step.parameters, step.names
-        if self._all_held:
-            for name in self.backward.dense:
-                parameters[name].grad = results[f"{name}.grad"]  # type: ignore[assignment]
-            return
-        found = {name: cast(Tensor, results[f"{name}.grad"]) for name in self.backward.dense}
+        Args:
+            step: the program's own.
+            results: of the graph.
+            later: receives the optimizers' step on the rows that the graph yields, if they have not made it.
+        """
+        parameters, sparse = step.parameters, dict[str, Tensor]()
         if self.backward.lookups:
-            sparse = self.backward.take_sparse(dict(results))
-            found |= {name: as_sparse_gradient(rows, parameters[name]) for name, rows in sparse.items()}
-        for name, gradient in found.items():
-            leave_gradient(parameters[name], gradient, held)
+            lookups = self.backward.sparse_of(results)
+            if step.leaves_gradients or self.key.gradients:
+                sparse = {f"{name}.grad": as_sparse_gradient(rows, parameters[name]) for name, rows in lookups.items()}
+            if later is not None:
+                later.append(lambda: step.step_eagerly({}, lookups))
+        if step.leaves_gradients:
+            if self._all_held:
+                for name, key in zip(self.backward.dense, self._gradient_names, strict=True):
+                    parameters[name].grad = results[key]  # type: ignore[assignment]
+            else:
+                gradients = {key: cast(Tensor, results[key]) for key in self._gradient_names} | sparse
+                for key, gradient in gradients.items():
+                    leave_gradient(parameters[key.removesuffix(".grad")], gradient, step.names)
+        return results | sparse if sparse else results
 
     # --- making
 
@@ -359,8 +333,8 @@ class Joint:
             graph = join(graph, between, [name for name in keep if name not in between.outputs])
             rest = between if update is None else join(between, update, keep)
         if update is not None:
-            joined = merge_duplicates(join(graph, update, keep))
-            graph = spread_fused_updates(join_fused_updates(joined))
+            joined = drop_dead_nodes(join(graph, update, keep))
+            graph = spread_fused_updates(joined)
             if graph is not joined:  # parameters are written to in another order, and while backward continues
                 self._look_at({*written_inputs(front), *dense})
         self.graph = _without_gate(graph)
@@ -403,7 +377,7 @@ class Joint:
                 "and update(), or sparse=False"
             )
         examples = dict(zip(backward.graph.outputs, backward.graph.examples(), strict=True))
-        names = [f"{name}.grad" for name in backward.dense]
+        names = self._gradient_names
         sources = [TraceSource(name, cast(Tensor, examples[name])) for name in names]
 
         def body(values: Sequence[Tensor], recorder: TraceRecorder) -> list[object]:
@@ -446,14 +420,6 @@ class _Refused(BaseException):
 
     def __init__(self, results: dict[str, object]) -> None:
         self.results = results
-
-
-def _now_or(later: list[Callable[[], None]] | None, action: Callable[[], None]) -> None:
-    """Call ``action``, or let the caller call it."""
-    if later is None:
-        action()
-    else:
-        later.append(action)
 
 
 def leave_gradient(parameter: Tensor, gradient: Tensor, held: Container[Tensor]) -> None:

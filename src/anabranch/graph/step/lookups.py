@@ -7,6 +7,7 @@ While a step is traced, ``embedding`` and ``embedding_bag`` with ``sparse=True``
                      +-------------- d_rows <-----------------+      (1) is not differentiated
 
 The graph returns ids and ``d_rows``; the optimizer gets them as the sparse tensor that eager autograd would create.
+``gradients``, which replays a graph's operations, cuts its lookups in the same way.
 """
 
 from __future__ import annotations
@@ -15,13 +16,18 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 
 from anabranch.errors import CaptureError
-from anabranch.graph.trace.make_fx import user_line
+from anabranch.graph.effects import arguments
+
+_aten = torch.ops.aten
+_ROWS = _aten.embedding.default
+_BAGS = (_aten._embedding_bag.default, _aten._embedding_bag_forward_only.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,24 @@ class SparseLookups:
                 torch.embedding_renorm_(weight, named["input"].reshape(-1), named["max_norm"], named["norm_type"])
         return self._rows(named) if func is F.embedding else self._bags(named)
 
+    def of_node(self, node: fx.Node, look: Callable[[fx.Node], object]) -> object:
+        """Return the result of a node that looks up one of the tables sparsely; ``NotImplemented`` for any other."""
+        if node.target is not _ROWS and node.target not in _BAGS:
+            return NotImplemented
+        named: dict[str, Any] = {
+            name: look(value) if isinstance(value, fx.Node) else value for name, value in arguments(node)
+        }
+        if named.get("scale_grad_by_freq"):
+            return NotImplemented
+        padding = named.get("padding_idx", -1)
+        options = {"padding_idx": padding if padding >= 0 else None, "sparse": named.get("sparse", False)}
+        if node.target is _ROWS:
+            return self(F.embedding, (named["indices"], named["weight"]), options)
+        options |= {name: named[name] for name in ("per_sample_weights", "include_last_offset") if name in named}
+        options["mode"] = ("sum", "mean", "max")[named.get("mode", 0)]
+        bags = self(F.embedding_bag, (named["indices"], named["weight"], named["offsets"]), options)
+        return bags if bags is NotImplemented else (bags, None, None, None)
+
     def _padding(self, named: Mapping[str, object]) -> int:
         padding, weight = named["padding_idx"], named["weight"]
         assert isinstance(weight, Tensor)
@@ -111,7 +135,7 @@ class SparseLookups:
         assert isinstance(ids, Tensor)
         if mode == "max" or (isinstance(scale, Tensor) and scale.requires_grad):
             raise CaptureError(
-                f"{user_line()}: a sparse embedding_bag can be captured only with mode 'sum' or 'mean' and weights "
+                "a sparse embedding_bag can be captured only with mode 'sum' or 'mean' and weights "
                 "that need no gradient; use engine='tape'"
             )
         if ids.ndim == 2:

@@ -27,14 +27,14 @@ from anabranch.autodiff.boundary.whole_calls import learn_forms
 from anabranch.autodiff.hooks import OutputRecorder
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.errors import AnabranchError, CaptureError
-from anabranch.graph.dynamo.front import DynamoFront, GuardMiss, TracedCall, changed_objects, mark, mistake
+from anabranch.graph.dynamo.front import DynamoFront, GuardMiss, TracedCall, changed_objects, mark
 from anabranch.graph.effects import is_collective
 from anabranch.graph.graph import Graph
 from anabranch.graph.step.backward import GradientListener, Gradients, check_loss
 from anabranch.graph.step.joint import Joint, JointKey
 from anabranch.graph.step.step_state import Between, Gate, StepState
 from anabranch.graph.step.update import containers_of
-from anabranch.graph.trace.make_fx import undisturbed
+from anabranch.graph.trace.undisturbed import undisturbed
 from anabranch.tensors import Structure, flatten
 from anabranch.tensors.rows import tensors_of
 
@@ -115,7 +115,6 @@ class StepProgram(StepState):
         leaves_gradients: leave each parameter's gradient in ``.grad`` after ``run``, as ``backward()`` does.
         gate: asked before each update; see ``Gate``.
         activation_budget: bytes that forward and backward may have allocated at once: more is computed again.
-        when_slow: called, on another thread, in a capture that takes more than five seconds.
 
     Attributes:
         refused_update: the reason why the optimizers step outside the graph, if their step cannot be captured.
@@ -135,19 +134,11 @@ class StepProgram(StepState):
         leaves_gradients: bool = False,
         gate: Gate | None = None,
         activation_budget: int | None = None,
-        when_slow: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(
-            model,
-            optimizers,
-            between=between,
-            compile=compile,
-            leaves_gradients=leaves_gradients,
-            gate=gate,
-            activation_budget=activation_budget,
-        )
+        super().__init__(model, optimizers)
+        self.between, self.gate, self.activation_budget = between, gate, activation_budget
+        self.compile, self.leaves_gradients = compile, leaves_gradients
         self._front = self._front_of(loss)
-        self._front.when_slow = when_slow
         self._recorder = OutputRecorder()
         self._task: _Task | None = None
         self._last: Graph | None = None
@@ -358,15 +349,10 @@ class EvalProgram(StepProgram):
         compile: compile the graph with Inductor.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        outputs: Callable[..., object],
-        *,
-        compile: bool = False,  # noqa: A002
-    ) -> None:
+    differentiates = False
+
+    def __init__(self, model: nn.Module, outputs: Callable[..., object], *, compile: bool = False) -> None:  # noqa: A002
         super().__init__(model, outputs, (), compile=compile)
-        self.differentiates = False
 
     def _front_of(self, loss: Callable[..., object]) -> DynamoFront:
         return DynamoFront(_marked(loss), self._make, what="the evaluation")
@@ -412,7 +398,7 @@ class _Programs:
         if task.only_prepare:
             raise _OnlyPrepared(joint, args)
         task.joint = joint
-        task.results = joint.run(args, task.begin, task.listener, task.later)
+        task.results = joint.run(step, args, task.begin, task.listener, task.later)
         return joint.in_order(task.results)
 
     def _find(self, step: StepProgram, args: Sequence[object], task: _Task) -> Joint:
@@ -422,16 +408,11 @@ class _Programs:
         self._joints = [joint for joint in self._joints if joint.key.epoch is step.epoch]
         if len(self._joints) >= _MOST_GRAPHS:
             raise CaptureError(
-                "integers that the graph needs, or the tensors that the model holds, change from step to step, "
-                "and each change needs a new graph; use engine='tape'"
+                "numbers that operations read, or the tensors that the model holds, change from step to step, and "
+                "each change needs a new graph; make the numbers tensors, or use engine='tape'"
             )
         if not task.may_trace:
             raise GuardMiss("no graph of the step matches the current tensors and numbers")
-        if sum(joint.variants for joint in self._joints) >= _MOST_NUMBERS:
-            raise CaptureError(
-                "a Python number that an operation reads changes from step to step, and each value needs a new "
-                "graph; make it a tensor, or use engine='tape'"
-            )
         task.key = step.up_to_date(task.key)
         joint = step.joint(self._call, args, task)
         self._call.release_tensors()
@@ -448,20 +429,17 @@ def _evaluated(loss: Loss) -> Callable[..., object]:
         if isinstance(result, tuple) and len(result) == 2:
             result, extras = result
             if not isinstance(extras, Mapping):
-                return mistake(
-                    "type", f"besides the loss a step returns a dict of tensors, got {type(extras).__name__}"
-                )
+                raise TypeError(f"besides the loss a step returns a dict of tensors, got {type(extras).__name__}")
         elif isinstance(result, Mapping) and "loss" in result:
             extras = {name: value for name, value in result.items() if name != "loss" and isinstance(value, Tensor)}
             result = result["loss"]
         elif not isinstance(result, Tensor):
             result = getattr(result, "loss", result)
         if not isinstance(result, Tensor):
-            text = (
+            raise TypeError(
                 "loss(model, batch) returns a scalar tensor, (scalar, dict), a mapping with 'loss' or an object with "
                 f".loss, got {type(result).__name__}"
             )
-            return mistake("type", text)
         if result.ndim and result.numel() == 1:
             result = result.reshape(())
         # Detached: Dynamo refuses outputs that depend on a tensor whose gradient was taken inside the graph.
@@ -501,13 +479,4 @@ def kind_of(batch: object) -> object:
     if not leaves:
         leaves, treedef = flatten(batch)
         kind = treedef.type
-    return kind, *[
-        (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else _kind_of_leaf(leaf) for leaf in leaves
-    ]
-
-
-def _kind_of_leaf(leaf: object) -> object:
-    if isinstance(leaf, (str, bool)):
-        return leaf
-    kept = () if callable(leaf) else getattr(leaf, "__dict__", {}).values()
-    return type(leaf), *[kind_of(value) for value in kept if isinstance(value, (Tensor, dict))]
+    return kind, *[(leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves]

@@ -7,8 +7,7 @@ eager mode is correct, and runs the step.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -47,8 +46,9 @@ class SharedMemory:
         self._bound_written = [position in changed for position in bound]
         self._free_written = [position in changed for position in free]
         self._places: list[int] | None = None
+        self._ranges: list[_Range] = []
+        self._storages: set[int] = set()
         self._overlap = False
-        self._all, self._written = _Union(()), _Union(())
 
     def check(self, args: Sequence[object]) -> None:
         """Raise if an argument that is written to shares memory with another one.
@@ -67,38 +67,21 @@ class SharedMemory:
         bound: Sequence[Tensor] = self._pick_bound(args)  # type: ignore[assignment]
         places = list(map(Tensor.data_ptr, bound))
         if places != self._places:
-            self._places = places
-            ranges = list(map(_range, bound))
-            self._overlap = ranges_overlap(ranges, self._bound_written)
-            self._all = _Union(ranges)
-            self._written = _Union(r for r, written in zip(ranges, self._bound_written, strict=True) if written)
+            self._places, self._ranges = places, list(map(_range, bound))
+            self._storages = set(map(_storage, bound))
+            self._overlap = ranges_overlap(self._ranges, self._bound_written)
         if self._overlap:
             return True
-        free: list[_Range] = list(map(_range, self._pick_free(args)))  # type: ignore[arg-type]
-        for found, written in zip(free, self._free_written, strict=True):
-            if (self._all if written else self._written).meets(found):
-                return True
-        return any(self._free_written) and ranges_overlap(free, self._free_written)
+        free: Sequence[Tensor] = self._pick_free(args)  # type: ignore[assignment]
+        storages = set(map(_storage, free))
+        if storages.isdisjoint(self._storages) and (len(storages) == len(free) or not any(self._free_written)):
+            return False
+        ranges = [*self._ranges, *map(_range, free)]
+        return ranges_overlap(ranges, [*self._bound_written, *self._free_written])
 
 
-class _Union:
-    """Some ranges as disjoint ones, in order."""
-
-    def __init__(self, ranges: Iterable[_Range]) -> None:
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-        for start, end in sorted(ranges):
-            if self._ends and start < self._ends[-1]:
-                self._ends[-1] = max(end, self._ends[-1])
-            elif start < end:
-                self._starts.append(start)
-                self._ends.append(end)
-
-    def meets(self, found: _Range) -> bool:
-        """Return True if a byte is in both."""
-        start, end = found
-        index = bisect_right(self._ends, start)
-        return start < end and index < len(self._ends) and self._starts[index] < end
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def ranges_overlap(ranges: Sequence[_Range], written: Sequence[bool]) -> bool:

@@ -37,9 +37,9 @@ class StepState:
     Args:
         model: its parameters and buffers are updated in place.
         optimizers: torch optimizers over disjoint parameters.
-        between, compile, leaves_gradients, gate, activation_budget: as ``StepProgram`` takes them.
 
     Attributes:
+        between, compile, leaves_gradients, gate, activation_budget: as ``StepProgram`` takes them.
         differentiates: False for an evaluation, which is a step's forward alone.
         epoch: a new object each time that the tensors are looked up again.
         parameters: the model's, by name.
@@ -48,21 +48,14 @@ class StepState:
         refused_update: the reason why the optimizers step outside the graph, if their step cannot be captured.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        *,
-        between: Between | None,
-        compile: bool,  # noqa: A002 - the executor's own word
-        leaves_gradients: bool,
-        gate: Gate | None,
-        activation_budget: int | None,
-    ) -> None:
+    between: Between | None = None
+    compile = leaves_gradients = False
+    gate: Gate | None = None
+    activation_budget: int | None = None
+    differentiates = True
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self.model, self.optimizers = model, list(optimizers)
-        self.differentiates = True
-        self.between, self.compile = between, compile
-        self.leaves_gradients, self.gate, self.activation_budget = leaves_gradients, gate, activation_budget
         self.refused_update: CaptureError | None = None
         self._seed = 1.0
         self._seeds: list[Tensor] = []

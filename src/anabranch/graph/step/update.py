@@ -12,12 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from anabranch.errors import CaptureError
-from anabranch.graph.dynamo.undisturbed import silent
 from anabranch.graph.dynamo.unseen_hooks import refuse_hooks
 from anabranch.graph.graph import Graph
 from anabranch.graph.step.bound_state import LearningRates, without_tensors
-from anabranch.graph.trace.build import build
-from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource
+from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, build
 from anabranch.tensors import flatten, map_structure
 
 
@@ -111,8 +109,7 @@ def capture_update(
                 _step(optimizer)
         return []
 
-    with silent():
-        return build(body, sources, [], kinds={"": "optimizer"}, may_read=True)
+    return build(body, sources, [], kinds={"": "optimizer"}, may_read=True)
 
 
 def _step(optimizer: Optimizer) -> None:
@@ -123,17 +120,8 @@ def _step(optimizer: Optimizer) -> None:
     except Exception as error:
         raise CaptureError(
             f"{type(optimizer).__name__}.step does something that a graph cannot, such as branching on the number of "
-            f"steps{_said(error)}"
+            f"steps ({type(error).__name__})"
         ) from error
-
-
-def _said(error: Exception) -> str:
-    """Return the error of the optimizer's own code, without that of PyTorch's tracer, which does not help a user."""
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-
-    if isinstance(error, GuardOnDataDependentSymNode):
-        return ""
-    return f" ({type(error).__name__})"
 
 
 @contextmanager

@@ -1,3 +1,1 @@
 """Torch calls become graphs of ATen operations; ``make_fx.py`` holds what depends on PyTorch's tracer."""
-
-__all__: list[str] = []

@@ -1,34 +1,25 @@
-"""Everything that depends on ``make_fx``: a Python function becomes a flat ``torch.fx`` graph of ATen operations.
+"""Everything that depends on ``make_fx``: a Python function becomes a ``Graph`` of ATen operations.
 
 One module, because the tracer changes between versions of PyTorch. What it adds to ``make_fx``:
 
 - Python numbers stay Python numbers. A float is traced as the ``.item()`` of a float64 tensor, whose arithmetic the
   tracer records; the replay then computes it in Python doubles, exactly as eager code does.
 - Boundaries become nodes that cross when the graph runs.
-- Code whose effect would be lost raises: reading a traced value, a random generator that is not torch's default.
+- Reading a traced value raises.
 """
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import logging
 import operator
-import os
 import re
-import sys
 import threading
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 from typing import cast
 
-import optree
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import (
@@ -44,54 +35,22 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from anabranch.autodiff.boundary.crossing import Boundary, Crossed, traced_by
 from anabranch.autodiff.hooks import watch_node
-from anabranch.errors import BoundaryError, CaptureError, NotFound, SchemaError
+from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.crossings import BackwardCrossing, ForwardCrossing
-
-__all__ = [
-    "OURS",
-    "Interceptor",
-    "TraceRecorder",
-    "TraceSource",
-    "UserMistake",
-    "WrongType",
-    "constants",
-    "free_name",
-    "is_library",
-    "one_at_a_time",
-    "trace",
-    "undisturbed",
-    "user_line",
-]
-
-# With the separator: torch_geometric is not torch.
-OURS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}")
-"""Prefixes of the files of torch and of this package: their lines are not the user's."""
-
-_LIBRARIES = (
-    *OURS,
-    str(Path(optree.__file__).parent),
-    str(Path(contextlib.__file__).parent) + "/contextlib",
-    str(Path(contextlib.__file__).parent) + "/functools",
-    "<eval_with_key>",
-    "<string>",
-)
+from anabranch.graph.graph import Graph
+from anabranch.graph.operation_graph import Input, InputKind
+from anabranch.graph.passes.dead_nodes import drop_dead_nodes, drop_handles
+from anabranch.graph.trace.undisturbed import silent, undisturbed
 
 one_at_a_time = threading.RLock()
 """Torch's tracer patches modules for the whole process: another thread must neither trace nor capture meanwhile."""
-
-_FAKES = logging.getLogger("torch._subclasses.fake_tensor")
-"""Torch's logger that prints the traceback of every mistake in a shape, even of a caught one."""
 
 Interceptor = Callable[[Callable[..., object], tuple[object, ...], dict[str, object]], object]
 """Called before each torch function; anything but ``NotImplemented`` replaces its result."""
 
 
 class UserMistake(ValueError):
-    """A user's mistake found while tracing, wrong on every engine; it reaches the caller unchanged."""
-
-
-class WrongType(TypeError):
-    """The same, of a type."""
+    """A user's mistake found while tracing; it reaches the caller unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +77,11 @@ class TraceRecorder:
         self._spans: list[tuple[int, str]] = []
         self.scope = ""
         self.stops_gradients = False
-        self.casts = torch._C._is_any_autocast_enabled()
         self.differentiable: bool | None = None
         self.phase = "forward"
         self.is_checkpointed = False
-        self.line: Callable[[], str] = user_line
-        """The place of the operations in progress in the user's code."""
+        self.line = ""
+        """The place of the operations in progress in the user's code, followed by a colon."""
         self.entries: list[Tensor] = []
         """Leaves at the boundaries that were crossed: a backward that is to reach them sweeps towards these too."""
 
@@ -135,7 +93,6 @@ class TraceRecorder:
             node.meta["scope"] = self.scope
             node.meta["phase"] = self.phase
             node.meta["stop"] = self.stops_gradients
-            node.meta["autocast"] = self.casts
             recorded = torch.is_grad_enabled() if self.differentiable is None else self.differentiable
             node.meta["recorded"] = recorded
             if self.is_checkpointed:
@@ -181,48 +138,25 @@ class TraceRecorder:
         return hook
 
     def _scope_at(self, sequence: int) -> str:
-        low, high = 0, len(self._spans)
-        while low < high:
-            middle = (low + high) // 2
-            if self._spans[middle][0] <= sequence:
-                low = middle + 1
-            else:
-                high = middle
-        return self._spans[low - 1][1] if low else ""
+        index = bisect_right(self._spans, sequence, key=operator.itemgetter(0))
+        return self._spans[index - 1][1] if index else ""
 
 
-_READS = {
-    Tensor.item: "item()",
-    Tensor.tolist: "tolist()",
-    Tensor.numpy: "numpy()",
-    Tensor.__array__: "conversion to numpy",
-    Tensor.__bool__: "bool() of a tensor, as in `if tensor:`",
-    Tensor.__float__: "float() of a tensor",
-    Tensor.__int__: "int() of a tensor",
-    Tensor.__index__: "a tensor used as a Python index",
-    Tensor.__complex__: "complex() of a tensor",
-}
-
-
-# These would be applied to a placeholder, and lost with it.
-_LOST = {
-    Tensor.backward: "backward() in the middle of the step",
-    Tensor.data.__set__: "an assignment to the .data of a tensor",  # type: ignore[attr-defined]
-    Tensor.set_: "set_(), which changes a tensor's memory",
-}
+_READS = {Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__bool__, Tensor.__index__}
+_READS |= {Tensor.__int__, Tensor.__float__, Tensor.__complex__}
 
 # Users call it to stop gradients; autograd's own detached handles do not pass here.
 _STOPS = {Tensor.detach, Tensor.detach_, torch.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
 
 
 class _Faithful(TorchFunctionMode):
-    """Refuses to read values that do not exist yet, and lets interceptors replace calls."""
+    """Refuses to read values that do not exist yet, and lets an interceptor replace calls."""
 
-    def __init__(self, may_read: bool, interceptors: Sequence[Interceptor], recorder: TraceRecorder) -> None:
+    def __init__(self, may_read: bool, interceptor: Interceptor | None, recorder: TraceRecorder) -> None:
         super().__init__()
         self._recorder = recorder
         self._may_read = may_read
-        self._interceptors = interceptors
+        self._interceptor = interceptor
 
     def __torch_function__(
         self,
@@ -234,53 +168,23 @@ class _Faithful(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self._may_read and func in _READS:
             raise CaptureError(
-                f"{self._recorder.line()}: {_READS[func]} reads a value while the step is captured; a graph cannot "
+                f"{self._recorder.line}{func.__name__}() reads a value while the step is captured; a graph cannot "
                 "branch on what it computes: use torch.where, return the tensor, or use engine='tape'"
             )
-        if func in _LOST:
-            raise CaptureError(
-                f"{self._recorder.line()}: {_LOST[func]} cannot be part of a graph; do it outside the step, "
-                "or use engine='tape'"
-            )
-        if isinstance(kwargs.get("generator"), torch.Generator):
-            raise CaptureError(
-                f"{self._recorder.line()}: it draws from its own torch.Generator, which a graph cannot hold; "
-                "use torch's default generator, pass the numbers in the batch, or use engine='tape'"
-            )
-        for interceptor in self._interceptors:
-            result = interceptor(func, args, kwargs)
-            if result is not NotImplemented:
-                return result
-        if func is F.one_hot:
-            _check_classes(*args, **kwargs)  # type: ignore[arg-type]
+        if self._interceptor is not None and (result := self._interceptor(func, args, kwargs)) is not NotImplemented:
+            return result
         self._recorder.stops_gradients = func in _STOPS
-        self._recorder.casts = torch._C._is_any_autocast_enabled()
         try:
             return func(*args, **kwargs)
         finally:
             self._recorder.stops_gradients = False
 
 
-def _check_classes(tensor: Tensor, num_classes: int = -1) -> None:
-    """Add to the graph the check that PyTorch makes only on tensors with values."""
-    if num_classes > 0:
-        fits = ((tensor >= 0) & (tensor < num_classes)).all()
-        torch._assert_async(fits, "Class values must be non-negative and smaller than num_classes.")
-
-
-class _Crossings:
-    """Writes boundaries into the graph: two nodes each, which cross when the graph runs."""
+class FormTracer:
+    """The tracer of boundaries in Dynamo's part: requests only the forms of their outputs."""
 
     captures = True
     failure: Exception | None = None
-
-    def __init__(self, mode: FakeTensorMode, recorder: TraceRecorder) -> None:
-        proxies = get_proxy_mode()
-        assert proxies is not None
-        assert isinstance(proxies.tracer, PythonKeyTracer)
-        self._tracer = proxies.tracer
-        self._mode = mode
-        self._recorder = recorder
 
     @contextmanager
     def outside(self) -> Iterator[None]:
@@ -288,8 +192,41 @@ class _Crossings:
             yield
 
     def entry(self) -> Tensor:
+        return torch.empty((), requires_grad=True, device="cpu")
+
+    def forward(self, boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
         with self.outside():
-            entry = torch.empty((), requires_grad=True, device="cpu")
+            forms = boundary.forms(inputs)
+        outputs = [torch.empty(form.shape, dtype=form.dtype, device=form.device) for form in forms]
+        return Crossed(outputs, None, [i for i, form in enumerate(forms) if not form.differentiable])
+
+    def backward(
+        self,
+        boundary: Boundary,
+        state: object,
+        inputs: Sequence[Tensor | None],
+        gradients: Sequence[Tensor | None],
+        wants: Sequence[bool],
+        updates: bool,
+    ) -> list[Tensor | None]:
+        raise CaptureError(
+            f"the loss itself differentiates through {boundary.kind} {boundary.name!r}, which a graph cannot; use "
+            "engine='tape'"
+        )
+
+
+class _Crossings(FormTracer):
+    """Writes boundaries into the graph: two nodes each, which cross when the graph runs."""
+
+    def __init__(self, mode: FakeTensorMode, recorder: TraceRecorder) -> None:
+        proxies = get_proxy_mode()
+        assert proxies is not None
+        assert isinstance(proxies.tracer, PythonKeyTracer)
+        self._tracer, self._mode, self._recorder = proxies.tracer, mode, recorder
+
+    def entry(self) -> Tensor:
+        with self.outside():
+            entry = super().entry()
         self._recorder.entries.append(entry)
         return entry
 
@@ -340,7 +277,7 @@ def trace(
     sources: Sequence[TraceSource],
     *,
     may_read: bool = False,
-    interceptors: Sequence[Interceptor] = (),
+    interceptor: Interceptor | None = None,
 ) -> fx.GraphModule:
     """Return the operations that ``body`` performs on its inputs, one node each, ``sources`` as placeholders in their
     order.
@@ -349,7 +286,7 @@ def trace(
         body: takes the traced inputs, as tensors and floats, and the recorder; returns flat outputs.
         sources: the inputs.
         may_read: allows ``.item()``, whose value stays symbolic: for optimizers, not for users' code.
-        interceptors: see ``Interceptor``.
+        interceptor: see ``Interceptor``.
 
     Raises:
         CaptureError: naming the line of user code that cannot be captured.
@@ -375,16 +312,22 @@ def trace(
             for source, value in zip(sources, values, strict=True)
         ]
         with (
-            _Faithful(may_read, interceptors, recorder),
+            _Faithful(may_read, interceptor, recorder),
             traced_by(_Crossings(fakes_of, recorder)),
             _casts_cached(caches),
             _kernels_for_lists(sources),
         ):
             return list(body(inputs, recorder))
 
-    with one_at_a_time, undisturbed(), fakes_of, torch.autograd.set_multithreading_enabled(False), _explained():
+    with (
+        one_at_a_time,
+        undisturbed(),
+        silent(),
+        fakes_of,
+        torch.autograd.set_multithreading_enabled(False),
+        _explained(),
+    ):
         module = make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
-    _refuse_casts_within(module.graph)
     _name_placeholders(module, sources)
     return module
 
@@ -409,20 +352,6 @@ def _kernels_for_lists(sources: Sequence[TraceSource]) -> Iterator[None]:
     finally:
         for types in known:
             types.remove(FakeTensor)
-
-
-def _refuse_casts_within(graph: fx.Graph) -> None:
-    """Raise for kernels within which autocast casts: a graph holds only the casts around them."""
-    for node in graph.nodes:
-        if node.op != "call_function" or not node.meta.get("autocast"):
-            continue
-        values = [node.meta.get("val"), *(source.meta.get("val") for source in node.all_input_nodes)]
-        sparse = any(isinstance(value, Tensor) and value.layout is not torch.strided for value in values)
-        if sparse or node.target is torch.ops.aten._trilinear.default:
-            raise CaptureError(
-                f"{node.meta['scope'] or 'the step'} runs {node.target} under autocast, which casts inside it; switch "
-                "autocast off around it, or use engine='tape'"
-            )
 
 
 def _fake(mode: FakeTensorMode, value: Tensor | float | int) -> Tensor:
@@ -452,58 +381,15 @@ def _casts_cached(enabled: bool) -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """Run a block without Python's collector, which would search the many new objects hundreds of times."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
-@contextmanager
 def _explained() -> Iterator[None]:
-    """Turn any exception of the tracer into a ``CaptureError`` that names the user's line, as the only message."""
-    silent = _FAKES.disabled
-    _FAKES.disabled = True
+    """Turn any exception of the tracer into a ``CaptureError``; the code that runs here has no line of the user's."""
     try:
         yield
-    except (CaptureError, UserMistake, WrongType):
-        raise
-    except (BoundaryError, NotFound, SchemaError):  # from a remote side whose schema was requested
+    except (AnabranchError, UserMistake):
         raise
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
-        said = f"{type(error).__name__}: {reason}"
-        raise CaptureError(f"{_line_of_error(error)}the code cannot be captured as a graph ({said})") from error
-    finally:
-        _FAKES.disabled = silent
-
-
-def is_library(filename: str) -> bool:
-    """Return True if a file belongs to torch or to this package, not to the user."""
-    return filename.startswith(_LIBRARIES)
-
-
-def user_line() -> str:
-    """``file:line`` of the innermost running frame that is neither torch's nor ours."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if not is_library(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "torch's own code"
-
-
-def _line_of_error(error: BaseException) -> str:
-    """Return the user's line that raised it, followed by a colon; nothing for errors of autograd, which has no line."""
-    line = ""
-    for frame, number in traceback.walk_tb(error.__traceback__):
-        if not is_library(frame.f_code.co_filename):
-            line = f"{frame.f_code.co_filename}:{number}: "
-    return line
+        raise CaptureError(f"the code cannot be captured as a graph ({type(error).__name__}: {reason})") from error
 
 
 def _name_placeholders(module: fx.GraphModule, sources: Sequence[TraceSource]) -> None:
@@ -539,3 +425,48 @@ def constants(module: fx.GraphModule) -> dict[fx.Node, Tensor]:
             raise CaptureError(f"the function makes {str(node.target)!r}, which a graph cannot keep: {type(value)}")
         found[node] = value
     return found
+
+
+def build(
+    body: Callable[..., Sequence[object]],
+    sources: Sequence[TraceSource],
+    outputs: Sequence[str],
+    *,
+    kinds: Mapping[str, InputKind] | None = None,
+    may_read: bool = False,
+    interceptor: Interceptor | None = None,
+) -> Graph:
+    """Traces ``body``, which yields ``outputs`` (names that it may add to while it runs), and cleans the trace."""
+    module = trace(body, sources, may_read=may_read, interceptor=interceptor)
+    graph = module.graph
+    placeholders = list(graph.find_nodes(op="placeholder"))
+    inputs = [_input(source, node, kinds or {}) for source, node in zip(sources, placeholders, strict=True)]
+    for index, (node, tensor) in enumerate(constants(module).items()):
+        with graph.inserting_after(placeholders[-1]) if placeholders else graph.inserting_before(node):
+            lifted = graph.placeholder(f"constant_{index}")
+        lifted.meta.update(node.meta)
+        lifted.meta["val"] = tensor.detach()
+        node.replace_all_uses_with(lifted)
+        graph.erase_node(node)
+        placeholders.append(lifted)
+        inputs.append(Input(f"constant.{index}", "constant", tensor))
+    _drop_profiling(graph)
+    output = graph.output_node()
+    output.args = (tuple(output.args[0]),)  # type: ignore[arg-type]
+    return drop_dead_nodes(drop_handles(Graph(graph, inputs, list(outputs))))
+
+
+def _input(source: TraceSource, node: fx.Node, kinds: Mapping[str, InputKind]) -> Input:
+    if not source.state:
+        return Input(source.name)
+    assert isinstance(source.value, Tensor)
+    kind: InputKind = kinds.get(source.name) or kinds.get("") or "constant"
+    if isinstance(source.value, nn.Parameter):
+        kind = "parameter"
+    return Input(source.name, kind, source.value)
+
+
+def _drop_profiling(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "profiler":
+            graph.erase_node(node)

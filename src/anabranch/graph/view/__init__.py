@@ -1,3 +1,1 @@
 """Views of graphs: ``graph_page.py`` writes a page for a browser, ``dot.py`` Graphviz's language."""
-
-__all__: list[str] = []

@@ -7,8 +7,6 @@ from torch import Tensor, fx
 from anabranch.graph.operation_graph import OperationGraph
 from anabranch.graph.view.graph_page import boundary_of
 
-__all__ = ["to_dot"]
-
 
 def to_dot(graph: OperationGraph) -> str:
     """``graph`` as a ``digraph``: a box per operation, a cluster per module, shapes on edges, boundaries coloured."""

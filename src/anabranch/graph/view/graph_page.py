@@ -16,8 +16,6 @@ from anabranch.graph.run.lifetimes import MemoryPlan, plan_memory
 from anabranch.tensors.dtypes import dtype_name
 from anabranch.view.page import page_of
 
-__all__ = ["boundary_of", "graph_data", "to_html"]
-
 _KINDS = {"argument": "inputs", "parameter": "parameters", "buffer": "buffers"}
 
 

@@ -1,8 +1,5 @@
-"""Captures leave alone other threads, the random states of GPUs, and the user's log.
+"""Captures leave alone the random states of GPUs, and the user's log.
 
-- While a thread compiles, ``torch.compiler.is_compiling()`` is True in the whole process. Torch's optimizers then
-  compute on tensors instead of Python numbers: meanwhile a plain loop in another thread would round differently. In our
-  compilations it is True only for traced code, through Dynamo itself.
 - PyTorch's tracer sets the state of a GPU's generator to what it was before, though a capture draws nothing. Whoever
   sets it makes cuDNN's dropout, which ``nn.LSTM`` and ``nn.GRU`` have between layers, start anew with a seed from that
   generator: later steps on the tape would draw other numbers than the plain loop.
@@ -11,19 +8,16 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-__all__ = ["random_states_untouched", "silent", "unseen_by_other_threads"]
-
-_ANNOUNCE = "_compile_session_context"
 _LOUD = (
     "torch._dynamo",
     "torch._guards",
@@ -31,26 +25,6 @@ _LOUD = (
     "torch.fx.experimental.sym_node",
     "torch.fx.experimental.symbolic_shapes",
 )
-
-
-@contextmanager
-def unseen_by_other_threads() -> Iterator[None]:
-    """Compile in the block, invisible to other threads; to be entered by one thread at a time."""
-    compiler: Any = torch.compiler
-    announce = getattr(compiler, _ANNOUNCE, None)
-    if announce is None:
-        yield
-        return
-    own = threading.get_ident()
-
-    def announce_of_others() -> AbstractContextManager[Any]:
-        return nullcontext() if threading.get_ident() == own else announce()
-
-    setattr(compiler, _ANNOUNCE, announce_of_others)
-    try:
-        yield
-    finally:
-        setattr(compiler, _ANNOUNCE, announce)
 
 
 @contextmanager
@@ -88,3 +62,15 @@ def silent() -> Iterator[None]:
         finally:
             for logger, disabled in zip(loggers, before, strict=True):
                 logger.disabled = disabled
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Run a block without Python's collector, which would search the many new objects hundreds of times."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
