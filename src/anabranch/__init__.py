@@ -6,7 +6,7 @@ gives. The packages are floors, imports point down only:
 - ``launch``, ``cli``: the processes of a job, and ``anabranch run``.
 - ``observe``: a run's numbers for TensorBoard and Prometheus, and counts of services.
 - ``executor``: runs training and evaluation steps; start here.
-- ``loaders``: batches of sampled surroundings in a graph of nodes.
+- ``loaders``: batches in one order for any number of workers, and sampled surroundings in a graph of nodes.
 - ``graph``: a function or a whole step as a graph that can be differentiated, changed, looked at and run.
 - ``collectives``: gradients summed over the workers of a ``torch.distributed`` job.
 - ``pipeline``: a model in stages on several devices or ranks, with tensors that jump over stages.
