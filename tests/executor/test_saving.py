@@ -207,20 +207,6 @@ def test_a_path_that_holds_a_checkpoint_of_others_itself_is_refused(tmp_path: Pa
         executor.resume(tmp_path)
 
 
-def test_resume_returns_true_if_there_was_a_checkpoint(tmp_path: Path) -> None:
-    _, executor = program()
-    with executor:
-        assert executor.resume(tmp_path / "nothing yet") is False
-        losses(executor, range(2))
-        executor.save(tmp_path / "runs" / "first")
-        losses(executor, range(2, 3))
-        executor.save(tmp_path / "runs" / "second")
-    _, resumed = program(seed=5)
-    with resumed:
-        assert resumed.resume(tmp_path) is True
-        assert resumed.statistics().steps == 3
-
-
 def test_an_executor_that_only_evaluates_takes_the_model_and_ignores_the_rest(tmp_path: Path) -> None:
     model, executor = program()
     with executor:
