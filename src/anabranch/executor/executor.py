@@ -72,6 +72,7 @@ class Executor:
     """Runs named training and evaluation steps, in one process or with the other workers of a ``torch.distributed``
     job.
 
+    >>> from torch import nn
     >>> model = nn.Linear(2, 1)
     >>> def loss(model, batch):
     ...     return nn.functional.mse_loss(model(batch["x"]), batch["y"])
