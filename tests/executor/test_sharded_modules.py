@@ -27,7 +27,9 @@ def group() -> Iterator[None]:
 def test_fully_sharded_modules_are_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(ValueError, match=r"'0.weight' of .* is a DTensor.* Give it the model before it is sharded"):
+    with pytest.raises(
+        ValueError, match=r"'0.weight' of .* is a DTensor.* give the Executor the model before it is sharded"
+    ):
         ab.TrainStep(model, lambda m, x: m(x).sum(), torch.optim.SGD(model.parameters(), lr=0.1))
 
 

@@ -75,6 +75,7 @@ class Executor:
     """Runs named training and evaluation steps, in one process or with the other workers of a ``torch.distributed``
     job.
 
+    >>> from torch import nn
     >>> model = nn.Linear(2, 1)
     >>> def loss(model, batch):
     ...     return nn.functional.mse_loss(model(batch["x"]), batch["y"])
@@ -431,18 +432,21 @@ class Executor:
             self._remote.check_fetch(request.names or (), step.model)
         span, began, differentiates = spans.begin(), time.monotonic(), torch.is_grad_enabled()
         try:
-            self._inside = name
-            if isinstance(step, TrainStep):
-                values, took = self._train(name, step, batch, request)
-            else:
-                values, took = self._evaluate(name, step, batch, request), None
+            try:
+                self._inside = name
+                if isinstance(step, TrainStep):
+                    values, took = self._train(name, step, batch, request)
+                else:
+                    values, took = self._evaluate(name, step, batch, request), None
+            finally:
+                self._inside = None
         except BaseException as error:
+            self._inside = None  # Ctrl-C may have come in the line above
             # It may come after a context switched gradients off, and before the block that switches them on again.
             torch.set_grad_enabled(differentiates)
             self._watching.failed(error, self.step)
             raise
         finally:
-            self._inside = None
             self._run_seconds += time.monotonic() - began
             if span:
                 spans.complete(span, name, "step", facts={"step": self.step})

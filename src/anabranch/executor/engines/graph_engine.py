@@ -344,14 +344,15 @@ class Trials:
             check(results, prepared, before)
             after.compare()
         except (Differs, AnswersDiffer) as error:
-            failure = f"was not bitwise equal to the tape, whose step was kept: {error}"
+            failure = f"on the last batch the graph was not bitwise equal to the tape, whose step was kept: {error}"
             failure += "; the code behaves differently under capture than in Python"
         except Exception as error:  # noqa: BLE001 - whatever it is, the tape's step counts
-            failure = f"failed but the tape, whose step was kept, did not ({type(error).__name__}: {error})"
+            why = f"{type(error).__name__}: {error}"
+            failure = f"the graph failed on the last batch but the tape, whose step was kept, did not ({why})"
         finally:
             after.restore()
         if failure is not None:
-            self._refused = f"on the last batch the graph {failure}; use engine='tape'"
+            self._refused = f"{failure}; use engine='tape'"
 
 
 class Snapshot:

@@ -372,7 +372,7 @@ class StepRunner:
     def _run_whole(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput | None:
         """Run the whole step at once: without sinks nothing is summed."""
         self._follow_optimizers()
-        left = self._call_own_zero_grads()
+        left = self._call_own_zero_grads() if self._own_zero_grads else []
         for parameter in self._held:
             parameter.grad = None
         for parameter, gradient in left:
@@ -417,7 +417,7 @@ class StepRunner:
         """Start a window if none is open, and clear the gradients of the last run."""
         self._follow_optimizers()
         if self.in_window == 0:
-            if any(bool(gradient.any()) for _, gradient in self._call_own_zero_grads()):
+            if self._own_zero_grads and any(bool(gradient.any()) for _, gradient in self._call_own_zero_grads()):
                 raise ValueError(
                     "zero_grad of an optimizer leaves gradients, to which several workers, servers and accumulate=... "
                     "cannot add; let it clear them"
@@ -467,9 +467,7 @@ class StepRunner:
                 )
 
     def _call_own_zero_grads(self) -> list[tuple[Tensor, Tensor]]:
-        """Call ``zero_grad`` if an optimizer has its own; return the remaining gradients."""
-        if not self._own_zero_grads:
-            return []
+        """Call ``zero_grad``, of which an optimizer has its own; return the remaining gradients."""
         for optimizer in self.step.optimizers:
             optimizer.zero_grad()
         own = set(self._held)
