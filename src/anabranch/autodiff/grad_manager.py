@@ -273,13 +273,7 @@ class GradManager(sessions.Session):
         return results
 
     def __enter__(self) -> Self:
-        may_release = not self._recording
-        try:
-            self.record()
-        except BaseException:  # an interrupt too: ``__exit__`` is not called
-            if may_release:
-                self.release()
-            raise
+        self.record()
         return self
 
     def __exit__(self, *_: object) -> None:
