@@ -281,9 +281,7 @@ class GradManager(sessions.Session):
 
     def __or__(self, other: GradManager | GradManagerGroup) -> GradManagerGroup:
         """Return a group, to be entered with ``with``, whose members do not record one another's backward."""
-        if not isinstance(other, GradManager | GradManagerGroup):
-            return NotImplemented
-        return GradManagerGroup([self]) | other
+        return GradManagerGroup([self]).__or__(other)
 
 
 class GradManagerGroup:
