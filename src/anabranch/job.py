@@ -64,18 +64,13 @@ Serve = Callable[..., DirectoryLike]
 MakeGrid = Callable[["Job", int, int], Grid]
 """The function behind ``Job.grid``."""
 
-_provider: Callable[[], tuple[Serve, MakeGrid]] | None = None
+_provider: Callable[[], tuple[Serve, MakeGrid]]
 
 
 def provide(provider: Callable[[], tuple[Serve, MakeGrid]]) -> None:
     """Says where ``Job.serve`` and ``Job.grid`` are found, once they are needed: above all that they depend on."""
     global _provider
     _provider = provider
-
-
-def _provided() -> tuple[Serve, MakeGrid]:
-    assert _provider is not None, "importing anabranch provides it"
-    return _provider()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +141,7 @@ class Job:
             PeerLost: the directory does not answer.
             ValueError: several workers, and no servers.
         """
-        return _provided()[0](
+        return _provider()[0](
             self,
             make_backends,
             checkpoint_dir=checkpoint_dir,
@@ -173,7 +168,7 @@ class Job:
             ValueError: ``data * pipeline`` is not the number of workers.
             DeadlineExceeded, PeerLost: not everyone came.
         """
-        return _provided()[1](self, data, pipeline)
+        return _provider()[1](self, data, pipeline)
 
 
 def job(environment: Mapping[str, str] | None = None) -> Job:

@@ -112,18 +112,6 @@ def test_an_inner_session_does_not_record_the_outer_ones_sweep() -> None:
     assert torch.equal(got["outer"], got["i"])
 
 
-def test_a_grad_inside_a_recording_manager_leaves_it_its_tape() -> None:
-    x = torch.tensor([0.7], requires_grad=True)
-    got: dict[str, torch.Tensor] = {}
-    manager = ab.GradManager().attach(x)
-    with manager:
-        with ab.Grad().wrt(x, callback=saver(got, "first")) as grad:
-            y = torch.sin(x)
-            grad(y, torch.ones_like(y))
-        manager.backward(got["first"])
-    torch.testing.assert_close(x.grad, -torch.sin(x).detach())
-
-
 def test_sessions_that_end_out_of_order_keep_each_others_tape() -> None:
     x, got = torch.ones(2, requires_grad=True), {}
     first, second = ab.Grad().wrt(x), ab.Grad().wrt(x, callback=saver(got, "x"))

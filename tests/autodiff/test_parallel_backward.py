@@ -120,30 +120,6 @@ def test_all_forwards_run_at_once_and_all_backwards_run_at_once() -> None:
     assert all(x.grad.tolist() == [2.0, 2.0] for x in xs)
 
 
-def test_max_workers_bounds_how_many_run_at_once() -> None:
-    running, most, lock = [0], [0], threading.Lock()
-    pair = threading.Barrier(2)
-
-    class Counted(Function):
-        @staticmethod
-        def forward(ctx, x):
-            with lock:
-                running[0] += 1
-                most[0] = max(most[0], running[0])
-            pair.wait(timeout=WAIT)  # two do run at once
-            with lock:
-                running[0] -= 1
-            pair.wait(timeout=WAIT)
-            return x + 1
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad
-
-    ab.map_with_parallel_backward(Counted, *[(torch.ones(1),)] * 6, max_workers=2)
-    assert most == [2]
-
-
 def test_nothing_downstream_starts_before_all_calls_have_ended() -> None:
     log: list[str] = []
     first_done = threading.Event()

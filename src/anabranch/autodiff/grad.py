@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, Self, TypeAlias, cast
 
 import torch
@@ -166,13 +165,11 @@ class Grad(sessions.Session):
         self._saving.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         saving, self._saving = self._saving, None
         assert saving is not None
         self._used = True
-        saving.__exit__(kind, error, traceback)
+        saving.__exit__(*error)
         for handle in self._handles:
             handle.remove()
         for leaf in self._leaves:

@@ -273,13 +273,7 @@ class GradManager(sessions.Session):
         return results
 
     def __enter__(self) -> Self:
-        may_release = not self._recording
-        try:
-            self.record()
-        except BaseException:  # an interrupt too: ``__exit__`` is not called
-            if may_release:
-                self.release()
-            raise
+        self.record()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -287,9 +281,7 @@ class GradManager(sessions.Session):
 
     def __or__(self, other: GradManager | GradManagerGroup) -> GradManagerGroup:
         """Return a group, to be entered with ``with``, whose members do not record one another's backward."""
-        if not isinstance(other, GradManager | GradManagerGroup):
-            return NotImplemented
-        return GradManagerGroup([self]) | other
+        return GradManagerGroup([self]).__or__(other)
 
 
 class GradManagerGroup:
