@@ -20,13 +20,7 @@ from anabranch.graph.dynamo.front import TracedCall, mark, plain_name
 from anabranch.graph.dynamo.refusals import reason_of_call, user_line_of
 from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, free_name
 
-_CONTROL_FLOW = {
-    "cond": "cond",
-    "while_loop": "while_loop",
-    "map_impl": "map",
-    "scan": "scan",
-    "associative_scan": "associative_scan",
-}
+_CONTROL_FLOW = ("cond", "while_loop", "map_impl", "scan", "associative_scan")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +138,10 @@ class _Runner(fx.Interpreter):
             return self.env[n.args[0]]  # type: ignore[index] # the number itself, traced as one
         if n.op == "call_function" and n.target is torch.ops.higher_order.tag_activation_checkpoint:
             return self._checkpointed(n)
-        if isinstance(n.target, HigherOrderOperator) and (name := _CONTROL_FLOW.get(str(n.target))):
+        if isinstance(n.target, HigherOrderOperator) and str(n.target) in _CONTROL_FLOW:
             raise CaptureError(
-                f"{user_line_of(n)}the step cannot be a graph: it calls torch.{name}, and which functions it runs, "
-                "or how often, depends on values; choose between values with torch.where, or use engine='tape'"
+                f"{user_line_of(n)}the step cannot be a graph: which functions {n.target} runs, or how often, depends "
+                "on values; choose between values with torch.where, or use engine='tape'"
             )
         self._recorder.switch(_scope(n))
         self._recorder.line = user_line_of(n)
