@@ -124,7 +124,7 @@ def prints(tree: ast.AST) -> bool:
 # Files with tensors that are on PyTorch's default device because they are as if the user had made them.
 ON_DEFAULT_DEVICE = {
     "autodiff/moved_parameter.py",  # a module's parameter, beside the model's others
-    "executor/loaders/positions.py",  # draws the number that a DataLoader draws
+    "executor/loaders/loading.py",  # draws the number that a DataLoader draws
     "experts/client/mixture/switch_mixture.py",  # a module's buffer, beside its parameters
     "tensors/jagged.py",  # a batch from lists
 }

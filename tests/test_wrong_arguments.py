@@ -39,7 +39,7 @@ STEPS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: step(clip_grad_norm="1"), TypeError, "clip_grad_norm is a finite number above 0, or None, got '1'"),
     (lambda: executor(engine="auto"), ValueError, "engine is 'tape' or 'graph', got 'auto'"),
     (lambda: executor(compile=True), ValueError, "the engine is 'tape'; give engine='graph'"),
-    (lambda: executor(comm_mode="P2P"), ValueError, "'PS', 'Hybrid' or 'auto', got 'P2P'"),
+    (lambda: executor(comm_mode="P2P"), ValueError, "'PS' or 'Hybrid', got 'P2P'"),
     (lambda: executor(consistency="ssp"), ValueError, "such as 'ssp:4', got 'ssp'"),
     (lambda: executor().run(torch.ones(2, 4)), TypeError, "the name of a step, such as 'default', got a Tensor"),
     (lambda: executor(seed="a"), TypeError, "seed is a whole number, or None, got 'a'"),

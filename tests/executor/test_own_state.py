@@ -97,7 +97,7 @@ def test_unsavable_values_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("state", "text"),
-    [([], "a dict of objects by name"), ({"a": 3}, "'a' is a int without"), ({1: Counter()}, "strings")],
+    [([], "a dict of objects by name"), ({1: Counter()}, "strings")],
 )
 def test_mistakes(state: Any, text: str) -> None:
     with pytest.raises(TypeError, match=text):

@@ -131,7 +131,7 @@ def test_options_unsupported_by_servers_are_refused_at_construction_with_the_cur
     with pytest.raises(ValueError, match="push_bound"):
         ab.Executor(step_of(model, clip_grad_norm=1.0), "Hybrid", cache=ab.Cache(push_bound=2))
     with pytest.raises(ValueError, match="comm_mode"):
-        ab.Executor(step_of(model), routes={"table.weight": "PS"})
+        ab.Executor(step_of(model), None, routes={"table.weight": "PS"})
     model.remote = ab.RemoteEmbedding("users", 10, 2)
     with pytest.raises(ValueError, match="use_sparse_pull"):
         ab.Executor(step_of(model), "Hybrid", use_sparse_pull=False)

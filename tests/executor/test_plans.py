@@ -458,7 +458,7 @@ def test_the_modes_that_are_planned_without_being_used_have_the_bytes_of_their_o
 def test_a_mode_that_the_model_does_not_allow_has_no_line(server: ParameterServer) -> None:
     model = Model()
     step = ab.TrainStep(model, loss, torch.optim.NAdam(model.parameters()))
-    with ab.Executor(step) as executor:
+    with ab.Executor(step, None) as executor:
         assert [one.comm_mode for one in executor.plan(batch=IDS).modes] == [None]
 
 

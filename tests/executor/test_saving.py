@@ -11,7 +11,6 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 import anabranch as ab
 from anabranch import checkpoint
@@ -278,9 +277,9 @@ def test_a_loader_that_does_not_fit_is_refused_before_anything_is_changed(tmp_pa
     with executor:
         executor.run("train")
         executor.save(tmp_path)
-    model, other = build(DataLoader(batches, batch_size=None), seed=1)
+    model, other = build(ab.loaders.GlobalBatches(batches, 1), seed=1)
     before = model.weight.detach().clone()
-    with other, pytest.raises(ab.CheckpointError, match="'counted'|\\['counted'\\]"):
+    with other, pytest.raises(ab.CheckpointError, match="'counted'"):
         other.load(tmp_path)
     assert torch.equal(model.weight, before)
 

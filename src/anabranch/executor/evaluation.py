@@ -52,7 +52,11 @@ def evaluate(
     places = None
     joined: dict[str, Tensor] = {}
     for name, (dtype, row) in outputs.items():
-        local = torch.cat(parts[name]) if name in parts else torch.empty(0, *(row or ()), dtype=getattr(torch, dtype))
+        local = (
+            torch.cat(parts[name])
+            if name in parts
+            else torch.empty(0, *(row or ()), dtype=getattr(torch, dtype), device="cpu")
+        )
         shares = [local]
         if workers is not None and workers.size > 1:
             data = local.contiguous().view(torch.uint8).numpy().tobytes() if local.numel() else b""
@@ -61,7 +65,9 @@ def evaluate(
                 for part in workers.all_gather_bytes(data, operation="evaluation")
             ]
         if row is None:
-            weights = torch.tensor([rows for result in everyone for rows in result.rows], dtype=torch.float64)
+            weights = torch.tensor(
+                [rows for result in everyone for rows in result.rows], dtype=torch.float64, device="cpu"
+            )
             joined[name] = (torch.cat([share.reshape(-1) for share in shares]) * weights).sum() / weights.sum()
             continue
         if places is None:
@@ -124,4 +130,4 @@ def _places(rows: Sequence[Sequence[float]], *, interleaved: bool) -> list[Tenso
             places[rank] += range(start + first, start + first + count * step, step)
             before += count
         start += total
-    return [torch.tensor(place, dtype=torch.int64) for place in places]
+    return [torch.tensor(place, dtype=torch.int64, device="cpu") for place in places]

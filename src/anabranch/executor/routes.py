@@ -48,8 +48,9 @@ def comm_mode_of(
     """Return the mode that ``word`` names, in any case.
 
     Args:
-        word: a mode; ``"auto"`` is ``"Hybrid"`` in a job with servers, else ``"AllReduce"`` with several workers.
-        steps: if one pipeline of theirs covers the workers, ``"auto"`` is ``None``.
+        word: a mode; ``"auto"`` is ``None`` where one pipeline covers the workers, else ``"Hybrid"`` in a job with
+            servers, else ``"AllReduce"`` with several workers.
+        steps: of the Executor.
         group: the workers; by default those of torch.distributed, or of the job.
         routes: exceptions from the mode, which ``None`` cannot have.
 
@@ -69,7 +70,7 @@ def comm_mode_of(
             f"the Pipe has {lines[0]} of the job's {size} ranks, so others train the same stages: give the Executor "
             "process_group=grid.data_group, or comm_mode=None to train each pipeline alone"
         )
-    chosen: CommMode | None = "Hybrid" if job().servers else "AllReduce" if size > 1 and not lines else None
+    chosen: CommMode | None = None if lines else "Hybrid" if job().servers else "AllReduce" if size > 1 else None
     if job().rank == 0 and chosen is not None:
         _log.info("comm_mode is %r, for %d workers and %d servers", chosen, size, len(job().servers))
     return chosen
