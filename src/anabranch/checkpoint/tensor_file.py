@@ -24,9 +24,9 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 import torch
@@ -38,15 +38,36 @@ from anabranch.errors import CheckpointError
 from anabranch.record.fault_points import fault_point
 from anabranch.tensors.dtypes import SAFETENSORS_NAMES
 
+
+class Blocks(NamedTuple):
+    """A tensor that is nowhere whole: ``read`` yields a few rows at a time, from the first to the last."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], Iterable[Tensor]]
+
+    def whole(self) -> Tensor:
+        """Return all rows."""
+        tensor, first = torch.empty(self.shape, dtype=self.dtype, device="cpu"), 0
+        for part in self.read():
+            if not self.shape:
+                return part
+            tensor[first : first + len(part)] = part
+            first += len(part)
+        return tensor
+
+
 _FROM_NAME = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 _CHUNK = 4 << 20
 
 
-def check_writable(tensors: Mapping[str, Tensor], group: str) -> None:
+def check_writable(tensors: Mapping[str, Tensor | Blocks], group: str) -> None:
     """Raise ``TypeError`` for what is no tensor by name, ``ValueError`` for one that safetensors cannot hold (sparse,
     quantized, meta, complex128), or a reserved name.
     """
     for name, tensor in tensors.items():
+        if isinstance(tensor, Blocks):
+            continue
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise TypeError(f"group {group!r} maps names to tensors, got {name!r}: {type(tensor).__name__}")
         if name == "__metadata__":
@@ -79,20 +100,29 @@ def _lay_out(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> tuple[bytes, d
     return struct.pack("<Q", len(text)) + text, sizes
 
 
-def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], group: str) -> FileRecord:
-    """Write ``tensors`` to ``file``, with a copy of one tensor at a time at most."""
+def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor | Blocks], group: str) -> FileRecord:
+    """Write ``tensors`` to ``file``, with a copy of one tensor, or block of rows, at a time at most.
+
+    Raises:
+        CheckpointError: a tensor has other rows by now than its shape says.
+    """
     check_writable(tensors, group)
     header, sizes = _lay_out({name: (SAFETENSORS_NAMES[t.dtype], list(t.shape)) for name, t in tensors.items()})
     write_all(file, memoryview(header))
     fault_point("checkpoint.header_written")
     checksums = {}
-    for name in sizes:
-        data = _bytes_of(tensors[name])
-        checksum = 0
-        for start in range(0, len(data), _CHUNK):
-            checksum = zlib.crc32(data[start : start + _CHUNK], checksum)
-            write_all(file, data[start : start + _CHUNK])
-        del data  # before the next one is copied
+    for name, size in sizes.items():
+        tensor = tensors[name]
+        checksum = written = 0
+        for part in tensor.read() if isinstance(tensor, Blocks) else (tensor,):
+            data = _bytes_of(part)
+            for start in range(0, len(data), _CHUNK):
+                checksum = zlib.crc32(data[start : start + _CHUNK], checksum)
+                write_all(file, data[start : start + _CHUNK])
+            written += len(data)
+            del data  # before the next one is copied
+        if written != size:
+            raise CheckpointError(f"{name} changed its number of rows while it was written")
         checksums[name] = checksum
         fault_point("checkpoint.tensor_written")
     return FileRecord(

@@ -18,8 +18,9 @@ from typing import Literal, Self, TypeAlias, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from anabranch.checkpoint.generations import check_path
 from anabranch.checkpoint.storage import as_place
 from anabranch.choices import choice
 from anabranch.collectives import Workers
@@ -789,13 +790,43 @@ class Executor:
             ValueError: no such step, or several models and no name.
             CheckpointError: it could not be read; on every worker.
         """
+        model = self._model_of(name)
+        with self._reporting_failures():
+            return self._saver.state_dict(model)
+
+    def _model_of(self, name: str | None) -> nn.Module:
         self._check_open()
         steps = [self._step(name)] if name is not None else list(self._steps.values())
         models = {model_of(step.model) for step in steps}
         if len(models) > 1:
             raise ValueError(f"the steps have {len(models)} models; name one of the steps {sorted(self._steps)}")
+        return models.pop()
+
+    def export(self, folder: str | os.PathLike[str], name: str | None = None) -> None:
+        """Write the model as plain PyTorch has it to ``model.safetensors`` in ``folder``; every worker calls it.
+
+        ::
+
+            executor.export("trained")
+            # elsewhere, in plain PyTorch:
+            model.load_state_dict(safetensors.torch.load_file("trained/model.safetensors"))
+
+        The names and tensors are those of ``state_dict()``; a tied parameter is under each of its names. Above 5 GB
+        there are several files, and ``model.safetensors.index.json`` beside them, as Hugging Face has it: after
+        ``model.config.save_pretrained(folder)`` its ``from_pretrained(folder)`` reads them. Rank 0 writes, tables on
+        servers a few rows at a time. An older export in the folder is replaced.
+
+        Args:
+            folder: a directory, made if it is not there.
+            name: of a step with the model; ``None`` where all steps have the same.
+
+        Raises:
+            ValueError: no such step, several models and no name, or state that is no tensor (``get_extra_state``).
+            CheckpointError: it could not be read or written; on every worker.
+        """
+        model, path = self._model_of(name), check_path(folder, "folder")
         with self._reporting_failures():
-            return self._saver.state_dict(models.pop())
+            self._saver.export(model, path)
 
     def resume(self, path: str | os.PathLike[str]) -> bool:
         """Load the newest complete checkpoint in or under ``path``; ``False`` if there is none. Every worker calls it.

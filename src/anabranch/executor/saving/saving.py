@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
 import msgspec
@@ -39,6 +40,7 @@ from anabranch.checkpoint.reading import again
 from anabranch.checkpoint.regular_file import Replaced
 from anabranch.checkpoint.state import decode, encode
 from anabranch.checkpoint.storage import Place
+from anabranch.checkpoint.tensor_file import Blocks
 from anabranch.collectives import Workers
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError
@@ -48,6 +50,7 @@ from anabranch.executor.randomness import random_state, restore_random_state
 from anabranch.executor.running.remote import RemotePart
 from anabranch.executor.running.runner import StepRunner
 from anabranch.executor.saving.background_saves import BackgroundSaves, StartedSave, copied
+from anabranch.executor.saving.exporting import export
 from anabranch.executor.saving.optimizer_states import (
     OptimizerState,
     by_parameter_name,
@@ -204,38 +207,50 @@ class Saver:
         Raises:
             CheckpointError: a rank could not read its part; on every worker.
         """
+        return self._state_without_servers(model, whole=True)
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """Write the state of ``model`` as it is without servers, from rank 0; every worker calls it.
+
+        Raises:
+            CheckpointError: it could not be written; on every worker.
+        """
+        state = self._state_without_servers(model, whole=False)
+        self._together(lambda: None if self._rank else export(folder, state), f"could not write {folder}")
+
+    def _state_without_servers(self, model: nn.Module, *, whole: bool) -> dict[str, Any]:
         self._check_known("state_dict")
         if self.remote is not None:
             self.remote.settle()
             self._gather(b"")  # read once all have settled
-        state = self._together(lambda: self._state_without_servers(model), "could not read the state of the model")
+
+        def mine() -> dict[str, Any]:
+            state = {} if self._row else self._entries(model)
+            return _copied(state) if whole or self._rank else state
+
+        state = self._together(mine, "could not read the state of the model")
         if self._stages > 1:
             for part in self._gather_at_first(state if self._rank else {})[1 : self._stages]:
                 state |= part
         return state if self._rank == 0 else {}
 
-    def _state_without_servers(self, model: nn.Module) -> dict[str, Any]:
-        if self._row:
-            return {}
+    def _entries(self, model: nn.Module) -> dict[str, Any]:
+        """Return this rank's state of the model, what is on servers as ``Blocks``."""
         state: dict[str, Any] = model.state_dict()
         remote, prefix = self.remote, next(prefix for prefix, other in self._models.items() if other is model)
         if remote is None:
-            return copy.deepcopy(state)
+            return state
         served = {name: moved for moved in remote.there for name in moved.names}
-        served = {name: served[prefix + name] for name in state if prefix + name in served}
-        state.update(dict.fromkeys(served))  # filled below; the order is the model's
-        copied = copy.deepcopy(state)
-        values = {
-            moved.parameter: remote.client.read_values(moved.name)[1].to(moved.parameter.device)
-            for moved in served.values()
-        }
-        copied.update({name: values[moved.parameter] for name, moved in served.items()})
+        blocks = {moved.name: remote.client.value_blocks(moved.name)[1] for moved in served.values()}
+        for name in state:
+            if prefix + name in served:
+                state[name] = blocks[served[prefix + name].name]
         for path, module in model.named_modules():
             if isinstance(module, RemoteEmbedding):
-                ids, rows = remote.client.read_values(module.name)
+                ids, rows = remote.client.value_blocks(module.name)
                 here = f"{path}." if path else ""
-                copied |= {f"{here}weight": rows} if ids is None else {f"{here}ids": ids, f"{here}weight": rows}
-        return copied
+                state |= {f"{here}weight": rows} if ids is None else {f"{here}ids": ids, f"{here}weight": rows}
+        return state
 
     def settle(self, deadline: Deadline, *, leave: int = 0) -> tuple[list[StartedSave], str]:
         """Wait until at most ``leave`` of the started saves are unwritten; return the written ones, and the failures of
@@ -694,3 +709,17 @@ def _unpack(data: bytes) -> Any:
     header = msgspec.json.decode(data[8 : 8 + int.from_bytes(data[:8], "little")], type=dict[str, Any])
     text = header["__metadata__"]["state"]
     return decode(msgspec.json.decode(text), [numbered[str(number)] for number in range(len(numbered))])
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy, tied where ``state`` is, with all rows of what is on servers."""
+    wholes: dict[int, Tensor] = {}
+    for value in state.values():
+        if isinstance(value, Blocks) and id(value) not in wholes:
+            wholes[id(value)] = value.whole()
+    for name, value in state.items():
+        if isinstance(value, Blocks) and name.endswith("ids"):  # of a dynamic vocabulary: ascending
+            order = wholes[id(value)].argsort()
+            for one in (value, state[f"{name[:-3]}weight"]):
+                wholes[id(one)] = wholes[id(one)][order]
+    return copy.deepcopy({name: wholes.get(id(value), value) for name, value in state.items()})

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from anabranch import checkpoint
+from anabranch.checkpoint.tensor_file import Blocks
 from anabranch.deadline import Deadline, check_seconds
 from anabranch.errors import (
     BoundaryError,
@@ -78,6 +79,7 @@ __all__ = ["ParameterClient", "Pulled", "REFUSALS", "Traffic", "Worker"]
 REFUSALS = (NonFinite, NotFound, Overloaded, RolledBack, SchemaError, Unauthorized)
 """The errors of a shard that has not applied a push; after any other it may have."""
 
+_BLOCK_BYTES = 32 << 20  # of a table that is read a few rows at a time
 _T = TypeVar("_T")
 _SGD: OptimizerFactory = functools.partial(torch.optim.SGD, lr=0.01)
 
@@ -349,25 +351,31 @@ class ParameterClient:
             states = [state.reshape(holding.shape) for state in states]
         return ParameterState(values.reshape(holding.shape), states, step)
 
-    def read_values(self, name: str) -> tuple[Tensor | None, Tensor]:
-        """Return the ids of a dynamic vocabulary, ascending, else ``None``, and the exact values of all rows."""
+    def value_blocks(self, name: str) -> tuple[Blocks | None, Blocks]:
+        """Return what reads the ids of a dynamic vocabulary, else ``None``, and the exact values of all rows."""
         holding = self._tables.holding(name)
+        dtype, width = holding.dtype, holding.width
         if holding.placement is None:
-            return None, self.pull(name)
+            return None, Blocks(dtype, holding.shape, lambda: [self.pull(name)])
         if holding.shape[0] >= 0:
-            values = torch.empty(holding.shape[0], holding.width, dtype=holding.dtype, device="cpu")
-            for ids in torch.split(self._tables.every_id(name, holding), CHUNK):
-                values[ids] = self.pull_many({name: ids}, exact=True)[name].rows
-            return None, values.reshape(holding.shape)
-        ids, values = torch.empty(0, dtype=torch.int64, device="cpu"), torch.empty(0, holding.width, device="cpu")
-        for group in self.collect([name])[1].values():
-            tensors = group() if callable(group) else group
-            for key, some in tensors.items():
-                if key.endswith(".ids"):
-                    ids = torch.cat([ids, some])
-                    values = torch.cat([values, tensors[f"{key[:-4]}.values"][:, : holding.width]])
-        order = ids.argsort()
-        return ids[order], values[order].to(holding.dtype)
+            each = max(1, min(CHUNK, _BLOCK_BYTES // (width * dtype.itemsize)))
+
+            def fixed() -> Iterator[Tensor]:
+                for first in range(0, holding.shape[0], each):
+                    ids = torch.arange(first, min(first + each, holding.shape[0]), device="cpu")
+                    yield self.pull_many({name: ids}, exact=True)[name].rows.reshape(-1, *holding.shape[1:])
+
+            return None, Blocks(dtype, holding.shape, fixed)
+
+        def some(label: str) -> Iterator[Tensor]:
+            for group in self.collect([name])[1].values():
+                tensors = group() if callable(group) else group
+                yield from (tensor for key, tensor in tensors.items() if key.endswith(label))
+
+        tables = [table for shard in self._calls.describe() for table in shard["tables"]]
+        rows = sum(table["rows"] for table in tables if table["spec"]["name"] == name)
+        values = Blocks(dtype, (rows, width), lambda: (part[:, :width].to(dtype) for part in some(".values")))
+        return Blocks(torch.int64, (rows,), lambda: some(".ids")), values
 
     def end_by(self, until: Deadline | None) -> None:
         """Let no call that begins now take longer than ``until``; the client is closed next."""

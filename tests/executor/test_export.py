@@ -1,0 +1,166 @@
+"""``export`` writes what plain PyTorch and Hugging Face load: tied weights, tables on servers, all stages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+import anabranch as ab
+from anabranch.checkpoint.tensor_file import Blocks
+from anabranch.executor.saving import exporting
+from anabranch.testing import LocalJob
+
+
+class Tied(nn.Module):
+    """A table, dense layers, two names for one weight, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(30, 4)
+        self.users = nn.Embedding(50, 3)
+        self.body = nn.Linear(4, 4, bias=False)
+        self.head = nn.Linear(4, 30, bias=False)
+        self.head.weight = self.words.weight
+        self.low = nn.Linear(3, 4).to(torch.bfloat16)
+        self.register_buffer("counts", torch.arange(3))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        users = self.low(self.users(batch).to(torch.bfloat16)).float()
+        return self.head(self.body(self.words(batch % 30)) + users)  # type: ignore[no-any-return]
+
+
+def step_of(model: nn.Module) -> ab.TrainStep:
+    return ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.Adam(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("mode", [None, "Hybrid", "PS"])
+@pytest.mark.parametrize("cache", [None, ab.Cache(capacity=5, push_bound=2)], ids=["uncached", "cached"])
+def test_plain_pytorch_loads_an_export_strictly(mode: str | None, cache: ab.Cache | None, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    with ab.Executor(step_of(model), mode, cache=cache) as executor:
+        for number in range(3):
+            executor.run(batch=torch.arange(number, number + 6))
+        executor.export(tmp_path / "new")
+        state = executor.state_dict()
+    found = safetensors.torch.load_file(tmp_path / "new" / "model.safetensors")
+    with (tmp_path / "new" / "model.safetensors").open("rb") as file:
+        file.seek(8)
+        assert file.read(60).startswith(b'{"__metadata__":{"format":"pt"}')
+    plain = Tied()
+    assert list(plain.load_state_dict(found, strict=True)) == [[], []]
+    assert plain.head.weight is plain.words.weight
+    for name, value in model.state_dict().items():  # given back
+        assert torch.equal(found[name], value), name
+        assert torch.equal(state[name], value), name
+    assert torch.equal(plain(torch.arange(9)), model(torch.arange(9)))
+
+
+def test_a_dynamic_vocabulary_is_its_ids_and_their_rows(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.users = ab.RemoteEmbedding("users", None, 3)
+    step = ab.TrainStep(
+        model, lambda m, b: m.users(b).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    )
+    look = ab.EvalStep(model, lambda m, b: {"rows": m.users(b)})
+    with ab.Executor({"train": step, "look": look}, "Hybrid") as executor:
+        for ids in ([900, 7, 33], [7]):
+            executor.run("train", torch.tensor(ids))
+        executor.export(tmp_path)
+        found = safetensors.torch.load_file(tmp_path / "model.safetensors")
+        assert sorted(found["users.ids"].tolist()) == [7, 33, 900]
+        assert torch.equal(executor.run("look", found["users.ids"])["rows"], found["users.weight"])
+
+
+def test_large_exports_are_shards_with_an_index_and_replace_what_was_there(tmp_path: Path) -> None:
+    state: dict[str, Any] = {
+        "a": torch.arange(10.0),
+        "b": Blocks(torch.float32, (6, 2), lambda: torch.arange(12.0).view(6, 2).split(4)),
+        "c": torch.arange(3),
+    }
+    (tmp_path / "config.json").write_text("{}")
+    for most, files in ((1000, 1), (50, 3), (90, 2), (1000, 1)):
+        exporting.export(tmp_path, state, most=most)
+        names = sorted(path.name for path in tmp_path.iterdir() if path.name != "config.json")
+        if files == 1:
+            assert names == ["model.safetensors"]
+            loaded = safetensors.torch.load_file(tmp_path / names[0])
+        else:
+            assert len(names) == files + 1
+            index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+            assert index["metadata"]["total_size"] == 40 + 48 + 24
+            loaded = {
+                name: safetensors.torch.load_file(tmp_path / file)[name] for name, file in index["weight_map"].items()
+            }
+        assert {name: value.tolist() for name, value in loaded.items()} == {
+            "a": list(range(10)),
+            "b": torch.arange(12).view(6, 2).tolist(),
+            "c": [0, 1, 2],
+        }
+    assert (tmp_path / "config.json").exists()
+
+
+def test_what_is_no_tensor_is_refused_and_the_older_export_stays(tmp_path: Path) -> None:
+    class Extra(nn.Linear):
+        words = False
+
+        def get_extra_state(self) -> object:
+            return {"words": 3} if self.words else torch.ones(1)
+
+        def set_extra_state(self, state: object) -> None:
+            pass
+
+    model = Extra(2, 1)
+    with ab.Executor(step_of(model)) as executor:
+        executor.export(tmp_path)
+        before = (tmp_path / "model.safetensors").read_bytes()
+        model.words = True
+        with pytest.raises(
+            ValueError, match=r"_extra_state is a dict \(get_extra_state\), and an export holds tensors"
+        ):
+            executor.export(tmp_path)
+        with pytest.raises(TypeError, match="folder is a string or a pathlib.Path, got 3"):
+            executor.export(3)  # type: ignore[arg-type]
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    with pytest.raises(ab.CheckpointError, match="x changed its number of rows"):
+        exporting.export(tmp_path, {"x": Blocks(torch.float32, (3,), lambda: [torch.ones(2)])})
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+JOB = """
+import json, sys, torch
+from torch import nn
+import anabranch as ab
+
+torch.manual_seed(0)
+layers = nn.Sequential(nn.Embedding(20, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+model, loss = layers, lambda m, b: m(b[0]).square().mean()
+if sys.argv[2] == "pipe":
+    model = ab.Pipe(layers, [2, 2], chunks=2, process_group=ab.job().grid(data=1, pipeline=2).pipeline_group)
+    loss = lambda output, target: output.square().mean()
+step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
+with ab.Executor(step) as executor:
+    ids = torch.arange(8).view(8) + (8 * ab.job().rank if sys.argv[2] == "data" else 0)
+    for _ in range(2):
+        executor.run(batch=(ids, torch.zeros(8)))
+    state = executor.state_dict()
+    executor.export(sys.argv[1])
+print(json.dumps({name: value.tolist() for name, value in state.items()}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "servers"), [("data", 0), ("data", 2), ("pipe", 0)])
+def test_rank_0_writes_the_model_of_all_workers_and_stages(kind: str, servers: int, tmp_path: Path) -> None:
+    job = LocalJob(2, servers=servers).run_source(JOB, str(tmp_path / "out"), kind).check()
+    assert job.results[1] == {}
+    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: value.tolist() for name, value in found.items()} == job.results[0]
+    layers = nn.Sequential(nn.Embedding(20, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    layers.load_state_dict(found, strict=True)
