@@ -47,6 +47,7 @@ from anabranch.graph.dynamo.slow_capture import PATIENCE
 from anabranch.graph.step.lookups import as_sparse_gradient
 from anabranch.graph.step.program import Prepared
 from anabranch.graph.step.step_state import Between, SparseGradients
+from anabranch.interrupts import hold_interrupts
 from anabranch.record import spans
 from anabranch.tensors import Structure
 
@@ -275,6 +276,7 @@ class GraphEngine(Engine):
 
     def update(self) -> None:
         """Step the optimizers on the gradients in ``.grad``."""
+        hold_interrupts()
         with spans.span("optimizer", "compute"):
             self._program.update(*self._gradients())
 
