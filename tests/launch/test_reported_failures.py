@@ -22,7 +22,7 @@ TRAINS = """
     step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.SGD(model.parameters(), lr=0.001))
     with ab.Executor(step, comm_mode="AllReduce") as executor:
         for number in range(10**9):
-            executor.run(batch=torch.ones(8, 4))
+            executor.run(batch=torch.full((8, 4), 1.0 + ab.job().rank))
             if number == 2:
                 executor.save(sys.argv[1])
             if number == 4 and ab.job().rank == int(sys.argv[2]):

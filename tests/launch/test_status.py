@@ -67,7 +67,7 @@ def test_a_job_of_executors_reports_its_steps(tmp_path: Path, script: Callable[[
         step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
         with ab.Executor(step, comm_mode="AllReduce") as executor:
             for _ in range(3):
-                executor.run(batch=torch.ones(2, 2))
+                executor.run(batch=torch.full((2, 2), 1.0 + ab.job().rank))
             if ab.job().rank == 0:
                 subprocess.run([sys.executable, "-m", "anabranch.cli", "status", sys.argv[1], "--json"], check=True)
         """

@@ -141,7 +141,9 @@ class TrainStep(StepDescription):
         if precision == "float16":
             experts = [name or "the model" for name, part in model.named_modules() if _steps_there(part)]
             if isinstance(model, Pipe) or experts:
-                why = f"remote experts ({experts[0]}) would step with it" if experts else "a Pipe has one a microbatch"
+                why = "a Pipe has one a microbatch"
+                if experts:
+                    why = f"remote experts ({experts[0]}) would step with scaled gradients"
                 raise ValueError(
                     f"precision='float16' scales the loss of a whole batch, but {why}; use 'bfloat16', which needs no "
                     "scale"

@@ -269,7 +269,7 @@ class StepRunner:
             warnings.warn(
                 f"all {workers} workers run {self._name!r} on the same batch, so every row counts {workers} times; let "
                 "ab.loaders.GlobalBatches share the data out, or give each worker rows of its own",
-                stacklevel=2,
+                stacklevel=7,  # where the script calls Executor.run
             )
 
     def _end_backward(self) -> None:
