@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,21 +57,34 @@ def test_a_whole_loader_is_joined_and_its_position_stays(loader: Any, bound: boo
             assert executor.epoch == 1
 
 
-def test_a_stateful_loader_goes_on_where_it_was() -> None:
-    sampler = ab.loaders.NeighborSampler([0, 1, 2, 3], [1, 2, 0], [1], 1)
-    torch.manual_seed(0)
-    model = nn.Embedding(3, 1)
-    step = ab.TrainStep(
-        model,
-        lambda m, b: (m(b.nodes).sum(), {"seeds": b.seeds}),
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        rows=lambda b: len(b.seeds),
-    )
-    look = ab.EvalStep(model, lambda m, b: {"seeds": b.seeds}, rows=lambda b: len(b.seeds))
-    with ab.Executor({"train": step, "look": look}, dataloaders={"train": sampler, "look": sampler}) as executor:
-        seeds = [executor.run("train")["seeds"].item() for _ in range(3)]
-        assert sorted(seeds) == [0, 1, 2]
-        assert sorted(executor.evaluate("look")["seeds"].tolist()) == [0, 1, 2]
+def test_an_evaluation_does_not_move_the_position_of_another_step() -> None:
+    class Stateful:
+        at = 0
+
+        def __iter__(self) -> Iterator[Tensor]:
+            while self.at < 3:
+                self.at += 1
+                yield DATA[self.at : self.at + 1]
+            self.at = 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {"at": self.at}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.at = state["at"]
+
+    loaders = [Stateful(), DataLoader(DATA, 4, num_workers=1, persistent_workers=True)]  # type: ignore[arg-type]
+    for loader in loaders:
+        with program(loader) as executor:
+            executor.run("train")
+            for given in (None, loader):
+                with pytest.raises(ValueError, match="give evaluate a loader of its own"):
+                    executor.evaluate("look", given)
+
+
+def test_a_batch_without_rows_weighs_nothing() -> None:
+    with program() as executor:
+        assert executor.evaluate("look", [DATA[:0], DATA])["mean"].item() == pytest.approx(10.5)
 
 
 def test_batches_weigh_by_their_rows() -> None:

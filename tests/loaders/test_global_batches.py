@@ -36,7 +36,7 @@ def steps_of(workers: list[BoundLoader], most: int = 1000) -> list[list[int]]:
         batches = [worker.next_batch() for worker in workers]
         if all(batch is ENDED for batch in batches):
             break
-        steps.append(sorted(i for batch in batches if isinstance(batch, Tensor) for i in batch.tolist()))
+        steps.append(sorted(i for batch in batches if isinstance(batch, Tensor) for i in numbers(batch)))
     return steps
 
 
@@ -88,14 +88,104 @@ def test_another_number_of_workers_goes_on_within_an_epoch(before: int, after: i
 def test_workers_may_change_between_two_batches(num_workers: int) -> None:
     at = (0, 1)
     loader = GlobalBatches(range(COUNT), BATCH, shuffle=False, num_workers=num_workers)
-    loader.bind(lambda: at)
-    batches = iter(loader)
-    assert next(batches).tolist() == [0, 1, 2, 3, 4]
+    batches = BoundLoader(loader, worker=lambda: at)
+    assert numbers(batches.next_batch()) == [0, 1, 2, 3, 4]
     at = (1, 2)
-    assert next(batches).tolist() == [6, 8]
-    assert next(batches).tolist() == [11, 13]
+    assert numbers(batches.next_batch()) == [6, 8]
+    assert numbers(batches.next_batch()) == [11, 13]
     at = (2, 3)
-    assert [batch.tolist() for batch in batches] == [[17], [22]]
+    assert [numbers(batch) for batch in iter(batches.next_batch, ENDED)] == [[17], [22]]
+
+
+def numbers(batch: object) -> list[int]:
+    assert isinstance(batch, Tensor)
+    return batch.tolist()
+
+
+class Flaky(Dataset[int]):
+    """Fails, or is interrupted, where it is told."""
+
+    error: BaseException | None = None
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> int:
+        if index == 7 and self.error is not None:
+            raise self.error
+        return index
+
+
+@pytest.mark.parametrize(("error", "then"), [(OSError(), 10), (KeyboardInterrupt(), 5)])
+def test_the_rest_of_an_epoch_follows_a_batch_that_failed(error: BaseException, then: int) -> None:
+    data = Flaky()
+    loader = BoundLoader(GlobalBatches(data, BATCH, shuffle=False))
+    loader.next_batch()
+    data.error = error
+    with pytest.raises(type(error)):
+        loader.next_batch()
+    data.error = None
+    assert numbers(loader.next_batch()) == list(range(then, then + BATCH))
+
+
+def test_a_script_that_sets_the_epochs_itself_has_the_last_word_on_all_workers() -> None:
+    loaders = [GlobalBatches(range(9), 4) for _ in range(2)]
+    bound = [BoundLoader(loader, worker=lambda rank=rank: (rank, 2)) for rank, loader in enumerate(loaders)]
+    for number in (0, 1, 5, 2):
+        for loader in loaders:
+            loader.set_epoch(number)
+        plain = GlobalBatches(range(9), 4)
+        plain.set_epoch(number)
+        assert steps_of(bound) == [sorted(numbers(batch)) for batch in plain]
+        for one in bound:
+            one.start_epoch()
+    assert steps_of(bound) == [sorted(numbers(batch)) for batch in order_of(3)]  # behind 2, if it sets none
+
+
+def order_of(epoch: int) -> GlobalBatches:
+    loader = GlobalBatches(range(9), 4)
+    loader.set_epoch(epoch)
+    return loader
+
+
+def test_steps_and_the_script_itself_read_one_loader_each_at_its_own_place() -> None:
+    loader = GlobalBatches(range(COUNT), BATCH)
+    first, second = BoundLoader(loader), BoundLoader(loader)
+    expected = [numbers(batch) for epoch in range(2) for batch in _of(epoch)]
+    taken: list[list[int]] = []
+    others: list[list[int]] = []
+    while len(taken) < 10:
+        next(iter(loader))  # a look
+        for one, into, most in ((first, taken, 10), (second, others, 3)):
+            if len(into) < most and (batch := one.next_batch()) is not ENDED:
+                into.append(numbers(batch))
+            elif len(into) < most:
+                one.start_epoch()
+        if len(taken) == 3:
+            again = BoundLoader(GlobalBatches(range(COUNT), BATCH))
+            again.restore([first.state()])
+            assert numbers(again.next_batch()) == expected[3]
+            assert sorted(sample for batch in first.one_pass() for sample in numbers(batch)) == list(range(COUNT))
+    assert taken == expected
+    assert others == expected[:3]
+
+
+def _of(epoch: int) -> GlobalBatches:
+    loader = GlobalBatches(range(COUNT), BATCH)
+    loader.set_epoch(epoch)
+    return loader
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_another_batch_size_goes_on_at_the_same_sample(drop_last: bool) -> None:
+    first = BoundLoader(GlobalBatches(range(COUNT), 5, shuffle=False))
+    for _ in range(2):
+        first.next_batch()
+    again = BoundLoader(GlobalBatches(range(COUNT), 4, shuffle=False, drop_last=drop_last))
+    again.restore([first.state()])
+    assert again.left() == (3 if drop_last else 4)
+    batches = [numbers(batch) for batch in iter(again.next_batch, ENDED)]
+    assert batches == [[10, 11, 12, 13], [14, 15, 16, 17], [18, 19, 20, 21], [22]][: 3 if drop_last else 4]
 
 
 class Drawing(Dataset[int]):
@@ -169,6 +259,8 @@ def test_mistakes_are_named() -> None:
     for name in ("sampler", "batch_sampler", "generator"):
         with pytest.raises(TypeError, match=f"{name} is not taken"):
             GlobalBatches(range(9), 2, **{name: None})
+    with pytest.raises(ValueError, match="in_order=False has no position"):
+        GlobalBatches(range(9), 2, in_order=False)
     with pytest.raises(TypeError, match="a Endless has no order of its own"):
         GlobalBatches(Endless(), 2)
 

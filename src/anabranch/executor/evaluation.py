@@ -46,9 +46,16 @@ def evaluate(
     for rank, result in enumerate(everyone):
         if result.error:
             raise ValueError(f"the evaluation failed on rank {rank}: {result.error}")
-    outputs = next((result.outputs for result in everyone if result.outputs), None)
-    if outputs is None:
+    known = [(rank, result.outputs) for rank, result in enumerate(everyone) if result.rows]
+    if not known:
         raise ValueError("the loader yields no batches on any worker")
+    outputs = known[0][1]
+    for rank, others in known:
+        if others != outputs:
+            raise ValueError(
+                f"the outputs are {outputs} on rank {known[0][0]} and {others} on rank {rank} (dtype and shape of a "
+                "row), and only the same can be joined"
+            )
     places = None
     joined: dict[str, Tensor] = {}
     for name, (dtype, row) in outputs.items():
@@ -68,10 +75,11 @@ def evaluate(
             weights = torch.tensor(
                 [rows for result in everyone for rows in result.rows], dtype=torch.float64, device="cpu"
             )
-            joined[name] = (torch.cat([share.reshape(-1) for share in shares]) * weights).sum() / weights.sum()
+            values = torch.cat([share.reshape(-1) for share in shares])[weights > 0]  # that of no rows may be NaN
+            joined[name] = (values * weights[weights > 0]).sum() / weights.sum()
             continue
         if places is None:
-            places = _places([result.rows for result in everyone], interleaved=loader.kind == "global")
+            places = _places([result.rows for result in everyone], loader.samples() if len(everyone) > 1 else None)
         whole = local.new_empty(sum(len(place) for place in places), *row)
         for place, share in zip(places, shares, strict=True):
             whole[place] = share.reshape(-1, *row)
@@ -100,7 +108,8 @@ def _collect(
             if not isinstance(value, Tensor):
                 raise TypeError(f"output {name!r} is a {type(value).__name__}; evaluate joins tensors")
             shapes.setdefault(name, []).append(tuple(value.shape))
-            parts.setdefault(name, []).append(value.detach().cpu() if value.ndim else value.double().reshape(1).cpu())
+            wide = torch.complex128 if value.is_complex() else torch.float64
+            parts.setdefault(name, []).append(value.detach().cpu() if value.ndim else value.to(wide).reshape(1).cpu())
     for name, sizes in shapes.items():
         is_mean = not any(sizes) and len(sizes) == len(mine.rows)
         alike = len({size[1:] for size in sizes}) == 1 and [size[:1] for size in sizes] == [(n,) for n in mine.rows]
@@ -112,22 +121,25 @@ def _collect(
         mine.outputs[name] = str(parts[name][0].dtype).removeprefix("torch."), None if is_mean else list(sizes[0][1:])
 
 
-def _places(rows: Sequence[Sequence[float]], *, interleaved: bool) -> list[Tensor]:
-    """Return for each worker where its rows are in the whole: interleaved, or one worker's after another's."""
+def _places(rows: Sequence[Sequence[float]], samples: Sequence[int] | None) -> list[Tensor]:
+    """Return for each worker where its rows are in the whole.
+
+    ``samples``: of each of ``GlobalBatches``' batches, in which the workers' rows take turns; of other loaders one
+    worker's follow another's.
+    """
     places: list[list[int]] = [[] for _ in rows]
     start, size = 0, len(rows)
     for batch in range(max(map(len, rows))):
         counts = [int(own[batch]) if batch < len(own) else 0 for own in rows]
-        total = sum(counts)
-        if interleaved and counts != [len(range(rank, total, size)) for rank in range(size)]:
+        if samples is not None and counts != [len(range(rank, samples[batch], size)) for rank in range(size)]:
             raise ValueError(
-                f"the workers have {counts} rows of one of GlobalBatches' batches, which are not its samples: let "
-                "collate_fn make one row of each sample"
+                f"the workers have {counts} rows of a batch of {samples[batch]} samples: let collate_fn make one row "
+                "of each sample of GlobalBatches"
             )
         before = 0
         for rank, count in enumerate(counts):
-            first, step = (rank, size) if interleaved else (before, 1)
+            first, step = (before, 1) if samples is None else (rank, size)
             places[rank] += range(start + first, start + first + count * step, step)
             before += count
-        start += total
+        start += before
     return [torch.tensor(place, dtype=torch.int64, device="cpu") for place in places]

@@ -477,6 +477,8 @@ class Executor:
                 bound = batch is None
                 found = self._batches.next(name, runner.end_epoch) if bound else batch
                 length = self._batches.length(name) if bound else None
+                if bound and (before := self._batches.runs_before(name)) is not None:
+                    runner.epoch_runs = before
                 if self._only_plans:
                     self._leave_plan(name, found)
                 if found is None:
@@ -553,6 +555,7 @@ class Executor:
             bound = self._batches.bound(name)
         else:
             bound = BoundLoader(loader, worker=self._batches.worker)
+        self._batches.check_free(bound)
         with self._reporting_failures():
             rows = partial(self._rows_of, name, step)
             return evaluate(bound, rows, partial(self.run, name), self._workers)
@@ -617,8 +620,10 @@ class Executor:
         name = next((name for name in self._runners if name in self._batches.loaders), None)
         if name is None:
             return 0
-        runs, length = self._runners[name].epoch_runs, self._batches.length(name)
-        return self._batches.loaders[name].epoch + (length is not None and runs is not None and runs >= length > 0)
+        runs, length, loader = self._runners[name].epoch_runs, self._batches.length(name), self._batches.loaders[name]
+        if (left := loader.left()) is not None:
+            return loader.epoch + (left == 0)
+        return loader.epoch + (length is not None and runs is not None and runs >= length > 0)
 
     @property
     def step(self) -> int:

@@ -45,6 +45,10 @@ class OwnState(UserDict[str, Any]):
         self.data[name] = value
         self.objects[name] = self._object(name, value)
 
+    def __delitem__(self, name: str) -> None:
+        """Refuse it: a checkpoint has what was given."""
+        raise ValueError(f"state {name!r} is saved with every checkpoint; set it, to None for instance")
+
 
 class _Value:
     """A plain value as an object with state."""

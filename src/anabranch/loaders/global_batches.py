@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,9 @@ class GlobalBatches:
     >>> next(batches).tolist(), loader.state_dict()["samples"]
     ([0, 1, 2, 3], 4)
 
-    An Executor that it is bound to (``dataloaders=``) says which worker this is, and starts the epochs; without one,
-    ``ab.job()`` does, and each iteration to the end is an epoch. Nothing is drawn from the process's random generators.
+    Each step of an Executor that it is bound to (``dataloaders=``) reads it by itself, as the worker that the Executor
+    is; without one, it is read as the worker that ``ab.job()`` says, and each iteration to the end is an epoch. Nothing
+    is drawn from the process's random generators.
 
     Args:
         dataset: with ``__len__`` and ``__getitem__``, as a ``DataLoader``'s.
@@ -42,10 +44,13 @@ class GlobalBatches:
         collate_fn: makes a batch of a list of samples; by default torch's.
         dataloader: further arguments of ``torch.utils.data.DataLoader``, such as ``pin_memory``.
 
+    Attributes:
+        epoch: the number of the epoch that is read, or read next.
+
     Raises:
         TypeError: a dataset that cannot be indexed, or ``sampler``, ``batch_sampler``, ``generator``, whose place this
             takes.
-        ValueError: fewer samples in a batch than workers, so that some would never have any.
+        ValueError: fewer samples in a batch than workers, so that some would never have any; ``in_order=False``.
     """
 
     def __init__(
@@ -60,101 +65,88 @@ class GlobalBatches:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         **dataloader: Any,
     ) -> None:
-        if isinstance(dataset, IterableDataset) or not (
-            hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-        ):
+        indexed = all(hasattr(dataset, name) for name in ("__len__", "__getitem__"))
+        if isinstance(dataset, IterableDataset) or not indexed:
             raise TypeError(
                 f"GlobalBatches takes samples by their numbers, so the dataset has __len__ and __getitem__; a "
                 f"{type(dataset).__name__} has no order of its own to share out"
             )
         if taken := sorted({"sampler", "batch_sampler", "generator"} & dataloader.keys()):
             raise TypeError(f"GlobalBatches itself decides the order: {taken[0]} is not taken; use shuffle= and seed=")
+        if not dataloader.get("in_order", True):
+            raise ValueError("in_order=False has no position to resume from; leave it out")
         for name, number, least in (("batch_size", batch_size, 1), ("seed", seed, 0)):
-            if isinstance(number, bool) or not isinstance(number, int):
+            if isinstance(number, bool) or not isinstance(number, Integral):
                 raise TypeError(f"{name} is a whole number, got {number!r}")
             if number < least:
                 raise ValueError(f"{name} is at least {least}, got {number}")
-        self.dataset, self.batch_size, self.num_workers = dataset, batch_size, num_workers
-        self._shuffle, self._seed, self._drop_last = bool(shuffle), seed, drop_last
+        self.dataset, self.batch_size, self.num_workers = dataset, int(batch_size), num_workers
+        self.drop_last = bool(drop_last)
+        self.shuffle, self.seed = bool(shuffle), int(seed)
         self._options = {"num_workers": num_workers, "collate_fn": collate_fn, **dataloader}
         self.epoch = 0
-        self._samples = 0  # of the epoch's order that were handed out, to all workers together
-        self._first = 0  # sample with which the next iteration begins
-        self._worker: Callable[[], tuple[int, int]] = _of_job
-        self._generator = torch.Generator()  # of the loading processes' seeds
-        self._loader = DataLoader(dataset, batch_sampler=_Indices(self), generator=self._generator, **self._options)
-        self._check_worker()
+        self.asked = 0, 0  # how often the script has set it, and to what
+        self._loaded: Mapping[str, Any] | None = None  # the position at which the next iteration begins
+        self._reader: Reader | None = None  # of the last iteration
+        self.reader(_of_job)
 
-    def bind(self, worker: Callable[[], tuple[int, int]]) -> None:
-        """Take rank and number of workers from ``worker`` from now on, which an Executor calls for its loaders."""
-        self._worker = worker
-        self._check_worker()
-
-    def one_pass(self) -> Iterator[Any]:
-        """Load this worker's rows of all batches of the epoch, and leave the position as it is."""
-        options = {"shuffle": self._shuffle, "seed": self._seed, "drop_last": self._drop_last, **self._options}
-        again = GlobalBatches(self.dataset, self.batch_size, **options)
-        again.bind(self._worker)
-        again.epoch = self.epoch
-        return iter(again)
-
-    def _check_worker(self) -> tuple[int, int]:
-        rank, size = self._worker()
-        if self.batch_size < size:
-            raise ValueError(f"batch_size={self.batch_size} is of all {size} workers, and some would get no sample")
-        return rank, size
+    def reader(self, worker: Callable[[], tuple[int, int]]) -> Reader:
+        """Return what reads the epochs as the worker, of that many, that ``worker`` returns."""
+        options = {**self._options, "generator": torch.Generator()}
+        return Reader(self, worker, options)
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch, the same on all workers."""
         samples = len(self.dataset)
-        return samples // self.batch_size if self._drop_last else -(-samples // self.batch_size)
+        return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch with the next iteration, which is in the order of that number."""
-        if epoch != self.epoch:
-            self.epoch, self._samples, self._first = epoch, 0, 0
+        """Let the next epoch that begins be in the order of that number."""
+        self.epoch, self.asked = epoch, (self.asked[0] + 1, epoch)
 
     def __iter__(self) -> Iterator[Any]:
         """Load this worker's rows of the epoch's batches, from the beginning or a loaded position on.
 
         A worker for which a short last batch has no sample ends before it.
         """
-        self._samples, self._first = self._first, 0
-        while True:
-            worker = self._check_worker()
-            self._generator.manual_seed(int(np.random.default_rng([self._seed, self.epoch, worker[0]]).integers(2**62)))
-            for batch in self._loader:
-                self._samples = min(self._samples + self.batch_size, len(self.dataset))
-                yield batch
-                if self._worker() != worker:
-                    break  # what was loaded ahead is another worker's by now
-            else:
-                break
-        self.set_epoch(self.epoch + 1)
+        self._reader = reader = self.reader(_of_job)
+        reader.start(*self.take_start())
+        yield from (batch for batch in reader if batch is not NOTHING)
+        if self.epoch == reader.epoch:
+            self.epoch += 1
 
-    def indices(self) -> Iterator[list[int]]:
-        """Yield the samples of this worker in each batch that is left of this epoch."""
-        rank, size = self._check_worker()
+    def take_start(self) -> tuple[int, int]:
+        """Return the epoch and the sample with which the next iteration begins."""
+        loaded, self._loaded = self._loaded, None
+        return (self.epoch, 0) if loaded is None else (loaded["epoch"], loaded["samples"])
+
+    def order(self, epoch: int) -> Any:
+        """Return the samples of an epoch in their order."""
         samples = len(self.dataset)
-        order = (
-            np.random.default_rng([self._seed, self.epoch]).permutation(samples) if self._shuffle else range(samples)
-        )
-        end = samples - samples % self.batch_size if self._drop_last else samples
-        for begin in range(self._samples, end, self.batch_size):
-            if mine := [int(index) for index in order[begin : min(begin + self.batch_size, end)][rank::size]]:
-                yield mine
+        return np.random.default_rng([self.seed, epoch]).permutation(samples) if self.shuffle else range(samples)
+
+    def follow(self, reader: Reader) -> None:
+        """Let ``state_dict`` be the position of ``reader``."""
+        self._reader, self.epoch = reader, reader.epoch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: the epoch, and the samples of its order that were handed out to all workers."""
-        samples = self._first or self._samples
-        return {"epoch": self.epoch, "samples": samples, **self._order()}
+        if self._loaded is not None:
+            return dict(self._loaded)
+        reader = self._reader
+        samples = 0 if reader is None or reader.epoch != self.epoch else reader.samples
+        return self.position(self.epoch, samples)
 
-    def _order(self) -> dict[str, Any]:
-        return {"seed": self._seed, "shuffle": self._shuffle, "length": len(self.dataset)}
+    def position(self, epoch: int, samples: int) -> dict[str, Any]:
+        """Return a position as ``state_dict`` does."""
+        return {"epoch": epoch, "samples": samples, **self._facts()}
+
+    def _facts(self) -> dict[str, Any]:
+        return {"seed": self.seed, "shuffle": self.shuffle, "length": len(self.dataset)}
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise ``CheckpointError`` if ``state`` is a position in another order."""
-        for name, here in self._order().items():
+        for name, here in self._facts().items():
             if state.get(name) != here:
                 raise CheckpointError(
                     f"the checkpoint's GlobalBatches has {name}={state.get(name)!r}, but this one has {here!r}: its "
@@ -168,20 +160,98 @@ class GlobalBatches:
             CheckpointError: another seed, ``shuffle`` or length of the dataset.
         """
         self.check(state)
-        self.epoch, self._samples, self._first = state["epoch"], 0, state["samples"]
+        self._loaded, self.epoch = dict(state), state["epoch"]
+
+
+NOTHING = object()
+"""In place of a batch of which the worker has no sample."""
+
+
+class Reader:
+    """Reads one epoch after the other of ``GlobalBatches``, as one worker; an iterator of what is left of an epoch.
+
+    Attributes:
+        epoch: the number of the epoch.
+        samples: samples of its order that were handed out, to all workers together.
+    """
+
+    def __init__(
+        self, batches: GlobalBatches, worker: Callable[[], tuple[int, int]], options: Mapping[str, Any]
+    ) -> None:
+        self._batches, self._worker = batches, worker
+        self._generator: torch.Generator = options["generator"]  # of the loading processes' seeds
+        self._loader = DataLoader(batches.dataset, batch_sampler=_Indices(self), **options)
+        self._at = self._workers()
+        self.start(0, 0)
+
+    def _workers(self) -> tuple[int, int]:
+        rank, size = self._worker()
+        if self._batches.batch_size < size:
+            raise ValueError(
+                f"batch_size={self._batches.batch_size} is of all {size} workers, and some would get no sample"
+            )
+        return rank, size
+
+    def start(self, epoch: int, samples: int) -> None:
+        """Begin an epoch behind some samples."""
+        self.epoch, self.samples = epoch, samples
+        self._iterator: Iterator[Any] | None = None
+        left = len(self._batches.dataset) - samples
+        self._end = samples + (left - left % self._batches.batch_size if self._batches.drop_last else left)
+
+    def left(self) -> int:
+        """Return how many batches of the epoch are left."""
+        return -(-(self._end - self.samples) // self._batches.batch_size)
+
+    def __iter__(self) -> Reader:
+        """Return this reader."""
+        return self
+
+    def __next__(self) -> Any:
+        """Return this worker's rows of the next batch, ``NOTHING`` if it has none of them."""
+        if self.samples >= self._end:
+            raise StopIteration
+        behind = min(self.samples + self._batches.batch_size, self._end)
+        if (workers := self._workers()) != self._at or self._iterator is None:
+            self._at = workers  # what was loaded ahead is another worker's by now
+            mixed = np.random.default_rng([self._batches.seed, self.epoch, workers[0]])
+            self._generator.manual_seed(int(mixed.integers(2**62)))
+            self._iterator = iter(self._loader)
+        if self._at[0] >= behind - self.samples:
+            self.samples = behind
+            return NOTHING
+        try:
+            batch = next(self._iterator)
+        except Exception:
+            self.samples = behind  # past the batch that could not be made, as a DataLoader is
+            raise
+        except BaseException:  # Ctrl-C, in the middle of anything: the same batch again
+            self._iterator = None
+            raise
+        self.samples = behind
+        return batch
+
+    def indices(self) -> Iterator[list[int]]:
+        """Yield the samples of this worker in each batch that is left."""
+        (rank, size), order = self._at, self._batches.order(self.epoch)
+        for begin in range(self.samples, self._end, self._batches.batch_size):
+            if mine := [
+                int(index) for index in order[begin : min(begin + self._batches.batch_size, self._end)][rank::size]
+            ]:
+                yield mine
 
 
 class _Indices:
     """The batch sampler of the loader within: asked anew at each iteration."""
 
-    def __init__(self, batches: GlobalBatches) -> None:
-        self._batches = batches
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._batches.indices()
+        return self._reader.indices()
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return self._reader.left()
 
 
 def _of_job() -> tuple[int, int]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-import torch
+import msgspec
 from torch import Tensor
 
 from anabranch.collectives import Workers
-from anabranch.executor.loaders.loading import ENDED, BoundLoader
+from anabranch.executor.loaders.loading import ENDED, NOTHING, BoundLoader
 from anabranch.record import spans
 from anabranch.tensors import Structure, as_tensors, map_structure
 
@@ -47,10 +47,20 @@ class Batches:
             self.loaders[name] = BoundLoader(loader, worker=self.worker, looks_ahead=prefetch)
         self._lengths = {name: loader.length() for name, loader in self.loaders.items()}
         if workers is not None and size > 1 and self.loaders:
-            mine = torch.tensor([-1 if length is None else length for length in self._lengths.values()], device="cpu")
-            everyone = workers.all_gather(mine.to(workers.device), operation="all_gather of batch_num")
-            for name, lengths in zip(self.loaders, everyone.t().tolist(), strict=True):
-                self._lengths[name] = None if -1 in lengths else max(lengths)
+            mine = {name: (self._lengths[name], loader.facts()) for name, loader in self.loaders.items()}
+            texts = workers.all_gather_bytes(msgspec.json.encode(mine), operation="all_gather of batch_num")
+            everyone = [msgspec.json.decode(text, type=dict[str, tuple[int | None, str]]) for text in texts]
+            for name, (_, facts) in mine.items():
+                for rank, theirs in enumerate(everyone):
+                    if theirs[name][1] != facts:
+                        raise ValueError(
+                            f"the loader of {name!r} is {facts or 'no GlobalBatches'} here and "
+                            f"{theirs[name][1] or 'no GlobalBatches'} on rank {rank}, which are not one order to "
+                            "share out: give all workers the same data and arguments"
+                        )
+                lengths = [theirs[name][0] for theirs in everyone]
+                known = [length for length in lengths if length is not None]
+                self._lengths[name] = max(known) if len(known) == len(lengths) else None
 
     def worker(self) -> tuple[int, int]:
         """Return this worker's rank and the number of workers."""
@@ -79,14 +89,38 @@ class Batches:
             batch = self._take(loader)
             if batch is ENDED:
                 raise ValueError(f"the loader of {name!r} yields no batches")
+        if batch is NOTHING and not self._shared:
+            return self.next(name, at_end)
         if batch is ENDED:
             return None
         self._empty_epochs = 0
-        return batch
+        return None if batch is NOTHING else batch
 
     def length(self, name: str) -> int | None:
         """Return the batches of an epoch, the longest's over all workers, if the loaders have a length."""
         return self._lengths[name]
+
+    def runs_before(self, name: str) -> int | None:
+        """Return the runs of this epoch before that of the batch just taken, where the loader knows it."""
+        left, length = self.loaders[name].left(), self._lengths[name]
+        return None if left is None or length is None else length - left - 1
+
+    def check_free(self, loader: BoundLoader) -> None:
+        """Raise ``ValueError`` if iterating ``loader`` would move the position of a step in the middle of an epoch."""
+        if loader.kind == "global":
+            return
+        for name, other in self.loaders.items():
+            moves = loader.kind == "stateful" or getattr(loader.source, "persistent_workers", False)
+            if other is not loader and other.source is loader.source and moves:
+                raise ValueError(
+                    f"the loader is that of step {name!r}, too, and has one position for both, which an evaluation "
+                    "would move; give evaluate a loader of its own"
+                )
+            if other is loader and moves and other.in_epoch and loader.kind != "stateful":
+                raise ValueError(
+                    f"the loader of {name!r} is in the middle of an epoch, and its persistent workers begin anew for "
+                    "an evaluation; give evaluate a loader of its own"
+                )
 
     def start_epoch(self, name: str) -> None:
         """Every worker's loader has ended."""
@@ -101,7 +135,7 @@ class Batches:
         """
         loader = self.bound(name)
         batch = self._take(loader)
-        if batch is not ENDED:
+        if batch is not ENDED and batch is not NOTHING:
             self._patterns[name] = map_structure(_without_rows, as_tensors(batch))
             self._eval_runs[name] = self._eval_runs.get(name, 0) + 1
             return batch
@@ -111,7 +145,7 @@ class Batches:
         self._eval_runs[name] = 0
         loader.start_epoch()
         batch = self._take(loader)
-        if batch is ENDED:
+        if batch is ENDED or batch is NOTHING:
             raise ValueError(f"the loader of {name!r} yields no batches")
         self._eval_runs[name] = 1
         return batch

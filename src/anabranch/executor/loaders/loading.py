@@ -26,10 +26,10 @@ from torch.utils.data import DataLoader
 
 from anabranch.errors import CheckpointError
 from anabranch.executor.randomness import random_state, restore_random_state
-from anabranch.loaders import GlobalBatches
+from anabranch.loaders.global_batches import NOTHING, GlobalBatches
 from anabranch.tensors import Structure
 
-__all__ = ["BoundLoader", "ENDED"]
+__all__ = ["ENDED", "NOTHING", "BoundLoader"]
 
 _log = logging.getLogger("anabranch.executor")
 
@@ -82,8 +82,11 @@ class BoundLoader:
             raise TypeError(f"a loader is an iterable of batches, got {type(loader).__name__}; give it __iter__")
         self.source: Any = loader
         self._worker = worker
-        if isinstance(loader, GlobalBatches):
-            loader.bind(worker)
+        self._reader = loader.reader(worker) if isinstance(loader, GlobalBatches) else None
+        self._number = loader.epoch if isinstance(loader, GlobalBatches) else 0  # of the reader's epoch
+        self._goes_on = False  # to the next number
+        self._asked = 0  # how often the script had set the number, when it was last looked at
+        self._samples: int | None = None  # at which the epoch begins, after a restart
         stateful = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
         self.kind = "global" if isinstance(loader, GlobalBatches) else "stateful" if stateful else "counted"
         # Where looking draws from no generator of this process, and runs no code of the user's.
@@ -110,6 +113,8 @@ class BoundLoader:
 
     def next_batch(self) -> Structure:
         """Return the next batch, or ``ENDED`` from the end of the epoch until ``start_epoch``.
+
+        ``NOTHING`` in place of a batch of which the others have rows and this worker has none.
 
         Raises:
             ValueError: the loader is an iterator and has been read, or this is closed.
@@ -147,7 +152,7 @@ class BoundLoader:
             batch = self._look()
         except Exception:  # noqa: BLE001 - it is next_batch's to raise
             return None
-        return None if batch is ENDED else batch
+        return None if batch is ENDED or batch is NOTHING else batch
 
     def first(self) -> Structure | None:
         """Return the next batch without consuming it, and fetch it now if necessary.
@@ -161,7 +166,8 @@ class BoundLoader:
         if self.closed:
             return None
         batch = ENDED if self._ended else self._look()
-        return self._first_of_next_epoch() if batch is ENDED else batch
+        batch = self._first_of_next_epoch() if batch is ENDED else batch
+        return None if batch is NOTHING else batch
 
     def _look(self) -> Structure:
         """Fetch the next batch, if it is not there."""
@@ -178,6 +184,10 @@ class BoundLoader:
         return self._ahead[0]
 
     def _first_of_next_epoch(self) -> Structure | None:
+        if self._reader is not None:
+            again = self.source.reader(self._worker)
+            again.start(self._next_number(goes_on=True), 0)
+            return next(again, None)
         random, attributes = random_state(), dict(vars(self))
         here = {"start": self._before_epoch(), "state": self._own_state()}
         with self._epochs.unchanged():
@@ -199,8 +209,52 @@ class BoundLoader:
         if self._iterated_then not in (None, self._iterated) and getattr(self.source, "persistent_workers", False):
             self._draw_as_then()
         self._iterated, self._iterated_then = True, None
-        self._iterator = iter(self.source)
+        self._iterator = iter(self.source) if self._reader is None else self._read()
         return self._iterator
+
+    def _read(self) -> Iterator[Structure]:
+        """Begin an epoch of ``GlobalBatches``; each bound loader has its own place in them."""
+        assert self._reader is not None
+        number, samples = self._next_number(goes_on=self._goes_on), self._samples or 0
+        if self._samples is None and not self._goes_on and self.epoch == 0:
+            at, samples = self.source.take_start()  # if the script has loaded a position itself
+            number = at if samples else number
+        self._number, self._samples, self._goes_on, self._asked = number, None, False, self.source.asked[0]
+        self._reader.start(number, samples)
+        self.source.follow(self._reader)
+        self.taken = len(self.source) - self._reader.left()
+        return self._reader
+
+    def _next_number(self, *, goes_on: bool) -> int:
+        times, number = cast(GlobalBatches, self.source).asked
+        if times != self._asked and self._samples is None and number != self._number:
+            return number  # the script's own has the last word
+        return self._number + goes_on
+
+    def samples(self) -> list[int] | None:
+        """Return how many samples each batch of an epoch has, if that is known."""
+        if self._reader is None:
+            return None
+        size, samples = self.source.batch_size, len(self.source.dataset)
+        return [min(size, samples - first) for first in range(0, len(self.source) * size, size)]
+
+    def facts(self) -> str:
+        """Return what must be the same of it on all workers."""
+        source = self.source
+        if self._reader is None:
+            return ""
+        return f"GlobalBatches({source.batch_size}, drop_last={source.drop_last}, {source.position(0, 0)})"
+
+    def left(self) -> int | None:
+        """Return how many batches of this epoch are left, if that is known whatever was read before."""
+        if self._reader is None or self._iterator is None:
+            return None
+        return self._reader.left() + (len(self._ahead) > 0 and self._ahead[0] is not ENDED)
+
+    @property
+    def in_epoch(self) -> bool:
+        """True if an epoch has begun and not ended."""
+        return self._iterator is not None
 
     def _before_epoch(self) -> State:
         return {
@@ -222,7 +276,12 @@ class BoundLoader:
         """Load all batches from the start, and leave the position as it is."""
         position = self.state() if self.kind == "stateful" and self._iterated else None
         try:
-            yield from self.source.one_pass() if self.kind == "global" else self.source
+            if self._reader is None:
+                yield from self.source
+            else:
+                again = self.source.reader(self._worker)
+                again.start(self.source.epoch, 0)
+                yield from (batch for batch in again if batch is not NOTHING)
         finally:
             if position is not None:
                 self.restore([position] * self._worker()[1])
@@ -234,6 +293,7 @@ class BoundLoader:
         self._reset()
         self._epochs.next()
         self.epoch += 1
+        self._goes_on = True
 
     def length(self) -> int | None:
         """Batches an epoch, ``None`` if the loader does not know."""
@@ -250,6 +310,9 @@ class BoundLoader:
     # The position.
 
     def _own_state(self) -> object:
+        if self._reader is not None:
+            samples = self._reader.samples if self._iterator is not None else self._samples or 0
+            return self.source.position(self._number + self._goes_on, samples)
         # Before the first epoch no state has to be kept, and some loaders start their workers when asked for it.
         if self.kind == "counted" or (self.kind == "stateful" and not self._iterated):
             return None
@@ -330,7 +393,10 @@ class BoundLoader:
         self._epochs.restore(state["start"]["epochs"])
         self._set_generators(state["start"])
         self._iterated_then = state["start"]["iterated"]
-        if state["state"] is not None:
+        if self._reader is not None:
+            self._number, self._samples = state["state"]["epoch"], state["state"]["samples"]
+            self._goes_on, self._asked = False, self.source.asked[0]
+        elif state["state"] is not None:
             self.source.load_state_dict(state["state"])
             self._iterated = True
 
@@ -341,7 +407,9 @@ class BoundLoader:
     def _resume(self, state: State) -> None:
         """Begin the epoch in which ``state`` was, behind the batches that had been taken."""
         iterator = self._begin()
-        self._at_start, self.taken = state["start"], state["taken"]
+        self._at_start = state["start"]
+        if self._reader is None:
+            self.taken = state["taken"]
         if self.kind != "counted" or not self.taken:
             return
         name = type(self.source).__name__
@@ -361,6 +429,7 @@ class _Epochs:
         parts = [*samplers_of(loader), loader]
         while (inner := getattr(parts[-1], "dataset", None)) is not None:  # also what a Subset is of
             parts.append(inner)
+        parts = [part for part in parts if not isinstance(part, GlobalBatches)]  # whose epochs are each step's own
         self._parts: list[Any] = [part for part in parts if callable(getattr(part, "set_epoch", None))]
         self.begun = [0] * len(self._parts)  # the numbers as this epoch began
         self.begun = self._now()
