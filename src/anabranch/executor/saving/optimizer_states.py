@@ -125,7 +125,7 @@ def by_position(
                 **{key: _as_here(value, new.get(key), what) for key, value in group.items()},
                 "params": [position[name] for name in group_names],
             }
-            for group, new, group_names in zip(saved["groups"], optimizer.param_groups, groups, strict=True)
+            for group, new, group_names in zip(saved["groups"], optimizer.param_groups, names, strict=True)
         ],
     }
 
