@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TextIO
-
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
+from typing import TYPE_CHECKING, Any, TextIO
 
 from anabranch.deadline import minutes_and_seconds
 from anabranch.record.process import PROGRESS_VARIABLE
+
+if TYPE_CHECKING:
+    from rich.live import Live
 
 _REDRAW = 0.25  # seconds between two drawings on a terminal
 _REPEAT = 5.0  # seconds between two lines elsewhere
@@ -139,6 +139,8 @@ class Progress:
                 stream.write(f"{line}\n")
                 stream.flush()
             else:
+                from rich.text import Text  # it was imported with the live line
+
                 self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
         except (AttributeError, OSError, ValueError):  # a terminal that was closed, or is none, ends no training
             self._next = math.inf
@@ -146,6 +148,11 @@ class Progress:
 
 def _live(stream: TextIO | None) -> Live | None:
     """Return a line on the terminal, which the script's output goes above; ``None`` where there is no terminal."""
+    drawn = random.getstate()  # from which rich draws as it is imported
+    from rich.console import Console
+    from rich.live import Live
+
+    random.setstate(drawn)
     # What the script prints goes through it as it is.
     console = Console(file=stream or sys.stderr, soft_wrap=True, markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
