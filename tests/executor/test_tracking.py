@@ -6,6 +6,7 @@ import io
 import os
 import pty
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -165,3 +166,20 @@ def test_an_object_that_is_not_a_loop_is_refused(over: object, error: type[Excep
 def test_a_label_is_a_text() -> None:
     with pytest.raises(TypeError, match="label is a string"):
         Progress(True).track(3, label=3)  # type: ignore[call-overload]
+
+
+def test_the_first_line_draws_no_random_number() -> None:
+    """rich does, as it is imported."""
+    script = (
+        "import random, sys\n"
+        "random.seed(0)\n"
+        "import anabranch as ab\n"
+        "ab.Executor\n"
+        "from anabranch.executor.observing.tracking import Progress\n"
+        "assert 'rich' not in sys.modules\n"
+        "for _ in Progress(True, sys.stderr).track(3): pass\n"
+        "assert 'rich' in sys.modules\n"
+        "print(random.random() == random.Random(0).random())\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    assert ended.stdout == "True\n"

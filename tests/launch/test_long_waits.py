@@ -123,7 +123,7 @@ def test_a_job_s_screen_names_a_frozen_process(tmp_path: Path, script: Callable[
         step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
         with ab.Executor(step, comm_mode="AllReduce", heartbeat=100.0) as executor:
             for _ in range(10**9):
-                executor.run(batch=torch.ones(2, 2))
+                executor.run(batch=torch.full((2, 2), 1.0 + ab.job().rank))
         """
     )
     with start_run("--workers", "2", "--log-dir", tmp_path, path) as job:

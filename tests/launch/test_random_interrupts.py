@@ -26,7 +26,7 @@ TRAINS = """
     with ab.Executor(step, comm_mode="AllReduce") as executor:
         executor.resume(sys.argv[1])
         for number in range(10**9):
-            executor.run(batch=torch.ones(8, 4))
+            executor.run(batch=torch.full((8, 4), 1.0 + ab.job().rank))
             if number % 50 == 0:
                 executor.save(sys.argv[1])
 """

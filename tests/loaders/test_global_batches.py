@@ -268,6 +268,7 @@ def test_mistakes_are_named() -> None:
 TRAINS = """
 import json, sys, torch
 from torch import nn
+import anabranch as ab
 
 path, runs = sys.argv[1], int(sys.argv[2])
 generator = torch.Generator().manual_seed(0)

@@ -547,6 +547,10 @@ class StepRunner:
         names, across = self.engine.nonfinite(), self.engine.first_looks
         for servers in self._servers if self.step.skip_nonfinite else ():
             names += servers.nonfinite()
+            if self._workers is not None and not across:  # names are exchanged where there are any
+                bad = torch.tensor([float(len(names))], device=self._device)
+                if not self._workers.all_reduce(bad, operation="all_reduce of steps to skip", step=self.runs).item():
+                    return []
             if self._workers is not None or across:
                 names = sorted({name for (theirs,) in servers.part.gather([names]) for name in theirs})
         return names
