@@ -49,15 +49,15 @@ def test_plain_pytorch_loads_an_export_strictly(mode: str | None, cache: ab.Cach
             executor.run(batch=torch.arange(number, number + 6))
         executor.export(tmp_path / "new")
         state = executor.state_dict()
-    found = safetensors.torch.load_file(tmp_path / "new" / "model.safetensors")
+    loaded = safetensors.torch.load_file(tmp_path / "new" / "model.safetensors")
     with (tmp_path / "new" / "model.safetensors").open("rb") as file:
         file.seek(8)
         assert file.read(60).startswith(b'{"__metadata__":{"format":"pt"}')
     plain = Tied()
-    assert list(plain.load_state_dict(found, strict=True)) == [[], []]
+    assert list(plain.load_state_dict(loaded, strict=True)) == [[], []]
     assert plain.head.weight is plain.words.weight
     for name, value in model.state_dict().items():  # given back
-        assert torch.equal(found[name], value), name
+        assert torch.equal(loaded[name], value), name
         assert torch.equal(state[name], value), name
     assert torch.equal(plain(torch.arange(9)), model(torch.arange(9)))
 
@@ -73,9 +73,9 @@ def test_a_dynamic_vocabulary_is_its_ids_and_their_rows(tmp_path: Path) -> None:
         for ids in ([900, 7, 33], [7]):
             executor.run("train", torch.tensor(ids))
         executor.export(tmp_path)
-        found = safetensors.torch.load_file(tmp_path / "model.safetensors")
-        assert sorted(found["users.ids"].tolist()) == [7, 33, 900]
-        assert torch.equal(executor.run("look", found["users.ids"])["rows"], found["users.weight"])
+        loaded = safetensors.torch.load_file(tmp_path / "model.safetensors")
+        assert sorted(loaded["users.ids"].tolist()) == [7, 33, 900]
+        assert torch.equal(executor.run("look", loaded["users.ids"])["rows"], loaded["users.weight"])
 
 
 def test_large_exports_are_shards_with_an_index_and_replace_what_was_there(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ print(json.dumps({name: value.tolist() for name, value in state.items()}))
 def test_rank_0_writes_the_model_of_all_workers_and_stages(kind: str, servers: int, tmp_path: Path) -> None:
     job = LocalJob(2, servers=servers).run_source(JOB, str(tmp_path / "out"), kind).check()
     assert job.results[1] == {}
-    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
-    assert {name: value.tolist() for name, value in found.items()} == job.results[0]
+    loaded = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: value.tolist() for name, value in loaded.items()} == job.results[0]
     layers = nn.Sequential(nn.Embedding(20, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-    layers.load_state_dict(found, strict=True)
+    layers.load_state_dict(loaded, strict=True)

@@ -475,23 +475,23 @@ class Executor:
         try:
             while ran is None:
                 bound = batch is None
-                found = self._batches.next(name, runner.end_epoch) if bound else batch
+                taken = self._batches.next(name, runner.end_epoch) if bound else batch
                 length = self._batches.length(name) if bound else None
                 if bound and (before := self._batches.runs_before(name)) is not None:
                     runner.epoch_runs = before
                 if self._only_plans:
-                    self._leave_plan(name, found)
-                if found is None:
+                    self._leave_plan(name, taken)
+                if taken is None:
                     with runner.in_epoch(length):
                         ran = runner.run_idle()
                     if ran is None:
                         runner.end_epoch()
                         self._batches.start_epoch(name)
                     continue
-                found = as_tensors(found, self._devices[name])
-                rows = rows_of(step, found)
+                taken = as_tensors(taken, self._devices[name])
+                rows = rows_of(step, taken)
                 with runner.in_epoch(length) if bound else nullcontext():
-                    ran = runner.run(found, rows, fetch)
+                    ran = runner.run(taken, rows, fetch)
                 self._rows += rows
         finally:
             if self._remote is not None:
@@ -514,16 +514,16 @@ class Executor:
         return values, (rows, rates, {**numbers, **ran.returned, "loss": ran.loss})
 
     def _evaluate(self, name: str, step: EvalStep, batch: Structure | None, fetch: Fetch) -> dict[str, Tensor]:
-        found = as_tensors(self._batches.next_to_evaluate(name) if batch is None else batch, self._devices[name])
+        taken = as_tensors(self._batches.next_to_evaluate(name) if batch is None else batch, self._devices[name])
         if self._remote is not None:
             self._remote.begin(training=False)
         try:
-            returned = self._evaluators[name].run(found, fetch)
+            returned = self._evaluators[name].run(taken, fetch)
         finally:
             if self._remote is not None:
                 self._remote.tables.end(self._remote.clock)
         if fetch.names is not None and "rows" in fetch.names:
-            fetch.rows = torch.tensor(count_rows(found), device="cpu")
+            fetch.rows = torch.tensor(count_rows(taken), device="cpu")
         return cast("dict[str, Tensor]", fetch.collect(returned))
 
     def evaluate(self, name: str = "default", loader: Iterable[Structure] | None = None) -> dict[str, Tensor]:
