@@ -106,6 +106,21 @@ def test_large_exports_are_shards_with_an_index_and_replace_what_was_there(tmp_p
     assert (tmp_path / "config.json").exists()
 
 
+def test_shards_that_were_not_all_replaced_have_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exporting.export(tmp_path, {"a": torch.zeros(10), "b": torch.zeros(10)}, most=50)
+    replace = Path.replace
+
+    def interrupted(self: Path, target: Path) -> Path:
+        if target.name.startswith("model-00002"):
+            raise KeyboardInterrupt
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        exporting.export(tmp_path, {"a": torch.ones(10), "b": torch.ones(10)}, most=50)
+    assert not (tmp_path / "model.safetensors.index.json").exists()
+
+
 def test_what_is_no_tensor_is_refused_and_the_older_export_stays(tmp_path: Path) -> None:
     class Extra(nn.Linear):
         words = False

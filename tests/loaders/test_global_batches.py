@@ -6,14 +6,16 @@ import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
+from anabranch.collectives import Workers
 from anabranch.errors import CheckpointError
+from anabranch.executor.loaders.batches import Batches
 from anabranch.executor.loaders.loading import ENDED, BoundLoader
 from anabranch.executor.randomness import random_state, same_random_state
 from anabranch.loaders import GlobalBatches
@@ -242,6 +244,18 @@ def test_workers_that_do_not_wait_for_each_other_resume_only_in_the_same_number(
     for worker in again:
         worker.restore(states)
     assert [again[0].taken, again[1].taken] == [2, 1]
+
+
+def test_a_worker_that_never_has_a_sample_and_does_not_wait_for_the_others_is_told() -> None:
+    class Second:
+        rank, size = 1, 2
+
+        def all_gather_bytes(self, data: bytes, **_: object) -> list[bytes]:
+            return [data, data]
+
+    batches = Batches({"train": GlobalBatches(range(1), 2)}, cast(Workers, Second()), together=False)
+    with pytest.raises(ValueError, match="the loader of 'train' yields no batches"):
+        batches.next("train", lambda: None)
 
 
 class Endless(IterableDataset[int]):

@@ -140,16 +140,16 @@ class Workers(Group):
             work = dist.all_gather(list(everyone.unbind(0)), mine, group=group, async_op=True)
             _unmet[group] = everyone, cast(dist.Work, work)
         everyone, work = _unmet[group]
-        said = threading.Timer(
+        reminder = threading.Timer(
             SAID_AFTER,
             _log.warning,
             ("waiting for %s to make an Executor; comm_mode=None trains alone", rank_names(self.others)),
         )
-        said.start()
+        reminder.start()
         try:
             self.wait_for(work, Deadline.after(self.timeout), "meet", None, on_host=self.on_host)
         finally:
-            said.cancel()
+            reminder.cancel()
         del _unmet[group]
         self.name += f"/{bytes(everyone[0].tolist()).hex()}"
         self.peers.look_up(self.others, self.heartbeat)

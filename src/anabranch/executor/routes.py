@@ -240,19 +240,19 @@ def _place(
         return Place.WORKERS, "frozen"
     if not owned:
         return Place.WORKERS, "no optimizer moves it"
-    kept = "shared by stages on several ranks" if tied else ""
+    obstacle = "shared by stages on several ranks" if tied else ""
     if looked_up and not tied:
         hooked = "it has gradient hooks" if foreign_hooks(parameter) else ""
-        kept = "it is an nn.Parameter of another class" if type(parameter) is not nn.Parameter else hooked
+        obstacle = "it is an nn.Parameter of another class" if type(parameter) is not nn.Parameter else hooked
     why = "" if override is None else f"routes={{...: {override!r}}}"
     if (override or mode) == "AllReduce":
         return Place.WORKERS, why or "comm_mode='AllReduce'"
-    if kept:
+    if obstacle:
         if override is not None:
             raise ValueError(
-                f"routes={{{name!r}: {override!r}}}: it stays on the workers ({kept}); leave the route out"
+                f"routes={{{name!r}: {override!r}}}: it stays on the workers ({obstacle}); leave the route out"
             )
-        return Place.WORKERS, kept
+        return Place.WORKERS, obstacle
     if looked_up:
         return Place.ROWS, why or f"an embedding's table under {mode}"
     if (override or mode) == "PS":

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 Tensors: TypeAlias = "Sequence[Tensor | None]"
-"""What crosses a boundary, either way; ``None`` where there is no tensor."""
+"""Inputs, outputs or gradients of a boundary; ``None`` in place of one that is not there."""
 _Answer: TypeAlias = "tuple[list[Tensor | None], Sequence[int]]"
 
 

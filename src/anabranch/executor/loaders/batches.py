@@ -87,7 +87,7 @@ class Batches:
             at_end()
             loader.start_epoch()
             batch = self._take(loader)
-            if batch is ENDED:
+            if batch is ENDED or batch is NOTHING:  # nor would another epoch have one
                 raise ValueError(f"the loader of {name!r} yields no batches")
         if batch is NOTHING and not self._shared:
             return self.next(name, at_end)

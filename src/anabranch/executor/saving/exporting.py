@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +28,7 @@ def export(folder: Path, state: Mapping[str, Any], most: int = _MOST) -> None:
         if not isinstance(value, Tensor | Blocks):
             raise ValueError(f"{name} is a {type(value).__name__} (get_extra_state), and an export holds tensors only")
     check_writable(state, "model")
-    sizes = {name: value.dtype.itemsize * _count(value) for name, value in state.items()}
+    sizes = {name: value.dtype.itemsize * math.prod(value.shape) for name, value in state.items()}
     files: list[list[str]] = [[]]
     room = most
     for name, size in sizes.items():
@@ -49,6 +50,9 @@ def export(folder: Path, state: Mapping[str, Any], most: int = _MOST) -> None:
         msgspec.json.encode({"metadata": {"total_size": sum(sizes.values())}, "weight_map": places})
     )
     older = {path for path in folder.glob("model*.safetensors*") if path.name == _NAME or "-of-" in path.name}
+    if len(names) > 1:  # an index never names files of two exports, wherever this ends
+        (folder / _INDEX).unlink(missing_ok=True)
+        sync_directory(folder)
     for file in names:
         (folder / f".{file}.new").replace(folder / file)
     # A reader takes model.safetensors first, so until it is gone, or once it is there, the rest does not count.
@@ -60,10 +64,3 @@ def export(folder: Path, state: Mapping[str, Any], most: int = _MOST) -> None:
     for path in older - {folder / file for file in names}:
         path.unlink(missing_ok=True)
     sync_directory(folder)
-
-
-def _count(value: Tensor | Blocks) -> int:
-    count = 1
-    for size in value.shape:
-        count *= size
-    return count
