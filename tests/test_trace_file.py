@@ -132,6 +132,18 @@ def test_ranks_at_a_collective_have_arrows_from_the_last_to_arrive(tmp_path: Pat
     assert {source["ts"] for source, _ in trace.arrows} == {5.0}
 
 
+def test_a_rank_that_left_a_broadcast_before_the_last_arrived_has_no_arrow(tmp_path: Path) -> None:
+    starts = {"worker 0": (0, 1_000), "worker 1": (5_000, 9_000), "worker 2": (2_000, 9_000)}
+    parts = [
+        part(name, [one("broadcast", start, end, track="workers", flow=("meet", "w/1"))], pid=pid)
+        for pid, (name, (start, end)) in enumerate(starts.items(), 10)
+    ]
+    trace = written(tmp_path, parts)
+    assert [(trace.place(source)[0], trace.place(target)[0]) for source, target in trace.arrows] == [
+        ("worker 1", "worker 2")
+    ]
+
+
 def test_clocks_of_other_machines_are_set_right_and_their_error_is_stated(tmp_path: Path) -> None:
     there = [(1_000_100, 1_000_400), (1_000_500, 1_000_620)]  # a million ahead
     here = [(100, 390), (510, 640)]

@@ -11,7 +11,7 @@ lanes that is free. A flow becomes arrows (``"s"`` to ``"f"``) once both ends ar
 
     ask / serve      the request from the start of one to that of the other, the answer from end to end
     send / receive   from the start of the sending to the end of the receiving
-    meet             from the rank that came last to the end on all others: it is who they waited for
+    meet             from the rank that came last to the end on all others that were still there: they waited for it
 
 The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -293,7 +293,8 @@ class _Writer:
                 yield (sends, sends.start), (receives, receives.end - 1)
             meet = sorted(ends.get("meet", ()), key=lambda end: end.start)
             for other in meet[:-1]:
-                yield (meet[-1], meet[-1].start), (other, other.end - 1)
+                if meet[-1].start < other.end:  # else it waited for nobody: the first rank of a broadcast
+                    yield (meet[-1], meet[-1].start), (other, other.end - 1)
 
     def _put_arrow(self, number: int, source: tuple[_End, int], target: tuple[_End, int]) -> None:
         common = {"name": "flow", "cat": "flow", "id": number}
