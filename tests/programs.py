@@ -36,6 +36,7 @@ import anabranch.launch.forks.fork_server as server
 
 def import_all(before=server._import_all):
     before()
+    import pytest
     import torch
     import torch._dynamo.repro.after_dynamo
     from torch import nn

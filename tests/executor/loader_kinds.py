@@ -10,14 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
     Sampler,
-    WeightedRandomSampler,
 )
 
 from anabranch.executor.loaders.loading import ENDED, BoundLoader
@@ -92,17 +89,6 @@ class Noisy(Squares):
         return super().__getitem__(index) + torch.rand(()) + random.random()
 
 
-class NoisyByItself(Squares):
-    """Draws from the generator that its sampler has too."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        super().__init__()
-        self.generator = generator
-
-    def __getitem__(self, index: int) -> Tensor:
-        return super().__getitem__(index) + torch.rand((), generator=self.generator)
-
-
 class EagerSampler(Sampler[int]):
     """Draws from the global generator when iteration starts, not at the first index."""
 
@@ -164,42 +150,22 @@ def seeded(seed: int = 5) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def with_own_generator() -> DataLoader[Tensor]:
-    return DataLoader(Squares(), batch_size=2, shuffle=True, generator=seeded())
-
-
-def noisy_by_itself() -> DataLoader[Tensor]:
-    generator = seeded()
-    return DataLoader(NoisyByItself(generator), batch_size=2, shuffle=True, generator=generator)
-
-
 LOADERS: dict[str, Callable[[], Iterable[object]]] = {
     "list": lambda: [torch.tensor([float(i)]) for i in range(5)],
     "plain": Plain,
     "stateful": Stateful,
-    "sequential": lambda: DataLoader(Squares(), batch_size=2),
-    "drop_last": lambda: DataLoader(Squares(), batch_size=2, drop_last=True),
     "shuffled": lambda: DataLoader(Squares(), batch_size=2, shuffle=True),
-    "own_generator": with_own_generator,
-    "replacement": lambda: DataLoader(
-        Squares(), batch_size=2, sampler=RandomSampler(range(11), replacement=True, num_samples=40, generator=seeded())
-    ),
-    "weighted": lambda: DataLoader(Squares(), batch_size=2, sampler=WeightedRandomSampler([1.0] * 11, 9)),
+    "own_generator": lambda: DataLoader(Squares(), batch_size=2, shuffle=True, generator=seeded()),
     "eager": lambda: DataLoader(Squares(), batch_size=2, sampler=EagerSampler()),
     "pairs": lambda: DataLoader(Squares(), batch_sampler=PairSampler()),
-    "outer": lambda: DataLoader(Squares(), batch_sampler=BatchSampler(EagerSampler(), 3, False)),
     "unbatched": lambda: DataLoader(Squares(), batch_size=None, shuffle=True),
     "distributed": lambda: DataLoader(
         Squares(), batch_size=2, sampler=DistributedSampler(range(11), num_replicas=1, rank=0, seed=3)
     ),
     "noisy": lambda: DataLoader(Noisy(), batch_size=2, shuffle=True),
-    "noisy_by_itself": noisy_by_itself,
     "global": lambda: GlobalBatches(Squares(), 2, seed=3),
     "iterable": lambda: DataLoader(Stream(), batch_size=2),
     "two_workers": lambda: DataLoader(Squares(), batch_size=2, shuffle=True, num_workers=2),
-    "two_workers_own_generator": lambda: DataLoader(
-        Squares(), batch_size=2, shuffle=True, num_workers=2, generator=seeded()
-    ),
     "two_workers_global": lambda: GlobalBatches(Squares(), 2, seed=3, num_workers=2),
     "two_workers_iterable": lambda: DataLoader(Stream(), batch_size=2, num_workers=1),
 }

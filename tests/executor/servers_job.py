@@ -145,22 +145,6 @@ def killed(folder: Path, rank: int, world: int, mode: str) -> dict[str, object]:
         return {"resumed": resumed, "numbers": numbers(executor, model)}
 
 
-def thaw(rank: int, world: int) -> dict[str, object]:
-    """A parameter that was frozen when the executor was made asks for gradients after the first step."""
-    model = new_model()
-    model.head.bias.requires_grad_(False)
-    with executor_of(model, "PS", consistency="ssp:1") as executor:
-        executor.run("train", batch_of(0, rank, world))
-        model.head.bias.requires_grad_(True)
-        try:
-            executor.run("train", batch_of(1, rank, world))
-        except ValueError as error:
-            model.head.bias.requires_grad_(False)
-            executor.run("train", batch_of(1, rank, world))
-            return {"error": str(error), "steps": executor.statistics().steps}
-    return {}
-
-
 def main() -> None:
     what, folder = sys.argv[1], Path(sys.argv[2])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -170,8 +154,6 @@ def main() -> None:
         found = lose_one(rank, world, sys.argv[3])
     elif what == "killed":
         found = killed(folder, rank, world, sys.argv[3])
-    elif what == "thaw":
-        found = thaw(rank, world)
     else:
         found = go_on(folder, rank, world, sys.argv[3], int(sys.argv[4]), sys.argv[5])
     print(json.dumps(found))

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import anabranch as ab
+from plain_loop import mean_square
 
 
 def model_of() -> nn.Module:
@@ -17,12 +18,8 @@ def model_of() -> nn.Module:
     return nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.1))))
 
 
-def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).square().mean()  # type: ignore[no-any-return]
-
-
 def step_of(model: nn.Module, **options: Any) -> ab.TrainStep:
-    return ab.TrainStep(model, loss_of, torch.optim.Adam(model.parameters(), lr=0.01), **options)
+    return ab.TrainStep(model, mean_square, torch.optim.Adam(model.parameters(), lr=0.01), **options)
 
 
 def test_the_plain_loops_bits_in_less_memory() -> None:

@@ -28,12 +28,6 @@ class Plain:
     name: str = "kept"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Frozen:
-    x: Any
-    y: Any
-
-
 @dataclasses.dataclass
 class Derived:
     """Has a field and an attribute that its arguments do not name."""
@@ -54,10 +48,6 @@ class Encoding(UserDict[str, Any]):
     def __init__(self, note: str = "lost", **items: Any) -> None:
         super().__init__(items)
         self.note = note
-
-
-class Items(dict[str, Any]):
-    pass
 
 
 class Pair(NamedTuple):
@@ -104,7 +94,7 @@ def read_only(**items: Any) -> Mapping[str, Any]:
 
 
 KINDS: list[Callable[..., Any]] = [
-    Plain, Frozen, Derived, Encoding, Items, Wrapper, Pair, Foreign, read_only, dict,
+    Plain, Derived, Encoding, Wrapper, Pair, Foreign, read_only, dict,
 ]  # fmt: skip
 
 
@@ -178,28 +168,6 @@ def test_a_batch_of_any_kind_trains_as_a_dict_does(kind: Callable[..., Any], bou
 def test_a_graph_takes_it_from_a_loader_to_a_placed_module(kind: Callable[..., Any]) -> None:
     graph = trained(kind, "graph", bound=True, devices={"1": "cpu"})
     assert same_bits(graph, trained(dict, "tape", bound=False))
-
-
-@dataclasses.dataclass
-class Labelled:
-    x: Tensor
-    target: Tensor
-
-
-def test_a_pipe_takes_a_dataclass_as_it_takes_a_mapping() -> None:
-    class First(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.linear(x, self.weight, self.bias)
-
-    def run(kind: Callable[..., Any]) -> list[Tensor]:
-        torch.manual_seed(0)
-        with ab.Pipe(nn.Sequential(First(3, 4), nn.Linear(4, 1)), [1, 1], chunks=2) as pipe:
-            step = ab.TrainStep(pipe, nn.functional.mse_loss, torch.optim.SGD(pipe.parameters(), lr=0.1))
-            with ab.Executor(step) as executor:
-                executor.run(batch=kind(x=torch.randn(4, 3), target=torch.randn(4, 1)))
-            return [*pipe.parameters()]
-
-    assert same_bits(run(Labelled), run(dict))
 
 
 @pytest.mark.parametrize("kind", [Plain, dict])

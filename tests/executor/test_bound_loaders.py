@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from small_parts import assert_same, in_job, plain_step
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import anabranch as ab
-from anabranch.testing import LocalJob
 
 
 class Squares(Dataset[dict[str, Tensor]]):
@@ -84,14 +83,10 @@ def test_bound_batches_are_the_plain_loops_random_numbers_included() -> None:
     theirs = []
     for _ in range(2):
         for batch in DataLoader(Squares(), 4, shuffle=True):
-            optimizer.zero_grad()
-            loss, returned = squared(plain, batch)
-            loss.backward()
-            optimizer.step()
-            theirs.append(returned["first"].tolist())
+            plain_step(plain, lambda model, batch: squared(model, batch)[0], optimizer, batch)
+            theirs.append(batch["x"][:, 0].tolist())
     assert ours == theirs
-    for (key, value), other in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
-        assert torch.equal(value, other), key
+    assert_same(model, plain)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
@@ -105,96 +100,61 @@ def test_forked_loader_workers_survive_our_threads() -> None:
             assert seen(executor, 2, "validate") == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
 
 
-@pytest.mark.parametrize("saved_after", [0, 2, 3, 4])  # before, in, at the end of, and after an epoch
-def test_a_shuffled_loader_resumes_at_its_exact_position(tmp_path: Path, saved_after: int) -> None:
-    model, executor = program(train=DataLoader(Squares(), 4, shuffle=True))
-    with executor:
-        seen(executor, saved_after)
-        executor.save(tmp_path)
-        expected = seen(executor, 7 - saved_after)
-    other, resumed = program(seed=9, train=DataLoader(Squares(), 4, shuffle=True))
-    with resumed:
-        assert resumed.resume(tmp_path)
-        assert seen(resumed, 7 - saved_after) == expected
-    for (key, value), trained in zip(other.state_dict().items(), model.state_dict().values(), strict=True):
-        assert torch.equal(value, trained), key
+def unequal() -> list[Any]:
+    rank = ab.job().rank
+    batches = [{"x": torch.full((2, 1), float(10 * rank + index)).double()} for index in range([5, 2, 3][rank])]
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1).double()
+    steps = {
+        "train": ab.TrainStep(model, of_x, torch.optim.SGD(model.parameters(), lr=1e-4)),
+        "validate": ab.EvalStep(model, lambda m, b: {"rows": b["x"]}),
+    }
+    with ab.Executor(steps, comm_mode="AllReduce", dataloaders={"train": batches, "validate": batches}) as executor:
+        number = executor.batch_num("train")
+        losses = [executor.run("train")["loss"].item() for _ in range(2 * number)]
+        rows = [executor.run("validate")["rows"].flatten().tolist() for _ in range(number + 1)]
+    return [number, losses, rows, model.weight.item()]
 
 
-UNEQUAL = """
-import json, torch
-from torch import nn
-import anabranch as ab
-
-rank = ab.job().rank
-counts = [5, 2, 3][rank]
-batches = [{"x": torch.full((2, 1), float(10 * rank + index)).double()} for index in range(counts)]
-torch.manual_seed(0)
-model = nn.Linear(1, 1).double()
-steps = {
-    "train": ab.TrainStep(model, lambda m, b: m(b["x"]).square().mean(), torch.optim.SGD(model.parameters(), lr=1e-4)),
-    "validate": ab.EvalStep(model, lambda m, b: {"rows": b["x"]}),
-}
-with ab.Executor(steps, comm_mode="AllReduce", dataloaders={"train": batches, "validate": batches}) as executor:
-    number = executor.batch_num("train")
-    losses = [executor.run("train")["loss"].item() for _ in range(2 * number)]
-    rows = [executor.run("validate")["rows"].flatten().tolist() for _ in range(number + 1)]
-print(json.dumps({"number": number, "losses": losses, "rows": rows, "weight": model.weight.item()}))
-"""
+def of_x(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(batch["x"]).square().mean()
 
 
 def test_an_epoch_ends_when_every_workers_loader_has_ended() -> None:
-    results = LocalJob(3).run_source(UNEQUAL).check().results
     torch.manual_seed(0)
     model = nn.Linear(1, 1).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    losses = []
+    expected = []
     for index in [*range(5), *range(5)]:
         values = [10 * rank + index for rank, count in enumerate([5, 2, 3]) if index < count]
         x = torch.tensor(values).double().repeat_interleave(2)[:, None]
-        loss = model(x).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    for rank, found in enumerate(results):
-        assert found["number"] == 5
-        assert found["losses"] == pytest.approx(losses, rel=1e-12)
-        assert found["weight"] == pytest.approx(model.weight.item(), rel=1e-12)
+        expected.append(plain_step(model, of_x, optimizer, {"x": x}).item())
+    for rank, (number, losses, rows, weight) in enumerate(in_job(unequal, 3)):
+        assert number == 5
+        assert [*losses, weight] == pytest.approx([*expected, model.weight.item()], rel=1e-12)
         own = [[10 * rank + index] * 2 for index in range([5, 2, 3][rank])]
-        assert found["rows"] == own + [[]] * (5 - len(own)) + own[:1]
+        assert rows == own + [[]] * (5 - len(own)) + own[:1]
 
 
-UNEQUAL_ON_SERVERS = """
-import json, torch
-from torch import nn
-import anabranch as ab
-
-rank = ab.job().rank
-batches = [torch.tensor([[2 * rank + index, index]]) for index in range([4, 1][rank])]
-weights = []
-for cache in (None, ab.Cache(capacity=2), ab.Cache(capacity=2, pull_bound=1, push_bound=1)):
-    model = nn.EmbeddingBag(8, 1, mode="sum", sparse=True, dtype=torch.float64)
-    nn.init.zeros_(model.weight)
-    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
-    train = ab.TrainStep(model, lambda m, ids: m(ids).sum(), sgd, reduction="sum")
-    look = ab.EvalStep(model, lambda m, ids: {"rows": m(ids)})
-    options = {"cache": cache, "dataloaders": {"train": batches}, "timeout": 60, "served": "replace"}
-    with ab.Executor({"train": train, "look": look}, "Hybrid", **options) as executor:
-        for _ in range(2 * executor.batch_num("train")):
-            executor.run("train")
-        executor._remote.settle()
-        executor._workers.barrier()
-        weights.append(executor.run("look", torch.arange(8)[:, None])["rows"].flatten().tolist())
-        executor._workers.barrier()
-print(json.dumps({"weights": weights}))
-"""
+def unequal_on_servers() -> list[list[float]]:
+    rank = ab.job().rank
+    batches = [torch.tensor([[2 * rank + index, index]]) for index in range([4, 1][rank])]
+    weights = []
+    for cache in (None, ab.Cache(capacity=2), ab.Cache(capacity=2, pull_bound=1, push_bound=1)):
+        model = nn.EmbeddingBag(8, 1, mode="sum", sparse=True, dtype=torch.float64)
+        nn.init.zeros_(model.weight)
+        sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        train = ab.TrainStep(model, lambda m, ids: m(ids).sum(), sgd, reduction="sum")
+        with ab.Executor(train, "Hybrid", cache=cache, dataloaders={"default": batches}, served="replace") as executor:
+            for _ in range(2 * executor.batch_num()):
+                executor.run()
+        weights.append(model.weight.flatten().tolist())
+    return weights
 
 
 def test_a_worker_with_an_ended_loader_keeps_pushing_nothing() -> None:
     """Under its own step's number, which the servers expect of it."""
-    wanted = torch.zeros(8)
+    expected = torch.zeros(8)
     for ids in [[0, 0], [1, 1], [2, 2], [3, 3], [2, 0]]:
-        wanted -= 2 * torch.bincount(torch.tensor(ids), minlength=8)
-    for found in LocalJob(2, servers=2).run_source(UNEQUAL_ON_SERVERS).check().results:
-        assert found is not None
-        assert found["weights"] == [wanted.tolist()] * 3
+        expected -= 2 * torch.bincount(torch.tensor(ids), minlength=8)
+    assert in_job(unequal_on_servers, 2, servers=2) == [[expected.tolist()] * 3] * 2

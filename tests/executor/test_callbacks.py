@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_sinks import BATCH, Kept, make_step
-from torch import Tensor, nn
+from small_parts import Kept
+from test_sinks import BATCH, make_step
+from torch import nn
 
 import anabranch as ab
 from anabranch.errors import PeerLost, RolledBack
@@ -140,27 +141,3 @@ def test_rows_and_learning_rates_are_fetched(engine: str) -> None:
     assert first["rows"].dtype is torch.int64
     assert first["learning_rates"].tolist() == [0.5]
     assert second["learning_rates"].tolist() == [0.25]
-
-
-def test_rows_are_as_the_step_weighs_them() -> None:
-    with ab.Executor(make_step(rows=lambda batch: 2.5), engine="tape") as executor:
-        assert executor.run(batch=BATCH, fetch=["rows"])["rows"].item() == 2.5
-
-
-def test_the_steps_own_keys_go_first() -> None:
-    model = nn.Linear(3, 1)
-
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        return model(batch["x"]).square().mean(), {"rows": batch["x"].sum(1), "learning_rates": torch.tensor(7)}
-
-    step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
-    with ab.Executor(step, engine="tape") as executor:
-        found = executor.run(batch=BATCH, fetch=["rows", "learning_rates"])
-    assert found["rows"].tolist() == [3.0] * 4
-    assert found["learning_rates"].item() == 7
-
-
-def test_an_evaluation_reports_its_rows() -> None:
-    model = nn.Linear(3, 1)
-    with ab.Executor(ab.EvalStep(model, lambda m, b: {"out": m(b["x"])}), engine="tape") as executor:
-        assert executor.run(batch=BATCH, fetch=["rows"])["rows"].item() == 4

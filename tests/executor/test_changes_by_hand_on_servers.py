@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import anabranch as ab
+from plain_loop import mean_square
 
 
 class Model(nn.Module):
@@ -25,49 +26,23 @@ class Model(nn.Module):
         return self.head(self.table(ids))  # type: ignore[no-any-return]
 
 
-def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
-    return model(ids).square().mean()  # type: ignore[no-any-return]
-
-
 IDS = torch.tensor([0, 5, 5, 3])
 
 
 def executor_of(model: nn.Module, mode: str = "PS", optimizer: Any = torch.optim.Adam, **options: Any) -> ab.Executor:
-    step = ab.TrainStep(model, loss_of, optimizer(model.parameters(), lr=0.1))
+    step = ab.TrainStep(model, mean_square, optimizer(model.parameters(), lr=0.1))
     return ab.Executor({"train": step, "look": ab.EvalStep(model, lambda m, ids: {"out": m(ids)})}, mode, **options)
-
-
-def clamp(model: Model) -> None:
-    with torch.no_grad():
-        model.head.weight.clamp_(-0.1, 0.1)
-
-
-def scale(model: Model) -> None:
-    model.head.weight.data.mul_(2)
-
-
-def negate_by_detach(model: Model) -> None:
-    model.head.weight.detach().neg_()
 
 
 def give_other_data(model: Model) -> None:
     model.head.weight.data = torch.zeros(5, 3)
 
 
-def load(model: Model) -> None:
-    state = copy.deepcopy(model.head.state_dict())
-    state["weight"] += 1
-    model.head.load_state_dict(state)
-
-
 def change_the_last_number(model: Model) -> None:
     model.head.weight.data[-1, -1] += 1e-3
 
 
-CHANGES = [clamp, scale, negate_by_detach, give_other_data, load, change_the_last_number]
-
-
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", [give_other_data, change_the_last_number])
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_change_by_hand_is_an_error_that_names_it(change: Callable[[Model], None], steps: int) -> None:
     model = Model()
@@ -102,18 +77,6 @@ def test_and_so_under_every_consistency_engine_and_for_tables_held_whole(options
             model.table.weight.data.copy_(before)
 
 
-def test_a_value_restored_before_the_next_step_is_not_a_change() -> None:
-    averaged, plain = Model(), Model()
-    with executor_of(averaged) as executor, executor_of(plain) as other:
-        for _ in range(3):
-            executor.run("train", IDS)
-            other.run("train", IDS)
-            kept = {name: value.clone() for name, value in averaged.head.state_dict().items()}
-            averaged.head.load_state_dict({name: value / 2 for name, value in kept.items()})
-            averaged.head.load_state_dict(kept)
-    assert all(map(torch.equal, averaged.parameters(), plain.parameters()))
-
-
 @pytest.mark.parametrize("consistency", ["bsp", "asp"])
 def test_values_that_an_evaluation_would_not_use_are_an_error_and_those_it_uses_are_not(consistency: str) -> None:
     model = Model()
@@ -143,7 +106,7 @@ def test_a_change_in_the_run_itself_is_an_error_of_that_run() -> None:
 
     def moving(model: Model, ids: Tensor) -> Tensor:
         model.head.bias.data.mul_(0.5)
-        return loss_of(model, ids)
+        return mean_square(model, ids)
 
     step = ab.TrainStep(model, moving, torch.optim.SGD(model.parameters(), lr=0.1))
     with (

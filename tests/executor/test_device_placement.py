@@ -117,13 +117,3 @@ def test_an_unknown_module_is_refused() -> None:
     step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ValueError, match=r"devices= names 'decoder'; the modules are: encoder, encoder.0, .*stem"):
         ab.Executor({"train": step}, devices={"decoder": "cpu"})
-
-
-def test_the_optimizers_state_moves_along() -> None:
-    model = Model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    loss(model, (torch.randn(6, 4), torch.randn(6, 1))).backward()
-    optimizer.step()
-    step = ab.TrainStep(model, loss, optimizer)
-    with ab.Executor({"train": step}, devices={"encoder": "cpu"}) as executor:
-        assert executor.run("train", (torch.randn(6, 4), torch.randn(6, 1)))["loss"].isfinite()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from small_parts import assert_same, plain_step
 from torch import Tensor, nn
 
 import anabranch as ab
@@ -78,14 +79,8 @@ def train_plainly(name: str, make: Callable[..., Any], clip: float | None) -> tu
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     losses = []
     for step in range(3):
-        optimizer.zero_grad()
-        loss = loss_function(model, batch_of(step))
-        loss.backward()
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
+        losses.append(plain_step(model, loss_function, optimizer, batch_of(step), clip))
         scheduler.step()
-        losses.append(loss.detach())
     return model, losses
 
 
@@ -105,5 +100,4 @@ def test_an_engine_is_the_plain_loop_bit_for_bit(name: str, optimizer: str, clip
         losses = [executor.run("train", batch_of(index))["loss"] for index in range(3)]
         assert executor.engine("train") == engine
     assert all(torch.equal(a, b) for a, b in zip(losses, expected_losses, strict=True))
-    for (key, value), other in zip(model.state_dict().items(), expected.state_dict().values(), strict=True):
-        assert torch.equal(value, other), key
+    assert_same(model, expected)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from loader_kinds import Stateful
+from small_parts import Kept, in_job
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import anabranch as ab
-from anabranch.testing import LocalJob
+from waiting import wait_until
 
 DATA = torch.arange(22.0).view(11, 2)
 
@@ -58,21 +60,6 @@ def test_a_whole_loader_is_joined_and_its_position_stays(loader: Any, bound: boo
 
 
 def test_an_evaluation_does_not_move_the_position_of_another_step() -> None:
-    class Stateful:
-        at = 0
-
-        def __iter__(self) -> Iterator[Tensor]:
-            while self.at < 3:
-                self.at += 1
-                yield DATA[self.at : self.at + 1]
-            self.at = 0
-
-        def state_dict(self) -> dict[str, int]:
-            return {"at": self.at}
-
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            self.at = state["at"]
-
     loaders = [Stateful(), DataLoader(DATA, 4, num_workers=1, persistent_workers=True)]  # type: ignore[arg-type]
     for loader in loaders:
         with program(loader) as executor:
@@ -82,12 +69,9 @@ def test_an_evaluation_does_not_move_the_position_of_another_step() -> None:
                     executor.evaluate("look", given)
 
 
-def test_a_batch_without_rows_weighs_nothing() -> None:
+def test_batches_weigh_by_their_rows() -> None:
     with program() as executor:
         assert executor.evaluate("look", [DATA[:0], DATA])["mean"].item() == pytest.approx(10.5)
-
-
-def test_batches_weigh_by_their_rows() -> None:
     model = nn.Linear(2, 1)
     step = ab.EvalStep(model, lambda m, b: {"mean": b.mean()}, rows=lambda b: b[0, 0])
     with ab.Executor({"look": step}) as executor:
@@ -149,22 +133,8 @@ def test_epochs_are_counted_where_there_is_a_loader(make: Any, expected: list[in
             assert executor.step == 12
 
 
-class Numbers:
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, dict[str, float]]] = []
-
-    def scalars(self, step: int, values: dict[str, float]) -> None:
-        self.seen.append((step, values))
-
-    def event(self, name: str, facts: dict[str, object]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 def test_the_user_s_own_numbers_reach_the_sinks_behind_the_steps_before() -> None:
-    sink = Numbers()
+    sink = Kept()
     with program(sinks=[sink]) as executor:
         executor.run("train", DATA)
         executor.log({"score": torch.tensor([0.5]), "count": 3})
@@ -173,8 +143,8 @@ def test_the_user_s_own_numbers_reach_the_sinks_behind_the_steps_before() -> Non
             executor.log({"loss": 1.0})
         with pytest.raises(TypeError, match="got score=tensor"):
             executor.log({"score": torch.ones(2)})
-    assert [step for step, _ in sink.seen] == [1, 1, 2]
-    assert sink.seen[1] == (1, {"score": 0.5, "count": 3.0})
+    assert [step for step, _ in sink.steps] == [1, 1, 2]
+    assert sink.steps[1] == (1, {"score": 0.5, "count": 3.0})
 
 
 def test_plain_values_are_saved_and_dicts_are_filled_in_place(tmp_path: Path) -> None:
@@ -213,110 +183,85 @@ def test_options_of_another_mode_are_checked_and_without_effect_alone(options: d
             program(routes={"other": "PS"})
 
 
-JOB = """
-import json, logging, sys, warnings, torch
-from torch import nn
-import anabranch as ab
-
-logging.basicConfig(level=logging.INFO)
-shared = sys.argv[1] == "same"
-data = torch.arange(22.0).view(11, 2).double()
-loader = [data] if shared else ab.loaders.GlobalBatches(data, 4, shuffle=False)
-torch.manual_seed(ab.job().rank)
-model = nn.Linear(2, 1).double()
-steps = {
-    "train": ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.SGD(model.parameters(), lr=1e-3)),
-    "look": ab.EvalStep(model, lambda m, b: {"rows": b, "mean": b.mean()}),
-}
-with warnings.catch_warnings(record=True) as caught, ab.Executor(steps, dataloaders={"train": loader}) as executor:
-    warnings.simplefilter("always")
-    while executor.epoch < 2:
-        executor.run("train")
-    looked = executor.evaluate("look", ab.loaders.GlobalBatches(data, 4, shuffle=False))
-    own = executor.evaluate("look", [data[ab.job().rank :: ab.job().world_size]])
-    failed = ""
-    try:
-        executor.evaluate("look", [data] if ab.job().rank else [])
-        executor.evaluate("look", [data if ab.job().rank else "no batch"])
-    except Exception as error:
-        failed = f"{type(error).__name__}: {error}"
-print(json.dumps({
-    "mode": executor.comm_mode, "steps": executor.step, "weight": model.weight.tolist(),
-    "rows": looked["rows"].tolist(), "mean": looked["mean"].item(), "own": own["rows"].tolist(), "failed": failed,
-    "warnings": [str(one.message) for one in caught if one.category is UserWarning],
-}))
-"""
+def without_a_mode(shared: bool) -> dict[str, Any]:
+    """A script that says no mode; its data are ``shared``, or each worker takes its part."""
+    data, rank, caught, logged = DATA.double(), ab.job().rank, list[str](), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("anabranch").addHandler(handler)
+    logging.getLogger("anabranch").setLevel(logging.INFO)
+    loader = [data] if shared else ab.loaders.GlobalBatches(data, 4, shuffle=False)
+    torch.manual_seed(rank)
+    model = nn.Linear(2, 1).double()
+    steps = {
+        "train": ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.SGD(model.parameters(), lr=1e-3)),
+        "look": ab.EvalStep(model, outputs),
+    }
+    with warnings.catch_warnings(record=True) as said, ab.Executor(steps, dataloaders={"train": loader}) as executor:  # type: ignore[dict-item]
+        warnings.simplefilter("always")
+        while executor.epoch < 2:
+            executor.run("train")
+        looked = executor.evaluate("look", ab.loaders.GlobalBatches(data, 4, shuffle=False))
+        own = executor.evaluate("look", [data[rank :: ab.job().world_size]])
+        try:
+            executor.evaluate("look", [data] if rank else [])
+            executor.evaluate("look", [data if rank else "no batch"])
+        except Exception as error:  # noqa: BLE001 - it is compared
+            caught.append(f"{type(error).__name__}: {error}")
+    return {
+        "mode": executor.comm_mode, "steps": executor.step, "weight": model.weight.tolist()[0],
+        "rows": looked["rows"].tolist(), "mean": looked["mean"].item(), "own": own["rows"].tolist(), "failed": caught,
+        "logged": "\n".join(logged), "warnings": [str(one.message) for one in said if one.category is UserWarning],
+    }  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("servers", [0, 1])
 def test_a_script_without_a_mode_trains_one_model_on_all_workers(servers: int) -> None:
-    jobs = [LocalJob(size, servers=servers).run_source(JOB, "shares").check() for size in (1, 2, 3)]
-    results = [result for job in jobs for result in job.results]
-    assert results[0] is not None
-    for result, (size, rank) in zip(results, [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)], strict=True):
-        assert result is not None
-        assert result["mode"] == ("Hybrid" if servers else "AllReduce" if size > 1 else None)
-        assert result["steps"] == 6
-        torch.testing.assert_close(
-            torch.tensor(result["weight"]).double(), torch.tensor(results[0]["weight"]).double(), rtol=1e-6, atol=1e-7
-        )
-        assert result["rows"] == DATA.tolist()
-        assert result["mean"] == pytest.approx(10.5, rel=1e-12)
-        shares = [DATA[other::size] for other in range(size)]
-        assert result["own"] == torch.cat(shares).tolist()
-        assert not result["warnings"]
-        if size > 1:
-            assert ("failed on rank 0" in result["failed"]) == (rank > 0)
-    assert "train: 2 workers x 2 rows = 4 rows a step" in jobs[1].logs[0]
-    assert "comm_mode is" in "".join(itertools.chain(*(job.logs for job in jobs[1:])))
+    weights = []
+    for size in (1, 2, 3):
+        for rank, result in enumerate(in_job(without_a_mode, size, False, servers=servers)):
+            assert result["mode"] == ("Hybrid" if servers else "AllReduce" if size > 1 else None)
+            assert result["steps"] == 6
+            weights.append(result["weight"])
+            assert result["rows"] == DATA.tolist()
+            assert result["mean"] == pytest.approx(10.5, rel=1e-12)
+            assert result["own"] == torch.cat([DATA[other::size] for other in range(size)]).tolist()
+            assert not result["warnings"]
+            if size > 1:
+                assert ("failed on rank 0" in result["failed"][0]) == (rank > 0)
+                assert rank > 0 or "comm_mode is" in result["logged"]
+                assert (rank, size) != (0, 2) or "train: 2 workers x 2 rows = 4 rows a step" in result["logged"]
+    assert all(weight == pytest.approx(weights[0], rel=1e-6) for weight in weights)
 
 
 def test_workers_on_the_same_batch_are_warned_of_it() -> None:
-    result = LocalJob(2).run_source(JOB, "same").check().results
-    for one in result:
-        assert one is not None
-        [warning] = one["warnings"]
+    for result in in_job(without_a_mode, 2, True):
+        [warning] = result["warnings"]
         assert "all 2 workers run 'train' on the same batch" in warning
         assert "ab.loaders.GlobalBatches" in warning
 
 
-APART = """
-import json, logging, sys, time, torch
-from pathlib import Path
-from torch import nn
-import anabranch as ab
+def apart(folder: str) -> str:
+    """Rank 1 comes once rank 0 has said that it waits."""
+    said, rank = Path(folder) / "said", ab.job().rank
 
-said = Path(sys.argv[1])
-if ab.job().rank == 0:
-    ab.collectives.workers.SAID_AFTER = 0.0
+    class Note(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "waiting for" in record.getMessage():
+                said.write_text(record.getMessage())
 
-
-class Note(logging.Handler):
-    def emit(self, record):
-        if "waiting for" in record.getMessage():
-            said.write_text(record.getMessage())
-
-
-logging.getLogger("anabranch").addHandler(Note())
-torch.distributed.init_process_group("gloo")
-while ab.job().rank and not said.exists():
-    time.sleep(0.01)
-model = nn.Linear(2, 1)
-step = ab.TrainStep(model, lambda m, b: m(b).sum(), torch.optim.SGD(model.parameters(), lr=1e-3))
-try:
-    ab.Executor(step, ["AllReduce", "PS"][ab.job().rank]).close()
-    message = ""
-except Exception as error:
-    message = str(error)
-print(json.dumps({"message": message}))
-"""
+    logging.getLogger("anabranch").addHandler(Note())
+    torch.distributed.init_process_group("gloo")
+    if rank == 0:
+        ab.collectives.workers.SAID_AFTER = 0.0  # type: ignore[attr-defined]
+    else:
+        wait_until(said.exists)
+    with pytest.raises(ValueError, match="comm_mode='AllReduce'") as caught:
+        program(comm_mode=["AllReduce", "PS"][rank])
+    return str(caught.value)
 
 
 def test_modes_are_compared_where_workers_meet_and_who_is_waited_for_is_said(tmp_path: Path) -> None:
-    said = tmp_path / "said"
-    for result in LocalJob(2, servers=1).run_source(APART, str(said)).check().results:
-        assert result is not None
-        assert "comm_mode='AllReduce'" in result["message"]
-        assert "comm_mode='PS'" in result["message"]
-    assert said.read_text() == "waiting for rank 1 to make an Executor; comm_mode=None trains alone"
+    assert all("comm_mode='PS'" in message for message in in_job(apart, 2, str(tmp_path), servers=1))
+    assert (tmp_path / "said").read_text() == "waiting for rank 1 to make an Executor; comm_mode=None trains alone"

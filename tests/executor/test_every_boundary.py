@@ -54,15 +54,6 @@ class Looks(nn.Module):
         return x + self.second(torch.tanh(self.first(x)))
 
 
-def start(table: nn.Module, first: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
-    x = table(ids)
-    return x, torch.tanh(first(x))
-
-
-def end(second: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
-    return given[0] + second(given[1])
-
-
 def losses_of(model: nn.Module, mode: str | None, **options: bool) -> list[float]:
     step = ab.TrainStep(
         model,
@@ -79,11 +70,8 @@ def batch_for(number: int) -> tuple[Tensor, Tensor]:
     return ids, torch.randn(7, 4, generator=generator, dtype=torch.float64)
 
 
-def test_a_model_split_with_glue_has_its_table_on_servers_and_a_traced_one_whole():
+def test_a_traced_model_has_its_table_whole_on_servers():
     expected = pytest.approx(losses_of(Looks(), None), rel=1e-12)
-    glued = ab.pipeline.split(Looks(), glue=[(["table", "first"], start), (["second"], end)])
-    with ab.Pipe(glued, [1, 1], chunks=3) as pipe:
-        assert losses_of(pipe, "PS") == expected
     traced = ab.Pipe(ab.pipeline.split(Looks(), at=["second"]), [1, 1], chunks=3)
     with traced, pytest.raises(ValueError, match=r"table.weight is a table of a model that split"):
         losses_of(traced, "Hybrid")
@@ -141,47 +129,6 @@ def test_each_microbatch_reads_its_rows_once_and_a_step_pushes_once(checkpoint: 
             executor.run(batch=(torch.arange(6)[:, None].expand(6, 2) % 5, torch.zeros(6, 2)))
         table = executor.statistics().tables["0.weight"]
     assert (table.pulls, table.pushes) == (2 * 3, 2)
-
-
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("cache", [None, ab.Cache(capacity=5), ab.Cache(capacity=50, push_bound=3, pull_bound=3)])
-def test_tables_in_two_stages_are_looked_up_at_once_as_by_the_unsplit_model(cache: ab.Cache | None):
-    """Stages run on threads, and share one connection and its caches."""
-
-    def losses(*, split: bool) -> list[float]:
-        torch.manual_seed(0)
-        names = iter(["first", "second"])
-
-        class Add(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.rows = ab.RemoteEmbedding(
-                    next(names), None, 3, dtype=torch.float64, optimizer=lambda rows: torch.optim.Adagrad(rows, lr=0.1)
-                )
-                self.linear = nn.Linear(3, 3).double()
-
-            def forward(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-                ids, x = given
-                return ids, x + self.linear(self.rows(ids * 5).sum(1))
-
-        class Last(nn.Module):
-            def forward(self, given: tuple[Tensor, Tensor]) -> Tensor:
-                return given[1]
-
-        whole = nn.Sequential(Add(), Add(), Last())
-        model = ab.Pipe(whole, [1, 2], chunks=4, schedule="1F1B") if split else whole
-        adam = torch.optim.Adam(model.parameters(), lr=0.01)
-        function = F.mse_loss if split else (lambda model, batch: F.mse_loss(model(batch[0]), batch[1]))
-        found = []
-        with ab.Executor(ab.TrainStep(model, function, adam), "Hybrid", cache=cache, engine="tape") as executor:
-            for number in range(8):
-                generator = torch.Generator().manual_seed(number)
-                ids = torch.randint(-20, 20, (9, 2), generator=generator)
-                x, target = torch.randn(2, 9, 3, generator=generator, dtype=torch.float64)
-                found.append(executor.run(batch=((ids, x), target))["loss"].item())
-        return found
-
-    assert losses(split=True) == pytest.approx(losses(split=False), rel=1e-12)
 
 
 def test_lookups_of_two_stages_take_turns(monkeypatch: pytest.MonkeyPatch):

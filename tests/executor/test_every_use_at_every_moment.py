@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 
 import pytest
 from model_uses import CHANGES, KINDS, MODES, MOMENTS, Doing, close_tables, live, possible, reads_of, refuses
+
+from anabranch.testing import LocalJob
 
 
 @pytest.fixture(autouse=True)
@@ -38,3 +41,11 @@ def test_a_change_counts_as_in_the_plain_program_or_is_refused(change: str, kind
     except ValueError as error:  # refused by the next run, the evaluation, or at the end
         if (change not in doing.answers and moment != "before") or not refuses(error, kind, change):
             raise
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "None"])
+def test_each_use_by_two_workers_or_one_of_them_is_the_plain_programs_or_refused(mode: str) -> None:
+    """Every mode has one job, which names the cases that went wrong."""
+    result = LocalJob(2, servers=2, timeout=600.0).run(Path(__file__).with_name("model_uses_job.py"), mode)
+    assert list(result.results) == [{}, {}], f"{result.exit_codes}\n{result.logs[0][-5000:]}\n{result.logs[1][-5000:]}"

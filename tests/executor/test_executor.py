@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch import interrupts
+from plain_loop import sgd
 
 
 class Net(nn.Module):
@@ -38,10 +37,6 @@ def squared(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[st
 def batch_of(rows: int = 4) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(7)
     return {"x": torch.randn(rows, 3, generator=generator), "y": torch.randn(rows, 1, generator=generator)}
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def train_step(model: nn.Module | None = None, **options: Any) -> ab.TrainStep:
@@ -124,41 +119,6 @@ def test_train_steps_train_and_eval_steps_leave_modes_and_gradients_as_they_were
         assert not torch.equal(executor.run("validate", batch_of())["prediction"], first)  # current parameters
 
 
-def test_accumulated_batches_weigh_by_their_rows() -> None:
-    torch.manual_seed(0)
-    model, whole = nn.Linear(3, 1).double(), nn.Linear(3, 1).double()
-    whole.load_state_dict(model.state_dict())
-    big, small = ({k: v.double() for k, v in batch_of(rows).items()} for rows in (6, 2))
-
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return F.mse_loss(model(batch["x"]), batch["y"])
-
-    with ab.Executor(ab.TrainStep(model, loss, sgd(model), accumulate=2)) as executor:
-        executor.run(batch=big)
-        assert executor.statistics().steps == 0
-        executor.run(batch=small)
-        assert executor.statistics().steps == 1
-    with ab.Executor(ab.TrainStep(whole, loss, sgd(whole))) as executor:
-        executor.run(batch={key: torch.cat([big[key], small[key]]) for key in big})
-    assert torch.allclose(model.weight, whole.weight, rtol=1e-14, atol=0)
-
-
-def test_record_loads_prints_and_logs_the_counts_since_its_last_call(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with ab.Executor(train_step(), log_path=tmp_path / "loads.jsonl") as executor:
-        for runs in (3, 2):
-            for _ in range(runs):
-                executor.run(batch=batch_of())
-            assert executor.record_loads().steps == runs
-        assert executor.statistics().steps == 5
-    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    logged = [json.loads(line) for line in (tmp_path / "loads.jsonl").read_text().splitlines()]
-    assert printed == logged
-    assert [line["runs"]["default"] for line in logged] == [3, 2]
-    assert [line["rows"] for line in logged] == [12, 8]
-
-
 def test_a_run_that_fails_changes_nothing_and_the_next_one_works() -> None:
     model = Net()
     with ab.Executor(train_step(model)) as executor:
@@ -201,15 +161,6 @@ def test_a_backward_that_fails_drops_the_open_window_and_says_so() -> None:
         assert executor.statistics().steps == 1
 
 
-def test_a_step_run_as_a_graph_can_be_looked_at() -> None:
-    with ab.Executor(train_step(), engine="graph") as executor:
-        executor.run(batch=batch_of())
-        assert executor.engine() == "graph"
-        assert len(executor.graph().nodes) > 10
-    with ab.Executor(train_step(), engine="tape") as executor, pytest.raises(RuntimeError, match="engine='graph'"):
-        executor.graph()
-
-
 def test_a_batch_without_rows_trains_nothing() -> None:
     model = nn.Linear(3, 1)
 
@@ -240,6 +191,8 @@ def test_unknown_modes_engines_and_steps_are_refused_by_name() -> None:
         for method in (executor.run, executor.batch_num, executor.engine):
             with pytest.raises(ValueError, match="'tain'"):
                 method("tain")
+        with pytest.raises(RuntimeError, match="engine='graph'"):
+            executor.graph("train")
         with pytest.raises(ValueError, match="no loader"):
             executor.run("train")
         with pytest.raises(TypeError, match="a list of names"):
@@ -323,20 +276,6 @@ def test_parameters_may_join_an_optimizer_later_if_they_are_the_models() -> None
             ValueError, match=r"SGD was given a parameter of shape \(1, 1\) that the model does not have"
         ):
             executor.run(batch=torch.ones(3, 2))
-
-
-@pytest.mark.parametrize("engine", ["tape", "graph"])
-def test_results_of_a_step_have_no_history(engine: Any) -> None:
-    model = nn.Sequential(nn.Linear(2, 1))
-
-    def loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        out = model(batch)
-        return out.mean(), {"out": out}
-
-    with ab.Executor(ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1)), engine=engine) as executor:
-        for fetch in (None, ["loss", "out", "0"], ["loss", "out", "0"]):
-            found = executor.run(batch=torch.ones(3, 2), fetch=fetch)
-            assert not any(value.requires_grad for value in found.values())
 
 
 def test_layers_that_were_put_into_eval_mode_stay_in_it_and_a_model_in_eval_mode_is_put_into_train_mode() -> None:

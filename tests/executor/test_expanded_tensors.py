@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plain_loop import TrainingCase, check, linear, mean_square, sgd
+from plain_loop import TrainingCase, check, mean_square, sgd
 
 
 class Counting(nn.Module):
@@ -33,17 +33,5 @@ def counting(patch: pytest.MonkeyPatch) -> TrainingCase:
     return TrainingCase(model, mean_square, sgd(model, lr=1e-3), batch=batch, seen=lambda: model.beside)
 
 
-def batch_changed(patch: pytest.MonkeyPatch) -> TrainingCase:
-    model, memory = linear(), torch.ones(4)
-
-    def loss(model: nn.Module, x: Tensor) -> Tensor:
-        x[0] += 1
-        return mean_square(model, x)
-
-    return TrainingCase(model, loss, sgd(model, lr=1e-3), batch=lambda i: memory.expand(3, 4), seen=lambda: memory)
-
-
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("build", [counting, batch_changed])
-def test_expanded_tensors_change_once_a_step(build: object) -> None:
-    assert "graph" in check(build, "graph").engines  # type: ignore[arg-type]
+def test_expanded_tensors_change_once_a_step() -> None:
+    assert "graph" in check(counting, "graph").engines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -39,16 +40,30 @@ def step_of(model: nn.Module) -> ab.TrainStep:
     return ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.Adam(model.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize("mode", [None, "Hybrid", "PS"])
-@pytest.mark.parametrize("cache", [None, ab.Cache(capacity=5, push_bound=2)], ids=["uncached", "cached"])
-def test_plain_pytorch_loads_an_export_strictly(mode: str | None, cache: ab.Cache | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        (None, {}),
+        ("PS", {}),
+        ("Hybrid", {"cache": ab.Cache(capacity=5, pull_bound=2, push_bound=2)}),
+        ("PS", {"use_sparse_pull": False}),
+        ("Hybrid", {"row_compression": "int8"}),
+    ],
+    ids=str,
+)
+def test_plain_pytorch_loads_an_export_strictly(mode: str | None, options: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Tied()
-    with ab.Executor(step_of(model), mode, cache=cache) as executor:
+    with ab.Executor(step_of(model), mode, **options) as executor:
+        before = executor.state_dict()
+        copied = copy.deepcopy(before)
         for number in range(3):
             executor.run(batch=torch.arange(number, number + 6))
+        assert all(torch.equal(before[name], value) for name, value in copied.items())
         executor.export(tmp_path / "new")
         state = executor.state_dict()
+    assert list(state) == list(model.state_dict())
+    assert state["head.weight"].data_ptr() == state["words.weight"].data_ptr()
     loaded = safetensors.torch.load_file(tmp_path / "new" / "model.safetensors")
     with (tmp_path / "new" / "model.safetensors").open("rb") as file:
         file.seek(8)
@@ -76,6 +91,39 @@ def test_a_dynamic_vocabulary_is_its_ids_and_their_rows(tmp_path: Path) -> None:
         loaded = safetensors.torch.load_file(tmp_path / "model.safetensors")
         assert sorted(loaded["users.ids"].tolist()) == [7, 33, 900]
         assert torch.equal(executor.run("look", loaded["users.ids"])["rows"], loaded["users.weight"])
+
+
+class Criterion(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.centres = nn.Parameter(torch.zeros(1))
+
+    def forward(self, model: nn.Module, ids: Tensor) -> Tensor:
+        return (model(ids) - self.centres).square().mean()
+
+
+class Versioned(nn.Embedding):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 2}
+
+
+def test_a_state_dict_is_of_one_model_without_the_loss_s_own_parameters() -> None:
+    models = {"a": nn.Embedding(9, 1), "b": nn.Sequential(Versioned(9, 1))}
+    steps = {}
+    for name, model in models.items():
+        criterion = Criterion()
+        optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
+        steps[name] = ab.TrainStep(model, criterion, optimizer)
+    with ab.Executor(steps, "PS") as executor:
+        executor.run("b", torch.tensor([1, 2]))
+        with pytest.raises(ValueError, match=r"2 models; name one of the steps \['a', 'b'\]"):
+            executor.state_dict()
+        with pytest.raises(ValueError, match="no step is called 'c'"):
+            executor.state_dict("c")
+        state = executor.state_dict("b")
+    assert list(state) == ["0.weight", "0._extra_state"]
+    assert state["0._extra_state"] == {"version": 2}
+    assert torch.equal(models["b"][0].weight, state["0.weight"])  # type: ignore[index]
 
 
 def test_large_exports_are_shards_with_an_index_and_replace_what_was_there(tmp_path: Path) -> None:
@@ -166,7 +214,8 @@ with ab.Executor(step) as executor:
         executor.run(batch=(ids, torch.zeros(8)))
     state = executor.state_dict()
     executor.export(sys.argv[1])
-print(json.dumps({name: value.tolist() for name, value in state.items()}))
+both = {"state": state, "own": model.state_dict()}
+print(json.dumps({what: {name: value.tolist() for name, value in one.items()} for what, one in both.items()}))
 """
 
 
@@ -174,8 +223,10 @@ print(json.dumps({name: value.tolist() for name, value in state.items()}))
 @pytest.mark.parametrize(("kind", "servers"), [("data", 0), ("data", 2), ("pipe", 0)])
 def test_rank_0_writes_the_model_of_all_workers_and_stages(kind: str, servers: int, tmp_path: Path) -> None:
     job = LocalJob(2, servers=servers).run_source(JOB, str(tmp_path / "out"), kind).check()
-    assert job.results[1] == {}
+    assert job.results[1]["state"] == {}
+    if kind == "data":  # each worker has read its model back
+        assert job.results[0]["own"] == job.results[1]["own"] == job.results[0]["state"]
     loaded = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
-    assert {name: value.tolist() for name, value in loaded.items()} == job.results[0]
+    assert {name: value.tolist() for name, value in loaded.items()} == job.results[0]["state"]
     layers = nn.Sequential(nn.Embedding(20, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     layers.load_state_dict(loaded, strict=True)

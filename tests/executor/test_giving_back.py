@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
+from small_parts import job_servers, plain_step
 from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch.autodiff.moved_parameter import MovedParameter
-from anabranch.parameter_server import ParameterServer
+from plain_loop import mean_square
 from programs import Programs
 
 ROWS = 9
@@ -36,16 +37,12 @@ class Model(nn.Module):
         return self.top(self.item(ids) + self.twin(ids // 2) + self.bags(ids[:, None]))  # type: ignore[no-any-return]
 
 
-def loss(model: nn.Module, ids: Tensor) -> Tensor:
-    return model(ids).square().mean()  # type: ignore[no-any-return]
-
-
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=0.1)
 
 
 def executor_of(model: nn.Module, optimizer: torch.optim.Optimizer, mode: str | None, **options: Any) -> ab.Executor:
-    return ab.Executor(ab.TrainStep(model, loss, optimizer), mode, engine="tape", **options)
+    return ab.Executor(ab.TrainStep(model, mean_square, optimizer), mode, engine="tape", **options)
 
 
 def ending(executor: ab.Executor, body: Callable[[ab.Executor], object]) -> BaseException | None:
@@ -67,9 +64,7 @@ def plainly(steps: int) -> tuple[Model, torch.optim.Optimizer]:
     model = Model()
     optimizer = adam(model)
     for _ in range(steps):
-        optimizer.zero_grad()
-        loss(model, IDS).backward()
-        optimizer.step()
+        plain_step(model, mean_square, optimizer, IDS)
     return model, optimizer
 
 
@@ -130,8 +125,7 @@ WAYS: dict[Callable[[ab.Executor], None], type[BaseException]] = {
 BOUNDED = ab.Cache(capacity=5, pull_bound=3, push_bound=3)
 
 
-@pytest.mark.parametrize("cache", [None, ab.Cache(capacity=5)], ids=str)
-@pytest.mark.parametrize("mode", ["Hybrid", "PS"])
+@pytest.mark.parametrize(("mode", "cache"), [("Hybrid", None), ("PS", ab.Cache(capacity=5))], ids=str)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_after_an_exception_the_model_has_the_state_applied_last_and_trains_on(
     way: Callable[[ab.Executor], None], mode: str, cache: ab.Cache | None
@@ -184,16 +178,14 @@ def test_an_interrupt_within_a_push_gives_back_what_the_servers_have(monkeypatch
     assert_plain(model, optimizer, 2)
 
 
-@pytest.mark.parametrize("way", [None, fail])
-@pytest.mark.parametrize("mode", ["Hybrid", "PS"])
+@pytest.mark.parametrize(("mode", "way"), [("Hybrid", None), ("PS", fail)])
 def test_tables_on_a_job_s_servers_are_read_back_too(
     mode: str, way: Callable[[ab.Executor], None] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("anabranch.parameter_server.client.parameter_client.CHUNK", 4)  # in blocks
     model = Model()
     optimizer = adam(model)
-    with ParameterServer(0, 2) as first, ParameterServer(1, 2) as second:
-        monkeypatch.setenv("ANABRANCH_SERVERS", f"{first.endpoint},{second.endpoint}")
+    with job_servers(2, monkeypatch):
         for steps in (2, 4):
             executor = executor_of(model, optimizer, mode)
             error = ending(executor, lambda executor: (trained(executor, 2), way and way(executor)))  # type: ignore[func-returns-value]
@@ -207,7 +199,7 @@ def test_where_the_servers_are_gone_the_placeholder_says_so_and_the_user_s_error
     model = Model()
     asked: list[object] = []
     with ExitStack() as servers:
-        monkeypatch.setenv("ANABRANCH_SERVERS", servers.enter_context(ParameterServer()).endpoint)
+        servers.enter_context(job_servers(1, monkeypatch))
 
         def body(executor: ab.Executor) -> None:
             trained(executor)
@@ -231,28 +223,6 @@ def test_where_the_servers_are_gone_the_placeholder_says_so_and_the_user_s_error
         model.item(IDS)
     with pytest.raises(ValueError, match=r"item\.weight was on servers.*a second Executor"):
         executor_of(model, adam(model), "Hybrid")
-
-
-def test_a_failed_construction_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model()
-    optimizer = adam(model)
-    before = copy.deepcopy(model.state_dict())
-    written: list[str] = []
-    from anabranch.parameter_server import ParameterClient
-
-    write = ParameterClient.write_rows
-
-    def second_fails(self: ParameterClient, name: str, *args: Any) -> None:
-        written.append(name)
-        if len(written) == 2:
-            raise ab.PeerLost("gone", peer="a server", operation="restore")
-        write(self, name, *args)
-
-    monkeypatch.setattr(ParameterClient, "write_rows", second_fails)
-    with pytest.raises(ab.PeerLost):
-        executor_of(model, optimizer, "Hybrid")
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
-    assert_plain(model, optimizer, 0)
 
 
 @pytest.mark.parametrize("table", [1, 2])
@@ -337,68 +307,30 @@ class Users(nn.Module):
 SMALL = torch.tensor([1, 2, 2])
 
 
-@pytest.fixture
-def closing() -> Iterator[list[nn.Module]]:
-    """The modules in it are closed at the end: alone they have a client of their own."""
-    modules: list[nn.Module] = []
-    yield modules
-    for module in modules:
-        for part in module.modules():
-            if isinstance(part, ab.RemoteEmbedding):
-                part.close()
-
-
-@pytest.mark.parametrize("way", [None, fail])
-@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize(("servers", "way"), [(0, None), (1, fail)])
 def test_a_remote_embedding_keeps_its_rows_after_its_executor(
-    elsewhere: bool,
-    way: Callable[[ab.Executor], None] | None,
-    monkeypatch: pytest.MonkeyPatch,
-    closing: list[nn.Module],
+    servers: int, way: Callable[[ab.Executor], None] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = Users()
-    closing.append(model)
-    with ParameterServer() as server:
-        if elsewhere:
-            monkeypatch.setenv("ANABRANCH_SERVERS", server.endpoint)
-        state: dict[str, Tensor] = {}
-        copies: list[Users] = []
+    model, state, copies = Users(), dict[str, Tensor](), list[Users]()
 
-        def body(executor: ab.Executor) -> None:
-            for _ in range(3):
-                executor.run(batch=SMALL)
-            state.update(executor.state_dict())
-            copies.append(copy.deepcopy(model))
-            if way is not None:
-                way(executor)
+    def body(executor: ab.Executor) -> None:
+        for _ in range(3):
+            executor.run(batch=SMALL)
+        state.update(executor.state_dict())
+        copies.append(copy.deepcopy(model))
+        if way is not None:
+            way(executor)
 
+    with job_servers(servers, monkeypatch):
         error = ending(executor_of(model, adam(model), "Hybrid"), body)
         assert isinstance(error, KeyError if way else type(None))
-        copied = copies[0]
-        closing.append(copied)
-        model.eval()
-        copied.eval()
-        with torch.no_grad():
-            rows = model.ids(state["ids.ids"])
-            assert torch.equal(rows, state["ids.weight"])
-            assert torch.equal(model.table(torch.arange(5)[:, None]), state["table.weight"])
-            assert torch.equal(copied(SMALL), model(SMALL))
-            again = pickle.loads(pickle.dumps(model))
-            closing.append(again)
-            assert torch.equal(again(SMALL), model(SMALL))
-        closing.clear()
-        for one in (model, copied, again):
+        assert torch.equal(model.ids(state["ids.ids"]), state["ids.weight"])
+        assert torch.equal(model.table(torch.arange(5)[:, None]), state["table.weight"])
+        copies.append(pickle.loads(pickle.dumps(model)))
+        assert all(torch.equal(other(SMALL), model(SMALL)) for other in copies)
+        for one in (model, *copies):
             one.ids.close()
             one.table.close()
-
-
-def test_a_module_pickled_within_its_executor_says_that_its_rows_are_not_with_it() -> None:
-    model = Users()
-    with executor_of(model, adam(model), "Hybrid") as executor:
-        executor.run(batch=SMALL)
-        text = pickle.dumps(model.table)
-    with pytest.raises(ValueError, match="RemoteEmbedding places"):
-        pickle.loads(text)(SMALL[:, None])
 
 
 # Which tables move.
@@ -456,7 +388,10 @@ def test_what_did_not_pass_by_the_placeholder_is_refused_at_the_next_run_and_sav
     model = Model()
     old = model.item(IDS).sum()
     optimizer = adam(model)
-    step = {"train": ab.TrainStep(model, loss, optimizer), "look": ab.EvalStep(model, lambda m, ids: {"out": m(ids)})}
+    step = {
+        "train": ab.TrainStep(model, mean_square, optimizer),
+        "look": ab.EvalStep(model, lambda m, ids: {"out": m(ids)}),
+    }
     with ab.Executor(step, "Hybrid", engine="tape") as executor:
         uses: list[Callable[[], object]] = [
             lambda: executor.run("train", IDS), lambda: executor.run("look", IDS), lambda: executor.save(tmp_path),

@@ -57,10 +57,7 @@ def losses_of(folder: Path, mode: Mode, comm_mode: str | None, **options: object
     ("comm_mode", "options"),
     [
         (None, {}),
-        ("AllReduce", {}),
         ("PS", {}),
-        ("Hybrid", {}),
-        ("Hybrid", {"cache": ab.Cache(capacity=8)}),
         ("Hybrid", {"cache": ab.Cache(capacity=8, push_bound=2, pull_bound=2)}),
     ],
     ids=str,

@@ -72,11 +72,3 @@ def test_a_job_of_which_a_worker_was_killed_resumes_by_the_same_command(tmp_path
         assert result is not None
         assert result["resumed"] is True
         torch.testing.assert_close(torch.tensor(result["numbers"], dtype=torch.float64), wanted, rtol=0, atol=1e-12)
-
-
-@pytest.mark.slow
-def test_a_parameter_thawed_where_workers_sum_nothing_is_refused_and_the_job_continues(tmp_path: Path) -> None:
-    for result in LocalJob(2, servers=1).run(SCRIPT, "thaw", str(tmp_path)).check().results:
-        assert result is not None
-        assert "head.bias was frozen when the Executor was made" in str(result["error"])
-        assert result["steps"] == 2

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_parts import in_job, plain_step
 from torch import Tensor, nn
 
 import anabranch as ab
-from anabranch.testing import LocalJob
 
 Batch = dict[str, Tensor]
 
@@ -52,14 +52,7 @@ def batches(steps: int) -> list[Batch]:
 def plain(given: list[Batch]) -> tuple[list[float], dict[str, Tensor]]:
     model, loss, optimizer = made()
     torch.manual_seed(5)
-    losses = []
-    for batch in given:
-        optimizer.zero_grad()
-        value = loss(model, batch)
-        value.backward()
-        optimizer.step()
-        losses.append(value.item())
-    return losses, state_of(model, loss)
+    return [plain_step(model, loss, optimizer, batch).item() for batch in given], state_of(model, loss)
 
 
 def state_of(model: nn.Module, loss: nn.Module) -> dict[str, Tensor]:
@@ -104,27 +97,12 @@ def test_it_is_saved_beside_the_model_under_its_own_name(tmp_path: Path) -> None
             executor.run(batch=batch)
         executor.save(tmp_path / "half")
     model, loss, optimizer = made()
-    steps = {
-        "train": ab.TrainStep(model, loss, optimizer),
-        "look": ab.EvalStep(model, lambda model, batch: {"output": model(batch["x"])}),
-    }
-    with ab.Executor({"default": steps["train"], "look": steps["look"]}) as executor:
+    with ab.Executor(ab.TrainStep(model, loss, optimizer)) as executor:
         executor.load(tmp_path / "half")
         assert [executor.run(batch=batch)["loss"].item() for batch in given[3:]] == pytest.approx(
             wanted[3:], rel=0, abs=1e-12
         )
-        executor.run("look", given[0])
     assert_same(state_of(model, loss), state)
-
-
-def test_each_of_the_two_keeps_its_own_mode() -> None:
-    """A teacher's habit: the loss stays in eval mode, and a model that was in eval mode goes back to train."""
-    model, loss, optimizer = made()
-    with ab.Executor(ab.TrainStep(model, loss, optimizer)) as executor:
-        model.eval()
-        executor.run(batch=batches(1)[0])
-        assert model.training
-        assert loss.training
 
 
 def test_a_pipe_refuses_it_and_a_model_that_has_a_loss_already() -> None:
@@ -145,29 +123,21 @@ def test_a_pipe_refuses_it_and_a_model_that_has_a_loss_already() -> None:
     assert ab.TrainStep(named, own, torch.optim.SGD(named.parameters(), lr=0.1)).model is named
 
 
-def served(folder: str) -> None:
-    """Train on the workers of a job, each on its part of every batch; rank 0 leaves what came out in ``folder``."""
+def served() -> dict[str, list[float]]:
+    """Train on the workers of a job, each on its part of every batch."""
     model, loss, optimizer = made()
     loss.drop.p = 0.0
     job = ab.job()
-    step = ab.TrainStep(model, loss, optimizer)
-    with ab.Executor(step, comm_mode="PS" if job.servers else "AllReduce") as executor:
+    with ab.Executor(ab.TrainStep(model, loss, optimizer)) as executor:
         for batch in batches(4):
             executor.run(batch={name: value.chunk(job.world_size)[job.rank] for name, value in batch.items()})
-        executor.save(Path(folder) / "saved")
-    if job.rank == 0:
-        torch.save({name: value for name, value in state_of(model, loss).items() if "seen" not in name}, f"{folder}/s")
+    loss.seen.zero_()  # each worker has its own buffers
+    return {name: value.flatten().tolist() for name, value in state_of(model, loss).items()}
 
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("servers", [0, 1])
-def test_workers_and_servers_train_it_as_one_process_does(servers: int, tmp_path: Path) -> None:
-    model, loss, optimizer = made()
-    loss.drop.p = 0.0
-    with ab.Executor(ab.TrainStep(model, loss, optimizer)) as executor:
-        for batch in batches(4):
-            executor.run(batch=batch)
-    source = "import sys; sys.path[:0] = sys.argv[2:]; from test_loss_modules import served; served(sys.argv[1])"
-    LocalJob(2, servers=servers).run_source(source, str(tmp_path), str(Path(__file__).parent)).check()
-    wanted = {name: value for name, value in state_of(model, loss).items() if "seen" not in name}
-    assert_same(torch.load(tmp_path / "s"), wanted)
+def test_workers_and_servers_train_it_as_one_process_does(servers: int) -> None:
+    alone = served()
+    for state in in_job(served, 2, servers=servers):
+        assert state == {name: pytest.approx(values, rel=0, abs=1e-12) for name, values in alone.items()}

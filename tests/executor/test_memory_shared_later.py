@@ -53,29 +53,11 @@ def buffers_are_tied(patch: pytest.MonkeyPatch) -> TrainingCase:
     return TrainingCase(model, mean_square, sgd(model), change)
 
 
-def a_view_of_a_buffer(patch: pytest.MonkeyPatch) -> TrainingCase:
-    model = nn.Sequential(nn.Linear(4, 4))
-    model.register_buffer("written", torch.zeros(3, 4))
-    held = {"read": torch.zeros(3, 4)}
-
-    def change(k: int) -> None:
-        held["read"] = model.written.view(3, 4)
-
-    def loss(model: Any, x: Tensor) -> Tensor:
-        before = held["read"].sin()
-        with torch.no_grad():
-            model.written.add_(0.1)
-        return (model(x) + before + held["read"].sin()).square().mean()  # type: ignore[no-any-return]
-
-    return TrainingCase(model, loss, sgd(model), change)
-
-
 @pytest.mark.parametrize(
     "build",
     [
         views_of_one_batch,
         buffers_are_tied,
-        a_view_of_a_buffer,
     ],
 )
 def test_memory_that_is_shared_from_some_step_on(build: Build) -> None:

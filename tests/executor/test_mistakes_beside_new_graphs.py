@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import torch
@@ -13,119 +12,48 @@ from torch.utils.checkpoint import checkpoint
 
 import anabranch as ab
 from anabranch.executor.engines.engine import Engine
+from plain_loop import ERROR, Build, TrainingCase, check, mean_square
 
 SGD = torch.optim.SGD
-Loss: TypeAlias = Callable[[Any, Any], Tensor]
-TrainingCase: TypeAlias = Callable[[int, Any], Tensor]
-"""``case(i, model)`` changes the model before step ``i``, and returns its batch."""
 
 
-def square(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()  # type: ignore[no-any-return]
-
-
-def outcomes(
-    model: nn.Module, steps: Iterable[int], case: TrainingCase, run: Callable[[Tensor], Tensor]
-) -> list[object]:
-    """The loss of each step, or the type of what it raised."""
-    torch.manual_seed(1)
-    found: list[object] = []
-    for i in steps:
-        batch = case(i, model)
-        try:
-            found.append(run(batch).item())
-        except Exception as error:  # noqa: BLE001 - any, to compare with the plain loop's
-            found.append(type(error))
-    return found
-
-
-def made(make: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(0)
-    return make()
-
-
-def expect_the_plain_loop(
-    make: Callable[[], nn.Module], loss: Loss, case: TrainingCase, steps: int, raises: list[int]
-) -> None:
-    plain, model = made(make), made(make)  # a copy of the first would not share memory as it does
-    optimizer = SGD(plain.parameters(), lr=0.1)
-
-    def run(batch: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        value = loss(plain, batch)
-        value.backward()
-        optimizer.step()
-        return value.detach()
-
-    expected = outcomes(plain, range(steps), case, run)
-    assert [i for i, found in enumerate(expected) if isinstance(found, type)] == raises, "so PyTorch does"
-    step = ab.TrainStep(model, loss, SGD(model.parameters(), lr=0.1))
-    with ab.Executor(step, engine="graph") as executor:
-        found = outcomes(model, range(steps), case, lambda batch: executor.run(batch=batch)["loss"])  # type: ignore[arg-type,return-value]
-        assert found == expected
-        assert executor.engine() == "graph"
-    for name, value in plain.state_dict().items():
-        assert torch.equal(model.state_dict()[name], value)
-
-
-def test_batches_of_inference_mode_are_refused_at_every_step() -> None:
-    def case(i: int, _model: nn.Module) -> Tensor:
+def batches_of_inference_mode(patch: pytest.MonkeyPatch) -> TrainingCase:
+    def batch(i: int) -> Tensor:
         with torch.inference_mode(3 <= i < 6):
-            return torch.randn(5, 4)
+            return torch.full((5, 4), i / 9)
 
-    expect_the_plain_loop(lambda: nn.Linear(4, 3), square, case, 7, [3, 4, 5])
-
-
-class ChangesWhatIsSaved(nn.Module):
-    """Multiplies by a buffer, and changes a part of it before backward, by another name, if told to."""
-
-    scale: Tensor
-    part: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 3)
-        self.register_buffer("scale", torch.ones(3))
-        self.register_buffer("part", self.scale[1:])
-        self.changes = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.inner(x) * self.scale
-        if self.changes:
-            with torch.no_grad():
-                self.part.mul_(1.1)
-        return y  # type: ignore[no-any-return]
+    model = nn.Linear(4, 3)
+    return TrainingCase(model, mean_square, SGD(model.parameters(), lr=0.1), batch=batch)
 
 
-def test_a_buffer_that_is_changed_before_backward_is_refused_at_every_step() -> None:
-    def case(i: int, model: Any) -> Tensor:
-        model.changes = i < 3
-        return torch.randn(5, 4)
+def an_exception_of_the_loss(patch: pytest.MonkeyPatch) -> TrainingCase:
+    model = nn.Linear(4, 3)
+    errors: list[Exception | None] = [None]
 
-    expect_the_plain_loop(ChangesWhatIsSaved, square, case, 6, [0, 1, 2])
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        if errors[0] is not None:
+            raise errors[0]
+        return mean_square(model, x)
+
+    def batch(i: int) -> Tensor:
+        errors[0] = {3: ValueError("mine"), 4: StopIteration(), 5: ValueError("mine")}.get(i)
+        return torch.full((5, 4), i / 9)
+
+    return TrainingCase(model, loss, SGD(model.parameters(), lr=0.1), batch=batch)
 
 
-def test_an_exception_that_the_loss_raises_at_times_is_the_users_own() -> None:
-    class Raising(nn.Linear):
-        error: Exception | None = None
-
-    def loss(model: Raising, x: Tensor) -> Tensor:
-        if model.error is not None:
-            raise model.error
-        return square(model, x)
-
-    def case(i: int, model: Any) -> Tensor:
-        model.error = {2: ValueError("mine"), 3: StopIteration()}.get(i)
-        return torch.randn(5, 4)
-
-    expect_the_plain_loop(lambda: Raising(4, 3), loss, case, 6, [2, 3])
+@pytest.mark.parametrize("build", [batches_of_inference_mode, an_exception_of_the_loss])
+def test_what_pytorch_refuses_is_refused_at_every_step(build: Build) -> None:
+    outcome = check(build, "graph")
+    assert [loss == ERROR for loss in outcome.losses] == [False] * 3 + [True] * 3 + [False] * 3
+    assert outcome.engines == ["graph"] * 6
 
 
 def test_an_interrupt_beside_a_new_graph_costs_one_step_and_no_second_capture(
     captures: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = nn.Linear(4, 3)
-    step = ab.TrainStep(model, square, SGD(model.parameters(), lr=0.1))
+    step = ab.TrainStep(model, mean_square, SGD(model.parameters(), lr=0.1))
     real = Engine.step
     with ab.Executor(step, engine="graph") as executor:
 
@@ -191,7 +119,7 @@ def test_a_gradient_that_only_the_graph_has_is_a_difference() -> None:
     model = Reentrant()
     weight = model.block.weight.detach().clone()
     x = torch.ones(2, 4)
-    step = ab.TrainStep(model, square, SGD(model.parameters(), lr=0.1))
+    step = ab.TrainStep(model, mean_square, SGD(model.parameters(), lr=0.1))
     with warnings.catch_warnings(), ab.Executor(step, engine="graph") as executor:
         warnings.simplefilter("ignore")  # of PyTorch's checkpoint: no input requires a gradient
         executor.run(batch=x)

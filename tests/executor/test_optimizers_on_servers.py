@@ -341,25 +341,6 @@ def test_a_resume_freezes_what_was_frozen(tmp_path: Path) -> None:
                 assert bool((model.table(torch.arange(8)) == 0.5).all())
 
 
-@pytest.mark.parametrize("swap", [False, True])
-def test_a_conversion_of_the_model_leaves_a_remote_embedding_its_switch(swap: bool) -> None:
-    table = remote_table().requires_grad_(False)
-    kind = type(table.on_servers)
-    torch.__future__.set_swap_module_params_on_conversion(swap)
-    try:
-        for convert in (
-            table.cpu,
-            table.double,
-            table.float,
-            lambda: table.to("meta"),
-            lambda: table.to_empty(device="cpu"),
-        ):
-            convert()
-            assert (type(table.on_servers), table.on_servers.requires_grad) == (kind, False)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-
-
 # An interrupt between the push and the step of the layers.
 
 
@@ -379,17 +360,6 @@ def test_an_interrupt_behind_the_push_says_that_the_tables_are_ahead(
     assert "table.weight" in said
     assert "step 2 " in said
     assert "executor.load" in said
-
-
-# A backward by hand.
-
-
-def test_a_backward_by_hand_names_the_route_of_a_moved_table_and_none_of_a_remote_embedding() -> None:
-    model = Net()
-    with opened(model, adam(model), "Hybrid") as executor:
-        executor.run(batch=BATCHES[0])
-        with pytest.raises(ValueError, match=r"reached table table\.weight outside.*routes={'table\.weight'"):
-            loss_of(model, BATCHES[1]).backward()
 
 
 @pytest.mark.parametrize("mode", ["PS", "Hybrid"])

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import anabranch as ab
+from plain_loop import mean_square
 
 
 class Counter:
@@ -34,12 +35,8 @@ class Noted(nn.Linear):
         self.note = state["note"]
 
 
-def loss_of(model: nn.Module, batch: Any) -> Tensor:
-    return model(batch).square().mean()  # type: ignore[no-any-return]
-
-
 def executor_of(model: nn.Module, **options: Any) -> ab.Executor:
-    return ab.Executor(ab.TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1)), **options)
+    return ab.Executor(ab.TrainStep(model, mean_square, torch.optim.SGD(model.parameters(), lr=0.1)), **options)
 
 
 def test_objects_are_saved_and_loaded(tmp_path: Path) -> None:
@@ -53,34 +50,26 @@ def test_objects_are_saved_and_loaded(tmp_path: Path) -> None:
     assert torch.equal(other.seen["total"], torch.ones(2))
 
 
-def test_an_object_that_was_not_saved_is_missed_before_anything_changes(tmp_path: Path) -> None:
-    model = nn.Linear(2, 1)
-    with executor_of(nn.Linear(2, 1)) as executor:
-        executor.save(tmp_path)
-    before = model.weight.detach().clone()
-    with (
-        executor_of(model, state={"counter": Counter()}) as executor,
-        pytest.raises(ab.CheckpointError, match=r"no state called \['counter'\], only \[\]"),
-    ):
-        executor.load(tmp_path)
-    assert torch.equal(before, model.weight)
+class Strict(Counter):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("not mine")
 
 
-def test_an_object_that_refuses_its_state_is_named_before_anything_changes(tmp_path: Path) -> None:
-    class Strict(Counter):
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            raise KeyError("not mine")
-
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        ({"other": Counter()}, r"no state called \['other'\], only \['counter'\]"),
+        ({"counter": Strict()}, r"'counter'.* \(Strict\) rejected its saved state: KeyError: 'not mine'"),
+    ],
+)
+def test_objects_that_the_state_does_not_fit_are_named_before_anything_changes(
+    state: Any, text: str, tmp_path: Path
+) -> None:
     model = nn.Linear(2, 1)
     with executor_of(nn.Linear(2, 1), state={"counter": Counter()}) as executor:
         executor.save(tmp_path)
     before = model.weight.detach().clone()
-    with (
-        executor_of(model, state={"counter": Strict()}) as executor,
-        pytest.raises(
-            ab.CheckpointError, match=r"'counter'.* \(Strict\) rejected its saved state: KeyError: 'not mine'"
-        ),
-    ):
+    with executor_of(model, state=state) as executor, pytest.raises(ab.CheckpointError, match=text):
         executor.load(tmp_path)
     assert torch.equal(before, model.weight)
 
@@ -91,17 +80,9 @@ def test_unsavable_values_are_named(tmp_path: Path) -> None:
         counter.seen = {"file": object()}
         with pytest.raises(ValueError, match=r"counter.*file"):
             executor.save(tmp_path)
-    with pytest.raises(ValueError, match=r"counter.*file.*state_dict"):
-        executor_of(nn.Linear(2, 1), state={"counter": counter})
-
-
-@pytest.mark.parametrize(
-    ("state", "text"),
-    [([], "a dict of objects by name"), ({1: Counter()}, "strings")],
-)
-def test_mistakes(state: Any, text: str) -> None:
-    with pytest.raises(TypeError, match=text):
-        executor_of(nn.Linear(2, 1), state=state)
+    for state, text in (([], "a dict of objects by name"), ({1: counter}, "strings")):
+        with pytest.raises(TypeError, match=text):
+            executor_of(nn.Linear(2, 1), state=state)
 
 
 def test_extra_state_of_modules_is_saved_and_loaded(tmp_path: Path) -> None:
@@ -114,28 +95,20 @@ def test_extra_state_of_modules_is_saved_and_loaded(tmp_path: Path) -> None:
     note: Any = two[1].note
     assert note["seen"] == [1, 2.5, None]
     assert torch.equal(note["mean"], torch.arange(3))
-
-
-def test_missing_extra_state_is_an_error(tmp_path: Path) -> None:
-    with executor_of(nn.Sequential(nn.Linear(2, 1))) as executor:
-        executor.save(tmp_path)
     with (
-        executor_of(nn.Sequential(Noted(2, 1))) as executor,
-        pytest.raises(ab.CheckpointError, match="missing: 0._extra_state"),
+        executor_of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1), Noted(1, 1))) as executor,
+        pytest.raises(ab.CheckpointError, match=r"missing: .*2\._extra_state"),
     ):
         executor.load(tmp_path)
 
 
-@pytest.mark.parametrize("as_step", [True, False])
-def test_averaged_weights_follow_and_are_saved(tmp_path: Path, as_step: bool) -> None:
+def test_averaged_weights_of_a_step_follow_and_are_saved(tmp_path: Path) -> None:
     def made() -> tuple[nn.Module, Any, ab.Executor]:
         torch.manual_seed(0)
         model = nn.Linear(2, 1)
         averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-        train = ab.TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1))
-        if not as_step:
-            return model, averaged, ab.Executor({"train": train}, state={"averaged": averaged})
-        validate = ab.EvalStep(averaged, lambda m, batch: {"loss": loss_of(m, batch)})
+        train = ab.TrainStep(model, mean_square, torch.optim.SGD(model.parameters(), lr=0.1))
+        validate = ab.EvalStep(averaged, lambda m, batch: {"loss": mean_square(m, batch)})
         return model, averaged, ab.Executor({"train": train, "validate": validate})
 
     model, averaged, executor = made()

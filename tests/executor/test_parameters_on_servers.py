@@ -294,8 +294,10 @@ def test_statistics_count_by_table_and_record_loads_writes_them(
     assert total.tables["head.weight"].pushes == 4
     assert total.bytes == sum(loads.bytes for loads in total.tables.values())
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    assert lines[0]["tables"]["table.weight"]["pushes"] == 3
-    assert capsys.readouterr().out.count("table.weight") == 2
+    assert lines == [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["tables"]["table.weight"]["pushes"] for line in lines] == [3, 1]
+    assert [(line["runs"]["default"], line["rows"]) for line in lines] == [(3, 24), (1, 8)]
+    assert total.steps == 4
 
 
 # Evaluating, and what goes wrong.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,49 +58,36 @@ def test_a_pipe_in_one_process_trains_as_the_plain_loop(chosen: dict):
     assert piped.executor.engine("train") == "tape"
 
 
-@pytest.mark.parametrize(
-    ("data", "pipeline", "balance", "few"),
-    [
-        (2, 2, [4, 3], True),
-        pytest.param(2, 2, [4, 3], False, marks=pytest.mark.slow),
-        pytest.param(1, 2, [3, 4], False, marks=pytest.mark.slow),
-        pytest.param(3, 1, [3, 4], False, marks=pytest.mark.slow),
-        pytest.param(1, 3, [2, 2, 3], False, marks=pytest.mark.slow),
-        pytest.param(3, 2, [3, 4], False, marks=pytest.mark.slow),
-    ],
-)
-def test_a_grid_of_pipelines_trains_as_the_plain_loop(data: int, pipeline: int, balance: list[int], few: bool):
-    """Shards are unequal, and a row of the grid may have none; every rank learns the whole batch's loss."""
-    chosen = json.dumps(cases(data, pipeline, balance, few=few))
-    result = LocalJob(data * pipeline).run(SCRIPT, "train", chosen)
-    for found in result.check().results:
-        assert max(distance for pair in found["found"] for distance in pair) < 1e-12
+def slow(*values: object) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
     ("data", "pipeline", "balance", "mode", "few"),
     [
+        (2, 2, [4, 3], None, True),
+        slow(3, 1, [3, 4], None, False),
+        slow(1, 3, [2, 2, 3], None, False),
+        slow(3, 2, [3, 4], None, False),
         (1, 2, [4, 3], "PS", True),
-        pytest.param(2, 2, [4, 3], "Hybrid", True, marks=pytest.mark.slow),
-        pytest.param(1, 2, [3, 4], "Hybrid", False, marks=pytest.mark.slow),
-        pytest.param(2, 2, [3, 4], "PS", False, marks=pytest.mark.slow),
-        pytest.param(3, 1, [3, 4], "PS", False, marks=pytest.mark.slow),
-        pytest.param(1, 3, [2, 2, 3], "PS", False, marks=pytest.mark.slow),
-        pytest.param(2, 3, [2, 2, 3], "Hybrid", True, marks=pytest.mark.slow),
+        slow(2, 2, [4, 3], "Hybrid", True),
+        slow(2, 2, [3, 4], "PS", False),
+        slow(1, 3, [2, 2, 3], "PS", False),
     ],
 )
-def test_a_grid_with_parameters_on_servers_trains_as_the_plain_loop(
-    data: int, pipeline: int, balance: list[int], mode: str, few: bool
+def test_a_grid_of_pipelines_trains_as_the_plain_loop(
+    data: int, pipeline: int, balance: list[int], mode: str | None, few: bool
 ):
-    chosen = json.dumps([{**one, "mode": mode} for one in cases(data, pipeline, balance, few=few)])
-    result = LocalJob(data * pipeline, servers=2).run(SCRIPT, "train", chosen)
+    """Shards are unequal, and a row of the grid may have none; every rank learns the whole batch's loss."""
+    served = {} if mode is None else {"mode": mode}
+    chosen = json.dumps([one | served for one in cases(data, pipeline, balance, few=few)])
+    result = LocalJob(data * pipeline, servers=2 if served else 0).run(SCRIPT, "train", chosen)
     for found in result.check().results:
         assert max(distance for pair in found["found"] for distance in pair) < 1e-12
 
 
-@pytest.mark.parametrize(("mode", "balance"), [pytest.param("Hybrid", [3, 4], marks=pytest.mark.slow), ("PS", [1, 6])])
-def test_a_step_with_nan_is_passed_over_on_servers_and_all_stages(mode: str, balance: list[int]):
-    found = run_job("skip", case(2, 2, balance, mode=mode, skip_nonfinite=True))
+def test_a_step_with_nan_is_passed_over_on_servers_and_all_stages():
+    found = run_job("skip", case(2, 2, [1, 6], mode="PS", skip_nonfinite=True))
     assert max(one["found"] for one in found) < 1e-12
 
 
@@ -120,22 +108,22 @@ RUNS = 3
 KEPT = {"clip": 0.1, "accumulate": 3}
 
 
-def go_on_unsplit(path: Path, mode: str | None = None) -> list[float]:
-    """The losses of an ordinary step of the unsplit model that goes on from a pipe's checkpoint."""
-    model = new_model(seed=99)
+def unsplit(seed: int, mode: str | None = None, **options: Any) -> ab.Executor:
+    """An ordinary step of the unsplit model."""
+    model = new_model(seed=seed)
     optimizers = optimizers_of(model)
     step = ab.TrainStep(
         model,
         lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
         optimizers,
         scheduler=schedulers_of(optimizers),
-        clip_grad_norm=0.1,
-        accumulate=3,
+        **options,
     )
-    program = {"train": step, "validate": ab.EvalStep(model, lambda model, batch: {})}
-    with ab.Executor(program, mode) as executor:
-        executor.load(path)
-        return [executor.run("train", batch_of(run, 8 + run % 3))["loss"].item() for run in range(RUNS, RUNS + 4)]
+    return ab.Executor({"train": step, "validate": ab.EvalStep(model, lambda model, batch: {})}, mode)
+
+
+def losses_of(executor: ab.Executor, runs: range, accumulate: int = 1) -> list[float]:
+    return [executor.run("train", batch_of(run, 8 + run % accumulate))["loss"].item() for run in runs]
 
 
 def run_job(what: str, chosen: dict, *arguments: object) -> list[dict]:
@@ -152,18 +140,10 @@ def run_job(what: str, chosen: dict, *arguments: object) -> list[dict]:
     ("saved", "loaded"),
     [
         (case(1, 2, [3, 4], **KEPT), case(1, 2, [5, 2], schedule="GPipe", **KEPT)),
-        pytest.param(
-            case(1, 2, [2, 5], mode="PS", **KEPT), case(1, 2, [6, 1], mode="PS", **KEPT), marks=pytest.mark.slow
-        ),
-        pytest.param(
-            case(2, 2, [2, 5], mode="Hybrid", **KEPT),
-            case(1, 3, [3, 2, 2], mode="Hybrid", **KEPT),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(case(2, 2, [2, 5], **KEPT), case(1, 1, [3, 4], **KEPT), marks=pytest.mark.slow),
-        pytest.param(case(1, 2, [1, 6], **KEPT), case(1, 3, [2, 1, 4], **KEPT), marks=pytest.mark.slow),
-        pytest.param(case(1, 3, [1, 3, 3], **KEPT), case(2, 2, [6, 1], **KEPT), marks=pytest.mark.slow),
-        pytest.param(case(2, 2, [3, 4], **KEPT), case(3, 1, [3, 4], **KEPT), marks=pytest.mark.slow),
+        slow(case(2, 2, [2, 5], mode="Hybrid", **KEPT), case(1, 3, [3, 2, 2], mode="Hybrid", **KEPT)),
+        slow(case(2, 2, [2, 5], **KEPT), case(1, 1, [3, 4], **KEPT)),
+        slow(case(1, 3, [1, 3, 3], **KEPT), case(2, 2, [6, 1], **KEPT)),
+        slow(case(2, 2, [3, 4], **KEPT), case(3, 1, [3, 4], **KEPT)),
     ],
     ids=str,
 )
@@ -174,26 +154,18 @@ def test_a_checkpoint_of_one_split_is_loaded_by_another_and_by_the_unsplit_model
     found = run_job("load", loaded, tmp_path / "run", RUNS)
     for one in found:
         assert one["losses"] == pytest.approx(expected[0]["losses"], rel=1e-11)
-    assert go_on_unsplit(tmp_path / "run", saved.get("mode")) == pytest.approx(expected[0]["losses"], rel=1e-11)
+    with unsplit(99, saved.get("mode"), clip_grad_norm=0.1, accumulate=3) as executor:
+        executor.load(tmp_path / "run")
+        assert losses_of(executor, range(RUNS, RUNS + 4), 3) == pytest.approx(expected[0]["losses"], rel=1e-11)
     if saved["data"] == loaded["data"]:
         assert found[0]["calls"] == expected[0]["calls"]
 
 
 def test_a_pipe_resumes_from_a_checkpoint_of_the_unsplit_model(tmp_path: Path):
-    model = new_model()
-    optimizers = optimizers_of(model)
-    step = ab.TrainStep(
-        model,
-        lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
-        optimizers,
-        scheduler=schedulers_of(optimizers),
-    )
-    program = {"train": step, "validate": ab.EvalStep(model, lambda model, batch: {})}
-    with ab.Executor(program) as executor:
-        for run in range(3):
-            executor.run("train", batch_of(run, 8))
+    with unsplit(0) as executor:
+        losses_of(executor, range(3))
         executor.save(tmp_path)
-        expected = [executor.run("train", batch_of(run, 8))["loss"].item() for run in range(3, 6)]
+        expected = losses_of(executor, range(3, 6))
     piped = Piped(case(1, 1, [2, 5]), seed=5)
     with piped.executor, piped.pipe:
         piped.executor.load(tmp_path)

@@ -10,20 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from small_parts import job_servers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import anabranch as ab
 from anabranch.executor import LinkCost, ModeCost, Plan, PlanRow
-from anabranch.executor.loaders.loading import ENDED, BoundLoader
 from anabranch.executor.plan.planner import Planner
 from anabranch.executor.plan.survey import StepSurvey, TableRows, survey_step
 from anabranch.executor.routes import CommMode, Place, plan_routes
 from anabranch.executor.running.window import HEADER_SIZE
 from anabranch.executor.steps import distinct_models
-from anabranch.parameter_server import ParameterServer
-from anabranch.tensors import flatten
+from plain_loop import mean_square
 
 # Powers of two, so that sums are exact.
 LINKS = {"workers": LinkCost(1024.0, 1.0), "servers": LinkCost(16.0, 2.0)}
@@ -108,12 +107,6 @@ def test_the_slowest_worker_makes_the_compute_and_ones_own_batch_the_bytes(plan:
     assert (first.bytes["servers"], second.bytes["servers"]) == (19 * ROW, 150 * ROW)
 
 
-def test_parameters_held_whole_are_read_and_pushed_once_a_step(plan: Any) -> None:
-    found = plan(Parts(table=False, head=True), "PS", accumulate=2)
-    assert found.bytes["servers"] == 24
-    assert found.parts["servers"] == 2 * 16.0 + 2 * 24
-
-
 def test_a_table_read_whole_costs_all_of_its_rows_and_pushes_those_that_moved(plan: Any) -> None:
     found = plan(Parts(), "Hybrid", use_sparse_pull=False)
     assert found.bytes["servers"] == 100 * ROW + 9 * ROW
@@ -136,10 +129,6 @@ def test_a_frozen_table_does_not_cross(plan: Any) -> None:
     model = Parts(head=True)
     model.table.weight.requires_grad_(False)
     assert plan(model, "Hybrid").bytes == {"workers": BUCKET}
-
-
-def test_workers_that_run_apart_send_one_another_nothing(plan: Any) -> None:
-    assert plan(Parts(), "Hybrid", merges=False).bytes == {"servers": 19 * ROW}
 
 
 def test_without_a_batch_a_plan_says_which_parts_it_leaves_out(plan: Any) -> None:
@@ -185,15 +174,11 @@ class Model(nn.Module):
         return self.head(self.drop(self.norm(found)))  # type: ignore[no-any-return]
 
 
-def loss(model: nn.Module, ids: Tensor) -> Tensor:
-    return model(ids).square().mean()  # type: ignore[no-any-return]
-
-
 IDS = torch.tensor([[1, 2], [49, 2], [1, 3], [49, 1]])
 
 
 def step_of(model: nn.Module) -> ab.TrainStep:
-    return ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    return ab.TrainStep(model, mean_square, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 @pytest.mark.parametrize("served", [True, False])
@@ -247,25 +232,13 @@ def test_reentrant_checkpoints_are_timed_by_their_forward() -> None:
     assert layer.weight.grad is None
 
 
-def test_planning_does_not_change_training() -> None:
-    losses = []
-    for plans in (False, True):
-        torch.manual_seed(0)
-        with ab.Executor(step_of(Model()), "Hybrid", seed=1) as executor:
-            for _ in range(3):
-                if plans:
-                    executor.plan(batch=IDS)
-                losses.append(float(executor.run(batch=IDS)["loss"]))
-    assert losses[:3] == losses[3:]
-
-
 def test_a_plan_is_of_the_loaders_next_batch_which_stays_the_next() -> None:
     loader = DataLoader(torch.arange(12).view(6, 2), batch_size=2)
     seen: list[list[int]] = []
 
     def noted(model: nn.Module, ids: Tensor) -> Tensor:
         seen.append(ids.flatten().tolist())
-        return loss(model, ids)
+        return mean_square(model, ids)
 
     model = Model()
     step = ab.TrainStep(model, noted, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -279,104 +252,6 @@ def test_a_plan_is_of_the_loaders_next_batch_which_stays_the_next() -> None:
         executor.plan()
         executor.run()
         assert seen[-1] == [4, 5, 6, 7]
-
-
-class Batches:
-    """An iterable that knows nothing but how to begin."""
-
-    def __iter__(self) -> Iterator[Tensor]:
-        yield from torch.arange(12).view(3, 2, 2)
-
-
-class Stateful(Batches):
-    """A loader that keeps its own position and order."""
-
-    def __init__(self) -> None:
-        self.epoch = 0
-
-    def __iter__(self) -> Iterator[Tensor]:
-        self.epoch += 1
-        yield from (torch.arange(12).view(3, 2, 2) + self.epoch)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch = state["epoch"]
-
-
-def shuffled() -> DataLoader[Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return DataLoader(torch.arange(12).view(6, 2), batch_size=2, shuffle=True, generator=generator)
-
-
-@pytest.mark.parametrize("closed", [False, True], ids=["last batch taken", "end seen"])
-@pytest.mark.parametrize(
-    "make",
-    [
-        Batches,
-        Stateful,
-        shuffled,
-        lambda: [*Batches()],
-        lambda: ab.loaders.GlobalBatches(torch.arange(12).view(6, 2), 2),
-    ],
-)
-def test_behind_an_epochs_last_batch_the_next_epochs_first_is_looked_at(make: Any, closed: bool) -> None:
-    taken, looked = [], []
-    for looks in (False, True):
-        torch.manual_seed(5)
-        loader = BoundLoader(make())
-        found = []
-        for epoch in range(3):
-            found += [loader.next_batch() for _ in range(3 + closed)][:3]
-            if looks:
-                state = loader.state()
-                looked.append(loader.first())
-                looked.append(loader.first())
-                assert same(loader.state(), state)
-            while not closed and loader.next_batch() is not ENDED:
-                pytest.fail("the epoch has ended")
-            if epoch == 1:  # from a checkpoint
-                state = loader.state()
-                loader = BoundLoader(make())
-                loader.restore([state])
-            loader.start_epoch()
-        taken.append(torch.stack([*found, torch.rand(2, 2)]))
-    assert torch.equal(*taken)
-    assert torch.equal(torch.stack(looked[:2]), taken[1][[3, 3]])
-
-
-def same(one: object, other: object) -> bool:
-    """Whether two states are equal, tensors included."""
-    leaves = zip(flatten(one)[0], flatten(other)[0], strict=True)
-    return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in leaves)
-
-
-def test_a_loader_of_one_epoch_has_no_next() -> None:
-    loader = BoundLoader(iter([1]))
-    assert (loader.next_batch(), loader.first()) == (1, None)
-    assert loader.next_batch() is ENDED
-    assert loader.first() is None
-
-
-def test_the_first_batch_of_a_loader_is_fetched_once_and_its_error_stays() -> None:
-    fetched: list[int] = []
-
-    def batches() -> Any:
-        for number in range(2):
-            fetched.append(number)
-            yield number
-        raise OSError("the disk")
-
-    loader = BoundLoader(batches())
-    assert (loader.first(), loader.first(), loader.next_batch()) == (0, 0, 0)
-    assert loader.first() == 1
-    assert loader.next_batch() == 1
-    assert fetched == [0, 1]
-    for take in (loader.first, loader.next_batch):
-        with pytest.raises(OSError, match="the disk"):
-            take()
-    loader.close()
 
 
 def test_a_plan_names_experts_and_leaves_them_as_they_are() -> None:
@@ -410,11 +285,10 @@ def test_a_plan_needs_a_training_step() -> None:
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ParameterServer]:
-    """A server that this job of one worker names."""
-    with ParameterServer() as server:
-        monkeypatch.setenv("ANABRANCH_SERVERS", server.endpoint)
-        yield server
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One that this job of one worker names."""
+    with job_servers(1, monkeypatch):
+        yield
 
 
 def requests() -> dict[str, tuple[int, int, int]]:
@@ -425,7 +299,7 @@ def requests() -> dict[str, tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("mode", ["auto", "PS", None])
-def test_planning_only_reads_live_servers_and_lists_every_possible_mode(server: ParameterServer, mode: Any) -> None:
+def test_planning_only_reads_live_servers_and_lists_every_possible_mode(server: None, mode: Any) -> None:
     with ab.Executor(step_of(Model()), mode) as executor:
         executor.run(batch=IDS)
         before, counted = requests(), executor.statistics().tables
@@ -445,7 +319,7 @@ def test_planning_only_reads_live_servers_and_lists_every_possible_mode(server: 
 
 
 def test_the_modes_that_are_planned_without_being_used_have_the_bytes_of_their_own_plans(
-    server: ParameterServer,
+    server: None,
 ) -> None:
     plans = {}
     for mode in (None, "PS", "Hybrid"):
@@ -455,9 +329,9 @@ def test_the_modes_that_are_planned_without_being_used_have_the_bytes_of_their_o
         assert {one.comm_mode: one.bytes for one in plan.modes} == {mode: one.bytes for mode, one in plans.items()}
 
 
-def test_a_mode_that_the_model_does_not_allow_has_no_line(server: ParameterServer) -> None:
+def test_a_mode_that_the_model_does_not_allow_has_no_line(server: None) -> None:
     model = Model()
-    step = ab.TrainStep(model, loss, torch.optim.NAdam(model.parameters()))
+    step = ab.TrainStep(model, mean_square, torch.optim.NAdam(model.parameters()))
     with ab.Executor(step, None) as executor:
         assert [one.comm_mode for one in executor.plan(batch=IDS).modes] == [None]
 
@@ -502,16 +376,6 @@ def test_a_pipe_s_plan_lists_the_traffic_between_its_stages() -> None:
     assert plan.step_seconds == sum(plan.parts.values())
     assert re.search(r"the schedule alone idles ranks \d+% of the time", str(plan))
     assert max(map(len, str(plan).splitlines()[:-1])) <= 80
-
-
-def test_stages_of_one_time_take_that_of_all_microbatches_and_one_for_each_other_stage() -> None:
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
-    with ab.Pipe(model, [1, 1, 1], chunks=4, checkpoint="never") as pipe:
-        times = {"forward": 4.0, "backward": 8.0}  # of all microbatches
-        pipe._engine.observed.seconds.update({(j, phase): times[phase] for j in range(3) for phase in times})
-        simulated = pipe.simulated(rows=8)
-    assert simulated.makespan == 12.0 * (4 + 3 - 1) / 4
-    assert simulated.bubble == pytest.approx((3 - 1) / (4 + 3 - 1))
 
 
 @pytest.mark.parametrize(("mode", "named"), [("PS", "under 'PS'"), (None, "with RemoteEmbedding")])

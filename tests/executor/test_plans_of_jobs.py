@@ -25,33 +25,10 @@ def results(*what: str, servers: int = 1) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_the_bytes_planned_are_the_bytes_counted() -> None:
-    everyone = results(*KINDS, servers=2)
-    for kind in KINDS:
-        for rank, found in enumerate(everyone):
-            assert found[kind]["planned"] == found[kind]["counted"], (kind, rank)
-
-
-def test_the_ranks_of_a_pipe_plan_their_traffic_and_every_stage_s_work() -> None:
-    first, second = (found["pipe"] for found in results("pipe", servers=0))
-    for found in (first, second):
-        assert found["planned"] == found["counted"] > 8 * 8 * 4  # rows, width, bytes; and the norms of gradients
-        assert found["before"] == [0, 0]
-        assert found["auto"] == [None, "AllReduce"]  # one pipeline covers the ranks; a model that is whole
-        assert found["rows"] == {"stage 0": ["rank 0, layers 0 to 2", 256], "stage 1": ["rank 1, layers 3 to 4", 256]}
-
-
-@pytest.mark.slow
-def test_every_plan_of_a_job_has_a_line_with_the_same_bytes_for_each_mode() -> None:
-    for found in results("modes"):
-        one, *others = found["modes"].values()
-        assert list(one) == ["AllReduce", "PS", "Hybrid"]
-        assert others == [one, one]
-        assert [sorted(sizes) for sizes in one.values()] == [
-            ["workers"],
-            ["servers", "workers"],
-            ["servers", "workers"],
-        ]
-        assert found["auto"] == "Hybrid"
+    everyone = [*results(*KINDS, servers=2), *results("pipe", servers=0)]
+    for found in everyone:
+        for kind, bytes_ in found.items():
+            assert bytes_["planned"] == bytes_["counted"], kind
 
 
 SHOWN = """

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from small_parts import Users
 from torch import Tensor, nn
 
 import anabranch as ab
+from plain_loop import mean_square
 
 ROWS = 12
 CACHES = [None, ab.Cache(capacity=4), ab.Cache(capacity=ROWS)]
@@ -29,12 +31,8 @@ class Model(nn.Module):
         return self.head(rows if rows.ndim == 2 else rows.sum(1))  # type: ignore[no-any-return]
 
 
-def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
-    return model(ids).square().mean()  # type: ignore[no-any-return]
-
-
 def step_of(model: nn.Module, **options: Any) -> ab.TrainStep:
-    return ab.TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1), **options)
+    return ab.TrainStep(model, mean_square, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1), **options)
 
 
 BATCHES = [torch.tensor([[0, 5, 5], [3, 1, 0]]), torch.tensor([[5, 2, 7], [1, 1, 9]]), torch.tensor([[3, 3, 2]])]
@@ -57,28 +55,6 @@ def same(found: list[Tensor], wanted: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.quick_cases(9)
-@pytest.mark.parametrize("cache", CACHES, ids=str)
-@pytest.mark.parametrize("kind", ["rows", "bags"])
-@pytest.mark.parametrize(("mode", "options"), [
-    ("Hybrid", {}), ("PS", {}), ("PS", {"consistency": "asp"}), ("PS", {"consistency": "ssp:1"}),
-    ("PS", {"use_sparse_pull": False}),
-])  # fmt: skip
-def test_looks_between_runs_are_those_of_the_plain_loop(
-    mode: str, options: dict[str, Any], kind: str, cache: ab.Cache | None
-) -> None:
-    model, plain = Model(kind), Model(kind)
-    if "use_sparse_pull" in options:
-        cache = None
-    with ab.Executor(step_of(model), mode, cache=cache, **options) as executor, ab.Executor(step_of(plain)) as other:
-        same(looks(model), looks(plain))
-        for ids in BATCHES * 2:
-            for one in (executor, other):
-                one.run(batch=ids)
-            same(looks(model), looks(plain))
-    same(looks(model), looks(plain))
-
-
 @pytest.mark.parametrize("mode", ["PS", "Hybrid"])
 @pytest.mark.parametrize("cache", CACHES, ids=str)
 def test_looks_inside_an_accumulation_window_and_after_a_failed_run_see_the_last_step(
@@ -87,7 +63,7 @@ def test_looks_inside_an_accumulation_window_and_after_a_failed_run_see_the_last
     model, plain, failing = Model("rows"), Model("rows"), [False]
 
     def loss(model: nn.Module, ids: Tensor) -> Tensor:
-        value = loss_of(model, ids)
+        value = mean_square(model, ids)
         if failing[0]:
             raise KeyboardInterrupt
         return value
@@ -106,25 +82,7 @@ def test_looks_inside_an_accumulation_window_and_after_a_failed_run_see_the_last
         same(looks(model), looks(plain))
 
 
-class Users(nn.Module):
-    """A table whose rows are made on the servers when training first uses them; there is room for four."""
-
-    def __init__(self, capacity: int | None = 4) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        optimizer = lambda rows: torch.optim.SGD(rows, lr=1.0)  # noqa: E731
-        self.users = ab.RemoteEmbedding("users", None, 2, init=0.0, capacity=capacity, optimizer=optimizer)
-        self.head = nn.Linear(2, 1)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.users(ids)  # type: ignore[no-any-return]
-
-
-def sum_of(model: nn.Module, ids: Tensor) -> Tensor:
-    return model(ids).sum() + 0 * model.head.weight.sum()  # type: ignore[no-any-return,union-attr,operator]
-
-
-def users_step(model: nn.Module, loss: Callable[..., Tensor] = sum_of) -> ab.TrainStep:
+def users_step(model: nn.Module, loss: Callable[..., Tensor] = Users.loss) -> ab.TrainStep:
     return ab.TrainStep(model, loss, torch.optim.SGD(model.head.parameters(), lr=0.1))  # type: ignore[union-attr]
 
 
@@ -140,7 +98,7 @@ def rows_there(executor: ab.Executor) -> tuple[int, int]:
 @pytest.mark.parametrize("cache", [*CACHES, ab.Cache(capacity=9, pull_bound=3, push_bound=3)], ids=str)
 @pytest.mark.parametrize("mode", ["PS", "Hybrid"])
 def test_looks_admit_no_ids_and_evict_no_rows(mode: str, cache: ab.Cache | None) -> None:
-    model = Users()
+    model = Users(4)
     with ab.Executor(users_step(model), mode, cache=cache) as executor:
         assert torch.equal(model(TRAINED), torch.zeros(4, 2))  # before the first run
         for runs in range(1, 4):
@@ -190,7 +148,7 @@ def test_the_copies_are_read_once_a_step_and_again_where_other_workers_are_missi
 
 
 def test_a_batch_that_is_only_prefetched_admits_and_evicts_nothing() -> None:
-    model, data = Users(), [TRAINED, TRAINED, TRAINED, UNSEEN[:4]]
+    model, data = Users(4), [TRAINED, TRAINED, TRAINED, UNSEEN[:4]]
     with ab.Executor(
         users_step(model), "Hybrid", cache=ab.Cache(capacity=ROWS), dataloaders={"default": data}
     ) as executor:
@@ -232,12 +190,12 @@ def test_a_gradient_of_a_table_outside_a_run_is_refused_by_name() -> None:
         executor.run(batch=BATCHES[0])
         before = [value.clone() for value in looks(model)]
         with pytest.raises(ValueError, match=r"table\.weight .*outside .*executor\.run.*no_grad"):
-            loss_of(model, BATCHES[0]).backward()
+            mean_square(model, BATCHES[0]).backward()
         same(looks(model), before)
 
 
 def test_a_tensor_kept_from_a_run_takes_no_gradient_to_the_servers_after_it() -> None:
-    model, kept = Users(), list[Tensor]()
+    model, kept = Users(4), list[Tensor]()
 
     def keeping(model: nn.Module, ids: Tensor) -> Tensor:
         kept.append(model(ids))
@@ -253,7 +211,7 @@ def test_a_tensor_kept_from_a_run_takes_no_gradient_to_the_servers_after_it() ->
 
 
 def test_an_evaluation_trains_nothing_and_a_gradient_in_it_is_refused_too() -> None:
-    model = Users()
+    model = Users(4)
 
     def slope(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
         with torch.enable_grad():
@@ -291,6 +249,3 @@ def test_ids_that_torch_refuses_are_refused(ids: Tensor, kind: str, moved: bool)
                 look()
         same(looks(model), before)
         executor.run(batch=BATCHES[0].int())
-
-
-# Two workers.

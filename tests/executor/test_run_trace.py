@@ -83,33 +83,17 @@ def test_a_with_block_records_its_steps(tmp_path: Path) -> None:
     assert (trace.other["first_step"], trace.other["last_step"], trace.other["complete"]) == (1, 3, True)
 
 
-def test_a_with_ends_before_its_block_where_its_steps_do(tmp_path: Path) -> None:
+def test_an_early_end_writes_the_trace_so_far(tmp_path: Path) -> None:
     with ab.Executor({"train": step_of()}, engine="tape") as executor:
-        with executor.trace(tmp_path / "out.json", steps=1):
-            executor.run("train", BATCH)
-            executor.trace(tmp_path / "next.json")  # goes on behind the block, to the end
-        executor.run("train", BATCH)
-    assert len(check_valid(tmp_path / "out.json").spans(category="step")) == 1
-    assert len(check_valid(tmp_path / "next.json").spans(category="step")) == 1
-
-
-def test_a_with_block_that_raises_writes_its_trace_so_far(tmp_path: Path) -> None:
-    with ab.Executor({"train": step_of()}, engine="tape") as executor:
-        with pytest.raises(KeyError), executor.trace(tmp_path / "out.json"):  # noqa: PT012
+        with pytest.raises(KeyError), executor.trace(tmp_path / "block.json"):  # noqa: PT012
             executor.run("train", BATCH)
             raise KeyError
         assert not spans.begin()
-    trace = check_valid(tmp_path / "out.json")
-    assert (len(trace.spans(category="step")), trace.other["complete"]) == (1, False)
-
-
-def test_closing_an_executor_early_writes_its_trace_so_far(tmp_path: Path) -> None:
-    with ab.Executor({"train": step_of()}, engine="tape") as executor:
-        executor.trace(tmp_path / "out.json", steps=30)
+        executor.trace(tmp_path / "closed.json", steps=30)
         executor.run("train", BATCH)
-    trace = check_valid(tmp_path / "out.json")
-    assert len(trace.spans("train")) == 1
-    assert trace.other["complete"] is False
+    for name in ("block", "closed"):
+        trace = check_valid(tmp_path / f"{name}.json")
+        assert (len(trace.spans(category="step")), trace.other["complete"]) == (1, False)
 
 
 def test_wrong_arguments_are_refused_at_the_call(tmp_path: Path) -> None:
@@ -168,28 +152,6 @@ def test_a_request_contains_its_serving_and_arrows_lead_there_and_back(tmp_path:
     assert asked["ts"] <= wait["ts"] <= asked["ts"] + asked["dur"]
     names = [(trace.at(source)[0]["cat"], trace.at(target)[0]["cat"]) for source, target in trace.arrows]
     assert names == [("crossing", "serve"), ("serve", "crossing")]
-
-
-def test_several_requests_at_once_lie_side_by_side_and_their_wait_names_the_servers(tmp_path: Path) -> None:
-    meet = threading.Barrier(2)
-
-    def answer(call: ab.transport.Call) -> None:
-        meet.wait(50)
-        call.reply()
-
-    with (
-        Server([Verb("pull", answer)]) as one,
-        Server([Verb("pull", answer)]) as other,
-        Client() as client,
-        ab.Executor({"train": step_of()}, engine="tape") as executor,
-    ):
-        executor.trace(tmp_path / "out.json", steps=1)
-        client.gather([Request(server.endpoint, "pull") for server in (one, other)], Deadline.after(50.0))
-        executor.run("train", BATCH)
-    trace = check_valid(tmp_path / "out.json")
-    assert {trace.place(event)[1] for event in trace.spans("pull", category="crossing")} == {"requests", "requests 2"}
-    assert {*trace.spans("wait")[0]["args"]["peer"].split(", ")} == {one.endpoint, other.endpoint}
-    assert len(trace.arrows) == 4
 
 
 def test_stages_of_a_pipe_have_their_actions_and_arrows_for_their_messages(tmp_path: Path) -> None:
@@ -253,8 +215,8 @@ def test_ranks_on_machines_of_their_own_state_by_how_much_their_clocks_may_be_of
     monkeypatch.setattr("anabranch.record.trace.host", lambda: next(hosts))
 
     def work(everyone: _Everyone) -> None:
-        trace = RunTrace(tmp_path / "out.json", 1, operators=False, first=0, everyone=everyone)
-        trace.finish(1)
+        path = tmp_path / "out.json" if everyone.rank == 0 else tmp_path / "absent" / "out.json"
+        RunTrace(path, 1, operators=False, first=0, everyone=everyone).finish(1)
 
     assert _on_ranks(work) == [None, None]
     trace: Trace = check_valid(tmp_path / "out.json")
@@ -281,15 +243,6 @@ def test_a_refusal_on_one_rank_is_a_refusal_on_all(steps: Sequence[int], words: 
         assert isinstance(error, ValueError)
         assert word in str(error)
     assert not spans.begin()
-
-
-def test_only_rank_0_needs_the_folder(tmp_path: Path) -> None:
-    def work(everyone: _Everyone) -> None:
-        path = tmp_path / "out.json" if everyone.rank == 0 else tmp_path / "absent" / "out.json"
-        RunTrace(path, 1, operators=False, first=0, everyone=everyone).finish(1)
-
-    assert _on_ranks(work) == [None, None]
-    assert check_valid(tmp_path / "out.json").processes == ["worker 0", "worker 1"]
 
 
 def test_a_long_trace_keeps_its_first_spans_and_counts_the_rest(

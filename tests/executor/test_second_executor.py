@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from small_parts import in_job, job_servers
 from torch import Tensor, nn
 
 import anabranch as ab
-from anabranch.parameter_server import ParameterServer
-from anabranch.testing import LocalJob
 
 IDS, Y = torch.tensor([[1, 2], [3, 1]]), torch.tensor([1.0, -1.0])
 BATCH = {"ids": IDS, "y": Y}
@@ -51,20 +49,14 @@ def executor_of(model: nn.Module, mode: str = "Hybrid", **options: Any) -> ab.Ex
 
 
 @pytest.fixture(params=[1, 2])
-def servers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def servers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Servers on which a job has trained two steps; it ended without a word."""
-    count: int = request.param
-    running = [ParameterServer(shard, count) for shard in range(count)]
-    for server in running:
-        server.__enter__()
-    monkeypatch.setenv("ANABRANCH_SERVERS", ",".join(server.endpoint for server in running))
-    first = executor_of(Model())
-    for _ in range(2):
-        first.run("train", BATCH)
-    first._end(RuntimeError())
-    yield "two steps"
-    for server in running:
-        server.__exit__(None, None, None)
+    with job_servers(request.param, monkeypatch):
+        first = executor_of(Model())
+        for _ in range(2):
+            first.run("train", BATCH)
+        first._end(RuntimeError())
+        yield
 
 
 def there() -> dict[str, Tensor]:
@@ -78,7 +70,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert torch.equal(one[name], other[name]), name
 
 
-def test_opening_planning_and_closing_drop_nothing(servers: str) -> None:
+def test_opening_planning_and_closing_drop_nothing(servers: None) -> None:
     before = there()
     for served in ("refuse", "adopt", "replace"):
         model = Model()
@@ -89,7 +81,7 @@ def test_opening_planning_and_closing_drop_nothing(servers: str) -> None:
         assert_same(there(), before)
 
 
-def test_training_planning_and_saving_are_refused_with_table_step_and_cures(servers: str, tmp_path: Path) -> None:
+def test_training_planning_and_saving_are_refused_with_table_step_and_cures(servers: None, tmp_path: Path) -> None:
     before = there()
     with executor_of(Model()) as executor:
         for use in (
@@ -117,8 +109,7 @@ def test_adopt_trains_on_values_and_state_as_if_nothing_had_come_between(
     reference = new_model()
     with executor_of(reference, "PS", **options) as executor:
         losses = [executor.run("train", BATCH)["loss"] for _ in range(4)]
-    with ParameterServer() as server:
-        monkeypatch.setenv("ANABRANCH_SERVERS", server.endpoint)
+    with job_servers(1, monkeypatch):
         first = executor_of(new_model(), "PS", **options)
         for _ in range(2):
             first.run("train", BATCH)
@@ -127,7 +118,7 @@ def test_adopt_trains_on_values_and_state_as_if_nothing_had_come_between(
             assert [second.run("train", BATCH)["loss"] for _ in range(2)] == losses[2:]
 
 
-def test_adopting_what_does_not_fit_is_refused_and_changes_nothing(servers: str) -> None:
+def test_adopting_what_does_not_fit_is_refused_and_changes_nothing(servers: None) -> None:
     before = there()
     model = Model()
     model.item = nn.Embedding(7, 2)
@@ -136,17 +127,15 @@ def test_adopting_what_does_not_fit_is_refused_and_changes_nothing(servers: str)
     assert_same(there(), before)
 
 
-def test_replace_begins_anew(servers: str) -> None:
+def test_replace_begins_anew(servers: None) -> None:
     with executor_of(Model(), served="replace") as executor:
         again = executor.run("train", BATCH)["loss"]
-    with ParameterServer() as server, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ANABRANCH_SERVERS", server.endpoint)
-        with executor_of(Model()) as executor:
-            assert executor.run("train", BATCH)["loss"] == again
+    with pytest.MonkeyPatch.context() as patch, job_servers(1, patch), executor_of(Model()) as executor:
+        assert executor.run("train", BATCH)["loss"] == again
 
 
 def test_load_and_a_resume_that_finds_nothing_replace_and_a_load_that_fails_does_not(
-    servers: str, tmp_path: Path
+    servers: None, tmp_path: Path
 ) -> None:
     before = there()
     with executor_of(Model()) as executor:
@@ -167,7 +156,7 @@ def test_load_and_a_resume_that_finds_nothing_replace_and_a_load_that_fails_does
         assert executor.run("train", BATCH)["loss"] == second != first
 
 
-def test_until_it_is_decided_evaluation_uses_the_model_as_it_is_and_remote_rows_as_they_stand(servers: str) -> None:
+def test_until_it_is_decided_evaluation_uses_the_model_as_it_is_and_remote_rows_as_they_stand(servers: None) -> None:
     model, rows = Model(), there()["user"]
     plain = model.head(model.item(IDS).sum(1) + rows[IDS].sum(1))[:, 0]
     with executor_of(model) as executor:
@@ -182,8 +171,7 @@ def test_until_it_is_decided_evaluation_uses_the_model_as_it_is_and_remote_rows_
 def test_an_executor_without_a_train_step_changes_nothing_and_does_not_disturb_the_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with ParameterServer() as server:
-        monkeypatch.setenv("ANABRANCH_SERVERS", server.endpoint)
+    with job_servers(1, monkeypatch):
         training = executor_of(Model())
         training.run("train", BATCH)
         model = Model()
@@ -217,8 +205,7 @@ def test_what_an_executor_has_given_back_the_next_one_of_the_same_model_may_repl
             return executor.run(batch=torch.ones(3, 2))["loss"]  # type: ignore[no-any-return]
 
     model, other = nn.Linear(2, 1), nn.Sequential(nn.Linear(2, 1))
-    with ParameterServer() as server:
-        monkeypatch.setenv("ANABRANCH_SERVERS", server.endpoint)
+    with job_servers(1, monkeypatch):
         first = train(model)
         with linear(model):  # opening drops nothing
             pass
@@ -259,122 +246,29 @@ def test_two_open_executors_cannot_train_one_remote_embedding() -> None:
         assert not torch.equal(first.run("look", BATCH)["out"], before)
 
 
-def test_drop_takes_one_name() -> None:
-    with ab.ParameterClient() as client:
-        for name in ("t", "item"):
-            client.init(name, (3,))
-        with pytest.raises(TypeError, match="the name of one"):
-            client.drop(["t"])  # type: ignore[arg-type]
-        client.drop("item")
-        assert client.pull("t").shape == (3,)
-        with pytest.raises(ab.NotFound, match="'item'; there are: t"):
-            client.pull("item")
-        with pytest.raises(ab.NotFound, match="'item'; there are: t"):
-            client.drop("item")
+def freezing_later() -> list[str]:
+    torch.distributed.init_process_group("gloo")
+    rank, said = ab.job().rank, []
 
+    def train(freeze: Callable[[nn.Sequential], object], **options: Any) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(6, 2), nn.Flatten(), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), optimizer)
+        with ab.Executor(step, "Hybrid", timeout=20, **options) as executor:
+            freeze(model)
+            executor.run(batch=IDS + rank)
 
-JOB = """
-import json, sys
-import torch
-from torch import nn
-import anabranch as ab
-from anabranch.parameter_server import ParameterClient
-
-rank, ids = ab.job().rank, torch.tensor([[1, 2], [3, 1]])
-
-
-def executor_of(**options):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(6, 2), nn.Flatten(), nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return ab.Executor(ab.TrainStep(model, lambda m, b: m(b).square().mean(), optimizer), "Hybrid", **options)
-
-
-def there():
-    with ParameterClient() as client:
-        return client.pull("0.weight").tolist()
-
-
-torch.distributed.init_process_group("gloo")
-first = executor_of()
-losses = [first.run(batch=ids + rank)["loss"].item() for _ in range(2)]
-first._end(RuntimeError())
-before = there()
-with executor_of() as second:
-    try:
-        second.run(batch=ids + rank)
-        refused = "not"
-    except ValueError as error:
-        refused = str(error)
-    kept = before == there()
-    torch.distributed.barrier()  # nobody replaces it before all have looked
-    second.resume(sys.argv[1])
-    again = [second.run(batch=ids + rank)["loss"].item() for _ in range(2)]
-print(json.dumps({"refused": refused, "kept": kept, "same": again == losses}))
-"""
-
-
-@pytest.mark.slow
-def test_all_workers_are_refused_alike(tmp_path: Path) -> None:
-    for result in LocalJob(2, servers=2).run_source(JOB, str(tmp_path)).check().results:
-        assert result is not None
-        assert "already hold 0.weight (step 2)" in str(result["refused"])
-        assert (result["kept"], result["same"]) == (True, True)
-
-
-FROZEN_LATER = """
-import json
-import torch
-from torch import nn
-import anabranch as ab
-
-rank, ids, said = ab.job().rank, torch.tensor([[1, 2], [3, 1]]), []
-torch.distributed.init_process_group("gloo")
-
-
-def train(freeze, **options):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(6, 2), nn.Flatten(), nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), optimizer)
-    with ab.Executor(step, "Hybrid", timeout=20, **options) as executor:
-        freeze(model)
-        executor.run(batch=ids + rank)
-
-
-train(lambda model: None)
-for layer in (0, 2):
-    try:
-        train(lambda model: model[layer].requires_grad_(rank == 0), served="adopt")
-    except (ValueError, ab.BoundaryError) as error:
-        said.append(str(error))
-print(json.dumps({"said": said}))
-"""
+    train(lambda model: None)
+    for layer in (0, 2):
+        with pytest.raises((ValueError, ab.BoundaryError)) as caught:
+            train(lambda model, layer=layer: model[layer].requires_grad_(rank == 0), served="adopt")  # type: ignore[misc]
+        said.append(str(caught.value).partition(" (")[0])
+    return said
 
 
 def test_what_one_worker_freezes_before_the_tables_are_adopted_is_refused_on_all() -> None:
-    for result in LocalJob(2, servers=1).run_source(FROZEN_LATER).check().results:
-        assert result is not None
-        assert [text.partition(" (")[0] for text in result["said"]] == [
-            "0.weight is frozen on some workers and not on others",
-            "2.bias, 2.weight is frozen on some workers and not on others",
+    for said in in_job(freezing_later, 2, servers=1):
+        assert said == [
+            f"{names} is frozen on some workers and not on others" for names in ("0.weight", "2.bias, 2.weight")
         ]
-
-
-@pytest.mark.slow
-def test_what_a_durable_server_has_restored_is_not_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with durable(tmp_path, monkeypatch), executor_of(Model()) as executor:
-        executor.run("train", BATCH)
-        before = there()
-    with durable(tmp_path, monkeypatch):
-        refused = pytest.raises(ValueError, match=r"item.weight \(step 1\).*user \(step 1\)")
-        with executor_of(Model()) as executor, refused:
-            executor.run("train", BATCH)
-        assert_same(there(), before)
-
-
-@contextmanager
-def durable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with ParameterServer(durability="log", checkpoint_dir=folder) as server:
-        monkeypatch.setenv("ANABRANCH_SERVERS", server.endpoint)
-        yield

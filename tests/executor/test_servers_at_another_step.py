@@ -15,12 +15,9 @@ from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch.parameter_server import ParameterServer
+from plain_loop import mean_square
 
 X = torch.ones(3, 2)
-
-
-def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()  # type: ignore[no-any-return]
 
 
 def executor_of(
@@ -30,7 +27,7 @@ def executor_of(
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     steps = {
-        "train": ab.TrainStep(model, loss_of, optimizer, clip_grad_norm=clip, accumulate=accumulate),
+        "train": ab.TrainStep(model, mean_square, optimizer, clip_grad_norm=clip, accumulate=accumulate),
         "look": ab.EvalStep(model, lambda m, x: {"out": m(x)}),
     }
     return ab.Executor(steps, "PS", engine="tape", consistency=consistency, served=served)
@@ -82,7 +79,7 @@ def test_after_a_run_that_fails_behind_its_push_a_checkpoint_is_required(tmp_pat
         if failing[0]:
             raise KeyboardInterrupt
 
-    step = ab.TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1), on_gradients=on_gradients)
+    step = ab.TrainStep(model, mean_square, torch.optim.SGD(model.parameters(), lr=0.1), on_gradients=on_gradients)
     with ab.Executor(step, "PS", engine="tape") as executor:
         executor.run(batch=X)
         executor.save(tmp_path)

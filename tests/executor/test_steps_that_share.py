@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from small_parts import in_job
 from torch import Tensor, nn
 
 import anabranch as ab
-from anabranch.testing import LocalJob
+from plain_loop import mean_square
 
 IDS = torch.tensor([[1, 3], [3, 0]])
 
@@ -26,10 +26,6 @@ class Net(nn.Module):
         return self.head(self.body(self.table(ids).sum(1)).tanh())
 
 
-def first(model: nn.Module, ids: Tensor) -> Tensor:
-    return model(ids).square().mean()
-
-
 def second(model: nn.Module, ids: Tensor) -> Tensor:
     return (model(ids) - 1).square().mean()
 
@@ -38,7 +34,7 @@ def trained(mode: str | None, engine: str = "tape", **options: Any) -> list[Tens
     model = Net()
     one = torch.optim.SGD([*model.body.parameters(), model.table.weight], lr=0.1, momentum=0.9)
     two = torch.optim.Adam(model.head.parameters(), lr=0.1)
-    steps = {"one": ab.TrainStep(model, first, one), "two": ab.TrainStep(model, second, two, **options)}
+    steps = {"one": ab.TrainStep(model, mean_square, one), "two": ab.TrainStep(model, second, two, **options)}
     with ab.Executor(steps, mode, engine=engine) as executor:
         for _ in range(4):
             executor.run("one", IDS)
@@ -62,7 +58,7 @@ def test_a_step_that_clips_gradients_of_anothers_table_is_refused() -> None:
 def test_models_of_two_steps_may_share_a_module(mode: str) -> None:
     def run(mode: str | None) -> tuple[Tensor, list[Tensor]]:
         model = Net()
-        train = ab.TrainStep(model, first, torch.optim.SGD(model.parameters(), lr=0.1))
+        train = ab.TrainStep(model, mean_square, torch.optim.SGD(model.parameters(), lr=0.1))
         look = ab.EvalStep(model.table, lambda table, ids: {"rows": table(ids)})
         with ab.Executor({"train": train, "look": look}, mode) as executor:
             executor.run("train", IDS)
@@ -77,7 +73,7 @@ def test_models_of_two_steps_may_share_a_module(mode: str) -> None:
 @pytest.mark.parametrize(("mode", "accumulate"), [("Hybrid", 1), ("PS", 1), (None, 2)])
 def test_a_loss_that_calls_backward_itself_is_refused(mode: str | None, accumulate: int) -> None:
     def loss(model: nn.Module, ids: Tensor) -> Tensor:
-        first(model, ids).backward()
+        mean_square(model, ids).backward()
         return second(model, ids)
 
     model = Net()
@@ -86,65 +82,22 @@ def test_a_loss_that_calls_backward_itself_is_refused(mode: str | None, accumula
         executor.run(batch=IDS)
 
 
-def change_groups(change: Callable[[list[dict[str, Any]]], None], mode: str | None) -> list[Tensor]:
-    model = Net()
-    dense = [*model.body.parameters(), *model.head.parameters()]
-    groups = [{"params": dense, "lr": 0.01}, {"params": [model.table.weight], "lr": 0.1}]
-    optimizer = torch.optim.SGD(groups)
-    with ab.Executor(ab.TrainStep(model, first, optimizer), mode) as executor:
-        executor.run(batch=IDS)
-        change(optimizer.param_groups)
-        executor.run(batch=IDS)
-    return list(model.parameters())
+def refused_by_two() -> list[str]:
+    """Two workers run different steps, and then want gradients scaled by a shard's frequencies."""
+    model, bag = nn.Linear(2, 1), nn.EmbeddingBag(5, 2, scale_grad_by_freq=True)
 
+    def step(model: nn.Module) -> ab.TrainStep:
+        return ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
 
-def test_a_table_follows_the_group_that_it_is_in() -> None:
-    def move(groups: list[dict[str, Any]]) -> None:
-        groups[0]["params"].append(groups[1]["params"].pop())
-
-    assert all(map(torch.equal, change_groups(move, "Hybrid"), change_groups(move, None)))
-
-
-DIFFERENT = """
-import json
-import torch
-from torch import nn
-import anabranch as ab
-
-model = nn.Linear(2, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-steps = {name: ab.TrainStep(model, lambda model, x: model(x).square().mean(), optimizer) for name in ("a", "b")}
-with ab.Executor(steps, "AllReduce", timeout=60) as executor:
-    try:
+    with pytest.raises(ValueError, match="scale_grad_by_freq") as scaled:
+        ab.Executor(step(bag), "AllReduce")
+    steps = {"a": step(model), "b": step(model)}
+    with ab.Executor(steps, "AllReduce") as executor, pytest.raises(ab.BoundaryError) as different:
         executor.run("a" if ab.job().rank == 0 else "b", torch.ones(2, 2))
-        print(json.dumps({"error": ""}))
-    except ab.BoundaryError as error:
-        print(json.dumps({"error": str(error)}))
-"""
+    return [str(different.value), str(scaled.value)]
 
 
-def test_workers_that_run_different_steps_are_told() -> None:
-    for result in LocalJob(2).run_source(DIFFERENT).results:
-        assert result is not None
-        assert "the same steps in the same order" in str(result["error"])
-
-
-COUNTED = """
-import json
-import torch
-from torch import nn
-import anabranch as ab
-
-model = nn.EmbeddingBag(5, 2, scale_grad_by_freq=True)
-step = ab.TrainStep(model, lambda model, x: model(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
-try:
-    ab.Executor(step, "AllReduce", timeout=60)
-except ValueError as error:
-    print(json.dumps({"error": str(error)}))
-"""
-
-
-def test_gradients_scaled_by_a_shards_frequencies_are_refused() -> None:
-    for result in LocalJob(2).run_source(COUNTED).results:
-        assert result is not None
-        assert "scale_grad_by_freq" in str(result["error"])
+def test_different_steps_on_two_workers_and_gradients_scaled_by_a_shards_frequencies_are_refused() -> None:
+    for different, scaled in in_job(refused_by_two, 2):
+        assert "the same steps in the same order" in different
+        assert "scale_grad_by_freq" in scaled

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from small_parts import Users, job_servers
 
 import anabranch as ab
-from anabranch.parameter_server import ParameterServer
-
-
-class Users(nn.Module):
-    def __init__(self, capacity: int | None, **options: Any) -> None:
-        super().__init__()
-        optimizer = lambda rows: torch.optim.SGD(rows, lr=1.0)  # noqa: E731
-        self.users = ab.RemoteEmbedding("users", None, 2, init=0.0, capacity=capacity, optimizer=optimizer, **options)
-        self.head = nn.Linear(2, 1)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.users(ids)  # type: ignore[no-any-return]
-
-
-def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
-    return model(ids).sum() + 0 * model.head.weight.sum()  # type: ignore[no-any-return,union-attr,operator]
 
 
 def executor_of(model: Users, **options: Any) -> ab.Executor:
-    step = ab.TrainStep(model, loss_of, torch.optim.SGD(model.head.parameters(), lr=0.1))
+    step = ab.TrainStep(model, Users.loss, torch.optim.SGD(model.head.parameters(), lr=0.1))
     return ab.Executor(step, "Hybrid", **options)
 
 
@@ -69,9 +52,7 @@ def test_ids_that_admission_leaves_out_and_tables_without_capacity_are_not_at_an
 
 def test_the_shards_of_a_table_count_together_and_one_warning_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """The capacity is divided between them, and ids are not spread quite evenly."""
-    with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(ParameterServer(shard, 3)) for shard in range(3)]
-        monkeypatch.setenv("ANABRANCH_SERVERS", ",".join(server.endpoint for server in servers))
+    with job_servers(3, monkeypatch):
         model, ids = Users(capacity=300), torch.arange(300)
         with executor_of(model) as executor:
             with pytest.warns(RuntimeWarning, match=r"capacity=300, .*\(there are 3\)"):

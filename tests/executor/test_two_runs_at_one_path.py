@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -11,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from small_parts import in_job
 from torch import nn
 
 import anabranch as ab
 from anabranch import checkpoint
 from anabranch.checkpoint import reading
 from anabranch.job import JOB_VARIABLE
-from anabranch.testing import LocalJob, faults
+from anabranch.testing import faults
 
 
 def executor(**options: Any) -> ab.Executor:
@@ -133,38 +133,6 @@ def test_a_save_in_the_background_is_refused_too(tmp_path: Path) -> None:
             second.save(tmp_path / ".lock")
 
 
-JOB = """
-import json, os, sys
-import torch
-import anabranch as ab
-
-folder, again = sys.argv[1:]
-model = torch.nn.Linear(2, 1)
-step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
-told = []
-for resumes in (False, again == "resume"):
-    with ab.Executor(step, comm_mode="AllReduce") as executor:
-        if resumes:
-            executor.resume(folder)
-        executor.run(batch=torch.ones(2, 2))
-        try:
-            executor.save(folder)
-        except ab.CheckpointError as error:
-            told.append(str(error))
-print(json.dumps({"step": executor.step, "told": told}))
-"""
-
-
-@pytest.mark.slow
-def test_every_worker_of_a_second_job_is_told(tmp_path: Path) -> None:
-    first = LocalJob(2).run_source(JOB, str(tmp_path), "fresh").check().results
-    assert first == ({"step": 1, "told": []},) * 2
-    for result in LocalJob(2).run_source(JOB, str(tmp_path), "resume").check().results:
-        assert result["step"] == 2  # after it has resumed, it may
-        assert len(result["told"]) == 1
-        assert re.search(ANOTHER.format(1), result["told"][0])
-
-
 # Failures that are reported later.
 
 
@@ -262,39 +230,30 @@ def test_reading_ends_if_it_is_replaced_every_time(tmp_path: Path, monkeypatch: 
             checkpoint.read(tmp_path)
 
 
-REPLACED = """
-import json, sys
-import torch
-import anabranch as ab
-from anabranch.checkpoint import Checkpoint
+def loading_while_another_saves(folder: str) -> int:
+    """Another run saves while rank 1 reads what both have agreed to load."""
+    with executor(comm_mode="AllReduce") as target, executor(comm_mode=None) as writer:
+        target.save(folder)
+        read, left = checkpoint.Checkpoint.tensors, [1]
 
-folder = sys.argv[1]
-def build():
-    model = torch.nn.Linear(2, 1)
-    return ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
-rank = ab.job().rank
-with ab.Executor(build(), comm_mode="AllReduce") as executor, ab.Executor(build(), comm_mode=None) as writer:
-    executor.save(folder)
-    read = Checkpoint.tensors
-    left = [1]
-    def tensors(found, group, **options):
-        if rank == 1 and group == "optimizer" and left:
-            left.pop()
-            writer._saver._run = executor._saver._run
-            for _ in range(3):
-                writer.run(batch=torch.ones(2, 2))
-            for _ in range(2):
+        def tensors(self: checkpoint.Checkpoint, group: str, **options: Any) -> Any:
+            if ab.job().rank == 1 and group == "optimizer" and left:
+                left.pop()
+                writer._saver._run = target._saver._run
+                run(writer, 3)
                 writer.save(folder)
-            assert found.generation == 1
-        return read(found, group, **options)
-    Checkpoint.tensors = tensors
-    executor.load(folder)
-print(json.dumps({"step": executor.step}))
-"""
+                writer.save(folder)
+                assert self.generation == 1
+            return read(self, group, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(checkpoint.Checkpoint, "tensors", tensors)
+            target.load(folder)
+        return target.step
 
 
 def test_all_workers_read_anew_what_was_replaced_for_one(tmp_path: Path) -> None:
-    assert LocalJob(2).run_source(REPLACED, str(tmp_path)).check().results == ({"step": 3},) * 2
+    assert in_job(loading_while_another_saves, 2, str(tmp_path)) == [3, 3]
 
 
 def test_a_copied_folder_is_of_the_run_that_was_loaded(tmp_path: Path) -> None:

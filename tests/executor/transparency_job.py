@@ -1,5 +1,7 @@
 """Run by every worker of a job: W workers on unequal shards against one plain loop on the whole batch.
 
+Some losses sum over the workers themselves; ``total`` does so, and nothing in the plain loop.
+
 A case may name a device. PyTorch's default device may be another, where nothing of the library's own belongs.
 """
 
@@ -11,6 +13,7 @@ import sys
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce as functional_all_reduce
 
 import anabranch as ab
 
@@ -51,7 +54,7 @@ class Model(nn.Module):
         rare = ids[:, 0] < 5
         if self.has_rare and rare.any():  # on some steps and some workers only
             hidden = hidden.index_add(0, rare.nonzero()[:, 0], self.rare(hidden[rare]))
-        return self.head(hidden)
+        return hidden
 
 
 def batch_of(case: dict, step: int, rows: int) -> dict[str, Tensor]:
@@ -65,16 +68,41 @@ def batch_of(case: dict, step: int, rows: int) -> dict[str, Tensor]:
     return {name: value.to(case.get("device", "cpu")) for name, value in batch.items()}
 
 
-def loss_of(reduction: str):
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return F.cross_entropy(model(batch["ids"], batch["x"]), batch["y"], reduction=reduction)
+def loss_of(case: dict, total=lambda tensor: tensor):
+    """Return a loss whose mean, or sum, over the rows of all workers is that of the whole batch."""
 
-    return loss
+    def ordinary(model: nn.Module, batch: dict) -> Tensor:
+        return F.cross_entropy(model.head(model(batch["ids"], batch["x"])), batch["y"], reduction=case["reduction"])
+
+    def contrastive(model: nn.Module, batch: dict) -> Tensor:
+        mine, start = F.normalize(model(batch["ids"], batch["x"]), dim=1), batch["start"]
+        everyone = total(F.pad(mine, (0, 0, start, batch["rows"] - start - len(mine))))
+        return F.cross_entropy(mine @ everyone.T / 0.3, start + torch.arange(len(mine))) + ordinary(model, batch)
+
+    def normalised(model: nn.Module, batch: dict) -> Tensor:
+        hidden = model(batch["ids"], batch["x"])
+        mean = total(hidden.sum(0)) / batch["rows"]
+        variance = total((hidden - mean).square().sum(0)) / batch["rows"]
+        return F.cross_entropy(model.head((hidden - mean) / (variance + 1e-3).sqrt()), batch["y"])
+
+    def balanced(model: nn.Module, batch: dict) -> Tensor:
+        logits = model.head(model(batch["ids"], batch["x"]))
+        shares = total(logits.softmax(1).sum(0)) / batch["rows"]
+        return F.cross_entropy(logits, batch["y"]) + 3.0 * shares.square().sum()
+
+    return {one.__name__: one for one in (ordinary, contrastive, normalised, balanced)}[case.get("loss", "ordinary")]
 
 
-def shard(batch: dict[str, Tensor], sizes: list[int], rank: int) -> dict[str, Tensor]:
+def by_torch(tensor: Tensor) -> Tensor:
+    return functional_all_reduce(tensor, "sum", torch.distributed.group.WORLD)
+
+
+def shard(batch: dict, sizes: list[int], rank: int) -> dict:
     start = sum(sizes[:rank])
-    return {key: value[start : start + sizes[rank]] for key, value in batch.items()}
+    return {key: value[start : start + sizes[rank]] for key, value in batch.items()} | {
+        "start": start,
+        "rows": sum(sizes),
+    }
 
 
 def optimizers_of(name: str, model: Model, sparse: bool | str) -> list[torch.optim.Optimizer]:
@@ -103,10 +131,12 @@ def plain_loop(case: dict, rows: int) -> tuple[Model, list[float]]:
     losses = []
     for step in range(STEPS):
         model.zero_grad(set_to_none=True)
-        parts = [batch_of(case, step * accumulate + part, rows + part) for part in range(accumulate)]
+        parts = [
+            shard(batch_of(case, step * accumulate + part, rows + part), [rows + part], 0) for part in range(accumulate)
+        ]
         total = sum(len(part["y"]) for part in parts) if case["reduction"] == "mean" else 1
         for part in parts:
-            loss = loss_of(case["reduction"])(model, part)
+            loss = loss_of(case)(model, part)
             weight = len(part["y"]) / total if case["reduction"] == "mean" else 1.0
             (loss * weight).backward()
             losses.append(loss.item())
@@ -128,24 +158,24 @@ def plain_loop(case: dict, rows: int) -> tuple[Model, list[float]]:
 def with_workers(case: dict, rows: int, rank: int, world: int) -> tuple[dict[str, Tensor], list[float]]:
     sparse, accumulate = case["sparse"], case["accumulate"]
     model = new_model(case, seed=rank)  # rank 0's is everyone's
-    mode = case.get("mode", "AllReduce")
     optimizers = optimizers_of(case["optimizer"], model, sparse)
     step = ab.TrainStep(
         model,
-        loss_of(case["reduction"]),
+        loss_of(case, by_torch if case["engine"] == "graph" else ab.all_reduce),
         optimizers,
         reduction=case["reduction"],
         scheduler=schedulers_of(optimizers),
         clip_grad_norm=case["clip"],
         accumulate=accumulate,
+        precision=case.get("precision"),
     )
     losses = []
     steps = {"default": step, "look": ab.EvalStep(model, lambda model, ids: {"rows": model.table(ids)})}
     cache = ab.Cache(**case["cache"]) if case.get("cache") else None
     with ab.Executor(
         steps,
-        mode,
-        engine=case.get("engine", "tape"),
+        case["mode"],
+        engine=case["engine"],
         cache=cache,
         use_sparse_pull=case.get("sparse_pull", True),
         routes=case.get("routes"),

@@ -129,7 +129,7 @@ def test_an_executor_trains_on_it_and_resumes(tmp_path: Path) -> None:
         sampler = NeighborSampler(INDPTR, INDICES, [3, 2], 64)
         return model, ab.Executor({"train": step}, dataloaders={"train": sampler})
 
-    plain, optimizer = Sage(), None
+    plain = Sage()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     model, executor = made()
     other, again = made()
@@ -138,7 +138,7 @@ def test_an_executor_trains_on_it_and_resumes(tmp_path: Path) -> None:
         for index, batch in enumerate([*sampler, *sampler]):
             optimizer.zero_grad()
             expected = loss(plain, batch)
-            expected.backward()  # type: ignore[no-untyped-call]
+            expected.backward()
             optimizer.step()
             assert executor.run("train")["loss"] == expected.detach()
             if index == 2:
@@ -174,9 +174,3 @@ def test_mistakes(change: dict[str, Any], error: type[Exception], text: str) -> 
 
 def test_a_graph_without_nodes_has_no_batches() -> None:
     assert list(NeighborSampler([0], [], [2], 4)) == []
-
-
-def test_the_version_is_there() -> None:
-    from importlib.metadata import version
-
-    assert ab.__version__ == version("anabranch")
