@@ -1,11 +1,10 @@
-"""Run by every worker of a job with servers: the failures there, and how the job continues."""
+"""What every worker of a job with servers runs: the failures there, and how the job continues."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -56,9 +55,10 @@ def numbers(executor: ab.Executor, model: Model) -> list[float]:
     return [*rows.flatten().tolist(), *model.head.weight.flatten().tolist(), *model.head.bias.tolist()]
 
 
-def stop_one(folder: Path, rank: int, bound: int, cached: str = "") -> dict[str, object]:
+def stop_one(path: str, bound: int, cached: bool) -> dict[str, object]:
     """Rank 1 makes three steps and stops, until rank 0 was halted; then both go on to the tenth."""
-    model, halted = new_model(), folder / "halted"
+    model, folder, rank = new_model(), Path(path), ab.job().rank
+    halted = folder / "halted"
     alone = {"done": 0, "error": ""}
     options: dict[str, object] = {}
     if cached:  # all that a step reads is here from the first on
@@ -93,9 +93,9 @@ def die(grad: Tensor) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def lose_one(rank: int, world: int, mode: str) -> dict[str, object]:
+def lose_one(mode: str) -> None:
     """Rank 1 is killed in its fourth step, once it has said how many rows it has and before its gradients left."""
-    model = new_model()
+    model, rank, world = new_model(), ab.job().rank, ab.job().world_size
 
     def fatal(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         value = loss(model, batch)
@@ -112,15 +112,13 @@ def lose_one(rank: int, world: int, mode: str) -> dict[str, object]:
             for number in range(3, 6):
                 executor.run(batch=batch_of(number, rank, world))
         except ab.PeerLost as error:
-            facts = {"peer": error.peer, "seconds": time.monotonic() - began, "text": str(error)}
-            print(json.dumps(facts), flush=True)
+            print(json.dumps({"peer": error.peer, "seconds": time.monotonic() - began}), flush=True)
             raise
-    return {}
 
 
-def go_on(folder: Path, rank: int, world: int, mode: str, last: int, at_end: str) -> dict[str, object]:
+def go_on(folder: str, mode: str, last: int, at_end: str) -> dict[str, object]:
     """Trains from the newest checkpoint to step ``last``, then saves, or stops because rank 1 asks for it."""
-    model = new_model()
+    model, rank, world = new_model(), ab.job().rank, ab.job().world_size
     with executor_of(model, mode, cache=ab.Cache(capacity=10)) as executor:
         executor.resume(folder)
         while (step := executor.statistics().steps) < last and not executor.stopping:
@@ -131,9 +129,9 @@ def go_on(folder: Path, rank: int, world: int, mode: str, last: int, at_end: str
         return {"steps": executor.statistics().steps, "numbers": numbers(executor, model)}
 
 
-def killed(folder: Path, rank: int, world: int, mode: str) -> dict[str, object]:
+def killed(folder: str, mode: str) -> dict[str, object]:
     """Trains to step 6 and saves every second step; the first time rank 1 is killed in the fifth."""
-    model = new_model()
+    model, rank, world = new_model(), ab.job().rank, ab.job().world_size
     with executor_of(model, mode, timeout=50.0) as executor:
         resumed = executor.resume(folder)
         while (step := executor.statistics().steps) < 6:
@@ -143,21 +141,3 @@ def killed(folder: Path, rank: int, world: int, mode: str) -> dict[str, object]:
             if step % 2 == 1:
                 executor.save(folder)
         return {"resumed": resumed, "numbers": numbers(executor, model)}
-
-
-def main() -> None:
-    what, folder = sys.argv[1], Path(sys.argv[2])
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if what == "stop_one":
-        found = stop_one(folder, rank, int(sys.argv[3]), sys.argv[4])
-    elif what == "lose_one":
-        found = lose_one(rank, world, sys.argv[3])
-    elif what == "killed":
-        found = killed(folder, rank, world, sys.argv[3])
-    else:
-        found = go_on(folder, rank, world, sys.argv[3], int(sys.argv[4]), sys.argv[5])
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch.parameter_server import ParameterServer
-from anabranch.testing import LocalJob
+from anabranch.testing import JobResult, LocalJob
 
 
 def plain_step(
@@ -104,10 +104,15 @@ print(json.dumps({{"returned": module.{function}(*{arguments})}}))
 """
 
 
-def in_job(function: Callable[..., Any], workers: int, *arguments: object, servers: int = 0) -> list[Any]:
-    """What a test module's function returns in each worker of a job; arguments and results are JSON's."""
+def run_in_job(function: Callable[..., Any], workers: int, *arguments: object, **options: Any) -> JobResult:
+    """Run a test module's function in each worker of a job; arguments and results are JSON's."""
     folders = [str(folder) for folder in Path(__file__).parents[:2]]
     source = _IN_JOB.format(
         folders=folders, module=function.__module__, function=function.__name__, arguments=arguments
     )
-    return [result["returned"] for result in LocalJob(workers, servers=servers).run_source(source).check().results]  # type: ignore[index]
+    return LocalJob(workers, **options).run_source(source)
+
+
+def in_job(function: Callable[..., Any], workers: int, *arguments: object, **options: Any) -> list[Any]:
+    """What the function returns in each worker."""
+    return [result["returned"] for result in run_in_job(function, workers, *arguments, **options).check().results]  # type: ignore[index]

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pipe_job
 import pytest
 import torch
 import torch.nn.functional as F
 from pipe_job import Piped, Plain, batch_of, compare, new_model, optimizers_of, schedulers_of
+from small_parts import in_job
 from torch import nn
 
 import anabranch as ab
-from anabranch.testing import LocalJob
 from covering import pairwise
-
-SCRIPT = Path(__file__).with_name("pipe_job.py")
 
 
 def case(data: int, pipeline: int, balance: list[int], **changes: object) -> dict[str, object]:
@@ -80,19 +78,17 @@ def test_a_grid_of_pipelines_trains_as_the_plain_loop(
 ):
     """Shards are unequal, and a row of the grid may have none; every rank learns the whole batch's loss."""
     served = {} if mode is None else {"mode": mode}
-    chosen = json.dumps([one | served for one in cases(data, pipeline, balance, few=few)])
-    result = LocalJob(data * pipeline, servers=2 if served else 0).run(SCRIPT, "train", chosen)
-    for found in result.check().results:
-        assert max(distance for pair in found["found"] for distance in pair) < 1e-12
+    chosen = [one | served for one in cases(data, pipeline, balance, few=few)]
+    assert max(in_job(pipe_job.train, data * pipeline, chosen, servers=2 if served else 0)) < 1e-12
 
 
 def test_a_step_with_nan_is_passed_over_on_servers_and_all_stages():
-    found = run_job("skip", case(2, 2, [1, 6], mode="PS", skip_nonfinite=True))
-    assert max(one["found"] for one in found) < 1e-12
+    chosen = case(2, 2, [1, 6], mode="PS", skip_nonfinite=True)
+    assert max(in_job(pipe_job.skip, 4, chosen, servers=1)) < 1e-12
 
 
 def test_each_stage_has_its_own_parameters_on_the_servers_and_shared_ones_stay_with_the_ranks():
-    first, last = (one["places"] for one in run_job("places", case(1, 2, [4, 3], mode="PS")))
+    first, last = in_job(pipe_job.places, 2, case(1, 2, [4, 3], mode="PS"), servers=1)
     assert first == {
         "0.table.weight": "servers, by row",
         "1.weight": "workers",  # the last layer's, too
@@ -126,16 +122,6 @@ def losses_of(executor: ab.Executor, runs: range, accumulate: int = 1) -> list[f
     return [executor.run("train", batch_of(run, 8 + run % accumulate))["loss"].item() for run in runs]
 
 
-def run_job(what: str, chosen: dict, *arguments: object) -> list[dict]:
-    workers = chosen["data"] * chosen["pipeline"]
-    return list(
-        LocalJob(workers, servers=int("mode" in chosen))
-        .run(SCRIPT, what, json.dumps(chosen), *map(str, arguments))
-        .check()
-        .results
-    )
-
-
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
@@ -150,8 +136,12 @@ def run_job(what: str, chosen: dict, *arguments: object) -> list[dict]:
 def test_a_checkpoint_of_one_split_is_loaded_by_another_and_by_the_unsplit_model(
     saved: dict, loaded: dict, tmp_path: Path
 ):
-    expected = run_job("save", saved, tmp_path / "run", RUNS)
-    found = run_job("load", loaded, tmp_path / "run", RUNS)
+    expected, found = (
+        in_job(
+            pipe_job.go_on, one["data"] * one["pipeline"], one, str(tmp_path / "run"), RUNS, seed, servers="mode" in one
+        )
+        for one, seed in ((saved, 0), (loaded, 77))
+    )
     for one in found:
         assert one["losses"] == pytest.approx(expected[0]["losses"], rel=1e-11)
     with unsplit(99, saved.get("mode"), clip_grad_norm=0.1, accumulate=3) as executor:
@@ -196,12 +186,11 @@ def test_a_resumed_pipe_draws_on_where_it_was(tmp_path: Path):
 
 
 def test_a_grid_refuses_unsupported_steps_on_every_rank_and_continues():
-    run_job("mistakes", case(1, 2, [3, 4]))
+    in_job(pipe_job.mistakes, 2, case(1, 2, [3, 4]))
 
 
 def test_a_rank_that_is_asked_to_stop_stops_all_ranks_after_the_same_run():
-    found = run_job("stop", case(2, 2, [3, 4]))
-    assert [one["seen"] for one in found] == [[False, True, True, True]] * 4
+    assert in_job(pipe_job.stop, 4, case(2, 2, [3, 4])) == [[False, True, True, True]] * 4
 
 
 def test_options_that_no_pipe_supports_are_refused(caplog: pytest.LogCaptureFixture):
