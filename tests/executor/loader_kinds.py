@@ -9,13 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    Sampler,
-)
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from anabranch.executor.loaders.loading import ENDED, BoundLoader
 from anabranch.loaders import GlobalBatches
@@ -56,9 +50,9 @@ def plain(loader: Iterable[object], count: int) -> list[list[float]]:
     """The loop that all of this must equal."""
     steps: list[list[float]] = []
     for epoch in itertools.count():
-        for sampler in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
+        for part in ("sampler", "batch_sampler", "dataset"):
+            if hasattr(getattr(loader, part, None), "set_epoch"):
+                getattr(loader, part).set_epoch(epoch)
         for batch in loader:
             steps.append(train(batch))
             if len(steps) == count:
@@ -116,6 +110,35 @@ class Stream(IterableDataset[Tensor]):
             yield torch.tensor(float(index))
 
 
+class Shuffled(Squares):
+    """Its samples depend on its epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randperm(11, generator=seeded(self.epoch))[index].float()
+
+
+class Streamed(IterableDataset[Tensor]):
+    """Like those of Hugging Face: its epoch is only read as an iteration begins, and by a property."""
+
+    def __init__(self) -> None:
+        self._epoch = torch.tensor(0)
+
+    @property
+    def epoch(self) -> int:
+        return int(self._epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = torch.tensor(epoch)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.randperm(11, generator=seeded(self.epoch)).float())
+
+
 class Plain:
     """Batches from a class with no more than ``__iter__``."""
 
@@ -164,6 +187,8 @@ LOADERS: dict[str, Callable[[], Iterable[object]]] = {
     ),
     "noisy": lambda: DataLoader(Noisy(), batch_size=2, shuffle=True),
     "global": lambda: GlobalBatches(Squares(), 2, seed=3),
+    "epochs": lambda: DataLoader(Shuffled(), batch_size=2),
+    "streamed epochs": lambda: DataLoader(Streamed(), batch_size=2),
     "iterable": lambda: DataLoader(Stream(), batch_size=2),
     "two_workers": lambda: DataLoader(Squares(), batch_size=2, shuffle=True, num_workers=2),
     "two_workers_global": lambda: GlobalBatches(Squares(), 2, seed=3, num_workers=2),

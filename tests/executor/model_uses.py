@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import pickle
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -148,17 +147,8 @@ def without_gradients(life: Life) -> Tensor:
         return life.model(UNSEEN)
 
 
-def in_inference_mode(life: Life) -> Tensor:
-    with torch.inference_mode():
-        return life.model(UNSEEN).clone()
-
-
 def of_copy(life: Life) -> Tensor:
     return copy.deepcopy(life.model)(UNSEEN).detach()
-
-
-def of_pickle(life: Life) -> Tensor:
-    return pickle.loads(pickle.dumps(life.model))(UNSEEN).detach()
 
 
 def of_file(life: Life) -> Tensor:
@@ -176,21 +166,17 @@ READS: dict[str, Callable[[Life], Any]] = {
     "lookup": lambda life: life.model.table(UNSEEN).detach(),
     "model.eval()": by_hand,
     "no_grad": without_gradients,
-    "inference_mode": in_inference_mode,
     "EvalStep": lambda life: life.evaluate(),
     "weight": lambda life: life.model.weight.sum().detach(),
     ".T": lambda life: (life.model.weight.T * 2).sum().detach(),
-    ".mT": lambda life: (torch.ones(WIDTH).double() @ life.model.weight.mT).detach(),
     ".data": lambda life: life.model.weight.data.sum(),
     "arithmetic": lambda life: (1 - life.model.weight).detach(),
-    "comparison": lambda life: life.model.weight == life.model.weight,
     "index": lambda life: life.model.weight[0].detach().clone(),
     "parameters()": lambda life: sum_of(life.model.parameters()),
     "state_dict()": lambda life: sum_of(life.model.state_dict().values()),
     "torch.save": of_file,
     "kept": lambda life: life.kept.norm().detach(),
     "deepcopy": of_copy,
-    "pickle": of_pickle,
     "shape": lambda life: torch.tensor(life.model.weight.shape),
     "requires_grad": lambda life: torch.tensor(life.model.weight.requires_grad),
 }

@@ -202,20 +202,6 @@ def test_rows_on_servers_are_those_of_the_moment(held: Held, tmp_path: Path) -> 
         assert [second.run("train", ids)["loss"].item() for _ in range(3)] == after
 
 
-def test_every_failure_is_in_the_error(held: Held, tmp_path: Path) -> None:
-    held.failure = OSError("the disk is full")
-    target = executor()
-    for name in ("first", "second"):
-        target.save(tmp_path / name, wait=False)
-    held.go.set()
-    with pytest.raises(
-        ab.CheckpointError, match=r"first of step 0 could not be saved .*; .*second of step 0 could not be saved"
-    ):
-        target.finish_saves()
-    held.failure = None
-    target.close()
-
-
 def test_the_end_of_the_process_waits_and_reports_failed_saves(capfd: pytest.CaptureFixture[str]) -> None:
     go, written = threading.Event(), []
 

@@ -16,7 +16,6 @@ import torch.utils._pytree
 from torch import Tensor, nn
 
 import anabranch as ab
-from anabranch.executor.loaders.batches import Batches
 from anabranch.executor.loaders.upcoming import UpcomingIds
 from anabranch.tensors import KeyedJagged, as_tensors, count_rows
 
@@ -168,14 +167,6 @@ def test_a_batch_of_any_kind_trains_as_a_dict_does(kind: Callable[..., Any], bou
 def test_a_graph_takes_it_from_a_loader_to_a_placed_module(kind: Callable[..., Any]) -> None:
     graph = trained(kind, "graph", bound=True, devices={"1": "cpu"})
     assert same_bits(graph, trained(dict, "tape", bound=False))
-
-
-@pytest.mark.parametrize("kind", [Plain, dict])
-def test_a_worker_whose_loader_has_ended_evaluates_batches_without_rows(kind: Callable[..., Any]) -> None:
-    batches = Batches({"validate": [kind(x=np.ones((4, 3)), y=torch.ones(4))]}, None)
-    batches._lengths["validate"] = 2  # another worker's
-    assert [count_rows(as_tensors(batches.next_to_evaluate("validate"))) for _ in range(2)] == [4, 0]
-    batches.close()
 
 
 def test_ids_of_the_next_batch_are_found_in_a_dataclass() -> None:

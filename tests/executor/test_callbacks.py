@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,31 +71,34 @@ def test_an_error_in_a_callback_goes_to_the_caller_with_a_note() -> None:
         assert executor.statistics().runs == {"default": 1}
 
 
-def failing_with(executor: ab.Executor, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("event", "error", "record"),
+    [
+        (
+            "peer_lost",
+            PeerLost("gone", peer="rank 1", operation="all_reduce"),
+            PeerLostRecord(step=0, peer="rank 1", operation="all_reduce"),
+        ),
+        (
+            "restart",
+            RolledBack("fewer", lost=3, peer="unix:/run/shard"),
+            RestartRecord(step=0, peer="unix:/run/shard", lost=3),
+        ),
+    ],
+)
+def test_lost_peers_and_servers_that_came_back_with_less_are_reported_before_the_error_is_raised(
+    event: Any, error: Exception, record: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(executor._runners["default"], "run", fail)
-
-
-def test_a_lost_peer_is_reported_before_the_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[PeerLostRecord] = []
+    seen: list[object] = []
     with ab.Executor(make_step(), engine="tape") as executor:
-        executor.on("peer_lost", seen.append)
-        failing_with(executor, PeerLost("gone", peer="rank 1", operation="all_reduce"), monkeypatch)
-        with pytest.raises(PeerLost):
+        executor.on(event, seen.append)
+        monkeypatch.setattr(executor._runners["default"], "run", fail)
+        with pytest.raises(type(error)):
             executor.run(batch=BATCH)
-    assert [(record.peer, record.operation, record.step) for record in seen] == [("rank 1", "all_reduce", 0)]
-
-
-def test_a_server_that_came_back_with_less_is_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[RestartRecord] = []
-    with ab.Executor(make_step(), engine="tape") as executor:
-        executor.on("restart", seen.append)
-        failing_with(executor, RolledBack("fewer", lost=3, peer="unix:/run/shard"), monkeypatch)
-        with pytest.raises(RolledBack):
-            executor.run(batch=BATCH)
-    assert seen == [RestartRecord(step=0, peer="unix:/run/shard", lost=3)]
+    assert seen == [record]
 
 
 def test_a_restarted_job_is_reported_once_it_has_its_checkpoint(

@@ -72,11 +72,7 @@ def test_each_part_runs_on_its_own_device_and_returns_to_the_outer_one(monkeypat
     monkeypatch.setattr(device_placement, "move_at_edges", note)
     model = Model()
     device_placement.DevicePlacement([model], {"encoder.2": "cpu", "encoder": "meta", "head": "meta"})
-    assert moves == {
-        model.encoder[2]: ("cpu", "meta"),
-        model.encoder: ("meta", "cpu"),
-        model.head: ("meta", "cpu"),
-    }
+    assert moves == {model.encoder[2]: ("cpu", "meta"), model.encoder: ("meta", "cpu"), model.head: ("meta", "cpu")}
     places = {name: str(tensor.device) for name, tensor in model.state_dict().items()}
     assert {name for name, device in places.items() if device == "meta"} == {
         name for name in places if name.startswith(("encoder.0", "encoder.1", "head"))
@@ -110,10 +106,3 @@ def test_a_part_on_another_device_trains_there(engine: Engine) -> None:
     if engine == "graph":
         assert any("cpu -> cuda:0" in transfer for transfer in transfers)
         assert any("cuda:0 -> cpu" in transfer for transfer in transfers)
-
-
-def test_an_unknown_module_is_refused() -> None:
-    model = Model()
-    step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match=r"devices= names 'decoder'; the modules are: encoder, encoder.0, .*stem"):
-        ab.Executor({"train": step}, devices={"decoder": "cpu"})

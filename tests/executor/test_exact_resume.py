@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from small_parts import in_job
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 import anabranch as ab
 
@@ -317,84 +316,3 @@ def test_every_worker_goes_on_with_its_own_buffers_and_another_number_begins_wit
     # None that are equal.
     assert sorted(name.removeprefix("ranks.1.buffers.") for name in own) == ["1.running_mean", "1.running_var", "order"]
     assert in_job(with_own_buffers, 1, str(tmp_path))[0][0] == results[0][2]
-
-
-# Epochs of datasets.
-
-
-class Shuffled(Dataset[Tensor]):
-    """A map-style dataset whose samples depend on its epoch."""
-
-    def __init__(self) -> None:
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.randperm(12, generator=torch.Generator().manual_seed(self.epoch))[index].reshape(1).float()
-
-
-class Streamed(IterableDataset[Tensor]):
-    """Like those of Hugging Face: its epoch is only read as an iteration begins, and by a property."""
-
-    def __init__(self) -> None:
-        self._epoch = torch.tensor(0)
-
-    @property
-    def epoch(self) -> int:
-        return int(self._epoch)
-
-    def set_epoch(self, epoch: int) -> None:
-        self._epoch = torch.tensor(epoch)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        order = torch.randperm(12, generator=torch.Generator().manual_seed(self.epoch))
-        return (sample.reshape(1).float() for sample in order)
-
-
-LOADERS: dict[str, Callable[[], Any]] = {
-    "map": lambda: DataLoader(Shuffled(), batch_size=3),
-    "subset": lambda: DataLoader(Subset(Shuffled(), range(12)), batch_size=3),
-    "stream": lambda: DataLoader(Streamed(), batch_size=3),
-    "workers": lambda: DataLoader(Streamed(), batch_size=3, num_workers=1),
-}
-
-
-def samples_of(executor: ab.Executor, times: int) -> list[float]:
-    return [x for _ in range(times) for x in executor.run("train", fetch=["seen"])["seen"].flatten().tolist()]
-
-
-def reading(loader: Any) -> ab.Executor:
-    model = nn.Linear(1, 1)
-
-    def seen(model: nn.Module, batch: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return model(batch).square().mean(), {"seen": batch}
-
-    step = ab.TrainStep(model, seen, torch.optim.SGD(model.parameters(), lr=0.0))
-    return ab.Executor({"train": step}, dataloaders={"train": loader})
-
-
-@pytest.mark.parametrize("kind", LOADERS)
-@pytest.mark.parametrize("saved_after", [2, 4, 6])
-def test_a_dataset_is_told_its_epoch_also_by_resume(tmp_path: Path, kind: str, saved_after: int) -> None:
-    epochs = [torch.randperm(12, generator=torch.Generator().manual_seed(epoch)).float().tolist() for epoch in range(3)]
-    with reading(LOADERS[kind]()) as executor:
-        before = samples_of(executor, saved_after)
-        executor.save(tmp_path)
-    with reading(LOADERS[kind]()) as executor:
-        executor.resume(tmp_path)
-        after = samples_of(executor, 12 - saved_after)
-    assert before + after == [sample for epoch in epochs for sample in epoch]  # every sample once an epoch
-
-
-def test_a_script_that_sets_the_epochs_itself_has_the_last_word() -> None:
-    loader = DataLoader(Shuffled(), batch_size=3)
-    with reading(loader) as executor:
-        for epoch in (0, 1, 5, 2):
-            loader.dataset.set_epoch(epoch)  # type: ignore[attr-defined]
-            expected = torch.randperm(12, generator=torch.Generator().manual_seed(epoch)).float().tolist()
-            assert samples_of(executor, 4) == expected

@@ -47,11 +47,6 @@ def train_step(model: nn.Module | None = None, **options: Any) -> ab.TrainStep:
 # What comes back.
 
 
-def test_a_lone_step_is_called_default() -> None:
-    with ab.Executor(train_step()) as executor:
-        assert set(executor.run(batch=batch_of())) == {"loss", "prediction"}
-
-
 def test_fetch_finds_losses_keys_outputs_of_submodules_and_gradients() -> None:
     model = Net()
     names = ["prediction", "body", "body.0", "head.weight.grad"]

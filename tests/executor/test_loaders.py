@@ -10,19 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from _pytest.mark import ParameterSet
-from loader_kinds import (
-    LOADERS,
-    Broken,
-    Squares,
-    bound,
-    drain,
-    numbers,
-    plain,
-    seed_all,
-    seeded,
-    take,
-    train,
-)
+from loader_kinds import LOADERS, Broken, Shuffled, Squares, bound, drain, numbers, plain, seed_all, seeded, take, train
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -294,6 +282,15 @@ def test_a_failure_of_a_look_is_raised_where_the_batch_is_taken(opened: Callable
 
 
 # Epochs.
+
+
+def test_a_script_that_sets_the_epochs_itself_has_the_last_word(opened: Callable[..., BoundLoader]) -> None:
+    source = DataLoader(Shuffled(), batch_size=11)
+    loader = opened(source)
+    for epoch in (0, 1, 5, 2):
+        source.dataset.set_epoch(epoch)  # type: ignore[attr-defined]
+        assert numbers(loader.next_batch()) == torch.randperm(11, generator=seeded(epoch)).tolist()
+        loader.start_epoch()
 
 
 def test_an_ended_loader_stays_ended_until_an_epoch_is_started(opened: Callable[..., BoundLoader]) -> None:

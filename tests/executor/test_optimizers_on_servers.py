@@ -233,10 +233,7 @@ def test_a_change_of_groups_counts_as_in_the_plain_program_or_is_refused(kind: s
 
 SPARSE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "dampening": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
     "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-    "plain": lambda p: torch.optim.SGD(p, lr=0.1),
-    "maximize": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.5, maximize=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.1),
     "sparse adam": lambda p: torch.optim.SparseAdam(p, lr=0.1),
 }
@@ -286,14 +283,8 @@ def plain_table() -> nn.Embedding:
     return table
 
 
-def freeze_all_but_the_head(model: nn.Module, frozen: bool) -> None:
-    model.requires_grad_(not frozen)
-    model.head.requires_grad_(True)
-
-
 FREEZES: dict[str, Callable[[nn.Module, bool], object]] = {
     "the module": lambda model, frozen: model.table.requires_grad_(not frozen),
-    "the model": freeze_all_but_the_head,
     "by name": lambda model, frozen: [
         setattr(p, "requires_grad", not frozen) for name, p in model.named_parameters() if name.startswith("table.")
     ],

@@ -138,7 +138,13 @@ def test_a_checkpoint_of_one_split_is_loaded_by_another_and_by_the_unsplit_model
 ):
     expected, found = (
         in_job(
-            pipe_job.go_on, one["data"] * one["pipeline"], one, str(tmp_path / "run"), RUNS, seed, servers="mode" in one
+            pipe_job.go_on,
+            one["data"] * one["pipeline"],
+            one,
+            str(tmp_path / "run"),
+            RUNS,
+            seed,
+            servers=int("mode" in one),
         )
         for one, seed in ((saved, 0), (loaded, 77))
     )

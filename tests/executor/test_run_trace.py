@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from small_parts import in_job
 from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch.deadline import Deadline
 from anabranch.executor.observing import run_trace
-from anabranch.executor.observing.run_trace import RunTrace
 from anabranch.pipeline import Pipe
 from anabranch.record import spans
 from anabranch.transport import Client, Request, Server, Verb
-from traces import Trace, check_valid
-from waiting import join
+from traces import check_valid
 
 BATCH = {"x": torch.ones(4, 2), "y": torch.zeros(4, 1)}
 
@@ -64,23 +61,6 @@ def test_nothing_is_recorded_without_a_request(tmp_path: Path, monkeypatch: pyte
     with ab.Executor({"train": step_of()}) as executor:
         executor.run("train", BATCH)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_with_block_records_its_steps(tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    with ab.Executor({"train": step_of()}, engine="tape") as executor:
-        executor.run("train", BATCH)
-        with executor.trace(path):
-            executor.run("train", BATCH)
-            executor.run("train", BATCH)
-            assert not path.exists()
-        trace = check_valid(path)
-        assert not spans.begin()
-        executor.run("train", BATCH)
-        with executor.trace(tmp_path / "second.json"):  # the first has ended
-            pass
-    assert [event["args"]["step"] for event in trace.spans(category="step")] == [2, 3]
-    assert (trace.other["first_step"], trace.other["last_step"], trace.other["complete"]) == (1, 3, True)
 
 
 def test_an_early_end_writes_the_trace_so_far(tmp_path: Path) -> None:
@@ -133,11 +113,7 @@ def _contains(outer: dict[str, float], inner: dict[str, float]) -> bool:
 
 def test_a_request_contains_its_serving_and_arrows_lead_there_and_back(tmp_path: Path) -> None:
     double = Verb("double", lambda call: call.reply([2 * tensor for tensor in call.tensors]))
-    with (
-        Server([double]) as server,
-        Client() as client,
-        ab.Executor({"train": step_of()}, engine="tape") as executor,
-    ):
+    with Server([double]) as server, Client() as client, ab.Executor({"train": step_of()}, engine="tape") as executor:
         executor.trace(tmp_path / "out.json", steps=1)
         client.call(Request(server.endpoint, "double", "users", tensors=[torch.ones(5)]), Deadline.after(50.0))
         executor.run("train", BATCH)
@@ -175,74 +151,31 @@ def test_stages_of_a_pipe_have_their_actions_and_arrows_for_their_messages(tmp_p
     assert {event["args"]["peer"] for event in trace.spans("receive gradients")} == {"stage 1"}
 
 
-class _Everyone:
-    """Ranks that are threads."""
-
-    def __init__(self, rank: int, size: int, shelf: list[bytes], barrier: threading.Barrier) -> None:
-        self.rank, self._size, self._shelf, self._barrier = rank, size, shelf, barrier
-
-    def all_gather_bytes(self, data: bytes, *, operation: str) -> list[bytes]:
-        self._barrier.wait(50)
-        self._shelf[self.rank] = data
-        self._barrier.wait(50)
-        return list(self._shelf)
-
-    def gather_bytes(self, data: bytes, *, operation: str) -> list[bytes]:
-        everything = self.all_gather_bytes(data, operation=operation)
-        return everything if self.rank == 0 else []
+def traced_by_two(folder: str) -> list[str]:
+    """Both are refused what one of them must not say, and then trace as on machines of their own."""
+    rank, said = ab.job().rank, []
+    with pytest.MonkeyPatch.context() as patch, ab.Executor({"train": step_of()}, "AllReduce") as executor:
+        patch.setattr("anabranch.record.trace.host", lambda: f"host {rank}")
+        for steps in ((2, 0), (2, 3)):
+            with pytest.raises(ValueError) as caught:  # noqa: PT011
+                executor.trace(f"{folder}/out.json", steps=steps[rank])
+            said.append(str(caught.value))
+            assert not spans.begin()
+        executor.trace(f"{folder}/{'absent/' * rank}out.json", steps=1)  # only rank 0 needs the folder
+        executor.run("train", BATCH)
+    return said
 
 
-def _on_ranks(work: Callable[[_Everyone], object], size: int = 2) -> list[object]:
-    shelf, barrier, results = [b""] * size, threading.Barrier(size), [None] * size
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = work(_Everyone(rank, size, shelf, barrier))  # type: ignore[call-overload]
-        except Exception as error:  # noqa: BLE001 - for the test
-            results[rank] = error  # type: ignore[call-overload]
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    join(*threads)
-    return list(results)
-
-
-def test_ranks_on_machines_of_their_own_state_by_how_much_their_clocks_may_be_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hosts = iter(["first", "second"])
-    monkeypatch.setattr("anabranch.record.trace.host", lambda: next(hosts))
-
-    def work(everyone: _Everyone) -> None:
-        path = tmp_path / "out.json" if everyone.rank == 0 else tmp_path / "absent" / "out.json"
-        RunTrace(path, 1, operators=False, first=0, everyone=everyone).finish(1)
-
-    assert _on_ranks(work) == [None, None]
-    trace: Trace = check_valid(tmp_path / "out.json")
-    first, second = trace.other["processes"]
+def test_ranks_are_refused_together_and_state_by_how_much_their_clocks_may_be_off(tmp_path: Path) -> None:
+    first, second = in_job(traced_by_two, 2, str(tmp_path))
+    assert "refused on rank 1: steps is" in first[0]
+    assert "steps is a number" in second[0]
+    assert all("the same number of steps" in said[1] for said in (first, second))
+    first, second = check_valid(tmp_path / "out.json").other["processes"]
     assert [first["name"], second["name"]] == ["worker 0", "worker 1"]
     assert first["offset_error_us"] == 0
     assert abs(second["offset_us"]) <= second["offset_error_us"]  # it is the same clock, and was found to be
     assert second["offset_error_us"] > 0
-
-
-@pytest.mark.parametrize(
-    ("steps", "words"),
-    [
-        ((2, 0), ("refused on rank 1: steps is", "steps is a number")),
-        ((2, 3), ("the same number of steps", "the same number of steps")),
-    ],
-)
-def test_a_refusal_on_one_rank_is_a_refusal_on_all(steps: Sequence[int], words: Sequence[str], tmp_path: Path) -> None:
-    def work(everyone: _Everyone) -> object:
-        return RunTrace(tmp_path / "out.json", steps[everyone.rank], operators=False, first=0, everyone=everyone)
-
-    errors = _on_ranks(work)
-    for error, word in zip(errors, words, strict=True):
-        assert isinstance(error, ValueError)
-        assert word in str(error)
-    assert not spans.begin()
 
 
 def test_a_long_trace_keeps_its_first_spans_and_counts_the_rest(

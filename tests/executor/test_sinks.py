@@ -173,7 +173,7 @@ def test_an_event_is_delivered_after_the_steps_before_it() -> None:
 
 def test_sinks_are_closed_when_the_executor_cannot_be_made() -> None:
     kept = Kept()
-    with pytest.raises(ValueError, match="nowhere"):
+    with pytest.raises(ValueError, match=r"devices= names 'nowhere'; the modules are: "):
         ab.Executor(make_step(), sinks=[kept], devices={"nowhere": "cpu"})
     assert kept.closed == 1
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -167,16 +166,6 @@ def _ended(target: ab.Executor) -> None:
         future.exception(timeout=60)
 
 
-def test_both_failures_are_told_if_the_second_save_fails_too(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with executor() as target:
-        target.save(tmp_path / "file", wait=False)
-        _ended(target)
-        with pytest.raises(ab.CheckpointError, match="file/second") as caught:
-            target.save(tmp_path / "file" / "second")
-        assert "file of step 0 could not be saved in the background" in caught.value.__notes__[0]
-
-
 # Generations that are replaced while they are read.
 
 
@@ -254,11 +243,3 @@ def loading_while_another_saves(folder: str) -> int:
 
 def test_all_workers_read_anew_what_was_replaced_for_one(tmp_path: Path) -> None:
     assert in_job(loading_while_another_saves, 2, str(tmp_path)) == [3, 3]
-
-
-def test_a_copied_folder_is_of_the_run_that_was_loaded(tmp_path: Path) -> None:
-    with executor() as first, executor() as second:
-        first.save(tmp_path / "one")
-        shutil.copytree(tmp_path / "one", tmp_path / "copy")
-        second.load(tmp_path / "one")
-        second.save(tmp_path / "copy")

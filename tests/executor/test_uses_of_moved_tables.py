@@ -172,9 +172,7 @@ METHODS = [
 # Dynamo, which the user's own compile() starts, looks at the .grad of every tensor that it resumes with.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "compile")) for n in METHODS])
-def test_every_method_of_a_module_is_right_or_refused_and_training_goes_on_as_the_plain_one(
-    name: str,
-) -> None:
+def test_every_method_of_a_module_is_right_or_refused_and_training_goes_on_as_the_plain_one(name: str) -> None:
     """A method that changes the model changes the plain one, too: both train on, or the next run names the table."""
     model, plain = Model(), Model()
     args = filled(getattr(model, name))
