@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from small_parts import in_job
+from small_parts import in_job, run_in_job
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
@@ -161,25 +161,28 @@ def test_only_optimizers_of_all_reduced_parameters_are_compared() -> None:
         compare(*rates)
 
 
-def run_of_their_own(folder: str) -> list[str]:
-    """Rank 1 fails in a run that rank 0 goes on with, and after a load both are in the same run again."""
+def runs_of_their_own(folder: str) -> list[str]:
+    """Rank 1 fails in a run of its own, which a load makes good, and then in one that rank 0 goes on with."""
     rank, said = ab.job().rank, []
     with executor(nn.Linear(2, 1)) as running:
         running.run(batch=torch.ones(2, 2))  # before the first one the workers exchange their rows
         running.save(folder)
+        if rank == 1:
+            with pytest.raises(RuntimeError):
+                running.run(batch=torch.ones(2, 3))
+        running.load(folder)
+        running.run(batch=torch.ones(2, 2))
+        assert running.step == 2
         for _ in range(2):
             with pytest.raises((RuntimeError, ab.BoundaryError)) as caught:
                 running.run(batch=torch.ones(2, 3 if rank and not said else 2))
             said.append(str(caught.value))
-        running.load(folder)
-        running.run(batch=torch.ones(2, 2))
-        assert running.step == 2
     return said
 
 
-def test_workers_that_are_in_different_runs_say_so_until_they_load(tmp_path: Path) -> None:
+def test_workers_that_are_in_different_runs_say_so_unless_they_load(tmp_path: Path) -> None:
     """A run that failed before its first message left one worker's number of runs ahead for good."""
-    first, second = in_job(run_of_their_own, 2, str(tmp_path / "saved"))
+    first, second = in_job(runs_of_their_own, 2, str(tmp_path / "saved"))
     assert "the workers are in different runs" in first[0]
     assert "the workers are in different runs" in second[1]
 
@@ -210,7 +213,10 @@ def interrupted_behind_its_header(folder: str) -> list[str]:
 
 def test_an_interrupt_behind_the_first_message_of_a_run_is_no_crash_of_the_next(tmp_path: Path) -> None:
     """The next run's messages met the failed one's, and gloo aborted."""
-    first, second = in_job(interrupted_behind_its_header, 2, str(tmp_path / "saved"))
+    result = run_in_job(interrupted_behind_its_header, 2, str(tmp_path / "saved"))
+    first, second = (one and one["returned"] for one in result.results)
+    assert first, result.logs
+    assert second, result.logs
     assert first[0].startswith("KeyboardInterrupt")
     assert [word in text for word, text in zip(("run", "save", "load"), first[1:], strict=True)] == [True] * 3
     assert all("failed in the middle of its communication" in text for text in first[1:])
