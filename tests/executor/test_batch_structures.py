@@ -169,6 +169,18 @@ def test_a_graph_takes_it_from_a_loader_to_a_placed_module(kind: Callable[..., A
     assert same_bits(graph, trained(dict, "tape", bound=False))
 
 
+def test_a_pipe_takes_a_dataclass_as_it_takes_a_mapping() -> None:
+    def run(make: Callable[..., Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        with ab.Pipe(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)), [1, 1], chunks=2) as pipe:
+            step = ab.TrainStep(pipe, nn.functional.mse_loss, torch.optim.SGD(pipe.parameters(), lr=0.1))
+            with ab.Executor(step) as executor:
+                executor.run(batch=make(input=torch.randn(4, 3), target=torch.randn(4, 1)))
+            return [*pipe.parameters()]
+
+    assert same_bits(run(dataclasses.make_dataclass("Labelled", ["input", "target"])), run(dict))
+
+
 def test_ids_of_the_next_batch_are_found_in_a_dataclass() -> None:
     users = ab.RemoteEmbedding("users", 100, 2, optimizer=lambda rows: torch.optim.SGD(rows, lr=0.1))
     with contextlib.closing(users):

@@ -77,7 +77,9 @@ def test_an_error_in_a_callback_goes_to_the_caller_with_a_note() -> None:
         (
             "peer_lost",
             PeerLost("gone", peer="rank 1", operation="all_reduce"),
-            PeerLostRecord(step=0, peer="rank 1", operation="all_reduce"),
+            PeerLostRecord(
+                step=0, peer="rank 1", operation="all_reduce", message="gone (peer rank 1, operation all_reduce)"
+            ),
         ),
         (
             "restart",
@@ -145,3 +147,10 @@ def test_rows_and_learning_rates_are_fetched(engine: str) -> None:
     assert first["rows"].dtype is torch.int64
     assert first["learning_rates"].tolist() == [0.5]
     assert second["learning_rates"].tolist() == [0.25]
+
+
+def test_the_steps_own_keys_go_first_and_an_evaluation_reports_its_rows() -> None:
+    step = ab.EvalStep(nn.Linear(3, 1), lambda m, b: {"out": m(b["x"]), "learning_rates": torch.tensor(7)})
+    with ab.Executor(step) as executor:
+        results = executor.run(batch=BATCH, fetch=["rows", "learning_rates"])
+    assert (results["rows"].item(), results["learning_rates"].item()) == (4, 7)

@@ -333,6 +333,15 @@ def test_a_remote_embedding_keeps_its_rows_after_its_executor(
             one.table.close()
 
 
+def test_a_module_pickled_within_its_executor_says_that_its_rows_are_not_with_it() -> None:
+    model = Users()
+    with executor_of(model, adam(model), "Hybrid") as executor:
+        executor.run(batch=SMALL)
+        text = pickle.dumps(model.table)
+    with pytest.raises(ValueError, match="RemoteEmbedding places"):
+        pickle.loads(text)(SMALL[:, None])
+
+
 # Which tables move.
 
 

@@ -332,6 +332,14 @@ def test_a_resume_freezes_what_was_frozen(tmp_path: Path) -> None:
                 assert bool((model.table(torch.arange(8)) == 0.5).all())
 
 
+def test_a_conversion_of_the_model_leaves_a_remote_embedding_its_switch() -> None:
+    table = remote_table().requires_grad_(False)
+    kind = type(table.on_servers)
+    for convert in (table.cpu, table.double, lambda: table.to("meta"), lambda: table.to_empty(device="cpu")) * 2:
+        convert()
+        assert (type(table.on_servers), table.on_servers.requires_grad) == (kind, False)
+
+
 # An interrupt between the push and the step of the layers.
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import anabranch as ab
-from anabranch.executor import LinkCost, ModeCost, Plan
+from anabranch.executor import LinkCost, ModeCost, Plan, PlanRow
 from anabranch.executor.plan.planner import Planner
 from anabranch.executor.plan.survey import StepSurvey, TableRows, survey_step
 from anabranch.executor.routes import CommMode, plan_routes
@@ -131,6 +131,14 @@ def test_a_plan_with_a_cache_says_that_fewer_rows_may_cross() -> None:
         assert "upper bounds" in str(executor.plan(batch=IDS))
     with ab.Executor(step_of(Model()), "Hybrid") as executor:
         assert "upper bounds" not in str(executor.plan(batch=IDS))
+
+
+def test_long_names_keep_both_ends() -> None:
+    name = "encoder.layers.11.feed_forward.intermediate.dense.weight"
+    row = PlanRow(name, (8,), "servers, table read whole", "servers", 6_400_000_000, 1234.5)
+    lines = str(Plan("train", "PS", 16, 4, (row,), {"servers": 1}, {"servers": 1.0}, LINKS, ())).splitlines()
+    assert lines[2].startswith("encoder.laye...dense.weight servers, table read whole  6,400,000,000")
+    assert all(len(line) <= 80 for line in lines)
 
 
 # Looking at a batch.

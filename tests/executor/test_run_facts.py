@@ -69,6 +69,15 @@ def test_counts_and_rates_are_read_once_a_second(tmp_path: Path) -> None:
     assert (run["loss"], run["curve"], run["saved"]) == (0.5, [1.0, 0.75, 0.5], str(Path("checkpoint").absolute()))
 
 
+def test_a_look_that_came_late_counts_for_all_its_time(tmp_path: Path) -> None:
+    clock, record = Seconds(), ProcessRecord(tmp_path / "worker-0")
+    facts = RunFacts(record, lambda: ({}, {}), clock=clock)
+    for now, step in ((1.0, 10), (2.0, 30), (5.0, 45)):
+        clock.now = now
+        facts.counted(step)
+    assert told(record, tmp_path)["pace"] == [20.0, 5.0, 5.0, 5.0]
+
+
 def test_tracked_loops_are_among_the_facts(tmp_path: Path) -> None:
     clock, record = Seconds(), ProcessRecord(tmp_path / "worker-0")
     progress = Progress(True, None, clock)

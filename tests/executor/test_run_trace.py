@@ -63,6 +63,16 @@ def test_nothing_is_recorded_without_a_request(tmp_path: Path, monkeypatch: pyte
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_with_ends_before_its_block_where_its_steps_do(tmp_path: Path) -> None:
+    with ab.Executor({"train": step_of()}, engine="tape") as executor:
+        with executor.trace(tmp_path / "out.json", steps=1):
+            executor.run("train", BATCH)
+            executor.trace(tmp_path / "next.json")  # goes on behind the block, to the end
+        executor.run("train", BATCH)
+    assert len(check_valid(tmp_path / "out.json").spans(category="step")) == 1
+    assert len(check_valid(tmp_path / "next.json").spans(category="step")) == 1
+
+
 def test_an_early_end_writes_the_trace_so_far(tmp_path: Path) -> None:
     with ab.Executor({"train": step_of()}, engine="tape") as executor:
         with pytest.raises(KeyError), executor.trace(tmp_path / "block.json"):  # noqa: PT012

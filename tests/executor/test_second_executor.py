@@ -258,10 +258,20 @@ def freezing_later() -> list[str]:
         with pytest.raises((ValueError, ab.BoundaryError)) as caught:
             train(lambda model, layer=layer: model[layer].requires_grad_(rank == 0), served="adopt")  # type: ignore[misc]
         said.append(str(caught.value).partition(" (")[0])
+    model = nn.Linear(2, 1)
+    model.bias.requires_grad_(False)
+    step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+    with ab.Executor(step, "PS", consistency="ssp:1") as executor:
+        executor.run(batch=torch.ones(2 + rank, 2))
+        model.bias.requires_grad_(True)
+        with pytest.raises(ValueError, match="bias was frozen when the Executor was made"):
+            executor.run(batch=torch.ones(2 + rank, 2))
+        model.bias.requires_grad_(False)
+        executor.run(batch=torch.ones(2 + rank, 2))
     return said
 
 
-def test_what_one_worker_freezes_before_the_tables_are_adopted_is_refused_on_all() -> None:
+def test_what_one_worker_freezes_or_all_thaw_where_workers_sum_nothing_is_refused_on_all() -> None:
     for said in in_job(freezing_later, 2, servers=1):
         assert said == [
             f"{names} is frozen on some workers and not on others" for names in ("0.weight", "2.bias, 2.weight")

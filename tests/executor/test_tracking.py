@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
 import re
 import sys
 from collections.abc import Iterator
@@ -97,6 +99,31 @@ def test_a_loop_that_is_left_ends_its_line() -> None:
         if i == 4:
             break
     assert drawn(stream)[-1].startswith("4/10 40%")
+
+
+def test_loops_inside_one_another_share_the_line() -> None:
+    clock, stream = Seconds(), Terminal()
+    progress = Progress(True, stream, clock)
+    for _ in progress.track(2, "epoch"):
+        run(progress, clock, 10, 0.5, "batch")
+    assert "epoch 1/2 · batch 5/10 50% · 2.0/s · 0:02 left" in drawn(stream)
+    assert stream.getvalue().count("\n") == 1
+
+
+def test_a_terminal_that_was_closed_ends_no_loop() -> None:
+    ours, theirs = pty.openpty()
+    stream = os.fdopen(theirs, "w")
+    clock = Seconds()
+    progress = Progress(True, stream, clock)
+    seen = 0
+    for _ in progress.track(5):
+        clock.now += 1.0
+        seen += 1
+        if seen == 2:
+            os.close(ours)
+    assert seen == 5
+    with pytest.raises(OSError):  # noqa: PT011 - what it had buffered
+        stream.close()
 
 
 def test_prints_go_above_the_line_and_those_to_a_file_go_there(monkeypatch: pytest.MonkeyPatch) -> None:

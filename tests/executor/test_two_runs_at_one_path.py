@@ -166,6 +166,16 @@ def _ended(target: ab.Executor) -> None:
         future.exception(timeout=60)
 
 
+def test_both_failures_are_told_if_the_second_save_fails_too(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with executor() as target:
+        target.save(tmp_path / "file", wait=False)
+        _ended(target)
+        with pytest.raises(ab.CheckpointError, match="file/second") as caught:
+            target.save(tmp_path / "file" / "second")
+        assert "file of step 0 could not be saved in the background" in caught.value.__notes__[0]
+
+
 # Generations that are replaced while they are read.
 
 
