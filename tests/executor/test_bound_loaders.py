@@ -43,14 +43,6 @@ def seen(executor: ab.Executor, runs: int, name: str = "train") -> list[list[flo
     return [executor.run(name)["first"].tolist() for _ in range(runs)]
 
 
-def test_a_bound_loader_gives_epoch_after_epoch() -> None:
-    _, executor = program(train=DataLoader(Squares(), 4))
-    with executor:
-        assert executor.batch_num("train") == 3
-        epoch = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-        assert seen(executor, 6) == epoch + epoch
-
-
 @pytest.mark.parametrize("step", ["train", "validate"])
 def test_a_loader_without_batches_is_refused(step: str) -> None:
     _, executor = program(**{step: []})

@@ -105,6 +105,14 @@ def test_persistent_workers_draw_their_seed_in_the_first_epoch_only(
     assert take(once_more, 2) == expected[10:]
 
 
+def test_persistent_workers_of_a_later_epoch_go_back_to_the_first(opened: Callable[..., BoundLoader]) -> None:
+    loader = opened(persistent(own=True))
+    state = loader.state()
+    expected = [step[:-3] for step in take(loader, 5)]
+    loader.restore([state])
+    assert [step[:-3] for step in take(loader, 5)] == expected
+
+
 @pytest.mark.parametrize("kind", ["shuffled", "own_generator", "stateful", "plain", "distributed", "global"])
 def test_a_restart_of_a_restart_resumes_too(kind: str, opened: Callable[..., BoundLoader], tmp_path: Path) -> None:
     seed_all(0)
@@ -180,13 +188,6 @@ def test_another_number_of_workers_is_refused_within_an_epoch_and_taken_between_
         loader.next_batch()
     with pytest.raises(CheckpointError, match="load with 2 workers, or read the data by ab.loaders.GlobalBatches"):
         second.restore([loader.state() for loader in first])
-
-
-def test_a_position_of_another_loader_is_refused(opened: Callable[..., BoundLoader]) -> None:
-    first = opened(LOADERS["list"]())
-    first.next_batch()
-    with pytest.raises(CheckpointError, match=r"position as 'counted', but this one \(GlobalBatches\) as 'global'"):
-        opened(LOADERS["global"]()).restore([first.state()])
 
 
 def test_a_loader_that_has_become_shorter_is_refused(opened: Callable[..., BoundLoader]) -> None:

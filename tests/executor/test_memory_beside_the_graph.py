@@ -66,27 +66,6 @@ def test_memory_that_is_shared_from_some_step_on(build: Build) -> None:
     assert "shares memory" in got.refusal
 
 
-def test_an_evaluation_that_writes_to_a_tensor_it_also_reads() -> None:
-    def outputs(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        batch[0].add_(1.0)
-        return {"y": model(batch[1])}
-
-    model = linear(4, 4)
-    with ab.Executor(ab.EvalStep(model, outputs), engine="graph") as executor:
-        for i in range(6):
-            x = rows(i)
-            batch = (x, x.view(3, 4) if i == 4 else x.clone())
-            expected = model(batch[1] + (i == 4)).detach()
-            try:
-                found = executor.run(batch=batch)["y"]
-            except ab.CaptureError:
-                assert i == 4
-                continue
-            assert torch.equal(found, expected)
-            assert i != 4
-            assert executor.engine() == "graph"
-
-
 def test_parts_of_one_memory_that_do_not_overlap_are_a_graph() -> None:
     """Flat parameters and buffers, and the batches of one tensor."""
     model = Buffers()

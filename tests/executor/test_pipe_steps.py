@@ -2,20 +2,327 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import pipe_job
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from pipe_job import Piped, Plain, batch_of, compare, new_model, optimizers_of, schedulers_of
 from small_parts import in_job
-from torch import nn
+from torch import Tensor, nn
 
 import anabranch as ab
 from covering import pairwise
+
+# What every worker runs.
+
+STEPS = 4
+torch.sparse.check_sparse_tensor_invariants.disable()  # or Adagrad's sparse update warns
+
+
+@ab.skippable(stash=["ids"])
+class Look(nn.Module):
+    """Looks up rows of a table, and lets the numbers themselves jump over the layers."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(30, 5, sparse=sparse)
+
+    def forward(self, ids: Tensor):
+        yield ab.stash("ids", ids)
+        return self.table(ids).mean(1)
+
+
+@ab.skippable(pop=["ids"])
+class Scale(nn.Module):
+    def forward(self, x: Tensor):
+        ids = yield ab.pop("ids")
+        return x * (1 + ids.sum(1, keepdim=True) / 100)
+
+
+def new_model(sparse: bool = True, seed: int = 0) -> nn.Sequential:
+    """Seven layers; the last weight is the second layer's."""
+    torch.manual_seed(seed)
+    layers = [Look(sparse), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), Scale(), nn.Tanh(), nn.Linear(5, 5)]
+    model = nn.Sequential(*layers).double()
+    model[6].weight = model[1].weight
+    return model
+
+
+def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """A stage without a table, or without anything else, has empty groups."""
+    tables = [value for name, value in model.named_parameters() if "table" in name]
+    rest = [value for name, value in model.named_parameters() if "table" not in name]
+    decayed = [value for value in rest if value.ndim > 1]
+    others = [value for value in rest if value.ndim == 1]
+    adamw = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others}], lr=0.01)
+    return [torch.optim.Adagrad([{"params": tables}], lr=0.1), adamw]
+
+
+def schedulers_of(optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.lr_scheduler.LRScheduler]:
+    return [torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5) for optimizer in optimizers]
+
+
+def batch_of(step: int, rows: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 + step)
+    ids = torch.randint(0, 30, (rows, 3), generator=generator)
+    return ids, torch.randn(rows, 5, generator=generator, dtype=torch.float64)
+
+
+@dataclass
+class Plain:
+    """The loop that everybody knows."""
+
+    case: dict
+
+    def __post_init__(self) -> None:
+        self.model = new_model()
+        self.optimizers = optimizers_of(self.model)
+        self.schedulers = schedulers_of(self.optimizers)
+
+    def train(self, runs: range, rows: int) -> list[float]:
+        losses: list[float] = []
+        accumulate, mean = self.case["accumulate"], self.case["reduction"] == "mean"
+        for first in runs[::accumulate]:
+            self.model.zero_grad()
+            parts = [batch_of(first + k, rows + k) for k in range(accumulate)]
+            total = sum(len(x) for x, _ in parts)
+            for x, target in parts:
+                loss = F.mse_loss(self.model(x), target, reduction=self.case["reduction"])
+                (loss * (len(x) / total if mean else 1)).backward()
+                losses.append(loss.item())
+            self.clip()
+            for one in (*self.optimizers, *self.schedulers):
+                one.step()
+        return losses
+
+    def clip(self) -> None:
+        for p in self.model.parameters():
+            p.grad = p.grad.coalesce() if p.grad.is_sparse else p.grad
+        if self.case["clip"]:
+            values = [p.grad.values() if p.grad.is_sparse else p.grad for p in self.model.parameters()]
+            factor = min(1.0, self.case["clip"] / (torch.nn.utils.get_total_norm(values).item() + 1e-6))
+            for p in self.model.parameters():
+                p.grad = p.grad * factor
+
+
+class Piped:
+    """The same under an executor, on a grid of ``data`` x ``pipeline`` workers, in rows of the grid."""
+
+    def __init__(self, case: dict, seed: int = 0) -> None:
+        self.case = case
+        self.columns, stages = case["data"], case["pipeline"]
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.row, self.stage = divmod(rank, stages)
+        lines = [dist.new_group(list(range(d * stages, (d + 1) * stages))) for d in range(self.columns) if stages > 1]
+        groups = [
+            dist.new_group(list(range(s, self.columns * stages, stages)))
+            for s in range(stages)
+            if dist.is_initialized()
+        ]
+        model = new_model(seed=seed + self.row)  # the first row's is everyone's
+        self.pipe = ab.Pipe(
+            model,
+            case["balance"],
+            chunks=case.get("chunks", 3),
+            schedule=case.get("schedule", "1F1B"),
+            checkpoint=case.get("checkpoint", "except_last"),
+            process_group=lines[self.row] if lines else None,
+        )
+        optimizers = optimizers_of(self.pipe)
+        reduction = case["reduction"]
+        self.step = ab.TrainStep(
+            self.pipe,
+            lambda output, target: F.mse_loss(output, target, reduction=reduction),
+            optimizers,
+            reduction=reduction,
+            scheduler=schedulers_of(optimizers),
+            clip_grad_norm=case["clip"],
+            accumulate=case["accumulate"],
+            skip_nonfinite=case.get("skip_nonfinite", False),
+        )
+        self.executor = ab.Executor(
+            {"train": self.step, "validate": ab.EvalStep(self.pipe, self.outputs)},
+            comm_mode=case.get("mode", "AllReduce" if groups else None),
+            process_group=groups[self.stage] if groups else None,
+            timeout=60.0,
+            served="replace",
+        )
+
+    def outputs(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        output = model(batch[0])
+        return {"loss": F.mse_loss(output, batch[1]), "output": output}
+
+    def shard(self, batch: tuple[Tensor, Tensor], run: int) -> tuple[Tensor | None, Tensor | None]:
+        """Unequal shards: one row of the grid gets most, with three one none. Ranks pass only what they must."""
+        rows = len(batch[0])
+        sizes = [0] * self.columns
+        sizes[run % self.columns] = rows - 2
+        sizes[(run + 1) % self.columns] += 2
+        start = sum(sizes[: self.row])
+        x, target = (part[start : start + sizes[self.row]] for part in batch)
+        if self.case.get("schedule") in ("ZBV", "Interleaved1F1B") or self.case["pipeline"] == 1:
+            return x, target
+        return (x, None) if self.stage == 0 else (None, target)
+
+    def train(self, runs: range, rows: int) -> list[float]:
+        found = []
+        for run in runs:
+            batch = batch_of(run, rows + run % self.case["accumulate"])
+            values = self.executor.run("train", self.shard(batch, run), fetch=["loss"] if run % 2 else None)
+            assert list(values) == ["loss"]
+            found.append(values["loss"].item())
+        return found
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return ((a - b).abs().max() / b.abs().max().clamp_min(1e-300)).item()
+
+
+def compare(piped: Piped, plain: Plain) -> float:
+    """The largest distance of what this rank has, on servers or here, from the plain loop's."""
+    expected = dict(plain.model.named_parameters(remove_duplicate=False))
+    here = dict(piped.pipe.named_parameters())
+    remote = piped.executor._remote
+    if remote is not None and not piped.executor._closed:
+        if dist.is_initialized():
+            dist.barrier()  # by now everyone has pushed
+        kept = remote.read()
+        here |= {moved.name: kept[moved.parameter].values for moved in remote.moved}
+    return max([distance(value, expected[name]) for name, value in here.items()] or [0.0])
+
+
+def train(cases: list[dict]) -> float:
+    """The largest distance of losses and parameters from the plain loop's."""
+    dist.init_process_group("gloo")
+    worst = []
+    for case in cases:
+        plain, piped = Plain(case), Piped(case)
+        runs = range(STEPS * case["accumulate"])
+        expected = plain.train(runs, 8)
+        with piped.executor as executor:
+            losses = piped.train(runs, 8)
+            worst += [abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)]
+            x, target = batch_of(99, 6)
+            values = executor.run("validate", (x, target))
+            with torch.no_grad():
+                output = plain.model(x)
+            worst += [distance(values["output"], output), distance(values["loss"], F.mse_loss(output, target))]
+            assert executor.engine("train") == "tape"
+            statistics = executor.statistics()
+            assert statistics.steps == STEPS
+            assert statistics.runs == {"train": len(runs), "validate": 1}
+            worst.append(compare(piped, plain))
+        piped.pipe.close()
+    dist.barrier()
+    return max(worst)
+
+
+def go_on(case: dict, path: str, runs: int, seed: int) -> dict:
+    """Train and save; or, with another model and another split, go on from there."""
+    if case["data"] * case["pipeline"] > 1:
+        dist.init_process_group("gloo")
+    piped = Piped(case, seed=seed)
+    with piped.executor as executor:
+        if not executor.resume(path):
+            piped.train(range(runs), 8)
+            executor.save(path)
+        losses = piped.train(range(runs, runs + 4), 8)
+        calls = piped.pipe.calls
+    piped.pipe.close()
+    return {"losses": losses, "calls": calls}
+
+
+def skip(case: dict) -> float:
+    """A step with NaN in it changes nothing, on the servers and on any stage; the next one counts."""
+    dist.init_process_group("gloo")
+    plain, piped = Plain(case), Piped(case)
+    with piped.executor as executor:
+        for run, spoilt in enumerate([False, True, False]):
+            x, target = piped.shard(batch_of(run, 8), run)
+            if target is not None and spoilt:
+                target[0, 0] = torch.nan
+            executor.run("train", (x, target))
+        plain.train(range(1), 8)
+        plain.train(range(2, 3), 8)
+        assert executor.statistics().skipped_steps == 1
+        worst = compare(piped, plain)
+    piped.pipe.close()
+    return worst
+
+
+def places(case: dict) -> dict:
+    """Where the parameters of this rank's stages live, and what cannot be."""
+    dist.init_process_group("gloo")
+    piped = Piped(case)
+    column = piped.executor._workers._group
+
+    def again(**options: object) -> None:
+        ab.Executor(piped.step, process_group=column, **options).close()
+
+    with piped.executor as executor:
+        homes = {route.parameter: str(route.place) for route in executor.routes()}
+    for words, options in {
+        "use consistency='bsp', or a Pipe in one process": {"comm_mode": "PS", "consistency": "ssp:1"},
+        "routes= names '9.weight'": {"comm_mode": "PS", "routes": {"9.weight": "AllReduce"}},
+        "shared by stages on several ranks": {"comm_mode": "AllReduce", "routes": {"1.weight": "PS", "6.weight": "PS"}},
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(words)):
+            again(**options)
+    again(comm_mode="Hybrid", routes={"3.bias": "PS", "6.bias": "PS"})  # said on every rank, whosever they are
+    piped.pipe.close()
+    return homes
+
+
+def mistakes(case: dict) -> None:
+    """What a grid refuses, on every rank, and goes on."""
+    dist.init_process_group("gloo")
+    piped = Piped(case)
+    x, target = batch_of(0, 4)
+    executor = piped.executor
+    stages = [piped.row * case["pipeline"] + stage for stage in range(case["pipeline"])]
+    other = ab.EvalStep(nn.Linear(2, 2), lambda model, batch: {})
+    other_batch = (x[piped.stage :], None)
+    for kind, words, call in (
+        (ValueError, "'loss' and ('grad_norm', 'rows', 'learning_rates') only",
+         lambda: executor.run("train", (x, target), fetch=["0"])),
+        (ValueError, "one microbatch at a time", lambda: executor.run("validate", (x, target), fetch=["0"])),
+        (ValueError, "takes batches (x, target)", lambda: executor.run("train", [x])),
+        (ValueError if piped.stage else ab.PipelineError, "the ranks of a pipeline take the same batch",
+         lambda: executor.run("train", other_batch)),
+        (ValueError, f"of which {stages} are stages of one pipeline",
+         lambda: ab.Executor({"train": piped.step}, comm_mode="AllReduce")),
+        (ValueError, "'other' does not run on the ranks", lambda: ab.Executor({"train": piped.step, "other": other})),
+    ):  # fmt: skip
+        with pytest.raises(kind, match=re.escape(words)):
+            call()
+    before = piped.pipe.calls
+    executor.run("train", (x, target))
+    assert piped.pipe.calls - before in (0, 1)
+    executor.close()
+    piped.pipe.close()
+
+
+def stop(case: dict) -> list[bool]:
+    """One rank is asked to stop; all see it after the same run."""
+    dist.init_process_group("gloo")
+    piped = Piped(case)
+    seen = []
+    with piped.executor as executor:
+        for run in range(4):
+            if run == 1 and dist.get_rank() == dist.get_world_size() - 1:
+                executor.request_stop()
+            piped.train(range(run, run + 1), 8)
+            seen.append(executor.stopping)
+    piped.pipe.close()
+    return seen
+
+
+# The tests.
 
 
 def case(data: int, pipeline: int, balance: list[int], **changes: object) -> dict[str, object]:
@@ -79,16 +386,16 @@ def test_a_grid_of_pipelines_trains_as_the_plain_loop(
     """Shards are unequal, and a row of the grid may have none; every rank learns the whole batch's loss."""
     served = {} if mode is None else {"mode": mode}
     chosen = [one | served for one in cases(data, pipeline, balance, few=few)]
-    assert max(in_job(pipe_job.train, data * pipeline, chosen, servers=2 if served else 0)) < 1e-12
+    assert max(in_job(train, data * pipeline, chosen, servers=2 if served else 0)) < 1e-12
 
 
 def test_a_step_with_nan_is_passed_over_on_servers_and_all_stages():
     chosen = case(2, 2, [1, 6], mode="PS", skip_nonfinite=True)
-    assert max(in_job(pipe_job.skip, 4, chosen, servers=1)) < 1e-12
+    assert max(in_job(skip, 4, chosen, servers=1)) < 1e-12
 
 
 def test_each_stage_has_its_own_parameters_on_the_servers_and_shared_ones_stay_with_the_ranks():
-    first, last = in_job(pipe_job.places, 2, case(1, 2, [4, 3], mode="PS"), servers=1)
+    first, last = in_job(places, 2, case(1, 2, [4, 3], mode="PS"), servers=1)
     assert first == {
         "0.table.weight": "servers, by row",
         "1.weight": "workers",  # the last layer's, too
@@ -138,7 +445,7 @@ def test_a_checkpoint_of_one_split_is_loaded_by_another_and_by_the_unsplit_model
 ):
     expected, found = (
         in_job(
-            pipe_job.go_on,
+            go_on,
             one["data"] * one["pipeline"],
             one,
             str(tmp_path / "run"),
@@ -192,11 +499,11 @@ def test_a_resumed_pipe_draws_on_where_it_was(tmp_path: Path):
 
 
 def test_a_grid_refuses_unsupported_steps_on_every_rank_and_continues():
-    in_job(pipe_job.mistakes, 2, case(1, 2, [3, 4]))
+    in_job(mistakes, 2, case(1, 2, [3, 4]))
 
 
 def test_a_rank_that_is_asked_to_stop_stops_all_ranks_after_the_same_run():
-    assert in_job(pipe_job.stop, 4, case(2, 2, [3, 4])) == [[False, True, True, True]] * 4
+    assert in_job(stop, 4, case(2, 2, [3, 4])) == [[False, True, True, True]] * 4
 
 
 def test_options_that_no_pipe_supports_are_refused(caplog: pytest.LogCaptureFixture):

@@ -34,18 +34,6 @@ with ab.Executor(step, comm_mode="AllReduce") as executor:
 """
 
 
-def test_a_lone_worker_stops_after_the_run_under_way() -> None:
-    model = nn.Linear(3, 1)
-    step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
-    with ab.Executor(step) as executor:
-        executor.run(batch=torch.ones(2, 3))
-        assert not executor.stopping
-        executor.request_stop()
-        assert not executor.stopping
-        executor.run(batch=torch.ones(2, 3))
-        assert executor.stopping
-
-
 def test_an_accumulating_worker_stops_behind_the_optimizer_step(tmp_path: Path) -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

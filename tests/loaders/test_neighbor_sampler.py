@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch.loaders import NeighborSampler, SampledNodes
@@ -102,53 +100,6 @@ def test_it_resumes_where_it_was() -> None:
     assert all(same(left, right) for left, right in zip(batches, two, strict=True))
     with pytest.raises(ab.CheckpointError, match="number of 'batches'"):
         two.load_state_dict({})
-
-
-class Sage(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.features = nn.Embedding(300, 4)
-        self.layers = nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 1)])
-
-    def forward(self, batch: SampledNodes) -> Tensor:
-        hidden = self.features(batch.nodes)
-        for layer, (indptr, indices) in zip(self.layers, reversed(batch.blocks), strict=True):
-            mean = torch.segment_reduce(hidden[indices], "mean", offsets=indptr, initial=0)
-            hidden = layer(torch.cat([hidden[: len(indptr) - 1], mean], 1))
-        return hidden
-
-
-def test_an_executor_trains_on_it_and_resumes(tmp_path: Path) -> None:
-    def loss(model: nn.Module, batch: SampledNodes) -> Tensor:
-        return (model(batch)[:, 0] - batch.seeds / 300).square().mean()
-
-    def made() -> tuple[nn.Module, ab.Executor]:
-        model = Sage()
-        step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), rows=lambda b: len(b.seeds))
-        sampler = NeighborSampler(INDPTR, INDICES, [3, 2], 64)
-        return model, ab.Executor({"train": step}, dataloaders={"train": sampler})
-
-    plain = Sage()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    model, executor = made()
-    other, again = made()
-    with executor, again:
-        sampler = NeighborSampler(INDPTR, INDICES, [3, 2], 64)
-        for index, batch in enumerate([*sampler, *sampler]):
-            optimizer.zero_grad()
-            expected = loss(plain, batch)
-            expected.backward()
-            optimizer.step()
-            assert executor.run("train")["loss"] == expected.detach()
-            if index == 2:
-                executor.save(tmp_path)
-                again.load(tmp_path)
-            if index > 2:
-                assert again.run("train")["loss"] == expected.detach()
-    for one, two, three in zip(model.parameters(), plain.parameters(), other.parameters(), strict=True):
-        assert torch.equal(one, two)
-        assert torch.equal(two, three)
 
 
 @pytest.mark.parametrize(
