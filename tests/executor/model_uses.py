@@ -170,8 +170,6 @@ READS: dict[str, Callable[[Life], Any]] = {
     "weight": lambda life: life.model.weight.sum().detach(),
     ".T": lambda life: (life.model.weight.T * 2).sum().detach(),
     ".data": lambda life: life.model.weight.data.sum(),
-    "arithmetic": lambda life: (1 - life.model.weight).detach(),
-    "index": lambda life: life.model.weight[0].detach().clone(),
     "parameters()": lambda life: sum_of(life.model.parameters()),
     "state_dict()": lambda life: sum_of(life.model.state_dict().values()),
     "torch.save": of_file,

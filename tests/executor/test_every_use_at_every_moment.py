@@ -33,7 +33,12 @@ def test_what_is_read_is_the_plain_programs_or_refused(kind: str, mode: str, mom
     assert not plain or not doing.refused, "the model is plain PyTorch then"
 
 
-CASES = [case for case in product(CHANGES, KINDS, MODES, MOMENTS) if possible(case[0], case[1], case[3])]
+# Each change of each kind at each moment in two of the six modes.
+CASES = [
+    case
+    for number, case in enumerate(product(CHANGES, KINDS, MODES, MOMENTS))
+    if possible(case[0], case[1], case[3]) and (number + number // 42) % 3 == 0
+]
 
 
 @pytest.mark.quick_cases(40)
