@@ -183,10 +183,10 @@ def with_workers(case: dict, rows: int, rank: int, world: int) -> tuple[dict[str
             count = len(whole["y"])
             sizes = [count // world] * world
             sizes[run % world] += count - sum(sizes)
-            if case["unequal"]:  # one worker has most rows, one has none at all
-                sizes = [0] * world
-                sizes[run % world] = count - 2
-                sizes[(run + 1) % world] += 2
+            if case["unequal"]:  # one worker has most rows, and one none at all, unless its loss talks to the others
+                sizes = [2 if "loss" in case else 0] * world
+                sizes[(run + 1) % world] = 2
+                sizes[run % world] += count - sum(sizes)
             losses.append(executor.run(batch=shard(whole, sizes, rank))["loss"].item())
         assert executor.statistics().steps == STEPS
         found = {"table.weight": executor.run("look", torch.arange(50, device=case.get("device", "cpu")))["rows"]}
