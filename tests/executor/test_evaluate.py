@@ -224,9 +224,10 @@ data = torch.arange(22.0).view(11, 2).double()
 loader = [data] if shared else ab.loaders.GlobalBatches(data, 4, shuffle=False)
 torch.manual_seed(ab.job().rank)
 model = nn.Linear(2, 1).double()
+model.register_buffer("rank", torch.tensor(ab.job().rank))
 steps = {
     "train": ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.SGD(model.parameters(), lr=1e-3)),
-    "look": ab.EvalStep(model, lambda m, b: {"rows": b, "mean": b.mean()}),
+    "look": ab.EvalStep(model, lambda m, b: {"rows": b, "mean": b.mean(), "buffer": m.rank.clone()}),
 }
 with warnings.catch_warnings(record=True) as caught, ab.Executor(steps, dataloaders={"train": loader}) as executor:
     warnings.simplefilter("always")
@@ -243,6 +244,7 @@ with warnings.catch_warnings(record=True) as caught, ab.Executor(steps, dataload
 print(json.dumps({
     "mode": executor.comm_mode, "steps": executor.step, "weight": model.weight.tolist(),
     "rows": looked["rows"].tolist(), "mean": looked["mean"].item(), "own": own["rows"].tolist(), "failed": failed,
+    "buffers": [own["buffer"].item(), model.rank.item()],
     "warnings": [str(one.message) for one in caught if one.category is UserWarning],
 }))
 """
@@ -265,6 +267,7 @@ def test_a_script_without_a_mode_trains_one_model_on_all_workers(servers: int) -
         assert result["mean"] == pytest.approx(10.5, rel=1e-12)
         shares = [DATA[other::size] for other in range(size)]
         assert result["own"] == torch.cat(shares).tolist()
+        assert result["buffers"] == [0, rank]
         assert not result["warnings"]
         if size > 1:
             assert ("failed on rank 0" in result["failed"]) == (rank > 0)

@@ -33,7 +33,7 @@ from anabranch.executor.engines.evaluator import Evaluator
 from anabranch.executor.engines.graph_engine import GraphEngine
 from anabranch.executor.engines.pipe_engine import PipeEngine, check_pipes, join_pipelines
 from anabranch.executor.evaluation import evaluate
-from anabranch.executor.likeness import Drift, check_alike, share_parameters
+from anabranch.executor.likeness import Drift, check_alike, first_ranks_buffers, share_parameters
 from anabranch.executor.loaders.batches import Batches
 from anabranch.executor.loaders.loading import BoundLoader
 from anabranch.executor.loaders.upcoming import UpcomingIds
@@ -541,7 +541,8 @@ class Executor:
         Returns:
             The results of all batches, on the CPU. An output whose dim 0 is the rows of the batch, in every batch, is
             joined: of ``GlobalBatches`` in their global order (``shuffle=False``: the dataset's), of any other loader
-            batch by batch in the order of ranks. An output of no dims is averaged by rows, in float64.
+            batch by batch in the order of ranks. An output of no dims is averaged by rows, in float64. All workers
+            evaluate with rank 0's buffers, such as BatchNorm's statistics, which ``state_dict`` has, too.
 
         Raises:
             ValueError: no such ``EvalStep``, no loader, no batches, an output of neither kind, or a
@@ -556,7 +557,7 @@ class Executor:
         else:
             bound = BoundLoader(loader, worker=self._batches.worker)
         self._batches.check_free(bound)
-        with self._reporting_failures():
+        with self._reporting_failures(), first_ranks_buffers(self._workers, step.model):
             rows = partial(self._rows_of, name, step)
             return evaluate(bound, rows, partial(self.run, name), self._workers)
 

@@ -19,6 +19,7 @@ import logging
 import math
 import zlib
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from numbers import Number
 from typing import TypeVar
@@ -71,12 +72,27 @@ def share_parameters(workers: Workers, steps: Mapping[str, Step], routes: Routes
     _send_first(workers, unique)
 
 
-def _send_first(workers: Workers, tensors: Collection[Tensor]) -> None:
+@contextmanager
+def first_ranks_buffers(workers: Workers | None, model: nn.Module) -> Iterator[None]:
+    """Give all workers the buffers of rank 0, which a state dict has, too, while the block runs."""
+    buffers = [] if workers is None or workers.size == 1 else [one for one in model.buffers() if not one.is_meta]
+    own = [buffer.detach().clone() for buffer in buffers]
+    try:
+        if workers is not None:
+            _send_first(workers, buffers, "broadcast of buffers")
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, own, strict=True):
+                buffer.copy_(value)
+
+
+def _send_first(workers: Workers, tensors: Collection[Tensor], operation: str = "broadcast of parameters") -> None:
     """Copy rank 0's tensors over everyone's."""
     with torch.no_grad():
         # Memory is sent, so a tensor with gaps, or in another order, is sent as a copy.
         sent = [tensor.detach().contiguous() for tensor in tensors]
-        workers.broadcast(sent, operation="broadcast of parameters")
+        workers.broadcast(sent, operation=operation)
         for tensor, value in zip(tensors, sent, strict=True):
             if value.data_ptr() != tensor.data_ptr():
                 tensor.copy_(value)
