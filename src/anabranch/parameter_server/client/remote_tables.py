@@ -45,7 +45,7 @@ from anabranch.tables.kernels.selection import kernels
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
 from anabranch.tables.optimizers.torch_state import from_torch
 from anabranch.tables.table_spec import TableSpec
-from anabranch.tensors.packing import all_carried, all_finite
+from anabranch.tensors.packing import acceptable
 
 __all__ = [
     "Beside",
@@ -510,7 +510,7 @@ class RemoteTables:
         waits = self.delays
         rounding = self._client.compression
         dense = [grads for _, grads, _ in (beside or {}).values()]
-        if waits and not (all_carried([grads for _, grads in given.values()], rounding) and all_finite(dense)):
+        if waits and not (acceptable([grads for _, grads in given.values()], rounding) and acceptable(dense)):
             refused: dict[str, Due] = {name: (*some, None) for name, some in given.items()}
             self._sender(refused, weight, mean, hold, beside or {}, awaited=True)()  # and the cache stays unchanged
             return
@@ -528,9 +528,9 @@ class RemoteTables:
         if mean and not weight and waited:  # waiting gradients have weight even if this step's batch has none
             self._push_at_once(waited)
             due |= {name: (*self._sources[name].nothing(), None) for name in waited}
-        # # A sum may overflow although no gradient did: if it were refused a step late, this worker would wait for the
-        # others in that step, and they for its push.
-        leaves = waits and not beside and all_carried([grads for _, grads, _ in due.values()], rounding)
+        # A sum may be too large although no gradient is: if it were refused a step late, this worker would wait for
+        # the others in that step, and they for its push.
+        leaves = waits and not beside and acceptable([grads for _, grads, _ in due.values()], rounding)
         send = self._sender(due, weight, mean, hold, beside or {}, awaited=not leaves)
         if leaves:
             self._leaves = _Aside(send, "anabranch-push")

@@ -192,8 +192,6 @@ class ParameterServer:
             "tables": len(tables),
             "rows": sum(table.rows for table in tables),
             "stored_bytes": sum(table.bytes for table in tables),
-            "hot_hits": sum(table.hot_hits for table in tables),
-            "hot_misses": sum(table.hot_misses for table in tables),
             **self._shard.clocks(),
         }
 
