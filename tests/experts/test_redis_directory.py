@@ -139,12 +139,6 @@ def test_a_mixture_and_an_expert_find_their_servers(redis: RealRedis) -> None:
     assert RedisDirectory(redis.url).active(["ffn"]) == {"ffn": []}, "withdrawn"
 
 
-def test_shards_are_announced(redis: RealRedis, directory: RedisDirectory) -> None:
-    with ab.ParameterServer(directory=redis.url) as server:
-        assert directory.lookup(["parameters.0"]) == {"parameters.0": server.endpoint}
-    assert directory.active(["parameters"]) == {"parameters": []}
-
-
 def test_an_empty_restarted_redis_fills_as_servers_announce_themselves_again(
     redis: RealRedis, directory: RedisDirectory
 ) -> None:
@@ -346,7 +340,7 @@ def test_the_url_of_a_redis_is_not_an_endpoint() -> None:
 
 def test_without_the_package_the_error_names_the_one_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)
-    for make in (RedisDirectory, as_directory, lambda url: ab.ParameterServer(directory=url)):
+    for make in (RedisDirectory, as_directory):
         with pytest.raises(ModuleNotFoundError, match=r"redis://db:6379: .*pip install 'anabranch\[redis\]'") as caught:
             make("redis://:secret@db:6379")
         assert caught.value.name == "redis"

@@ -522,11 +522,10 @@ class Shard:
         with self._state:
             self._contents.load(state, groups)
             job = state["job"]
-            # Checkpoints of older versions hold neither clients nor norms.
-            self._clients = dict(state.get("clients", {}))
+            self._clients = dict(state["clients"])
             if job is not None:
                 consistency = Consistency.parse(job["consistency"])
-                norms = dict(job.get("norms", {}))
+                norms = dict(job["norms"])
                 self._job = WorkerOrder(job["world"], consistency, list(job["clocks"]), norms=norms, total=job["total"])
 
     def statistics(self) -> ShardStatistics:
