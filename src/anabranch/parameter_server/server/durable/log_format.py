@@ -31,8 +31,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from anabranch.checkpoint.regular_file import Unreadable, open_regular
-from anabranch.errors import CheckpointError
+from anabranch.checkpoint.regular_file import open_regular
 from anabranch.tables.kernels.selection import as_array
 from anabranch.tensors.dtypes import dtype_name, dtype_named
 
