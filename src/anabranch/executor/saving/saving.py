@@ -103,7 +103,7 @@ class _State(TypedDict):
     """A checkpoint's state, its tensors included."""
 
     format: int
-    run: dict[str, str]
+    run: dict[str, Any]
     workers: int
     stages: int
     optimizers: dict[str, list[OptimizerState]]
