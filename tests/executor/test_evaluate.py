@@ -177,19 +177,24 @@ def test_the_user_s_own_numbers_reach_the_sinks_behind_the_steps_before() -> Non
     assert sink.seen[1] == (1, {"score": 0.5, "count": 3.0})
 
 
-def test_plain_values_are_saved_and_dicts_are_filled_in_place(tmp_path: Path) -> None:
+def test_plain_values_are_saved_and_dicts_and_lists_are_filled_in_place(tmp_path: Path) -> None:
     average = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 1))
-    with program(state={"best": 1.0, "history": {"seen": [1, 2]}, "average": average}) as executor:
+    with program(
+        state={"best": 1.0, "history": {"seen": [1, 2]}, "average": average, "losses": [0.5, 0.25]}
+    ) as executor:
         executor.state["best"] = 0.5
         executor.state["history"]["more"] = torch.ones(2)
         executor.save(tmp_path)
         with pytest.raises(ValueError, match="no state is called 'other', so it would not be saved"):
             executor.state["other"] = 1
     history: dict[str, Any] = {}
-    with program(state={"best": None, "history": history, "average": average}) as executor:
+    losses: list[float] = []
+    with program(state={"best": None, "history": history, "average": average, "losses": losses}) as executor:
         executor.load(tmp_path)
         assert executor.state["best"] == 0.5
         assert executor.state["history"] is history
+        assert executor.state["losses"] is losses
+        assert losses == [0.5, 0.25]
         assert (history["seen"], history["more"].tolist()) == ([1, 2], [1.0, 1.0])
         assert executor.state["average"] is average
     with pytest.raises(ValueError, match="objects.best.value is a builtins.object"):
@@ -237,6 +242,7 @@ with warnings.catch_warnings(record=True) as caught, ab.Executor(steps, dataload
     own = executor.evaluate("look", [data[ab.job().rank :: ab.job().world_size]])
     failed = ""
     try:
+        twice = executor.evaluate("look", [data])["rows"].tolist()
         executor.evaluate("look", [data] if ab.job().rank else [])
         executor.evaluate("look", [data if ab.job().rank else "no batch"])
     except Exception as error:
@@ -268,8 +274,9 @@ def test_a_script_without_a_mode_trains_one_model_on_all_workers(servers: int) -
         shares = [DATA[other::size] for other in range(size)]
         assert result["own"] == torch.cat(shares).tolist()
         assert result["buffers"] == [0, rank]
-        assert not result["warnings"]
         if size > 1:
+            [warning] = result["warnings"]
+            assert f"all {size} workers evaluate the same batches" in warning
             assert ("failed on rank 0" in result["failed"]) == (rank > 0)
     assert "train: 2 workers x 2 rows = 4 rows a step" in jobs[1].logs[0]
     assert "comm_mode is" in "".join(itertools.chain(*(job.logs for job in jobs[1:])))

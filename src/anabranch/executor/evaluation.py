@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -11,17 +12,19 @@ from torch.utils.data import DistributedSampler
 
 from anabranch.collectives import Workers
 from anabranch.executor.loaders.loading import BoundLoader, samplers_of
+from anabranch.executor.running.runner import digest_of
 from anabranch.tensors import Structure
 
 
 class _Result(msgspec.Struct):
-    """One worker's: what went wrong, the rows of its batches, and each output's dtype and shape of a row.
+    """One worker's: what went wrong, rows of its batches, a digest of the first, and outputs' dtypes and row shapes.
 
     A mean has no shape of a row.
     """
 
     error: str = ""
     rows: list[float] = []
+    first: float = 0.0
     outputs: dict[str, tuple[str, list[int] | None]] = {}
 
 
@@ -46,6 +49,12 @@ def evaluate(
     for rank, result in enumerate(everyone):
         if result.error:
             raise ValueError(f"the evaluation failed on rank {rank}: {result.error}")
+    if len(everyone) > 1 and mine.first and all(result.first == mine.first for result in everyone):
+        warnings.warn(
+            f"all {len(everyone)} workers evaluate the same batches, so every row counts {len(everyone)} times; "
+            "evaluate by ab.loaders.GlobalBatches(dataset, batch_size, shuffle=False)",
+            stacklevel=3,  # where the script calls Executor.evaluate
+        )
     known = [(rank, result.outputs) for rank, result in enumerate(everyone) if result.rows]
     if not known:
         raise ValueError("the loader yields no batches on any worker")
@@ -104,6 +113,7 @@ def _collect(
     shapes: dict[str, list[tuple[int, ...]]] = {}
     for batch in loader.one_pass():
         mine.rows.append(rows_of(batch))
+        mine.first = mine.first or digest_of(batch)
         for name, value in run(batch).items():
             if not isinstance(value, Tensor):
                 raise TypeError(f"output {name!r} is a {type(value).__name__}; evaluate joins tensors")

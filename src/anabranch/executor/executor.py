@@ -134,7 +134,7 @@ class Executor:
         state: your own objects by name, saved with every checkpoint (with rank 0's state) and loaded on every worker:
             anything with ``state_dict`` and ``load_state_dict`` whose state is nested plain values and tensors, such as
             a ``torch.optim.swa_utils.AveragedModel``, or such values themselves: ``executor.state["best"]`` reads and
-            sets them, and a dict is filled again in place.
+            sets them, and dicts and lists are filled again in place.
         sinks: receivers of the metrics of each optimizer step: ``anabranch.observe.TensorBoardSink``,
             ``PrometheusSink``, or any ``anabranch.observe.Sink``. Closed with the executor.
         check_workers: after so many optimizer steps the workers compare their all-reduced and frozen parameters, and

@@ -64,5 +64,7 @@ class _Value:
         if isinstance(here, dict) and isinstance(value, dict):
             here.clear()
             here.update(value)
+        elif isinstance(here, list) and isinstance(value, list):
+            here[:] = value
         else:
             self._values.data[self._name] = value

@@ -251,7 +251,7 @@ class StepRunner:
         """
         if self._workers is None or self._has_met:
             return
-        mine = torch.tensor([rows, _digest(batch) if rows > 0 else 0], dtype=torch.float64, device="cpu")
+        mine = torch.tensor([rows, digest_of(batch) if rows > 0 else 0], dtype=torch.float64, device="cpu")
         try:
             everyone = self._workers.all_gather(mine, operation="all_gather of rows")
         except BaseException:
@@ -642,7 +642,7 @@ def rows_of(step: Step, batch: Structure) -> float:
     return rows
 
 
-def _digest(batch: Structure) -> int:
+def digest_of(batch: Structure) -> int:
     """Return a hash of the batch's tensors, of 6 bytes: float64 holds it exactly."""
     digest = hashlib.blake2b(digest_size=6)
     for leaf in flatten(batch)[0]:
