@@ -286,7 +286,8 @@ def test_workers_on_the_same_batch_are_warned_of_it() -> None:
     result = LocalJob(2).run_source(JOB, "same").check().results
     for one in result:
         assert one is not None
-        [warning] = one["warnings"]
+        warning, evaluated = one["warnings"]
+        assert "all 2 workers evaluate the same batches" in evaluated
         assert "all 2 workers run 'train' on the same batch" in warning
         assert "ab.loaders.GlobalBatches" in warning
 
