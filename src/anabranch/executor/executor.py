@@ -933,9 +933,7 @@ class Executor:
         self._check_open()
         return self._watching.on(event, fn)
 
-    def trace(
-        self, path: str | os.PathLike[str], steps: int | None = None, *, operators: bool = False
-    ) -> AbstractContextManager[None]:
+    def trace(self, path: str | os.PathLike[str], steps: int | None = None) -> AbstractContextManager[None]:
         """Record the next optimizer steps of all workers, and write them to ``path`` on rank 0; every worker calls it.
 
         ::
@@ -955,7 +953,6 @@ class Executor:
             path: the file, on the machine of rank 0; an existing file is replaced.
             steps: the number of optimizer steps; ``None``: all until the end of the ``with``, or until ``close``. The
                 first 250,000 spans of a worker are kept.
-            operators: record PyTorch's operators on this thread, too, by ``torch.profiler``; they slow the steps down.
 
         Returns:
             A context manager that ends the recording if it has not ended; recording starts before it is entered.
@@ -963,13 +960,13 @@ class Executor:
         Raises:
             ValueError: fewer than 1 step, numbers that differ between the workers, or a path that cannot be written;
                 on every worker.
-            RuntimeError: a trace is already being recorded; or with ``operators``, another profiler is active.
+            RuntimeError: a trace is already being recorded.
         """
         self._check_open()
         if self._trace is not None:
             raise RuntimeError("this executor is already recording a trace; start the next one after its last step")
         with self._reporting_failures():
-            self._trace = RunTrace(path, steps, operators=operators, first=self.step, everyone=self._everyone)
+            self._trace = RunTrace(path, steps, first=self.step, everyone=self._everyone)
         return self._recording(self._trace)
 
     @contextmanager

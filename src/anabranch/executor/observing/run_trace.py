@@ -8,12 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
-
-import torch
-from torch.autograd.profiler_util import FunctionEvent
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from anabranch.collectives import Workers
 from anabranch.record import spans
@@ -21,7 +16,6 @@ from anabranch.record.process import process_name
 from anabranch.record.trace import as_lines, check_trace_path, footer, header, read_part, write_trace
 
 _ROUNDS = 8
-_MARK = "anabranch clock"
 
 
 class RunTrace:
@@ -30,32 +24,26 @@ class RunTrace:
     Args:
         path: where rank 0 writes.
         steps: how many optimizer steps to record; ``None``: all until ``finish``.
-        operators: record PyTorch's operators of this thread, too.
         first: steps taken before.
         everyone: the workers; ``None`` alone.
 
     Raises:
         ValueError, TypeError: a number of steps below 1, a path that cannot be written, workers that request different
             numbers; raised on all workers.
-        RuntimeError: a profiler of PyTorch's runs already.
     """
 
-    def __init__(self, path: object, steps: object, *, operators: bool, first: int, everyone: Workers | None) -> None:
+    def __init__(self, path: object, steps: object, *, first: int, everyone: Workers | None) -> None:
         self._everyone = everyone
         self._first = first
-        self._profile: profile | None = None
         self._clock: list[tuple[int, int]] = []
         try:
             self._steps = _check_steps(steps)
             self._path = check_trace_path(path) if everyone is None or everyone.rank == 0 else Path()  # type: ignore[arg-type]
-            if operators:
-                self._profile = _begin_profile()
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError) as error:
             self._agree(str(error), steps)
             raise
         self._agree("", steps)
         self._read_clock()
-        self._marks = [] if self._profile is None else [_mark() for _ in range(_ROUNDS)]
         self._recorder = spans.SpanRecorder(spans.CAPACITY)
         self._spans: list[spans.Span] = []
         spans.start(self._recorder.add)
@@ -68,7 +56,6 @@ class RunTrace:
         numbers = [number for number, _, _ in answers]
         if refused or (not refusals and len(set(numbers)) == 1):
             return
-        self._end_profile()
         if refusals:
             raise ValueError("trace was refused on rank {}: {}".format(*refusals[0]))
         raise ValueError(f"all workers must trace the same number of steps; they requested {numbers}")
@@ -105,12 +92,11 @@ class RunTrace:
     def _part(self, *, alone: bool = False) -> bytes:
         spans.stop(self._recorder.add)
         self._spans += self._recorder.take()
-        operators = self._operators()
         if not alone:
             self._read_clock()
         name = process_name() if self._everyone is None else f"worker {self._everyone.rank}"
         last = {**footer(self._recorder), "clock": self._clock}
-        return as_lines([header(self._recorder, name), *self._spans, *operators, last])
+        return as_lines([header(self._recorder, name), *self._spans, last])
 
     def _write(self, texts: list[bytes], step: int, *, complete: bool) -> None:
         parts = [part for part in map(read_part, texts) if part is not None]
@@ -121,22 +107,6 @@ class RunTrace:
         except OSError as error:
             warnings.warn(f"no trace was written to {self._path}: {error.strerror}", RuntimeWarning, stacklevel=4)
 
-    # PyTorch's operators.
-
-    def _end_profile(self) -> list[FunctionEvent]:
-        running, self._profile = self._profile, None
-        if running is None:
-            return []
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the profiler warns about events that it cannot record
-            running.stop()
-            return list(running.events() or ())  # type: ignore[no-untyped-call]
-
-    def _operators(self) -> list[spans.Span]:
-        operators = [one for one in _as_spans(self._end_profile(), self._marks) if one[3] >= self._recorder.began]
-        self._recorder.dropped += max(0, len(operators) - spans.CAPACITY)
-        return operators[: spans.CAPACITY]
-
 
 def _check_steps(steps: object) -> int | None:
     if isinstance(steps, bool) or not isinstance(steps, int | None):
@@ -144,41 +114,3 @@ def _check_steps(steps: object) -> int | None:
     if steps is not None and steps < 1:
         raise ValueError(f"steps is a number of optimizer steps, at least 1, got {steps}")
     return steps
-
-
-def _begin_profile() -> profile:
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
-    running = profile(activities=activities)
-    running.start()
-    return running
-
-
-def _mark() -> tuple[int, int]:
-    """Leave a mark in the profile; return the clock before and after it."""
-    before = time.monotonic_ns()
-    with record_function(_MARK):
-        pass
-    return before, time.monotonic_ns()
-
-
-def _as_spans(events: list[FunctionEvent], marks: list[tuple[int, int]]) -> Iterator[spans.Span]:
-    """Yield a profile's events on our clock: each mark lies between the two readings that were taken around it."""
-    times = [(event, int(event.time_range.start * 1e3), int(event.time_range.end * 1e3)) for event in events]
-    seen = sorted((start, end) for event, start, end in times if event.name == _MARK)
-    if not seen or len(seen) != len(marks):
-        return
-    low = max(before - start for (before, _), (start, _) in zip(marks, seen, strict=True))
-    high = min(after - end for (_, after), (_, end) in zip(marks, seen, strict=True))
-    offset = (low + high) // 2
-    for event, start, end in times:
-        if event.name != _MARK:
-            thread = event.device_resource_id
-            yield event.name, "operator", _track(event), start + offset, end + offset, thread, None, None
-
-
-def _track(event: FunctionEvent) -> str:
-    # Not among the spans of its thread: the offset is known to a few microseconds only, and viewers draw spans that
-    # overlap without nesting in the wrong place.
-    if event.device_type.name == "CPU":
-        return "operators in the background" if event.is_async else "operators"
-    return f"{event.device_type.name.lower()}:{event.device_index} stream {event.device_resource_id}"
