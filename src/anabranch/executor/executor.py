@@ -50,8 +50,7 @@ from anabranch.executor.routes import CommMode, Routes, comm_mode_of, plan_route
 from anabranch.executor.running.remote import RemotePart, Served
 from anabranch.executor.running.remote_window import RemoteWindow
 from anabranch.executor.running.runner import StepRunner, rows_of
-from anabranch.executor.saving.background_saves import MOST_IN_FLIGHT
-from anabranch.executor.saving.saving import Saver, check_encoding
+from anabranch.executor.saving.saving import Saver
 from anabranch.executor.statistics import Statistics, TableLoads
 from anabranch.executor.steps import EvalStep, Step, StepDescription, TrainStep, distinct_models, model_of, named_steps
 from anabranch.graph import Graph
@@ -61,7 +60,7 @@ from anabranch.pipeline import Pipe
 from anabranch.record import spans
 from anabranch.record.process import PLAN_VARIABLE, process_record
 from anabranch.tables import Cache
-from anabranch.tensors import Compression, Structure, as_tensors, check_compression, count_rows, map_structure
+from anabranch.tensors import Compression, Structure, as_tensors, check_compression, map_structure
 
 __all__ = ["CommMode", "Executor"]
 
@@ -222,7 +221,6 @@ class Executor:
             }
             if devices:
                 self._parts.callback(_placed(self._steps, devices).close)
-            check_encoding(training, self._models, self.state.objects)
             if self._workers is not None and self._workers.size > 1:
                 assert self.comm_mode is not None
                 check_alike(self._workers, self.comm_mode, self._steps, self._routes)
@@ -282,7 +280,7 @@ class Executor:
                 )
             loaders, own = self._batches.loaders, self.state.objects
             self._saver = Saver(self._steps, self._runners, self._everyone, stages, loaders, self._remote, own)
-            self._parts.callback(self._close_saves)
+            self._parts.callback(self._close_save)
             self._parts.callback(lambda: self._end_trace(clean=self._failed is None))
             for step in training.values():
                 if not step.model.training:
@@ -291,8 +289,11 @@ class Executor:
             self._end(error)
             raise
         self._progress = Progress(shown=self._rank == 0)
-        record = process_record()
-        self._watching.begin(self._rank, None if record is None else RunFacts(record, self._crossed, self._loops))
+        facts = None
+        if (record := process_record()) is not None:
+            losses = {"loss", *(f"{name}/loss" for name in training)}
+            facts = RunFacts(record, self._crossed, self._loops, losses)
+        self._watching.begin(self._rank, facts)
         self._fetch_all = {name: Fetch(None, step.model) for name, step in self._steps.items()}
         self._runs = dict.fromkeys(self._steps, 0)
         self._rows, self._run_seconds = 0.0, 0.0
@@ -405,10 +406,8 @@ class Executor:
             fetch: what to return: ``"loss"``, keys that the step returns, qualified names of submodules (their
                 output), ``"<parameter>.grad"`` (as the optimizer got it; not of parameters on servers),
                 ``"grad_norm"`` (of all gradients before clipping; ``None`` where no window ended or a step was
-                skipped), ``"rows"`` (of this worker's batch, a tensor of no dimensions), ``"learning_rates"`` (of the
-                run, float64, one per parameter group in the optimizers' order; ``None`` from an ``EvalStep``); by
-                default everything that the step returns. A result of the step or a submodule with such a name takes
-                precedence.
+                skipped); by default everything that the step returns. A result of the step or a submodule called
+                ``grad_norm`` takes precedence.
             as_numpy: return numpy arrays.
 
         Returns:
@@ -466,8 +465,8 @@ class Executor:
         if self._remote is not None and not self._only_plans:
             self._remote.open()  # before a batch is taken: it may be refused
         runner = self._runners[name]
-        watched, steps_before = self._watching.of_steps, runner.steps
-        rates = rates_of(step.optimizers) if watched or fetch.wants_rates else ()
+        watched, steps_before = self._watching.active and self._watching.of_steps, runner.steps
+        rates = rates_of(step.optimizers) if watched else ()
         fetch.norm, rows = None, 0.0
         if not step.model.training:
             step.model.train()
@@ -498,16 +497,13 @@ class Executor:
                 self._remote.tables.end(self._remote.clock)
         if self._remote is not None:
             self._remote.read_applied()
-        if fetch.names is not None:
-            fetch.rows = torch.tensor(rows if step.rows is not None else int(rows), device="cpu")
-            fetch.rates = torch.tensor(rates, dtype=torch.float64, device="cpu")
         values = {"loss": ran.loss}
         if ran.returned or fetch.names is not None:
             values = values | fetch.collect(ran.returned) | values
         if runner.steps == steps_before:
             return values, None
-        if self._watching.counts:
-            self._watching.counted(self.step)
+        if self._watching.facts is not None:
+            self._watching.facts.counted(self.step)
         if not watched:
             return values, None
         numbers = {"loss": ran.loss} if fetch.norm is None else {"loss": ran.loss, "grad_norm": fetch.norm}
@@ -522,8 +518,6 @@ class Executor:
         finally:
             if self._remote is not None:
                 self._remote.tables.end(self._remote.clock)
-        if fetch.names is not None and "rows" in fetch.names:
-            fetch.rows = torch.tensor(count_rows(taken), device="cpu")
         return cast("dict[str, Tensor]", fetch.collect(returned))
 
     def evaluate(self, name: str = "default", loader: Iterable[Structure] | None = None) -> dict[str, Tensor]:
@@ -708,21 +702,21 @@ class Executor:
         The previous checkpoint in ``path`` is kept. ``path`` is a folder, or the URL of storage that fsspec reaches
         (extra ``storage``), such as ``s3://bucket/run``.
 
-        With ``wait=False`` the state is copied in memory and written while training continues, at most two at a time. A
-        failure is raised by the next ``save``, ``finish_saves``, ``load``, ``resume`` or ``close``, which also call the
-        ``"save"`` callbacks.
+        With ``wait=False`` the state is copied in memory and written while training continues; the next save waits for
+        it. A failure is raised by the next ``save``, ``finish_saves``, ``load``, ``resume`` or ``close``, which also
+        call the ``"save"`` callbacks.
 
         Raises:
             RuntimeError: a step is between two runs of an accumulation window; says how many are left.
             CheckpointError: it could not be written, or one before it; raised on every worker.
             WorkersDiffer: as for ``run``; nothing is written.
-            DeadlineExceeded: two are still being written after ``timeout`` seconds.
+            DeadlineExceeded: the one before it is still being written after ``timeout`` seconds.
         """
         self._check_open()
         folder, began = as_place(path), time.monotonic()
         if not isinstance(wait, bool):
             raise TypeError(f"wait is True or False, got {wait!r}")
-        earlier = self._settle_saves(leave=0 if wait else MOST_IN_FLIGHT - 1)
+        earlier = self._settle_save()
         with self._reporting_failures():
             try:
                 self._saver.save(folder, wait=wait)
@@ -736,26 +730,26 @@ class Executor:
             raise CheckpointError(f"{earlier}; step {self.step} {'has been' if wait else 'is being'} saved")
 
     def finish_saves(self) -> None:
-        """Wait until all saves started by ``save(wait=False)`` are written; every worker calls it.
+        """Wait until what ``save(wait=False)`` has started is written; every worker calls it.
 
         Raises:
-            CheckpointError: one could not be written; raised on every worker.
+            CheckpointError: it could not be written; raised on every worker.
             DeadlineExceeded: it takes longer than ``timeout`` seconds.
         """
         self._check_open()
-        self._finish_saves()
+        self._finish_save()
 
-    def _finish_saves(self) -> None:
-        if failures := self._settle_saves():
-            raise CheckpointError(failures)
+    def _finish_save(self) -> None:
+        if failure := self._settle_save():
+            raise CheckpointError(failure)
 
-    def _settle_saves(self, leave: int = 0) -> str:
-        """Wait for saves in the background, and return the failures."""
+    def _settle_save(self) -> str:
+        """Wait for the save in the background, and return its failure."""
         with self._reporting_failures():
-            done, failures = self._saver.settle(Deadline.after(self._timeout), leave=leave)
-        for one in done:
-            self._watching.saved(SaveRecord(one.step, one.path, time.monotonic() - one.began))
-        return failures
+            save, failure = self._saver.settle(Deadline.after(self._timeout))
+        if save is not None and not failure:
+            self._watching.saved(SaveRecord(save.step, save.path, time.monotonic() - save.began))
+        return failure
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Load the newest complete checkpoint in ``path``, with any number of workers. Every worker calls it.
@@ -768,7 +762,7 @@ class Executor:
         """
         self._check_open()
         folder = as_place(path)
-        self._finish_saves()
+        self._finish_save()
         with self._reporting_failures():
             self._saver.load(folder)
         self._served = "replace"
@@ -843,7 +837,7 @@ class Executor:
         """
         self._check_open()
         folder = as_place(path)
-        self._finish_saves()
+        self._finish_save()
         with self._reporting_failures():
             found = self._saver.resume(folder)
             self._served = "replace"
@@ -1025,12 +1019,11 @@ class Executor:
                 raise
             failed.add_note(f"as the Executor was closed: {type(error).__name__}: {error}")
 
-    def _close_saves(self) -> None:
-        try:
-            if self._failed is None:
-                self._finish_saves()
-        finally:
-            self._saver.close(Deadline.after(2 * self._timeout))  # that of saves, and that of those before them
+    def _close_save(self) -> None:
+        if self._failed is None:
+            self._finish_save()
+        else:
+            self._saver.abandon(Deadline.after(self._timeout))
 
     def __enter__(self) -> Self:
         return self

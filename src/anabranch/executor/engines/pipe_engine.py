@@ -25,7 +25,7 @@ from torch import Tensor
 
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.collectives import Workers
-from anabranch.executor.engines.engine import FACTS, Begin, Compare, Engine, Fetch, GradientSink, StepOutput
+from anabranch.executor.engines.engine import NORM, Begin, Compare, Engine, Fetch, GradientSink, StepOutput
 from anabranch.executor.steps import Step, TrainStep
 from anabranch.pipeline import Pipe
 from anabranch.pipeline.pipe import Loss, Shared
@@ -60,10 +60,10 @@ class PipeEngine(Engine):
 
     def check(self, fetch: Fetch) -> None:
         """Raise ``ValueError`` for outputs and gradients."""
-        others = [name for name in fetch.names or () if name != "loss" and name not in FACTS]
+        others = [name for name in fetch.names or () if name not in ("loss", NORM)]
         if others:
             raise ValueError(
-                f"fetch names {others}, but a TrainStep of a Pipe returns 'loss' and {FACTS} only: outputs and "
+                f"fetch names {others}, but a TrainStep of a Pipe returns 'loss' and {NORM!r} only: outputs and "
                 "gradients are split over microbatches and other stages' ranks; use an EvalStep, or pipe.step"
             )
 

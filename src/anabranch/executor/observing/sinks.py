@@ -105,9 +105,7 @@ class SinkFeed:
         if self.idle:
             return False
         now = self._clock()
-        return now - self._last >= _EVERY or (
-            len(self._pending) < _MOST and now - self._last_kept >= self._spacing
-        )
+        return now - self._last >= _EVERY or (len(self._pending) < _MOST and now - self._last_kept >= self._spacing)
 
     def step(self, step: int, values: dict[str, Tensor | float], rows: float) -> None:
         """Record the metrics of an optimizer step; tensors stay on their devices for now."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
-from typing import cast
 
 import numpy as np
 from torch import Tensor
@@ -41,7 +40,8 @@ class Watching:
 
     Attributes:
         subscriptions: the callbacks of each event, in their order.
-        counts: a launcher wants the number of steps.
+        active: there was something to report a step to.
+        facts: written for a launcher, if there is one.
     """
 
     def __init__(self, sinks: Iterable[Sink], *, prefixed: bool) -> None:
@@ -50,8 +50,8 @@ class Watching:
         self._feed = SinkFeed(self._sinks, 0)
         self._prefixed = prefixed
         self._reported = {"loss", "grad_norm", "learning_rate", "steps_per_second", "rows_per_second"}
-        self._facts: RunFacts | None = None
-        self.counts = self._shows_loss = False
+        self.facts: RunFacts | None = None
+        self.active = False
 
     def on(self, event: str, fn: Callable[..., object]) -> Subscription:
         """Call ``fn(record)`` at each ``event`` from now on.
@@ -64,6 +64,7 @@ class Watching:
             raise ValueError(f"the events of an Executor are {', '.join(map(repr, _EVENTS))}, got {event!r}")
         if not callable(fn):
             raise TypeError(f"the callback for {event!r} is a function of one record, got {fn!r}")
+        self.active = True
         return Subscription(self.subscriptions[event], fn)
 
     def _call(self, event: str, record: Record) -> None:
@@ -78,25 +79,13 @@ class Watching:
 
     def begin(self, rank: int, facts: RunFacts | None) -> None:
         """Start to report to the sinks of this rank, and write ``facts`` if a launcher wants them."""
-        self._feed = SinkFeed(self._sinks, rank)
-        self._facts, self.counts = facts, facts is not None
-        self._shows_loss = self.counts and rank == 0
-
-    def counted(self, step: int) -> None:
-        """Write the number of steps for ``anabranch status``."""
-        assert self._facts is not None
-        self._facts.counted(step)
+        self._feed = SinkFeed(self._sinks if facts is None else (*self._sinks, facts), rank)
+        self.facts, self.active = facts, self.active or not self._feed.idle
 
     @property
     def of_steps(self) -> bool:
         """True if the next step is reported to anything."""
-        if self._feed.idle and not self._shows_loss:
-            return bool(self.subscriptions["step"])
-        return bool(self.subscriptions["step"]) or self._feed.due or self._loss_due
-
-    @property
-    def _loss_due(self) -> bool:
-        return self._shows_loss and self._facts is not None and self._facts.due
+        return bool(self.subscriptions["step"]) or self._feed.due
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
         """Pass on the user's numbers at once."""
@@ -113,8 +102,6 @@ class Watching:
 
     def stepped(self, record: StepRecord, numbers: Mapping[str, object]) -> None:
         """Report an optimizer step; sinks get the ``numbers`` that have one element."""
-        if self._facts is not None and self._loss_due:
-            self._facts.stepped(cast("Tensor | None", numbers.get("loss")))
         if not self._feed.idle:
             prefix = f"{record.name}/" if self._prefixed else ""
             values: dict[str, Tensor | float] = {
@@ -127,8 +114,6 @@ class Watching:
 
     def saved(self, record: SaveRecord) -> None:
         """Report a checkpoint."""
-        if self._facts is not None:
-            self._facts.saved(record.path)
         self._report("save", record)
 
     def loaded(self, step: int, path: Place) -> None:
@@ -152,11 +137,7 @@ class Watching:
 
     def close(self) -> None:
         """Flush and close the sinks."""
-        try:
-            self._feed.close()
-        finally:
-            if self._facts is not None:
-                self._facts.close()
+        self._feed.close()
 
 
 def _single(value: Tensor) -> bool:

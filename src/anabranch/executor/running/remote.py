@@ -15,7 +15,6 @@ import logging
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -30,7 +29,7 @@ from anabranch.choices import listed
 from anabranch.collectives import Workers
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, LostUpdate
-from anabranch.executor.routes import Place, Route, Routes
+from anabranch.executor.routes import Place, Routes, ServedParameter
 from anabranch.executor.statistics import TableLoads
 from anabranch.executor.steps import Step, TrainStep, model_of
 from anabranch.job import job
@@ -44,10 +43,8 @@ from anabranch.parameter_server import (
 )
 from anabranch.parameter_server.client.remote_tables import is_sparse
 from anabranch.parameter_server.client.warming_caches import compile_cache_kernels
-from anabranch.tables import Cache, Family, ParameterState, RowOptimizer, to_torch
+from anabranch.tables import Cache, Family, ParameterState, to_torch
 from anabranch.tensors import Compression
-
-__all__ = ["RemotePart", "Served", "ServedParameter", "check_served_steps"]
 
 _log = logging.getLogger("anabranch.executor")
 
@@ -61,30 +58,6 @@ _left: MutableMapping[Tensor, _Left] = WeakTensorKeyDictionary()  # by the param
 
 
 _PATIENCE = 10.0  # heartbeats for a server to answer, where an error ends the Executor
-
-
-@dataclass(frozen=True, slots=True)
-class ServedParameter:
-    """A parameter of the model that is on the servers while the executor is open.
-
-    Attributes:
-        name: on the servers, and in the model.
-        names: all that it has in the models' state, if several modules share it.
-        parameter: the optimizer's parameter; a placeholder if the servers have the only copy.
-        shape, dtype: of the whole.
-        place: where it lives.
-        rule: its optimizer's settings, read again at each call.
-        optimizer: which that is.
-    """
-
-    name: str
-    names: list[str]
-    parameter: nn.Parameter
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    place: Place
-    rule: Callable[[], RowOptimizer]
-    optimizer: torch.optim.Optimizer
 
 
 class RemotePart:
@@ -151,7 +124,7 @@ class RemotePart:
         self._read_at = self._as_of = 0  # this worker's pushes, and those of all workers, before the copies were read
         self._workers = workers if workers is not None and workers.size > 1 else None
         self.stages = stages
-        self.moved = [_moved(route, models) for route in routes if route.place.served and route.tensor is not None]
+        self.moved = [route.served for route in routes if route.served is not None]
         self.embeddings = [route.parameter for route in routes if route.place.served and route.tensor is None]
         self._models = models
         self._hooks, self._heartbeat = ExitStack(), heartbeat
@@ -667,20 +640,6 @@ def _as_kept_here(state: Mapping[str, object], moved: ServedParameter, *, sparse
         key: value.to(device, dtype) if isinstance(value, Tensor) and key != "step" else value
         for key, value in state.items()
     }
-
-
-def _moved(route: Route, models: Mapping[str, nn.Module]) -> ServedParameter:
-    assert route.tensor is not None
-    assert route.rule is not None
-    assert route.optimizer is not None
-    names = [
-        f"{prefix}{name}"
-        for prefix, model in models.items()
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if parameter is route.tensor
-    ]
-    shape = (route.shape, route.tensor.dtype)
-    return ServedParameter(route.parameter, names, route.tensor, *shape, route.place, route.rule, route.optimizer)
 
 
 def check_served_steps(steps: Mapping[str, Step], consistency: Consistency, cache: Cache | None) -> None:

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from anabranch.autodiff.moved_parameter import Switch, from_within, parameters_here
 from anabranch.choices import listed
 from anabranch.collectives import GradientBuckets, Workers
-from anabranch.errors import BoundaryError, CaptureError, WorkersDiffer
+from anabranch.errors import BoundaryError, WorkersDiffer
 from anabranch.executor.engines.engine import Engine, Fetch, StepOutput
 from anabranch.executor.engines.gradients import LossScale, clip_scale, clip_values, elements, nonfinite_error
 from anabranch.executor.likeness import Drift
@@ -372,16 +372,11 @@ class StepRunner:
     def _run_whole(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput | None:
         """Run the whole step at once: without sinks nothing is summed."""
         self._follow_optimizers()
-        left = self._call_own_zero_grads() if self._own_zero_grads else []
+        if self._own_zero_grads:
+            self._call_own_zero_grads()
         for parameter in self._held:
             parameter.grad = None
-        for parameter, gradient in left:
-            parameter.grad = gradient
         engine = self.engine
-        if left and engine.name != "tape":
-            raise CaptureError(
-                "zero_grad of an optimizer leaves gradients, to which a graph would not add; use engine='tape'"
-            )
         with releasing_interrupts():
             ran = engine.step(batch, rows, fetch)
             if ran is None:
@@ -417,11 +412,8 @@ class StepRunner:
         """Start a window if none is open, and clear the gradients of the last run."""
         self._follow_optimizers()
         if self.in_window == 0:
-            if self._own_zero_grads and any(bool(gradient.any()) for _, gradient in self._call_own_zero_grads()):
-                raise ValueError(
-                    "zero_grad of an optimizer leaves gradients, to which several workers, servers and accumulate=... "
-                    "cannot add; let it clear them"
-                )
+            if self._own_zero_grads:
+                self._call_own_zero_grads()
             self._lay_out()
             self._buckets.start_window()
             for servers in self._servers:
@@ -466,12 +458,12 @@ class StepRunner:
                     "window; do it between two optimizer steps"
                 )
 
-    def _call_own_zero_grads(self) -> list[tuple[Tensor, Tensor]]:
-        """Call ``zero_grad``, of which an optimizer has its own; return the remaining gradients."""
+    def _call_own_zero_grads(self) -> None:
+        """Call ``zero_grad``, of which an optimizer has its own."""
         for optimizer in self.step.optimizers:
             optimizer.zero_grad()
-        own = set(self._held)
-        return [(p, p.grad) for p in self._parameters if p.grad is not None and p in own]
+        if any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in self._held):
+            raise ValueError("zero_grad of an optimizer leaves gradients, to which no step adds; let it clear them")
 
     def _closes_window(self) -> bool:
         return self._closing or self.in_window + 1 == self.step.accumulate

@@ -43,13 +43,13 @@ from anabranch.checkpoint.storage import Place
 from anabranch.checkpoint.tensor_file import Blocks
 from anabranch.collectives import Workers
 from anabranch.deadline import Deadline
-from anabranch.errors import CheckpointError
+from anabranch.errors import CheckpointError, DeadlineExceeded
 from anabranch.executor.loaders.loading import BoundLoader
 from anabranch.executor.own_state import HasState
 from anabranch.executor.randomness import random_state, restore_random_state
 from anabranch.executor.running.remote import RemotePart
 from anabranch.executor.running.runner import StepRunner
-from anabranch.executor.saving.background_saves import BackgroundSaves, StartedSave, copied
+from anabranch.executor.saving.background_saves import BackgroundSave, copied
 from anabranch.executor.saving.exporting import export
 from anabranch.executor.saving.optimizer_states import (
     OptimizerState,
@@ -140,8 +140,7 @@ class Saver:
     ) -> None:
         self.loaders, self.remote = loaders, remote
         self._objects = objects or {}
-        self._background: BackgroundSaves | None = None
-        self._started_saves: list[StartedSave] = []
+        self._saving: BackgroundSave | None = None
         self._steps = {name: step for name, step in steps.items() if isinstance(step, TrainStep)}
         self._runners = runners
         self._workers = None if workers is None or workers.size == 1 else workers
@@ -153,6 +152,20 @@ class Saver:
         self._rank, self._size = (0, 1) if self._workers is None else (self._workers.rank, self._workers.size)
         self._row = self._rank // stages
         self._run = RunName(shared=workers is not None)
+        self._check_encoding()
+
+    def _check_encoding(self) -> None:
+        """Raise ``ValueError`` for what a checkpoint cannot hold; an optimizer's own state is not there yet."""
+        states: dict[str, object] = {}
+        for name, target in self._objects.items():
+            with suppress(Exception):  # one that needs the executor, or a first batch: the save says so
+                states[name] = target.state_dict()
+        optimizers = _optimizer_states(self._steps, self._parameters, {})
+        extra = {name: value for name, value in _model_state(self._models) if not isinstance(value, Tensor)}
+        try:
+            encode(checkpoint.split([optimizers, _scheduler_states(self._steps), extra, states])[0])
+        except ValueError as error:
+            raise ValueError(f"{error}; or give what holds it a state_dict() without it") from None
 
     def _parameters(self, step: str) -> dict[str, Tensor]:
         """Return a step's parameters by name; only a worker alone may add some after construction."""
@@ -185,21 +198,19 @@ class Saver:
         )
         ranks = self._gather_at_first(mine)
 
-        def begin() -> None:
+        def begin() -> Callable[[], object] | None:
             if self._rank or part is None:
-                return
+                return None
             groups, state = self._collected(part, ranks)
-            write = partial(checkpoint.write, path, step=self._steps_taken(), check_newest=self._run.check)
-            if wait:
-                write(groups, state)
-            else:
-                self._background = self._background or BackgroundSaves()
-                groups, state = copied(groups), copy.deepcopy(state)
-                self._background.begin(lambda: write(groups, state))
+            options: dict[str, Any] = {"step": self._steps_taken(), "check_newest": self._run.check}
+            if not wait:
+                return partial(checkpoint.write, path, copied(groups), copy.deepcopy(state), **options)
+            checkpoint.write(path, groups, state, **options)
+            return None
 
-        self._together(begin, f"could not save to {path}")
+        write = self._together(begin, f"could not save to {path}")
         if not wait:
-            self._started_saves.append(StartedSave(self._steps_taken(), path, began))
+            self._saving = BackgroundSave(self._steps_taken(), path, began, write)
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return a copy of the state of ``model`` as it is without servers, on rank 0; every worker calls it.
@@ -252,33 +263,28 @@ class Saver:
                 state |= {f"{here}weight": rows} if ids is None else {f"{here}ids": ids, f"{here}weight": rows}
         return state
 
-    def settle(self, deadline: Deadline, *, leave: int = 0) -> tuple[list[StartedSave], str]:
-        """Wait until at most ``leave`` of the started saves are unwritten; return the written ones, and the failures of
-        others, the same on every worker.
+    def settle(self, deadline: Deadline) -> tuple[BackgroundSave | None, str]:
+        """Wait for the save in the background; return it, and why it could not be written, the same on every worker.
 
         Raises:
-            CheckpointError, DeadlineExceeded: they take longer.
+            CheckpointError, DeadlineExceeded: it takes longer.
         """
-        if not self._started_saves:
-            return [], ""
-        background = self._background
-        mine = self._together(
-            lambda: [] if background is None else background.wait(leave, deadline), "is still saving in the background"
-        )
-        ended = msgspec.json.decode(self._gather(msgspec.json.encode(mine))[0], type=list[str])
-        done, self._started_saves = self._started_saves[: len(ended)], self._started_saves[len(ended) :]
-        failures = [
-            f"{started.path} of step {started.step} could not be saved in the background: {failure}"
-            for started, failure in zip(done, ended, strict=True)
-            if failure
-        ]
-        return [started for started, failure in zip(done, ended, strict=True) if not failure], "; ".join(failures)
+        save = self._saving
+        if save is None:
+            return None, ""
+        mine = self._together(lambda: save.wait(deadline), "is still saving in the background")
+        failure = self._gather(mine.encode())[0].decode()
+        self._saving = None
+        return save, failure and f"{save.path} of step {save.step} could not be saved in the background: {failure}"
 
-    def close(self, deadline: Deadline) -> None:
-        """Wait for all saves; log failures that were not reported yet."""
-        if self._background is not None:
-            for failure in self._background.close(deadline):
-                _log.warning("a checkpoint could not be saved in the background: %s", failure)
+    def abandon(self, deadline: Deadline) -> None:
+        """Wait for the save in the background without the other workers; log its failure."""
+        try:
+            failure = "" if self._saving is None else self._saving.wait(deadline)
+        except DeadlineExceeded as error:
+            failure = str(error)
+        if failure:
+            _log.warning("a checkpoint could not be saved in the background: %s", failure)
 
     def _steps_taken(self) -> int:
         return sum(runner.steps for runner in self._runners.values())
@@ -646,23 +652,6 @@ def _scheduler_states(steps: Mapping[str, TrainStep]) -> dict[str, list[_Schedul
         name: [_SchedulerState(kind=type(one).__qualname__, state=to_save(one.state_dict())) for one in step.schedulers]
         for name, step in steps.items()
     }
-
-
-def check_encoding(
-    steps: Mapping[str, TrainStep], models: Mapping[str, nn.Module], objects: Mapping[str, HasState]
-) -> None:
-    """Raise ``ValueError`` for what a checkpoint cannot hold; an optimizer's own state is not there yet."""
-    states: dict[str, object] = {}
-    for name, target in objects.items():
-        with suppress(Exception):  # one that needs the executor, or a first batch: the save says so
-            states[name] = target.state_dict()
-    optimizers = _optimizer_states(steps, lambda name: names_of(steps[name].model), {})
-    extra = {name: value for name, value in _model_state(models) if not isinstance(value, Tensor)}
-    tried = {"optimizers": optimizers, "schedulers": _scheduler_states(steps), "extra": extra, "objects": states}
-    try:
-        encode(checkpoint.split(tried)[0])
-    except ValueError as error:
-        raise ValueError(f"{error}; or give what holds it a state_dict() without it") from None
 
 
 def _newest(path: Place) -> Checkpoint | None:
