@@ -22,11 +22,9 @@ from torch import Tensor, nn
 
 from anabranch.checkpoint.generations import check_path
 from anabranch.checkpoint.storage import as_place
-from anabranch.choices import choice
 from anabranch.collectives import Workers
-from anabranch.deadline import Deadline, check_seconds
+from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError
-from anabranch.executor.arguments import check_arguments, check_engine, check_log_path
 from anabranch.executor.device_placement import DevicePlacement
 from anabranch.executor.engines.engine import Engine, Fetch
 from anabranch.executor.engines.evaluator import Evaluator
@@ -44,23 +42,23 @@ from anabranch.executor.observing.sinks import Sink, check_sinks
 from anabranch.executor.observing.tracking import Progress
 from anabranch.executor.observing.watching import Watching, rates_of
 from anabranch.executor.own_state import OwnState
-from anabranch.executor.plan import Plan, Planner, other_modes
+from anabranch.executor.plan import Plan, Planner
 from anabranch.executor.plan.survey import check_planned
-from anabranch.executor.routes import CommMode, Routes, comm_mode_of, plan_routes
-from anabranch.executor.running.remote import RemotePart, Served
+from anabranch.executor.routes import CommMode, Routes
+from anabranch.executor.running.remote import RemotePart
 from anabranch.executor.running.remote_window import RemoteWindow
 from anabranch.executor.running.runner import StepRunner, rows_of
 from anabranch.executor.saving.saving import Saver
+from anabranch.executor.spec import Served, check_arguments, check_log_path, spec_of
 from anabranch.executor.statistics import Statistics, TableLoads
-from anabranch.executor.steps import EvalStep, Step, StepDescription, TrainStep, distinct_models, model_of, named_steps
+from anabranch.executor.steps import EvalStep, Step, StepDescription, TrainStep, model_of
 from anabranch.graph import Graph
 from anabranch.job import job
-from anabranch.parameter_server import Consistency
 from anabranch.pipeline import Pipe
 from anabranch.record import spans
 from anabranch.record.process import PLAN_VARIABLE, process_record
 from anabranch.tables import Cache
-from anabranch.tensors import Compression, Structure, as_tensors, check_compression, map_structure
+from anabranch.tensors import Compression, Structure, as_tensors, map_structure
 
 __all__ = ["CommMode", "Executor"]
 
@@ -170,163 +168,148 @@ class Executor:
         served: Served = "refuse",
         check_workers: int = 100,
     ) -> None:
-        self._served: Served = choice("served", served, ("refuse", "adopt", "replace"))
-        self._steps = named_steps(steps)
-        training = {name: step for name, step in self._steps.items() if isinstance(step, TrainStep)}
-        self.comm_mode: CommMode | None = comm_mode_of(comm_mode, self._steps, process_group, routes)
-        ordering = Consistency.parse(consistency)
-        check_compression(row_compression)
-        check_seconds(timeout=timeout, heartbeat=heartbeat)
-        engine = check_engine(engine, compile, self._steps)
-        check_arguments(
-            self._steps, seed=seed, cache=cache, dataloaders=dataloaders, state=state, check_workers=check_workers
-        )
-        self._models = distinct_models(self._steps)
-        self.state = OwnState(state or {})
-        routes_in = partial(
-            plan_routes,
-            self._steps,
-            self._models,
-            overrides=routes,
+        self._spec = spec = spec_of(
+            steps,
+            comm_mode,
+            process_group,
+            routes,
             use_sparse_pull=use_sparse_pull,
-            caches=cache is not None,
+            consistency=consistency,
+            engine=engine,
+            compile=compile,
+            cache=cache,
+            row_compression=row_compression,
+            prefetch=prefetch,
+            timeout=timeout,
+            heartbeat=heartbeat,
+            served=served,
+            check_workers=check_workers,
         )
-        self._routes = routes_in(self.comm_mode)
-        others = other_modes(routes_in, self.comm_mode, self._steps, ordering, cache)
+        check_arguments(spec.steps, seed=seed, dataloaders=dataloaders, state=state)
+        pipe = check_pipes(spec.steps, process_group, spec.comm_mode)
+        self._steps, self.comm_mode, self.state = spec.steps, spec.comm_mode, OwnState(state or {})
         self._log_path = check_log_path(log_path)
-        pipe = check_pipes(self._steps, process_group, self.comm_mode)
-        self._timeout, self._process, self._started = timeout, os.getpid(), time.monotonic()
+        self._process, self._started = os.getpid(), time.monotonic()
         self._inside: str | None = None  # the step that runs
         self._trace: RunTrace | None = None
         self._closed = False
         self._failed: BaseException | None = None
+        self._fetch_all = {name: Fetch(None, step.model) for name, step in spec.steps.items()}
+        self._runs = dict.fromkeys(spec.steps, 0)
+        self._rows, self._run_seconds = 0.0, 0.0
+        self._reported = Statistics(runs=dict.fromkeys(spec.steps, 0))
+        self._only_plans = PLAN_VARIABLE in os.environ
+        self._watching = Watching(check_sinks(sinks), prefixed=len(spec.training) > 1)
         self._parts = ExitStack()  # closed in reverse order, also where one of them fails
-        self._watching = Watching(check_sinks(sinks), prefixed=len(training) > 1)
         self._parts.callback(self._watching.close)
         try:
-            self._workers = self._everyone = self._join_workers(process_group, timeout, heartbeat)
-            if self._workers is not None:
-                self._parts.callback(self._workers.close)
-            stages = 1
-            if pipe is not None:
-                stages = dist.get_world_size(pipe.process_group)
-                self._everyone = join_pipelines(pipe, self._workers, timeout, heartbeat)
-                self._parts.callback(self._everyone.close)
+            self._workers, self._everyone, stages = self._meet(process_group, pipe)
+            rank = 0 if self._workers is None else self._workers.rank
             if seed is not None:
-                torch.manual_seed(seed + (self._workers.rank if self._workers else job().rank))
-                for pipe in (step.model for step in self._steps.values() if isinstance(step.model, Pipe)):
-                    pipe.seed = seed + (self._workers.rank if self._workers else 0)
-            self._devices = {
-                name: DevicePlacement.home(step.model, devices or {}) for name, step in self._steps.items()
-            }
+                torch.manual_seed(seed + (job().rank if self._workers is None else rank))
+                for model in spec.models.values():
+                    if isinstance(model, Pipe):
+                        model.seed = seed + rank
+            self._devices = {name: DevicePlacement.home(one.model, devices or {}) for name, one in spec.steps.items()}
             if devices:
-                self._parts.callback(_placed(self._steps, devices).close)
+                self._parts.callback(_placed(spec.steps, devices).close)
             if self._workers is not None and self._workers.size > 1:
-                assert self.comm_mode is not None
-                check_alike(self._workers, self.comm_mode, self._steps, self._routes)
-                share_parameters(self._workers, self._steps, self._routes)
-            # Workers that all-reduce nothing, and push without merging, need not wait for each other here either.
-            together = ordering.merges or not self._routes.served or self._routes.all_reduces
-            acting = self._workers if together else None
-            drift = None
-            if acting is not None and check_workers and acting.size > 1:
-                drift = Drift(acting, self._everyone or acting, self._steps, self._routes, check_workers)
-            self._runners: dict[str, StepRunner] = {}
-            self._evaluators: dict[str, Evaluator] = {}
-            self._remote: RemotePart | None = None
-            if self._serves_any():
-                self._remote = RemotePart(
-                    self._routes,
-                    self._steps,
-                    self._models,
-                    self._everyone,
-                    stages=stages,
-                    consistency=ordering.name,
-                    cache=cache,
-                    row_compression=row_compression,
-                    timeout=timeout,
-                    heartbeat=heartbeat,
-                    served=self._served,
-                    on_move=self._follow_move,
-                )
-                self._parts.callback(lambda remote: remote.close(self._failed), self._remote)
-            self._batches = Batches(dataloaders or {}, self._workers, together=together, prefetch=prefetch)
+                assert spec.comm_mode is not None
+                check_alike(self._workers, spec.comm_mode, spec.steps, spec.routes)
+                share_parameters(self._workers, spec.steps, spec.routes)
+            self._remote = self._remote_part(stages)
+            acting = self._workers if spec.run_together(spec.routes) else None
+            self._batches = Batches(dataloaders or {}, self._workers, together=acting is not None, prefetch=prefetch)
             self._parts.callback(self._batches.close)
             # What lists parameters is made from here on: some are on the servers by now.
-            for name, step in self._steps.items():
-                if isinstance(step, EvalStep):
-                    self._evaluators[name] = Evaluator(step, engine, compile=compile)
-            remote = self._remote
-            for number, (name, step) in enumerate(training.items()):
-                runs_on: Engine
-                if isinstance(step.model, Pipe):
-                    runs_on = PipeEngine(step, columns=1 if acting is None else acting.size)
-                    if engine == "graph":
-                        _log.warning("step %r trains a Pipe, which runs its own schedule: its engine is the tape", name)
-                else:
-                    graph = engine == "graph"
-                    runs_on = GraphEngine(step, compile=compile, name=name) if graph else Engine(step)
-                asks_ahead = prefetch and cache is not None and remote is not None and name in self._batches.loaders
-                self._runners[name] = StepRunner(
-                    step,
-                    runs_on,
-                    acting,
-                    drift,
-                    name=name,
-                    number=number,
-                    servers=() if remote is None else (RemoteWindow(remote, step),),
-                    upcoming=UpcomingIds() if remote and remote.rows and not isinstance(step.model, Pipe) else None,
-                    between=partial(self._ask_for_next, name) if asks_ahead else None,
-                )
+            self._evaluators = {
+                name: Evaluator(step, spec.engine, compile=compile)
+                for name, step in spec.steps.items()
+                if isinstance(step, EvalStep)
+            }
+            drift = None
+            if acting is not None and check_workers and acting.size > 1:
+                drift = Drift(acting, self._everyone or acting, spec.steps, spec.routes, check_workers)
+            self._runners = {
+                name: self._runner(name, number, step, acting, drift)
+                for number, (name, step) in enumerate(spec.training.items())
+            }
             loaders, own = self._batches.loaders, self.state.objects
-            self._saver = Saver(self._steps, self._runners, self._everyone, stages, loaders, self._remote, own)
+            self._saver = Saver(spec, self._runners, self._everyone, stages, loaders, self._remote, own)
             self._parts.callback(self._close_save)
             self._parts.callback(lambda: self._end_trace(clean=self._failed is None))
-            for step in training.values():
+            for step in spec.training.values():
                 if not step.model.training:
                     step.model.train()
         except BaseException as error:
             self._end(error)
             raise
+        self._planner = Planner(spec, self._workers)
         self._progress = Progress(shown=self._rank == 0)
         facts = None
         if (record := process_record()) is not None:
-            losses = {"loss", *(f"{name}/loss" for name in training)}
+            losses = {"loss", *(f"{name}/loss" for name in spec.training)}
             facts = RunFacts(record, self._crossed, self._loops, losses)
         self._watching.begin(self._rank, facts)
-        self._fetch_all = {name: Fetch(None, step.model) for name, step in self._steps.items()}
-        self._runs = dict.fromkeys(self._steps, 0)
-        self._rows, self._run_seconds = 0.0, 0.0
-        self._reported = Statistics(runs=dict.fromkeys(self._steps, 0))
-        self._planner = Planner(
-            list(self._models.values()), self._workers, ordering.merges, row_compression, cache is not None, timeout,
-            others,
-        )  # fmt: skip
-        self._only_plans = PLAN_VARIABLE in os.environ
 
     # Construction.
 
-    def _join_workers(self, group: dist.ProcessGroup | None, timeout: float, heartbeat: float) -> Workers | None:
-        if self.comm_mode is None:
-            return None
-        if group is None and not dist.is_initialized() and job().world_size == 1:
-            return None
-        device = DevicePlacement.home(next(iter(self._steps.values())).model, {})
-        return Workers(group, device=device, timeout=timeout, heartbeat=heartbeat)
+    def _meet(self, group: dist.ProcessGroup | None, pipe: Pipe | None) -> tuple[Workers | None, Workers | None, int]:
+        """Return the workers that average gradients, all ranks of their pipelines, and the ranks of one of them."""
+        timeout, heartbeat, workers, stages = self._spec.timeout, self._spec.heartbeat, None, 1
+        alone = group is None and not dist.is_initialized() and job().world_size == 1
+        if self.comm_mode is not None and not alone:
+            device = DevicePlacement.home(next(iter(self._steps.values())).model, {})
+            workers = Workers(group, device=device, timeout=timeout, heartbeat=heartbeat)
+            self._parts.callback(workers.close)
+        everyone = workers
+        if pipe is not None:
+            stages = dist.get_world_size(pipe.process_group)
+            everyone = join_pipelines(pipe, workers, timeout, heartbeat)
+            self._parts.callback(everyone.close)
+        return workers, everyone, stages
 
     @property
     def _rank(self) -> int:
         return job().rank if self._everyone is None else self._everyone.rank
 
-    def _serves_any(self) -> bool:
-        """Return True if any part of the model is on the servers, also if it is on another stage's rank."""
-        if self._everyone is self._workers or self._everyone is None:
-            return self._routes.served
-        mine = b"served" if self._routes.served else b""
-        return any(self._everyone.all_gather_bytes(mine, operation="meet"))
+    def _remote_part(self, stages: int) -> RemotePart | None:
+        """Return the servers' side, if any part of the model is there, also if it is on another stage's rank."""
+        serves = self._spec.routes.served
+        if self._everyone is not None and self._everyone is not self._workers:
+            serves = any(self._everyone.all_gather_bytes(b"served" if serves else b"", operation="meet"))
+        if not serves:
+            return None
+        remote = RemotePart(self._spec, self._everyone, stages, on_move=self._follow_move)
+        self._parts.callback(lambda: remote.close(self._failed))
+        return remote
+
+    def _runner(
+        self, name: str, number: int, step: TrainStep, workers: Workers | None, drift: Drift | None
+    ) -> StepRunner:
+        spec, remote, piped = self._spec, self._remote, isinstance(step.model, Pipe)
+        engine: Engine
+        if piped:
+            engine = PipeEngine(step, columns=1 if workers is None else workers.size)
+            if spec.engine == "graph":
+                _log.warning("step %r trains a Pipe, which runs its own schedule: its engine is the tape", name)
+        else:
+            engine = GraphEngine(step, compile=spec.compile, name=name) if spec.engine == "graph" else Engine(step)
+        asks_ahead = spec.prefetch and spec.cache is not None and remote is not None and name in self._batches.loaders
+        return StepRunner(
+            step,
+            engine,
+            workers,
+            drift,
+            name=name,
+            number=number,
+            servers=() if remote is None else (RemoteWindow(remote, step),),
+            upcoming=UpcomingIds() if remote and remote.rows and not piped else None,
+            between=partial(self._ask_for_next, name) if asks_ahead else None,
+        )
 
     def _follow_move(self) -> None:
-        """Let runners and evaluations see that parameters have moved to the servers, if they exist by then."""
+        """Let runners and evaluations see that parameters have moved to the servers."""
         for runner in self._runners.values():
             runner.follow_move()
         for evaluator in self._evaluators.values():
@@ -378,7 +361,7 @@ class Executor:
             batch = self._batches.loaders[name].first()
         batch = None if batch is None else as_tensors(batch, self._devices[name])
         with self._reporting_failures():
-            return self._planner.plan(name, step, batch, self.comm_mode, self._routes, self._remote)
+            return self._planner.plan(name, step, batch, self._remote)
 
     def _leave_plan(self, name: str, batch: Structure | None) -> None:
         """Leave the plan of the first training run's batch for ``anabranch plan``, and end."""
@@ -626,7 +609,7 @@ class Executor:
 
     def routes(self) -> Routes:
         """Return where every parameter is kept, and the reason; ``print`` shows a table."""
-        return self._routes
+        return self._spec.routes
 
     def statistics(self) -> Statistics:
         """Return the counts since this executor was created."""
@@ -653,8 +636,7 @@ class Executor:
         """Count the bytes of each boundary, and the loads of each table."""
         counts = {} if self._workers is None else {"workers": self._workers.bytes_sent}
         tables = {} if self._remote is None else self._remote.loads()
-        pipes = {id(model): model for step in self._steps.values() if isinstance(model := step.model, Pipe)}
-        if sent := sum(pipe.bytes_sent for pipe in pipes.values()):
+        if sent := sum(model.bytes_sent for model in self._spec.models.values() if isinstance(model, Pipe)):
             counts["pipeline"] = sent
         return counts | {f"table {name}": loads.bytes for name, loads in tables.items()}, tables
 
@@ -746,7 +728,7 @@ class Executor:
     def _settle_save(self) -> str:
         """Wait for the save in the background, and return its failure."""
         with self._reporting_failures():
-            save, failure = self._saver.settle(Deadline.after(self._timeout))
+            save, failure = self._saver.settle(Deadline.after(self._spec.timeout))
         if save is not None and not failure:
             self._watching.saved(SaveRecord(save.step, save.path, time.monotonic() - save.began))
         return failure
@@ -765,7 +747,6 @@ class Executor:
         self._finish_save()
         with self._reporting_failures():
             self._saver.load(folder)
-        self._served = "replace"
         self._watching.loaded(self.step, folder)
 
     def state_dict(self, name: str | None = None) -> dict[str, Tensor]:
@@ -840,9 +821,8 @@ class Executor:
         self._finish_save()
         with self._reporting_failures():
             found = self._saver.resume(folder)
-            self._served = "replace"
             if self._remote is not None:
-                self._remote.open(self._served)
+                self._remote.open("replace")
         if found:
             self._watching.loaded(self.step, folder)
         return found
@@ -1023,7 +1003,7 @@ class Executor:
         if self._failed is None:
             self._finish_save()
         else:
-            self._saver.abandon(Deadline.after(self._timeout))
+            self._saver.abandon(Deadline.after(self._spec.timeout))
 
     def __enter__(self) -> Self:
         return self

@@ -62,7 +62,8 @@ from anabranch.executor.saving.optimizer_states import (
 )
 from anabranch.executor.saving.program_values import restored, to_save
 from anabranch.executor.saving.run_name import RunName
-from anabranch.executor.steps import Step, TrainStep, distinct_models, parameters_of
+from anabranch.executor.spec import Spec
+from anabranch.executor.steps import TrainStep, parameters_of
 from anabranch.parameter_server import RemoteEmbedding
 from anabranch.pipeline import Pipe
 from anabranch.tables import ParameterState, from_torch, to_torch
@@ -119,7 +120,7 @@ class Saver:
     """Saves and loads the state of one executor.
 
     Args:
-        steps: of the executor.
+        spec: of the executor.
         runners: of its training steps.
         workers: all ranks.
         stages: the number of them that hold one model between them.
@@ -130,7 +131,7 @@ class Saver:
 
     def __init__(
         self,
-        steps: Mapping[str, Step],
+        spec: Spec,
         runners: Mapping[str, StepRunner],
         workers: Workers | None,
         stages: int,
@@ -141,10 +142,9 @@ class Saver:
         self.loaders, self.remote = loaders, remote
         self._objects = objects or {}
         self._saving: BackgroundSave | None = None
-        self._steps = {name: step for name, step in steps.items() if isinstance(step, TrainStep)}
+        self._steps, self._models = spec.training, spec.models
         self._runners = runners
         self._workers = None if workers is None or workers.size == 1 else workers
-        self._models = distinct_models(steps)
         self._pipes = {prefix: model for prefix, model in self._models.items() if isinstance(model, Pipe)}
         # By the names of now: other workers know no parameters that are added later.
         self._first_parameters = {name: names_of(step.model) for name, step in self._steps.items()}
