@@ -7,8 +7,8 @@ epochs and logging belong to the user.
 """
 
 from anabranch.executor.executor import Executor
-from anabranch.executor.observing.callbacks import PeerLostRecord, RestartRecord, SaveRecord, StepRecord, Subscription
 from anabranch.executor.observing.sinks import Sink
+from anabranch.executor.observing.watching import PeerLostRecord, RestartRecord, SaveRecord, StepRecord, Subscription
 from anabranch.executor.plan import LinkCost, ModeCost, Plan, PlanRow
 from anabranch.executor.routes import Route, Routes
 from anabranch.executor.statistics import Statistics, TableLoads

@@ -27,20 +27,26 @@ from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError
 from anabranch.executor.device_placement import DevicePlacement
 from anabranch.executor.engines.engine import Engine, Fetch
-from anabranch.executor.engines.evaluator import Evaluator
 from anabranch.executor.engines.graph_engine import GraphEngine
 from anabranch.executor.engines.pipe_engine import PipeEngine, check_pipes, join_pipelines
-from anabranch.executor.evaluation import evaluate
+from anabranch.executor.evaluation import Evaluator, evaluate
 from anabranch.executor.likeness import Drift, check_alike, share_parameters
 from anabranch.executor.loaders.batches import Batches
 from anabranch.executor.loaders.loading import BoundLoader
 from anabranch.executor.loaders.upcoming import UpcomingIds
-from anabranch.executor.observing.callbacks import PeerLostRecord, RestartRecord, SaveRecord, StepRecord, Subscription
 from anabranch.executor.observing.run_facts import RunFacts
 from anabranch.executor.observing.run_trace import RunTrace
 from anabranch.executor.observing.sinks import Sink, check_sinks
 from anabranch.executor.observing.tracking import Progress
-from anabranch.executor.observing.watching import Watching, rates_of
+from anabranch.executor.observing.watching import (
+    PeerLostRecord,
+    RestartRecord,
+    SaveRecord,
+    StepRecord,
+    Subscription,
+    Watching,
+    rates_of,
+)
 from anabranch.executor.own_state import OwnState
 from anabranch.executor.plan import Plan, Planner
 from anabranch.executor.plan.survey import check_planned

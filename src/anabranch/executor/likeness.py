@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from numbers import Number
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import msgspec
 import torch
@@ -45,6 +45,14 @@ _COMPARISON = "comparison of parameters"
 _T = TypeVar("_T")
 
 
+def exchange(workers: Workers | None, value: object, kind: type[_T], operation: str) -> list[_T]:
+    """Return the plain ``value`` of each worker, in the order of ranks."""
+    if workers is None:
+        return [cast(_T, value)]
+    texts = workers.all_gather_bytes(msgspec.json.encode(value), operation=operation)
+    return [msgspec.json.decode(text, type=kind) for text in texts]
+
+
 def check_alike(workers: Workers, mode: CommMode, steps: Mapping[str, Step], routes: Routes) -> None:
     """Exchange descriptions of every worker's steps, and compare them with rank 0's.
 
@@ -55,10 +63,7 @@ def check_alike(workers: Workers, mode: CommMode, steps: Mapping[str, Step], rou
     _check_tables(steps)
     reduced = {route.tensor for route in routes.at(Place.WORKERS)} if routes.all_reduces else set()
     mine = [f"comm_mode={mode!r}", *_model_lines(steps)], list(_optimizer_lines(steps, reduced))
-    texts = workers.all_gather_bytes(msgspec.json.encode(mine), operation="meet")
-    models, optimizers = zip(
-        *(msgspec.json.decode(text, type=tuple[list[str], list[str]]) for text in texts), strict=True
-    )
+    models, optimizers = zip(*exchange(workers, mine, tuple[list[str], list[str]], "meet"), strict=True)
     _compare("models", models, "every worker makes the same steps and models and freezes the same parameters")
     cure = "make the same optimizers with the same groups and settings on all of them"
     _compare("optimizers", optimizers, f"each worker applies the averaged gradients itself, so {cure}")
@@ -241,8 +246,7 @@ class Drift:
         return f"; so do their optimizers: {'; '.join(unlike)}" if unlike else ""
 
     def _gather(self, group: Workers, value: object, kind: type[_T]) -> list[_T]:
-        texts = group.all_gather_bytes(msgspec.json.encode(value), operation=_COMPARISON)
-        return [msgspec.json.decode(text, type=kind) for text in texts]
+        return exchange(group, value, kind, _COMPARISON)
 
 
 def checksum(tensor: Tensor) -> int:

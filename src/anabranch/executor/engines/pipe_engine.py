@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import cast
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,6 +25,7 @@ from torch import Tensor
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.collectives import Workers
 from anabranch.executor.engines.engine import NORM, Begin, Compare, Engine, Fetch, GradientSink, StepOutput
+from anabranch.executor.likeness import exchange
 from anabranch.executor.steps import Step, TrainStep
 from anabranch.pipeline import Pipe
 from anabranch.pipeline.pipe import Loss, Shared
@@ -181,8 +181,7 @@ def join_pipelines(pipe: Pipe, column: Workers | None, timeout: float, heartbeat
     with line:
         if line.size == 1:
             return column
-        texts = column.all_gather_bytes(msgspec.json.encode((line.name, line.ranks)), operation="meet")
-        rows = [msgspec.json.decode(text, type=tuple[str, list[int]]) for text in texts]
+        rows = exchange(column, (line.name, line.ranks), tuple[str, list[int]], "meet")
         ranks = [rank for _, row in rows for rank in row]
         name = f"{rows[0][0]} and those beside it"
         return Workers(ranks=ranks, name=name, timeout=timeout, heartbeat=heartbeat)

@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 
 from anabranch.collectives import Workers
+from anabranch.executor.likeness import exchange
 from anabranch.record import spans
 from anabranch.record.process import process_name
 from anabranch.record.trace import as_lines, check_trace_path, footer, header, read_part, write_trace
@@ -49,26 +50,20 @@ class RunTrace:
         spans.start(self._recorder.add)
 
     def _agree(self, refused: str, steps: object) -> None:
-        if self._everyone is None:
-            return
-        answers = [text.decode().partition("\n") for text in self._gather(f"{steps!r}\n{refused}".encode())]
-        refusals = [(rank, why) for rank, (_, _, why) in enumerate(answers) if why]
-        numbers = [number for number, _, _ in answers]
+        answers = exchange(self._everyone, (repr(steps), refused), tuple[str, str], "trace")
+        refusals = [(rank, why) for rank, (_, why) in enumerate(answers) if why]
+        numbers = [number for number, _ in answers]
         if refused or (not refusals and len(set(numbers)) == 1):
             return
         if refusals:
             raise ValueError("trace was refused on rank {}: {}".format(*refusals[0]))
         raise ValueError(f"all workers must trace the same number of steps; they requested {numbers}")
 
-    def _gather(self, data: bytes) -> list[bytes]:
-        assert self._everyone is not None
-        return self._everyone.all_gather_bytes(data, operation="trace")
-
     def _read_clock(self) -> None:
         """Bound this clock's distance from the others', see ``offset_between``."""
         for _ in range(_ROUNDS if self._everyone is not None else 0):
             before = time.monotonic_ns()
-            self._gather(b"")
+            exchange(self._everyone, None, type(None), "trace")
             self._clock.append((before, time.monotonic_ns()))
 
     def over(self, step: int) -> bool:

@@ -23,6 +23,7 @@ from torch import Tensor
 _EVERY = 1.0  # seconds between two readings
 _MOST = 200  # steps of one reading
 _SHARE = 0.003  # of the run's time, for reading and sinks together
+_HEAD_START = 0.05  # seconds that they may take before that, so that a short run is reported completely
 
 _Step: TypeAlias = "tuple[int, dict[str, Tensor | float]]"
 
@@ -94,7 +95,7 @@ class SinkFeed:
         self.idle = not self._fed
         self._clock = clock
         self._last = self._last_kept = clock()
-        self._spacing = 0.0  # seconds between two steps that are kept
+        self._spent = self._spacing = 0.0  # seconds of reading so far, and between two steps that are kept
         self._pending: list[_Step] = []
         self._rows = 0.0
         self._rated: int | None = None  # the step up to which rates have been reported
@@ -141,7 +142,9 @@ class SinkFeed:
         self._rated = newest
         for (step, _), numbers in zip(pending, _read([values for _, values in pending]), strict=True):
             self._call(lambda sink, step=step, numbers=numbers: sink.scalars(step, dict(numbers)))  # type: ignore[misc]
-        self._spacing = (self._clock() - began) / len(pending) / _SHARE
+        spent = self._clock() - began
+        self._spent += spent
+        self._spacing = spent / len(pending) / _SHARE if self._spent > _HEAD_START else 0.0
 
     def _call(self, call: Callable[[Sink], None]) -> None:
         for sink in tuple(self._fed):

@@ -23,13 +23,13 @@ from functools import partial
 from statistics import median
 from typing import cast
 
-import msgspec
 import torch
 from torch import Tensor
 
 from anabranch.collectives import Workers
 from anabranch.collectives.buckets import carries_header, in_buckets
 from anabranch.collectives.sparse_rows import sparse_bytes, summing_dtype
+from anabranch.executor.likeness import exchange
 from anabranch.executor.plan.step_plan import LinkCost, ModeCost, Plan, PlanRow
 from anabranch.executor.plan.survey import StepSurvey, TableRows, survey_pipe, survey_step
 from anabranch.executor.routes import COMM_MODES, Place, Route, Routes
@@ -104,8 +104,7 @@ class Planner:
         with _uncounted(self.workers):
             self.workers.barrier(operation="plan")
             mine = self._links(routes, remote), self._survey(step, batch, routes)
-            texts = self.workers.all_gather_bytes(msgspec.json.encode(mine), operation="plan")
-        everyone = [msgspec.json.decode(text, type=tuple[dict[str, LinkCost], StepSurvey | None]) for text in texts]
+            everyone = exchange(self.workers, mine, tuple[dict[str, LinkCost], StepSurvey | None], "plan")
         return everyone[0][0], [survey for _, survey in everyone], self.workers.rank
 
     def _survey(self, step: TrainStep, batch: Structure | None, routes: Routes) -> StepSurvey | None:

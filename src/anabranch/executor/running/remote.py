@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, M
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -28,6 +27,7 @@ from anabranch.choices import listed
 from anabranch.collectives import Workers
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, LostUpdate
+from anabranch.executor.likeness import exchange
 from anabranch.executor.routes import Place, ServedParameter
 from anabranch.executor.spec import Served, Spec
 from anabranch.executor.statistics import TableLoads
@@ -275,10 +275,7 @@ class RemotePart:
 
     def gather(self, names: list[list[str]]) -> list[list[list[str]]]:
         """Gather the ranks' values, in the order of ranks."""
-        if self._workers is None:
-            return [names]
-        texts = self._workers.all_gather_bytes(msgspec.json.encode(names), operation="meet at the servers")
-        return [msgspec.json.decode(text, type=list[list[str]]) for text in texts]
+        return exchange(self._workers, names, list[list[str]], "meet at the servers")
 
     def _meet(self) -> None:
         self.gather([])

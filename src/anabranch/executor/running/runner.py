@@ -16,9 +16,10 @@ import hashlib
 import logging
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -612,12 +613,24 @@ class StepRunner:
                 f"(executor.stopping is true only there)"
             )
 
-    def restore(self, runs: int, steps: int, mean_rows: float | None) -> None:
-        """Continue where another runner stood."""
-        self.mean_rows = None if self._workers is None else mean_rows
-        self._alike_at = steps
-        self.runs = runs
-        self.steps = steps
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        names = ("runs", "steps", "mean_rows", "epoch_runs")
+        return {name: getattr(self, name) for name in names} | {"loss_scale": self.scale and self.scale.state()}
+
+    def restore(self, state: Mapping[str, Any], *, as_many_rows: bool, in_epoch: bool) -> None:
+        """Continue where another runner stood.
+
+        Args:
+            state: of that.
+            as_many_rows: there are as many pipelines, else the mean is another: they exchange their rows again.
+            in_epoch: the loader continues within its epoch, else how far it is shows at the next one.
+        """
+        self.mean_rows = state["mean_rows"] if self._workers is not None and as_many_rows else None
+        self.runs, self.steps, self._alike_at = state["runs"], state["steps"], state["steps"]
+        self.epoch_runs = state["epoch_runs"] if in_epoch else None
+        if self.scale is not None and state["loss_scale"]:
+            self.scale.restore(state["loss_scale"])
         self._calls = 0  # on all workers: one of them may have been interrupted before it began a run
         self.in_window = 0
 

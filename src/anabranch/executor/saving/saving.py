@@ -59,11 +59,12 @@ from anabranch.executor.saving.optimizer_states import (
     merge_stage,
     names_of,
     parameter_names,
+    restored,
+    to_save,
 )
-from anabranch.executor.saving.program_values import restored, to_save
 from anabranch.executor.saving.run_name import RunName
 from anabranch.executor.spec import Spec
-from anabranch.executor.steps import TrainStep, parameters_of
+from anabranch.executor.steps import parameters_of
 from anabranch.parameter_server import RemoteEmbedding
 from anabranch.pipeline import Pipe
 from anabranch.tables import ParameterState, from_torch, to_torch
@@ -160,10 +161,11 @@ class Saver:
         for name, target in self._objects.items():
             with suppress(Exception):  # one that needs the executor, or a first batch: the save says so
                 states[name] = target.state_dict()
-        optimizers = _optimizer_states(self._steps, self._parameters, {})
         extra = {name: value for name, value in _model_state(self._models) if not isinstance(value, Tensor)}
+        optimizers, schedulers = self._optimizers({}), self._schedulers()
+        state = {"optimizers": optimizers, "schedulers": schedulers, "extra": extra, "objects": states}
         try:
-            encode(checkpoint.split([optimizers, _scheduler_states(self._steps), extra, states])[0])
+            encode(checkpoint.split(state)[0])
         except ValueError as error:
             raise ValueError(f"{error}; or give what holds it a state_dict() without it") from None
 
@@ -191,7 +193,7 @@ class Saver:
         mine = _RankState(
             random=random_state(),
             loaders={name: loader.state() for name, loader in self.loaders.items()},
-            counts={name: _counts(runner) for name, runner in self._runners.items()},
+            counts={name: runner.state() for name, runner in self._runners.items()},
             pipes={prefix: (pipe.seed, pipe.calls) for prefix, pipe in self._pipes.items()},
             buffers=self._buffers() if self._row else {},
             part=part if self._rank else None,
@@ -299,10 +301,8 @@ class Saver:
         return _Part(
             model={**_tensors_of(self._models), **served},
             extra={name: value for name, value in _model_state(self._models) if not isinstance(value, Tensor)},
-            optimizers=_optimizer_states(
-                self._steps,
-                self._parameters,
-                {entry.parameter: to_torch(entry.rule(), there[entry.parameter]) for entry in moved},
+            optimizers=self._optimizers(
+                {entry.parameter: to_torch(entry.rule(), there[entry.parameter]) for entry in moved}
             ),
             modes={key: getattr(*switch) for key, switch in self._switches().items()},
         )
@@ -331,7 +331,7 @@ class Saver:
             workers=self._size,
             stages=self._stages,
             optimizers=optimizers,
-            schedulers=_scheduler_states(self._steps),
+            schedulers=self._schedulers(),
             ranks=ranks,
             servers=servers,
             extra=extra,
@@ -346,6 +346,19 @@ class Saver:
             **{f"servers.{name}": group for name, group in tables.items()},
         }
         return groups, state
+
+    def _optimizers(self, elsewhere: Mapping[Tensor, dict[str, object]]) -> dict[str, list[OptimizerState]]:
+        states: dict[str, list[OptimizerState]] = {}
+        for name, step in self._steps.items():
+            named = [(one, parameter_names(one, self._parameters(name))) for one in step.optimizers]
+            states[name] = [by_parameter_name(optimizer, names, elsewhere) for optimizer, names in named]
+        return states
+
+    def _schedulers(self) -> dict[str, list[_SchedulerState]]:
+        return {
+            name: [_SchedulerState(kind=type(s).__qualname__, state=to_save(s.state_dict())) for s in step.schedulers]
+            for name, step in self._steps.items()
+        }
 
     def _buffers(self) -> dict[str, Tensor]:
         parameters = {
@@ -484,13 +497,8 @@ class Saver:
             for scheduler, scheduler_state in schedulers:
                 scheduler.load_state_dict(scheduler_state)
             for name, runner in self._runners.items():
-                counts = row["counts"][name]
-                # With other workers the mean is another: they exchange their rows again.
-                runner.restore(counts["runs"], counts["steps"], counts["mean_rows"] if as_many_rows else None)
                 known = name in self.loaders and (state["workers"] == self._size or self.loaders[name].kind == "global")
-                runner.epoch_runs = counts["epoch_runs"] if known else None  # until the next epoch
-                if runner.scale is not None and counts["loss_scale"]:
-                    runner.scale.restore(counts["loss_scale"])
+                runner.restore(row["counts"][name], as_many_rows=as_many_rows, in_epoch=known)
             for prefix, (seed, calls) in row["pipes"].items():
                 if (pipe := self._pipes.get(prefix)) is not None:
                     # Another number of pipelines starts new random streams.
@@ -613,16 +621,6 @@ class Saver:
         return replace
 
 
-def _counts(runner: StepRunner) -> dict[str, Any]:
-    return {
-        "runs": runner.runs,
-        "steps": runner.steps,
-        "mean_rows": runner.mean_rows,
-        "epoch_runs": runner.epoch_runs,
-        "loss_scale": None if runner.scale is None else runner.scale.state(),
-    }
-
-
 def _model_state(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, object]]:
     for prefix, model in models.items():
         for name, value in model.state_dict().items():
@@ -631,27 +629,6 @@ def _model_state(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, object]
 
 def _tensors_of(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     return {name: value for name, value in _model_state(models) if isinstance(value, Tensor)}
-
-
-def _optimizer_states(
-    steps: Mapping[str, TrainStep],
-    parameters: Callable[[str], Mapping[str, Tensor]],
-    elsewhere: Mapping[Tensor, dict[str, object]],
-) -> dict[str, list[OptimizerState]]:
-    return {
-        name: [
-            by_parameter_name(optimizer, parameter_names(optimizer, parameters(name)), elsewhere)
-            for optimizer in step.optimizers
-        ]
-        for name, step in steps.items()
-    }
-
-
-def _scheduler_states(steps: Mapping[str, TrainStep]) -> dict[str, list[_SchedulerState]]:
-    return {
-        name: [_SchedulerState(kind=type(one).__qualname__, state=to_save(one.state_dict())) for one in step.schedulers]
-        for name, step in steps.items()
-    }
 
 
 def _newest(path: Place) -> Checkpoint | None:
