@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from anabranch.checkpoint.generations import check_path
-from anabranch.checkpoint.storage import as_place
+from anabranch.checkpoint.storage import Place, as_place
 from anabranch.collectives import Workers
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError
@@ -421,21 +421,18 @@ class Executor:
             self._remote.check_fetch(request.names or (), step.model)
         span, began, differentiates = spans.begin(), time.monotonic(), torch.is_grad_enabled()
         try:
-            try:
-                self._inside = name
-                if isinstance(step, TrainStep):
-                    values, took = self._train(name, step, batch, request)
-                else:
-                    values, took = self._evaluate(name, step, batch, request), None
-            finally:
-                self._inside = None
+            self._inside = name
+            if isinstance(step, TrainStep):
+                values, took = self._train(name, step, batch, request)
+            else:
+                values, took = self._evaluate(name, step, batch, request), None
         except BaseException as error:
-            self._inside = None  # Ctrl-C may have come in the line above
-            # It may come after a context switched gradients off, and before the block that switches them on again.
+            # Ctrl-C may come after a context switched gradients off, and before the block that switches them on again.
             torch.set_grad_enabled(differentiates)
             self._watching.failed(error, self.step)
             raise
         finally:
+            self._inside = None
             self._run_seconds += time.monotonic() - began
             if span:
                 spans.complete(span, name, "step", facts={"step": self.step})
@@ -574,8 +571,11 @@ class Executor:
 
     def engine(self, name: str = "default") -> str:
         """Return the engine of the step's last run: ``"tape"``, ``"graph"`` or ``"graph+inductor"``."""
+        return self._engine(name).name
+
+    def _engine(self, name: str) -> Engine | Evaluator:
         self._step(name)
-        return self._evaluators[name].name if name in self._evaluators else self._runners[name].engine.name
+        return self._evaluators[name] if name in self._evaluators else self._runners[name].engine
 
     def graph(self, name: str = "default") -> Graph:
         """Return the graph of the step's last run, from forward to optimizers.
@@ -583,11 +583,9 @@ class Executor:
         Raises:
             RuntimeError: it has not run as one graph.
         """
-        self._step(name)
-        engine = self._evaluators[name] if name in self._evaluators else self._runners[name].engine
-        if engine.graph is None:
+        if (graph := self._engine(name).graph) is None:
             raise RuntimeError(f"step {name!r} has not run as a graph; make the Executor with engine='graph'")
-        return engine.graph
+        return graph
 
     @property
     def epoch(self) -> int:
@@ -748,12 +746,18 @@ class Executor:
             CheckpointError: there is none, none is complete, or it does not fit: names every tensor that is missing,
                 unexpected, or has another shape or dtype. Nothing has been changed.
         """
+        self._load(as_place(path), search=False)
+
+    def _load(self, folder: Place, *, search: bool) -> bool:
         self._check_open()
-        folder = as_place(path)
         self._finish_save()
         with self._reporting_failures():
-            self._saver.load(folder)
-        self._watching.loaded(self.step, folder)
+            loaded = self._saver.load(folder, search=search)
+            if self._remote is not None:
+                self._remote.open("replace")
+        if loaded:
+            self._watching.loaded(self.step, folder)
+        return loaded
 
     def state_dict(self, name: str | None = None) -> dict[str, Tensor]:
         """Return a copy of the model's state as plain PyTorch has it, tables on servers included.
@@ -778,7 +782,7 @@ class Executor:
         """
         model = self._model_of(name)
         with self._reporting_failures():
-            return self._saver.state_dict(model)
+            return self._saver.model_state(model, whole=True)
 
     def _model_of(self, name: str | None) -> nn.Module:
         self._check_open()
@@ -822,16 +826,7 @@ class Executor:
         Raises:
             CheckpointError: none of the checkpoints is complete, or the newest does not fit.
         """
-        self._check_open()
-        folder = as_place(path)
-        self._finish_save()
-        with self._reporting_failures():
-            found = self._saver.resume(folder)
-            if self._remote is not None:
-                self._remote.open("replace")
-        if found:
-            self._watching.loaded(self.step, folder)
-        return found
+        return self._load(as_place(path), search=True)
 
     # Sinks, callbacks and reports.
 

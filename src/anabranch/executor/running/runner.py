@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -215,28 +215,46 @@ class StepRunner:
                 keeps_reads=self.engine.reads_again,
             )
         if not rows > 0:
-            ran = self._add_nothing(active=True, fetch=fetch)
-            assert ran is not None
-            return ran
+            return cast(StepOutput, self._add_nothing(fetch, active=True))
+        with self._window_kept_whole():
+            ran, total = self._differentiate(batch, rows, fetch)
+            self._end_run(total, fetch)
+        self._raise_at_end()
+        return ran if self._workers is None else StepOutput(self._loss_of(total), ran.returned)
+
+    def _differentiate(self, batch: Structure, rows: float, fetch: Fetch) -> tuple[StepOutput, Total]:
         weight = rows if self._averages else 1.0
         factor = self.mean_rows or weight
         seed = weight / factor if self.scale is None else weight / factor * self.scale.value
         started: list[Callable[[], Total]] = []
         upcoming = self.upcoming if self.upcoming is not None and self.upcoming.learning else None
-        with self._window_kept_whole():
-            with (
-                nullcontext() if self._rowless is None else self._rowless.bounded(),
-                nullcontext() if upcoming is None else self.engine.watched(upcoming, batch),
-            ):
-                ran = self.engine.differentiate(
-                    batch, rows, fetch, lambda loss: started.append(self._start_run(loss, weight, factor)), seed
-                )
-            self._loss_dtype = ran.loss.dtype
+        with (
+            nullcontext() if self._rowless is None else self._rowless.bounded(),
+            nullcontext() if upcoming is None else self.engine.watched(upcoming, batch),
+        ):
+            ran = self.engine.differentiate(
+                batch, rows, fetch, lambda loss: started.append(self._start_run(loss, weight, factor)), seed
+            )
+        self._loss_dtype = ran.loss.dtype
+        self._end_backward()
+        return ran, started[0]()
+
+    def run_idle(self, *, active: bool = False) -> StepOutput | None:
+        """Return a run of a worker whose loader has ended: adds nothing; ``None`` when that is so on every worker."""
+        self._begin_run(0.0)
+        for servers in self._servers:
+            servers.part.tables.begin(servers.part.clock)
+        return self._add_nothing(None, active=active)
+
+    def _add_nothing(self, fetch: Fetch | None, *, active: bool) -> StepOutput | None:
+        with self._window_kept_whole(), nullcontext() if self._rowless is None else self._rowless.here():
+            total = self._start_run(None, 0.0, 0.0, active=active)()
+            if not total.active:
+                return None
             self._end_backward()
-            total = started[0]()
-            self._finish_run(total, fetch)
+            self._end_run(total, fetch)
         self._raise_at_end()
-        return ran if self._workers is None else StepOutput(self._loss_of(total), ran.returned)
+        return StepOutput(self._loss_of(total), {})
 
     @property
     def _averages(self) -> bool:
@@ -314,12 +332,6 @@ class StepRunner:
             return partial(total_of, self._buckets.header, call, self._workers)
         return partial(total_of, sent_alone(share, self._workers, call), call, self._workers)
 
-    def _finish_run(self, total: Total, fetch: Fetch | None = None) -> None:
-        if total.refrozen:
-            self._compare_frozen()
-        self.stop_seen = self.stop_seen or total.stopping > 0
-        self._end_run(total, fetch)
-
     def compare_workers(self) -> None:
         """Raise ``WorkersDiffer`` if the workers' parameters differ by more than rounding; every worker calls it."""
         if self._drift is not None:
@@ -330,23 +342,6 @@ class StepRunner:
                 self._broken = False
                 raise
             self._alike_at, self._broken = self.steps, False
-
-    def run_idle(self, *, active: bool = False) -> StepOutput | None:
-        """Return a run of a worker whose loader has ended: adds nothing; ``None`` when that is so on every worker."""
-        self._begin_run(0.0)
-        for servers in self._servers:
-            servers.part.tables.begin(servers.part.clock)
-        return self._add_nothing(active=active)
-
-    def _add_nothing(self, *, active: bool, fetch: Fetch | None = None) -> StepOutput | None:
-        with self._window_kept_whole(), nullcontext() if self._rowless is None else self._rowless.here():
-            total = self._start_run(None, 0.0, 0.0, active=active)()
-            if not total.active:
-                return None
-            self._end_backward()
-            self._finish_run(total, fetch)
-        self._raise_at_end()
-        return StepOutput(self._loss_of(total), {})
 
     @contextmanager
     def _window_kept_whole(self) -> Iterator[None]:
@@ -470,6 +465,9 @@ class StepRunner:
         return self._closing or self.in_window + 1 == self.step.accumulate
 
     def _end_run(self, total: Total, fetch: Fetch | None) -> None:
+        if total.refrozen:
+            self._compare_frozen()
+        self.stop_seen = self.stop_seen or total.stopping > 0
         self._window_rows += total.rows
         self.runs += 1
         if not self._closes_window():

@@ -149,7 +149,7 @@ class Saver:
         self._pipes = {prefix: model for prefix, model in self._models.items() if isinstance(model, Pipe)}
         # By the names of now: other workers know no parameters that are added later.
         self._first_parameters = {name: names_of(step.model) for name, step in self._steps.items()}
-        self._stages = stages
+        self._stages, self._moved = stages, [] if remote is None else remote.moved
         self._rank, self._size = (0, 1) if self._workers is None else (self._workers.rank, self._workers.size)
         self._row = self._rank // stages
         self._run = RunName(shared=workers is not None)
@@ -214,24 +214,25 @@ class Saver:
         if not wait:
             self._saving = BackgroundSave(self._steps_taken(), path, began, write)
 
-    def state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Return a copy of the state of ``model`` as it is without servers, on rank 0; every worker calls it.
-
-        Raises:
-            CheckpointError: a rank could not read its part; on every worker.
-        """
-        return self._state_without_servers(model, whole=True)
-
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write the state of ``model`` as it is without servers, from rank 0; every worker calls it.
 
         Raises:
             CheckpointError: it could not be written; on every worker.
         """
-        state = self._state_without_servers(model, whole=False)
+        state = self.model_state(model, whole=False)
         self._together(lambda: None if self._rank else export(folder, state), f"could not write {folder}")
 
-    def _state_without_servers(self, model: nn.Module, *, whole: bool) -> dict[str, Any]:
+    def model_state(self, model: nn.Module, *, whole: bool) -> dict[str, Any]:
+        """Return the state of ``model`` as it is without servers, on rank 0; every worker calls it.
+
+        Args:
+            model: one of the executor's.
+            whole: a copy; else what is on servers is ``Blocks``.
+
+        Raises:
+            CheckpointError: a rank could not read its part; on every worker.
+        """
         self._check_known("state_dict")
         if self.remote is not None:
             self.remote.settle()
@@ -296,13 +297,12 @@ class Saver:
         if self._row:
             return None
         there = {} if self.remote is None else self.remote.read()
-        moved = [] if self.remote is None else self.remote.moved
-        served = {name: there[entry.parameter].values for entry in moved for name in entry.names}
+        served = {name: there[entry.parameter].values for entry in self._moved for name in entry.names}
         return _Part(
             model={**_tensors_of(self._models), **served},
             extra={name: value for name, value in _model_state(self._models) if not isinstance(value, Tensor)},
             optimizers=self._optimizers(
-                {entry.parameter: to_torch(entry.rule(), there[entry.parameter]) for entry in moved}
+                {entry.parameter: to_torch(entry.rule(), there[entry.parameter]) for entry in self._moved}
             ),
             modes={key: getattr(*switch) for key, switch in self._switches().items()},
         )
@@ -418,16 +418,9 @@ class Saver:
 
     # Loading.
 
-    def resume(self, path: Place) -> bool:
-        """Load the newest complete checkpoint under ``path``; ``False`` if there is none."""
-        return self._load_chosen(path, search=True)
-
-    def load(self, path: Place) -> None:
-        """Load the newest complete checkpoint in ``path``."""
-        self._load_chosen(path, search=False)
-
     @torch.inference_mode(False)  # an optimizer's state outlives the caller's mode
-    def _load_chosen(self, path: Place, *, search: bool) -> bool:
+    def load(self, path: Place, *, search: bool) -> bool:
+        """Load the newest complete checkpoint in ``path``, or with ``search`` under it; ``False`` if there is none."""
         self._check_known("load")
         if self.remote is not None:
             self.remote.tables.wait_until_quiet()  # before any worker replaces what is on the servers
@@ -466,8 +459,7 @@ class Saver:
             values |= state["ranks"][self._rank]["buffers"]
         elsewhere = {prefix + name for prefix, pipe in self._pipes.items() for name in pipe.elsewhere}
         values = {name: value for name, value in values.items() if name not in elsewhere}
-        moved = [] if self.remote is None else self.remote.moved
-        there = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for one in moved for name in one.names}
+        there = {n: torch.empty(one.shape, dtype=one.dtype, device="meta") for one in self._moved for n in one.names}
         checkpoint.fit({**dict(_model_state(self._models)), **there}, values)
         self._check_objects(source, state["objects"])
         optimizers = self._plan_optimizers(state["optimizers"])
