@@ -218,7 +218,9 @@ class Executor:
                         model.seed = seed + rank
             self._devices = {name: DevicePlacement.home(one.model, devices or {}) for name, one in spec.steps.items()}
             if devices:
-                self._parts.callback(_placed(spec.steps, devices).close)
+                optimizers = [one for step in spec.training.values() for one in step.optimizers]
+                models = list(dict.fromkeys(step.model for step in spec.steps.values()))
+                self._parts.callback(DevicePlacement(models, devices, optimizers).close)
             if self._workers is not None and self._workers.size > 1:
                 assert spec.comm_mode is not None
                 check_alike(self._workers, spec.comm_mode, spec.steps, spec.routes)
@@ -1013,11 +1015,6 @@ class Executor:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._end(error)
-
-
-def _placed(steps: Mapping[str, Step], devices: Mapping[str, str | torch.device]) -> DevicePlacement:
-    optimizers = [o for step in steps.values() if isinstance(step, TrainStep) for o in step.optimizers]
-    return DevicePlacement(list(dict.fromkeys(step.model for step in steps.values())), devices, optimizers)
 
 
 def _as_numpy(value: object) -> object:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -99,13 +99,12 @@ class Planner:
         self, step: TrainStep, batch: Structure | None, routes: Routes, remote: RemotePart | None
     ) -> tuple[Mapping[str, LinkCost], Sequence[StepSurvey | None], int]:
         """Return rank 0's links, every worker's survey, and this worker's rank."""
-        if self.workers is None:
-            return self._links(routes, remote), [self._survey(step, batch, routes)], 0
-        with _uncounted(self.workers):
-            self.workers.barrier(operation="plan")
+        with nullcontext() if self.workers is None else _uncounted(self.workers):
+            exchange(self.workers, None, type(None), "plan")  # all begin to measure together
             mine = self._links(routes, remote), self._survey(step, batch, routes)
             everyone = exchange(self.workers, mine, tuple[dict[str, LinkCost], StepSurvey | None], "plan")
-        return everyone[0][0], [survey for _, survey in everyone], self.workers.rank
+        rank = 0 if self.workers is None else self.workers.rank
+        return everyone[0][0], [survey for _, survey in everyone], rank
 
     def _survey(self, step: TrainStep, batch: Structure | None, routes: Routes) -> StepSurvey | None:
         if batch is None or not rows_of(step, batch):
