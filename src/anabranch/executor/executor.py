@@ -242,8 +242,8 @@ class Executor:
                 name: self._runner(name, number, step, acting, drift)
                 for number, (name, step) in enumerate(spec.training.items())
             }
-            loaders, own = self._batches.loaders, self.state.objects
-            self._saver = Saver(spec, self._runners, self._everyone, stages, loaders, self._remote, own)
+            loaders = self._batches.loaders
+            self._saver = Saver(spec, self._runners, self._everyone, stages, loaders, self._remote, self.state)
             self._parts.callback(self._close_save)
             self._parts.callback(lambda: self._end_trace(clean=self._failed is None))
             for step in spec.training.values():
@@ -958,11 +958,9 @@ class Executor:
 
     def _end_trace(self, *, clean: bool) -> None:
         trace, self._trace = self._trace, None
-        if trace is not None and clean:
+        if trace is not None:
             with self._reporting_failures():
-                trace.finish(self.step)
-        elif trace is not None:
-            trace.give_up(self.step)
+                trace.finish(self.step, alone=not clean)
 
     @contextmanager
     def _reporting_failures(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ import math
 import zlib
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from itertools import zip_longest
-from numbers import Number
+from numbers import Real
 from typing import TypeVar, cast
 
 import msgspec
@@ -149,11 +149,9 @@ def _in_words(value: object) -> str:
         return _in_words(value.tolist()) if small else f"<Tensor {tuple(value.shape)}>"
     if isinstance(value, tuple | list):
         return f"({', '.join(map(_in_words, value))})"
-    if value is None or isinstance(value, bool | str):
-        return repr(value)
-    if not isinstance(value, Number):
-        return f"<{type(value).__qualname__}>"
-    return repr(value if isinstance(value, complex) else float(value))  # type: ignore[arg-type]
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return repr(float(value))
+    return repr(value) if isinstance(value, bool | str | complex | None) else f"<{type(value).__qualname__}>"
 
 
 class Drift:

@@ -20,7 +20,7 @@ _ROUNDS = 8
 
 
 class RunTrace:
-    """Records from construction to ``finish`` or ``give_up``; every worker makes one.
+    """Records from construction to ``finish``; every worker makes one.
 
     Args:
         path: where rank 0 writes.
@@ -71,32 +71,24 @@ class RunTrace:
         self._spans += self._recorder.take()
         return self._steps is not None and step - self._first >= self._steps
 
-    def finish(self, step: int) -> None:
-        """Gather the spans of all workers and write them; every worker calls it, after the same step or at its end."""
-        part = self._part()
-        everyone = self._everyone
-        parts = [part] if everyone is None else everyone.gather_bytes(part, operation="trace")
-        self._write(parts, step, complete=self._steps is None or self.over(step))
+    def finish(self, step: int, *, alone: bool = False) -> None:
+        """Gather the spans of all workers and write them; every worker calls it, after the same step or at its end.
 
-    def give_up(self, step: int) -> None:
-        """Write this worker's spans if it is rank 0: the others may be lost."""
-        part = self._part(alone=True)
-        if self._everyone is None or self._everyone.rank == 0:
-            self._write([part], step, complete=False)
-
-    def _part(self, *, alone: bool = False) -> bytes:
+        ``alone``: write rank 0's only, since the others may be lost.
+        """
         spans.stop(self._recorder.add)
         self._spans += self._recorder.take()
         if not alone:
             self._read_clock()
         name = process_name() if self._everyone is None else f"worker {self._everyone.rank}"
         last = {**footer(self._recorder), "clock": self._clock}
-        return as_lines([header(self._recorder, name), *self._spans, last])
-
-    def _write(self, texts: list[bytes], step: int, *, complete: bool) -> None:
+        texts = [as_lines([header(self._recorder, name), *self._spans, last])]
+        if self._everyone is not None and not alone:
+            texts = self._everyone.gather_bytes(texts[0], operation="trace")
         parts = [part for part in map(read_part, texts) if part is not None]
-        if not parts:
+        if not parts or (self._everyone is not None and self._everyone.rank != 0):
             return
+        complete = not alone and (self._steps is None or self.over(step))
         try:
             write_trace(self._path, parts, notes={"first_step": self._first, "last_step": step, "complete": complete})
         except OSError as error:

@@ -45,7 +45,7 @@ from anabranch.collectives import Workers
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError, DeadlineExceeded
 from anabranch.executor.loaders.loading import BoundLoader
-from anabranch.executor.own_state import HasState
+from anabranch.executor.own_state import OwnState
 from anabranch.executor.randomness import random_state, restore_random_state
 from anabranch.executor.running.remote import RemotePart
 from anabranch.executor.running.runner import StepRunner
@@ -127,7 +127,7 @@ class Saver:
         stages: the number of them that hold one model between them.
         loaders: the loaders whose positions are saved.
         remote: the parameters on servers.
-        objects: the user's own.
+        own: the user's own objects.
     """
 
     def __init__(
@@ -138,10 +138,10 @@ class Saver:
         stages: int,
         loaders: Mapping[str, BoundLoader],
         remote: RemotePart | None,
-        objects: Mapping[str, HasState] | None = None,
+        own: OwnState,
     ) -> None:
         self.loaders, self.remote = loaders, remote
-        self._objects = objects or {}
+        self._own = own
         self._saving: BackgroundSave | None = None
         self._steps, self._models = spec.training, spec.models
         self._runners = runners
@@ -158,7 +158,7 @@ class Saver:
     def _check_encoding(self) -> None:
         """Raise ``ValueError`` for what a checkpoint cannot hold; an optimizer's own state is not there yet."""
         states: dict[str, object] = {}
-        for name, target in self._objects.items():
+        for name, target in self._own.objects.items():
             with suppress(Exception):  # one that needs the executor, or a first batch: the save says so
                 states[name] = target.state_dict()
         extra = {name: value for name, value in _model_state(self._models) if not isinstance(value, Tensor)}
@@ -336,7 +336,7 @@ class Saver:
             servers=servers,
             extra=extra,
             modes=modes,
-            objects={name: target.state_dict() for name, target in self._objects.items()},
+            objects={name: target.state_dict() for name, target in self._own.objects.items()},
         )
         state, tensors = checkpoint.split(whole)
         groups: dict[str, checkpoint.Group] = {
@@ -514,16 +514,16 @@ class Saver:
             _log.warning("%s was saved with %s, other than this script has set it", path, ", ".join(changed))
 
     def _check_objects(self, source: Checkpoint, saved: Mapping[str, object]) -> None:
-        if missing := self._objects.keys() - saved.keys():
+        if missing := self._own.keys() - saved.keys():
             raise CheckpointError(
                 f"the checkpoint has no state called {sorted(missing)}, only {sorted(saved)}; give Executor(state=...) "
                 "what was saved"
             )
-        for name in saved.keys() - self._objects.keys():
+        for name in saved.keys() - self._own.keys():
             _log.warning("the checkpoint in %s has a state %r that this Executor was not given", source.path, name)
 
     def _load_objects(self, saved: Mapping[str, object]) -> None:
-        for name, target in self._objects.items():
+        for name, target in self._own.objects.items():
             try:
                 target.load_state_dict(saved[name])
             except Exception as error:
