@@ -31,7 +31,7 @@ from anabranch.collectives import GradientBuckets, Workers
 from anabranch.errors import BoundaryError, WorkersDiffer
 from anabranch.executor.engines.engine import Engine, Fetch, StepOutput
 from anabranch.executor.engines.gradients import LossScale, clip_scale, clip_values, elements, nonfinite_error
-from anabranch.executor.likeness import Drift
+from anabranch.executor.likeness import Drift, exchange
 from anabranch.executor.loaders.upcoming import UpcomingIds
 from anabranch.executor.running.remote_window import RemoteWindow
 from anabranch.executor.running.window import HEADER_SIZE, Total, header, sent_alone, total_of
@@ -154,9 +154,8 @@ class StepRunner:
         """Raise ``ValueError`` on all workers if they have not frozen the same parameters."""
         assert self._workers is not None
         names = {parameter: name for name, parameter in self.engine.parameters.items()} | self._elsewhere
-        mine = "\n".join(name for parameter, name in names.items() if parameter.requires_grad)
-        everyone = self._workers.all_gather_bytes(mine.encode(), operation="comparison of frozen parameters")
-        sets = [set(filter(None, text.decode().split("\n"))) for text in everyone]
+        mine = [name for parameter, name in names.items() if parameter.requires_grad]
+        sets = [set(one) for one in exchange(self._workers, mine, list[str], "comparison of frozen parameters")]
         if differing := sorted(sets[0].union(*sets) - sets[0].intersection(*sets)):
             raise ValueError(
                 f"{', '.join(differing)} is frozen on some workers and not on others (requires_grad_): freeze and "
