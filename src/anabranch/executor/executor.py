@@ -52,8 +52,8 @@ from anabranch.executor.plan import Plan, Planner
 from anabranch.executor.plan.survey import check_planned
 from anabranch.executor.routes import CommMode, Routes
 from anabranch.executor.running.remote import RemotePart
-from anabranch.executor.running.remote_window import RemoteWindow
 from anabranch.executor.running.runner import StepRunner, rows_of
+from anabranch.executor.running.window import RemoteWindow
 from anabranch.executor.saving.saving import Saver
 from anabranch.executor.spec import Served, check_arguments, check_log_path, spec_of
 from anabranch.executor.statistics import Statistics, TableLoads
@@ -237,7 +237,7 @@ class Executor:
             }
             drift = None
             if acting is not None and check_workers and acting.size > 1:
-                drift = Drift(acting, self._everyone or acting, spec.steps, spec.routes, check_workers)
+                drift = Drift(spec, acting, self._everyone or acting)
             self._runners = {
                 name: self._runner(name, number, step, acting, drift)
                 for number, (name, step) in enumerate(spec.training.items())

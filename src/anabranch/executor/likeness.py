@@ -32,6 +32,7 @@ from anabranch.choices import listed
 from anabranch.collectives import Workers
 from anabranch.errors import WorkersDiffer
 from anabranch.executor.routes import CommMode, Place, Routes
+from anabranch.executor.spec import Spec
 from anabranch.executor.steps import Step, TrainStep
 from anabranch.liveness.group import rank_names
 
@@ -158,18 +159,14 @@ class Drift:
     """Compares the parameters that are the same on all workers, unless something writes them on one of them.
 
     Args:
+        spec: of the executor; says how often to compare, and which parameters are all-reduced or frozen.
         workers: those that have the same parameters.
         everyone: they, or all ranks of parallel pipelines, each of whose stages has parameters of its own.
-        steps: of the executor.
-        routes: says which parameters are all-reduced or frozen.
-        every: so many optimizer steps lie between two checks.
     """
 
-    def __init__(
-        self, workers: Workers, everyone: Workers, steps: Mapping[str, Step], routes: Routes, every: int
-    ) -> None:
-        self._workers, self._everyone, self._steps, self.every = workers, everyone, steps, every
-        self._routes = routes.at(Place.WORKERS) if routes.all_reduces else []
+    def __init__(self, spec: Spec, workers: Workers, everyone: Workers) -> None:
+        self._workers, self._everyone, self._spec, self.every = workers, everyone, spec, spec.check_workers
+        self._routes = spec.routes.at(Place.WORKERS) if spec.routes.all_reduces else []
         self._warned = False
 
     def check(self, first: int, last: int) -> None:
@@ -200,7 +197,7 @@ class Drift:
             )
 
     def _parameters(self) -> dict[str, Tensor]:
-        trained = {p for step in self._steps.values() if isinstance(step, TrainStep) for p in step.model.parameters()}
+        trained = {parameter for step in self._spec.training.values() for parameter in step.model.parameters()}
         return {r.parameter: r.tensor for r in self._routes if r.tensor is not None and r.tensor in trained}
 
     def _differing(self) -> tuple[list[str], list[int]]:

@@ -33,8 +33,7 @@ from anabranch.executor.engines.engine import Engine, Fetch, StepOutput
 from anabranch.executor.engines.gradients import LossScale, clip_scale, clip_values, elements, nonfinite_error
 from anabranch.executor.likeness import Drift, exchange
 from anabranch.executor.loaders.upcoming import UpcomingIds
-from anabranch.executor.running.remote_window import RemoteWindow
-from anabranch.executor.running.window import HEADER_SIZE, Total, header, sent_alone, total_of
+from anabranch.executor.running.window import HEADER_SIZE, RemoteWindow, Total, header, sent_alone, total_of
 from anabranch.executor.steps import Step, TrainStep, parameters_of
 from anabranch.graph.step.joint import accumulate
 from anabranch.interrupts import releasing_interrupts
