@@ -187,7 +187,7 @@ class Drift:
         if names:
             raise WorkersDiffer(
                 f"{listed(names)} on {rank_names(ranks)} differ from rank 0's at step {last}, and did not at step "
-                f"{first}. Something writes them on one worker, or differently on each: a "
+                f"{first}{self._unlike_optimizers()}. Something writes them on one worker, or differently on each: a "
                 "forward that writes parameters, an optimizer in a hook, load_state_dict or a learning rate on one "
                 "rank, a scheduler that follows each worker's own metric, random numbers in on_gradients. Do the same "
                 "on all workers, or make what each worker owns a buffer, and continue from the last checkpoint",
@@ -229,6 +229,16 @@ class Drift:
         largest = max(float(one.abs().max()) for one in (tensor, first))
         rounding = _ROUNDING * largest if math.isfinite(largest) else 0.0
         return not torch.allclose(tensor, first, rtol=0.0, atol=rounding, equal_nan=True)
+
+    def _unlike_optimizers(self) -> str:
+        lines = list(_optimizer_lines(self._spec.steps, {*self._parameters().values()}))
+        first, *others = map(set, self._gather(self._workers, lines, list[str]))
+        unlike = [
+            f"{listed(sorted(first - other))} (rank 0), {listed(sorted(other - first))} (rank {rank})"
+            for rank, other in zip(self._workers.ranks[1:], others, strict=True)
+            if other != first
+        ]
+        return f"; so do their optimizers: {'; '.join(unlike)}" if unlike else ""
 
     def _gather(self, group: Workers, value: object, kind: type[_T]) -> list[_T]:
         return exchange(group, value, kind, _COMPARISON)
