@@ -299,7 +299,7 @@ def mistakes() -> dict:
     executor = piped.executor
     refused(
         ValueError,
-        "'loss' and ('grad_norm', 'rows', 'learning_rates') only",
+        "'loss' and 'grad_norm' only",
         lambda: executor.run("train", (x, target), fetch=["0"]),
     )
     refused(ValueError, "one microbatch at a time", lambda: executor.run("validate", (x, target), fetch=["0"]))

@@ -23,10 +23,10 @@ def test_the_first_group_is_left_if_the_second_cannot_be_joined(monkeypatch: pyt
     made = groups()
     monkeypatch.setattr(module, "join_pipelines", lambda *_: next(made))
     monkeypatch.setattr(module.dist, "get_world_size", lambda *_: 2)
-    monkeypatch.setattr(module.Executor, "_join_workers", lambda *_: next(made))
+    monkeypatch.setattr(module, "Workers", lambda *_, **options: next(made))
     monkeypatch.setattr(module, "check_pipes", lambda *_: SimpleNamespace(process_group=None))
     model = nn.Linear(2, 1)
     step = ab.TrainStep(model, lambda m, x: m(x).sum(), torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ab.PeerLost, match="rank 1 did not come"):
-        ab.Executor(step)
+        ab.Executor(step, "AllReduce", process_group=object())  # type: ignore[arg-type]
     assert set(closed) == {"first"}

@@ -318,12 +318,13 @@ def test_an_id_out_of_range_is_named_and_changes_nothing(mode: str) -> None:
 
 def test_several_workers_need_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     from anabranch.executor.running.remote import RemotePart
+    from anabranch.executor.spec import Spec
 
     class Two:
         size, rank = 2, 0
 
     with pytest.raises(ValueError, match="anabranch run --workers 2 --servers 1"):
-        RemotePart(ab.executor.executor.Routes(), {}, {}, Two())  # type: ignore[arg-type]
+        RemotePart(Spec({}, {}, "PS", ab.executor.Routes()), Two())  # type: ignore[arg-type]
 
 
 # Rounding on the way.

@@ -21,8 +21,9 @@ from anabranch.executor.plan.planner import Planner
 from anabranch.executor.plan.survey import StepSurvey, TableRows, survey_step
 from anabranch.executor.routes import CommMode, Place, plan_routes
 from anabranch.executor.running.window import HEADER_SIZE
+from anabranch.executor.spec import Spec
 from anabranch.executor.steps import distinct_models
-from anabranch.parameter_server import ParameterServer
+from anabranch.parameter_server import Consistency, ParameterServer
 from anabranch.tensors import flatten
 
 # Powers of two, so that sums are exact.
@@ -63,9 +64,10 @@ def planned(
     step = ab.TrainStep(model, lambda model, batch: torch.zeros(()), optimizer, **options)
     routes = plan_routes({"train": step}, distinct_models({"train": step}), mode, None, use_sparse_pull=use_sparse_pull)
     everyone = [survey(), survey()] if surveys is None else surveys
-    planner = Planner([model], None, merges, None, caches=False, timeout=1.0, others={})
+    consistency = Consistency.parse("bsp" if merges else "asp")
+    planner = Planner(Spec({"train": step}, {"": model}, mode, routes, consistency=consistency), None)
     monkeypatch.setattr(Planner, "_measured", lambda *_: (LINKS, everyone, rank))
-    return planner.plan("train", step, None, mode, routes, None)
+    return planner.plan("train", step, None, None)
 
 
 @pytest.fixture

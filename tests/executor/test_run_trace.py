@@ -127,22 +127,6 @@ def test_wrong_arguments_are_refused_at_the_call(tmp_path: Path) -> None:
         executor.trace(tmp_path / "out.json")
 
 
-def test_operators_lie_beside_the_spans_at_their_time(tmp_path: Path) -> None:
-    with ab.Executor({"train": step_of()}, engine="tape") as executor:
-        executor.run("train", BATCH)
-        executor.trace(tmp_path / "out.json", steps=2, operators=True)
-        executor.run("train", BATCH)
-        executor.run("train", BATCH)
-    trace = check_valid(tmp_path / "out.json")
-    linear = trace.spans("aten::linear", category="operator")
-    forward = trace.spans("forward")
-    assert len(linear) == len(forward) == 2
-    for operator, span in zip(linear, forward, strict=True):
-        assert trace.place(operator)[1].startswith("operators")
-        middle = operator["ts"] + operator["dur"] / 2  # the two clocks differ by as much as setting them took
-        assert span["ts"] <= middle <= span["ts"] + span["dur"]
-
-
 def _contains(outer: dict[str, float], inner: dict[str, float]) -> bool:
     return outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
 
@@ -253,7 +237,7 @@ def test_ranks_on_machines_of_their_own_state_by_how_much_their_clocks_may_be_of
     monkeypatch.setattr("anabranch.record.trace.host", lambda: next(hosts))
 
     def work(everyone: _Everyone) -> None:
-        trace = RunTrace(tmp_path / "out.json", 1, operators=False, first=0, everyone=everyone)
+        trace = RunTrace(tmp_path / "out.json", 1, first=0, everyone=everyone)
         trace.finish(1)
 
     assert _on_ranks(work) == [None, None]
@@ -274,7 +258,7 @@ def test_ranks_on_machines_of_their_own_state_by_how_much_their_clocks_may_be_of
 )
 def test_a_refusal_on_one_rank_is_a_refusal_on_all(steps: Sequence[int], words: Sequence[str], tmp_path: Path) -> None:
     def work(everyone: _Everyone) -> object:
-        return RunTrace(tmp_path / "out.json", steps[everyone.rank], operators=False, first=0, everyone=everyone)
+        return RunTrace(tmp_path / "out.json", steps[everyone.rank], first=0, everyone=everyone)
 
     errors = _on_ranks(work)
     for error, word in zip(errors, words, strict=True):
@@ -286,7 +270,7 @@ def test_a_refusal_on_one_rank_is_a_refusal_on_all(steps: Sequence[int], words: 
 def test_only_rank_0_needs_the_folder(tmp_path: Path) -> None:
     def work(everyone: _Everyone) -> None:
         path = tmp_path / "out.json" if everyone.rank == 0 else tmp_path / "absent" / "out.json"
-        RunTrace(path, 1, operators=False, first=0, everyone=everyone).finish(1)
+        RunTrace(path, 1, first=0, everyone=everyone).finish(1)
 
     assert _on_ranks(work) == [None, None]
     assert check_valid(tmp_path / "out.json").processes == ["worker 0", "worker 1"]

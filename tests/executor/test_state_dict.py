@@ -76,7 +76,7 @@ def test_it_is_the_model_s_own_after_close_and_a_copy(mode: str | None, options:
     with executor_of(Model(), mode, **options) as executor:
         for _ in range(2):
             executor.run("train", IDS)
-        plain = executor._models[""]
+        plain = executor._spec.models[""]
     for name, value in plain.state_dict().items():
         assert not isinstance(value, Tensor) or torch.equal(value, again.state_dict()[name]), name
 

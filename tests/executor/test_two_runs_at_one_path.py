@@ -205,10 +205,7 @@ def test_a_save_that_reports_an_earlier_failure_is_made_all_the_same(tmp_path: P
 
 
 def _ended(target: ab.Executor) -> None:
-    background = target._saver._background
-    assert background is not None
-    for future in background._writing:
-        future.exception(timeout=60)
+    target._saver._saving._written.exception(timeout=60)  # type: ignore[union-attr]
 
 
 def test_both_failures_are_told_if_the_second_save_fails_too(tmp_path: Path) -> None:

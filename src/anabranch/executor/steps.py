@@ -26,8 +26,6 @@ from anabranch.tensors import Structure
 
 _T = TypeVar("_T")
 PREFIX = "loss"
-_REDUCTIONS: tuple[Literal["mean", "sum"], ...] = ("mean", "sum")
-_FLUSHES: tuple[Literal["keep", "step", "drop"], ...] = ("keep", "step", "drop")
 _PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 Loss: TypeAlias = "Callable[..., Any]"
 Outputs: TypeAlias = "Callable[..., Mapping[str, Tensor]]"
@@ -127,7 +125,7 @@ class TrainStep(StepDescription):
                 f"loss is called as loss(model, batch), but {criterion.__name__} takes an output and a target; write "
                 "lambda model, batch: criterion(model(batch[0]), batch[1])"
             )
-        reduction = choice("reduction", reduction, _REDUCTIONS)
+        reduction = choice("reduction", reduction, ("mean", "sum"))
         _check_bound("clip_grad_norm", clip_grad_norm)
         _check_bound("clip_grad_value", clip_grad_value)
         if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
@@ -139,7 +137,8 @@ class TrainStep(StepDescription):
             what = "a Pipe" if isinstance(model, Pipe) else "precision='float16'"
             raise ValueError(f"activation_budget needs a graph, but {what} runs without one; leave one of them out")
         if precision == "float16":
-            experts = [name or "the model" for name, part in model.named_modules() if _steps_there(part)]
+            parts = model.named_modules()
+            experts = [name or "the model" for name, part in parts if getattr(type(part), "steps_there", False)]
             if isinstance(model, Pipe) or experts:
                 why = "a Pipe has one a microbatch"
                 if experts:
@@ -148,7 +147,7 @@ class TrainStep(StepDescription):
                     f"precision='float16' scales the loss of a whole batch, but {why}; use 'bfloat16', which needs no "
                     "scale"
                 )
-        flush = choice("flush", flush, _FLUSHES)
+        flush = choice("flush", flush, ("keep", "step", "drop"))
         self.model, loss = beside(model, loss)
         self.loss = loss if precision is None or isinstance(model, Pipe) else _cast(loss, model, _PRECISIONS[precision])
         self.optimizers = _optimizers(optimizer, self.model)
@@ -344,10 +343,6 @@ def distinct_models(steps: Mapping[str, Step]) -> dict[str, nn.Module]:
         models = dict.fromkeys(models, "")
         losses = dict.fromkeys(losses, "loss.") if len(losses) == 1 else losses
     return {prefix: module for module, prefix in (*models.items(), *losses.items())}
-
-
-def _steps_there(module: nn.Module) -> bool:
-    return getattr(type(module), "steps_there", False)
 
 
 # A loss that is a module.

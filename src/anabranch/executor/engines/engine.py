@@ -31,11 +31,8 @@ from anabranch.interrupts import hold_interrupts
 from anabranch.record import spans
 from anabranch.tensors import Structure, map_structure
 
-_NORM = "grad_norm"
-_ROWS = "rows"
-_RATES = "learning_rates"
-FACTS = (_NORM, _ROWS, _RATES)
-"""Names of facts about a run, unless the step returns something of that name or the model has such a submodule."""
+NORM = "grad_norm"
+"""The name of a run's norm, unless the step returns something of that name or the model has such a submodule."""
 
 Begin: TypeAlias = "Callable[[Tensor], None]"
 """``begin(loss)`` is called before the first gradient is final."""
@@ -70,22 +67,16 @@ class Fetch:
         modules: the submodules whose outputs are requested.
         gradients: the gradients requested, as ``<parameter>.grad``.
         wants_norm: the norm of the gradients is requested, unless the step itself returns something of that name.
-        wants_rates: the same of the learning rates.
         norm: the norm of all gradients before clipping, where it was requested and the step took one.
-        rows: the rows of this worker's batch, of no dimensions.
-        rates: the learning rate of each parameter group, float64.
     """
 
     norm: Tensor | None = None
-    rows: Tensor | None = None
-    rates: Tensor | None = None
 
     def __init__(self, names: Sequence[str] | None, model: nn.Module) -> None:
         if isinstance(names, str) or not all(isinstance(name, str) for name in names or ()):
             raise TypeError(f"fetch is a list of names, such as ['loss'], got {names!r}")
         self.names = None if names is None else list(names)
-        self.wants_norm = self.names is not None and _NORM in self.names
-        self.wants_rates = self.names is not None and _RATES in self.names
+        self.wants_norm = self.names is not None and NORM in self.names
         self._model = model
         self._recorded: Mapping[str, Structure] = {}
         self._modules: dict[str, nn.Module] = {}
@@ -114,11 +105,11 @@ class Fetch:
     def check(self, returned: Mapping[str, object]) -> None:
         """Raise ``ValueError`` for an unknown name, before the step changes anything."""
         for name in self.names or ():
-            if name == "loss" or name in FACTS or name in returned or name in self._modules or name in self._gradients:
+            if name in ("loss", NORM) or name in returned or name in self._modules or name in self._gradients:
                 continue
             raise ValueError(
                 f"fetch names {name!r}, which is neither 'loss', nor a key that the step returns ({sorted(returned)}), "
-                f"nor a submodule of {type(self._model).__name__}, nor '<parameter>.grad', nor one of {FACTS}"
+                f"nor a submodule of {type(self._model).__name__}, nor '<parameter>.grad', nor {NORM!r}"
             )
 
     def collect(self, returned: Mapping[str, Tensor]) -> dict[str, Structure]:
@@ -138,7 +129,7 @@ class Fetch:
             gradient = self._gradients[name].grad
             # .grad may be a view of a bucket that the next step overwrites.
             return None if gradient is None else gradient.detach().clone()
-        return {_NORM: self.norm, _ROWS: self.rows, _RATES: self.rates}.get(name)
+        return self.norm if name == NORM else None
 
 
 def _detached(value: Structure) -> Structure:

@@ -43,6 +43,7 @@ from anabranch.errors import CaptureError
 from anabranch.executor.engines.engine import Begin, Compare, Engine, Fetch, GradientSink, StepOutput
 from anabranch.executor.engines.gradients import all_finite, clip_norm, nonfinite_names
 from anabranch.executor.loaders.upcoming import UpcomingIds
+from anabranch.executor.randomness import random_state, restore_random_state, same_random_state
 from anabranch.executor.steps import TrainStep
 from anabranch.graph import Graph, SparseRows, StepProgram
 from anabranch.graph.dynamo.front import GuardMiss
@@ -376,30 +377,22 @@ class Snapshot:
             self._copies = [memory.clone() for memory in self._memories]
         known = parameters_here(model).values()
         self.gradients: dict[Tensor, Tensor] = {p: p.grad.detach().clone() for p in known if p.grad is not None}
-        self._random = _random_state()
+        self._random = random_state()
 
     def restore(self) -> None:
         """Put everything back."""
         with torch.no_grad():
             for memory, copy in zip(self._memories, self._copies, strict=True):
                 memory.copy_(copy)
-        torch.set_rng_state(self._random[0])
-        if len(self._random) > 1:
-            torch.cuda.set_rng_state_all(self._random[1:])
+        restore_random_state(self._random)
 
     def compare(self) -> None:
         """Raise ``Differs`` if anything is not bitwise as it was."""
         for tensor, memory, copy in zip(self._tensors, self._memories, self._copies, strict=True):
             if bits_differ(memory, copy):
                 raise Differs(f"a tensor of shape {tuple(tensor.shape)} that the step changes has a different value")
-        now = _random_state()
-        if len(now) != len(self._random) or not all(map(torch.equal, now, self._random)):
+        if not same_random_state(self._random, random_state()):
             raise Differs("it draws other random numbers")
-
-
-def _random_state() -> list[Tensor]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    return [torch.get_rng_state(), *cuda]
 
 
 def bits_differ(one: Any, other: Any) -> bool:
