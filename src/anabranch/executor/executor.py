@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -35,8 +36,8 @@ from anabranch.executor.engines.pipe_engine import PipeEngine, check_pipes, join
 from anabranch.executor.evaluation import evaluate
 from anabranch.executor.likeness import Drift, check_alike, share_parameters
 from anabranch.executor.loaders.batches import Batches
+from anabranch.executor.loaders.leaf_ids import LeafIds
 from anabranch.executor.loaders.loading import BoundLoader
-from anabranch.executor.loaders.upcoming import UpcomingIds
 from anabranch.executor.observing.callbacks import PeerLostRecord, RestartRecord, SaveRecord, StepRecord, Subscription
 from anabranch.executor.observing.run_facts import RunFacts
 from anabranch.executor.observing.run_trace import RunTrace
@@ -46,7 +47,7 @@ from anabranch.executor.observing.watching import Watching, rates_of
 from anabranch.executor.own_state import OwnState
 from anabranch.executor.plan import Plan, Planner, other_modes
 from anabranch.executor.plan.survey import check_planned
-from anabranch.executor.routes import CommMode, Routes, comm_mode_of, plan_routes
+from anabranch.executor.routes import CommMode, Place, Routes, comm_mode_of, plan_routes
 from anabranch.executor.running.remote import RemotePart, Served
 from anabranch.executor.running.remote_window import RemoteWindow
 from anabranch.executor.running.runner import StepRunner, rows_of
@@ -268,6 +269,9 @@ class Executor:
                 else:
                     graph = engine == "graph"
                     runs_on = GraphEngine(step, compile=compile, name=name) if graph else Engine(step)
+                ids = None
+                if remote is not None and remote.rows:
+                    ids = LeafIds(step.ids, [route.parameter for route in self._routes], remote.rows)
                 asks_ahead = prefetch and cache is not None and remote is not None and name in self._batches.loaders
                 self._runners[name] = StepRunner(
                     step,
@@ -277,7 +281,7 @@ class Executor:
                     name=name,
                     number=number,
                     servers=() if remote is None else (RemoteWindow(remote, step),),
-                    upcoming=UpcomingIds() if remote and remote.rows and not isinstance(step.model, Pipe) else None,
+                    ids=ids,
                     between=partial(self._ask_for_next, name) if asks_ahead else None,
                 )
             loaders, own = self._batches.loaders, self.state.objects
@@ -333,8 +337,8 @@ class Executor:
 
     def _ask_for_next(self, name: str) -> None:
         runner, batch = self._runners[name], self._batches.loaders[name].peek()
-        if batch is not None and runner.upcoming is not None and self._remote is not None:
-            self._remote.tables.prefetch(runner.upcoming.of(as_tensors(batch, self._devices[name])))
+        if batch is not None and runner.ids is not None and self._remote is not None:
+            self._remote.tables.prefetch(runner.ids.of(as_tensors(batch, self._devices[name])))
 
     # Plans.
 
@@ -631,8 +635,18 @@ class Executor:
         return sum(runner.steps for runner in self._runners.values())
 
     def routes(self) -> Routes:
-        """Return where every parameter is kept, and the reason; ``print`` shows a table."""
-        return self._routes
+        """Return where every parameter is kept, and the reason; ``print`` shows a table.
+
+        ``ids`` of a table on servers is how the ids of a step are known before it begins: the part of the batch that
+        they are, ``"ids="`` (``TrainStep(ids=...)``) or ``"when looked up"``. It is learned from the first two steps.
+        """
+        rules = [runner.ids.describe() for runner in self._runners.values() if runner.ids is not None]
+        return Routes(
+            replace(route, ids=next((one[name] for one in rules if (name := route.parameter) in one), "when looked up"))
+            if route.place is Place.ROWS
+            else route
+            for route in self._routes
+        )
 
     def statistics(self) -> Statistics:
         """Return the counts since this executor was created."""
