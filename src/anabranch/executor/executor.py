@@ -259,7 +259,7 @@ class Executor:
             for name, step in self._steps.items():
                 if isinstance(step, EvalStep):
                     self._evaluators[name] = Evaluator(step, engine, compile=compile)
-            remote = self._remote
+            remote, known = self._remote, [route.parameter for route in self._routes]
             for number, (name, step) in enumerate(training.items()):
                 runs_on: Engine
                 if isinstance(step.model, Pipe):
@@ -269,9 +269,6 @@ class Executor:
                 else:
                     graph = engine == "graph"
                     runs_on = GraphEngine(step, compile=compile, name=name) if graph else Engine(step)
-                ids = None
-                if remote is not None and remote.rows:
-                    ids = LeafIds(step.ids, [route.parameter for route in self._routes], remote.rows)
                 asks_ahead = prefetch and cache is not None and remote is not None and name in self._batches.loaders
                 self._runners[name] = StepRunner(
                     step,
@@ -281,7 +278,7 @@ class Executor:
                     name=name,
                     number=number,
                     servers=() if remote is None else (RemoteWindow(remote, step),),
-                    ids=ids,
+                    ids=None if remote is None else LeafIds(step.ids, known, remote.rows),
                     between=partial(self._ask_for_next, name) if asks_ahead else None,
                 )
             loaders, own = self._batches.loaders, self.state.objects
@@ -338,7 +335,11 @@ class Executor:
     def _ask_for_next(self, name: str) -> None:
         runner, batch = self._runners[name], self._batches.loaders[name].peek()
         if batch is not None and runner.ids is not None and self._remote is not None:
-            self._remote.tables.prefetch(runner.ids.of(as_tensors(batch, self._devices[name])))
+            try:
+                ids = runner.ids.of(as_tensors(batch, self._devices[name]))
+            except Exception:  # noqa: BLE001 - of ``TrainStep(ids=)``: it is that batch's step's to raise
+                return
+            self._remote.tables.prefetch(ids)
 
     # Plans.
 
@@ -640,11 +641,11 @@ class Executor:
         ``ids`` of a table on servers is how the ids of a step are known before it begins: the part of the batch that
         they are, ``"ids="`` (``TrainStep(ids=...)``) or ``"when looked up"``. It is learned from the first two steps.
         """
-        rules = [runner.ids.describe() for runner in self._runners.values() if runner.ids is not None]
+        rules: dict[str, str] = {}
+        for runner in self._runners.values():
+            rules |= {} if runner.ids is None else runner.ids.describe()
         return Routes(
-            replace(route, ids=next((one[name] for one in rules if (name := route.parameter) in one), "when looked up"))
-            if route.place is Place.ROWS
-            else route
+            replace(route, ids=rules.get(route.parameter, "when looked up")) if route.place is Place.ROWS else route
             for route in self._routes
         )
 

@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -42,13 +43,14 @@ _LARGEST = 1 << 22  # numbers of a leaf that is compared
 _NO_ID = torch.iinfo(torch.int64).min
 _NONE = torch.empty(0, dtype=torch.int64, device="cpu")
 
-Leaves = Mapping[str, Tensor]
+Leaves = Mapping[tuple[object, ...], Tensor]
+"""The tensors of a batch, by their paths."""
 
 
 class _Part(NamedTuple):
     """``leaf[:, start:stop]``, with as many colons before it as the dim says."""
 
-    leaf: str
+    leaf: tuple[object, ...]
     dim: int = 0
     start: int = 0
     stop: int | None = None
@@ -59,7 +61,7 @@ class _Part(NamedTuple):
     def __str__(self) -> str:
         start, stop = self.start or "", "" if self.stop is None else self.stop
         cut = f"{self.start}" if self.stop == self.start + 1 or self.start == -1 else f"{start}:{stop}"
-        return self.leaf if cut == ":" else f"{self.leaf}[{':, ' * self.dim}{cut}]"
+        return ".".join(map(str, ("batch", *self.leaf))) + ("" if cut == ":" else f"[{':, ' * self.dim}{cut}]")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -75,9 +77,9 @@ class _Rule:
         try:
             parts = [part.of(leaves) for part in self.parts]
             ids = [parts[0] + self.more] if self.rank == 2 else [*parts, self.more]
+            return torch.cat([each.reshape(-1).long() for each in ids])
         except (LookupError, RuntimeError):
             return None
-        return torch.cat([each.reshape(-1).long() for each in ids])
 
     def after(self, leaves: Leaves, ids: Tensor) -> _Rule | None:
         """Return the rule after a step that has looked up the distinct ``ids``; ``None`` if it does not fit."""
@@ -87,7 +89,7 @@ class _Rule:
         guess = torch.unique(guess)
         if self.rank < 3:
             return self if torch.equal(guess, ids) else None
-        if bool(torch.isin(ids, guess).all()):
+        if _outside(ids, guess, 0) is not None:
             return self if self.rank == 4 or len(guess) <= 2 * len(ids) + _FEW else None
         longer = torch.unique(torch.cat([guess, ids]))  # the positions of a longer sequence
         return _Rule(4, more=longer) if self.rank == 4 and len(longer) <= 1.25 * len(guess) else None
@@ -117,7 +119,7 @@ class LeafIds:
     ...     _ = learned.begin({"x": ids})
     ...     learned.end([("users", ids[:, 1])], {"users"})
     >>> learned.of({"x": torch.tensor([[3, 5]])}), learned.describe()
-    ({'users': tensor([5])}, {'users': "batch['x'][:, 1]"})
+    ({'users': tensor([5])}, {'users': 'batch.x[:, 1]'})
 
     Args:
         ids: ``ids(batch)`` returns the ids of some tables, which are not learned.
@@ -135,15 +137,14 @@ class LeafIds:
         self._own: Collection[str] = ()
         self._lookups: dict[str, list[_Lookup]] = {}  # the first of several of one table is all of them together
         self._looks: Counter[str] = Counter()
-        self._leaves: dict[str, Tensor] = {}
+        self._leaves: Leaves = {}
         self.watching = True  # the lookups of the next step are wanted by ``end``
 
     def begin(self, batch: Structure) -> dict[str, Tensor]:
         """Return the ids that the step of ``batch``, which begins, is expected to look up, by table."""
         # Copies, as the step may change its batch in place.
-        self._leaves = (
-            {path: _as_ids(leaf) for path, leaf in _leaves(batch) if _may_be_ids(leaf)} if self.watching else {}
-        )
+        leaves = _leaves(batch) if self.watching else ()
+        self._leaves = {path: _as_ids(leaf) for path, leaf in leaves if _may_be_ids(leaf)}
         return self.of(batch)
 
     def end(self, lookups: Sequence[tuple[str, Tensor]], unexpected: Collection[str]) -> None:
@@ -163,7 +164,7 @@ class LeafIds:
         for table, ids in lookups:
             if len(ids) and table not in self._own:
                 tables.setdefault(table, []).append(ids)
-        values = _Values(self._leaves)
+        candidates = _Candidates(self._leaves)
         learned = {table: one for table, one in self._lookups.items() if any(each.fits for each in one)}
         for table, several in tables.items():
             self._looks[table] += 1
@@ -173,20 +174,17 @@ class LeafIds:
                 distinct = torch.unique(ids)
                 old = before[number].rules if number < len(before) else ()
                 rules = [rule for rule in (rule.after(self._leaves, distinct) for rule in old) if rule is not None]
-                learned[table].append(_Lookup(rules or values.candidates(ids, distinct), fits=bool(rules)))
+                learned[table].append(_Lookup(rules or candidates.of(ids, distinct), fits=bool(rules)))
         self._lookups = learned
 
     def of(self, batch: Structure) -> dict[str, Tensor]:
         """Return the ids that a step with ``batch`` is expected to look up, by table; those that are known."""
         asked: dict[str, Tensor] = {} if self._ids is None else dict(self._ids(batch))
         self._own = asked.keys()
-        for table, ids in asked.items():
+        for table in asked:
             if table not in self._parameters:
                 raise ValueError(f"ids= names {table!r}; the parameters are: {', '.join(self._parameters)}")
-            if not isinstance(ids, Tensor) or ids.is_floating_point():
-                kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-                raise TypeError(f"ids= returns a tensor of ids for each table, but for {table!r} it is {kind}")
-        asked = {table: ids for table, ids in asked.items() if table in self._tables}
+        asked = {table: torch.as_tensor(ids) for table, ids in asked.items() if table in self._tables}
         rules = {table: self._rules_of(table) for table in self._lookups if table not in asked}
         used = {part.leaf for some in rules.values() for rule in some for part in rule.parts}
         leaves = {path: leaf.detach().cpu() for path, leaf in _leaves(batch) if path in used} if used else {}
@@ -207,19 +205,14 @@ class LeafIds:
         return [lookup.rules[0] for lookup in ([together] if together.fits and best else each) if lookup.fits]
 
 
-class _Values:
-    """The ids in the parts of a batch's leaves."""
+class _Candidates:
+    """The rules that explain lookups of one batch."""
 
     def __init__(self, leaves: Leaves) -> None:
         self._leaves = leaves
-        self._distinct: dict[_Part, Tensor] = {}
+        self._distinct_in = cache(lambda part: torch.unique(part.of(leaves)))
 
-    def _distinct_in(self, part: _Part) -> Tensor:
-        if part not in self._distinct:
-            self._distinct[part] = torch.unique(part.of(self._leaves))
-        return self._distinct[part]
-
-    def candidates(self, ids: Tensor, distinct: Tensor) -> list[_Rule]:
+    def of(self, ids: Tensor, distinct: Tensor) -> list[_Rule]:
         """Return the rules that explain the ids of one lookup, the best first."""
         parts = {part: part.of(self._leaves) for part in self._parts(len(ids))}
         if same := [_Rule(0, (part,)) for part, numbers in parts.items() if torch.equal(numbers.reshape(-1), ids)]:
@@ -234,18 +227,18 @@ class _Values:
     def _around(self, parts: Sequence[_Part], ids: Tensor) -> list[_Rule]:
         """Return the rules of rank 3: the leaves that have nearly all ids together, or the least part that has."""
         few = min(_FEW, len(ids) // 4)
-        left, leaves = ids, list[_Part]()
+        rest, leaves = ids, list[_Part]()
         for leaf in sorted(map(_Part, self._leaves), key=lambda leaf: -len(self._distinct_in(leaf))):
-            numbers = self._distinct_in(leaf)
-            rest = left[~torch.isin(left, numbers)] if bool(torch.isin(numbers, ids).all()) else left
-            if len(rest) < len(left):
-                left, leaves = rest, [*leaves, leaf]
-        if len(left) <= few:
-            return [_Rule(3, tuple(leaves), left)]
+            if _outside(self._distinct_in(leaf), ids, 0) is not None:
+                left = _outside(rest, self._distinct_in(leaf), len(rest))
+                if left is not None and len(left) < len(rest):
+                    rest, leaves = left, [*leaves, leaf]
+        if len(rest) <= few:
+            return [_Rule(3, tuple(leaves), rest)]
         parts = [part for part in parts if len(self._distinct_in(part)) <= 2 * len(ids)]
-        others = {part: ids[~torch.isin(ids, self._distinct_in(part))] for part in parts}
-        best = min(parts, key=lambda part: (len(others[part]), len(self._distinct_in(part))), default=None)
-        return [] if best is None or len(others[best]) > few else [_Rule(3, (best,), others[best])]
+        others = {part: left for part in parts if (left := _outside(ids, self._distinct_in(part), few)) is not None}
+        best = sorted(others, key=lambda part: (len(others[part]), len(self._distinct_in(part))))[:1]
+        return [_Rule(3, (part,), others[part]) for part in best]
 
     def _parts(self, count: int) -> Iterator[_Part]:
         """Yield the leaves, their columns, and slices of ``count`` numbers."""
@@ -264,16 +257,13 @@ class _Values:
                     yield _Part(path, dim, -1)
 
 
-def _leaves(batch: Structure) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a batch, and how code names them; a feature of a ``KeyedJagged`` is one, as its place in
-    the values varies.
-    """
+def _leaves(batch: Structure) -> Iterator[tuple[tuple[object, ...], Tensor]]:
+    """Yield the tensors of a batch and their paths; a feature of a ``KeyedJagged`` is one, as its place varies."""
     leaves, treedef = flatten(batch, is_jagged)
-    for accessor, leaf in zip(treedef.accessors(), leaves, strict=True):
-        path = accessor.codify("batch")
+    for path, leaf in zip(treedef.paths(), leaves, strict=True):
         if is_jagged(leaf):
             with suppress(RuntimeError):  # features of unequal rows
-                yield from [(f"{path}[{name!r}]", ids) for name, (ids, *_) in bags_of(leaf).items()]
+                yield from [((*path, name), ids) for name, (ids, *_) in bags_of(leaf).items()]
         elif isinstance(leaf, Tensor):
             inner = _INNER.get(leaf.layout)
             yield path, leaf.reshape(1) if not leaf.ndim else leaf if inner is None else inner(leaf)
@@ -295,6 +285,16 @@ def _as_ids(leaf: Tensor) -> Tensor:
     leaf = leaf.detach().cpu()
     ids = leaf.to(torch.int64, copy=True)
     return ids.masked_fill_(ids != leaf, _NO_ID) if leaf.is_floating_point() else ids
+
+
+def _outside(ids: Tensor, known: Tensor, most: int) -> Tensor | None:
+    """Return those of ``ids`` that are not in the ascending ``known``; ``None`` if they are more than ``most``."""
+    known = torch.cat([known, known.new_full((1,), _NO_ID)])
+    for some in (ids[:: len(ids) // 32 + 1].contiguous(), ids):  # most parts are seen not to fit from a few
+        others = some[known[torch.searchsorted(known[:-1], some)] != some]
+        if len(others) > most:
+            return None
+    return others
 
 
 def _offsets(numbers: Tensor, ids: Tensor) -> Tensor | None:
