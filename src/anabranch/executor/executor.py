@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -641,9 +642,8 @@ class Executor:
         ``ids`` of a table on servers is how the ids of a step are known before it begins: the part of the batch that
         they are, ``"ids="`` (``TrainStep(ids=...)``) or ``"when looked up"``. It is learned from the first two steps.
         """
-        rules: dict[str, str] = {}
-        for runner in self._runners.values():
-            rules |= {} if runner.ids is None else runner.ids.describe()
+        learned = [runner.ids.describe() for runner in self._runners.values() if runner.ids is not None]
+        rules = dict(ChainMap(*learned))
         return Routes(
             replace(route, ids=rules.get(route.parameter, "when looked up")) if route.place is Place.ROWS else route
             for route in self._routes

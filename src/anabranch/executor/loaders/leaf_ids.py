@@ -27,9 +27,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,6 +71,7 @@ class _Rule:
     rank: int
     parts: tuple[_Part, ...] = ()
     more: Tensor = _NONE
+    fits: bool = False  # in two steps running
 
     def of(self, leaves: Leaves) -> Tensor | None:
         """Return the ids of a batch with these leaves; ``None`` if it has no such leaves."""
@@ -87,28 +88,15 @@ class _Rule:
         if guess is None:
             return None
         guess = torch.unique(guess)
-        if self.rank < 3:
-            return self if torch.equal(guess, ids) else None
-        if _outside(ids, guess, 0) is not None:
-            return self if self.rank == 4 or len(guess) <= 2 * len(ids) + _FEW else None
-        longer = torch.unique(torch.cat([guess, ids]))  # the positions of a longer sequence
-        return _Rule(4, more=longer) if self.rank == 4 and len(longer) <= 1.25 * len(guess) else None
+        if self.rank == 4:
+            longer = torch.unique(torch.cat([guess, ids]))  # the positions of a longer sequence
+            return _Rule(4, more=longer, fits=True) if len(longer) <= 1.25 * len(guess) else None
+        around = self.rank == 3 and len(guess) <= 2 * len(ids) + _FEW and _outside(ids, guess, 0) is not None
+        return replace(self, fits=True) if around or torch.equal(guess, ids) else None
 
     def __str__(self) -> str:
         names = " and ".join(map(str, self.parts)) or "the ids of the last steps"
         return names + (" + offsets" if self.rank == 2 else ", some" if self.rank == 3 else "")
-
-
-@dataclass(slots=True)
-class _Lookup:
-    """The rules that have fitted one lookup of a step so far, the best first."""
-
-    rules: list[_Rule]
-    fits: bool = False  # in two steps running
-
-    @property
-    def rank(self) -> int:
-        return self.rules[0].rank if self.fits else 5
 
 
 class LeafIds:
@@ -135,7 +123,8 @@ class LeafIds:
     ) -> None:
         self._ids, self._parameters, self._tables = ids, parameters, tables
         self._own: Collection[str] = ()
-        self._lookups: dict[str, list[_Lookup]] = {}  # the first of several of one table is all of them together
+        # For each lookup of a table the rules that have fitted so far, the best first; before several all together.
+        self._lookups: dict[str, list[list[_Rule]]] = {}
         self._looks: Counter[str] = Counter()
         self._leaves: Leaves = {}
         self.watching = True  # the lookups of the next step are wanted by ``end``
@@ -165,16 +154,16 @@ class LeafIds:
             if len(ids) and table not in self._own:
                 tables.setdefault(table, []).append(ids)
         candidates = _Candidates(self._leaves)
-        learned = {table: one for table, one in self._lookups.items() if any(each.fits for each in one)}
+        learned = {table: lookups for table, lookups in self._lookups.items() if self._rules_of(table)}
         for table, several in tables.items():
             self._looks[table] += 1
             before = self._lookups.get(table, [])
             learned[table] = []
             for number, ids in enumerate([torch.cat(several), *several] if len(several) > 1 else several):
                 distinct = torch.unique(ids)
-                old = before[number].rules if number < len(before) else ()
+                old = before[number] if number < len(before) else ()
                 rules = [rule for rule in (rule.after(self._leaves, distinct) for rule in old) if rule is not None]
-                learned[table].append(_Lookup(rules or candidates.of(ids, distinct), fits=bool(rules)))
+                learned[table].append(rules or candidates.of(ids, distinct))
         self._lookups = learned
 
     def of(self, batch: Structure) -> dict[str, Tensor]:
@@ -201,8 +190,9 @@ class LeafIds:
     def _rules_of(self, table: str) -> list[_Rule]:
         """Return the rules of a table's lookups: one for all together, where it is as good as one for each."""
         together, *each = self._lookups[table]
-        best = together.rank <= 2 or together.rank <= max((one.rank for one in each), default=5)
-        return [lookup.rules[0] for lookup in ([together] if together.fits and best else each) if lookup.fits]
+        worst = max((rules[0].rank if rules[0].fits else 5 for rules in each), default=5)
+        best = together[0].fits and together[0].rank <= max(worst, 2)
+        return [rules[0] for rules in ([together] if best else each) if rules[0].fits]
 
 
 class _Candidates:
@@ -264,16 +254,12 @@ def _leaves(batch: Structure) -> Iterator[tuple[tuple[object, ...], Tensor]]:
         if is_jagged(leaf):
             with suppress(RuntimeError):  # features of unequal rows
                 yield from [((*path, name), ids) for name, (ids, *_) in bags_of(leaf).items()]
-        elif isinstance(leaf, Tensor):
+        elif isinstance(leaf, Tensor) and leaf.ndim:
             inner = _INNER.get(leaf.layout)
-            yield path, leaf.reshape(1) if not leaf.ndim else leaf if inner is None else inner(leaf)
+            yield path, leaf if inner is None else getattr(leaf, inner)()
 
 
-_INNER: dict[torch.layout, Callable[[Any], Tensor]] = {
-    torch.sparse_csr: lambda leaf: leaf.col_indices(),
-    torch.sparse_coo: lambda leaf: leaf._indices(),
-    torch.jagged: lambda leaf: leaf.values(),
-}
+_INNER = {torch.sparse_csr: "col_indices", torch.sparse_coo: "_indices", torch.jagged: "values"}
 
 
 def _may_be_ids(leaf: Tensor) -> bool:

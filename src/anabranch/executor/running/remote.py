@@ -356,7 +356,6 @@ class RemotePart:
         training: bool,
         fresh: bool = True,
         expected: Mapping[str, Tensor] | None = None,
-        watched: bool = False,
         between: Callable[[], None] | None = None,
         keeps_reads: bool = False,
     ) -> None:
@@ -366,7 +365,6 @@ class RemotePart:
             training: else nothing is changed, and no ids are admitted.
             fresh: the first run of a window; the others continue with the same copies.
             expected: ids by table that the run is expected to look up.
-            watched: keep the ids of its lookups.
             between: called when the step has read as often as the previous one did.
             keeps_reads: keep the rows for a second forward.
 
@@ -392,7 +390,7 @@ class RemotePart:
             for move in self.tables.moves:
                 move.check()
         self.tables.keeps_reads = keeps_reads
-        self.tables.begin(self.clock, training=training, between=between, watched=watched)
+        self.tables.begin(self.clock, training=training, between=between)
         if due:
             self._refresh(waits=training)
             if training and not self.whole.names and not self.consistency.merges and lag is not None:

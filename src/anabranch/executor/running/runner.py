@@ -210,10 +210,10 @@ class StepRunner:
                 training=True,
                 fresh=self.in_window == 0,
                 expected=expected,
-                watched=self.ids is not None and self.ids.watching,
                 between=self._between,
                 keeps_reads=self.engine.reads_again,
             )
+            servers.part.tables.lookups = [] if self.ids is not None and self.ids.watching else None
         if not rows > 0:
             ran = self._add_nothing(active=True, fetch=fetch)
             assert ran is not None
@@ -234,6 +234,7 @@ class StepRunner:
         for servers in self._servers:
             if self.ids is not None:
                 self.ids.end(servers.part.tables.lookups or (), servers.part.tables.unexpected)
+                servers.part.tables.lookups = None
         self._raise_at_end()
         return ran if self._workers is None else StepOutput(self._loss_of(total), ran.returned)
 

@@ -89,7 +89,7 @@ class RemoteTables:
         cache: how each table is cached here; ``None`` reads every row from the servers.
 
     Attributes:
-        lookups: of each lookup of this step its table and ids, in order, flat and on the CPU; ``None`` unless watched.
+        lookups: a list to which each lookup adds its table and its ids, flat and on the CPU; or ``None``.
         unexpected: tables of which this step has looked up ids that it was not expected to look up.
         trains: they are an executor's that is open, and are not only read.
         moves: the parameters of models that are placeholders now.
@@ -286,21 +286,13 @@ class RemoteTables:
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
-    def begin(
-        self,
-        step: int,
-        *,
-        training: bool = True,
-        between: Callable[[], None] | None = None,
-        watched: bool = False,
-    ) -> None:
+    def begin(self, step: int, *, training: bool = True, between: Callable[[], None] | None = None) -> None:
         """Begin ``step``.
 
         Args:
             step: counts pushes.
             training: false if it only reads, and admits no ids.
             between: called once the step has read as often as the previous one: a good time to ``prefetch``.
-            watched: keep the ids of its lookups in ``lookups``.
         """
         self._collect()
         self.end(step)
@@ -309,7 +301,7 @@ class RemoteTables:
             self._reads = 0
         self._training = training
         self._between = between
-        self.lookups, self.unexpected = [] if watched else None, set()
+        self.unexpected.clear()
 
     def end(self, step: int) -> None:
         """End the step, if one has begun, and forget what it has read: from now on lookups read as of ``step``.
