@@ -157,6 +157,23 @@ def test_leaves_that_are_equal_by_chance_are_told_apart_when_a_lookup_misses() -
     assert learned.describe() == {"t": "batch.b"}
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CS", "ignore:The PyTorch API of nested tensors")
+def test_leaves_of_any_kind_are_no_obstacle() -> None:
+    others = {
+        "by column": ids(4, 3).to_sparse_csc(),
+        "nested": torch.nested.nested_tensor([torch.rand(2), torch.rand(3)]),
+        "half": torch.rand(16).to(torch.float8_e4m3fn),
+        "complex": torch.rand(16, dtype=torch.complex64),
+        "images": torch.rand(2, 3, 4, 4),
+        "nan": torch.tensor([torch.nan, torch.inf] * 8),
+        "number": torch.tensor(3),
+        "rest": (None, 7, "text", torch.empty(0, 5), torch.zeros(16, dtype=torch.bool)),
+    }
+    learned = LeafIds()
+    assert steps(learned, lambda: others | clicks(), lambda b: b["x"][:, 1], 3) == [False, False, True]
+    assert not any(steps(learned, lambda: others | clicks(), lambda b: ids(20), 9))
+
+
 def test_a_batch_that_its_step_changes_in_place_teaches_nothing_wrong() -> None:
     learned = LeafIds()
     steps(learned, clicks, lambda b: b["x"].mul_(3).remainder_(ROWS), 14)

@@ -90,7 +90,8 @@ class _Rule:
         guess = torch.unique(guess)
         if self.rank == 4:
             longer = torch.unique(torch.cat([guess, ids]))  # the positions of a longer sequence
-            return _Rule(4, more=longer, fits=True) if len(longer) <= 1.25 * len(guess) else None
+            most = min(1.25 * len(guess), 16 * len(ids))  # the first step may have looked up a whole table
+            return _Rule(4, more=longer, fits=True) if len(longer) <= most else None
         around = self.rank == 3 and len(guess) <= 2 * len(ids) + _FEW and _outside(ids, guess, 0) is not None
         return replace(self, fits=True) if around or torch.equal(guess, ids) else None
 
@@ -254,9 +255,11 @@ def _leaves(batch: Structure) -> Iterator[tuple[tuple[object, ...], Tensor]]:
         if is_jagged(leaf):
             with suppress(RuntimeError):  # features of unequal rows
                 yield from [((*path, name), ids) for name, (ids, *_) in bags_of(leaf).items()]
-        elif isinstance(leaf, Tensor) and leaf.ndim:
+        elif isinstance(leaf, Tensor):
             inner = _INNER.get(leaf.layout)
-            yield path, leaf if inner is None else getattr(leaf, inner)()
+            numbers: Tensor = leaf if inner is None else getattr(leaf, inner)()
+            if numbers.ndim and numbers.layout is torch.strided and not numbers.is_nested:
+                yield path, numbers
 
 
 _INNER = {torch.sparse_csr: "col_indices", torch.sparse_coo: "_indices", torch.jagged: "values"}
@@ -269,8 +272,9 @@ def _may_be_ids(leaf: Tensor) -> bool:
 def _as_ids(leaf: Tensor) -> Tensor:
     """Return the numbers of a leaf on the CPU, ``_NO_ID`` in place of those that are no integers."""
     leaf = leaf.detach().cpu()
+    leaf = leaf.double() if leaf.is_floating_point() else leaf
     ids = leaf.to(torch.int64, copy=True)
-    return ids.masked_fill_(ids != leaf, _NO_ID) if leaf.is_floating_point() else ids
+    return ids.masked_fill_(ids != leaf, _NO_ID)
 
 
 def _outside(ids: Tensor, known: Tensor, most: int) -> Tensor | None:
