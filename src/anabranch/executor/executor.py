@@ -261,6 +261,8 @@ class Executor:
                 if isinstance(step, EvalStep):
                     self._evaluators[name] = Evaluator(step, engine, compile=compile)
             remote, known = self._remote, [route.parameter for route in self._routes]
+            for prefix, model in self._models.items():
+                known += [f"{prefix}{name}" for name in model.elsewhere] if isinstance(model, Pipe) else []
             for number, (name, step) in enumerate(training.items()):
                 runs_on: Engine
                 if isinstance(step.model, Pipe):

@@ -113,7 +113,7 @@ class LeafIds:
     Args:
         ids: ``ids(batch)`` returns the ids of some tables, which are not learned.
         parameters: the names that it may use.
-        tables: those of them whose rows are on servers; of others nothing is asked.
+        tables: those of them whose rows are on servers; the others' ids are not returned.
     """
 
     def __init__(
@@ -169,19 +169,19 @@ class LeafIds:
 
     def of(self, batch: Structure) -> dict[str, Tensor]:
         """Return the ids that a step with ``batch`` is expected to look up, by table; those that are known."""
-        asked: dict[str, Tensor] = {} if self._ids is None else dict(self._ids(batch))
-        self._own = asked.keys()
-        for table in asked:
+        expected: dict[str, Tensor] = {} if self._ids is None else dict(self._ids(batch))
+        self._own = expected.keys()
+        for table in expected:
             if table not in self._parameters:
                 raise ValueError(f"ids= names {table!r}; the parameters are: {', '.join(self._parameters)}")
-        asked = {table: torch.as_tensor(ids) for table, ids in asked.items() if table in self._tables}
-        rules = {table: self._rules_of(table) for table in self._lookups if table not in asked}
+        expected = {table: torch.as_tensor(ids) for table, ids in expected.items() if table in self._tables}
+        rules = {table: self._rules_of(table) for table in self._lookups if table not in expected}
         used = {part.leaf for some in rules.values() for rule in some for part in rule.parts}
         leaves = {path: leaf.detach().cpu() for path, leaf in _leaves(batch) if path in used} if used else {}
         for table, some in rules.items():
             if parts := [part for rule in some if (part := rule.of(leaves)) is not None]:
-                asked[table] = torch.cat(parts)
-        return asked
+                expected[table] = torch.cat(parts)
+        return expected
 
     def describe(self) -> dict[str, str]:
         """Return how each table's ids are known, of those whose ids are."""
