@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch.executor.loaders.batches import Batches
-from anabranch.executor.loaders.upcoming import UpcomingIds
 from anabranch.tensors import KeyedJagged, as_tensors, count_rows
 
 
@@ -208,12 +206,3 @@ def test_a_worker_whose_loader_has_ended_evaluates_batches_without_rows(kind: Ca
     batches._lengths["validate"] = 2  # another worker's
     assert [count_rows(as_tensors(batches.next_to_evaluate("validate"))) for _ in range(2)] == [4, 0]
     batches.close()
-
-
-def test_ids_of_the_next_batch_are_found_in_a_dataclass() -> None:
-    users = ab.RemoteEmbedding("users", 100, 2, optimizer=lambda rows: torch.optim.SGD(rows, lr=0.1))
-    with contextlib.closing(users):
-        upcoming = UpcomingIds()
-        with upcoming.watching(Plain(torch.tensor([1, 2]), None)) as batch:
-            users(batch.x + 10)
-        assert upcoming.of(Plain(torch.tensor([3]), None))["users"].tolist() == [13]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch.errors import NotFound, SchemaError
-from anabranch.executor.loaders.upcoming import UpcomingIds
 from anabranch.parameter_server import ParameterClient
 from anabranch.tables import Normal
 from anabranch.tensors import bags_of, count_rows, flatten, unflatten
@@ -172,20 +170,6 @@ def test_ids_outside_a_table_are_refused_as_by_the_table_alone() -> None:
         bad = ab.KeyedJagged.from_lists({"user": [[1]], "seen": [[ROWS]], "bought": [[2]]})
         with pytest.raises(NotFound, match=str(ROWS)):
             executor.run(batch={"ids": bad, "y": torch.zeros(1)})
-
-
-def test_the_ids_of_another_batch_are_known_ahead() -> None:
-    sgd = functools.partial(torch.optim.SGD, lr=0.1)
-    bags = ab.EmbeddingBagCollection({key: remote(key, optimizer=sgd) for key in ("user", "seen", "bought")})
-    upcoming = UpcomingIds()
-    with upcoming.watching({"ids": ragged(1)}) as batch:
-        bags(batch["ids"])
-    following = ragged(2, 9)
-    found = upcoming.of({"ids": following})
-    for key, (ids, _, _) in bags_of(following).items():
-        assert torch.equal(found[key], ids)
-    for bag in bags.bags.values():
-        bag.close()
 
 
 def test_a_graph_is_refused_with_the_reason() -> None:

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -32,8 +33,8 @@ from anabranch.executor.engines.pipe_engine import PipeEngine, check_pipes, join
 from anabranch.executor.evaluation import Evaluator, evaluate
 from anabranch.executor.likeness import Drift, check_alike, first_ranks_buffers, share_parameters
 from anabranch.executor.loaders.batches import Batches
+from anabranch.executor.loaders.leaf_ids import LeafIds
 from anabranch.executor.loaders.loading import BoundLoader
-from anabranch.executor.loaders.upcoming import UpcomingIds
 from anabranch.executor.observing.run_facts import RunFacts
 from anabranch.executor.observing.run_trace import RunTrace
 from anabranch.executor.observing.sinks import Sink, check_sinks
@@ -295,15 +296,18 @@ class Executor:
     def _runner(
         self, name: str, number: int, step: TrainStep, workers: Workers | None, drift: Drift | None
     ) -> StepRunner:
-        spec, remote, piped = self._spec, self._remote, isinstance(step.model, Pipe)
+        spec, remote = self._spec, self._remote
         engine: Engine
-        if piped:
+        if isinstance(step.model, Pipe):
             engine = PipeEngine(step, columns=1 if workers is None else workers.size)
             if spec.engine == "graph":
                 _log.warning("step %r trains a Pipe, which runs its own schedule: its engine is the tape", name)
         else:
             engine = GraphEngine(step, compile=spec.compile, name=name) if spec.engine == "graph" else Engine(step)
         asks_ahead = spec.prefetch and spec.cache is not None and remote is not None and name in self._batches.loaders
+        known = [route.parameter for route in spec.routes]
+        for prefix, model in spec.models.items():
+            known += [prefix + other for other in model.elsewhere] if isinstance(model, Pipe) else []
         return StepRunner(
             step,
             engine,
@@ -312,7 +316,7 @@ class Executor:
             name=name,
             number=number,
             servers=() if remote is None else (RemoteWindow(remote, step),),
-            upcoming=UpcomingIds() if remote and remote.rows and not piped else None,
+            ids=None if remote is None else LeafIds(step.ids, known, remote.rows),
             between=partial(self._ask_for_next, name) if asks_ahead else None,
         )
 
@@ -325,8 +329,12 @@ class Executor:
 
     def _ask_for_next(self, name: str) -> None:
         runner, batch = self._runners[name], self._batches.loaders[name].peek()
-        if batch is not None and runner.upcoming is not None and self._remote is not None:
-            self._remote.tables.prefetch(runner.upcoming.of(as_tensors(batch, self._devices[name])))
+        if batch is not None and runner.ids is not None and self._remote is not None:
+            try:
+                ids = runner.ids.of(as_tensors(batch, self._devices[name]))
+            except Exception:  # noqa: BLE001 - of ``TrainStep(ids=)``: it is that batch's step's to raise
+                return
+            self._remote.tables.prefetch(ids)
 
     # Plans.
 
@@ -615,8 +623,13 @@ class Executor:
         return sum(runner.steps for runner in self._runners.values())
 
     def routes(self) -> Routes:
-        """Return where every parameter is kept, and the reason; ``print`` shows a table."""
-        return self._spec.routes
+        """Return where every parameter is kept, and the reason; ``print`` shows a table.
+
+        ``ids`` of a table on servers is how the ids of a step are known before it begins: the part of the batch that
+        they are, ``"ids="`` (``TrainStep(ids=...)``) or ``"when looked up"``. It is learned from the first two steps.
+        """
+        learned = [runner.ids.describe() for runner in self._runners.values() if runner.ids is not None]
+        return self._spec.routes.with_ids(ChainMap(*learned))
 
     def statistics(self) -> Statistics:
         """Return the counts since this executor was created."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal
 
@@ -125,6 +125,7 @@ class Route:
         bytes: of its values; 0 for a dynamic vocabulary.
         place: where.
         why: the reason.
+        ids: how the rows that a step looks up on servers are known before it begins.
     """
 
     parameter: str
@@ -135,10 +136,11 @@ class Route:
     dtype: torch.dtype = field(default=torch.float32, repr=False, compare=False)
     tensor: nn.Parameter | None = field(default=None, repr=False, compare=False)
     served: ServedParameter | None = field(default=None, repr=False, compare=False)
+    ids: str = ""
 
-    def cells(self) -> tuple[str, str, str, str, str]:
+    def cells(self) -> tuple[str, str, str, str, str, str]:
         """Its row of the printed table."""
-        return self.parameter, str(self.shape), f"{self.bytes:,}", self.place.value, self.why
+        return self.parameter, str(self.shape), f"{self.bytes:,}", self.place.value, self.why, self.ids
 
     def __str__(self) -> str:
         return "  ".join(self.cells())
@@ -149,12 +151,20 @@ class Routes(tuple[Route, ...]):
 
     __slots__ = ()
 
+    def with_ids(self, rules: Mapping[str, str]) -> Routes:
+        """Return these with the rule by which the ids of each table are known; ``rules`` has those that are."""
+        return Routes(
+            replace(route, ids=rules.get(route.parameter, "when looked up")) if route.place is Place.ROWS else route
+            for route in self
+        )
+
     def __str__(self) -> str:
-        rows = [("parameter", "shape", "bytes", "where it lives", "why"), *(route.cells() for route in self)]
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        rows = [("parameter", "shape", "bytes", "where it lives", "why", "ids"), *(route.cells() for route in self)]
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
         return "\n".join(
-            f"{name:<{widths[0]}}  {shape:<{widths[1]}}  {size:>{widths[2]}}  {place:<{widths[3]}}  {why}"
-            for name, shape, size, place, why in rows
+            f"{name:<{widths[0]}}  {shape:<{widths[1]}}  {size:>{widths[2]}}  {place:<{widths[3]}}  {why:<{widths[4]}}"
+            f"  {ids}".rstrip()
+            for name, shape, size, place, why, ids in rows
         )
 
     def at(self, *places: Place) -> list[Route]:

@@ -74,6 +74,10 @@ class TrainStep(StepDescription):
             sparse gradients are included.
         accumulate: optimizers and schedulers step on every ``accumulate``-th run.
         rows: ``rows(batch)`` returns the weight of a batch whose tensors share no dim 0, such as a sampled subgraph.
+        ids: ``ids(batch)`` returns the ids that the step will look up in tables on servers, by the names that
+            ``Executor.routes()`` shows: ``{"users.weight": batch.users % 1000}``. It is called ahead, with the next
+            batch too, so that rows are there in time; the executor learns ids that are in the batch as they are by
+            itself. Other ids than the step's cost bytes, and change no number.
         precision: ``"bfloat16"`` or ``"float16"`` computes the loss under ``torch.autocast`` with that type;
             ``"float16"`` also scales the loss so that small gradients are not lost, as ``torch.amp.GradScaler`` does,
             skips steps whose gradients overflow, and runs on the tape. Parameters keep their own type.
@@ -109,6 +113,7 @@ class TrainStep(StepDescription):
         clip_grad_norm: float | None = None,
         accumulate: int = 1,
         rows: Callable[[Structure], float] | None = None,
+        ids: Callable[[Structure], Mapping[str, Tensor]] | None = None,
         precision: Literal["bfloat16", "float16"] | None = None,
         skip_nonfinite: bool | None = False,
         clip_grad_value: float | None = None,
@@ -125,6 +130,8 @@ class TrainStep(StepDescription):
                 f"loss is called as loss(model, batch), but {criterion.__name__} takes an output and a target; write "
                 "lambda model, batch: criterion(model(batch[0]), batch[1])"
             )
+        if ids is not None and not callable(ids):
+            raise TypeError(f"ids is called as ids(batch), got {type(ids).__name__}")
         reduction = choice("reduction", reduction, ("mean", "sum"))
         _check_bound("clip_grad_norm", clip_grad_norm)
         _check_bound("clip_grad_value", clip_grad_value)
@@ -155,7 +162,7 @@ class TrainStep(StepDescription):
         self.reduction = reduction
         self.clip_grad_norm = clip_grad_norm
         self.accumulate = accumulate
-        self.rows = rows
+        self.rows, self.ids = rows, ids
         self.precision = precision
         self.skip_nonfinite = True if precision == "float16" else skip_nonfinite
         self.clip_grad_value = clip_grad_value

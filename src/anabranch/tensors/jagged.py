@@ -157,8 +157,6 @@ def bags_of(features: Jagged) -> dict[str, tuple[Tensor, Tensor, Tensor | None]]
 
     >>> bags_of(KeyedJagged.from_lists({"a": [[5], []], "b": [[6, 7], [8]]}))["b"]
     (tensor([6, 7, 8]), tensor([0, 2]), None)
-
-    Each step is an operation on the tensors, with no number read from them: so a loader's next batch goes through it.
     """
     keys, values, weights = features.keys(), features.values(), features.weights_or_none()
     if values.dtype != torch.int32:  # starts have the ids' dtype, and those of a large batch need a wide one

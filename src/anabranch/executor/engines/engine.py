@@ -24,7 +24,6 @@ from anabranch.autodiff import Callback, GradManager, record_outputs
 from anabranch.autodiff import grad_sessions as sessions
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.executor.engines.gradients import all_finite, clip_norm, elements, nonfinite_names, norm_of
-from anabranch.executor.loaders.upcoming import UpcomingIds
 from anabranch.executor.steps import TrainStep
 from anabranch.graph import Graph
 from anabranch.interrupts import hold_interrupts
@@ -269,12 +268,6 @@ class Engine:
         loss, returned = loss_and_returned(answer)
         fetch.check(returned)
         return loss, returned
-
-    @contextmanager
-    def watched(self, upcoming: UpcomingIds, batch: Structure) -> Iterator[None]:
-        """Let ``upcoming`` learn from the run in the block which ids it looks up."""
-        with upcoming.watching(batch):
-            yield
 
     def update(self) -> None:
         """Step the optimizers on the gradients in ``.grad``."""

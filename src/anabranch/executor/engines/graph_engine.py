@@ -29,8 +29,7 @@ communicates between workers is not compared: the second run would send more tha
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -42,7 +41,6 @@ from anabranch.autodiff.moved_parameter import Elsewhere, parameters_here
 from anabranch.errors import CaptureError
 from anabranch.executor.engines.engine import Begin, Compare, Engine, Fetch, GradientSink, StepOutput
 from anabranch.executor.engines.gradients import all_finite, clip_norm, nonfinite_names
-from anabranch.executor.loaders.upcoming import UpcomingIds
 from anabranch.executor.randomness import random_state, restore_random_state, same_random_state
 from anabranch.executor.steps import TrainStep
 from anabranch.graph import Graph, SparseRows, StepProgram
@@ -104,13 +102,6 @@ class GraphEngine(Engine):
         """Look up the model's parameters: some were replaced."""
         super().follow_model()
         self._program.follow_model()
-
-    @contextmanager
-    def watched(self, upcoming: UpcomingIds, batch: Structure) -> Iterator[None]:
-        """Let ``upcoming`` learn from the run in the block which ids it looks up."""
-        yield
-        if self._program.captures:  # not if it is a mistake that the tape has run
-            upcoming.learn_from(self._program.graph)
 
     def differentiate(self, batch: Structure, rows: float, fetch: Fetch, begin: Begin, seed: float = 1.0) -> StepOutput:
         """Forward and backward in one graph, which calls ``begin(loss)`` and passes on each gradient as it goes."""

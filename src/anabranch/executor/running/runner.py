@@ -32,7 +32,7 @@ from anabranch.errors import BoundaryError, WorkersDiffer
 from anabranch.executor.engines.engine import Engine, Fetch, StepOutput
 from anabranch.executor.engines.gradients import LossScale, clip_scale, clip_values, elements, nonfinite_error
 from anabranch.executor.likeness import Drift, exchange
-from anabranch.executor.loaders.upcoming import UpcomingIds
+from anabranch.executor.loaders.leaf_ids import LeafIds
 from anabranch.executor.running.window import HEADER_SIZE, RemoteWindow, Total, header, sent_alone, total_of
 from anabranch.executor.steps import Step, TrainStep, parameters_of
 from anabranch.graph.step.joint import accumulate
@@ -53,7 +53,7 @@ class StepRunner:
         name: of the step.
         number: of the step among the executor's training steps, the same on all workers.
         servers: the window of what of the step is on servers, if anything is.
-        upcoming: learns which rows a batch looks up, if those of the next one are useful.
+        ids: learns which rows a batch looks up, if there are tables on servers.
         between: called once the step has read its rows, while there is time to request the next step's.
     """
 
@@ -67,12 +67,12 @@ class StepRunner:
         name: str = "default",
         number: int = 0,
         servers: Sequence[RemoteWindow] = (),
-        upcoming: UpcomingIds | None = None,
+        ids: LeafIds | None = None,
         between: Callable[[], None] | None = None,
     ) -> None:
         self.step, self.engine, self._servers = step, engine, servers
         self._name, self._number = name, number
-        self.upcoming, self._between = upcoming, between
+        self.ids, self._between = ids, between
         self._workers = workers if workers is not None and workers.size > 1 else None
         self._rowless = None if self._workers is None else self._workers.rowless
         self._drift = drift
@@ -202,9 +202,9 @@ class StepRunner:
 
     def _run_in_parts(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput:
         """Run forward and backward; the gradients are summed or checked before the optimizers get them."""
+        expected = {} if self.ids is None or not rows > 0 else self.ids.begin(batch)
         self._begin_run(rows, batch)
         for servers in self._servers:
-            expected = {} if self.upcoming is None or not rows > 0 else self.upcoming.of(batch)
             servers.part.begin(
                 training=True,
                 fresh=self.in_window == 0,
@@ -212,11 +212,16 @@ class StepRunner:
                 between=self._between,
                 keeps_reads=self.engine.reads_again,
             )
+            servers.part.tables.lookups = [] if self.ids is not None and self.ids.watching else None
         if not rows > 0:
             return cast(StepOutput, self._add_nothing(fetch, active=True))
         with self._window_kept_whole():
             ran, total = self._differentiate(batch, rows, fetch)
             self._end_run(total, fetch)
+        for servers in self._servers:
+            if self.ids is not None:
+                self.ids.end(servers.part.tables.lookups or (), servers.part.tables.unexpected)
+                servers.part.tables.lookups = None
         self._raise_at_end()
         return ran if self._workers is None else StepOutput(self._loss_of(total), ran.returned)
 
@@ -225,11 +230,7 @@ class StepRunner:
         factor = self.mean_rows or weight
         seed = weight / factor if self.scale is None else weight / factor * self.scale.value
         started: list[Callable[[], Total]] = []
-        upcoming = self.upcoming if self.upcoming is not None and self.upcoming.learning else None
-        with (
-            nullcontext() if self._rowless is None else self._rowless.bounded(),
-            nullcontext() if upcoming is None else self.engine.watched(upcoming, batch),
-        ):
+        with nullcontext() if self._rowless is None else self._rowless.bounded():
             ran = self.engine.differentiate(
                 batch, rows, fetch, lambda loss: started.append(self._start_run(loss, weight, factor)), seed
             )
