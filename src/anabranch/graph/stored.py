@@ -58,7 +58,12 @@ def save(graph: OperationGraph, path: Path) -> None:
     """See ``Graph.save``."""
     tensors: dict[str, Tensor] = {}
     places: dict[Tensor, str] = {}
-    _check_apart(graph)
+    storages = [tensor.untyped_storage().data_ptr() for tensor in {t for _, t in graph.shared()} if tensor.numel()]
+    if len(set(storages)) < len(storages):
+        raise ValueError(
+            "tensors of the graph's state share memory, which a file does not record; capture the graph of a model "
+            "whose tensors do not overlap"
+        )
     nodes = []
     bindings = iter(graph.bindings)
     for node in graph.fx.nodes:
@@ -93,21 +98,6 @@ def _write(path: Path, tensors: dict[str, Tensor], text: str) -> None:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
-
-
-def _check_apart(graph: OperationGraph) -> None:
-    """Raise ``ValueError`` for state that shares memory, which a file does not keep."""
-    owners: dict[int, tuple[str, Tensor]] = {}
-    for binding in graph.bindings:
-        tensor = binding.bound
-        if tensor is None or not tensor.numel():
-            continue
-        name, known = owners.setdefault(tensor.untyped_storage().data_ptr(), (binding.name, tensor))
-        if known is not tensor:
-            raise ValueError(
-                f"the graph's state {name!r} and {binding.name!r} share memory, which a file does not record; capture "
-                "the graph of a model whose tensors do not overlap"
-            )
 
 
 def _placeholder(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol, cast
+from dataclasses import dataclass, replace
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor, fx
@@ -17,9 +17,6 @@ from anabranch.graph.graph import Graph
 from anabranch.graph.operation_graph import InputKind
 from anabranch.graph.step.lookups import Lookup, SparseLookups, SparseRows
 from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, build, free_name
-
-if TYPE_CHECKING:
-    from anabranch.graph.run.codegen import Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +34,9 @@ class Gradients:
     sparse: dict[str, list[SparseRows]]
 
 
-class GradientListener(Protocol):
-    """Receives the results of a backward graph while it runs."""
-
-    def begin(self, outputs: Sequence[str]) -> None:
-        """Prepare for a run that yields these outputs."""
-        ...
-
-    def loss(self, value: Tensor) -> None:
-        """Take the loss, before any gradient."""
-        ...
-
-    def gradient(self, name: str, value: Tensor) -> None:
-        """Take the final gradient of the parameter ``name``; it must not be changed in place."""
-        ...
+Report: TypeAlias = "Callable[[str, Tensor], None]"
+"""``report("loss", value)``, then ``report("<parameter>.grad", value)`` for each dense gradient once it is final,
+during backward; it must not be changed in place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,38 +51,16 @@ class Backward:
     dense: tuple[str, ...]
     lookups: tuple[tuple[str, int], ...]
     kept: tuple[int, ...] = ()
-    _listeners: list[GradientListener] = field(default_factory=list)
-    _programs: list[Program] = field(default_factory=list)
 
     @property
     def rows(self) -> list[str]:
         """The names of the results that are sparse rows and their ids."""
         return [f"{table}.{part}.{i}" for i, (table, _) in enumerate(self.lookups) for part in ("ids", "rows")]
 
-    def run(self, listener: GradientListener, inputs: Sequence[object]) -> Sequence[object]:
-        """Run the graph's program, which passes each result to ``listener`` at the line where it is final."""
-        if not self._programs:
-            listeners = self._listeners
-
-            def callback(name: str) -> Callable[[object], None]:
-                if name == "loss":
-                    return lambda value: listeners[0].loss(cast(Tensor, value))
-                parameter = name.removesuffix(".grad")
-                return lambda value: listeners[0].gradient(parameter, cast(Tensor, value))
-
-            names = ["loss", *(f"{name}.grad" for name in self.dense)]
-            self._programs.append(self.graph.program_with_callbacks({name: callback(name) for name in names}))
-        self._listeners[:] = [listener]
-        try:
-            return self._programs[0].run(*inputs)
-        finally:
-            self._listeners.clear()  # it leads to the executor, and Dynamo keeps the program
-
-    def notify(self, listener: GradientListener, results: Mapping[str, object]) -> None:
-        """Pass results that are all available to ``listener``."""
-        listener.loss(cast(Tensor, results["loss"]))
-        for name in self.dense:
-            listener.gradient(name, cast(Tensor, results[f"{name}.grad"]))
+    @property
+    def reported(self) -> list[str]:
+        """The names of the results that a ``Report`` gets."""
+        return ["loss", *(f"{name}.grad" for name in self.dense)]
 
     def improved(self, improve: Callable[[Graph], Graph]) -> Backward:
         """Return this backward with ``improve`` applied to the graph."""

@@ -30,7 +30,7 @@ from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.dynamo.front import DynamoFront, GuardMiss, TracedCall, changed_objects, mark
 from anabranch.graph.effects import is_collective
 from anabranch.graph.graph import Graph
-from anabranch.graph.step.backward import GradientListener, Gradients, check_loss
+from anabranch.graph.step.backward import Gradients, Report, check_loss
 from anabranch.graph.step.joint import Joint, JointKey
 from anabranch.graph.step.step_state import Between, Gate, StepState
 from anabranch.graph.step.update import containers_of
@@ -51,7 +51,7 @@ class _Task:
 
     key: JointKey
     begin: Callable[[Sequence[str]], None] | None
-    listener: GradientListener | None
+    report: Report | None
     may_trace: bool = True
     only_prepare: bool = False
     results: dict[str, object] | None = None
@@ -192,7 +192,8 @@ class StepProgram(StepState):
         self,
         batch: Structure,
         fetch: Sequence[str] = (),
-        listener: GradientListener | None = None,
+        begin: Callable[[Sequence[str]], None] | None = None,
+        report: Report | None = None,
         *,
         may_trace: bool = True,
     ) -> Gradients:
@@ -201,10 +202,11 @@ class StepProgram(StepState):
         Args:
             batch: a nested structure of tensors.
             fetch: names of submodules.
-            listener: called with the loss and each dense gradient the moment it is final, while backward continues.
+            begin: as for ``run``.
+            report: called with results while the graph runs.
             may_trace: as for ``run``.
         """
-        task = _Task(self._key(False, ()), None, listener)
+        task = _Task(self._key(False, ()), begin, report)
         found, outputs = self._through_front(task, batch, tuple(fetch), may_trace)
         assert task.joint is not None
         assert task.results is not None
@@ -234,8 +236,7 @@ class StepProgram(StepState):
             self._bind()
         numbers = None if self.refused_update is not None else self._group_numbers.current()
         if numbers != self._numbers:
-            self._group_numbers.look_again()
-            self._numbers = numbers = numbers and self._group_numbers.current()
+            self._numbers = numbers
             self._seen_numbers.add(numbers)
             if len(self._seen_numbers) > _MOST_NUMBERS:
                 raise CaptureError(
@@ -398,7 +399,7 @@ class _Programs:
         if task.only_prepare:
             raise _OnlyPrepared(joint, args)
         task.joint = joint
-        task.results = joint.run(step, args, task.begin, task.listener, task.later)
+        task.results = joint.run(step, args, task.begin, task.report, task.later)
         return joint.in_order(task.results)
 
     def _find(self, step: StepProgram, args: Sequence[object], task: _Task) -> Joint:

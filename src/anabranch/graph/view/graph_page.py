@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -26,7 +27,7 @@ def to_html(graph: OperationGraph, path: str | Path, title: str = "graph") -> No
 
 def graph_data(graph: OperationGraph) -> dict[str, object]:
     """Return what ``graph.js`` draws: the operations, the facts above them, and the bytes alive after each."""
-    records = _records(graph)
+    records = records_of(graph)
     plan = plan_memory(graph)
     operations = sum(record["phase"] not in ("input", "output") for record in records)
     facts = {"operations": operations, "peak": plan.peak_bytes}
@@ -46,8 +47,9 @@ def _alive(plan: MemoryPlan) -> list[int]:
     return list(accumulate(change[:-1]))
 
 
-def _records(graph: OperationGraph) -> list[dict[str, object]]:
-    records: list[dict[str, object]] = []
+def records_of(graph: OperationGraph) -> list[dict[str, Any]]:
+    """Return the inputs, operations and outputs, with what is shown of each."""
+    records: list[dict[str, Any]] = []
     index: dict[fx.Node, int] = {}
     for node, binding in zip(graph.placeholders, graph.bindings, strict=True):
         index[node] = len(records)
@@ -64,7 +66,7 @@ def _records(graph: OperationGraph) -> list[dict[str, object]]:
     return records
 
 
-def _look(node: fx.Node) -> dict[str, object]:
+def _look(node: fx.Node) -> dict[str, Any]:
     value = node.meta.get("val")
     tensor = value if isinstance(value, Tensor) else None
     return {
