@@ -179,8 +179,8 @@ class Graph(OperationGraph):
         """
         self.check_bound()
         leaves, structure = flatten(inputs)
-        if self._argument_structure is not None and structure != self._argument_structure:
-            raise SchemaError(f"the graph was captured for inputs {self._argument_structure}, got {structure}")
+        if self.argument_structure is not None and structure != self.argument_structure:
+            raise SchemaError(f"the graph was captured for inputs {self.argument_structure}, got {structure}")
         free = [(n, b) for n, b in zip(self.placeholders, self.bindings, strict=True) if b.bound is None]
         if len(leaves) != len(free):
             names = ", ".join(binding.name for _, binding in free)
@@ -188,9 +188,9 @@ class Graph(OperationGraph):
         for (node, binding), leaf in zip(free, leaves, strict=True):
             _check(binding, node.meta.get("val"), leaf)
         results = self.program().run(*leaves)
-        if self._output_structure is None:
+        if self.output_structure is None:
             return results
-        return unflatten(self._output_structure, list(results))
+        return unflatten(self.output_structure, list(results))
 
 
 def _describe(node: fx.Node) -> Node:

@@ -83,8 +83,8 @@ def save(graph: OperationGraph, path: Path) -> None:
         "nodes": nodes,
         "results": encode(list(graph.results), partial(_stand_in, None)),
         "outputs": graph.outputs,
-        "arguments": _structure(graph._argument_structure),
-        "returned": _structure(graph._output_structure),
+        "arguments": _structure(graph.argument_structure),
+        "returned": _structure(graph.output_structure),
     }
     _write(path, tensors, msgspec.json.encode(described).decode())
 
@@ -207,13 +207,9 @@ def _made(described: Mapping[str, Any], state: Mapping[str, Tensor], kind: type[
                 node.meta["val"] = _example(one) if tensor is None else mode.from_tensor(tensor)
             known[one["name"]] = node
     graph.output(tuple(_arguments(described["results"], known)))
-    return kind(
-        graph,
-        inputs,
-        described["outputs"],
-        argument_structure=_treedef(described["arguments"]),
-        output_structure=_treedef(described["returned"]),
-    )
+    made = kind(graph, inputs, described["outputs"])
+    made.argument_structure, made.output_structure = _treedef(described["arguments"]), _treedef(described["returned"])
+    return made
 
 
 def _call(graph: fx.Graph, one: Mapping[str, Any], known: Mapping[str, fx.Node]) -> fx.Node:

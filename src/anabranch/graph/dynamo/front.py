@@ -36,13 +36,12 @@ from torch._C import _len_torch_function_stack
 from torch._dynamo import symbolic_convert
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import Distribution
-from torch.optim.lr_scheduler import LRScheduler
 
-from anabranch.autodiff.boundary.crossing import traced_by
+from anabranch.autodiff.boundary.crossing import Tracer, traced_by
 from anabranch.autodiff.boundary.whole_calls import keep_whole
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.dynamo.refusals import refusal_of, user_line, user_line_of
-from anabranch.graph.trace.make_fx import FormTracer, one_at_a_time
+from anabranch.graph.trace.make_fx import one_at_a_time
 from anabranch.graph.trace.undisturbed import random_states_untouched, silent, undisturbed
 from anabranch.record.spans import Lasting
 
@@ -183,7 +182,7 @@ class DynamoFront:
 
     def _trace(self, kind: object, compiled: _Compiled | None, args: tuple[object, ...]) -> Any:
         self.failure = None
-        forms = FormTracer()
+        forms = Tracer()
         try:
             _allow_marks()
             symbolic_convert._import_module.cache_clear()  # guards would be on a module that was imported anew since
@@ -445,10 +444,6 @@ class _Backend:
         return [True] * len(entries)
 
 
-def _last_lr(self: LRScheduler) -> list[float | Tensor]:
-    return self._last_lr
-
-
 _fronts = itertools.count()
 _allowed = threading.Lock()
 _are_allowed = False
@@ -467,8 +462,6 @@ def _allow_marks() -> None:
             Distribution.set_default_validate_args(checks)  # which that switches off, for the whole process
             torch._dynamo.allow_in_graph(mark)  # type: ignore[no-untyped-call]
             keep_whole(torch._dynamo.nonstrict_trace)
-            # Dynamo skips the file of the schedulers; this substitute reads a list, so Dynamo guards its numbers.
-            torch._dynamo.substitute_in_graph(LRScheduler.get_last_lr, skip_signature_check=True)(_last_lr)
             _are_allowed = True
 
 

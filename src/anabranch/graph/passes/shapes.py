@@ -38,9 +38,7 @@ def infer_shapes(graph: OperationGraph, input_shapes: Sequence[Sequence[int]]) -
 
 def _captured_again(origin: Origin | None, shapes: list[torch.Size]) -> OperationGraph:
     if origin is None:
-        raise ValueError(
-            "a graph from a file, or with gradients of its own inserted, knows no shapes but its own; capture it again"
-        )
+        raise ValueError("a graph from a file knows no shapes but its own; capture the function again")
     try:
         return origin(shapes)
     except CaptureError as error:

@@ -128,12 +128,9 @@ def capture_backward(
                     "detach it, make it a parameter of the model, or use engine='tape'"
                 )
         unique = dict(zip(outputs, results, strict=True))
-        own = _OwnMemory([*values, *unique.values()])
-        found = {
-            name: own(_laid_out_as(leaf_of[name], gradient))
-            for name, gradient in zip(wanted, gradients, strict=False)
-            if gradient is not None
-        }
+        reached = {n: g for n, g in zip(wanted, gradients, strict=False) if g is not None}
+        laid_out = {name: _laid_out_as(leaf_of[name], gradient) for name, gradient in reached.items()}
+        found = _in_own_memory(laid_out, [*values, *unique.values()])
         dense[:] = list(found)
         lookups.clear()
         flat = _sparse(cut.found, gradients[len(leaves) : len(leaves) + len(rows)], found, lookups)
@@ -219,26 +216,20 @@ def _detached(value: object) -> object:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-class _OwnMemory:
-    """Copies dense gradients that share memory with another one or with ``others``, as autograd does before it sets
+def _in_own_memory(gradients: Mapping[str, Tensor], others: Iterable[object]) -> dict[str, Tensor]:
+    """Copy dense gradients that share memory with another one or with ``others``, as autograd does before it sets
     ``.grad``; sparse ones share their rows there too.
     """
-
-    def __init__(self, others: Iterable[object]) -> None:
-        self._taken = {_storage(value) for value in others if isinstance(value, Tensor) and _has_storage(value)}
-
-    def __call__(self, gradient: Tensor) -> Tensor:
-        if not _has_storage(gradient):
-            return gradient
-        if _storage(gradient) in self._taken:
-            with torch.no_grad():
-                gradient = gradient.clone()
-        self._taken.add(_storage(gradient))
-        return gradient
-
-
-def _has_storage(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided
+    owned: dict[str, Tensor] = {}
+    taken = {_storage(value) for value in others if isinstance(value, Tensor) and value.layout is torch.strided}
+    for name, gradient in gradients.items():
+        owned[name] = gradient
+        if gradient.layout is torch.strided:
+            if _storage(gradient) in taken:
+                with torch.no_grad():
+                    owned[name] = gradient.clone()
+            taken.add(_storage(owned[name]))
+    return owned
 
 
 def _storage(tensor: Tensor) -> int:
