@@ -11,7 +11,6 @@ from torch import Tensor, fx
 
 from anabranch.errors import CaptureError
 from anabranch.graph.dynamo.front import TracedCall
-from anabranch.graph.dynamo.refusals import Raises
 from anabranch.graph.dynamo.traced_calls import Arguments, run_calls
 from anabranch.graph.graph import Graph
 from anabranch.graph.operation_graph import InputKind
@@ -181,15 +180,6 @@ def _requires_grad(source: TraceSource) -> bool:
 def loss_of(call: TracedCall) -> Tensor:
     """Return an example of the loss."""
     return cast(Tensor, call.marks()["loss"].meta["example_value"])
-
-
-def check_loss(call: TracedCall) -> None:
-    """Raise ``Raises`` for a loss that has no backward; call it while Dynamo still knows the loss's shape."""
-    loss = call.marks().get("loss")
-    value = None if loss is None else loss.meta.get("example_value")
-    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
-        shape = tuple(value.shape) if isinstance(value, Tensor) else ()
-        raise Raises(f"the loss of shape {shape} is not a single number that depends on a parameter to train")
 
 
 def _sparse(

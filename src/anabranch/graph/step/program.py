@@ -30,7 +30,7 @@ from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.dynamo.front import DynamoFront, GuardMiss, TracedCall, changed_objects, mark
 from anabranch.graph.effects import is_collective
 from anabranch.graph.graph import Graph
-from anabranch.graph.step.backward import Gradients, Report, check_loss
+from anabranch.graph.step.backward import Gradients, Report
 from anabranch.graph.step.joint import Joint, JointKey
 from anabranch.graph.step.step_state import Between, Gate, StepState
 from anabranch.graph.step.update import containers_of
@@ -253,7 +253,7 @@ class StepProgram(StepState):
         for optimizer in self.optimizers if task.key.whole else ():
             optimizer._opt_called = True  # type: ignore[attr-defined]
         found: dict[str, Structure] = {"loss": loss.detach()}
-        for name, value in (extras or {}).items():
+        for name, value in extras.items():
             found[name] = value.detach() if isinstance(value, Tensor) else value
         return found, outputs
 
@@ -303,8 +303,6 @@ class StepProgram(StepState):
     # --- programs
 
     def _make(self, call: TracedCall) -> Callable[..., Sequence[object]]:
-        if self.differentiates:
-            check_loss(call)
         changed = changed_objects()
         if changed and self.refused_update is None and not changed.isdisjoint(containers_of(self.optimizers)):
             self.refused_update = CaptureError("the loss changes its groups or its state")
@@ -421,36 +419,52 @@ class _Programs:
         return joint
 
 
+def loss_and_returned(answer: object) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Check the result of the user's loss function, and split it into loss and further tensors.
+
+    Raises:
+        TypeError, ValueError: it is not a scalar tensor that depends on a parameter, with or without a dict.
+    """
+    returned: Any = {}
+    loss: Any = answer
+    if isinstance(answer, tuple) and len(answer) == 2:
+        loss, returned = answer
+        if not isinstance(returned, Mapping):
+            raise TypeError(f"besides the loss a step returns a dict of tensors, got {type(returned).__name__}")
+    elif isinstance(answer, Mapping) and "loss" in answer:
+        loss = answer["loss"]
+        returned = {name: value for name, value in answer.items() if name != "loss" and isinstance(value, Tensor)}
+    elif not isinstance(answer, Tensor):
+        loss = getattr(answer, "loss", answer)
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            "loss(model, batch) returns a scalar tensor, (scalar, dict), a mapping with 'loss' or an object with "
+            f".loss, got {type(loss).__name__}"
+        )
+    if loss.numel() != 1:
+        raise ValueError(
+            f"the loss has shape {tuple(loss.shape)}, but backward starts from a single number; return loss.mean() "
+            "with reduction='mean', or loss.sum() with reduction='sum'"
+        )
+    if not torch.is_grad_enabled():
+        raise ValueError(
+            "gradients are switched off around this run (torch.no_grad, inference_mode); a step needs them"
+        )
+    if not loss.requires_grad:
+        raise ValueError("the loss does not depend on any parameter that requires a gradient; nothing would be trained")
+    return loss if loss.ndim == 0 else loss.reshape(()), returned
+
+
 def _evaluated(loss: Loss) -> Callable[..., object]:
     """``loss`` with its results marked, in a form that Dynamo can read: it holds only objects that Dynamo can read."""
 
     def evaluated(model: nn.Module, batch: object) -> object:
-        result = loss(model, batch)
-        extras: Any = None
-        if isinstance(result, tuple) and len(result) == 2:
-            result, extras = result
-            if not isinstance(extras, Mapping):
-                raise TypeError(f"besides the loss a step returns a dict of tensors, got {type(extras).__name__}")
-        elif isinstance(result, Mapping) and "loss" in result:
-            extras = {name: value for name, value in result.items() if name != "loss" and isinstance(value, Tensor)}
-            result = result["loss"]
-        elif not isinstance(result, Tensor):
-            result = getattr(result, "loss", result)
-        if not isinstance(result, Tensor):
-            raise TypeError(
-                "loss(model, batch) returns a scalar tensor, (scalar, dict), a mapping with 'loss' or an object with "
-                f".loss, got {type(result).__name__}"
-            )
-        if result.ndim and result.numel() == 1:
-            result = result.reshape(())
-        # Detached: Dynamo refuses outputs that depend on a tensor whose gradient was taken inside the graph.
-        marked = mark("loss", result).detach()
-        if extras is None:
-            return marked, None
+        value, returned = loss_and_returned(loss(model, batch))
         named = {}
-        for name, value in extras.items():
-            named[name] = mark(name, value).detach() if isinstance(value, Tensor) and name != "loss" else value
-        return marked, named
+        for name, more in returned.items():
+            named[name] = mark(name, more).detach() if isinstance(more, Tensor) and name != "loss" else more
+        # Detached: Dynamo refuses outputs that depend on a tensor whose gradient was taken inside the graph.
+        return mark("loss", value).detach(), named
 
     return evaluated
 
