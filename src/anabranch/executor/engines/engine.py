@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from anabranch.autodiff import Callback, GradManager, record_outputs
 from anabranch.autodiff import grad_sessions as sessions
+from anabranch.autodiff.grad_sessions import loss_and_returned
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.executor.engines.gradients import all_finite, clip_norm, elements, nonfinite_names, norm_of
 from anabranch.executor.loaders.upcoming import UpcomingIds
 from anabranch.executor.steps import TrainStep
 from anabranch.graph import Graph
-from anabranch.graph.step.program import loss_and_returned
 from anabranch.interrupts import hold_interrupts
 from anabranch.record import spans
 from anabranch.tensors import Structure, map_structure

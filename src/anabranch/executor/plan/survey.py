@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from anabranch.autodiff.boundary.crossing import Boundary, Crossed, Tensors, Tracer, run_forward, traced_by
+from anabranch.autodiff.grad_sessions import loss_and_returned
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.executor.engines.pipe_engine import pipe_run
 from anabranch.executor.plan.step_plan import PlanRow
@@ -28,7 +29,6 @@ from anabranch.executor.routes import CommMode
 from anabranch.executor.running.runner import rows_of
 from anabranch.executor.steps import TrainStep, parameters_of
 from anabranch.experts import RemoteExpert, RemoteMixtureOfExperts
-from anabranch.graph.step.program import loss_and_returned
 from anabranch.parameter_server import RemoteEmbedding
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure

@@ -9,9 +9,9 @@ recompute it if that is allowed (no random numbers, no writes, no inputs that ar
     value_in --bytes--> value_out --infinity--> its readers in F
     value_out --infinity--> sink                         if B reads it
 
-The cheapest choice that fits is taken: first only elementwise operations and views are recomputed; then whole segments
-of F, each from the values that cross into it. B walks the segments backwards, so that one
-segment's values are alive at a time.
+First only elementwise operations and views are recomputed. If that does not fit, whole segments of F are, each from the
+values that cross into it: with that number of segments with which the fewest operations run twice. B walks the segments
+backwards, so that one segment's values are alive at a time.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ def recompute(graph: AnyGraph, budget_bytes: int) -> AnyGraph:
     plan = plan_memory(graph)
     if plan.peak_bytes <= budget_bytes:
         return graph
-    least = plan.peak_bytes
+    smaller: dict[AnyGraph, int] = {}
     for segments in (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
-        smaller = _recomputed(graph, plan.peak, segments)
-        peak = plan_memory(smaller).peak_bytes
-        least = min(least, peak)
-        if peak <= budget_bytes:
-            return smaller
+        candidate = _recomputed(graph, plan.peak, segments)
+        smaller[candidate] = plan_memory(candidate).peak_bytes
+        if not segments and smaller[candidate] <= budget_bytes:
+            return candidate
+    if fitting := [candidate for candidate, peak in smaller.items() if peak <= budget_bytes]:
+        return min(fitting, key=lambda candidate: len(candidate.fx.nodes))
     raise ValueError(
         f"no recomputation found fits into {budget_bytes} bytes: a run needs {plan.peak_bytes}, with recomputation "
-        f"{least}; give it at least that, or capture a smaller batch"
+        f"{min(smaller.values())}; give it at least that, or capture a smaller batch"
     )
 
 

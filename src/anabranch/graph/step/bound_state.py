@@ -31,13 +31,12 @@ class BoundState:
         self._tensors = [tensor for tensor in self.parameters.values() if tensor.layout is torch.strided]
         self._forms = list(map(_form, self._tensors))
         self._note_places()
-        self._groups = self._groups_now()
+        self._groups, self._state = self._now()
         self._handles = self._next_handle = -1
-        self.note_optimizer_state()
 
     def note_optimizer_state(self) -> None:
         """Record the optimizers' state as it is now."""
-        self._state = self._state_now()
+        self._state = self._now()[1]
 
     def intact(self, *, kept_by_optimizers: bool = True) -> bool:
         """Return True if every object is identical to the recorded one.
@@ -50,28 +49,23 @@ class BoundState:
         """
         if RemovableHandle.next_id != self._next_handle:
             self._refuse_new_hooks()
-        if not _same(self._groups_now(), self._groups):
-            return False
-        if kept_by_optimizers and not _same(self._state_now(), self._state):
+        groups, state = self._now()
+        if not _same(groups, self._groups) or (kept_by_optimizers and not _same(state, self._state)):
             return False
         return list(map(Tensor.data_ptr, self._tensors)) == self._places or self._moved_alike()
 
-    def _groups_now(self) -> list[object]:
-        """Return the optimizers' groups and parameters, each container before its items."""
-        objects: list[object] = []
+    def _now(self) -> tuple[list[object], list[object]]:
+        """Return the optimizers' groups with their parameters, and their state; each container before its items."""
+        groups: list[object] = []
+        state: list[object] = []
         for optimizer in self._optimizers:
-            objects += (optimizer.param_groups, vars(optimizer).get("step"))
+            groups += (optimizer.param_groups, vars(optimizer).get("step"))
             for group in optimizer.param_groups:
-                objects += (group, *group["params"])
-        return objects
-
-    def _state_now(self) -> list[object]:
-        objects: list[object] = []
-        for optimizer in self._optimizers:
-            objects += (optimizer.state, *optimizer.state.values())
+                groups += (group, *group["params"])
+            state += (optimizer.state, *optimizer.state.values())
             with suppress(TypeError):  # those that step outside the graph may keep something else than dicts
-                objects += chain.from_iterable(map(_values, optimizer.state.values()))
-        return objects
+                state += chain.from_iterable(map(_values, optimizer.state.values()))
+        return groups, state
 
     def _refuse_new_hooks(self) -> None:
         """Check for hooks, if any was registered, anywhere, since the last check."""

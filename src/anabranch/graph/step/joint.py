@@ -205,7 +205,7 @@ class Joint:
         results = dict(zip(self.backward.graph.outputs, self._program.run(*free), strict=True))
         if not self._admitted(results, own=self._own):
             return self._finish(step, results)
-        results.update(zip(self._yielded, self._rest.run(*(results[name] for name in self._given)), strict=True))
+        results.update(zip(self._yielded, self._rest.run(*[results[name] for name in self._given]), strict=True))
         return self._finish(step, results, later)
 
     def _admitted(self, results: Mapping[str, object], *, own: bool) -> bool:

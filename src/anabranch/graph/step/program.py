@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anabranch.autodiff.boundary.whole_calls import learn_forms
+from anabranch.autodiff.grad_sessions import loss_and_returned
 from anabranch.autodiff.hooks import OutputRecorder
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.errors import AnabranchError, CaptureError
@@ -417,42 +418,6 @@ class _Programs:
         self._call.release_tensors()
         self._joints.append(joint)
         return joint
-
-
-def loss_and_returned(answer: object) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Check the result of the user's loss function, and split it into loss and further tensors.
-
-    Raises:
-        TypeError, ValueError: it is not a scalar tensor that depends on a parameter, with or without a dict.
-    """
-    returned: Any = {}
-    loss: Any = answer
-    if isinstance(answer, tuple) and len(answer) == 2:
-        loss, returned = answer
-        if not isinstance(returned, Mapping):
-            raise TypeError(f"besides the loss a step returns a dict of tensors, got {type(returned).__name__}")
-    elif isinstance(answer, Mapping) and "loss" in answer:
-        loss = answer["loss"]
-        returned = {name: value for name, value in answer.items() if name != "loss" and isinstance(value, Tensor)}
-    elif not isinstance(answer, Tensor):
-        loss = getattr(answer, "loss", answer)
-    if not isinstance(loss, Tensor):
-        raise TypeError(
-            "loss(model, batch) returns a scalar tensor, (scalar, dict), a mapping with 'loss' or an object with "
-            f".loss, got {type(loss).__name__}"
-        )
-    if loss.numel() != 1:
-        raise ValueError(
-            f"the loss has shape {tuple(loss.shape)}, but backward starts from a single number; return loss.mean() "
-            "with reduction='mean', or loss.sum() with reduction='sum'"
-        )
-    if not torch.is_grad_enabled():
-        raise ValueError(
-            "gradients are switched off around this run (torch.no_grad, inference_mode); a step needs them"
-        )
-    if not loss.requires_grad:
-        raise ValueError("the loss does not depend on any parameter that requires a gradient; nothing would be trained")
-    return loss if loss.ndim == 0 else loss.reshape(()), returned
 
 
 def _evaluated(loss: Loss) -> Callable[..., object]:
