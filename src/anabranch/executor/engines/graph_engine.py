@@ -2,7 +2,7 @@
 
 ::
 
-    a single worker       batch ─> [forward, backward, check, clipping, optimizers: one graph] ─> loss
+    a single worker       batch ─> [forward, backward] ─> check ─> [clipping, optimizers] ─> loss
     else                  batch ─> [forward, backward ─ ─ ─ ─ ─ ─ ─] ─> .grad ─> [optimizers] ─> loss
                                          └ gradient final ─> sinks ─ ─ ─ ─ ─ ─ ┘
 

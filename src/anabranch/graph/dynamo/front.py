@@ -22,11 +22,11 @@ import itertools
 import operator
 import re
 import sys
-import threading
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -184,7 +184,8 @@ class DynamoFront:
         self.failure = None
         forms = Tracer()
         try:
-            _allow_marks()
+            with one_at_a_time:
+                _allow_marks()
             symbolic_convert._import_module.cache_clear()  # guards would be on a module that was imported anew since
             if compiled is None:
                 compiled = self._fronts[kind] = _Compiled(self._function, _Backend(self))
@@ -445,24 +446,19 @@ class _Backend:
 
 
 _fronts = itertools.count()
-_allowed = threading.Lock()
-_are_allowed = False
 
 
+@cache
 def _allow_marks() -> None:
     """Register the calls that stay whole in Dynamo's graph; not at import, which would load Dynamo."""
-    global _are_allowed
-    with _allowed:
-        if not _are_allowed:
-            import torch._dynamo
-            from torch._dynamo.eval_frame import TorchPatcher
+    import torch._dynamo
+    from torch._dynamo.eval_frame import TorchPatcher
 
-            checks = Distribution._validate_args
-            TorchPatcher.patch()  # torch's optimizers and modules, once; otherwise they would seem changed
-            Distribution.set_default_validate_args(checks)  # which that switches off, for the whole process
-            torch._dynamo.allow_in_graph(mark)  # type: ignore[no-untyped-call]
-            keep_whole(torch._dynamo.nonstrict_trace)
-            _are_allowed = True
+    checks = Distribution._validate_args
+    TorchPatcher.patch()  # torch's optimizers and modules, once; otherwise they would seem changed
+    Distribution.set_default_validate_args(checks)  # which that switches off, for the whole process
+    torch._dynamo.allow_in_graph(mark)  # type: ignore[no-untyped-call]
+    keep_whole(torch._dynamo.nonstrict_trace)
 
 
 def _describe(module: fx.GraphModule, what: str) -> TracedCall:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 from torch._prims_common import is_contiguous_or_false
 
-from anabranch.graph.effects import Effects
 from anabranch.graph.nodes import same_layout
 from anabranch.graph.operation_graph import AnyGraph
 
@@ -77,10 +75,6 @@ def drop_dead_nodes(graph: AnyGraph) -> AnyGraph:
         written = effects.written_by(node)
         if node.users or effects.must_stay(node) or any(effects.root[w] in live_memory for w in written):
             live_memory.update(effects.root[read] for read in node.all_input_nodes)
-        elif node.op == "call_function" and _may_drop(node, effects):
+        elif node.op == "call_function":
             graph.fx.erase_node(node)
     return graph
-
-
-def _may_drop(node: fx.Node, effects: Effects) -> bool:
-    return isinstance(node.target, OpOverload) or not effects.must_stay(node)

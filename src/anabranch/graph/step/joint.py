@@ -63,7 +63,7 @@ class Joint:
     Attributes:
         key: the program's purpose.
         backward: the graph of forward and backward.
-        graph: the graph that runs.
+        graph: all that runs, in one graph.
         memory: looks at the memory of the arguments, if the program writes to one.
         confirmed: the tape has run a batch of this program with the same results; see ``Prepared.confirm``.
     """
@@ -346,7 +346,7 @@ class Joint:
         self._program = spread.program()
 
     def _split(self, front: Graph, rest: Graph | None) -> None:
-        """Split into two programs: forward and backward, by Inductor or as a CUDA graph, and the rest."""
+        """Run two programs: forward and backward, also by Inductor or as a CUDA graph, and the rest."""
         self._rest = rest.program() if rest is not None else Program("", lambda: ())
         self._given = [] if rest is None else [binding.name for binding in rest.bindings if binding.bound is None]
         self._yielded = [] if rest is None else rest.outputs

@@ -41,7 +41,7 @@ from anabranch.tensors.rows import tensors_of
 
 Loss = Callable[[nn.Module, Any], object]
 """``loss(model, batch)`` returns a scalar tensor, or that and a dict of further tensors."""
-_MOST_GRAPHS = 64
+_MOST_GRAPHS = 128
 _SMALLEST = sys.float_info.min
 _MOST_NUMBERS = 8
 
@@ -145,6 +145,7 @@ class StepProgram(StepState):
         self._last: Graph | None = None
         self._kinds: set[object] = set()
         self._seen_numbers: set[object] = set()
+        self._joints: weakref.WeakSet[Joint] = weakref.WeakSet()
         self.captures = 0
 
     @property
@@ -263,15 +264,9 @@ class StepProgram(StepState):
     ) -> tuple[Any, dict[str, Structure]]:
         """Return the function's own result, and the outputs of the submodules ``modules``."""
         kind = (kind_of(batch), modules, _SMALLEST * 0.5 == 0.0)  # with denormals flushed, constants fold differently
-        if kind not in self._kinds:
-            if len(self._kinds) >= _MOST_GRAPHS:
-                raise CaptureError(
-                    f"{_MOST_GRAPHS} kinds of batches have been captured for {self._front.what}, and there is yet "
-                    "another shape, dtype or fetch; pad batches to a few shapes, or use engine='tape'"
-                )
-            if may_trace:
-                learn_forms(self.model.modules())
-                self._kinds.add(kind)
+        if may_trace and kind not in self._kinds:
+            learn_forms(self.model.modules())
+            self._kinds.add(kind)
         self._task = task
         task.may_trace = may_trace
         self.rates.refresh()
@@ -322,10 +317,18 @@ class StepProgram(StepState):
 
     def joint(self, call: TracedCall, args: Sequence[object], task: _Task) -> Joint:
         """Return a program for these arguments."""
+        if len(self._joints) >= _MOST_GRAPHS:
+            raise CaptureError(
+                f"{_MOST_GRAPHS} graphs of {self._front.what} are kept, and it needs yet another, for another shape of "
+                "a batch, number that an operation reads, or tensor that the model holds; pad batches to a few shapes, "
+                "make the numbers tensors, or use engine='tape'"
+            )
         self.captures += 1
         try:
             with undisturbed():
-                return Joint(self, call, args, task.key)
+                joint = Joint(self, call, args, task.key)
+                self._joints.add(joint)
+                return joint
         except (AnabranchError, ValueError, TypeError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -406,11 +409,6 @@ class _Programs:
             if joint.fits(args, task.key):
                 return joint
         self._joints = [joint for joint in self._joints if joint.key.epoch is step.epoch]
-        if len(self._joints) >= _MOST_GRAPHS:
-            raise CaptureError(
-                "numbers that operations read, or the tensors that the model holds, change from step to step, and "
-                "each change needs a new graph; make the numbers tensors, or use engine='tape'"
-            )
         if not task.may_trace:
             raise GuardMiss("no graph of the step matches the current tensors and numbers")
         task.key = step.up_to_date(task.key)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from anabranch.graph.crossings import crossing_of
 from anabranch.graph.effects import is_collective, is_wait
 from anabranch.graph.nodes import bytes_of
 from anabranch.graph.operation_graph import OperationGraph
-from anabranch.graph.run.lifetimes import MemoryPlan, plan_memory
+from anabranch.graph.run.lifetimes import plan_memory
 from anabranch.tensors.dtypes import dtype_name
 from anabranch.view.page import page_of
 
@@ -31,20 +30,10 @@ def graph_data(graph: OperationGraph) -> dict[str, object]:
     plan = plan_memory(graph)
     operations = sum(record["phase"] not in ("input", "output") for record in records)
     facts = {"operations": operations, "peak": plan.peak_bytes}
-    alive = _alive(plan)
-    makers = [""] * len(alive)
+    makers = [""] * len(plan.alive)
     for name, (first, _) in plan.intervals.items():
         makers[first] = name
-    return {"nodes": records, "facts": facts, "alive": alive, "makers": makers, "peak": plan.peak}
-
-
-def _alive(plan: MemoryPlan) -> list[int]:
-    """Return the bytes that the run has allocated at each of its operations."""
-    change = [0] * (max((last for _, last in plan.intervals.values()), default=0) + 2)
-    for name, (first, last) in plan.intervals.items():
-        change[first] += plan.bytes[name]
-        change[last + 1] -= plan.bytes[name]
-    return list(accumulate(change[:-1]))
+    return {"nodes": records, "facts": facts, "alive": plan.alive, "makers": makers, "peak": plan.peak}
 
 
 def records_of(graph: OperationGraph) -> list[dict[str, Any]]:
