@@ -188,7 +188,7 @@ class DynamoFront:
                 _allow_marks()
             symbolic_convert._import_module.cache_clear()  # guards would be on a module that was imported anew since
             if compiled is None:
-                compiled = self._fronts[kind] = _Compiled(self._function, _Backend(self))
+                compiled = self._fronts[kind] = _Compiled(self._function, weakref.proxy(self))
             with (
                 Lasting("capture", "compute"),
                 one_at_a_time,
@@ -344,12 +344,20 @@ class _Compiled:
     The copy has its own globals too, in which Dynamo leaves the programs it made: they are freed with the copy.
     """
 
-    def __init__(self, function: Callable[..., Any], backend: _Backend) -> None:
+    def __init__(self, function: Callable[..., Any], owner: DynamoFront) -> None:
         from torch._C._dynamo.eval_frame import set_eval_frame
 
         front = _copy_of(_front_of(function))
         self._front, self._set_eval_frame = front, set_eval_frame
-        options: dict[str, Any] = {"guard_filter_fn": backend.look_at_guards}
+
+        def backend(module: fx.GraphModule, _examples: Sequence[object], **_: object) -> Callable[..., Any]:
+            return owner.make(module)
+
+        def every_guard(entries: Sequence[Any]) -> list[bool]:
+            owner.note_guards([entry for entry in entries if entry.has_value])
+            return [True] * len(entries)
+
+        options: dict[str, Any] = {"guard_filter_fn": every_guard}
         self._compile = torch.compile(front, backend=backend, fullgraph=True, options=options)
         self._wrapped: dict[str, Callable[..., Any]] = {}
         weakref.finalize(self, _let_go, front.__code__, front.__globals__).atexit = False
@@ -424,25 +432,6 @@ def _copy_of(function: Any) -> Any:
     # A unique name: Dynamo remembers changing numbers by file, line and name.
     code = function.__code__.replace(co_name=f"front_{next(_fronts)}")
     return types.FunctionType(code, space, function.__name__, function.__defaults__, function.__closure__)
-
-
-class _Backend:
-    """The backend that receives Dynamo's calls."""
-
-    def __init__(self, front: DynamoFront) -> None:
-        self._front = weakref.ref(front)
-
-    def __call__(self, module: fx.GraphModule, _examples: Sequence[object], **_: object) -> Callable[..., Any]:
-        front = self._front()
-        assert front is not None
-        return front.make(module)
-
-    def look_at_guards(self, entries: Sequence[Any]) -> list[bool]:
-        """Pass on the values that guards read; keep all guards."""
-        front = self._front()
-        assert front is not None
-        front.note_guards([entry for entry in entries if entry.has_value])
-        return [True] * len(entries)
 
 
 _fronts = itertools.count()
