@@ -109,7 +109,7 @@ def capture_update(
                 _step(optimizer)
         return []
 
-    return build(body, sources, [], kinds={"": "optimizer"})
+    return build(body, sources, [], kinds={"": "optimizer"}, may_read=True)
 
 
 def _step(optimizer: Optimizer) -> None:

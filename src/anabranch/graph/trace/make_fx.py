@@ -5,6 +5,7 @@ One module, because the tracer changes between versions of PyTorch. What it adds
 - Python numbers stay Python numbers. A float is traced as the ``.item()`` of a float64 tensor, whose arithmetic the
   tracer records; the replay then computes it in Python doubles, exactly as eager code does.
 - Boundaries become nodes that cross when the graph runs.
+- Reading a traced value raises.
 """
 
 from __future__ import annotations
@@ -140,6 +141,9 @@ class TraceRecorder:
         return self._spans[index - 1][1] if index else ""
 
 
+_READS = {Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__bool__, Tensor.__index__}
+_READS |= {Tensor.__int__, Tensor.__float__, Tensor.__complex__}
+
 # Users call it to stop gradients; autograd's own detached handles do not pass here.
 _STOPS = {Tensor.detach, Tensor.detach_, torch.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
 
@@ -147,9 +151,10 @@ _STOPS = {Tensor.detach, Tensor.detach_, torch.detach, Tensor.data.__get__}  # t
 class _Faithful(TorchFunctionMode):
     """Refuses to read values that do not exist yet, and lets an interceptor replace calls."""
 
-    def __init__(self, interceptor: Interceptor | None, recorder: TraceRecorder) -> None:
+    def __init__(self, may_read: bool, interceptor: Interceptor | None, recorder: TraceRecorder) -> None:
         super().__init__()
         self._recorder = recorder
+        self._may_read = may_read
         self._interceptor = interceptor
 
     def __torch_function__(
@@ -160,6 +165,11 @@ class _Faithful(TorchFunctionMode):
         kwargs: dict[str, object] | None = None,
     ) -> object:
         kwargs = kwargs or {}
+        if not self._may_read and func in _READS:
+            raise CaptureError(
+                f"{self._recorder.line}{func.__name__}() reads a value while the step is captured; a graph cannot "
+                "branch on what it computes: use torch.where, return the tensor, or use engine='tape'"
+            )
         if self._interceptor is not None and (result := self._interceptor(func, args, kwargs)) is not NotImplemented:
             return result
         self._recorder.stops_gradients = func in _STOPS
@@ -226,8 +236,12 @@ class _Crossings(Tracer):
         return found
 
 
-def _trace(
-    body: Callable[..., Sequence[object]], sources: Sequence[TraceSource], interceptor: Interceptor | None
+def trace(
+    body: Callable[[list[Tensor | float], TraceRecorder], Sequence[object]],
+    sources: Sequence[TraceSource],
+    *,
+    may_read: bool = False,
+    interceptor: Interceptor | None = None,
 ) -> fx.GraphModule:
     """Return the operations that ``body`` performs on its inputs, one node each, ``sources`` as placeholders in their
     order.
@@ -235,6 +249,7 @@ def _trace(
     Args:
         body: takes the traced inputs, as tensors and floats, and the recorder; returns flat outputs.
         sources: the inputs.
+        may_read: allows ``.item()``, whose value stays symbolic: for optimizers, not for users' code.
         interceptor: see ``Interceptor``.
 
     Raises:
@@ -261,7 +276,7 @@ def _trace(
             for source, value in zip(sources, values, strict=True)
         ]
         with (
-            _Faithful(interceptor, recorder),
+            _Faithful(may_read, interceptor, recorder),
             traced_by(_Crossings(fakes_of, recorder)),
             _casts_cached(caches),
             _kernels_for_lists(sources),
@@ -358,7 +373,7 @@ def _use_number_itself(node: fx.Node) -> None:
         item.graph.erase_node(item)
 
 
-def _constants(module: fx.GraphModule) -> dict[fx.Node, Tensor]:
+def constants(module: fx.GraphModule) -> dict[fx.Node, Tensor]:
     """Return the tensors that the traced function used without receiving them as inputs, by the node that reads
     them.
     """
@@ -382,14 +397,15 @@ def build(
     outputs: Sequence[str],
     *,
     kinds: Mapping[str, InputKind] | None = None,
+    may_read: bool = False,
     interceptor: Interceptor | None = None,
 ) -> Graph:
-    """Trace ``body``, which yields ``outputs`` (names that it may add to while it runs), and clean the trace."""
-    module = _trace(body, sources, interceptor)
+    """Traces ``body``, which yields ``outputs`` (names that it may add to while it runs), and cleans the trace."""
+    module = trace(body, sources, may_read=may_read, interceptor=interceptor)
     graph = module.graph
     placeholders = list(graph.find_nodes(op="placeholder"))
-    inputs = [_input(source, kinds or {}) for source in sources]
-    for index, (node, tensor) in enumerate(_constants(module).items()):
+    inputs = [_input(source, node, kinds or {}) for source, node in zip(sources, placeholders, strict=True)]
+    for index, (node, tensor) in enumerate(constants(module).items()):
         with graph.inserting_after(placeholders[-1]) if placeholders else graph.inserting_before(node):
             lifted = graph.placeholder(f"constant_{index}")
         lifted.meta.update(node.meta)
@@ -404,7 +420,7 @@ def build(
     return drop_dead_nodes(drop_handles(Graph(graph, inputs, list(outputs))))
 
 
-def _input(source: TraceSource, kinds: Mapping[str, InputKind]) -> Input:
+def _input(source: TraceSource, node: fx.Node, kinds: Mapping[str, InputKind]) -> Input:
     if not source.state:
         return Input(source.name)
     assert isinstance(source.value, Tensor)
