@@ -400,11 +400,11 @@ def build(
     may_read: bool = False,
     interceptor: Interceptor | None = None,
 ) -> Graph:
-    """Traces ``body``, which yields ``outputs`` (names that it may add to while it runs), and cleans the trace."""
+    """Trace ``body``, which yields ``outputs`` (names that it may add to while it runs), and clean the trace."""
     module = trace(body, sources, may_read=may_read, interceptor=interceptor)
     graph = module.graph
     placeholders = list(graph.find_nodes(op="placeholder"))
-    inputs = [_input(source, node, kinds or {}) for source, node in zip(sources, placeholders, strict=True)]
+    inputs = [_input(source, kinds or {}) for source in sources]
     for index, (node, tensor) in enumerate(constants(module).items()):
         with graph.inserting_after(placeholders[-1]) if placeholders else graph.inserting_before(node):
             lifted = graph.placeholder(f"constant_{index}")
@@ -420,7 +420,7 @@ def build(
     return drop_dead_nodes(drop_handles(Graph(graph, inputs, list(outputs))))
 
 
-def _input(source: TraceSource, node: fx.Node, kinds: Mapping[str, InputKind]) -> Input:
+def _input(source: TraceSource, kinds: Mapping[str, InputKind]) -> Input:
     if not source.state:
         return Input(source.name)
     assert isinstance(source.value, Tensor)
