@@ -29,7 +29,7 @@ from anabranch.tensors import flatten
 # Powers of two, so that sums are exact.
 LINKS = {"workers": LinkCost(1024.0, 1.0), "servers": LinkCost(16.0, 2.0)}
 HEADER = 8 * HEADER_SIZE  # bytes of a header in its own message
-BUCKET = (3 + 2 + HEADER_SIZE) * 4  # elements, flags, header
+BUCKET = (3 + 1 + HEADER_SIZE) * 4  # elements, flag, header
 ROW = 4 + 16  # bytes: an id and four numbers
 
 
@@ -80,14 +80,14 @@ def test_summed_gradients_cost_their_bytes_and_a_latency_per_bucket(plan: Any) -
     assert found.bytes == {"workers": BUCKET}
     assert found.parts == {"compute": 8.0, "workers": 1024.0 + BUCKET}
     assert found.step_seconds == 8.0 + 1024.0 + BUCKET
-    assert [(row.name, row.boundary, row.bytes, row.seconds) for row in found.rows] == [("head", "workers", 20, 20.0)]
+    assert [(row.name, row.boundary, row.bytes, row.seconds) for row in found.rows] == [("head", "workers", 16, 16.0)]
     assert found.modes == (ModeCost("AllReduce", found.bytes, found.step_seconds),)
 
 
 def test_sums_of_other_dtypes_leave_the_header_its_own_message(plan: Any) -> None:
     found = plan(Parts(table=False, head=True, dtype=torch.float16), "AllReduce")
-    assert found.bytes == {"workers": (3 + 2) * 4 + HEADER}  # summed in float32
-    assert found.parts["workers"] == 2 * 1024.0 + 20.0 + HEADER
+    assert found.bytes == {"workers": (3 + 1) * 4 + HEADER}  # summed in float32
+    assert found.parts["workers"] == 2 * 1024.0 + 16.0 + HEADER
 
 
 def test_runs_that_are_accumulated_compute_each_and_tell_their_rows(plan: Any) -> None:
@@ -147,7 +147,7 @@ def test_workers_that_run_apart_send_one_another_nothing(plan: Any) -> None:
 def test_without_a_batch_a_plan_says_which_parts_it_leaves_out(plan: Any) -> None:
     found = plan(Parts(head=True), "Hybrid", surveys=[None, None])
     assert found.bytes == {"workers": BUCKET}
-    assert [row.bytes for row in found.rows] == [20, None]
+    assert [row.bytes for row in found.rows] == [16, None]
     assert "without a batch" in str(found)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from anabranch.autodiff import Callback, GradManager, record_outputs
 from anabranch.autodiff import grad_sessions as sessions
+from anabranch.autodiff.grad_sessions import loss_and_returned
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.executor.engines.gradients import all_finite, clip_norm, elements, nonfinite_names, norm_of
 from anabranch.executor.steps import TrainStep
@@ -292,39 +293,3 @@ class Engine:
     def clip(self, max_norm: float, elsewhere: float | None = None) -> Tensor:
         """Clip the gradients by their norm together with the sum of squares ``elsewhere``; return the norm before."""
         return clip_norm(elements(self.parameters.values()), max_norm, elsewhere)
-
-
-def loss_and_returned(answer: object) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Check the result of the user's loss function, and split it into loss and further tensors.
-
-    Raises:
-        TypeError, ValueError: it is not a scalar tensor that depends on a parameter, with or without a dict.
-    """
-    returned: object = {}
-    loss = answer
-    if isinstance(answer, tuple) and len(answer) == 2:
-        loss, returned = answer
-        if not isinstance(returned, Mapping):
-            raise TypeError(f"besides the loss a step returns a dict of tensors, got {type(returned).__name__}")
-    elif isinstance(answer, Mapping) and "loss" in answer:
-        loss = answer["loss"]
-        returned = {name: value for name, value in answer.items() if name != "loss" and isinstance(value, Tensor)}
-    elif not isinstance(answer, Tensor):
-        loss = getattr(answer, "loss", answer)
-    if not isinstance(loss, Tensor):
-        raise TypeError(
-            "loss(model, batch) returns a scalar tensor, (scalar, dict), a mapping with 'loss' or an object with "
-            f".loss, got {type(loss).__name__}"
-        )
-    if loss.numel() != 1:
-        raise ValueError(
-            f"the loss has shape {tuple(loss.shape)}, but backward starts from a single number; return loss.mean() "
-            "with reduction='mean', or loss.sum() with reduction='sum'"
-        )
-    if not torch.is_grad_enabled():
-        raise ValueError(
-            "gradients are switched off around this run (torch.no_grad, inference_mode); a step needs them"
-        )
-    if not loss.requires_grad:
-        raise ValueError("the loss does not depend on any parameter that requires a gradient; nothing would be trained")
-    return loss if loss.ndim == 0 else loss.reshape(()), cast("Mapping[str, Tensor]", returned)

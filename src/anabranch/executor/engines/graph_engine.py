@@ -2,7 +2,7 @@
 
 ::
 
-    a single worker       batch ─> [forward, backward, check, clipping, optimizers: one graph] ─> loss
+    a single worker       batch ─> [forward, backward] ─> check ─> [clipping, optimizers] ─> loss
     else                  batch ─> [forward, backward ─ ─ ─ ─ ─ ─ ─] ─> .grad ─> [optimizers] ─> loss
                                          └ gradient final ─> sinks ─ ─ ─ ─ ─ ─ ┘
 
@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from anabranch.autodiff.boundary.answers import Answers, AnswersDiffer
 from anabranch.autodiff.moved_parameter import Elsewhere, parameters_here
 from anabranch.errors import CaptureError
-from anabranch.executor.engines.engine import Begin, Compare, Engine, Fetch, GradientSink, StepOutput
+from anabranch.executor.engines.engine import Begin, Compare, Engine, Fetch, StepOutput
 from anabranch.executor.engines.gradients import all_finite, clip_norm, nonfinite_names
 from anabranch.executor.randomness import random_state, restore_random_state, same_random_state
 from anabranch.executor.steps import TrainStep
@@ -159,11 +159,23 @@ class GraphEngine(Engine):
 
     def _differentiate(self, batch: Structure, fetch: Fetch, begin: Begin, seed: float, may_trace: bool) -> StepOutput:
         self._program.set_seed(seed)
-        listener = _RunListener(self.parameters, self._sinks, begin, fetch)
+        ready = {name: sink.ready for sink in self._sinks for name in sink.parameters}
+
+        def report(output: str, value: Tensor) -> None:
+            if output == "loss":
+                begin(value)
+                return
+            name = output.removesuffix(".grad")
+            parameter = self.parameters[name]
+            parameter.grad = ready[name](parameter, value) if name in ready else value
+
+        def check(outputs: Sequence[str]) -> None:
+            fetch.check(dict.fromkeys(outputs))
+
         with spans.span("forward and backward", "compute"):
-            ran = self._program.backward(batch, fetch.modules, listener, may_trace=may_trace)
+            ran = self._program.backward(batch, fetch.modules, check, report, may_trace=may_trace)
         for name, gradient in self._as_gradients(ran.sparse).items():
-            listener.gradient(name, gradient)
+            report(f"{name}.grad", gradient)
         return self._sort(ran.outputs, fetch)
 
     def _run_whole(self, batch: Structure, fetch: Fetch, may_trace: bool) -> StepOutput:
@@ -222,29 +234,6 @@ class GraphEngine(Engine):
             fetch.record({**gradients, **{name: outputs[name] for name in fetch.modules}})
             fetch.check(returned)
         return StepOutput(cast(Tensor, outputs["loss"]), returned, nonfinite)
-
-
-class _RunListener:
-    """Passes on the events of a running backward graph, after a final check of the names to fetch."""
-
-    def __init__(
-        self, parameters: Mapping[str, Tensor], sinks: Sequence[GradientSink], begin: Begin, fetch: Fetch
-    ) -> None:
-        self._parameters, self._begin, self._fetch = parameters, begin, fetch
-        self._ready = {name: sink.ready for sink in sinks for name in sink.parameters}
-
-    def begin(self, outputs: Sequence[str]) -> None:
-        """Raise ``ValueError`` for a name to fetch that the step has not, before anything has changed."""
-        self._fetch.check(dict.fromkeys(outputs))
-
-    def loss(self, value: Tensor) -> None:
-        """Record the loss."""
-        self._begin(value)
-
-    def gradient(self, name: str, value: Tensor) -> None:
-        """Record a final gradient."""
-        parameter = self._parameters[name]
-        parameter.grad = self._ready[name](parameter, value) if name in self._ready else value
 
 
 def _clipping(max_norm: float) -> Between:

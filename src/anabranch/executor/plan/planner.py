@@ -45,7 +45,7 @@ from anabranch.tensors import Compression, Structure
 from anabranch.tensors.packing import Share
 
 _SHORT = 1 << 31  # the most rows of a table whose ids travel as 32 bits
-_FLAGS = 2  # numbers per summed gradient beside its own
+_FLAGS = 1  # numbers per summed gradient beside its own
 _ALONE_BYTES = 8 * HEADER_SIZE  # a header in its own message
 _SKIP_BYTES = 4  # whether a worker skips the step
 _TIMES = 5  # of each message that is measured, after one that warms up

@@ -172,9 +172,7 @@ class StepRunner:
                     f"{', '.join(summed)} was frozen when the Executor was made and is not now; under this consistency "
                     "the workers do not sum gradients among themselves: make a new Executor"
                 )
-        self._buckets = GradientBuckets(
-            summed, self._workers, sparse=_sparse_tables(self.step.model), header=HEADER_SIZE
-        )
+        self._buckets = GradientBuckets(summed, self._workers, sparse=_sparse_tables(self.step), header=HEADER_SIZE)
         self.engine.attach([*self._servers, self._buckets])
 
     def run(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput:
@@ -653,11 +651,14 @@ def digest_of(batch: Structure) -> int:
     return int.from_bytes(digest.digest())
 
 
-def _sparse_tables(model: nn.Module) -> list[str]:
-    """Return the parameters whose gradients are known to be sparse before the first one arrives."""
+def _sparse_tables(step: TrainStep) -> list[str]:
+    """Return the parameters whose gradients are sparse."""
     found = {
         module.weight
-        for module in model.modules()
+        for module in step.model.modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
     }
-    return [name for name, parameter in parameters_here(model).items() if parameter in found]
+    for optimizer in step.optimizers:
+        if isinstance(optimizer, torch.optim.SparseAdam):  # which takes no others
+            found.update(parameter for group in optimizer.param_groups for parameter in group["params"])
+    return [name for name, parameter in parameters_here(step.model).items() if parameter in found]

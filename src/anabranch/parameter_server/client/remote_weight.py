@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from anabranch.autodiff.boundary import whole_calls
-from anabranch.autodiff.boundary.crossing import Crossed, Form, cross
-from anabranch.autodiff.boundary.recorded import RecordedBoundary
+from anabranch.autodiff.boundary.crossing import Crossed, Form, RecordedBoundary, cross
 from anabranch.autodiff.moved_parameter import MovedParameter
 from anabranch.errors import SchemaError
 
