@@ -14,7 +14,7 @@ import anabranch as ab
 from anabranch.errors import NotFound, SchemaError
 from anabranch.parameter_server import ParameterClient
 from anabranch.tables import Normal
-from anabranch.tensors import bags_of, count_rows, flatten, unflatten
+from anabranch.tensors import count_rows, flatten, unflatten
 
 ROWS, WIDTH = 30, 4
 
