@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from anabranch.autodiff.boundary.answers import Answers, AnswersDiffer
-from anabranch.autodiff.boundary.crossing import Form, cross
-from anabranch.autodiff.boundary.recorded import RecordedBoundary
+from anabranch.autodiff.boundary.crossing import Form, RecordedBoundary, cross
 from anabranch.autodiff.call_threads import run_at_once
 
 asked: list[float] = []

@@ -62,6 +62,42 @@ def test_workers_meet_after_the_construction_of_one_of_them_has_failed() -> None
         assert found == {"found": ["late", 2.0, True] * 2}
 
 
+PARTED = """
+import json, torch
+import torch.distributed as dist
+import anabranch as ab
+from anabranch.collectives import Workers
+
+ab.collectives.workers.SAID_AFTER = 0.0
+dist.init_process_group("gloo")
+store, rank, messages = dist.distributed_c10d._get_default_store(), dist.get_rank(), []
+for turn in range(2):
+    workers = Workers(dist.new_group([0, 1]), heartbeat=0.1)
+    calls = [
+        lambda: workers.all_gather_bytes(b"results", operation="evaluation"),
+        lambda: workers.all_gather_bytes(b"", operation="save")
+        if turn
+        else workers.all_reduce(torch.ones(3), operation="all_reduce of gradients"),
+    ]
+    try:
+        calls[rank]()
+    except ab.BoundaryError as error:
+        messages.append(str(error))
+    store.set(f"{turn} {rank}", "over")
+    store.wait([f"{turn} {other}" for other in (0, 1)])
+print(json.dumps({"messages": messages}))
+"""
+
+
+def test_a_worker_that_makes_a_call_alone_and_the_others_are_told_of_each_other() -> None:
+    calls = ["evaluation", "all_reduce of gradients"]
+    for rank, result in enumerate(LocalJob(2).run_source(PARTED).results):
+        assert result is not None
+        [waits, elsewhere] = result["messages"]
+        assert f"rank {1 - rank} waits in {calls[1 - rank]!r} and this rank in {calls[rank]!r}" in waits
+        assert f"rank {1 - rank} is in another call" in elsewhere
+
+
 ALONE = """
 import json, torch
 from anabranch.record import spans

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -16,7 +15,6 @@ import torch.utils._pytree
 from torch import Tensor, nn
 
 import anabranch as ab
-from anabranch.executor.loaders.upcoming import UpcomingIds
 from anabranch.tensors import KeyedJagged, as_tensors, count_rows
 
 
@@ -179,12 +177,3 @@ def test_a_pipe_takes_a_dataclass_as_it_takes_a_mapping() -> None:
             return [*pipe.parameters()]
 
     assert same_bits(run(dataclasses.make_dataclass("Labelled", ["input", "target"])), run(dict))
-
-
-def test_ids_of_the_next_batch_are_found_in_a_dataclass() -> None:
-    users = ab.RemoteEmbedding("users", 100, 2, optimizer=lambda rows: torch.optim.SGD(rows, lr=0.1))
-    with contextlib.closing(users):
-        upcoming = UpcomingIds()
-        with upcoming.watching(Plain(torch.tensor([1, 2]), None)) as batch:
-            users(batch.x + 10)
-        assert upcoming.of(Plain(torch.tensor([3]), None))["users"].tolist() == [13]

@@ -150,19 +150,23 @@ def test_the_user_s_own_numbers_reach_the_sinks_behind_the_steps_before() -> Non
     assert sink.steps[1] == (1, {"score": 0.5, "count": 3.0})
 
 
-def test_plain_values_are_saved_and_dicts_are_filled_in_place(tmp_path: Path) -> None:
+def test_plain_values_are_saved_and_dicts_and_lists_are_filled_in_place(tmp_path: Path) -> None:
     average = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 1))
-    with program(state={"best": 1.0, "history": {"seen": [1, 2]}, "average": average}) as executor:
+    state = {"best": 1.0, "history": {"seen": [1, 2]}, "average": average, "losses": [0.5, 0.25]}
+    with program(state=state) as executor:
         executor.state["best"] = 0.5
         executor.state["history"]["more"] = torch.ones(2)
         executor.save(tmp_path)
         with pytest.raises(ValueError, match="no state is called 'other', so it would not be saved"):
             executor.state["other"] = 1
     history: dict[str, Any] = {}
-    with program(state={"best": None, "history": history, "average": average}) as executor:
+    losses: list[float] = []
+    with program(state={"best": None, "history": history, "average": average, "losses": losses}) as executor:
         executor.load(tmp_path)
         assert executor.state["best"] == 0.5
         assert executor.state["history"] is history
+        assert executor.state["losses"] is losses
+        assert losses == [0.5, 0.25]
         assert (history["seen"], history["more"].tolist()) == ([1, 2], [1.0, 1.0])
         assert executor.state["average"] is average
     with pytest.raises(ValueError, match="objects.best.value is a builtins.object"):
@@ -196,9 +200,10 @@ def without_a_mode(shared: bool) -> dict[str, Any]:
     loader = [data] if shared else ab.loaders.GlobalBatches(data, 4, shuffle=False)
     torch.manual_seed(rank)
     model = nn.Linear(2, 1).double()
+    model.register_buffer("rank", torch.tensor(rank))
     steps = {
         "train": ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.SGD(model.parameters(), lr=1e-3)),
-        "look": ab.EvalStep(model, outputs),
+        "look": ab.EvalStep(model, lambda m, b: {**outputs(m, b), "buffer": m.rank.clone()}),
     }
     with warnings.catch_warnings(record=True) as said, ab.Executor(steps, dataloaders={"train": loader}) as executor:  # type: ignore[dict-item]
         warnings.simplefilter("always")
@@ -207,6 +212,7 @@ def without_a_mode(shared: bool) -> dict[str, Any]:
         looked = executor.evaluate("look", ab.loaders.GlobalBatches(data, 4, shuffle=False))
         own = executor.evaluate("look", [data[rank :: ab.job().world_size]])
         try:
+            executor.evaluate("look", [data])  # twice
             executor.evaluate("look", [data] if rank else [])
             executor.evaluate("look", [data if rank else "no batch"])
         except Exception as error:  # noqa: BLE001 - it is compared
@@ -214,7 +220,8 @@ def without_a_mode(shared: bool) -> dict[str, Any]:
     return {
         "mode": executor.comm_mode, "steps": executor.step, "weight": model.weight.tolist()[0],
         "rows": looked["rows"].tolist(), "mean": looked["mean"].item(), "own": own["rows"].tolist(), "failed": caught,
-        "logged": "\n".join(logged), "warnings": [str(one.message) for one in said if one.category is UserWarning],
+        "logged": "\n".join(logged), "buffers": [own["buffer"].item(), model.rank.item()],
+        "warnings": [str(one.message) for one in said if one.category is UserWarning],
     }  # fmt: skip
 
 
@@ -230,8 +237,10 @@ def test_a_script_without_a_mode_trains_one_model_on_all_workers(servers: int) -
             assert result["rows"] == DATA.tolist()
             assert result["mean"] == pytest.approx(10.5, rel=1e-12)
             assert result["own"] == torch.cat([DATA[other::size] for other in range(size)]).tolist()
-            assert not result["warnings"]
+            assert result["buffers"] == [0, rank]
             if size > 1:
+                [warning] = result["warnings"]
+                assert f"all {size} workers evaluate the same batches" in warning
                 assert ("failed on rank 0" in result["failed"][0]) == (rank > 0)
                 assert rank > 0 or "comm_mode is" in result["logged"]
                 assert (rank, size) != (0, 2) or "train: 2 workers x 2 rows = 4 rows a step" in result["logged"]
@@ -240,7 +249,8 @@ def test_a_script_without_a_mode_trains_one_model_on_all_workers(servers: int) -
 
 def test_workers_on_the_same_batch_are_warned_of_it() -> None:
     for result in in_job(without_a_mode, 2, True):
-        [warning] = result["warnings"]
+        warning, evaluated = result["warnings"]
+        assert "all 2 workers evaluate the same batches" in evaluated
         assert "all 2 workers run 'train' on the same batch" in warning
         assert "ab.loaders.GlobalBatches" in warning
 

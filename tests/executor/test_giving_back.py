@@ -107,7 +107,7 @@ def raised_in_backward(executor: ab.Executor) -> None:
     def explode(grad: Tensor) -> None:
         raise ZeroDivisionError("in backward")
 
-    model: Any = next(iter(executor._models.values()))
+    model: Any = next(iter(executor._spec.models.values()))
     with torch.enable_grad():
         handle = model.top.register_forward_hook(lambda module, args, output: output.register_hook(explode) and None)
     try:

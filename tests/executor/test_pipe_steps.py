@@ -288,7 +288,7 @@ def mistakes(case: dict) -> None:
     other = ab.EvalStep(nn.Linear(2, 2), lambda model, batch: {})
     other_batch = (x[piped.stage :], None)
     for kind, words, call in (
-        (ValueError, "'loss' and ('grad_norm', 'rows', 'learning_rates') only",
+        (ValueError, "'loss' and 'grad_norm' only",
          lambda: executor.run("train", (x, target), fetch=["0"])),
         (ValueError, "one microbatch at a time", lambda: executor.run("validate", (x, target), fetch=["0"])),
         (ValueError, "takes batches (x, target)", lambda: executor.run("train", [x])),

@@ -21,13 +21,15 @@ from anabranch.executor.plan.planner import Planner
 from anabranch.executor.plan.survey import StepSurvey, TableRows, survey_step
 from anabranch.executor.routes import CommMode, plan_routes
 from anabranch.executor.running.window import HEADER_SIZE
+from anabranch.executor.spec import Spec
 from anabranch.executor.steps import distinct_models
+from anabranch.parameter_server import Consistency
 from plain_loop import mean_square
 
 # Powers of two, so that sums are exact.
 LINKS = {"workers": LinkCost(1024.0, 1.0), "servers": LinkCost(16.0, 2.0)}
 HEADER = 8 * HEADER_SIZE  # bytes of a header in its own message
-BUCKET = (3 + 2 + HEADER_SIZE) * 4  # elements, flags, header
+BUCKET = (3 + 1 + HEADER_SIZE) * 4  # elements, flag, header
 ROW = 4 + 16  # bytes: an id and four numbers
 
 
@@ -62,9 +64,10 @@ def planned(
     step = ab.TrainStep(model, lambda model, batch: torch.zeros(()), optimizer, **options)
     routes = plan_routes({"train": step}, distinct_models({"train": step}), mode, None, use_sparse_pull=use_sparse_pull)
     everyone = [survey(), survey()] if surveys is None else surveys
-    planner = Planner([model], None, merges, None, caches=False, timeout=1.0, others={})
+    consistency = Consistency.parse("bsp" if merges else "asp")
+    planner = Planner(Spec({"train": step}, {"": model}, mode, routes, consistency=consistency), None)
     monkeypatch.setattr(Planner, "_measured", lambda *_: (LINKS, everyone, rank))
-    return planner.plan("train", step, None, mode, routes, None)
+    return planner.plan("train", step, None, None)
 
 
 @pytest.fixture
@@ -77,7 +80,7 @@ def test_summed_gradients_cost_their_bytes_and_a_latency_per_bucket(plan: Any) -
     assert found.bytes == {"workers": BUCKET}
     assert found.parts == {"compute": 8.0, "workers": 1024.0 + BUCKET}
     assert found.step_seconds == 8.0 + 1024.0 + BUCKET
-    assert [(row.name, row.boundary, row.bytes, row.seconds) for row in found.rows] == [("head", "workers", 20, 20.0)]
+    assert [(row.name, row.boundary, row.bytes, row.seconds) for row in found.rows] == [("head", "workers", 16, 16.0)]
     assert found.modes == (ModeCost("AllReduce", found.bytes, found.step_seconds),)
 
 
@@ -122,7 +125,7 @@ def test_sparse_gradients_travel_as_long_as_the_longest_workers(plan: Any) -> No
 def test_without_a_batch_a_plan_says_which_parts_it_leaves_out(plan: Any) -> None:
     found = plan(Parts(head=True), "Hybrid", surveys=[None, None])
     assert found.bytes == {"workers": BUCKET}
-    assert [row.bytes for row in found.rows] == [20, None]
+    assert [row.bytes for row in found.rows] == [16, None]
     assert "without a batch" in str(found)
 
 

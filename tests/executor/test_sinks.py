@@ -40,7 +40,6 @@ BATCH = {"x": torch.ones(4, 3)}
 def _read_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps wait for the executor's end, however long they take."""
     monkeypatch.setattr(sinks_module, "_EVERY", math.inf)
-    monkeypatch.setattr(sinks_module, "_HEAD_START", math.inf)
 
 
 @pytest.mark.usefixtures("_read_at_the_end")
@@ -110,7 +109,7 @@ def test_nothing_is_read_before_a_second_has_passed(monkeypatch: pytest.MonkeyPa
         clock.now += 0.125
         feed.step(step, {"loss": torch.tensor(float(step))}, 2)
     feed.close()
-    assert read == [1, 1, 1, 1, 1, 3, 8, 4]  # the first ones one by one, to learn what a step costs
+    assert read == [8, 8, 4]
     assert kept.steps[7][1]["steps_per_second"] == 8
     assert kept.steps[7][1]["rows_per_second"] == 16
 
@@ -118,14 +117,14 @@ def test_nothing_is_read_before_a_second_has_passed(monkeypatch: pytest.MonkeyPa
 def test_of_quick_steps_some_are_left_out() -> None:
     clock, kept = Seconds(), Kept()
     feed = SinkFeed([kept], 0, clock)
-    for step in range(1, 4001):
+    for step in range(1, 4097):
         clock.now += 1 / 2048
         if feed.due:
             feed.step(step, {"loss": float(step)}, 3)
     feed.close()
-    told = [step for step, _ in kept.steps]
-    assert told[:200] == list(range(1, 201))
-    assert 700 < len(told) < 1000
+    steps = [step for step, _ in kept.steps]
+    assert steps[:200] == list(range(1, 201))
+    assert 400 <= len(steps) <= 402
     rates = [values for _, values in kept.steps if "steps_per_second" in values]
     assert [rate["steps_per_second"] for rate in rates[:1]] == [2048]  # those left out counted
     assert [rate["rows_per_second"] for rate in rates[:1]] == [3 * 2048]
@@ -145,15 +144,13 @@ def test_slow_sinks_get_fewer_steps_and_cost_little() -> None:
     feed = SinkFeed([slow], 0, clock)
     for step in range(1, 10_001):
         clock.now += 0.01
-        feed.step(step, {"loss": float(step)}, 1)
+        if feed.due:
+            feed.step(step, {"loss": float(step)}, 1)
     feed.close()
-    told = [step for step, _ in slow.steps]
-    assert told[:5] == [1, 2, 3, 4, 5]
-    assert 20 <= sum(step <= 100 for step in told) <= 30  # what the head start pays for
-    assert told[-1] == 10_000
-    assert told == sorted(set(told))
-    assert sum(spent) < 0.01 * clock.now
-    assert max(later - earlier for earlier, later in itertools.pairwise(told)) <= 110
+    steps = [step for step, _ in slow.steps]
+    assert steps == sorted(set(steps))
+    assert sum(spent) < 0.006 * clock.now
+    assert max(later - earlier for earlier, later in itertools.pairwise(steps)) <= 110
 
 
 def test_an_event_is_delivered_after_the_steps_before_it() -> None:
@@ -189,10 +186,10 @@ def test_the_first_group_is_left_if_the_second_cannot_be_joined(monkeypatch: pyt
 
     monkeypatch.setattr(executor_module, "join_pipelines", lost)
     monkeypatch.setattr(executor_module.dist, "get_world_size", lambda *_: 2)
-    monkeypatch.setattr(executor_module.Executor, "_join_workers", lambda *_: line)
+    monkeypatch.setattr(executor_module, "Workers", lambda *_, **options: line)
     monkeypatch.setattr(executor_module, "check_pipes", lambda *_: SimpleNamespace(process_group=None))
     with pytest.raises(ab.PeerLost, match="rank 1 did not come"):
-        ab.Executor(make_step())
+        ab.Executor(make_step(), "AllReduce", process_group=object())  # type: ignore[arg-type]
     assert line.closed
 
 

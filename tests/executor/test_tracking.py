@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from small_parts import Seconds
 
 from anabranch.executor.observing.run_facts import Curve, RunFacts
@@ -173,12 +172,6 @@ def test_the_first_line_draws_no_random_number(programs: Programs) -> None:
 # What a worker tells of its run: its steps, counts and their rates once a second, losses as a curve.
 
 
-class Computed(float):
-    """A number on another device."""
-
-    device = torch.device("cuda")
-
-
 def told(record: ProcessRecord, folder: Path) -> dict[str, object]:
     record.write()
     return json.loads((folder / "worker-0.status").read_text())["run"]
@@ -215,13 +208,11 @@ def test_counts_and_rates_are_read_once_a_second(tmp_path: Path) -> None:
     assert run["pace"] == pytest.approx([10.0])  # between the two looks
     assert run["bytes_per_second"] == pytest.approx({"workers": 500.0})
     assert run["tables"]["users"]["hits"] == 3  # type: ignore[index]
-    for value, last in ((torch.tensor(1.0), 1.0), (Computed(0.75), 1.0), (Computed(0.5), 0.75)):
-        assert facts.due
-        facts.stepped(value)  # type: ignore[arg-type]
-        assert not facts.due
-        assert told(record, tmp_path)["loss"] == last  # what a device may still compute is not waited for
-        clock.now += 0.25
-    facts.saved("checkpoint")
+    for step, value in enumerate((1.0, 0.75, 0.5), start=31):
+        facts.scalars(step, {"loss": value, "learning_rate": 0.1})
+        assert told(record, tmp_path)["loss"] == value
+    facts.scalars(33, {"validation/loss": 9.0})  # the user's own
+    facts.event("save", {"step": 33, "path": "checkpoint", "seconds": 0.5})
     facts.close()
     run = told(record, tmp_path)
     assert (run["loss"], run["curve"], run["saved"]) == (0.5, [1.0, 0.75, 0.5], str(Path("checkpoint").absolute()))

@@ -87,6 +87,18 @@ def test_a_run_that_is_continued_is_handed_on_in_its_other_folders(place: str) -
             second.save(f"{place}/third")
 
 
+def test_a_run_that_is_continued_twice_is_handed_on_in_its_other_folders(place: str) -> None:
+    """The run between found nothing better, so it saved no best checkpoint."""
+    for best in (True, False, True):
+        with executor() as target:
+            target.resume(f"{place}/last")
+            run(target)
+            if best:
+                target.save(f"{place}/best")
+            target.save(f"{place}/last")
+    assert checkpoint.read(f"{place}/best").step == 3
+
+
 def test_a_run_continues_also_where_the_newest_is_damaged(tmp_path: Path) -> None:
     with executor() as first, executor() as second:
         first.save(tmp_path)
@@ -160,10 +172,7 @@ def test_a_save_that_reports_an_earlier_failure_is_made_all_the_same(tmp_path: P
 
 
 def _ended(target: ab.Executor) -> None:
-    background = target._saver._background
-    assert background is not None
-    for future in background._writing:
-        future.exception(timeout=60)
+    target._saver._saving._written.exception(timeout=60)  # type: ignore[union-attr]
 
 
 def test_both_failures_are_told_if_the_second_save_fails_too(tmp_path: Path) -> None:

@@ -139,12 +139,6 @@ def test_a_mixture_and_an_expert_find_their_servers(redis: RealRedis) -> None:
     assert RedisDirectory(redis.url).active(["ffn"]) == {"ffn": []}, "withdrawn"
 
 
-def test_shards_are_announced(redis: RealRedis, directory: RedisDirectory) -> None:
-    with ab.ParameterServer(directory=redis.url) as server:
-        assert directory.lookup(["parameters.0"]) == {"parameters.0": server.endpoint}
-    assert directory.active(["parameters"]) == {"parameters": []}
-
-
 def test_an_empty_restarted_redis_fills_as_servers_announce_themselves_again(
     redis: RealRedis, directory: RedisDirectory
 ) -> None:
@@ -346,7 +340,7 @@ def test_the_url_of_a_redis_is_not_an_endpoint() -> None:
 
 def test_without_the_package_the_error_names_the_one_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)
-    for make in (RedisDirectory, as_directory, lambda url: ab.ParameterServer(directory=url)):
+    for make in (RedisDirectory, as_directory):
         with pytest.raises(ModuleNotFoundError, match=r"redis://db:6379: .*pip install 'anabranch\[redis\]'") as caught:
             make("redis://:secret@db:6379")
         assert caught.value.name == "redis"
@@ -390,3 +384,60 @@ def test_over_tls(tmp_path: Path, redis: RealRedis) -> None:
         assert directory.lookup(UIDS) == dict.fromkeys(UIDS, ELSEWHERE)
         with pytest.raises(PeerLost):  # it asks for a certificate
             RedisDirectory(url).lookup(UIDS)
+
+
+HERE, THERE, UID = "tcp://10.0.0.1:7000", "tcp://10.0.0.2:7000", "ffn.0"
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Certificates of one authority: of the jobs nightly and weekly, and of every job."""
+    folder = tmp_path_factory.mktemp("keys")
+    make_keys(folder / "nightly", job="nightly")
+    make_keys(folder / "weekly", job="weekly", authority=folder / "nightly")
+    make_keys(folder / "every", authority=folder / "nightly")
+    return {path.name: path for path in folder.iterdir()}
+
+
+def test_an_announced_expert_is_found_by_its_job_only(redis: RealRedis, keys: dict[str, Path]) -> None:
+    def of(whose: str, role: str = "worker") -> RedisDirectory:
+        return RedisDirectory(redis.url, role=role, keys=keys[whose])
+
+    of("nightly", "experts").announce([UID], HERE, ttl=60.0)
+    of("every", "experts").announce(["shared.0", UID], THERE, ttl=60.0)
+    assert of("nightly").lookup([UID, "shared.0"]) == {UID: HERE, "shared.0": THERE}
+    assert of("weekly").lookup([UID, "shared.0"]) == {UID: THERE, "shared.0": THERE}
+    assert of("every").active(["ffn", "shared"]) == {"ffn": [0], "shared": [0]}
+    assert RedisDirectory(redis.url).lookup([UID]) == {}, "without keys there is a space of its own"
+    assert of("weekly", "experts").claim([UID, "ffn.1"], "me", ttl=60.0) == ["ffn.1"], "every job finds that one"
+    for role, uid in (("experts", "parameters.0"), ("parameters", UID), ("worker", UID), ("directory", UID)):
+        with pytest.raises(Unauthorized, match=f"may (not )?announce {uid}"):
+            of("nightly", role).announce([uid], HERE, ttl=30.0)
+        with pytest.raises(Unauthorized, match=f"may (not )?announce {uid}"):
+            of("nightly", role).claim([uid], "me", ttl=30.0)
+    again = pickle.loads(pickle.dumps(of("nightly")))
+    assert again.lookup([UID]) == copy.deepcopy(again).lookup([UID]) == {UID: HERE}
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:7000", "no endpoint", "tcp://a\nb:1"])
+def test_what_could_not_be_announced_is_not_used(
+    endpoint: str, redis: RealRedis, keys: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Anyone who may write to that Redis can write anything there."""
+    redis.client().set(f"{{anabranch:nightly}}:uid:{UID}", endpoint)
+    directory = RedisDirectory(redis.url, role="worker", keys=keys["nightly"])
+    assert directory.lookup([UID]) == {}
+    directory.close()
+    assert f"the directory's entry of {UID} is not used" in caplog.text
+
+
+def test_servers_on_tcp_are_found_under_certificates(
+    redis: RealRedis, keys: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expert = ab.ExpertBackend(UID, nn.Linear(2, 2), args_schema=[ab.TensorSpec(2)])
+    nightly = keys["nightly"]
+    with served(expert, directory=redis.url, listen="tcp://127.0.0.1:0", keys=nightly) as server:
+        monkeypatch.setenv("ANABRANCH_KEYS", str(nightly))
+        directory = RedisDirectory(redis.url)
+        assert directory.lookup([UID]) == {UID: server.endpoint}
+        assert ab.RemoteExpert(UID, directory, keys=nightly)(torch.ones(3, 2)).shape == (3, 2)

@@ -102,12 +102,6 @@ def test_a_uid_refused_by_one_directory_is_claimed_in_none(places: list[str], st
     assert both.lookup(["ffn.0"]) == {}
 
 
-def test_shards_announce_themselves_to_every_running_directory(places: list[str], stack: ExitStack) -> None:
-    stack.enter_context(DirectoryServer(places[1]))
-    with ab.ParameterServer(directory=",".join(places)) as server:
-        assert Directory(places[1]).lookup(["parameters.0"]) == {"parameters.0": server.endpoint}
-
-
 def test_without_any_of_them_the_error_names_one(places: list[str]) -> None:
     with pytest.raises(PeerLost) as caught:
         Directory(",".join(places)).lookup(UIDS)

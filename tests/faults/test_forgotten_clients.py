@@ -165,16 +165,6 @@ def test_counts_outlast_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     assert again.place((clients[5], 2)) == 3
 
 
-def test_a_checkpoint_of_an_earlier_version_is_read() -> None:
-    """It has counts only of the clients whose requests it remembers."""
-    client, other = b"c" * 16, b"o" * 16
-    old = {"done": {client: [3, 4]}, "places": {client: [1, 2]}, "pushes": {client: 2}}
-    for forgotten, unknown in ((0, 0), (1, None)):
-        done = Acknowledged()
-        done.load({**old, "forgotten": forgotten})
-        assert (done.pushes(client), done.pushes(other), done.doubtful) == (2, unknown, forgotten > 0)
-
-
 @pytest.mark.parametrize("lost", [0, 3, None])
 def test_the_number_crosses_the_wire(lost: int | None) -> None:
     told = error_of(failure_of(RolledBack("gone", lost=lost)), peer="p", operation="push", step=None, elapsed=0.0)

@@ -1,4 +1,4 @@
-"""One shard, two clients and a directory through every fault at once, checked against a dict that forgets nothing.
+"""One shard and two clients through every fault at once, checked against a dict that forgets nothing.
 
 Each client pushes -1 to a row of its own under lr 1, so a row is the number of that client's pushes that the shard
 holds. Whatever happens, that number is what was acknowledged, less what ``RolledBack.lost`` told, exactly. And what the
@@ -26,7 +26,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-import anabranch as ab
 from anabranch.errors import CheckpointError, RemoteError, RolledBack
 from anabranch.parameter_server import ParameterClient, ParameterServer
 from anabranch.parameter_server.messages import ExportMessage
@@ -47,7 +46,6 @@ class OneShard(RuleBasedStateMachine):
     def begin(self, durability: str, seed: int) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="anabranch-test-"))
         self.network = MemoryTransport()
-        self.directory = ab.Directory()
         self.durability = durability
         self.alive = False
         self.damaged = self.was_damaged = False
@@ -66,7 +64,7 @@ class OneShard(RuleBasedStateMachine):
     def make(self, **options: bool) -> ParameterServer:
         return ParameterServer(
             listen=HERE, transport=self.network, durability=self.durability, checkpoint_dir=self.folder,
-            directory=self.directory, **options,
+            **options,
         )  # fmt: skip
 
     def start(self, **options: bool) -> None:
@@ -208,12 +206,6 @@ class OneShard(RuleBasedStateMachine):
     def holds_pushes_in_their_order(self) -> None:
         places = [[place for place, whose in enumerate(self.order, 1) if whose == client] for client in range(2)]
         assert self.held() == (len(self.order), [(len(mine), max(mine, default=0)) for mine in places])
-
-    @invariant()
-    def is_announced(self) -> None:
-        if getattr(self, "alive", False):
-            (found,) = self.directory.lookup(["parameters.0"]).values()
-            assert found is not None
 
     def teardown(self) -> None:
         if not hasattr(self, "clients"):

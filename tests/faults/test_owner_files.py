@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from anabranch import checkpoint
 from anabranch.checkpoint.generations import manifest_path
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError, RolledBack
@@ -186,19 +185,3 @@ def test_a_first_start_that_was_killed_anywhere_is_gone_on_from(tmp_path: Path) 
                 assert [record.verb for record, _ in reader] == expected, number
                 with PushLog(directory, right, reader.end) as pushes:
                     pushes.commit(pushes.append(Record("first", b"")), Deadline.after(20.0))
-
-
-def test_a_directory_from_before_there_were_owner_files_is_taken(ours: Path, tmp_path: Path) -> None:
-    """Its checkpoint names neither shard nor life, and its logs, here an empty one, have no beginning."""
-    network = MemoryTransport()
-    with serve(ours.parent, network), ParameterClient([HERE], transport=network, timeout=20) as client:
-        client.sparse_push("t", ONE, -torch.ones(1, 2))
-    found = checkpoint.read(ours)
-    assert isinstance(found.state, dict)
-    state = {key: kept for key, kept in found.state.items() if key not in ("of", "records", "chain", "changes", "life")}
-    old = tmp_path / "old" / ours.name
-    checkpoint.write(old, {group: found.tensors(group) for group in found.groups}, state, step=found.step)
-    log_path(old, state["log"]).touch()
-    for _ in range(2):
-        with serve(tmp_path / "old", network), ParameterClient([HERE], transport=network, timeout=20) as client:
-            assert value(client) == PUSHES + 1

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anabranch.graph import Graph, StepProgram, capture, gradients
-from anabranch.graph.passes.dead_nodes import drop_dead_nodes, drop_handles, sum_to_final_shape
+from anabranch.graph.passes.dead_nodes import drop_dead_nodes, drop_handles
 from anabranch.graph.passes.fused_updates import spread_fused_updates
 from anabranch.graph.passes.in_place import reuse_in_place
 from covering import pairwise
@@ -68,14 +68,6 @@ def test_a_random_draw_with_an_unused_result_still_draws() -> None:
     assert torch.equal(graph(torch.ones(3)), expected)
 
 
-def test_a_sum_that_is_viewed_without_its_kept_dimensions_is_one_operation() -> None:
-    graph = capture(lambda x: (x.sum([0, -1], True).view(3), x.sum(0, True).view(15)), torch.ones(2, 3, 5))
-    summed = sum_to_final_shape(graph)
-    assert operations(summed) == ["sum", "sum", "view"]
-    x = torch.randn(2, 3, 5)
-    assert all(map(torch.equal, summed(x), graph(x)))  # type: ignore[arg-type]
-
-
 def test_handles_of_the_same_values_are_dropped() -> None:
     def fn(x: Tensor) -> Tensor:
         return x.t().t().view(6).view(3, 2).view(2, 3).exp().sin()
@@ -120,7 +112,7 @@ def assert_same_step(one: Graph, other: Graph) -> None:
     assert all(map(torch.equal, *found))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("improve", [drop_dead_nodes, drop_handles, sum_to_final_shape, reuse_in_place])
+@pytest.mark.parametrize("improve", [drop_dead_nodes, drop_handles, reuse_in_place])
 def test_a_pass_changes_no_bit_of_a_step_and_not_its_argument(improve: Callable[[Graph], Graph]) -> None:
     graph = step_graph()
     before = [str(node) for node in graph.nodes]

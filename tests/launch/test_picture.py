@@ -33,8 +33,6 @@ SERVER = RoleStatus(
         "bytes": 5_000_000,
         "stored_bytes": 1,
         "rows": 1_234_567,
-        "hot_hits": 3,
-        "hot_misses": 1,
         "clocks": [412, 410],
         "lag": 3,
     },
@@ -85,7 +83,7 @@ def test_the_whole_picture_at_80_columns() -> None:
     assert first.split("  ")[0] == "worker 0"
     assert "waiting  3.2 s for parameters 0 (pull users)  step 412 · cache 93%" in first
     assert second.split() == ["worker", "1", "running", "step", "412", "·", "cache", "93%"]
-    assert server == "parameters 0  running  1.2M rows · in memory 75% · stale 2 of 3 steps · 500 kB/s"
+    assert server == "parameters 0  running  1.2M rows · stale 2 of 3 steps · 500 kB/s"
     assert expert == "expert 0      running  queue 5 · busy 42% · 15 rows/s · 0 B/s"
     assert crossing == "crossing  workers 2.0 MB/s"
 

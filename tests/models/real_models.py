@@ -115,11 +115,6 @@ def hf_gpt2(patch: pytest.MonkeyPatch) -> TrainingCase:
 
 
 @real
-def hf_gpt2_eager_attention(patch: pytest.MonkeyPatch) -> TrainingCase:
-    return of(gpt2(attn_implementation="eager"), own_loss, padded_left)
-
-
-@real
 def hf_gpt2_batch_encoding(patch: pytest.MonkeyPatch) -> TrainingCase:
     encoding = load("transformers").BatchEncoding
     return of(gpt2(), own_loss, lambda i: encoding(padded(i)), rows=lambda batch: float(len(batch["labels"])))
@@ -147,14 +142,6 @@ def hf_gpt2_lengths_change(patch: pytest.MonkeyPatch) -> TrainingCase:
 
 
 @real
-def hf_gpt2_config_changed(patch: pytest.MonkeyPatch) -> TrainingCase:
-    model = gpt2()
-    case = of(model, own_loss, padded)
-    case.change = lambda k: model.set_attn_implementation(["eager", "sdpa"][k - 1])
-    return case
-
-
-@real
 def hf_llama(patch: pytest.MonkeyPatch) -> TrainingCase:
     return of(llama(), own_loss, padded)
 
@@ -162,12 +149,6 @@ def hf_llama(patch: pytest.MonkeyPatch) -> TrainingCase:
 @real
 def hf_bert(patch: pytest.MonkeyPatch) -> TrainingCase:
     return of(bert(), own_loss, padded)
-
-
-@real
-def hf_bert_classifier(patch: pytest.MonkeyPatch) -> TrainingCase:
-    model = bert("BertForSequenceClassification", num_labels=3)
-    return of(model, own_loss, lambda i: padded(i) | {"labels": torch.tensor([i % 3, 1])})
 
 
 @real
@@ -215,19 +196,6 @@ def peft_lora(patch: pytest.MonkeyPatch) -> TrainingCase:
             ),
         )
     return of(model, own_loss, padded)
-
-
-@real
-def peft_lora_adapter_disabled(patch: pytest.MonkeyPatch) -> TrainingCase:
-    peft = load("peft")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = peft.get_peft_model(
-            llama(), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"])
-        )
-    case = of(model, own_loss, padded)
-    case.change = lambda k: [model.base_model.disable_adapter_layers, model.base_model.enable_adapter_layers][k - 1]()
-    return case
 
 
 # Pictures.
@@ -283,30 +251,6 @@ def timm_vit_with_drop_path(patch: pytest.MonkeyPatch) -> TrainingCase:
         img_size=16, patch_size=8, embed_dim=16, depth=3, num_heads=2, num_classes=4, drop_path_rate=0.3, drop_rate=0.1
     )
     return of(model, classified, lambda i: labelled(i, 16))
-
-
-@real
-def timm_vit_in_float64(patch: pytest.MonkeyPatch) -> TrainingCase:
-    """To the last bit under AdamW, where an order of sums of its own would show in the twelfth digit."""
-    model = timm_vit_with_drop_path(patch).model.double()
-
-    def batch(i: int) -> dict[str, Tensor]:
-        return {"x": pictures(i, 16).double(), "y": torch.tensor([0, 1, i % 4])}
-
-    return of(model, classified, batch, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05))
-
-
-@real
-def timm_drop_path_changed(patch: pytest.MonkeyPatch) -> TrainingCase:
-    case = timm_vit_with_drop_path(patch)
-
-    def change(k: int) -> None:
-        for module in case.model.modules():
-            if hasattr(module, "drop_prob"):
-                module.drop_prob = 0.25 * k
-
-    case.change = change
-    return case
 
 
 @real
@@ -456,14 +400,6 @@ def geometric_gcn(patch: pytest.MonkeyPatch) -> TrainingCase:
     return of(graph_net(), node_loss, data_of, rows=lambda data: 5.0)
 
 
-@real
-def geometric_batch(patch: pytest.MonkeyPatch) -> TrainingCase:
-    batch_of = load("torch_geometric.data").Batch
-    return of(
-        graph_net(), node_loss, lambda i: batch_of.from_data_list([data_of(i), data_of(i + 1)]), rows=lambda data: 10.0
-    )
-
-
 # Optimizers.
 
 
@@ -494,38 +430,19 @@ OPTIMIZERS |= {
     "lion_pytorch_Lion": _third_party("lion_pytorch", "Lion", lr=0.01, weight_decay=0.1),
     "prodigyopt_Prodigy": _third_party("prodigyopt", "Prodigy", lr=1.0),
     "transformers_Adafactor": _third_party("transformers.optimization", "Adafactor"),
-    "transformers_Adafactor_fixed_rate": _third_party(
-        "transformers.optimization", "Adafactor", lr=0.01, relative_step=False, scale_parameter=False
-    ),
     "pytorch_optimizer_Lamb": _third_party("pytorch_optimizer", "Lamb", lr=0.01),
-    "pytorch_optimizer_SOAP": _third_party("pytorch_optimizer", "SOAP", lr=0.01),
-    "pytorch_optimizer_Adan": _third_party("pytorch_optimizer", "Adan", lr=0.01),
-    "timm_LambOptimizer": _third_party("timm.optim", "Lamb", lr=0.01),
-    "timm_MuonOptimizer": _third_party("timm.optim", "Muon", lr=0.01),
 }
 
 
-def _muon(module: str, name: str) -> Build:
-    def build(patch: pytest.MonkeyPatch) -> TrainingCase:
-        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
-        matrices, rest = [p for p in model.parameters() if p.ndim == 2], [p for p in model.parameters() if p.ndim != 2]
-        make = getattr(load(module), name)
-        if module == "torch.optim":
-            optimizer: Any = [make(matrices, lr=0.01), torch.optim.AdamW(rest, lr=0.01)]
-        else:
-            groups = [
-                {"params": matrices, "use_muon": True, "lr": 0.01},
-                {"params": rest, "use_muon": False, "lr": 0.01},
-            ]
-            optimizer = make(groups)
-        return of(
-            model,
-            lambda m, x: m(x).square().mean(),
-            lambda i: torch.linspace(-1, 1, 12).reshape(3, 4) + 0.1 * i,
-            optimizer=optimizer,
-        )
-
-    return build
+def torch_muon(patch: pytest.MonkeyPatch) -> TrainingCase:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    matrices, rest = [p for p in model.parameters() if p.ndim == 2], [p for p in model.parameters() if p.ndim != 2]
+    return of(
+        model,
+        lambda m, x: m(x).square().mean(),
+        lambda i: torch.linspace(-1, 1, 12).reshape(3, 4) + 0.1 * i,
+        optimizer=[torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(rest, lr=0.01)],
+    )
 
 
-OPTIMIZERS |= {"torch_Muon": _muon("torch.optim", "Muon"), "pytorch_optimizer_Muon": _muon("pytorch_optimizer", "Muon")}
+OPTIMIZERS["torch_Muon"] = torch_muon

@@ -98,7 +98,7 @@ def test_tensorboard_reads_the_written_metrics(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
     code = (
         "import sys, torch; from test_other_sinks import BATCH, make_step; import anabranch as ab\n"
-        "from anabranch.executor.observing import sinks; sinks._EVERY = sinks._HEAD_START = 600.0\n"
+        "from anabranch.executor.observing import sinks; sinks._EVERY = 600.0\n"
         "sink = ab.observe.TensorBoardSink(sys.argv[1]); assert isinstance(sink, ab.observe.Sink)\n"
         "with ab.Executor(make_step(), sinks=[sink], engine='tape') as executor:\n"
         "    losses = [executor.run(batch=BATCH)['loss'].item() for _ in range(3)]; executor.save(sys.argv[2])\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,10 +12,9 @@ from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch.errors import NotFound, SchemaError
-from anabranch.executor.loaders.upcoming import UpcomingIds
 from anabranch.parameter_server import ParameterClient
 from anabranch.tables import Normal
-from anabranch.tensors import bags_of, count_rows, flatten, unflatten
+from anabranch.tensors import count_rows, flatten, unflatten
 
 ROWS, WIDTH = 30, 4
 
@@ -174,20 +172,6 @@ def test_ids_outside_a_table_are_refused_as_by_the_table_alone() -> None:
             executor.run(batch={"ids": bad, "y": torch.zeros(1)})
 
 
-def test_the_ids_of_another_batch_are_known_ahead() -> None:
-    sgd = functools.partial(torch.optim.SGD, lr=0.1)
-    bags = ab.EmbeddingBagCollection({key: remote(key, optimizer=sgd) for key in ("user", "seen", "bought")})
-    upcoming = UpcomingIds()
-    with upcoming.watching({"ids": ragged(1)}) as batch:
-        bags(batch["ids"])
-    following = ragged(2, 9)
-    found = upcoming.of({"ids": following})
-    for key, (ids, _, _) in bags_of(following).items():
-        assert torch.equal(found[key], ids)
-    for bag in bags.bags.values():
-        bag.close()
-
-
 def test_a_graph_is_refused_with_the_reason() -> None:
     """A step that raises while it is captured runs on the tape once, which would raise as well if it were a mistake."""
     model = Model()
@@ -236,26 +220,13 @@ def test_ids_that_are_not_integers_are_refused(dtype: torch.dtype) -> None:
         ab.KeyedJagged.from_lists({"a": [[1.7]]})
 
 
-def test_offsets_and_lengths_say_the_same() -> None:
-    features = ragged(4)
-    again = ab.KeyedJagged(features.keys(), features.values(), offsets=features.offsets())
-    assert torch.equal(again.lengths(), features.lengths())
-    for key, (ids, starts, _) in bags_of(again).items():
-        assert torch.equal(ids, bags_of(features)[key][0])
-        assert torch.equal(starts, bags_of(features)[key][1])
-    assert again.to("cpu").stride() == len(again) == 6
-
-
 @pytest.mark.parametrize(
     ("given", "words"),
     [
         ({"keys": ["a", "a"], "lengths": [1, 1]}, "different names"),
         ({"keys": ["a", "b"], "lengths": [2]}, "1 lengths are not a whole number of rows of 2"),
         ({"keys": ["a"], "lengths": [3]}, "add up to 3, but there are 2"),
-        ({"keys": ["a"], "lengths": [3, -1]}, "at least 0.*the least length is -1"),
-        ({"keys": ["a"], "offsets": [0, 3, 2]}, "offsets never fall"),
-        ({"keys": ["a"]}, "one of lengths= and offsets="),
-        ({"keys": ["a"], "offsets": [1, 2]}, "begin with 0"),
+        ({"keys": ["a"], "lengths": [3, -1]}, "at least 0, and the least is -1"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(given: dict[str, Any], words: str) -> None:

@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from anabranch.parameter_server import ParameterClient, ParameterServer
-from anabranch.parameter_server.client import shard_calls
-from anabranch.parameter_server.server import shard_server
 from anabranch.tables import Constant, RowOptimizer, TableSpec
 from anabranch.testing import MemoryTransport
 
@@ -38,20 +36,3 @@ def test_hundreds_of_tables_are_described_counted_saved_loaded_and_dropped(tmp_p
         assert client.statistics()[0].tables == {}
         client.load(tmp_path / "kept")
         assert torch.equal(client.sparse_pull(NAMES[-1], torch.arange(4)), rows)
-
-
-@pytest.mark.parametrize("earlier", ["client", "server"])
-def test_peers_of_earlier_versions_are_answered_in_the_header(earlier: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An earlier client asks for nothing else; an earlier server does not look at what is asked."""
-    if earlier == "client":
-        monkeypatch.setattr(shard_calls, "IN_BODY", b"")
-    else:
-        monkeypatch.setattr(shard_server, "IN_BODY", None)
-    network = MemoryTransport()
-    with (
-        ParameterServer(listen="memory:s", transport=network) as server,
-        ParameterClient([server.endpoint], transport=network) as client,
-    ):
-        client.init_table(TableSpec("t", 4, 2, initial=Constant(0.0)), ADAM)
-        assert client._calls.describe()[0]["tables"][0]["spec"]["name"] == "t"
-        assert list(client.statistics()[0].tables) == ["t"]

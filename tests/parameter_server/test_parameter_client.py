@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from anabranch import Directory, DirectoryServer
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, NonFinite, NotFound, SchemaError
 from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
@@ -438,17 +437,6 @@ def test_pushes_are_held_only_where_they_are_merged() -> None:
                 client.init("t", (4, 2), kind="rows", init=1.0, optimizer=SGD)
                 with pytest.raises(ValueError, match="bsp"):
                     client.push_many({"t": (torch.tensor([1]), torch.ones(1, 2))}, hold=True)
-
-
-def test_a_shard_is_in_the_directory_while_it_serves() -> None:
-    directory = Directory()
-    with ParameterServer(1, 2, transport=MemoryTransport(), directory=directory) as server:
-        assert directory.lookup(["parameters.1"]) == {"parameters.1": server.endpoint}
-    assert directory.lookup(["parameters.1"]) == {}
-    with DirectoryServer() as elsewhere:
-        with ParameterServer(1, 2, directory=elsewhere.endpoint) as server:
-            assert Directory(elsewhere.endpoint).lookup(["parameters.1"]) == {"parameters.1": server.endpoint}
-        assert Directory(elsewhere.endpoint).lookup(["parameters.1"]) == {}
 
 
 def test_ids_travel_in_four_bytes_where_they_fit() -> None:

@@ -23,7 +23,8 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -236,6 +237,42 @@ def roots_on_tape(
             roots.append(root)
             gradients.append(gradient)
     return roots, gradients
+
+
+def loss_and_returned(answer: object) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Check the result of the user's loss function, and split it into loss and further tensors.
+
+    Raises:
+        TypeError, ValueError: it is not a scalar tensor that depends on a parameter, with or without a dict.
+    """
+    returned: Any = {}
+    loss: Any = answer
+    if isinstance(answer, tuple) and len(answer) == 2:
+        loss, returned = answer
+        if not isinstance(returned, Mapping):
+            raise TypeError(f"besides the loss a step returns a dict of tensors, got {type(returned).__name__}")
+    elif isinstance(answer, Mapping) and "loss" in answer:
+        loss = answer["loss"]
+        returned = {name: value for name, value in answer.items() if name != "loss" and isinstance(value, Tensor)}
+    elif not isinstance(answer, Tensor):
+        loss = getattr(answer, "loss", answer)
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            "loss(model, batch) returns a scalar tensor, (scalar, dict), a mapping with 'loss' or an object with "
+            f".loss, got {type(loss).__name__}"
+        )
+    if loss.numel() != 1:
+        raise ValueError(
+            f"the loss has shape {tuple(loss.shape)}, but backward starts from a single number; return loss.mean() "
+            "with reduction='mean', or loss.sum() with reduction='sum'"
+        )
+    if not torch.is_grad_enabled():
+        raise ValueError(
+            "gradients are switched off around this run (torch.no_grad, inference_mode); a step needs them"
+        )
+    if not loss.requires_grad:
+        raise ValueError("the loss does not depend on any parameter that requires a gradient; nothing would be trained")
+    return loss if loss.ndim == 0 else loss.reshape(()), returned
 
 
 def run_sweep(roots: list[Tensor], gradients: list[Tensor | None], retain: bool, create: bool) -> None:

@@ -39,9 +39,7 @@ class IsolatedCall:
                 return getattr(out.grad_fn, name)
         raise AttributeError(f"the isolated call has no context because no output has a gradient: there is no {name!r}")
 
-    def backward(
-        self, gradients: Sequence[Tensor | None], *, retain: bool = False, create: bool = False
-    ) -> list[Tensor | None]:
+    def backward(self, gradients: Sequence[Tensor | None], *, retain: bool = False) -> list[Tensor | None]:
         """Return the leaves' gradients; ``None`` among ``gradients`` is an output that was not used."""
         pairs = [
             (out, grad)
@@ -53,11 +51,7 @@ class IsolatedCall:
         roots, starts = zip(*pairs, strict=True)
         # On this thread alone: torch's device thread may be the very one that waits for this call.
         with torch.autograd.set_multithreading_enabled(False):
-            return list(
-                torch.autograd.grad(
-                    roots, self.leaves, starts, retain_graph=retain or create, create_graph=create, allow_unused=True
-                )
-            )
+            return list(torch.autograd.grad(roots, self.leaves, starts, retain_graph=retain, allow_unused=True))
 
 
 def isolate(func: type[Function], args: Sequence[object], wanted: Sequence[bool]) -> tuple[IsolatedCall, object]:

@@ -12,19 +12,17 @@ As it is one node, nothing before or after it starts until all calls have ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TypeVar, cast
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import FunctionCtx
 
 from anabranch.autodiff.call_threads import run_at_once
 from anabranch.autodiff.isolated import IsolatedCall, check_function, isolate
-
-_Result = TypeVar("_Result")
 
 
 def map_with_parallel_backward(
@@ -47,7 +45,7 @@ def map_with_parallel_backward(
 
     Whatever depends on one call waits for all of them. The calls run with the caller's grad mode, autocast and CUDA
     stream, on threads that are gone when this returns, and so do their backwards. A call none of whose outputs is used
-    has no backward. Derivatives of any order, as far as the Function's backward has them.
+    has no backward. Second derivatives are refused.
 
     Args:
         func: the Function's class. It must not change its arguments in place; on CPU random numbers come from the
@@ -75,10 +73,16 @@ def map_with_parallel_backward(
         describe=lambda index: f"in forward of call {index} of {len(args_per_call)} of {name}",
     )
     if not recorded:
-        return tuple(_as_tuple(outputs) for outputs in returned)
-    calls = [call for call, _ in returned]
+        return tuple(map(_as_tuple, returned))
+    calls, outputs = [call for call, _ in returned], [outputs for _, outputs in returned]
+    if not any(out is not None for call in calls for out in call.outputs):
+        return tuple(outputs)
     inputs = [args[place] for call, args in zip(calls, args_per_call, strict=True) for place in call.places]
-    return _join(_Calls(calls, max_workers, name), [outputs for _, outputs in returned], inputs)
+    joined = iter(_Join.apply(calls, max_workers, name, *inputs))  # type: ignore[no-untyped-call]
+    return tuple(
+        tuple(out if live is None else next(joined) for out, live in zip(outs, call.outputs, strict=True))
+        for outs, call in zip(outputs, calls, strict=True)
+    )
 
 
 def _check(args_per_call: Sequence[Sequence[object]], max_workers: int | None) -> None:
@@ -101,102 +105,38 @@ def _forward(func: type[Function], args: Sequence[object]) -> tuple[IsolatedCall
     return call, _as_tuple(returned)
 
 
-class _Calls:
-    """The calls behind one node of the outer graph."""
-
-    def __init__(self, calls: list[IsolatedCall], max_workers: int | None, name: str) -> None:
-        self.calls = calls
-        self.max_workers = max_workers
-        self.name = name
-
-    def split(self, flat: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
-        """Gradients of the outputs that have one, flat over all calls, as one list an output a call."""
-        remaining = iter(flat)
-        return [[None if out is None else next(remaining) for out in call.outputs] for call in self.calls]
-
-    def backward(self, gradients: list[list[Tensor | None]], retain: bool) -> list[Tensor | None]:
-        """Return the gradients of all leaves of all calls."""
-
-        def one(call: IsolatedCall, grads: list[Tensor | None]) -> list[Tensor | None]:
-            return call.backward(grads, retain=retain)
-
-        return [leaf for leaves in self._run(one, gradients) for leaf in leaves]
-
-    def differentiable_backward(
-        self, gradients: list[list[Tensor | None]], inputs: Sequence[Tensor]
-    ) -> list[Tensor | None]:
-        """Return the same as a function of the inputs and gradients: their backward is again calls behind one node."""
-
-        def one(call: IsolatedCall, grads: list[Tensor | None]) -> tuple[IsolatedCall, list[Tensor | None]]:
-            starts = [None if grad is None else grad.detach().requires_grad_() for grad in grads]
-            found = call.backward(starts, create=True)
-            leaves = [*call.leaves, *(start for start in starts if start is not None)]
-            return IsolatedCall(leaves, found, (), 0), found
-
-        pairs = self._run(one, gradients)
-        remaining = iter(inputs)
-        reals: list[object] = []
-        for call, grads in zip(self.calls, gradients, strict=True):
-            reals += [next(remaining) for _ in call.leaves]
-            reals += [grad for grad in grads if grad is not None]
-        joined = _Calls([call for call, _ in pairs], self.max_workers, f"backward of {self.name}")
-        found = _join(joined, [tuple(outputs) for _, outputs in pairs], reals)
-        return [gradient for outputs in found for gradient in outputs]
-
-    def _run(
-        self, one: Callable[[IsolatedCall, list[Tensor | None]], _Result], gradients: list[list[Tensor | None]]
-    ) -> list[_Result]:
-        used = [index for index, grads in enumerate(gradients) if any(grad is not None for grad in grads)]
-        results = run_at_once(
-            [partial(one, self.calls[index], gradients[index]) for index in used],
-            max_workers=self.max_workers,
-            describe=lambda position: f"in backward of call {used[position]} of {len(self.calls)} of {self.name}",
-        )
-        by_index = dict(zip(used, results, strict=True))
-        # For a call that is not used this runs nothing.
-        return [
-            by_index[index] if index in by_index else one(call, gradients[index])
-            for index, call in enumerate(self.calls)
-        ]
-
-
 class _Join(Function):
-    """The node of the outer graph; its inputs are the leaves' originals, its outputs those that have a gradient."""
+    """The node that joins the calls to the graph around them."""
 
     @staticmethod
-    def forward(ctx: _JoinContext, calls: _Calls, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.calls = calls
+    def forward(
+        ctx: Any, calls: list[IsolatedCall], max_workers: int | None, name: str, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.calls, ctx.max_workers, ctx.name = calls, max_workers, name
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
-        return tuple(out.detach() for call in calls.calls for out in call.outputs if out is not None)
+        return tuple(out.detach() for call in calls for out in call.outputs if out is not None)
 
     @staticmethod
-    def backward(ctx: _JoinContext, *flat: Tensor | None) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors  # an error if the graph has been freed
-        calls = ctx.calls
-        assert calls is not None
-        retain = torch._C._autograd._get_current_graph_task_keep_graph()
+    def backward(ctx: Any, *flat: Tensor | None) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors  # an error if the graph has been freed
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"the gradients of {ctx.name} through map_with_parallel_backward cannot be differentiated again; call "
+                f"{ctx.name}.apply where you need second derivatives"
+            )
+        calls, retain = ctx.calls, torch._C._autograd._get_current_graph_task_keep_graph()
         if not retain:
             ctx.calls = None
-        gradients = calls.split(flat)
-        if torch.is_grad_enabled():
-            return None, *calls.differentiable_backward(gradients, inputs)
-        return None, *calls.backward(gradients, retain)
-
-
-class _JoinContext(FunctionCtx):
-    calls: _Calls | None
-    saved_tensors: tuple[Tensor, ...]
-
-
-def _join(
-    calls: _Calls, outputs: Sequence[tuple[Tensor | None, ...]], inputs: Sequence[object]
-) -> tuple[tuple[Tensor, ...], ...]:
-    """Return the outputs of all calls, those that have a gradient connected to ``inputs`` through one node."""
-    if not any(out is not None for call in calls.calls for out in call.outputs):
-        return cast(tuple[tuple[Tensor, ...], ...], tuple(outputs))
-    joined = iter(_Join.apply(calls, *inputs))  # type: ignore[no-untyped-call]
-    return tuple(
-        tuple(out if live is None else next(joined) for out, live in zip(outs, call.outputs, strict=True))  # type: ignore[misc]
-        for outs, call in zip(outputs, calls.calls, strict=True)
-    )
+        remaining = iter(flat)
+        gradients = [[None if out is None else next(remaining) for out in call.outputs] for call in calls]
+        used = [index for index, grads in enumerate(gradients) if any(grad is not None for grad in grads)]
+        ran = run_at_once(
+            [partial(calls[index].backward, gradients[index], retain=retain) for index in used],
+            max_workers=ctx.max_workers,
+            describe=lambda position: f"in backward of call {used[position]} of {len(calls)} of {ctx.name}",
+        )
+        by_index = dict(zip(used, ran, strict=True))
+        unused = ([None] * len(call.leaves) for call in calls)
+        leaves = (by_index.get(index, nothing) for index, nothing in enumerate(unused))
+        return None, None, None, *chain.from_iterable(leaves)

@@ -10,13 +10,13 @@ same on every rank, and a bucket is launched once it *and its predecessors* are 
     bucket 1 [a   | flags]        │                       └ launch ══> wait, divide
     backward, rank 1        b ready, c unused: zeros with the flag "no gradient", launched at the finish
 
-A bucket is one flat tensor: each parameter's gradient times this worker's rows, then two flags a parameter (a dense
-gradient, a sparse one). The flags are summed like everything else, so afterwards every rank knows which parameters
-received a gradient from anyone: the others keep ``.grad`` at ``None``, as in the plain loop. ``.grad`` is a view of the
+A bucket is one flat tensor: each parameter's gradient times this worker's rows, then a flag a parameter. The flags are
+summed like everything else, so afterwards every rank knows which parameters received a gradient from anyone: the others
+keep ``.grad`` at ``None``, as in the plain loop. ``.grad`` is a view of the
 bucket, and the bucket is also the accumulator over several runs: nothing is copied twice.
 
-A parameter that first turns out to have a sparse gradient in a dense bucket is exchanged after it, on every rank
-alike, and has ``SparseGradient`` of its own from then on; a table whose gradient turns out dense moves the other way.
+A table whose gradients are known to be sparse has a ``SparseGradient`` in place of a bucket, and moves to one if its
+gradient turns out dense on any rank. What is sparse elsewhere, as of a functional lookup, is made dense.
 
 The first bucket can carry a *header*, a few more numbers to be summed over the workers: on small models the latency of
 its own message would cost more than all the gradients do.
@@ -35,7 +35,6 @@ from anabranch.collectives.workers import Pending, Workers
 from anabranch.record.spans import mark
 
 _BUCKET_BYTES = 8 << 20
-_FLAGS = 2  # numbers per parameter beside its gradient
 
 
 def in_buckets(parameters: Mapping[str, Tensor], close_at: int = _BUCKET_BYTES) -> list[list[tuple[str, Tensor]]]:
@@ -70,7 +69,7 @@ class _DenseBucket:
         count = len(members)
         elements = sum(parameter.numel() for parameter in self.parameters)
         first = self.parameters[0]
-        self.flat = torch.zeros(elements + _FLAGS * count + header, dtype=summing_dtype(first), device=first.device)
+        self.flat = torch.zeros(elements + count + header, dtype=summing_dtype(first), device=first.device)
         self._widened = self.flat.dtype is not first.dtype
         self.slots: list[Tensor] = []
         at = 0
@@ -80,10 +79,8 @@ class _DenseBucket:
             self.slots.append(self.flat.as_strided(parameter.shape, strides, at))
             at += parameter.numel()
         self.gradients = self.flat[:elements]
-        self._flags = self.flat[elements : elements + _FLAGS * count]
-        self.header = self.flat[elements + _FLAGS * count :]
-        self._all_dense = torch.tensor([1.0] * count + [0.0] * count, dtype=self.flat.dtype, device=self.flat.device)
-        self.sparse: dict[int, SparseGradient] = {}
+        self._flags = self.flat[elements : elements + count]
+        self.header = self.flat[elements + count :]
         self.taken: list[tuple[int, Tensor]] = []
         self.written: set[int] = set()
         self.arrived: set[int] = set()
@@ -91,7 +88,6 @@ class _DenseBucket:
 
     def clear(self) -> None:
         self.written.clear()
-        self.sparse.clear()
 
     def start_run(self) -> None:
         self.taken.clear()
@@ -124,24 +120,13 @@ class _DenseBucket:
         self.written.update(index for index, _ in self.taken)
         self.taken.clear()
 
-    def put_sparse(self, index: int, gradient: Tensor, weight: float) -> None:
-        if index not in self.sparse:
-            self.sparse[index] = SparseGradient(self.names[index], self.parameters[index], self._workers)
-        self.sparse[index].add(gradient, weight)
-
     def launch(self, step: int | None) -> None:
         """Fill missing gradients with zeros, set the flags and start the all-reduce."""
         assert self._workers is not None
-        count = len(self.parameters)
-        if len(self.written) == count and not self.sparse:
-            self._flags.copy_(self._all_dense)
-        else:
-            for index in range(count):
-                if index not in self.written:
-                    self.slots[index].zero_()
-            flags = [float(index in self.written) for index in range(count)]
-            flags += [float(index in self.sparse) for index in range(count)]
-            self._flags.copy_(torch.tensor(flags, dtype=self.flat.dtype, device="cpu"))
+        self._flags.fill_(1.0)
+        for index in set(range(len(self.parameters))) - self.written:
+            self.slots[index].zero_()
+            self._flags[index] = 0.0
         self.pending = self._workers.start_all_reduce(self.flat, operation="all_reduce of gradients", step=step)
 
     def arrive(self) -> None:
@@ -150,13 +135,11 @@ class _DenseBucket:
             self.pending.finish()
             self.pending = None
 
-    def flags(self) -> tuple[list[bool], list[bool]]:
-        """Return the parameters that have a dense, and those that have a sparse gradient on any worker."""
-        count = len(self.parameters)
+    def present(self) -> list[bool]:
+        """Return for each parameter whether any worker has a gradient."""
         if self._workers is None:
-            return [i in self.written for i in range(count)], [i in self.sparse for i in range(count)]
-        present = [flag > 0 for flag in self._flags.real.tolist()]
-        return present[:count], present[count:]
+            return [index in self.written for index in range(len(self.parameters))]
+        return [flag > 0 for flag in self._flags.real.tolist()]
 
 
 _Member: TypeAlias = tuple[_DenseBucket, int] | SparseGradient
@@ -249,10 +232,7 @@ class GradientBuckets:
             where.has_arrived = True
         else:
             bucket, index = where
-            if is_dense:
-                slot = bucket.put(index, gradient)
-            else:
-                bucket.put_sparse(index, gradient, self._weight)
+            slot = bucket.put(index, gradient if is_dense else gradient.to_dense())
             bucket.arrived.add(index)
             if not bucket.complete():
                 return slot
@@ -285,34 +265,19 @@ class GradientBuckets:
 
     def finish(self, divisor: float) -> None:
         """End the window: every ``.grad`` is the sum over runs and workers divided by ``divisor``, or ``None``."""
-        found_sparse: set[str] = set()
-        found_dense: set[str] = set()
         for bucket in self._buckets:
             bucket.arrive()
             if divisor != 1.0:
                 bucket.gradients.div_(divisor)
-            for index, (dense, sparse) in enumerate(zip(*bucket.flags(), strict=True)):
-                gradient = bucket.slots[index].to(bucket.parameters[index].dtype) if dense else None
-                if sparse:
-                    found_sparse.add(bucket.names[index])
-                    gradient = self._add_sparse(bucket, index, gradient, divisor)
-                bucket.parameters[index].grad = gradient
+            for parameter, slot, is_present in zip(bucket.parameters, bucket.slots, bucket.present(), strict=True):
+                parameter.grad = slot.to(parameter.dtype) if is_present else None
+        dense: set[str] = set()
         for table in self._tables:
             if self._workers is None:
                 table.launch(self._step)
             table.parameter.grad = gradient = table.finish(divisor, self._step)
             if gradient is not None and gradient.layout is torch.strided:
-                found_dense.add(table.name)
-        if found_sparse or found_dense:
-            self._sparse_names = (self._sparse_names | found_sparse) - found_dense
+                dense.add(table.name)
+        if dense:
+            self._sparse_names -= dense
             self._lay_out()
-
-    def _add_sparse(self, bucket: _DenseBucket, index: int, dense: Tensor | None, divisor: float) -> Tensor | None:
-        rows = bucket.sparse.get(index)
-        if rows is None:
-            rows = SparseGradient(bucket.names[index], bucket.parameters[index], self._workers)
-        rows.launch(self._step)
-        sparse = rows.finish(divisor, self._step)
-        if dense is None or sparse is None:
-            return sparse if dense is None else dense
-        return dense + sparse

@@ -216,10 +216,10 @@ def _reduce(tensor: Tensor, reduction: _Reduction) -> Tensor:
 # A tensor from one rank to another.
 
 _MAGIC = 0x616E6162
-_NOTHING, _TENSOR = 0, 1
+_NOTHING = 0  # in place of a dtype's number
 _MOST_DIMENSIONS = 8
-_HEADER = 5 + _MOST_DIMENSIONS
-"""Numbers in a header: magic, kind, whether a gradient is wanted back, dtype, dimensions; then the sizes."""
+_HEADER = 4 + _MOST_DIMENSIONS
+"""Numbers in a header: magic, dtype, whether a gradient is wanted back, dimensions; then the sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,9 +231,9 @@ class _PeerChannel:
 
     def post(self, tensor: Tensor | None, *, wants_gradient: bool, operation: str) -> None:
         """Send a header, and the tensor if there is one."""
-        fields = [_MAGIC, _NOTHING, 0, 0, 0]
+        fields = [_MAGIC, _NOTHING]
         if tensor is not None:
-            fields = [_MAGIC, _TENSOR, int(wants_gradient), DTYPE_CODES[tensor.dtype], tensor.ndim, *tensor.shape]
+            fields = [_MAGIC, DTYPE_CODES[tensor.dtype], int(wants_gradient), tensor.ndim, *tensor.shape]
         fields += [0] * (_HEADER - len(fields))
         parts = [torch.tensor(fields, device=_device())]
         if tensor is not None and tensor.numel():
@@ -254,15 +254,10 @@ class _PeerChannel:
     def _take(self, operation: str) -> tuple[Tensor, bool] | None:
         header = torch.empty(_HEADER, dtype=torch.int64, device=_device())
         self._complete(dist.irecv(header, self.rank))
-        magic, kind, wants_gradient, dtype, ndim, *sizes = fields = header.tolist()
-        if (
-            magic != _MAGIC
-            or kind not in (_NOTHING, _TENSOR)
-            or not 0 <= ndim <= _MOST_DIMENSIONS
-            or (kind == _TENSOR and dtype not in DTYPES)
-        ):
+        magic, dtype, wants_gradient, ndim, *sizes = fields = header.tolist()
+        if magic != _MAGIC or dtype not in (_NOTHING, *DTYPES) or not 0 <= ndim <= _MOST_DIMENSIONS:
             raise ProtocolError(f"not the header of a tensor: {fields}", peer=f"rank {self.rank}", operation=operation)
-        if kind == _NOTHING:
+        if dtype == _NOTHING:
             return None
         tensor = torch.empty(sizes[:ndim], dtype=DTYPES[dtype], device=_device())
         if tensor.numel():

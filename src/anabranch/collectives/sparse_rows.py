@@ -37,12 +37,12 @@ def sparse_bytes(longest: int, row: int, dtype: torch.dtype) -> int:
     >>> sparse_bytes(3, 4, torch.float32)
     96
     """
-    return _COUNTS_BYTES + sum(_packed(longest, 1, row, dtype))
+    return _COUNTS_BYTES + sum(_packed(longest, row, dtype))
 
 
-def _packed(longest: int, sparse_dims: int, row: int, dtype: torch.dtype) -> tuple[int, int]:
+def _packed(longest: int, row: int, dtype: torch.dtype) -> tuple[int, int]:
     """Return the bytes of ids and of rows in a worker's buffer."""
-    return _aligned(longest * sparse_dims * 8), _aligned(longest * row * dtype.itemsize)
+    return _aligned(longest * 8), _aligned(longest * row * dtype.itemsize)
 
 
 class SparseGradient:
@@ -73,8 +73,10 @@ class SparseGradient:
 
     def add(self, gradient: Tensor, weight: float) -> None:
         """Take one run's gradient times ``weight``."""
-        if gradient.layout is not torch.sparse_coo:
-            raise TypeError(f"the gradient of {self.name!r} has layout {gradient.layout}; sparse gradients are COO")
+        if gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
+            raise TypeError(
+                f"the gradient of {self.name!r} has layout {gradient.layout}; sparse gradients are COO, of whole rows"
+            )
         gradient = gradient.to(summing_dtype(self.parameter))
         self._parts.append(gradient if weight == 1.0 else gradient * weight)
 
@@ -125,26 +127,25 @@ class SparseGradient:
     def _exchange(self, mine: Tensor | None, counts: list[int], step: int | None) -> Tensor:
         assert self._workers is not None
         parameter = self.parameter
-        sparse_dims = 1 if mine is None else mine.sparse_dim()
-        dense_shape = parameter.shape[sparse_dims:]
+        dense_shape = parameter.shape[1:]
         dtype = summing_dtype(parameter)
         longest = max(1, *counts)
-        id_bytes, row_bytes = _packed(longest, sparse_dims, dense_shape.numel(), dtype)
+        id_bytes, row_bytes = _packed(longest, dense_shape.numel(), dtype)
         packed = torch.zeros(id_bytes + row_bytes, dtype=torch.uint8, device=parameter.device)
 
         def unpacked(buffer: Tensor, count: int) -> tuple[Tensor, Tensor]:
-            ids = buffer[:id_bytes].view(torch.int64)[: count * sparse_dims].view(count, sparse_dims)
+            ids = buffer[:id_bytes].view(torch.int64)[:count]
             rows = buffer[id_bytes:].view(dtype)[: count * dense_shape.numel()].view(count, *dense_shape)
             return ids, rows
 
         if mine is not None and mine._nnz():
             ids, rows = unpacked(packed, mine._nnz())
-            ids.copy_(mine._indices().t())
+            ids.copy_(mine._indices()[0])
             rows.copy_(mine._values())
         everyone = self._workers.all_gather(packed, operation=f"all_gather rows of {self.name}", step=step)
         all_ids, all_rows = zip(*map(unpacked, everyone.unbind(0), counts), strict=True)
         return torch.sparse_coo_tensor(
-            torch.cat(all_ids).t().contiguous(),
+            torch.cat(all_ids)[None],
             torch.cat(all_rows),
             parameter.shape,
             check_invariants=False,

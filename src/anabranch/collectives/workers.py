@@ -17,7 +17,9 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import cast
@@ -31,7 +33,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from anabranch.collectives.messages import ended_within
 from anabranch.collectives.rowless import Rowless
 from anabranch.deadline import Deadline
-from anabranch.errors import PeerLost
+from anabranch.errors import BoundaryError, PeerLost
 from anabranch.liveness.group import Group, rank_names
 from anabranch.liveness.meeting import SAID_AFTER, end_without_waiting, interruptible, meet_peers
 from anabranch.liveness.peers import peers_of_job
@@ -60,7 +62,8 @@ class Pending:
             DeadlineExceeded: the workers' ``timeout`` passed since the operation started.
         """
         workers, step = self._workers, self._step
-        workers.wait_for(self._work, self._deadline, self._operation, step, on_host=self._on_host)
+        at = partial(workers.check_together, self._number, self._operation, self._deadline)
+        workers.wait_for(self._work, self._deadline, self._operation, step, on_host=self._on_host, noticed=at)
         if self._began and workers.others:
             facts: dict[str, object] = {"peer": rank_names(workers.others), "bytes": self._nbytes}
             flow: spans.Flow = "meet", f"{workers.name}/{self._number}"
@@ -117,14 +120,15 @@ class Workers(Group):
         self.started = 0
         self.name = name or f"workers {','.join(map(str, self.ranks))}"
         self._own: dist.ProcessGroup | None = None
+        self._store: PrefixStore | None = None
         self.rowless: Rowless | None = None
         if self.size > 1:
             if ranks is None:
                 self._meet()
-            store = PrefixStore(f"anabranch/{self.name}", dist.distributed_c10d._get_default_store())
-            self._own = self._connect(store)
+            self._store = PrefixStore(f"anabranch/{self.name}", dist.distributed_c10d._get_default_store())
+            self._own = self._connect(self._store)
             self.peers.look_up(self.others, heartbeat)
-            self.rowless = Rowless(store, self, timeout)
+            self.rowless = Rowless(self._store, self, timeout)
         atexit.register(self._end)
 
     def _meet(self) -> None:
@@ -208,7 +212,12 @@ class Workers(Group):
 
     def _padded(self, data: bytes, operation: str) -> tuple[list[int], Tensor]:
         """Return the lengths of every worker's ``data``, and this one's with zeros up to the longest."""
-        lengths = self.all_gather(torch.tensor([len(data)], device=self.device), operation=operation).flatten().tolist()
+        mark = zlib.crc32(operation.encode())
+        everyone = self.all_gather(torch.tensor([len(data), mark], device=self.device), operation=operation).tolist()
+        for rank, (_, theirs) in zip(self.ranks, everyone, strict=True):
+            if theirs != mark:
+                raise self._apart(rank, operation, "is in another call")
+        lengths = [length for length, _ in everyone]
         padded = bytearray(data.ljust(max(1, *lengths), b"\0"))
         return lengths, torch.frombuffer(padded, dtype=torch.uint8).to(self.device)
 
@@ -232,14 +241,51 @@ class Workers(Group):
         """
         self.check("wait for the other workers", Deadline.after(self.timeout))
 
-    def wait_for(self, work: dist.Work, deadline: Deadline, operation: str, step: int | None, *, on_host: bool) -> None:
+    def check_together(self, number: int, operation: str, deadline: Deadline) -> Mapping[int, str]:
+        """Compare this wait, once it is long, with where the others wait; the result names nobody lost.
+
+        Raises:
+            BoundaryError: another rank is in another collective: one of them called evaluate, say, alone.
+        """
+        if self._store is None or deadline.elapsed() < SAID_AFTER:
+            return {}
+        theirs: dict[int, str] = {}
+        with suppress(RuntimeError):  # the process that holds the store has ended
+            self._store.set(f"waits/{self.peers.rank}", f"{number} {operation}")
+            known = [rank for rank in self.others if self._store.check([f"waits/{rank}"])]
+            theirs = {rank: self._store.get(f"waits/{rank}").decode() for rank in known}
+        for rank, text in theirs.items():
+            if text.startswith(f"{number} ") and text != f"{number} {operation}":
+                raise self._apart(rank, operation, f"waits in {text.partition(' ')[2]!r}")
+        return {}
+
+    def _apart(self, rank: int, operation: str, where: str) -> BoundaryError:
+        self.has_left_work = True
+        text = f"rank {rank} {where} and this rank in {operation!r}; each worker makes the same calls in the same order"
+        return BoundaryError(
+            f"{text}: none calls run, evaluate, save, load, export or state_dict alone",
+            peer=f"rank {rank}",
+            operation=operation,
+        )
+
+    def wait_for(
+        self,
+        work: dist.Work,
+        deadline: Deadline,
+        operation: str,
+        step: int | None,
+        *,
+        on_host: bool,
+        noticed: Callable[[], Mapping[int, str]] = dict,
+    ) -> None:
         """Return when ``work`` is done, or raise the reason why it will not be.
 
         Gloo's, of tensors ``on_host``, is looked at again and again; NCCL's wait is over once it is queued.
         """
         began = time.monotonic()
         try:
-            self.wait(partial(ended_within, work), operation, deadline, step=step, at_once=not on_host)
+            done = partial(ended_within, work)
+            self.wait(done, operation, deadline, step=step, at_once=not on_host, noticed=noticed)
         except PeerLost:
             raise
         except RuntimeError as error:

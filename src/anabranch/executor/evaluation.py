@@ -1,8 +1,12 @@
-"""``evaluate``: an evaluation of a whole loader, whose results all workers join."""
+"""``Evaluator``: runs an ``EvalStep`` on a batch, eagerly or as a graph; ``evaluate``: on a loader, for all workers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Literal, cast
 
 import msgspec
 import torch
@@ -10,18 +14,115 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from anabranch.collectives import Workers
+from anabranch.executor.engines.engine import Fetch
+from anabranch.executor.engines.graph_engine import Check, Trials, check_results
+from anabranch.executor.likeness import exchange
 from anabranch.executor.loaders.loading import BoundLoader, samplers_of
+from anabranch.executor.running.runner import digest_of
+from anabranch.executor.steps import EvalStep
+from anabranch.graph import Graph
+from anabranch.graph.step.program import EvalProgram
+from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
 
 
+class Evaluator:
+    """Runs one ``EvalStep``.
+
+    Args:
+        step: the step to run.
+        engine: ``"tape"`` runs eagerly.
+        compile: compile the graph with Inductor.
+    """
+
+    def __init__(self, step: EvalStep, engine: Literal["graph", "tape"], *, compile: bool = False) -> None:  # noqa: A002
+        self._step = step
+        self._program: EvalProgram | None = None
+        if engine == "graph" and not any(isinstance(module, Pipe) for module in step.model.modules()):
+            self._program = EvalProgram(step.model, step.outputs, compile=compile)
+            reason = "compile=True rounds differently" if compile else None
+            self._trials = Trials(self._program, step.model, "an evaluation", reason)
+
+    @property
+    def name(self) -> str:
+        """The engine of the last run."""
+        if self._program is None:
+            return "tape"
+        return "graph+inductor" if self._program.compile else "graph"
+
+    @property
+    def graph(self) -> Graph | None:
+        """The graph of the last run, if it was one."""
+        return None if self._program is None else self._program.graph
+
+    def follow_move(self) -> None:
+        """Run from now on with some of the parameters on servers, if any are."""
+        if self._program is not None:
+            self._program.follow_model()
+
+    def run(self, batch: Structure, fetch: Fetch) -> Mapping[str, Tensor]:
+        """Return the result of the step's ``outputs``, in eval mode and without gradients; modes are restored after.
+
+        Raises:
+            ValueError: ``fetch`` names a submodule of a pipe, which sees microbatches one at a time.
+        """
+        model = self._step.model
+        if isinstance(model, Pipe) and (layers := [name for name in fetch.names or () if name in model.submodules]):
+            raise ValueError(
+                f"fetch names {layers}, layers of a Pipe, which run one microbatch at a time; return the values "
+                "from outputs(model, batch)"
+            )
+        modes = [(module, module.training) for module in model.modules()]
+        with model.output_everywhere() if isinstance(model, Pipe) else nullcontext(), torch.no_grad():
+            model.eval()
+            try:
+                return self._run(batch, fetch)
+            finally:
+                for module, training in modes:
+                    module.training = training
+
+    def _run(self, batch: Structure, fetch: Fetch) -> Mapping[str, Tensor]:
+        program = self._program
+        if program is None:
+            return self._eagerly(batch, fetch)
+
+        def as_graph(may_trace: bool) -> Mapping[str, Tensor]:
+            returned, outputs = program.evaluate(batch, fetch.modules, may_trace=may_trace)
+            fetch.record(outputs)
+            return _checked(returned, fetch)
+
+        def on_tape(compare: Callable[[Check], None]) -> Mapping[str, Tensor]:
+            returned = self._eagerly(batch, fetch)
+            compare(lambda results, *_: check_results(results, returned))
+            return returned
+
+        return self._trials.run(as_graph, partial(program.prepare, batch, fetch.modules, whole=False), on_tape)
+
+    def _eagerly(self, batch: Structure, fetch: Fetch) -> Mapping[str, Tensor]:
+        with fetch.recording():
+            returned = self._step.outputs(self._step.model, batch)
+        return _checked(returned, fetch)
+
+
+def _checked(returned: object, fetch: Fetch) -> Mapping[str, Tensor]:
+    if not isinstance(returned, Mapping):
+        raise TypeError(f"outputs(model, batch) returns a dict of tensors, got {type(returned).__name__}")
+    fetch.check(returned)
+    return cast("Mapping[str, Tensor]", returned)
+
+
+# A whole loader.
+
+
 class _Result(msgspec.Struct):
-    """One worker's: what went wrong, the rows of its batches, and each output's dtype and shape of a row.
+    """One worker's: what went wrong, rows of its batches, a digest of the first, and outputs' dtypes and row shapes.
 
     A mean has no shape of a row.
     """
 
     error: str = ""
     rows: list[float] = []
+    first: float = 0.0
     outputs: dict[str, tuple[str, list[int] | None]] = {}
 
 
@@ -37,15 +138,18 @@ def evaluate(
         _collect(loader, rows_of, run, mine, parts)
     except Exception as error:  # noqa: BLE001 - raised below, when the others know
         mine, failure = _Result(error=f"{type(error).__name__}: {error}"), error
-    everyone = [mine]
-    if workers is not None and workers.size > 1:
-        texts = workers.all_gather_bytes(msgspec.json.encode(mine), operation="evaluation")
-        everyone = [msgspec.json.decode(text, type=_Result) for text in texts]
+    everyone = exchange(workers, mine, _Result, "evaluation")
     if failure is not None:
         raise failure
     for rank, result in enumerate(everyone):
         if result.error:
             raise ValueError(f"the evaluation failed on rank {rank}: {result.error}")
+    if len(everyone) > 1 and mine.first and all(result.first == mine.first for result in everyone):
+        warnings.warn(
+            f"all {len(everyone)} workers evaluate the same batches, so every row counts {len(everyone)} times; "
+            "evaluate by ab.loaders.GlobalBatches(dataset, batch_size, shuffle=False)",
+            stacklevel=3,  # where the script calls Executor.evaluate
+        )
     known = [(rank, result.outputs) for rank, result in enumerate(everyone) if result.rows]
     if not known:
         raise ValueError("the loader yields no batches on any worker")
@@ -104,6 +208,7 @@ def _collect(
     shapes: dict[str, list[tuple[int, ...]]] = {}
     for batch in loader.one_pass():
         mine.rows.append(rows_of(batch))
+        mine.first = mine.first or digest_of(batch)
         for name, value in run(batch).items():
             if not isinstance(value, Tensor):
                 raise TypeError(f"output {name!r} is a {type(value).__name__}; evaluate joins tensors")

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -21,47 +22,50 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from anabranch.checkpoint.generations import check_path
-from anabranch.checkpoint.storage import as_place
-from anabranch.choices import choice
+from anabranch.checkpoint.storage import Place, as_place
 from anabranch.collectives import Workers
-from anabranch.deadline import Deadline, check_seconds
+from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError
-from anabranch.executor.arguments import check_arguments, check_engine, check_log_path
 from anabranch.executor.device_placement import DevicePlacement
 from anabranch.executor.engines.engine import Engine, Fetch
-from anabranch.executor.engines.evaluator import Evaluator
 from anabranch.executor.engines.graph_engine import GraphEngine
 from anabranch.executor.engines.pipe_engine import PipeEngine, check_pipes, join_pipelines
-from anabranch.executor.evaluation import evaluate
-from anabranch.executor.likeness import Drift, check_alike, share_parameters
+from anabranch.executor.evaluation import Evaluator, evaluate
+from anabranch.executor.likeness import Drift, check_alike, first_ranks_buffers, share_parameters
 from anabranch.executor.loaders.batches import Batches
+from anabranch.executor.loaders.leaf_ids import LeafIds
 from anabranch.executor.loaders.loading import BoundLoader
-from anabranch.executor.loaders.upcoming import UpcomingIds
-from anabranch.executor.observing.callbacks import PeerLostRecord, RestartRecord, SaveRecord, StepRecord, Subscription
 from anabranch.executor.observing.run_facts import RunFacts
 from anabranch.executor.observing.run_trace import RunTrace
 from anabranch.executor.observing.sinks import Sink, check_sinks
 from anabranch.executor.observing.tracking import Progress
-from anabranch.executor.observing.watching import Watching, rates_of
+from anabranch.executor.observing.watching import (
+    PeerLostRecord,
+    RestartRecord,
+    SaveRecord,
+    StepRecord,
+    Subscription,
+    Watching,
+    rates_of,
+)
 from anabranch.executor.own_state import OwnState
-from anabranch.executor.plan import Plan, Planner, other_modes
+from anabranch.executor.plan import Plan, Planner
 from anabranch.executor.plan.survey import check_planned
-from anabranch.executor.routes import CommMode, Routes, comm_mode_of, plan_routes
-from anabranch.executor.running.remote import RemotePart, Served
-from anabranch.executor.running.remote_window import RemoteWindow
+from anabranch.executor.routes import CommMode, Routes
+from anabranch.executor.running.remote import RemotePart
 from anabranch.executor.running.runner import StepRunner, rows_of
-from anabranch.executor.saving.background_saves import MOST_IN_FLIGHT
-from anabranch.executor.saving.saving import Saver, check_encoding
+from anabranch.executor.running.window import RemoteWindow
+from anabranch.executor.saving.saving import Saver
+from anabranch.executor.spec import Served, check_arguments, check_log_path, spec_of
 from anabranch.executor.statistics import Statistics, TableLoads
-from anabranch.executor.steps import EvalStep, Step, StepDescription, TrainStep, distinct_models, model_of, named_steps
+from anabranch.executor.steps import EvalStep, Step, StepDescription, TrainStep, model_of
 from anabranch.graph import Graph
 from anabranch.job import job
-from anabranch.parameter_server import Consistency
 from anabranch.pipeline import Pipe
 from anabranch.record import spans
 from anabranch.record.process import PLAN_VARIABLE, process_record
 from anabranch.tables import Cache
-from anabranch.tensors import Compression, Structure, as_tensors, check_compression, count_rows, map_structure
+from anabranch.tensors import Compression, Structure, as_tensors, map_structure
 
 __all__ = ["CommMode", "Executor"]
 
@@ -134,7 +138,7 @@ class Executor:
         state: your own objects by name, saved with every checkpoint (with rank 0's state) and loaded on every worker:
             anything with ``state_dict`` and ``load_state_dict`` whose state is nested plain values and tensors, such as
             a ``torch.optim.swa_utils.AveragedModel``, or such values themselves: ``executor.state["best"]`` reads and
-            sets them, and a dict is filled again in place.
+            sets them, and dicts and lists are filled again in place.
         sinks: receivers of the metrics of each optimizer step: ``anabranch.observe.TensorBoardSink``,
             ``PrometheusSink``, or any ``anabranch.observe.Sink``. Closed with the executor.
         check_workers: after so many optimizer steps the workers compare their all-reduced and frozen parameters, and
@@ -171,161 +175,153 @@ class Executor:
         served: Served = "refuse",
         check_workers: int = 100,
     ) -> None:
-        self._served: Served = choice("served", served, ("refuse", "adopt", "replace"))
-        self._steps = named_steps(steps)
-        training = {name: step for name, step in self._steps.items() if isinstance(step, TrainStep)}
-        self.comm_mode: CommMode | None = comm_mode_of(comm_mode, self._steps, process_group, routes)
-        ordering = Consistency.parse(consistency)
-        check_compression(row_compression)
-        check_seconds(timeout=timeout, heartbeat=heartbeat)
-        engine = check_engine(engine, compile, self._steps)
-        check_arguments(
-            self._steps, seed=seed, cache=cache, dataloaders=dataloaders, state=state, check_workers=check_workers
-        )
-        self._models = distinct_models(self._steps)
-        self.state = OwnState(state or {})
-        routes_in = partial(
-            plan_routes,
-            self._steps,
-            self._models,
-            overrides=routes,
+        self._spec = spec = spec_of(
+            steps,
+            comm_mode,
+            process_group,
+            routes,
             use_sparse_pull=use_sparse_pull,
-            caches=cache is not None,
+            consistency=consistency,
+            engine=engine,
+            compile=compile,
+            cache=cache,
+            row_compression=row_compression,
+            prefetch=prefetch,
+            timeout=timeout,
+            heartbeat=heartbeat,
+            served=served,
+            check_workers=check_workers,
         )
-        self._routes = routes_in(self.comm_mode)
-        others = other_modes(routes_in, self.comm_mode, self._steps, ordering, cache)
+        check_arguments(spec.steps, seed=seed, dataloaders=dataloaders, state=state)
+        pipe = check_pipes(spec.steps, process_group, spec.comm_mode)
+        self._steps, self.comm_mode, self.state = spec.steps, spec.comm_mode, OwnState(state or {})
         self._log_path = check_log_path(log_path)
-        pipe = check_pipes(self._steps, process_group, self.comm_mode)
-        self._timeout, self._process, self._started = timeout, os.getpid(), time.monotonic()
+        self._process, self._started = os.getpid(), time.monotonic()
         self._inside: str | None = None  # the step that runs
         self._trace: RunTrace | None = None
         self._closed = False
         self._failed: BaseException | None = None
+        self._fetch_all = {name: Fetch(None, step.model) for name, step in spec.steps.items()}
+        self._runs = dict.fromkeys(spec.steps, 0)
+        self._rows, self._run_seconds = 0.0, 0.0
+        self._reported = Statistics(runs=dict.fromkeys(spec.steps, 0))
+        self._only_plans = PLAN_VARIABLE in os.environ
+        self._watching = Watching(check_sinks(sinks), prefixed=len(spec.training) > 1)
         self._parts = ExitStack()  # closed in reverse order, also where one of them fails
-        self._watching = Watching(check_sinks(sinks), prefixed=len(training) > 1)
         self._parts.callback(self._watching.close)
         try:
-            self._workers = self._everyone = self._join_workers(process_group, timeout, heartbeat)
-            if self._workers is not None:
-                self._parts.callback(self._workers.close)
-            stages = 1
-            if pipe is not None:
-                stages = dist.get_world_size(pipe.process_group)
-                self._everyone = join_pipelines(pipe, self._workers, timeout, heartbeat)
-                self._parts.callback(self._everyone.close)
+            self._workers, self._everyone, stages = self._meet(process_group, pipe)
+            rank = 0 if self._workers is None else self._workers.rank
             if seed is not None:
-                torch.manual_seed(seed + (self._workers.rank if self._workers else job().rank))
-                for pipe in (step.model for step in self._steps.values() if isinstance(step.model, Pipe)):
-                    pipe.seed = seed + (self._workers.rank if self._workers else 0)
-            self._devices = {
-                name: DevicePlacement.home(step.model, devices or {}) for name, step in self._steps.items()
-            }
+                torch.manual_seed(seed + (job().rank if self._workers is None else rank))
+                for model in spec.models.values():
+                    if isinstance(model, Pipe):
+                        model.seed = seed + rank
+            self._devices = {name: DevicePlacement.home(one.model, devices or {}) for name, one in spec.steps.items()}
             if devices:
-                self._parts.callback(_placed(self._steps, devices).close)
-            check_encoding(training, self._models, self.state.objects)
+                optimizers = [one for step in spec.training.values() for one in step.optimizers]
+                models = list(dict.fromkeys(step.model for step in spec.steps.values()))
+                self._parts.callback(DevicePlacement(models, devices, optimizers).close)
             if self._workers is not None and self._workers.size > 1:
-                assert self.comm_mode is not None
-                check_alike(self._workers, self.comm_mode, self._steps, self._routes)
-                share_parameters(self._workers, self._steps, self._routes)
-            # Workers that all-reduce nothing, and push without merging, need not wait for each other here either.
-            together = ordering.merges or not self._routes.served or self._routes.all_reduces
-            acting = self._workers if together else None
-            drift = None
-            if acting is not None and check_workers and acting.size > 1:
-                drift = Drift(acting, self._everyone or acting, self._steps, self._routes, check_workers)
-            self._runners: dict[str, StepRunner] = {}
-            self._evaluators: dict[str, Evaluator] = {}
-            self._remote: RemotePart | None = None
-            if self._serves_any():
-                self._remote = RemotePart(
-                    self._routes,
-                    self._steps,
-                    self._models,
-                    self._everyone,
-                    stages=stages,
-                    consistency=ordering.name,
-                    cache=cache,
-                    row_compression=row_compression,
-                    timeout=timeout,
-                    heartbeat=heartbeat,
-                    served=self._served,
-                    on_move=self._follow_move,
-                )
-                self._parts.callback(lambda remote: remote.close(self._failed), self._remote)
-            self._batches = Batches(dataloaders or {}, self._workers, together=together, prefetch=prefetch)
+                assert spec.comm_mode is not None
+                check_alike(self._workers, spec.comm_mode, spec.steps, spec.routes)
+                share_parameters(self._workers, spec.steps, spec.routes)
+            self._remote = self._remote_part(stages)
+            acting = self._workers if spec.run_together(spec.routes) else None
+            self._batches = Batches(dataloaders or {}, self._workers, together=acting is not None, prefetch=prefetch)
             self._parts.callback(self._batches.close)
             # What lists parameters is made from here on: some are on the servers by now.
-            for name, step in self._steps.items():
-                if isinstance(step, EvalStep):
-                    self._evaluators[name] = Evaluator(step, engine, compile=compile)
-            remote = self._remote
-            for number, (name, step) in enumerate(training.items()):
-                runs_on: Engine
-                if isinstance(step.model, Pipe):
-                    runs_on = PipeEngine(step, columns=1 if acting is None else acting.size)
-                    if engine == "graph":
-                        _log.warning("step %r trains a Pipe, which runs its own schedule: its engine is the tape", name)
-                else:
-                    graph = engine == "graph"
-                    runs_on = GraphEngine(step, compile=compile, name=name) if graph else Engine(step)
-                asks_ahead = prefetch and cache is not None and remote is not None and name in self._batches.loaders
-                self._runners[name] = StepRunner(
-                    step,
-                    runs_on,
-                    acting,
-                    drift,
-                    name=name,
-                    number=number,
-                    servers=() if remote is None else (RemoteWindow(remote, step),),
-                    upcoming=UpcomingIds() if remote and remote.rows and not isinstance(step.model, Pipe) else None,
-                    between=partial(self._ask_for_next, name) if asks_ahead else None,
-                )
-            loaders, own = self._batches.loaders, self.state.objects
-            self._saver = Saver(self._steps, self._runners, self._everyone, stages, loaders, self._remote, own)
-            self._parts.callback(self._close_saves)
+            self._evaluators = {
+                name: Evaluator(step, spec.engine, compile=compile)
+                for name, step in spec.steps.items()
+                if isinstance(step, EvalStep)
+            }
+            drift = None
+            if acting is not None and check_workers and acting.size > 1:
+                drift = Drift(spec, acting, self._everyone or acting)
+            self._runners = {
+                name: self._runner(name, number, step, acting, drift)
+                for number, (name, step) in enumerate(spec.training.items())
+            }
+            loaders = self._batches.loaders
+            self._saver = Saver(spec, self._runners, self._everyone, stages, loaders, self._remote, self.state)
+            self._parts.callback(self._close_save)
             self._parts.callback(lambda: self._end_trace(clean=self._failed is None))
-            for step in training.values():
+            for step in spec.training.values():
                 if not step.model.training:
                     step.model.train()
         except BaseException as error:
             self._end(error)
             raise
+        self._planner = Planner(spec, self._workers)
         self._progress = Progress(shown=self._rank == 0)
-        record = process_record()
-        self._watching.begin(self._rank, None if record is None else RunFacts(record, self._crossed, self._loops))
-        self._fetch_all = {name: Fetch(None, step.model) for name, step in self._steps.items()}
-        self._runs = dict.fromkeys(self._steps, 0)
-        self._rows, self._run_seconds = 0.0, 0.0
-        self._reported = Statistics(runs=dict.fromkeys(self._steps, 0))
-        self._planner = Planner(
-            list(self._models.values()), self._workers, ordering.merges, row_compression, cache is not None, timeout,
-            others,
-        )  # fmt: skip
-        self._only_plans = PLAN_VARIABLE in os.environ
+        facts = None
+        if (record := process_record()) is not None:
+            losses = {"loss", *(f"{name}/loss" for name in spec.training)}
+            facts = RunFacts(record, self._crossed, self._loops, losses)
+        self._watching.begin(self._rank, facts)
 
     # Construction.
 
-    def _join_workers(self, group: dist.ProcessGroup | None, timeout: float, heartbeat: float) -> Workers | None:
-        if self.comm_mode is None:
-            return None
-        if group is None and not dist.is_initialized() and job().world_size == 1:
-            return None
-        device = DevicePlacement.home(next(iter(self._steps.values())).model, {})
-        return Workers(group, device=device, timeout=timeout, heartbeat=heartbeat)
+    def _meet(self, group: dist.ProcessGroup | None, pipe: Pipe | None) -> tuple[Workers | None, Workers | None, int]:
+        """Return the workers that average gradients, all ranks of their pipelines, and the ranks of one of them."""
+        timeout, heartbeat, workers, stages = self._spec.timeout, self._spec.heartbeat, None, 1
+        alone = group is None and not dist.is_initialized() and job().world_size == 1
+        if self.comm_mode is not None and not alone:
+            device = DevicePlacement.home(next(iter(self._steps.values())).model, {})
+            workers = Workers(group, device=device, timeout=timeout, heartbeat=heartbeat)
+            self._parts.callback(workers.close)
+        everyone = workers
+        if pipe is not None:
+            stages = dist.get_world_size(pipe.process_group)
+            everyone = join_pipelines(pipe, workers, timeout, heartbeat)
+            self._parts.callback(everyone.close)
+        return workers, everyone, stages
 
     @property
     def _rank(self) -> int:
         return job().rank if self._everyone is None else self._everyone.rank
 
-    def _serves_any(self) -> bool:
-        """Return True if any part of the model is on the servers, also if it is on another stage's rank."""
-        if self._everyone is self._workers or self._everyone is None:
-            return self._routes.served
-        mine = b"served" if self._routes.served else b""
-        return any(self._everyone.all_gather_bytes(mine, operation="meet"))
+    def _remote_part(self, stages: int) -> RemotePart | None:
+        """Return the servers' side, if any part of the model is there, also if it is on another stage's rank."""
+        serves = self._spec.routes.served
+        if self._everyone is not None and self._everyone is not self._workers:
+            serves = any(self._everyone.all_gather_bytes(b"served" if serves else b"", operation="meet"))
+        if not serves:
+            return None
+        remote = RemotePart(self._spec, self._everyone, stages, on_move=self._follow_move)
+        self._parts.callback(lambda: remote.close(self._failed))
+        return remote
+
+    def _runner(
+        self, name: str, number: int, step: TrainStep, workers: Workers | None, drift: Drift | None
+    ) -> StepRunner:
+        spec, remote = self._spec, self._remote
+        engine: Engine
+        if isinstance(step.model, Pipe):
+            engine = PipeEngine(step, columns=1 if workers is None else workers.size)
+            if spec.engine == "graph":
+                _log.warning("step %r trains a Pipe, which runs its own schedule: its engine is the tape", name)
+        else:
+            engine = GraphEngine(step, compile=spec.compile, name=name) if spec.engine == "graph" else Engine(step)
+        asks_ahead = spec.prefetch and spec.cache is not None and remote is not None and name in self._batches.loaders
+        known = [route.parameter for route in spec.routes]
+        for prefix, model in spec.models.items():
+            known += [prefix + other for other in model.elsewhere] if isinstance(model, Pipe) else []
+        return StepRunner(
+            step,
+            engine,
+            workers,
+            drift,
+            name=name,
+            number=number,
+            servers=() if remote is None else (RemoteWindow(remote, step),),
+            ids=None if remote is None else LeafIds(step.ids, known, remote.rows),
+            between=partial(self._ask_for_next, name) if asks_ahead else None,
+        )
 
     def _follow_move(self) -> None:
-        """Let runners and evaluations see that parameters have moved to the servers, if they exist by then."""
+        """Let runners and evaluations see that parameters have moved to the servers."""
         for runner in self._runners.values():
             runner.follow_move()
         for evaluator in self._evaluators.values():
@@ -333,8 +329,12 @@ class Executor:
 
     def _ask_for_next(self, name: str) -> None:
         runner, batch = self._runners[name], self._batches.loaders[name].peek()
-        if batch is not None and runner.upcoming is not None and self._remote is not None:
-            self._remote.tables.prefetch(runner.upcoming.of(as_tensors(batch, self._devices[name])))
+        if batch is not None and runner.ids is not None and self._remote is not None:
+            try:
+                ids = runner.ids.of(as_tensors(batch, self._devices[name]))
+            except Exception:  # noqa: BLE001 - of ``TrainStep(ids=)``: it is that batch's step's to raise
+                return
+            self._remote.tables.prefetch(ids)
 
     # Plans.
 
@@ -377,7 +377,7 @@ class Executor:
             batch = self._batches.loaders[name].first()
         batch = None if batch is None else as_tensors(batch, self._devices[name])
         with self._reporting_failures():
-            return self._planner.plan(name, step, batch, self.comm_mode, self._routes, self._remote)
+            return self._planner.plan(name, step, batch, self._remote)
 
     def _leave_plan(self, name: str, batch: Structure | None) -> None:
         """Leave the plan of the first training run's batch for ``anabranch plan``, and end."""
@@ -405,10 +405,8 @@ class Executor:
             fetch: what to return: ``"loss"``, keys that the step returns, qualified names of submodules (their
                 output), ``"<parameter>.grad"`` (as the optimizer got it; not of parameters on servers),
                 ``"grad_norm"`` (of all gradients before clipping; ``None`` where no window ended or a step was
-                skipped), ``"rows"`` (of this worker's batch, a tensor of no dimensions), ``"learning_rates"`` (of the
-                run, float64, one per parameter group in the optimizers' order; ``None`` from an ``EvalStep``); by
-                default everything that the step returns. A result of the step or a submodule with such a name takes
-                precedence.
+                skipped); by default everything that the step returns. A result of the step or a submodule called
+                ``grad_norm`` takes precedence.
             as_numpy: return numpy arrays.
 
         Returns:
@@ -433,21 +431,18 @@ class Executor:
             self._remote.check_fetch(request.names or (), step.model)
         span, began, differentiates = spans.begin(), time.monotonic(), torch.is_grad_enabled()
         try:
-            try:
-                self._inside = name
-                if isinstance(step, TrainStep):
-                    values, took = self._train(name, step, batch, request)
-                else:
-                    values, took = self._evaluate(name, step, batch, request), None
-            finally:
-                self._inside = None
+            self._inside = name
+            if isinstance(step, TrainStep):
+                values, took = self._train(name, step, batch, request)
+            else:
+                values, took = self._evaluate(name, step, batch, request), None
         except BaseException as error:
-            self._inside = None  # Ctrl-C may have come in the line above
-            # It may come after a context switched gradients off, and before the block that switches them on again.
+            # Ctrl-C may come after a context switched gradients off, and before the block that switches them on again.
             torch.set_grad_enabled(differentiates)
             self._watching.failed(error, self.step)
             raise
         finally:
+            self._inside = None
             self._run_seconds += time.monotonic() - began
             if span:
                 spans.complete(span, name, "step", facts={"step": self.step})
@@ -466,8 +461,8 @@ class Executor:
         if self._remote is not None and not self._only_plans:
             self._remote.open()  # before a batch is taken: it may be refused
         runner = self._runners[name]
-        watched, steps_before = self._watching.of_steps, runner.steps
-        rates = rates_of(step.optimizers) if watched or fetch.wants_rates else ()
+        watched, steps_before = self._watching.active and self._watching.of_steps, runner.steps
+        rates = rates_of(step.optimizers) if watched else ()
         fetch.norm, rows = None, 0.0
         if not step.model.training:
             step.model.train()
@@ -498,16 +493,13 @@ class Executor:
                 self._remote.tables.end(self._remote.clock)
         if self._remote is not None:
             self._remote.read_applied()
-        if fetch.names is not None:
-            fetch.rows = torch.tensor(rows if step.rows is not None else int(rows), device="cpu")
-            fetch.rates = torch.tensor(rates, dtype=torch.float64, device="cpu")
         values = {"loss": ran.loss}
         if ran.returned or fetch.names is not None:
             values = values | fetch.collect(ran.returned) | values
         if runner.steps == steps_before:
             return values, None
-        if self._watching.counts:
-            self._watching.counted(self.step)
+        if self._watching.facts is not None:
+            self._watching.facts.counted(self.step)
         if not watched:
             return values, None
         numbers = {"loss": ran.loss} if fetch.norm is None else {"loss": ran.loss, "grad_norm": fetch.norm}
@@ -522,8 +514,6 @@ class Executor:
         finally:
             if self._remote is not None:
                 self._remote.tables.end(self._remote.clock)
-        if fetch.names is not None and "rows" in fetch.names:
-            fetch.rows = torch.tensor(count_rows(taken), device="cpu")
         return cast("dict[str, Tensor]", fetch.collect(returned))
 
     def evaluate(self, name: str = "default", loader: Iterable[Structure] | None = None) -> dict[str, Tensor]:
@@ -541,7 +531,8 @@ class Executor:
         Returns:
             The results of all batches, on the CPU. An output whose dim 0 is the rows of the batch, in every batch, is
             joined: of ``GlobalBatches`` in their global order (``shuffle=False``: the dataset's), of any other loader
-            batch by batch in the order of ranks. An output of no dims is averaged by rows, in float64.
+            batch by batch in the order of ranks. An output of no dims is averaged by rows, in float64. All workers
+            evaluate with rank 0's buffers, such as BatchNorm's statistics, which ``state_dict`` has, too.
 
         Raises:
             ValueError: no such ``EvalStep``, no loader, no batches, an output of neither kind, or a
@@ -556,7 +547,7 @@ class Executor:
         else:
             bound = BoundLoader(loader, worker=self._batches.worker)
         self._batches.check_free(bound)
-        with self._reporting_failures():
+        with self._reporting_failures(), first_ranks_buffers(self._workers, step.model):
             rows = partial(self._rows_of, name, step)
             return evaluate(bound, rows, partial(self.run, name), self._workers)
 
@@ -591,8 +582,11 @@ class Executor:
 
     def engine(self, name: str = "default") -> str:
         """Return the engine of the step's last run: ``"tape"``, ``"graph"`` or ``"graph+inductor"``."""
+        return self._engine(name).name
+
+    def _engine(self, name: str) -> Engine | Evaluator:
         self._step(name)
-        return self._evaluators[name].name if name in self._evaluators else self._runners[name].engine.name
+        return self._evaluators[name] if name in self._evaluators else self._runners[name].engine
 
     def graph(self, name: str = "default") -> Graph:
         """Return the graph of the step's last run, from forward to optimizers.
@@ -600,11 +594,9 @@ class Executor:
         Raises:
             RuntimeError: it has not run as one graph.
         """
-        self._step(name)
-        engine = self._evaluators[name] if name in self._evaluators else self._runners[name].engine
-        if engine.graph is None:
+        if (graph := self._engine(name).graph) is None:
             raise RuntimeError(f"step {name!r} has not run as a graph; make the Executor with engine='graph'")
-        return engine.graph
+        return graph
 
     @property
     def epoch(self) -> int:
@@ -631,8 +623,13 @@ class Executor:
         return sum(runner.steps for runner in self._runners.values())
 
     def routes(self) -> Routes:
-        """Return where every parameter is kept, and the reason; ``print`` shows a table."""
-        return self._routes
+        """Return where every parameter is kept, and the reason; ``print`` shows a table.
+
+        ``ids`` of a table on servers is how the ids of a step are known before it begins: the part of the batch that
+        they are, ``"ids="`` (``TrainStep(ids=...)``) or ``"when looked up"``. It is learned from the first two steps.
+        """
+        learned = [runner.ids.describe() for runner in self._runners.values() if runner.ids is not None]
+        return self._spec.routes.with_ids(ChainMap(*learned))
 
     def statistics(self) -> Statistics:
         """Return the counts since this executor was created."""
@@ -659,8 +656,7 @@ class Executor:
         """Count the bytes of each boundary, and the loads of each table."""
         counts = {} if self._workers is None else {"workers": self._workers.bytes_sent}
         tables = {} if self._remote is None else self._remote.loads()
-        pipes = {id(model): model for step in self._steps.values() if isinstance(model := step.model, Pipe)}
-        if sent := sum(pipe.bytes_sent for pipe in pipes.values()):
+        if sent := sum(model.bytes_sent for model in self._spec.models.values() if isinstance(model, Pipe)):
             counts["pipeline"] = sent
         return counts | {f"table {name}": loads.bytes for name, loads in tables.items()}, tables
 
@@ -708,21 +704,21 @@ class Executor:
         The previous checkpoint in ``path`` is kept. ``path`` is a folder, or the URL of storage that fsspec reaches
         (extra ``storage``), such as ``s3://bucket/run``.
 
-        With ``wait=False`` the state is copied in memory and written while training continues, at most two at a time. A
-        failure is raised by the next ``save``, ``finish_saves``, ``load``, ``resume`` or ``close``, which also call the
-        ``"save"`` callbacks.
+        With ``wait=False`` the state is copied in memory and written while training continues; the next save waits for
+        it. A failure is raised by the next ``save``, ``finish_saves``, ``load``, ``resume`` or ``close``, which also
+        call the ``"save"`` callbacks.
 
         Raises:
             RuntimeError: a step is between two runs of an accumulation window; says how many are left.
             CheckpointError: it could not be written, or one before it; raised on every worker.
             WorkersDiffer: as for ``run``; nothing is written.
-            DeadlineExceeded: two are still being written after ``timeout`` seconds.
+            DeadlineExceeded: the one before it is still being written after ``timeout`` seconds.
         """
         self._check_open()
         folder, began = as_place(path), time.monotonic()
         if not isinstance(wait, bool):
             raise TypeError(f"wait is True or False, got {wait!r}")
-        earlier = self._settle_saves(leave=0 if wait else MOST_IN_FLIGHT - 1)
+        earlier = self._settle_save()
         with self._reporting_failures():
             try:
                 self._saver.save(folder, wait=wait)
@@ -736,26 +732,26 @@ class Executor:
             raise CheckpointError(f"{earlier}; step {self.step} {'has been' if wait else 'is being'} saved")
 
     def finish_saves(self) -> None:
-        """Wait until all saves started by ``save(wait=False)`` are written; every worker calls it.
+        """Wait until what ``save(wait=False)`` has started is written; every worker calls it.
 
         Raises:
-            CheckpointError: one could not be written; raised on every worker.
+            CheckpointError: it could not be written; raised on every worker.
             DeadlineExceeded: it takes longer than ``timeout`` seconds.
         """
         self._check_open()
-        self._finish_saves()
+        self._finish_save()
 
-    def _finish_saves(self) -> None:
-        if failures := self._settle_saves():
-            raise CheckpointError(failures)
+    def _finish_save(self) -> None:
+        if failure := self._settle_save():
+            raise CheckpointError(failure)
 
-    def _settle_saves(self, leave: int = 0) -> str:
-        """Wait for saves in the background, and return the failures."""
+    def _settle_save(self) -> str:
+        """Wait for the save in the background, and return its failure."""
         with self._reporting_failures():
-            done, failures = self._saver.settle(Deadline.after(self._timeout), leave=leave)
-        for one in done:
-            self._watching.saved(SaveRecord(one.step, one.path, time.monotonic() - one.began))
-        return failures
+            save, failure = self._saver.settle(Deadline.after(self._spec.timeout))
+        if save is not None and not failure:
+            self._watching.saved(SaveRecord(save.step, save.path, time.monotonic() - save.began))
+        return failure
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Load the newest complete checkpoint in ``path``, with any number of workers. Every worker calls it.
@@ -766,13 +762,18 @@ class Executor:
             CheckpointError: there is none, none is complete, or it does not fit: names every tensor that is missing,
                 unexpected, or has another shape or dtype. Nothing has been changed.
         """
+        self._load(as_place(path), search=False)
+
+    def _load(self, folder: Place, *, search: bool) -> bool:
         self._check_open()
-        folder = as_place(path)
-        self._finish_saves()
+        self._finish_save()
         with self._reporting_failures():
-            self._saver.load(folder)
-        self._served = "replace"
-        self._watching.loaded(self.step, folder)
+            loaded = self._saver.load(folder, search=search)
+            if self._remote is not None:
+                self._remote.open("replace")
+        if loaded:
+            self._watching.loaded(self.step, folder)
+        return loaded
 
     def state_dict(self, name: str | None = None) -> dict[str, Tensor]:
         """Return a copy of the model's state as plain PyTorch has it, tables on servers included.
@@ -797,7 +798,7 @@ class Executor:
         """
         model = self._model_of(name)
         with self._reporting_failures():
-            return self._saver.state_dict(model)
+            return self._saver.model_state(model, whole=True)
 
     def _model_of(self, name: str | None) -> nn.Module:
         self._check_open()
@@ -841,17 +842,7 @@ class Executor:
         Raises:
             CheckpointError: none of the checkpoints is complete, or the newest does not fit.
         """
-        self._check_open()
-        folder = as_place(path)
-        self._finish_saves()
-        with self._reporting_failures():
-            found = self._saver.resume(folder)
-            self._served = "replace"
-            if self._remote is not None:
-                self._remote.open(self._served)
-        if found:
-            self._watching.loaded(self.step, folder)
-        return found
+        return self._load(as_place(path), search=True)
 
     # Sinks, callbacks and reports.
 
@@ -933,9 +924,7 @@ class Executor:
         self._check_open()
         return self._watching.on(event, fn)
 
-    def trace(
-        self, path: str | os.PathLike[str], steps: int | None = None, *, operators: bool = False
-    ) -> AbstractContextManager[None]:
+    def trace(self, path: str | os.PathLike[str], steps: int | None = None) -> AbstractContextManager[None]:
         """Record the next optimizer steps of all workers, and write them to ``path`` on rank 0; every worker calls it.
 
         ::
@@ -955,7 +944,6 @@ class Executor:
             path: the file, on the machine of rank 0; an existing file is replaced.
             steps: the number of optimizer steps; ``None``: all until the end of the ``with``, or until ``close``. The
                 first 250,000 spans of a worker are kept.
-            operators: record PyTorch's operators on this thread, too, by ``torch.profiler``; they slow the steps down.
 
         Returns:
             A context manager that ends the recording if it has not ended; recording starts before it is entered.
@@ -963,13 +951,13 @@ class Executor:
         Raises:
             ValueError: fewer than 1 step, numbers that differ between the workers, or a path that cannot be written;
                 on every worker.
-            RuntimeError: a trace is already being recorded; or with ``operators``, another profiler is active.
+            RuntimeError: a trace is already being recorded.
         """
         self._check_open()
         if self._trace is not None:
             raise RuntimeError("this executor is already recording a trace; start the next one after its last step")
         with self._reporting_failures():
-            self._trace = RunTrace(path, steps, operators=operators, first=self.step, everyone=self._everyone)
+            self._trace = RunTrace(path, steps, first=self.step, everyone=self._everyone)
         return self._recording(self._trace)
 
     @contextmanager
@@ -984,11 +972,9 @@ class Executor:
 
     def _end_trace(self, *, clean: bool) -> None:
         trace, self._trace = self._trace, None
-        if trace is not None and clean:
+        if trace is not None:
             with self._reporting_failures():
-                trace.finish(self.step)
-        elif trace is not None:
-            trace.give_up(self.step)
+                trace.finish(self.step, alone=not clean)
 
     @contextmanager
     def _reporting_failures(self) -> Iterator[None]:
@@ -1028,12 +1014,11 @@ class Executor:
                 raise
             failed.add_note(f"as the Executor was closed: {type(error).__name__}: {error}")
 
-    def _close_saves(self) -> None:
-        try:
-            if self._failed is None:
-                self._finish_saves()
-        finally:
-            self._saver.close(Deadline.after(2 * self._timeout))  # that of saves, and that of those before them
+    def _close_save(self) -> None:
+        if self._failed is None:
+            self._finish_save()
+        else:
+            self._saver.abandon(Deadline.after(self._spec.timeout))
 
     def __enter__(self) -> Self:
         return self
@@ -1042,11 +1027,6 @@ class Executor:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._end(error)
-
-
-def _placed(steps: Mapping[str, Step], devices: Mapping[str, str | torch.device]) -> DevicePlacement:
-    optimizers = [o for step in steps.values() if isinstance(step, TrainStep) for o in step.optimizers]
-    return DevicePlacement(list(dict.fromkeys(step.model for step in steps.values())), devices, optimizers)
 
 
 def _as_numpy(value: object) -> object:

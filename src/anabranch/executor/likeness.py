@@ -19,9 +19,10 @@ import logging
 import math
 import zlib
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
-from numbers import Number
-from typing import TypeVar
+from numbers import Real
+from typing import TypeVar, cast
 
 import msgspec
 import torch
@@ -32,6 +33,7 @@ from anabranch.choices import listed
 from anabranch.collectives import Workers
 from anabranch.errors import WorkersDiffer
 from anabranch.executor.routes import CommMode, Place, Routes
+from anabranch.executor.spec import Spec
 from anabranch.executor.steps import Step, TrainStep
 from anabranch.liveness.group import rank_names
 
@@ -45,6 +47,14 @@ _COMPARISON = "comparison of parameters"
 _T = TypeVar("_T")
 
 
+def exchange(workers: Workers | None, value: object, kind: type[_T], operation: str) -> list[_T]:
+    """Return the plain ``value`` of each worker, in the order of ranks."""
+    if workers is None:
+        return [cast(_T, value)]
+    texts = workers.all_gather_bytes(msgspec.json.encode(value), operation=operation)
+    return [msgspec.json.decode(text, type=kind) for text in texts]
+
+
 def check_alike(workers: Workers, mode: CommMode, steps: Mapping[str, Step], routes: Routes) -> None:
     """Exchange descriptions of every worker's steps, and compare them with rank 0's.
 
@@ -55,10 +65,7 @@ def check_alike(workers: Workers, mode: CommMode, steps: Mapping[str, Step], rou
     _check_tables(steps)
     reduced = {route.tensor for route in routes.at(Place.WORKERS)} if routes.all_reduces else set()
     mine = [f"comm_mode={mode!r}", *_model_lines(steps)], list(_optimizer_lines(steps, reduced))
-    texts = workers.all_gather_bytes(msgspec.json.encode(mine), operation="meet")
-    models, optimizers = zip(
-        *(msgspec.json.decode(text, type=tuple[list[str], list[str]]) for text in texts), strict=True
-    )
+    models, optimizers = zip(*exchange(workers, mine, tuple[list[str], list[str]], "meet"), strict=True)
     _compare("models", models, "every worker makes the same steps and models and freezes the same parameters")
     cure = "make the same optimizers with the same groups and settings on all of them"
     _compare("optimizers", optimizers, f"each worker applies the averaged gradients itself, so {cure}")
@@ -71,12 +78,27 @@ def share_parameters(workers: Workers, steps: Mapping[str, Step], routes: Routes
     _send_first(workers, unique)
 
 
-def _send_first(workers: Workers, tensors: Collection[Tensor]) -> None:
+@contextmanager
+def first_ranks_buffers(workers: Workers | None, model: nn.Module) -> Iterator[None]:
+    """Give all workers the buffers of rank 0, which a state dict has, too, while the block runs."""
+    buffers = [] if workers is None or workers.size == 1 else [one for one in model.buffers() if not one.is_meta]
+    own = [buffer.detach().clone() for buffer in buffers]
+    try:
+        if workers is not None:
+            _send_first(workers, buffers, "broadcast of buffers")
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, own, strict=True):
+                buffer.copy_(value)
+
+
+def _send_first(workers: Workers, tensors: Collection[Tensor], operation: str = "broadcast of parameters") -> None:
     """Copy rank 0's tensors over everyone's."""
     with torch.no_grad():
         # Memory is sent, so a tensor with gaps, or in another order, is sent as a copy.
         sent = [tensor.detach().contiguous() for tensor in tensors]
-        workers.broadcast(sent, operation="broadcast of parameters")
+        workers.broadcast(sent, operation=operation)
         for tensor, value in zip(tensors, sent, strict=True):
             if value.data_ptr() != tensor.data_ptr():
                 tensor.copy_(value)
@@ -144,29 +166,23 @@ def _in_words(value: object) -> str:
         return _in_words(value.tolist()) if small else f"<Tensor {tuple(value.shape)}>"
     if isinstance(value, tuple | list):
         return f"({', '.join(map(_in_words, value))})"
-    if value is None or isinstance(value, bool | str):
-        return repr(value)
-    if not isinstance(value, Number):
-        return f"<{type(value).__qualname__}>"
-    return repr(value if isinstance(value, complex) else float(value))  # type: ignore[arg-type]
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return repr(float(value))
+    return repr(value) if isinstance(value, bool | str | complex | None) else f"<{type(value).__qualname__}>"
 
 
 class Drift:
     """Compares the parameters that are the same on all workers, unless something writes them on one of them.
 
     Args:
+        spec: of the executor; says how often to compare, and which parameters are all-reduced or frozen.
         workers: those that have the same parameters.
         everyone: they, or all ranks of parallel pipelines, each of whose stages has parameters of its own.
-        steps: whose optimizers are compared where parameters differ.
-        routes: says which parameters are all-reduced or frozen.
-        every: so many optimizer steps lie between two checks.
     """
 
-    def __init__(
-        self, workers: Workers, everyone: Workers, steps: Mapping[str, Step], routes: Routes, every: int
-    ) -> None:
-        self._workers, self._everyone, self._steps, self.every = workers, everyone, steps, every
-        self._routes = routes.at(Place.WORKERS) if routes.all_reduces else []
+    def __init__(self, spec: Spec, workers: Workers, everyone: Workers) -> None:
+        self._workers, self._everyone, self._spec, self.every = workers, everyone, spec, spec.check_workers
+        self._routes = spec.routes.at(Place.WORKERS) if spec.routes.all_reduces else []
         self._warned = False
 
     def check(self, first: int, last: int) -> None:
@@ -197,7 +213,7 @@ class Drift:
             )
 
     def _parameters(self) -> dict[str, Tensor]:
-        trained = {p for step in self._steps.values() if isinstance(step, TrainStep) for p in step.model.parameters()}
+        trained = {parameter for step in self._spec.training.values() for parameter in step.model.parameters()}
         return {r.parameter: r.tensor for r in self._routes if r.tensor is not None and r.tensor in trained}
 
     def _differing(self) -> tuple[list[str], list[int]]:
@@ -231,7 +247,7 @@ class Drift:
         return not torch.allclose(tensor, first, rtol=0.0, atol=rounding, equal_nan=True)
 
     def _unlike_optimizers(self) -> str:
-        lines = list(_optimizer_lines(self._steps, {*self._parameters().values()}))
+        lines = list(_optimizer_lines(self._spec.steps, {*self._parameters().values()}))
         first, *others = map(set, self._gather(self._workers, lines, list[str]))
         unlike = [
             f"{listed(sorted(first - other))} (rank 0), {listed(sorted(other - first))} (rank {rank})"
@@ -241,8 +257,7 @@ class Drift:
         return f"; so do their optimizers: {'; '.join(unlike)}" if unlike else ""
 
     def _gather(self, group: Workers, value: object, kind: type[_T]) -> list[_T]:
-        texts = group.all_gather_bytes(msgspec.json.encode(value), operation=_COMPARISON)
-        return [msgspec.json.decode(text, type=kind) for text in texts]
+        return exchange(group, value, kind, _COMPARISON)
 
 
 def checksum(tensor: Tensor) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Mapping
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 
 class HasState(Protocol):
@@ -24,26 +24,26 @@ class OwnState(UserDict[str, Any]):
     >>> state["best"] = 0.25
     >>> state.objects["best"].state_dict()
     {'value': 0.25}
-
-    Attributes:
-        objects: what is saved of each.
     """
 
     def __init__(self, values: Mapping[str, object]) -> None:
         super().__init__()
         self.data = dict(values)
-        self.objects = {name: self._object(name, value) for name, value in values.items()}
 
-    def _object(self, name: str, value: object) -> HasState:
-        whole = all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict"))
-        return cast(HasState, value) if whole else _Value(self, name)
+    @property
+    def objects(self) -> dict[str, HasState]:
+        """What is saved of each."""
+        saved = ("state_dict", "load_state_dict")
+        return {
+            name: value if all(callable(getattr(value, method, None)) for method in saved) else _Value(self, name)
+            for name, value in self.data.items()
+        }
 
     def __setitem__(self, name: str, value: object) -> None:
         """Set a value; what has a ``state_dict`` is saved by it."""
-        if name not in self.objects:
+        if name not in self.data:
             raise ValueError(f"no state is called {name!r}, so it would not be saved; give it to Executor(state=...)")
         self.data[name] = value
-        self.objects[name] = self._object(name, value)
 
     def __delitem__(self, name: str) -> None:
         """Refuse it: a checkpoint has what was given."""
@@ -64,5 +64,7 @@ class _Value:
         if isinstance(here, dict) and isinstance(value, dict):
             here.clear()
             here.update(value)
+        elif isinstance(here, list) and isinstance(value, list):
+            here[:] = value
         else:
             self._values.data[self._name] = value

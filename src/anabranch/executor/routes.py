@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal
 
@@ -92,6 +92,30 @@ class Place(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class ServedParameter:
+    """A parameter of the model that is on the servers while the executor is open.
+
+    Attributes:
+        name: on the servers, and in the model.
+        names: all that it has in the models' state, if several modules share it.
+        parameter: the optimizer's parameter; a placeholder if the servers have the only copy.
+        shape, dtype: of the whole.
+        place: where it lives.
+        rule: its optimizer's settings, read again at each call.
+        optimizer: which that is.
+    """
+
+    name: str
+    names: Sequence[str]
+    parameter: nn.Parameter
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    place: Place
+    rule: Callable[[], RowOptimizer]
+    optimizer: torch.optim.Optimizer
+
+
+@dataclass(frozen=True, slots=True)
 class Route:
     """One parameter: where it lives, and why. ``str`` of it is a line of the table.
 
@@ -101,6 +125,7 @@ class Route:
         bytes: of its values; 0 for a dynamic vocabulary.
         place: where.
         why: the reason.
+        ids: how the rows that a step looks up on servers are known before it begins.
     """
 
     parameter: str
@@ -110,12 +135,12 @@ class Route:
     why: str
     dtype: torch.dtype = field(default=torch.float32, repr=False, compare=False)
     tensor: nn.Parameter | None = field(default=None, repr=False, compare=False)
-    rule: Callable[[], RowOptimizer] | None = field(default=None, repr=False, compare=False)
-    optimizer: torch.optim.Optimizer | None = field(default=None, repr=False, compare=False)
+    served: ServedParameter | None = field(default=None, repr=False, compare=False)
+    ids: str = ""
 
-    def cells(self) -> tuple[str, str, str, str, str]:
+    def cells(self) -> tuple[str, str, str, str, str, str]:
         """Its row of the printed table."""
-        return self.parameter, str(self.shape), f"{self.bytes:,}", self.place.value, self.why
+        return self.parameter, str(self.shape), f"{self.bytes:,}", self.place.value, self.why, self.ids
 
     def __str__(self) -> str:
         return "  ".join(self.cells())
@@ -126,12 +151,20 @@ class Routes(tuple[Route, ...]):
 
     __slots__ = ()
 
+    def with_ids(self, rules: Mapping[str, str]) -> Routes:
+        """Return these with the rule by which the ids of each table are known; ``rules`` has those that are."""
+        return Routes(
+            replace(route, ids=rules.get(route.parameter, "when looked up")) if route.place is Place.ROWS else route
+            for route in self
+        )
+
     def __str__(self) -> str:
-        rows = [("parameter", "shape", "bytes", "where it lives", "why"), *(route.cells() for route in self)]
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        rows = [("parameter", "shape", "bytes", "where it lives", "why", "ids"), *(route.cells() for route in self)]
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
         return "\n".join(
-            f"{name:<{widths[0]}}  {shape:<{widths[1]}}  {size:>{widths[2]}}  {place:<{widths[3]}}  {why}"
-            for name, shape, size, place, why in rows
+            f"{name:<{widths[0]}}  {shape:<{widths[1]}}  {size:>{widths[2]}}  {place:<{widths[3]}}  {why:<{widths[4]}}"
+            f"  {ids}".rstrip()
+            for name, shape, size, place, why, ids in rows
         )
 
     def at(self, *places: Place) -> list[Route]:
@@ -164,7 +197,11 @@ def plan_routes(
         ValueError: a route of an unknown parameter or to an unknown place, a parameter or an optimizer that servers
             cannot run, or options that exclude one another; names it and the cure.
     """
-    named = {f"{prefix}{name}": p for prefix, model in models.items() for name, p in model.named_parameters()}
+    named = {
+        f"{prefix}{name}": parameter
+        for prefix, model in models.items()
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
     pipes = {prefix: model for prefix, model in models.items() if isinstance(model, Pipe)}
     tied = {parameter for pipe in pipes.values() for parameter in pipe.tied_to_other_ranks()}
     traced = {parameter for pipe in pipes.values() if pipe.is_traced for parameter in pipe.parameters()}
@@ -189,10 +226,6 @@ def plan_routes(
             parameter.refuse("a second Executor")
         users = uses[parameter]
         place, why = _place(name, parameter, users, mode, override, owned=parameter in owners, tied=parameter in tied)
-        rule = optimizer = None
-        if place.served:
-            _check_served(name, parameter, users)
-            rule, optimizer = _rule(name, parameter, owners[parameter]), owners[parameter][0]
         if place is Place.ROWS and not use_sparse_pull:
             if caches:
                 raise ValueError("use_sparse_pull=False refreshes whole tables, which leaves nothing to cache=")
@@ -203,8 +236,12 @@ def plan_routes(
                 "a table whose rows are on servers is not here; give split glue=, refresh the whole table with "
                 f"use_sparse_pull=False, or {_on_workers(name)}"
             )
-        facts = (tuple(parameter.shape), parameter.nbytes, place, why, parameter.dtype)
-        routes.append(Route(name, *facts, parameter, rule, optimizer))
+        served, shape, dtype = None, tuple(parameter.shape), parameter.dtype
+        if place.served:
+            _check_served(name, parameter, users)
+            rule, optimizer = _rule(name, parameter, owners[parameter]), owners[parameter][0]
+            served = ServedParameter(name, (name, *others), parameter, shape, dtype, place, rule, optimizer)
+        routes.append(Route(name, shape, parameter.nbytes, place, why, dtype, parameter, served))
     return Routes([*routes, *_remote_embeddings(steps, use_sparse_pull)])
 
 

@@ -26,8 +26,6 @@ from anabranch.tensors import Structure
 
 _T = TypeVar("_T")
 PREFIX = "loss"
-_REDUCTIONS: tuple[Literal["mean", "sum"], ...] = ("mean", "sum")
-_FLUSHES: tuple[Literal["keep", "step", "drop"], ...] = ("keep", "step", "drop")
 _PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 Loss: TypeAlias = "Callable[..., Any]"
 Outputs: TypeAlias = "Callable[..., Mapping[str, Tensor]]"
@@ -76,6 +74,10 @@ class TrainStep(StepDescription):
             sparse gradients are included.
         accumulate: optimizers and schedulers step on every ``accumulate``-th run.
         rows: ``rows(batch)`` returns the weight of a batch whose tensors share no dim 0, such as a sampled subgraph.
+        ids: ``ids(batch)`` returns the ids that the step will look up in tables on servers, by the names that
+            ``Executor.routes()`` shows: ``{"users.weight": batch.users % 1000}``. It is called ahead, with the next
+            batch too, so that rows are there in time; the executor learns ids that are in the batch as they are by
+            itself. Other ids than the step's cost bytes, and change no number.
         precision: ``"bfloat16"`` or ``"float16"`` computes the loss under ``torch.autocast`` with that type;
             ``"float16"`` also scales the loss so that small gradients are not lost, as ``torch.amp.GradScaler`` does,
             skips steps whose gradients overflow, and runs on the tape. Parameters keep their own type.
@@ -111,6 +113,7 @@ class TrainStep(StepDescription):
         clip_grad_norm: float | None = None,
         accumulate: int = 1,
         rows: Callable[[Structure], float] | None = None,
+        ids: Callable[[Structure], Mapping[str, Tensor]] | None = None,
         precision: Literal["bfloat16", "float16"] | None = None,
         skip_nonfinite: bool | None = False,
         clip_grad_value: float | None = None,
@@ -127,7 +130,9 @@ class TrainStep(StepDescription):
                 f"loss is called as loss(model, batch), but {criterion.__name__} takes an output and a target; write "
                 "lambda model, batch: criterion(model(batch[0]), batch[1])"
             )
-        reduction = choice("reduction", reduction, _REDUCTIONS)
+        if ids is not None and not callable(ids):
+            raise TypeError(f"ids is called as ids(batch), got {type(ids).__name__}")
+        reduction = choice("reduction", reduction, ("mean", "sum"))
         _check_bound("clip_grad_norm", clip_grad_norm)
         _check_bound("clip_grad_value", clip_grad_value)
         if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
@@ -139,7 +144,8 @@ class TrainStep(StepDescription):
             what = "a Pipe" if isinstance(model, Pipe) else "precision='float16'"
             raise ValueError(f"activation_budget needs a graph, but {what} runs without one; leave one of them out")
         if precision == "float16":
-            experts = [name or "the model" for name, part in model.named_modules() if _steps_there(part)]
+            parts = model.named_modules()
+            experts = [name or "the model" for name, part in parts if getattr(type(part), "steps_there", False)]
             if isinstance(model, Pipe) or experts:
                 why = "a Pipe has one a microbatch"
                 if experts:
@@ -148,7 +154,7 @@ class TrainStep(StepDescription):
                     f"precision='float16' scales the loss of a whole batch, but {why}; use 'bfloat16', which needs no "
                     "scale"
                 )
-        flush = choice("flush", flush, _FLUSHES)
+        flush = choice("flush", flush, ("keep", "step", "drop"))
         self.model, loss = beside(model, loss)
         self.loss = loss if precision is None or isinstance(model, Pipe) else _cast(loss, model, _PRECISIONS[precision])
         self.optimizers = _optimizers(optimizer, self.model)
@@ -156,7 +162,7 @@ class TrainStep(StepDescription):
         self.reduction = reduction
         self.clip_grad_norm = clip_grad_norm
         self.accumulate = accumulate
-        self.rows = rows
+        self.rows, self.ids = rows, ids
         self.precision = precision
         self.skip_nonfinite = True if precision == "float16" else skip_nonfinite
         self.clip_grad_value = clip_grad_value
@@ -344,10 +350,6 @@ def distinct_models(steps: Mapping[str, Step]) -> dict[str, nn.Module]:
         models = dict.fromkeys(models, "")
         losses = dict.fromkeys(losses, "loss.") if len(losses) == 1 else losses
     return {prefix: module for module, prefix in (*models.items(), *losses.items())}
-
-
-def _steps_there(module: nn.Module) -> bool:
-    return getattr(type(module), "steps_there", False)
 
 
 # A loss that is a module.

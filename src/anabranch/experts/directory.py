@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Directory", "DirectoryLike", "DirectoryServer", "as_directory", "within"]
 
-_SERVICES = frozenset({"experts", "parameters"})
+_SERVICES = frozenset({"experts"})
 # Up to this many entries, expired ones are not searched for.
 _FEW = 1024
 

@@ -80,7 +80,8 @@ def capture(fn: Callable[..., Structure], *example_inputs: Structure) -> Graph:
     fixed = {name: leaf for name, leaf in zip(names, leaves, strict=True) if not isinstance(leaf, (Tensor, float))}
     entries = _entries(fn, {tensor for _, tensor in graph.shared()})
     inputs = [replace(one, fixed=fixed.get(one.name), entries=entries) for one in graph.bindings]
-    graph = graph.with_structure(structure, treedef, inputs)
+    graph = Graph(graph.fx, inputs, graph.outputs)
+    graph.argument_structure, graph.output_structure = structure, treedef
     graph.origin = _recapture(fn, example_inputs)
     return graph
 

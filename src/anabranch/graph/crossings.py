@@ -34,11 +34,7 @@ from anabranch.autodiff.boundary.crossing import (
 from anabranch.errors import CaptureError, SchemaError
 
 
-class Effect:
-    """A graph node's call of Python, which no pass drops, merges, repeats or reorders."""
-
-
-class Crossing(Effect):
+class Crossing:
     """A graph node's call of one direction of a boundary, with the name under which graphs show it."""
 
     def __init__(self, boundary: Boundary, wants: Sequence[bool] | None, phase: str) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from anabranch.graph.crossings import Effect
+from anabranch.graph.crossings import Crossing
 
 _BATCH_NORMS = {"aten::native_batch_norm": (3, 4), "aten::cudnn_batch_norm": (3, 4), "aten::miopen_batch_norm": (3, 4)}
 # Views not declared in their schemas, and waits, which return the same tensor that they wait for.
@@ -143,7 +143,7 @@ class Effects:
 
     def must_stay(self, node: fx.Node) -> bool:
         """Return True if dropping the node would be noticed even if its result is unused."""
-        if node.op in ("placeholder", "output") or is_random(node) or isinstance(node.target, Effect):
+        if node.op in ("placeholder", "output") or is_random(node) or isinstance(node.target, Crossing):
             return True
         if not isinstance(node.target, OpOverload):
             return False

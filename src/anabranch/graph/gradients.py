@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from anabranch.errors import CaptureError, NotFound, SchemaError
 from anabranch.graph.graph import Graph
 from anabranch.graph.nodes import evaluate
-from anabranch.graph.operation_graph import Input, Origin
+from anabranch.graph.operation_graph import Input
 from anabranch.graph.step.lookups import Lookup, SparseLookups
 from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, UserMistake, build
 from anabranch.tensors import flatten
@@ -75,19 +75,11 @@ def gradients(
 
     found = build(body, sources, names)
     inputs = [*bindings, *found.bindings[len(bindings) :]]
-    structure = tape.structure()
-    merged = Graph(found.fx, inputs, names).with_structure(None, structure)
-    if not isinstance(insert_grad, (list, tuple)):
-        merged.origin = _again(graph, outputs, wrt, insert_grad)
+    merged = Graph(found.fx, inputs, names)
+    merged.output_structure = tape.structure()
+    if (origin := graph.origin) is not None:
+        merged.origin = lambda shapes: gradients(cast(Graph, origin(shapes)), outputs, wrt, insert_grad)
     return merged
-
-
-def _again(graph: Graph, outputs: Sequence[str] | None, wrt: Sequence[str], insert_grad: InsertGrad) -> Origin | None:
-    """Capture the differentiated graph for other shapes."""
-    origin = graph.origin
-    if origin is None:
-        return None
-    return lambda shapes: gradients(cast(Graph, origin(shapes)), outputs, wrt, insert_grad)
 
 
 class _Tape:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,12 +57,12 @@ class Graph(OperationGraph):
             self._program = generate(lowered.fx, dict(lowered.shared()))
         return self._program
 
-    def program_with_callbacks(self, callbacks: Mapping[str, Callable[[object], None]]) -> Program:
-        """Return a program that passes each output to its callback at the line where it is final, in that order."""
+    def reporting_program(self, outputs: Sequence[str], report: Callable[..., None]) -> Program:
+        """Return a program that calls ``report(name, value)`` with these outputs at the lines where they are final."""
         lowered = lower(self)
         results = dict(zip(lowered.outputs, lowered.results, strict=True))
-        calls = [(node, call) for name, call in callbacks.items() if isinstance(node := results[name], fx.Node)]
-        return generate(lowered.fx, dict(lowered.shared()), calls)
+        nodes = {name: node for name in outputs if isinstance(node := results[name], fx.Node)}
+        return generate(lowered.fx, dict(lowered.shared()), nodes, report)
 
     def memory_plan(self) -> MemoryPlan:
         """Return the lifetime of each value in a run, the values reused in place, and the most bytes alive at once.
@@ -179,8 +179,8 @@ class Graph(OperationGraph):
         """
         self.check_bound()
         leaves, structure = flatten(inputs)
-        if self._argument_structure is not None and structure != self._argument_structure:
-            raise SchemaError(f"the graph was captured for inputs {self._argument_structure}, got {structure}")
+        if self.argument_structure is not None and structure != self.argument_structure:
+            raise SchemaError(f"the graph was captured for inputs {self.argument_structure}, got {structure}")
         free = [(n, b) for n, b in zip(self.placeholders, self.bindings, strict=True) if b.bound is None]
         if len(leaves) != len(free):
             names = ", ".join(binding.name for _, binding in free)
@@ -188,9 +188,9 @@ class Graph(OperationGraph):
         for (node, binding), leaf in zip(free, leaves, strict=True):
             _check(binding, node.meta.get("val"), leaf)
         results = self.program().run(*leaves)
-        if self._output_structure is None:
+        if self.output_structure is None:
             return results
-        return unflatten(self._output_structure, list(results))
+        return unflatten(self.output_structure, list(results))
 
 
 def _describe(node: fx.Node) -> Node:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Literal, Self, TypeAlias, TypeVar
 
 import torch
@@ -44,23 +45,16 @@ class OperationGraph:
     state) is an input that is already bound, and is updated in place in the user's own tensors.
     """
 
-    def __init__(
-        self,
-        graph: fx.Graph,
-        inputs: Sequence[Input],
-        outputs: Sequence[str],
-        *,
-        argument_structure: PyTreeSpec | None = None,
-        output_structure: PyTreeSpec | None = None,
-    ) -> None:
+    argument_structure: PyTreeSpec | None = None
+    """Of the arguments of a call; ``None`` for flat ones."""
+    output_structure: PyTreeSpec | None = None
+    """Of what a call returns."""
+    origin: Origin | None = None
+
+    def __init__(self, graph: fx.Graph, inputs: Sequence[Input], outputs: Sequence[str]) -> None:
         self.fx = graph
         self.bindings = tuple(inputs)
         self.outputs = list(outputs)
-        captures = {id(binding.entries): binding.entries for binding in inputs}
-        self._entries = [entry for entries in captures.values() for entry in entries]
-        self._argument_structure = argument_structure
-        self._output_structure = output_structure
-        self.origin: Origin | None = None
 
     @property
     def inputs(self) -> list[str]:
@@ -79,7 +73,8 @@ class OperationGraph:
 
     def check_bound(self) -> None:
         """Raise ``CaptureError`` if the modules hold another tensor now than the one that is bound."""
-        for name, mapping, key, value in self._entries:
+        captures = {id(binding.entries): binding.entries for binding in self.bindings}
+        for name, mapping, key, value in chain.from_iterable(captures.values()):
             if mapping.get(key) is not value:
                 raise CaptureError(
                     f"{name} was replaced after the capture (load_state_dict(assign=True), an assignment, a buffer's "
@@ -104,23 +99,6 @@ class OperationGraph:
         fresh, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in self.fx.nodes:
             copies[node] = copy_node(fresh, node, copies.__getitem__)
-        return self.with_nodes(fresh)
-
-    def with_nodes(self, graph: fx.Graph) -> Self:
-        """Return a graph of other nodes with the inputs and outputs of this one."""
-        return type(self)(
-            graph,
-            self.bindings,
-            self.outputs,
-            argument_structure=self._argument_structure,
-            output_structure=self._output_structure,
-        )
-
-    def with_structure(
-        self, arguments: PyTreeSpec | None, outputs: PyTreeSpec, inputs: Sequence[Input] | None = None
-    ) -> Self:
-        """Return this graph, called with and returning nested structures; with ``inputs`` for its own."""
-        bindings = self.bindings if inputs is None else inputs
-        graph = type(self)(self.fx, bindings, self.outputs, argument_structure=arguments, output_structure=outputs)
-        graph.origin = self.origin
+        graph = type(self)(fresh, self.bindings, self.outputs)
+        graph.argument_structure, graph.output_structure = self.argument_structure, self.output_structure
         return graph

@@ -58,7 +58,12 @@ def save(graph: OperationGraph, path: Path) -> None:
     """See ``Graph.save``."""
     tensors: dict[str, Tensor] = {}
     places: dict[Tensor, str] = {}
-    _check_apart(graph)
+    storages = [tensor.untyped_storage().data_ptr() for tensor in {t for _, t in graph.shared()} if tensor.numel()]
+    if len(set(storages)) < len(storages):
+        raise ValueError(
+            "tensors of the graph's state share memory, which a file does not record; capture the graph of a model "
+            "whose tensors do not overlap"
+        )
     nodes = []
     bindings = iter(graph.bindings)
     for node in graph.fx.nodes:
@@ -78,8 +83,8 @@ def save(graph: OperationGraph, path: Path) -> None:
         "nodes": nodes,
         "results": encode(list(graph.results), partial(_stand_in, None)),
         "outputs": graph.outputs,
-        "arguments": _structure(graph._argument_structure),
-        "returned": _structure(graph._output_structure),
+        "arguments": _structure(graph.argument_structure),
+        "returned": _structure(graph.output_structure),
     }
     _write(path, tensors, msgspec.json.encode(described).decode())
 
@@ -93,21 +98,6 @@ def _write(path: Path, tensors: dict[str, Tensor], text: str) -> None:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
-
-
-def _check_apart(graph: OperationGraph) -> None:
-    """Raise ``ValueError`` for state that shares memory, which a file does not keep."""
-    owners: dict[int, tuple[str, Tensor]] = {}
-    for binding in graph.bindings:
-        tensor = binding.bound
-        if tensor is None or not tensor.numel():
-            continue
-        name, known = owners.setdefault(tensor.untyped_storage().data_ptr(), (binding.name, tensor))
-        if known is not tensor:
-            raise ValueError(
-                f"the graph's state {name!r} and {binding.name!r} share memory, which a file does not record; capture "
-                "the graph of a model whose tensors do not overlap"
-            )
 
 
 def _placeholder(
@@ -217,13 +207,9 @@ def _made(described: Mapping[str, Any], state: Mapping[str, Tensor], kind: type[
                 node.meta["val"] = _example(one) if tensor is None else mode.from_tensor(tensor)
             known[one["name"]] = node
     graph.output(tuple(_arguments(described["results"], known)))
-    return kind(
-        graph,
-        inputs,
-        described["outputs"],
-        argument_structure=_treedef(described["arguments"]),
-        output_structure=_treedef(described["returned"]),
-    )
+    made = kind(graph, inputs, described["outputs"])
+    made.argument_structure, made.output_structure = _treedef(described["arguments"]), _treedef(described["returned"])
+    return made
 
 
 def _call(graph: fx.Graph, one: Mapping[str, Any], known: Mapping[str, fx.Node]) -> fx.Node:

@@ -123,15 +123,8 @@ def expert_metrics(server: ExpertServer) -> list[Metric]:
 def parameter_metrics(server: ParameterServer) -> list[Metric]:
     """Count of a shard."""
     facts = server.statistics()
-    tiered = {name: table for name, table in facts.tables.items() if table.hot_hits + table.hot_misses}
-    hits = [((name,), float(table.hot_hits)) for name, table in sorted(tiered.items())]
-    misses = [((name,), float(table.hot_misses)) for name, table in sorted(tiered.items())]
     return [
         *_transport_metrics(server.transport_statistics()),
-        Metric("table_hot_hits", "counter", "rows of a table in a file that were read from memory", ("table",), hits),
-        Metric(
-            "table_hot_misses", "counter", "rows of a table in a file that were read from the file", ("table",), misses
-        ),
         _refused_values(facts.refused_values),
         Metric("shard_replayed_records", "counter", "records replayed from the log", (), [((), facts.replayed)]),
     ]

@@ -29,7 +29,6 @@ __all__ = [
     "BarrierMessage",
     "DropMessage",
     "ExportMessage",
-    "IN_BODY",
     "InitMessage",
     "JoinMessage",
     "NormMessage",
@@ -43,9 +42,6 @@ __all__ = [
     "RestoreMessage",
     "check_kinds",
 ]
-
-IN_BODY = b"in body"
-"""The payload of a request whose answer, which grows with the number of tables, shall come as a tensor of bytes."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]

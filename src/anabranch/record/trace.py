@@ -83,19 +83,12 @@ def check_trace_path(path: str | os.PathLike[str]) -> Path:
         TypeError: it is not a path.
         ValueError: no file can be written there; gives the reason.
     """
-    try:
-        target = Path(os.fspath(path)).absolute()
-    except TypeError:
-        raise TypeError(f"a trace's path is a string or a Path, got {path!r}") from None
-    why = None
-    if target.is_dir() or str(path).endswith("/"):
-        why = "it is a folder; name a file, such as out.json"
-    elif not target.parent.is_dir():
-        why = f"the folder {target.parent} does not exist; create it first"
-    elif not os.access(target.parent, os.W_OK | os.X_OK):
-        why = f"{target.parent} is not writable"
-    if why is not None:
-        raise ValueError(f"no trace can be written to {str(path)!r}: {why}")
+    target = Path(path).absolute()
+    if target.is_dir() or str(path).endswith("/") or not os.access(target.parent, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"no trace can be written to {str(path)!r}; name a file, such as out.json, in a folder that exists and is "
+            "writable"
+        )
     return target
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from anabranch.errors import NonFinite, SchemaError
+from anabranch.errors import SchemaError
 from anabranch.tables.kernels._updates import update_of
-from anabranch.tables.optimizers.overflow import Bounds
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
 from anabranch.tables.optimizers.row_wise_adagrad import RowWiseAdagrad, sums_dtype
 from anabranch.tables.table_spec import ALLOWED_DTYPES, state_dtype
@@ -43,17 +42,7 @@ class DenseParameter:
             self.states = [
                 torch.full(self.value.shape[:1], rule.initial_state, dtype=sums_dtype(value.dtype), device="cpu")
             ]
-        self.bounds = Bounds.of(rule, self.value, self.states)
-        """Upper bounds on the magnitude of its numbers."""
         self.width = max(1, self.value[:1].numel()) if self.value.ndim else 1
-
-    def bounds_after(self, peak: float) -> Bounds:
-        """Bounds of its numbers after the next step, with a gradient of at most ``peak``."""
-        return self.bounds.after(self._rule, peak, self.width).within(self.value.dtype, peak)
-
-    def measure(self) -> None:
-        """Set the bounds from the values."""
-        self.bounds = Bounds.of(self._rule, self.value, self.states)
 
     @property
     def rule(self) -> RowOptimizer:
@@ -95,27 +84,6 @@ class DenseParameter:
             self._update(value, grad.clone(), self.states)
         self.value = value
 
-    def push_guarded(self, grad: Tensor) -> Callable[[], None]:
-        """``push``, unless it would make a number NaN or Inf; returns a function that undoes it.
-
-        Raises:
-            NonFinite: it would; nothing was changed.
-        """
-        value, states, step, bounds = self.value, [state.clone() for state in self.states], self.step, self.bounds
-
-        def take_back() -> None:
-            self.value, self.states, self.step, self.bounds = value, states, step, bounds
-
-        self.push(grad)
-        if not all(bool(torch.isfinite(part).all()) for part in (self.value, *self.states)):
-            take_back()
-            raise NonFinite(
-                f"the gradient of {self.name} is finite, but the updated parameter is not: it overflows "
-                f"{self.value.dtype}; nothing was changed"
-            )
-        self.bounds = Bounds.of(self._rule, self.value, self.states)
-        return take_back
-
     def check_restored(self, tensors: Sequence[Tensor]) -> None:
         """Raise the errors of ``restore``; changes nothing."""
         mine = [self.value, *self.states]
@@ -131,7 +99,6 @@ class DenseParameter:
         self.check_restored(tensors)
         self.value, *self.states = (tensor.clone() for tensor in tensors)
         self.step = step
-        self.bounds = Bounds.of(self._rule, self.value, self.states)
 
     def _update(self, weights: Tensor, grad: Tensor, states: list[Tensor]) -> None:
         update_of(self._rule.family, self._rule.constants(self.step))(weights, grad, states)

@@ -14,8 +14,8 @@ gradient, the steps that a row missed are replayed when it is read, each with it
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -23,12 +23,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anabranch.errors import NonFinite, SchemaError
+from anabranch.errors import SchemaError
 from anabranch.tables.dynamic_vocabulary import DynamicVocabulary
-from anabranch.tables.hot_rows import HotRows
 from anabranch.tables.initial import table_key
 from anabranch.tables.kernels.selection import KernelThreads, as_rows, kernels, working_dtype
-from anabranch.tables.optimizers.overflow import Bounds
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
 from anabranch.tables.optimizers.squares import correct_second_moments, merged_squares
 from anabranch.tables.row_storage import FileStorage, RowStorage
@@ -43,7 +41,6 @@ __all__ = ["RowTable"]
 Array = NDArray[Any]
 _NONE: Array = np.empty(0, np.int64)
 _AT_ONCE = 16 << 20  # bytes
-_MEASURE_EVERY = 1000  # steps
 
 
 class RowTable:
@@ -64,8 +61,7 @@ class RowTable:
         shard, shards: this part's number, and the number of parts.
         pool: threads that share the work; by default the caller's alone.
         kernels_kind: ``"compiled"`` or ``"plain"``; by default compiled if Numba is installed.
-        scratch, address_space: of a table with ``memory_map``: the directory of its file, by default the system's for
-            temporary files, and the bytes to map at once, by default a quarter of what the process may still map.
+        scratch: the directory of the file of a table with ``memory_map``; by default the system's for temporary files.
 
     Not thread-safe: a shard lets one thread in at a time.
     """
@@ -80,7 +76,6 @@ class RowTable:
         pool: KernelThreads | None = None,
         kernels_kind: Literal["compiled", "plain"] | None = None,
         scratch: str | os.PathLike[str] | None = None,
-        address_space: int | None = None,
     ) -> None:
         self.spec = spec
         self.shard = shard
@@ -97,9 +92,6 @@ class RowTable:
         self._first = FirstValues(spec, rule, key, self._layout, self._pool, self._movers)
         self._merging = GradientMerge(spec, self._pool, self._kernels)
         self._missed = MissedSteps(spec, rule, self._layout, self._pool, self._kernels)
-        self._measure_from = 0
-        self.bounds = Bounds(self._first.largest, 0.0, rule.initial_state)
-        """Upper bounds on the magnitude of its numbers."""
         self.width = spec.width
         self.placement = Placement(spec.rows, shards, int(key), self._kernels)
         if spec.rows is None:
@@ -108,19 +100,8 @@ class RowTable:
         else:
             self._vocabulary = FixedVocabulary(spec.name, self.placement, shard, self._kernels)
         with_sums = rule.family is Family.ROW_WISE_ADAGRAD
-        self._storage: RowStorage | FileStorage | HotRows
-        if spec.memory_map:
-            self._storage = FileStorage(
-                self._vocabulary.rows, self._layout.stride, spec.dtype, with_sums=with_sums, directory=scratch,
-                budget=address_space,
-            )  # fmt: skip
-            if spec.hot_rows is not None:
-                self._storage = HotRows(
-                    self._storage, -(-spec.hot_rows // shards), spec.dtype, by_frequency=spec.eviction == "frequency",
-                    kind="plain" if self._kernels is kernels("plain") else "compiled",
-                )  # fmt: skip
-        else:
-            self._storage = RowStorage(self._vocabulary.rows, self._layout.stride, spec.dtype, with_sums=with_sums)
+        make = partial(FileStorage, directory=scratch) if spec.memory_map else RowStorage
+        self.storage = make(self._vocabulary.rows, self._layout.stride, spec.dtype, with_sums=with_sums)
 
     def __repr__(self) -> str:
         """Return its name, size and rule."""
@@ -148,9 +129,9 @@ class RowTable:
     def group_key(self) -> tuple[object, ...] | None:
         """Tables with equal keys may be processed together, by ``TableGroup``.
 
-        ``None`` for a table that may not, because its ids have to be looked up or its rows are not all in memory.
+        ``None`` for a table that may not, because its ids have to be looked up.
         """
-        if self.spec.rows is None or self._kernels is kernels("plain") or self._storage.whole is None:
+        if self.spec.rows is None or self._kernels is kernels("plain"):
             return None
         if not self._rule.compiled or self._layout.halves:
             return None
@@ -173,11 +154,6 @@ class RowTable:
         """Values from one row to the next: weights and states."""
         return self._layout.stride
 
-    def arrays(self) -> RowStorage:
-        """Return the memory of all rows of a table that has a ``group_key``."""
-        assert self._storage.whole is not None
-        return self._storage.whole
-
     @property
     def needed(self) -> int:
         """The stamp below which a row is not initialised, or lags."""
@@ -192,19 +168,6 @@ class RowTable:
         """Record that a step with these constants was applied to all rows that had gradients."""
         self._missed.note(self.step, constants)
         self.step += 1
-
-    def bounds_after(self, peak: float) -> Bounds:
-        """Bounds of its numbers after the next step, with gradients, merged, of at most ``peak``."""
-        return self.bounds.after(self._rule, peak, self.width).within(self.spec.dtype, peak)
-
-    def measure(self) -> None:
-        """Set the bounds from the values themselves; rarely, because it scans all of them."""
-        whole = self._storage.whole
-        if whole is not None and self.step >= self._measure_from:
-            self._measure_from = self.step + _MEASURE_EVERY
-            values = self._layout.read(whole, slice(whole.rows))
-            started = Bounds(self._first.largest, 0.0, self._rule.initial_state)
-            self.bounds = started.joined(self._bounds_of(values, torch.from_numpy(whole.sums)))
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -225,15 +188,14 @@ class RowTable:
             raise SchemaError(f"table {self.spec.name}: out has {tuple(out.shape)} {out.dtype}, not the rows' shape")
         rows = self._located = self._locate(wanted, training=training)
         memory, apart = as_rows(out, self.spec.width)
-        with self._storage.resident(rows, counted=True) as (storage, where):
-            self._prepare(storage, where, wanted)
-            self._pool.run(
-                lambda first, last: self._movers.gather(
-                    storage.values, self._layout.stride, self.spec.width, where, memory, apart, first, last
-                ),
-                where.size,
-                where.size * self.spec.width,
-            )
+        self._prepare(self.storage, rows, wanted)
+        self._pool.run(
+            lambda first, last: self._movers.gather(
+                self.storage.values, self._layout.stride, self.spec.width, rows, memory, apart, first, last
+            ),
+            rows.size,
+            rows.size * self.spec.width,
+        )
         if self._may_miss(rows):
             self._first.fill_missing(out.view(-1, self.spec.width), rows, wanted)
         return out
@@ -282,13 +244,12 @@ class RowTable:
             dtype=state_dtype(self.spec.dtype),
             device="cpu",
         )
-        with self._storage.resident(rows) as (storage, where):
-            self._prepare(storage, where, wanted)
-            known = np.flatnonzero(where >= 0)
-            there, at = torch.from_numpy(where[known]), torch.from_numpy(known)
-            out[at, : self._layout.row] = self._layout.read(storage, there)
-            if storage.with_sums:
-                out[at, self._layout.stride] = torch.from_numpy(storage.sums[where[known]]).to(out.dtype)
+        self._prepare(self.storage, rows, wanted)
+        known = np.flatnonzero(rows >= 0)
+        there, at = torch.from_numpy(rows[known]), torch.from_numpy(known)
+        out[at, : self._layout.row] = self._layout.read(self.storage, there)
+        if self.storage.with_sums:
+            out[at, self._layout.stride] = torch.from_numpy(self.storage.sums[rows[known]]).to(out.dtype)
         if self._may_miss(rows):
             self._first.fill_missing(out[:, : self.spec.width], rows, wanted)
         return out
@@ -313,9 +274,8 @@ class RowTable:
         if self.moves_as_one:
             return torch.full((rows.size,), self.step, device="cpu")
         stamps = np.zeros_like(rows)
-        with self._storage.resident(rows) as (storage, where):
-            known = where >= 0 if self._may_miss(where) else slice(None)
-            stamps[known] = storage.stamps[where[known]]
+        known = rows >= 0 if self._may_miss(rows) else slice(None)
+        stamps[known] = self.storage.stamps[rows[known]]
         return torch.from_numpy(np.maximum(stamps - 1, 0))
 
     # --- writing ----------------------------------------------------------------------------------------------------
@@ -336,98 +296,14 @@ class RowTable:
             missed = np.unique(wanted[rows < 0])
             self.unadmitted += int(self._vocabulary.admits(missed, step=self.step).sum())
         unique, merged, first, inverse = self._merging.merge(rows, memory, apart)
-        with self._storage.resident(unique) as (storage, where):
-            self._prepare(storage, where, wanted[first])
-            if squares is not None:
-                known = torch.from_numpy(rows) >= 0
-                own = grads.detach().reshape(-1, self.spec.width)[known]
-                self._correct_second_moments(
-                    storage, where, merged, merged_squares(own, squares[known], inverse, unique.size)
-                )
-            self._step(storage, where, merged)
-
-    def push_guarded(self, ids: Tensor, grads: Tensor, squares: Tensor | None = None) -> Callable[[], None]:
-        """``push``, unless it would make a value of the rows NaN or Inf; returns a function that undoes it.
-
-        For ids of which it ``admits`` none.
-
-        Raises:
-            NonFinite: it would; rows, states and the count of steps are unchanged.
-        """
-        rows = np.unique(self._locate(self._ids(ids), training=True))
-        rows = rows[rows >= 0]
-        self.pull(ids, training=True)  # initialised and up to date, so that there is a state to restore
-        before = self._copy(rows)
-        step, lags, bounds = self.step, self._missed.lag, self.bounds
-
-        def take_back() -> None:
-            self._put_back(rows, before)
-            self.step, self._missed.lag, self.bounds = step, lags, bounds
-
-        self.push(ids, grads, squares)
-        try:
-            self.bounds = bounds.joined(self._finite_bounds(rows))
-        except NonFinite:
-            take_back()
-            raise
-        return take_back
-
-    def admits(self, ids: Tensor) -> bool:
-        """Return True if training would give a row to any of ``ids`` that has none, if there is one to give."""
-        return bool(self._vocabulary.admits(self._ids(ids), step=self.step).any())
-
-    def bounds_with(self, ids: Tensor, grads: Tensor, squares: Tensor | None = None) -> Bounds:
-        """Return the bounds after a ``push``, which is tried on copies of the rows, because it could not be undone: new
-        ids may evict others.
-
-        Raises:
-            NonFinite: it would make a value of the rows NaN or Inf.
-        """
-        wanted = self._ids(ids)
-        rows, _ = self._vocabulary.locate(wanted, step=self.step, training=False)
-        moved = torch.from_numpy((rows >= 0) | self._vocabulary.admits(wanted, step=self.step))
-        rows, first = np.unique(rows, return_index=True)
-        rows, first = rows[rows >= 0], first[rows >= 0]
-        self.prepare(rows, wanted[first])
-        spec = replace(self.spec, capacity=None, admission=1.0, memory_map=False, hot_rows=None)
-        trial = RowTable(spec, self._rule, kernels_kind="plain" if self._kernels is kernels("plain") else None)
-        if rows.size:
-            values, stamps, sums = self._copy(rows)
-            usage = torch.zeros(rows.size, 2, dtype=torch.int64, device="cpu")
-            trial.restore(RowBlock(torch.from_numpy(wanted[first]), values, stamps, sums, usage))
-        trial.resume(self.step, self.history)
-        of_moved = None if squares is None else squares[moved]
-        trial.push(ids.reshape(-1)[moved], grads.reshape(-1, self.spec.width)[moved], of_moved)
-        return self.bounds.joined(trial._finite_bounds(np.arange(trial.used)))
-
-    def _finite_bounds(self, rows: Array) -> Bounds:
-        """Return the bounds of ``rows``; raise ``NonFinite`` if any of their values is NaN or Inf."""
-        values, _, sums = self._copy(rows)
-        if not (torch.isfinite(values).all() and torch.isfinite(sums).all()):
-            raise NonFinite(
-                f"the gradients of {self.spec.name} are finite, but the updated rows are not: they overflow "
-                f"{self.spec.dtype}; nothing was changed"
+        self._prepare(self.storage, unique, wanted[first])
+        if squares is not None:
+            known = torch.from_numpy(rows) >= 0
+            own = grads.detach().reshape(-1, self.spec.width)[known]
+            self._correct_second_moments(
+                self.storage, unique, merged, merged_squares(own, squares[known], inverse, unique.size)
             )
-        return self._bounds_of(values, sums)
-
-    def _bounds_of(self, values: Tensor, sums: Tensor) -> Bounds:
-        weights, *states = torch.split(values, self.spec.width, dim=1)
-        return Bounds.of(self._rule, weights, [*states, *([sums] if sums.numel() else [])])
-
-    def _copy(self, rows: Array) -> tuple[Tensor, Tensor, Tensor]:
-        with self._storage.resident(rows, changing=False) as (storage, where):
-            there = torch.from_numpy(where)
-            values = self._layout.read(storage, there)
-            sums = torch.from_numpy(storage.sums[where] if storage.with_sums else storage.sums[:0].copy())
-            return values, torch.from_numpy(storage.stamps[where]), sums
-
-    def _put_back(self, rows: Array, before: tuple[Tensor, Tensor, Tensor]) -> None:
-        values, stamps, sums = before
-        with self._storage.resident(rows) as (storage, where):
-            self._layout.write(storage, torch.from_numpy(where), values)
-            storage.stamps[where] = stamps.numpy()
-            if storage.with_sums:
-                storage.sums[where] = sums.numpy()
+        self._step(self.storage, unique, merged)
 
     def _correct_second_moments(self, storage: RowStorage, unique: Array, merged: Array, squares: Tensor) -> None:
         there = torch.from_numpy(unique)
@@ -452,8 +328,7 @@ class RowTable:
 
     def prepare(self, rows: Array, ids: Array) -> None:
         """Make sure that ``rows``, those of ``ids``, are initialised and up to date."""
-        with self._storage.resident(rows) as (storage, where):
-            self._prepare(storage, where, ids)
+        self._prepare(self.storage, rows, ids)
 
     def _prepare(self, storage: RowStorage, rows: Array, ids: Array) -> None:
         """Initialise new rows, and bring those that lag up to the table's step."""
@@ -483,16 +358,15 @@ class RowTable:
     def block(self, first: int, rows: int) -> RowBlock:
         """Return the initialised ones of the ``rows`` rows from place ``first`` on."""
         part = self._vocabulary.in_use(first, rows)
-        with self._storage.resident(part, changing=False) as (storage, where):
-            begun = storage.stamps[where] > 0
-            part, where = part[begun], where[begun]
-            return RowBlock(
-                _owned(self._vocabulary.ids(part)),
-                self._layout.read(storage, torch.from_numpy(where)),
-                _owned(storage.stamps[where]),
-                _owned(storage.sums[where] if storage.with_sums else storage.sums[:0]),
-                _owned(self._vocabulary.usage(part)),
-            )
+        begun = self.storage.stamps[part] > 0
+        part, part = part[begun], part[begun]
+        return RowBlock(
+            _owned(self._vocabulary.ids(part)),
+            self._layout.read(self.storage, torch.from_numpy(part)),
+            _owned(self.storage.stamps[part]),
+            _owned(self.storage.sums[part] if self.storage.with_sums else self.storage.sums[:0]),
+            _owned(self._vocabulary.usage(part)),
+        )
 
     def check_block(self, block: RowBlock, step: int, history: Tensor) -> None:
         """Raise if rows do not fit ``restore`` and ``resume``; changes nothing.
@@ -518,13 +392,11 @@ class RowTable:
         ids = self._ids(block.ids)
         rows = self._vocabulary.restore(ids, block.usage.numpy())
         self._make_room(self._vocabulary.rows)
-        self._storage.forget(rows)
-        with self._storage.resident(rows) as (storage, where):
-            self._layout.write(storage, torch.from_numpy(where), block.values)
-            storage.stamps[where] = block.stamps.numpy()
-            if storage.with_sums:
-                storage.sums[where] = block.sums.numpy()
-        self.bounds = self.bounds.joined(self._bounds_of(block.values, block.sums))
+        self.storage.stamps[rows] = 0
+        self._layout.write(self.storage, torch.from_numpy(rows), block.values)
+        self.storage.stamps[rows] = block.stamps.numpy()
+        if self.storage.with_sums:
+            self.storage.sums[rows] = block.sums.numpy()
 
     @property
     def history(self) -> Tensor:
@@ -546,19 +418,9 @@ class RowTable:
         """The number of ids whose row was evicted."""
         return self._vocabulary.evictions
 
-    @property
-    def hot_hits(self) -> int:
-        """The number of rows read that were among the hot ones of a table in a file."""
-        return self._storage.hits if isinstance(self._storage, HotRows) else 0
-
-    @property
-    def hot_misses(self) -> int:
-        """The number of rows read that were not, and came from the file."""
-        return self._storage.misses if isinstance(self._storage, HotRows) else 0
-
     def bytes(self) -> int:
         """Bytes of rows, states and stamps that there is room for."""
-        return self._storage.bytes()
+        return self.storage.bytes()
 
     # --- checks of arguments ----------------------------------------------------------------------------------------
 
@@ -578,15 +440,15 @@ class RowTable:
 
     def _locate(self, ids: Array, *, training: bool) -> Array:
         if training:  # before any id is admitted: there may not be enough memory
-            self._make_room(self._vocabulary.rows_with(ids, step=self.step, enough=self._storage.rows))
+            self._make_room(self._vocabulary.rows_with(ids, step=self.step, enough=self.storage.rows))
         rows, reused = self._vocabulary.locate(ids, step=self.step, training=training)
-        self._storage.forget(reused)
+        self.storage.stamps[reused] = 0
         return rows
 
     def _make_room(self, rows: int) -> None:
-        if rows > self._storage.rows:
-            room = 2 * self._storage.rows
-            self._storage.grow(max(rows, room if self.spec.capacity is None else min(room, self.spec.capacity)))
+        if rows > self.storage.rows:
+            room = 2 * self.storage.rows
+            self.storage.grow(max(rows, room if self.spec.capacity is None else min(room, self.spec.capacity)))
 
 
 def _owned(array: Array) -> Tensor:

@@ -72,7 +72,7 @@ class TableGroup:
         self._like = as_array(torch.empty(0, dtype=self._dtype, device="cpu"))
         self._kind = _compiled_group.kind_of(first.rule.family, first.rule.states)
         # Tables with a group_key never move in memory.
-        arrays = [table.arrays() for table in self.tables]
+        arrays = [table.storage for table in self.tables]
         self._values_at, self._stamps_at, self._sums_at = (
             np.array([getattr(held, name).ctypes.data for held in arrays], np.uint64)
             for name in ("values", "stamps", "sums")

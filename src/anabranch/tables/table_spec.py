@@ -66,13 +66,9 @@ class TableSpec:
             brought up to date when it is next read.
         capacity: most rows in a dynamic table, ``None`` for no limit. A server's shard takes its share of it, and more
             only for rows of a checkpoint, which do not spread over the shards quite evenly.
-        eviction: the row that leaves a full table, or the hot rows, for a new one: the one unused longest, or used in
-            the fewest steps.
+        eviction: the row that leaves a full table for a new one: the one unused longest, or used in the fewest steps.
         admission: probability that a training use admits a new id.
-        memory_map: each shard keeps its rows in a file and maps it.
-        hot_rows: of such a table, the rows kept in memory beside the file, over all shards: those used recently, or
-            under ``eviction="frequency"`` most often. ``None`` leaves it to the system which parts of the file are in
-            memory.
+        memory_map: each shard keeps its rows in a file and maps it; the system keeps the parts in use in memory.
 
     Raises:
         ValueError: names the table, the value and what is allowed.
@@ -89,7 +85,6 @@ class TableSpec:
     eviction: Eviction = "age"
     admission: float = 1.0
     memory_map: bool = False
-    hot_rows: int | None = None
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -115,10 +110,6 @@ class TableSpec:
             isinstance(self.seed, int) and -(1 << 63) <= self.seed < 1 << 63, f"seed={self.seed!r} must be an int64"
         )
         self._require(0 < self.admission <= 1, f"admission={self.admission} must be above 0 and at most 1")
-        self._require(
-            self.hot_rows is None or (_counts(self.hot_rows) and self.memory_map),
-            f"hot_rows={self.hot_rows!r} must be at least 1, and needs memory_map=True",
-        )
         if self.rows is not None:
             self._require(
                 self.capacity is None and self.admission == 1,

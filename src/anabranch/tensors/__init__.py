@@ -9,7 +9,7 @@ for many tensors in one message, and ``blocks.py`` for tensors that are rounded 
 from anabranch.tensors.blocks import from_blocks, to_blocks
 from anabranch.tensors.jagged import Jagged, KeyedJagged, bags_of
 from anabranch.tensors.packing import Compression, check_compression
-from anabranch.tensors.rows import as_tensors, count_rows
+from anabranch.tensors.rows import as_tensors, count_rows, is_jagged
 from anabranch.tensors.spec import TensorSpec
 from anabranch.tensors.structures import Structure, flatten, map_structure, named_parts, paths, unflatten
 
@@ -25,6 +25,7 @@ __all__ = [
     "count_rows",
     "flatten",
     "from_blocks",
+    "is_jagged",
     "map_structure",
     "named_parts",
     "paths",

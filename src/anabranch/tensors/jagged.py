@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import optree
 import torch
@@ -34,44 +34,25 @@ class KeyedJagged:
 
     Args:
         keys: the features' names.
-        values: integer ``[n]``: all ids of the first feature, row by row, then those of the second; a tensor, or like
-            the others an array.
+        values: integer ``[n]``: all ids of the first feature, row by row, then those of the second.
         weights: of each id, floating ``[n]``, or ``None``.
         lengths: integer ``[len(keys) * rows]``: the number of ids of each feature's rows, in the same order.
-        offsets: instead of ``lengths``, where each begins, and the end: ``[len(keys) * rows + 1]``.
 
     Raises:
         ValueError: sizes that do not fit each other, names the numbers.
     """
 
-    def __init__(
-        self,
-        keys: Sequence[str],
-        values: Tensor,
-        weights: Tensor | None = None,
-        lengths: Tensor | None = None,
-        offsets: Tensor | None = None,
-    ) -> None:
+    def __init__(self, keys: Sequence[str], values: Tensor, weights: Tensor | None = None, *, lengths: Tensor) -> None:
         self._keys = list(keys)
         if not self._keys or len(set(self._keys)) != len(self._keys):
             raise ValueError(f"keys must be one or more different names, got {self._keys}")
-        if (lengths is None) == (offsets is None):
-            raise ValueError("give one of lengths= and offsets=")
-        values, weights, lengths, offsets = map(_as_tensor, (values, weights, lengths, offsets))
-        for label, tensor in {"values": values, "lengths": lengths, "offsets": offsets}.items():
-            if tensor is not None and (tensor.ndim != 1 or not _is_integer(tensor)):
+        for label, tensor in {"values": values, "lengths": lengths}.items():
+            if tensor.ndim != 1 or not _is_integer(tensor):
                 raise ValueError(f"{label} has one dimension of integers, got {tuple(tensor.shape)} {tensor.dtype}")
-        if lengths is None:
-            assert offsets is not None
-            if not len(offsets) or int(offsets[0]) != 0:
-                raise ValueError(f"offsets must begin with 0, got {offsets[:3].tolist()}")
-            lengths = offsets.diff()
         if len(lengths) % len(self._keys):
             raise ValueError(f"{len(lengths)} lengths are not a whole number of rows of {len(self._keys)} features")
         if bool((lengths < 0).any()):
-            raise ValueError(
-                f"lengths are at least 0, and offsets never fall; the least length is {int(lengths.min())}"
-            )
+            raise ValueError(f"lengths are at least 0, and the least is {int(lengths.min())}")
         if int(lengths.sum()) != len(values):
             raise ValueError(f"lengths add up to {int(lengths.sum())}, but there are {len(values)} values")
         if weights is not None and (weights.shape != values.shape or not weights.is_floating_point()):
@@ -106,7 +87,10 @@ class KeyedJagged:
             raise ValueError(f"ids are integers, got {broken[0]!r}")
         lengths = [length for each in form.values() for length in each]
         return cls(
-            list(features), torch.tensor(values, dtype=torch.int64), given, torch.tensor(lengths, dtype=torch.int64)
+            list(features),
+            torch.tensor(values, dtype=torch.int64),
+            given,
+            lengths=torch.tensor(lengths, dtype=torch.int64),
         )
 
     def keys(self) -> list[str]:
@@ -120,10 +104,6 @@ class KeyedJagged:
     def lengths(self) -> Tensor:
         """Return the number of ids of each feature's rows, ``[len(keys) * rows]``."""
         return self._lengths
-
-    def offsets(self) -> Tensor:
-        """Return where the ids of each feature's rows begin, and the end."""
-        return torch.cat([self._lengths.new_zeros(1), self._lengths.cumsum(0)])
 
     def weights_or_none(self) -> Tensor | None:
         """Return the weight of each id, if it has one."""
@@ -157,8 +137,6 @@ def bags_of(features: Jagged) -> dict[str, tuple[Tensor, Tensor, Tensor | None]]
 
     >>> bags_of(KeyedJagged.from_lists({"a": [[5], []], "b": [[6, 7], [8]]}))["b"]
     (tensor([6, 7, 8]), tensor([0, 2]), None)
-
-    Each step is an operation on the tensors, with no number read from them: so a loader's next batch goes through it.
     """
     keys, values, weights = features.keys(), features.values(), features.weights_or_none()
     if values.dtype != torch.int32:  # starts have the ids' dtype, and those of a large batch need a wide one
@@ -169,11 +147,6 @@ def bags_of(features: Jagged) -> dict[str, tuple[Tensor, Tensor, Tensor | None]]
     parts = [None] * len(keys) if weights is None else torch.tensor_split(weights, ends)
     starts = (lengths.cumsum(1) - lengths).to(values.dtype)
     return dict(zip(keys, zip(ids, starts, parts, strict=True), strict=True))
-
-
-def _as_tensor(value: Any) -> Any:
-    """Return a tensor where it is; ``torch.as_tensor`` would move it to the default device."""
-    return value if value is None or isinstance(value, Tensor) else torch.as_tensor(value)
 
 
 def _is_integer(tensor: Tensor) -> bool:

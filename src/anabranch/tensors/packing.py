@@ -128,7 +128,7 @@ def split(flat: Sequence[Tensor], shares: Sequence[Share], compression: Compress
         kind = share.travels_as(compression)
         first, places[kind] = places[kind], places[kind] + math.prod(share.shape)
         mine = whole[kind][first : places[kind]]
-        if kind == torch.int8 and share.dtype == torch.float16:  # which the rounding may have passed
+        if kind != share.dtype == torch.float16:  # which the rounding may have passed
             mine = mine.clamp(-_MOST_OF_HALF, _MOST_OF_HALF)
         found.append(mine.to(share.dtype).view(share.shape))
     return found
@@ -145,18 +145,22 @@ def all_finite(flat: Sequence[Tensor]) -> bool:
     return True
 
 
-def all_carried(tensors: Sequence[Tensor], compression: Compression | None) -> bool:
-    """Return True if these rows' numbers are finite, and none is too large for ``compression``."""
-    if compression != "int8":
-        return all_finite(tensors)
-    # NaN is not below anything.
-    limit = _LARGEST_SCALE * _LARGEST_CODE
-    return all(tensor.detach().abs().amax().item() <= limit for tensor in tensors if tensor.numel())
+def largest_gradient(dtype: torch.dtype) -> float:
+    """Return the magnitude above which servers refuse a gradient: the square of a sum of some would not be finite."""
+    return {torch.float16: 6e4, torch.float64: 1e150}.get(dtype, 1e18)
 
 
-def largest_scale(scales: Tensor) -> float:
-    """Return the largest scale of rounded numbers; NaN if a block holds NaN or Inf."""
-    return _SCALES[int(scales.max())].item() if scales.numel() else 0.0
+def acceptable(flat: Sequence[Tensor], compression: Compression | None = None) -> bool:
+    """Return True if gradients that travel, or are to travel, as ``flat`` are finite and none is too large."""
+    for tensor in flat:
+        if tensor.dtype == torch.uint8 and bool((tensor == _NO_NUMBER).any()):
+            return False
+        if tensor.is_floating_point() and tensor.numel():
+            limit = _LARGEST_SCALE * _LARGEST_CODE if compression == "int8" else largest_gradient(tensor.dtype)
+            # NaN is not below anything.
+            if not torch.linalg.vector_norm(tensor.detach(), math.inf).item() <= limit:
+                return False
+    return True
 
 
 def _in_bfloat16(flat: Tensor) -> Tensor:

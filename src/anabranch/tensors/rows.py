@@ -75,12 +75,12 @@ def count_rows(batch: Structure) -> int:
     Raises:
         ValueError: if the tensors disagree, or none has rows; names each tensor with its shape.
     """
-    leaves: Sequence[object] = tensors_of(batch) or flatten(batch, _is_jagged)[0]
+    leaves: Sequence[object] = tensors_of(batch) or flatten(batch, is_jagged)[0]
     rows = {_rows_of(leaf) for leaf in leaves} - {None}
     if len(rows) > 1:
         shapes = ", ".join(
             f"{path or 'batch'} {tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf}"
-            for path, leaf in zip(paths(batch, _is_jagged), leaves, strict=True)
+            for path, leaf in zip(paths(batch, is_jagged), leaves, strict=True)
             if _rows_of(leaf) is not None
         )
         raise ValueError(
@@ -98,9 +98,9 @@ def count_rows(batch: Structure) -> int:
 def _rows_of(leaf: object) -> int | None:
     if isinstance(leaf, Tensor):
         return leaf.shape[0] if leaf.ndim else None
-    return leaf.stride() if _is_jagged(leaf) else None
+    return leaf.stride() if is_jagged(leaf) else None
 
 
-def _is_jagged(node: object) -> TypeGuard[KeyedJagged]:
+def is_jagged(node: object) -> TypeGuard[KeyedJagged]:
     """Return True for ``KeyedJagged`` and for TorchRec's, whose three tensors differ in length."""
     return hasattr(type(node), "weights_or_none")

@@ -8,9 +8,6 @@
        └──── backoff <── lost ────────        a connection lost is a request asked again, under the same identity,
                                               until its retries or its deadline are used up
 
-A frame whose header was damaged in transit, which only happens on plain TCP, is also treated as a loss, once for each
-request: damage twice is not an accident.
-
 A connection carries one request at a time and a pool keeps the idle ones, so a request is cancelled by closing its
 connection. A server that waits or computes sends beats; if it is silent for two beats, it is lost, and while it sends
 beats, the client waits until the deadline.
@@ -558,8 +555,6 @@ class _Exchange(msgspec.Struct, eq=False):
     excused: float = 0.0
     """Seconds since ``progress`` that do not count as silence: this process slept, and its server may have too."""
     fresh: bool = False
-    damaged: bool = False
-    """True once it was sent again because a header was damaged."""
     heard: bool = False
     answered: bool = False
     polled: int = -1
@@ -602,11 +597,6 @@ class _Exchange(msgspec.Struct, eq=False):
             self.excused = now - self.channel.heartbeat - self.progress
         else:
             silence = now - self.progress
-            # The length in a header may be corrupted, so that the rest of it never arrives.
-            if self.channel.reader.in_header() and self._retry(
-                f"half a header arrived, then nothing for {silence:.2f} s"
-            ):
-                return
             self._finish(
                 self._error(PeerLost, f"no beat for {silence:.2f} s: the server is frozen, or not an anabranch server")
             )
@@ -627,8 +617,7 @@ class _Exchange(msgspec.Struct, eq=False):
         except OSError as error:
             self._handle_lost_connection(error)
         except BoundaryError as error:
-            if not (isinstance(error, ProtocolError) and self._retry(error.message)):
-                self._finish(self._named(error))
+            self._finish(self._named(error))
         except (ValueError, TypeError) as error:
             self._finish(error)
 
@@ -705,7 +694,7 @@ class _Exchange(msgspec.Struct, eq=False):
         if self.channel.stream.handshake():
             self.channel.connected = True
             peer = self.channel.stream.peer()
-            self.channel.role, self.channel.reader.demands_checksums = peer.role, peer.plain
+            self.channel.role = peer.role
             # The request follows the greeting at once: an unauthorized client is refused anyway.
             self.channel.writer.put(encode(Hello(0.0, self.client._limits.body)))
             self._put_request(self.channel)
@@ -727,7 +716,7 @@ class _Exchange(msgspec.Struct, eq=False):
             payload=request.payload,
         )
         channel.expected = self.sequence
-        channel.writer.put(encode(header, request.tensors, checksum=channel.reader.demands_checksums))
+        channel.writer.put(encode(header, request.tensors))
         self.phase = _Phase.ASKING
 
     def _transfer(self, *, readable: bool) -> None:
@@ -775,9 +764,6 @@ class _Exchange(msgspec.Struct, eq=False):
         if failure.code == "leaving":
             self._handle_lost_connection(ConnectionAbortedError(failure.message))
             return
-        # A server names the request that it refuses, unless it cannot read it.
-        if failure.code == "protocol" and failure.sequence is None and self._retry(failure.message):
-            return
         error = error_of(
             failure,
             peer=self.request.endpoint,
@@ -786,16 +772,6 @@ class _Exchange(msgspec.Struct, eq=False):
             elapsed=self.deadline.elapsed(),
         )
         self._finish(error)
-
-    def _retry(self, why: str) -> bool:
-        """Treat an unreadable frame as a lost connection, once, where bytes may change in transit."""
-        channel = self.channel
-        plain = channel is not None and channel.reader.demands_checksums
-        if self.damaged or not plain or self.attempts >= self.client._retries:
-            return False
-        self.damaged = True
-        self._handle_lost_connection(ConnectionAbortedError(why))
-        return True
 
     def _handle_lost_connection(self, error: OSError) -> None:
         """Handle a lost or refused connection: retry, or give up."""

@@ -3,17 +3,15 @@
 ::
 
     preamble, 28 bytes, little endian
-    +-------+---------+------+-------+---------------+-------------+------------+-------+
-    | ANBR  | version | kind | flags | header length | body length | body crc32 | crc32 |
-    |  4 s  |   u8    |  u8  |  u16  |      u32      |     u64     |    u32     |  u32  |
-    +-------+---------+------+-------+---------------+-------------+------------+-------+
+    +-------+---------+------+-------+---------------+-------------+-------+-------+
+    | ANBR  | version | kind | zeros | header length | body length | zeros | crc32 |
+    |  4 s  |   u8    |  u8  |  u16  |      u32      |     u64     |  u32  |  u32  |
+    +-------+---------+------+-------+---------------+-------------+-------+-------+
     header: msgpack of the kind's struct, an array; lists each tensor's dtype, shape, offset and bytes
     body:   the tensors' memory, one after the other, nothing between
 
-The last checksum covers the preamble before it and the header. Flag 1 means that the body's checksum is given, as plain
-TCP requires: TLS authenticates every record, and bytes through a Unix socket on one host are copied by the kernel and
-cross no wire. Both are CRC-32 as in Ethernet (polynomial 0x04C11DB7), which Python's own zlib computes without the
-interpreter's lock; CRC-32C would need a further package on both sides.
+The checksum covers the preamble before it and the header: CRC-32 as in Ethernet (polynomial 0x04C11DB7). TLS
+authenticates every record, and bytes through a Unix socket cross no wire, so bodies have none.
 
 Magic and version have the same place in every version, so peers of two versions can refuse each other. A reader
 allocates nothing unchecked: lengths are checked against ``Limits`` before the header is read, shapes against lengths
@@ -64,10 +62,9 @@ __all__ = [
 
 MAGIC = b"ANBR"
 VERSION = 2
-_PREAMBLE = struct.Struct("<4sBBHIQII")
+_PREAMBLE = struct.Struct("<4sBBHIQ4xI")
 _CHECKED = _PREAMBLE.size - 4
 _VERSION_AT = 4
-_BODY_CHECKSUM = 1
 _MOST_BYTES = 1 << 62
 _AHEAD = 16 << 10
 
@@ -199,8 +196,8 @@ _DECODERS: dict[int, msgspec.msgpack.Decoder[Header]] = {
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-def encode(header: _HeaderT, tensors: Sequence[Tensor] = (), *, checksum: bool = False) -> list[memoryview]:
-    """Return the buffers of a frame, in order, with a ``checksum`` of the body or without; tensors here are not copied.
+def encode(header: _HeaderT, tensors: Sequence[Tensor] = ()) -> list[memoryview]:
+    """Return the buffers of a frame, in order; tensors here are not copied.
 
     >>> frame = encode(RequestHeader("pull", "emb"), [torch.zeros(2, 3)])
     >>> [len(buffer) for buffer in frame][1:]
@@ -237,10 +234,7 @@ def encode(header: _HeaderT, tensors: Sequence[Tensor] = (), *, checksum: bool =
     if len(packed) > limits.header:
         raise ValueError(f"the header is {len(packed)} bytes, over the {limits.header} that a frame carries; send less")
     kind = _KINDS[type(header)]
-    flags = body = 0
-    if checksum and offset:
-        flags, body = _BODY_CHECKSUM, _checksum(bodies)
-    start = _PREAMBLE.pack(MAGIC, VERSION, kind, flags, len(packed), offset, body, 0)[:_CHECKED]
+    start = _PREAMBLE.pack(MAGIC, VERSION, kind, 0, len(packed), offset, 0)[:_CHECKED]
     whole = zlib.crc32(packed, zlib.crc32(start))
     return [memoryview(start + whole.to_bytes(4, "little") + packed), *bodies]
 
@@ -249,15 +243,8 @@ def frame_size(data: bytes | bytearray) -> int | None:
     """Return the bytes of the frame at the start of ``data``; ``None`` while its preamble is incomplete."""
     if len(data) < _PREAMBLE.size:
         return None
-    _, _, _, _, header, body, _, _ = _PREAMBLE.unpack_from(data)
+    _, _, _, _, header, body, _ = _PREAMBLE.unpack_from(data)
     return _PREAMBLE.size + int(header) + int(body)
-
-
-def _checksum(bodies: Sequence[memoryview]) -> int:
-    found = 0
-    for body in bodies:
-        found = zlib.crc32(body, found)
-    return found
 
 
 _unpackers: dict[Any, Callable[[bytes], Any]] = {}
@@ -375,15 +362,11 @@ class FrameReader:
     Args:
         limits: the sizes that the peer may send.
         accept: sees each checked header before its body is read; it may ``postpone`` the frame.
-
-    Attributes:
-        demands_checksums: refuse a body without a checksum.
     """
 
     def __init__(self, limits: Limits, accept: Accept) -> None:
         self._limits = limits
         self._accept = accept
-        self.demands_checksums = False
         # Bytes received and not yet parsed: a small frame takes one system call, not three.
         self._ahead = bytearray(0)
         self._view = memoryview(self._ahead)
@@ -394,7 +377,6 @@ class FrameReader:
         self._restart()
 
     def _restart(self) -> None:
-        self._body_checksum: int | None = None
         self._header: Header | None = None
         self._body = 0
         self._accepted = False
@@ -405,10 +387,6 @@ class FrameReader:
     def idle(self) -> bool:
         """Return True if the reader is between two frames, without bytes of the next."""
         return self._header is None and self._start == self._end
-
-    def in_header(self) -> bool:
-        """Return True if a header has arrived in part."""
-        return self._header is None and self._start != self._end
 
     def holds_more(self) -> bool:
         """Return True if bytes were received that belong to the next frame."""
@@ -432,7 +410,7 @@ class FrameReader:
 
         Raises:
             ProtocolError: the bytes are not a frame, or break a limit; the stream cannot be used any more.
-            ConnectionError: the stream has ended, or has damaged a body: the request or answer must be sent again.
+            ConnectionError: the stream has ended: the request or answer must be sent again.
         """
         header = self._header
         if header is None:
@@ -447,7 +425,7 @@ class FrameReader:
         if frame.tensors:
             self._check_content(frame.tensors)
         # The rest is as it was when the frame began.
-        self._header, self._accepted, self._tensors, self._body_checksum = None, False, (), None
+        self._header, self._accepted, self._tensors = None, False, ()
         return frame
 
     def _fetch(self, stream: Stream, least: int) -> int:
@@ -478,10 +456,6 @@ class FrameReader:
             )
 
     def _check_content(self, tensors: Sequence[Tensor]) -> None:
-        if self._body_checksum is not None:
-            found = _checksum([bytes_of(tensor) for tensor in tensors if tensor.numel()])
-            if found != self._body_checksum:
-                raise ConnectionAbortedError("the body's checksum does not match: bytes were corrupted in transit")
         for tensor in tensors:
             if tensor.dtype is torch.bool and not check_bools(tensor):
                 raise ProtocolError("a bool tensor holds bytes other than 0 and 1")
@@ -494,18 +468,16 @@ class FrameReader:
                 self._check_version()
             if not self._fetch(stream, _PREAMBLE.size):
                 return None
-        magic, version, kind, flags, length, body, own, checksum = _PREAMBLE.unpack_from(self._ahead, self._start)
+        magic, version, kind, flags, length, body, checksum = _PREAMBLE.unpack_from(self._ahead, self._start)
         if magic != MAGIC or version != VERSION:
             self._check_version()
-        if kind not in _DECODERS or flags & ~_BODY_CHECKSUM:
+        if kind not in _DECODERS or flags:
             raise ProtocolError(f"there is no frame of kind {kind} with flags {flags:#x}")
         limits = self._limits
         if length > limits.header:
             raise ProtocolError(f"a header of {length} bytes is over the limit of {limits.header}")
         if body > limits.body:
             raise ProtocolError(f"a body of {body} bytes is over the limit of {limits.body}")
-        if body and not flags and self.demands_checksums:
-            raise ProtocolError("received a body without a checksum, which plain TCP requires")
         while self._end - self._start < _PREAMBLE.size + length:
             if not self._fetch(stream, _PREAMBLE.size + length):
                 # The received bytes are parsed again with the next ones.
@@ -523,8 +495,6 @@ class FrameReader:
         if body or header.tensors:
             self._check_layout(header.tensors, body)
         self._body = body
-        if flags:
-            self._body_checksum = own
         return header
 
     def _place(self, header: Header) -> bool:

@@ -17,7 +17,7 @@ changes nothing there, and what is frozen has none.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -25,12 +25,13 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import FunctionCtx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from anabranch.autodiff.boundary.answers import Answers, current_answers, current_first_forward, inside_a_boundary
 from anabranch.autodiff.boundary.answers import Crossed as Crossed
 from anabranch.autodiff.boundary.answers import Tensors as Tensors
 from anabranch.autodiff.grad_sessions import boundary_entry, hold_on_tape
+from anabranch.autodiff.isolated import IsolatedCall
 from anabranch.errors import CaptureError
 
 # What a second call may answer otherwise than a first one of the same step.
@@ -75,24 +76,34 @@ class Boundary(Protocol):
         """Return the outputs' forms for inputs like these, of which only shape, dtype and device may be read."""
 
 
-class Tracer(Protocol):
-    """The interface of a graph capture, or of a dry run, which observes a run and captures nothing.
+class Tracer:
+    """Observes a run, in which boundaries are not crossed: here, only the forms of their outputs are requested. A graph
+    capture, which writes them down, and a dry run, which answers them, derive from it.
 
     Attributes:
         captures: a graph is made: values are not known yet.
         failure: the error of a call that TorchDynamo keeps whole, of which its own error only says that there was one.
     """
 
-    failure: Exception | None
+    captures = True
+    failure: Exception | None = None
 
-    @property
-    def captures(self) -> bool: ...
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Run a block that is not traced."""
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), traced_by(None):
+            yield
 
     def entry(self) -> Tensor:
         """Return a leaf that requires a gradient, towards which the captured backward is to sweep."""
+        return torch.empty((), requires_grad=True, device="cpu")
 
     def forward(self, boundary: Boundary, inputs: Tensors, wants: Sequence[bool] | None) -> Crossed:
-        """Write the forward node."""
+        """Return outputs of a crossing."""
+        with self.outside():
+            forms = boundary.forms(inputs)
+        outputs = [torch.empty(form.shape, dtype=form.dtype, device=form.device) for form in forms]
+        return Crossed(outputs, None, [i for i, form in enumerate(forms) if not form.differentiable])
 
     def backward(
         self,
@@ -103,10 +114,11 @@ class Tracer(Protocol):
         wants: Sequence[bool],
         updates: bool,
     ) -> Tensors:
-        """Write the backward node."""
-
-    def outside(self) -> AbstractContextManager[None]:
-        """Return a block that is not traced."""
+        """Return gradients of its inputs."""
+        raise CaptureError(
+            f"the loss itself differentiates through {boundary.kind} {boundary.name!r}, which a graph cannot; use "
+            "engine='tape'"
+        )
 
 
 class _Capturing(threading.local):
@@ -143,7 +155,7 @@ def cross(boundary: Boundary, *inputs: Tensor | None, entry: Tensor | None = Non
     """Return the outputs of ``boundary`` for ``inputs``, connected to them on the tape, or in the graph that is
     captured.
 
-    >>> from anabranch.autodiff.boundary.recorded import RecordedBoundary
+    >>> from anabranch.autodiff.boundary.crossing import RecordedBoundary
     >>> def positive(entry, x):  # how many there are is nobody's business on this side
     ...     return [x[x > 0].sum()[None]]
     >>> form = Form((1,), torch.float32, torch.device("cpu"))
@@ -194,14 +206,14 @@ class _Crossing(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _CrossingContext, entry: Tensor | None, boundary: Boundary, tracer: Tracer | None, *inputs: Tensor | None
+        ctx: Any, entry: Tensor | None, boundary: Boundary, tracer: Tracer | None, *inputs: Tensor | None
     ) -> tuple[Tensor, ...]:
         ctx.wants = ctx.needs_input_grad[3:]
         ctx.boundary, ctx.tracer, ctx.answers = boundary, tracer, current_answers()
         crossed = (run_forward if tracer is None else tracer.forward)(boundary, inputs, ctx.wants)
         ctx.reads_inputs = crossed.reads_inputs
         if crossed.reads_inputs:
-            ctx.save_for_backward(*inputs)  # type: ignore[arg-type]
+            ctx.save_for_backward(*inputs)
         ctx.state = [None] if crossed.state is None else hold_on_tape(crossed.state)
         ctx.differentiable_again = crossed.differentiable_again
         ctx.mark_non_differentiable(*(crossed.outputs[index] for index in crossed.no_gradient))
@@ -210,7 +222,7 @@ class _Crossing(torch.autograd.Function):
         return tuple(crossed.outputs)
 
     @staticmethod
-    def backward(ctx: _CrossingContext, *gradients: Tensor | None) -> tuple[object, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[object, ...]:
         if ctx.differentiable_again:
             return None, None, None, *_Crossing.backward_once(ctx, *gradients)
         with torch.no_grad():
@@ -229,7 +241,7 @@ class _Crossing(torch.autograd.Function):
         return None, None, None, *answer[: len(ctx.wants)]
 
     @staticmethod
-    def backward_once(ctx: _CrossingContext, *gradients: Tensor | None) -> Tensors:
+    def backward_once(ctx: Any, *gradients: Tensor | None) -> Tensors:
         # An error if the graph has been freed, which is none for who saved nothing.
         inputs = ctx.saved_tensors if ctx.reads_inputs else (None,) * len(ctx.wants)
         updates = ctx.needs_input_grad[0] and reaches(ctx.next_functions[0][0])
@@ -241,8 +253,8 @@ class _Crossing(torch.autograd.Function):
         (state,) = ctx.state
         if state is not None and not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.state.clear()
-        if ctx.tracer is not None:
-            return ctx.tracer.backward(ctx.boundary, state, inputs, gradients, ctx.wants, updates)
+        if (tracer := cast("Tracer | None", ctx.tracer)) is not None:
+            return tracer.backward(ctx.boundary, state, inputs, gradients, ctx.wants, updates)
         return run_backward(ctx.boundary, state, inputs, gradients, ctx.wants, answers=ctx.answers, updates=updates)
 
 
@@ -252,19 +264,6 @@ def reaches(entry: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(entry))
     except RuntimeError:  # its gradient is to be returned: a session's sweep, or a capture's, which go to tokens
         return True
-
-
-class _CrossingContext(FunctionCtx):
-    boundary: Boundary
-    tracer: Tracer | None
-    answers: Answers | None
-    wants: tuple[bool, ...]
-    state: list[object]
-    reads_inputs: bool
-    differentiable_again: bool
-    needs_input_grad: tuple[bool, ...]
-    next_functions: tuple[tuple[Any, int], ...]
-    saved_tensors: tuple[Tensor | None, ...]
 
 
 def run_forward(boundary: Boundary, inputs: Tensors, wants: Sequence[bool] | None) -> Crossed:
@@ -325,3 +324,57 @@ def _owned(tensor: Tensor, taken: set[int]) -> Tensor:
     if tensor.numel() and tensor.untyped_storage().data_ptr() in taken:
         return tensor.clone(memory_format=torch.contiguous_format)
     return tensor.contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedBoundary:
+    """A boundary that is written as a differentiable function, on its own tape.
+
+    The tape is inside the one node, so the function's recordings (the number of rows, the experts that answered) may
+    differ from run to run without affecting the graph around it.
+
+    Attributes:
+        kind: as ``Boundary``.
+        name: as ``Boundary``.
+        function: takes the entry token (``None`` without a backward) and the inputs, returns the outputs. What it
+            crosses itself it gives the entry to.
+        output_forms: as ``Boundary.forms``.
+    """
+
+    kind: str
+    name: str
+    function: Callable[..., Sequence[Tensor]]
+    output_forms: Callable[[Tensors], Sequence[Form]]
+
+    def forms(self, inputs: Tensors) -> Sequence[Form]:
+        """Return the outputs' forms."""
+        return self.output_forms(inputs)
+
+    def forward(self, inputs: Tensors, wants: Sequence[bool] | None) -> Crossed:
+        """Run the function, recording it if a gradient may come."""
+        if wants is None:
+            with torch.no_grad():
+                return Crossed(self.function(None, *inputs))
+        entry = torch.empty((), requires_grad=True, device="cpu")
+        detached = [None if value is None else value.detach() for value in inputs]
+        leaves = [
+            value.requires_grad_() for value, want in zip(detached, wants, strict=True) if value is not None and want
+        ]
+        with torch.enable_grad():
+            outputs = self.function(entry, *detached)
+        places = [index for index, want in enumerate(wants) if want]
+        call = IsolatedCall([entry, *leaves], outputs, [-1, *places], len(inputs))
+        dead = [index for index, output in enumerate(call.outputs) if output is None]
+        return Crossed([output.detach() for output in outputs], call, dead)
+
+    def backward(self, state: object, inputs: Tensors, gradients: Tensors, *, updates: bool) -> list[Tensor | None]:
+        """Sweeps the function's own tape."""
+        assert isinstance(state, IsolatedCall)
+        retain = torch._C._autograd._get_current_graph_task_keep_graph()
+        answer: list[Tensor | None] = [None] * len(inputs)
+        if not updates:  # not towards the entry
+            state = IsolatedCall(state.leaves[1:], state.outputs, state.places[1:], state.arity)
+        for place, gradient in zip(state.places, state.backward(gradients, retain=retain), strict=True):
+            if place >= 0:
+                answer[place] = gradient
+        return answer

@@ -22,20 +22,17 @@ from torch import Tensor, nn
 
 from anabranch.autodiff import Callback, GradManager, record_outputs
 from anabranch.autodiff import grad_sessions as sessions
+from anabranch.autodiff.grad_sessions import loss_and_returned
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.executor.engines.gradients import all_finite, clip_norm, elements, nonfinite_names, norm_of
-from anabranch.executor.loaders.upcoming import UpcomingIds
 from anabranch.executor.steps import TrainStep
 from anabranch.graph import Graph
 from anabranch.interrupts import hold_interrupts
 from anabranch.record import spans
 from anabranch.tensors import Structure, map_structure
 
-_NORM = "grad_norm"
-_ROWS = "rows"
-_RATES = "learning_rates"
-FACTS = (_NORM, _ROWS, _RATES)
-"""Names of facts about a run, unless the step returns something of that name or the model has such a submodule."""
+NORM = "grad_norm"
+"""The name of a run's norm, unless the step returns something of that name or the model has such a submodule."""
 
 Begin: TypeAlias = "Callable[[Tensor], None]"
 """``begin(loss)`` is called before the first gradient is final."""
@@ -70,22 +67,16 @@ class Fetch:
         modules: the submodules whose outputs are requested.
         gradients: the gradients requested, as ``<parameter>.grad``.
         wants_norm: the norm of the gradients is requested, unless the step itself returns something of that name.
-        wants_rates: the same of the learning rates.
         norm: the norm of all gradients before clipping, where it was requested and the step took one.
-        rows: the rows of this worker's batch, of no dimensions.
-        rates: the learning rate of each parameter group, float64.
     """
 
     norm: Tensor | None = None
-    rows: Tensor | None = None
-    rates: Tensor | None = None
 
     def __init__(self, names: Sequence[str] | None, model: nn.Module) -> None:
         if isinstance(names, str) or not all(isinstance(name, str) for name in names or ()):
             raise TypeError(f"fetch is a list of names, such as ['loss'], got {names!r}")
         self.names = None if names is None else list(names)
-        self.wants_norm = self.names is not None and _NORM in self.names
-        self.wants_rates = self.names is not None and _RATES in self.names
+        self.wants_norm = self.names is not None and NORM in self.names
         self._model = model
         self._recorded: Mapping[str, Structure] = {}
         self._modules: dict[str, nn.Module] = {}
@@ -114,11 +105,11 @@ class Fetch:
     def check(self, returned: Mapping[str, object]) -> None:
         """Raise ``ValueError`` for an unknown name, before the step changes anything."""
         for name in self.names or ():
-            if name == "loss" or name in FACTS or name in returned or name in self._modules or name in self._gradients:
+            if name in ("loss", NORM) or name in returned or name in self._modules or name in self._gradients:
                 continue
             raise ValueError(
                 f"fetch names {name!r}, which is neither 'loss', nor a key that the step returns ({sorted(returned)}), "
-                f"nor a submodule of {type(self._model).__name__}, nor '<parameter>.grad', nor one of {FACTS}"
+                f"nor a submodule of {type(self._model).__name__}, nor '<parameter>.grad', nor {NORM!r}"
             )
 
     def collect(self, returned: Mapping[str, Tensor]) -> dict[str, Structure]:
@@ -138,7 +129,7 @@ class Fetch:
             gradient = self._gradients[name].grad
             # .grad may be a view of a bucket that the next step overwrites.
             return None if gradient is None else gradient.detach().clone()
-        return {_NORM: self.norm, _ROWS: self.rows, _RATES: self.rates}.get(name)
+        return self.norm if name == NORM else None
 
 
 def _detached(value: Structure) -> Structure:
@@ -279,12 +270,6 @@ class Engine:
         fetch.check(returned)
         return loss, returned
 
-    @contextmanager
-    def watched(self, upcoming: UpcomingIds, batch: Structure) -> Iterator[None]:
-        """Let ``upcoming`` learn from the run in the block which ids it looks up."""
-        with upcoming.watching(batch):
-            yield
-
     def update(self) -> None:
         """Step the optimizers on the gradients in ``.grad``."""
         hold_interrupts()
@@ -308,39 +293,3 @@ class Engine:
     def clip(self, max_norm: float, elsewhere: float | None = None) -> Tensor:
         """Clip the gradients by their norm together with the sum of squares ``elsewhere``; return the norm before."""
         return clip_norm(elements(self.parameters.values()), max_norm, elsewhere)
-
-
-def loss_and_returned(answer: object) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Check the result of the user's loss function, and split it into loss and further tensors.
-
-    Raises:
-        TypeError, ValueError: it is not a scalar tensor that depends on a parameter, with or without a dict.
-    """
-    returned: object = {}
-    loss = answer
-    if isinstance(answer, tuple) and len(answer) == 2:
-        loss, returned = answer
-        if not isinstance(returned, Mapping):
-            raise TypeError(f"besides the loss a step returns a dict of tensors, got {type(returned).__name__}")
-    elif isinstance(answer, Mapping) and "loss" in answer:
-        loss = answer["loss"]
-        returned = {name: value for name, value in answer.items() if name != "loss" and isinstance(value, Tensor)}
-    elif not isinstance(answer, Tensor):
-        loss = getattr(answer, "loss", answer)
-    if not isinstance(loss, Tensor):
-        raise TypeError(
-            "loss(model, batch) returns a scalar tensor, (scalar, dict), a mapping with 'loss' or an object with "
-            f".loss, got {type(loss).__name__}"
-        )
-    if loss.numel() != 1:
-        raise ValueError(
-            f"the loss has shape {tuple(loss.shape)}, but backward starts from a single number; return loss.mean() "
-            "with reduction='mean', or loss.sum() with reduction='sum'"
-        )
-    if not torch.is_grad_enabled():
-        raise ValueError(
-            "gradients are switched off around this run (torch.no_grad, inference_mode); a step needs them"
-        )
-    if not loss.requires_grad:
-        raise ValueError("the loss does not depend on any parameter that requires a gradient; nothing would be trained")
-    return loss if loss.ndim == 0 else loss.reshape(()), cast("Mapping[str, Tensor]", returned)

@@ -2,7 +2,7 @@
 
 ::
 
-    a single worker       batch ─> [forward, backward, check, clipping, optimizers: one graph] ─> loss
+    a single worker       batch ─> [forward, backward] ─> check ─> [clipping, optimizers] ─> loss
     else                  batch ─> [forward, backward ─ ─ ─ ─ ─ ─ ─] ─> .grad ─> [optimizers] ─> loss
                                          └ gradient final ─> sinks ─ ─ ─ ─ ─ ─ ┘
 
@@ -29,8 +29,7 @@ communicates between workers is not compared: the second run would send more tha
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -40,9 +39,9 @@ from torch import Tensor, nn
 from anabranch.autodiff.boundary.answers import Answers, AnswersDiffer
 from anabranch.autodiff.moved_parameter import Elsewhere, parameters_here
 from anabranch.errors import CaptureError
-from anabranch.executor.engines.engine import Begin, Compare, Engine, Fetch, GradientSink, StepOutput
+from anabranch.executor.engines.engine import Begin, Compare, Engine, Fetch, StepOutput
 from anabranch.executor.engines.gradients import all_finite, clip_norm, nonfinite_names
-from anabranch.executor.loaders.upcoming import UpcomingIds
+from anabranch.executor.randomness import random_state, restore_random_state, same_random_state
 from anabranch.executor.steps import TrainStep
 from anabranch.graph import Graph, SparseRows, StepProgram
 from anabranch.graph.dynamo.front import GuardMiss
@@ -104,13 +103,6 @@ class GraphEngine(Engine):
         super().follow_model()
         self._program.follow_model()
 
-    @contextmanager
-    def watched(self, upcoming: UpcomingIds, batch: Structure) -> Iterator[None]:
-        """Let ``upcoming`` learn from the run in the block which ids it looks up."""
-        yield
-        if self._program.captures:  # not if it is a mistake that the tape has run
-            upcoming.learn_from(self._program.graph)
-
     def differentiate(self, batch: Structure, rows: float, fetch: Fetch, begin: Begin, seed: float = 1.0) -> StepOutput:
         """Forward and backward in one graph, which calls ``begin(loss)`` and passes on each gradient as it goes."""
         tape = super().differentiate
@@ -167,11 +159,23 @@ class GraphEngine(Engine):
 
     def _differentiate(self, batch: Structure, fetch: Fetch, begin: Begin, seed: float, may_trace: bool) -> StepOutput:
         self._program.set_seed(seed)
-        listener = _RunListener(self.parameters, self._sinks, begin, fetch)
+        ready = {name: sink.ready for sink in self._sinks for name in sink.parameters}
+
+        def report(output: str, value: Tensor) -> None:
+            if output == "loss":
+                begin(value)
+                return
+            name = output.removesuffix(".grad")
+            parameter = self.parameters[name]
+            parameter.grad = ready[name](parameter, value) if name in ready else value
+
+        def check(outputs: Sequence[str]) -> None:
+            fetch.check(dict.fromkeys(outputs))
+
         with spans.span("forward and backward", "compute"):
-            ran = self._program.backward(batch, fetch.modules, listener, may_trace=may_trace)
+            ran = self._program.backward(batch, fetch.modules, check, report, may_trace=may_trace)
         for name, gradient in self._as_gradients(ran.sparse).items():
-            listener.gradient(name, gradient)
+            report(f"{name}.grad", gradient)
         return self._sort(ran.outputs, fetch)
 
     def _run_whole(self, batch: Structure, fetch: Fetch, may_trace: bool) -> StepOutput:
@@ -230,29 +234,6 @@ class GraphEngine(Engine):
             fetch.record({**gradients, **{name: outputs[name] for name in fetch.modules}})
             fetch.check(returned)
         return StepOutput(cast(Tensor, outputs["loss"]), returned, nonfinite)
-
-
-class _RunListener:
-    """Passes on the events of a running backward graph, after a final check of the names to fetch."""
-
-    def __init__(
-        self, parameters: Mapping[str, Tensor], sinks: Sequence[GradientSink], begin: Begin, fetch: Fetch
-    ) -> None:
-        self._parameters, self._begin, self._fetch = parameters, begin, fetch
-        self._ready = {name: sink.ready for sink in sinks for name in sink.parameters}
-
-    def begin(self, outputs: Sequence[str]) -> None:
-        """Raise ``ValueError`` for a name to fetch that the step has not, before anything has changed."""
-        self._fetch.check(dict.fromkeys(outputs))
-
-    def loss(self, value: Tensor) -> None:
-        """Record the loss."""
-        self._begin(value)
-
-    def gradient(self, name: str, value: Tensor) -> None:
-        """Record a final gradient."""
-        parameter = self._parameters[name]
-        parameter.grad = self._ready[name](parameter, value) if name in self._ready else value
 
 
 def _clipping(max_norm: float) -> Between:
@@ -376,30 +357,22 @@ class Snapshot:
             self._copies = [memory.clone() for memory in self._memories]
         known = parameters_here(model).values()
         self.gradients: dict[Tensor, Tensor] = {p: p.grad.detach().clone() for p in known if p.grad is not None}
-        self._random = _random_state()
+        self._random = random_state()
 
     def restore(self) -> None:
         """Put everything back."""
         with torch.no_grad():
             for memory, copy in zip(self._memories, self._copies, strict=True):
                 memory.copy_(copy)
-        torch.set_rng_state(self._random[0])
-        if len(self._random) > 1:
-            torch.cuda.set_rng_state_all(self._random[1:])
+        restore_random_state(self._random)
 
     def compare(self) -> None:
         """Raise ``Differs`` if anything is not bitwise as it was."""
         for tensor, memory, copy in zip(self._tensors, self._memories, self._copies, strict=True):
             if bits_differ(memory, copy):
                 raise Differs(f"a tensor of shape {tuple(tensor.shape)} that the step changes has a different value")
-        now = _random_state()
-        if len(now) != len(self._random) or not all(map(torch.equal, now, self._random)):
+        if not same_random_state(self._random, random_state()):
             raise Differs("it draws other random numbers")
-
-
-def _random_state() -> list[Tensor]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    return [torch.get_rng_state(), *cuda]
 
 
 def bits_differ(one: Any, other: Any) -> bool:

@@ -18,14 +18,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import cast
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.collectives import Workers
-from anabranch.executor.engines.engine import FACTS, Begin, Compare, Engine, Fetch, GradientSink, StepOutput
+from anabranch.executor.engines.engine import NORM, Begin, Compare, Engine, Fetch, GradientSink, StepOutput
+from anabranch.executor.likeness import exchange
 from anabranch.executor.steps import Step, TrainStep
 from anabranch.pipeline import Pipe
 from anabranch.pipeline.pipe import Loss, Shared
@@ -60,10 +60,10 @@ class PipeEngine(Engine):
 
     def check(self, fetch: Fetch) -> None:
         """Raise ``ValueError`` for outputs and gradients."""
-        others = [name for name in fetch.names or () if name != "loss" and name not in FACTS]
+        others = [name for name in fetch.names or () if name not in ("loss", NORM)]
         if others:
             raise ValueError(
-                f"fetch names {others}, but a TrainStep of a Pipe returns 'loss' and {FACTS} only: outputs and "
+                f"fetch names {others}, but a TrainStep of a Pipe returns 'loss' and {NORM!r} only: outputs and "
                 "gradients are split over microbatches and other stages' ranks; use an EvalStep, or pipe.step"
             )
 
@@ -181,8 +181,7 @@ def join_pipelines(pipe: Pipe, column: Workers | None, timeout: float, heartbeat
     with line:
         if line.size == 1:
             return column
-        texts = column.all_gather_bytes(msgspec.json.encode((line.name, line.ranks)), operation="meet")
-        rows = [msgspec.json.decode(text, type=tuple[str, list[int]]) for text in texts]
+        rows = exchange(column, (line.name, line.ranks), tuple[str, list[int]], "meet")
         ranks = [rank for _, row in rows for rank in row]
         name = f"{rows[0][0]} and those beside it"
         return Workers(ranks=ranks, name=name, timeout=timeout, heartbeat=heartbeat)

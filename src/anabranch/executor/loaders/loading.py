@@ -320,10 +320,13 @@ class BoundLoader:
 
     def state(self) -> State:
         """Return the loader's position, a batch that was only looked at not counted, as a checkpoint keeps it."""
-        begun = self._iterator is not None
+        # Behind the last batch it is between two epochs, although the end was not asked for yet.
+        over = isinstance(self.source, DataLoader | list | tuple) and self.taken == self.length() and not self._ahead
+        ended = self._ended or (self.kind == "counted" and self._iterator is not None and over)
+        begun = self._iterator is not None and not ended
         return {
             "kind": self.kind,
-            "phase": "ended" if self._ended else "begun" if begun else "fresh",
+            "phase": "ended" if ended else "begun" if begun else "fresh",
             "epoch": self.epoch,
             "taken": self.taken,
             "start": self._at_start if begun else self._before_epoch(),

@@ -1,23 +1,20 @@
 """``RunFacts``: a worker's facts about its run, for ``anabranch status`` and the screen of ``anabranch run``.
 
-Once a second, on the training thread, it reads counts that the executor keeps anyway. Rank 0 also has the loss, read a
-few times a second, each a moment after its step so that no device is waited for. The process's record writes them.
+Once a second, on the training thread, it reads counts that the executor keeps anyway. On rank 0 it is also a sink, for
+the loss and the checkpoints. The process's record writes all of it.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict
-
-from torch import Tensor
 
 from anabranch.executor.statistics import TableLoads
 from anabranch.record.process import ProcessRecord
 
 _EVERY = 1.0  # seconds between two reads of the counts
-_LOSS_EVERY = 0.25  # seconds between two losses that are read
 _POINTS = 64
 
 
@@ -62,6 +59,7 @@ class RunFacts:
         record: writes them.
         count: returns the bytes that crossed each boundary so far, and the loads of each table, both by name.
         progress: returns its loops in progress; called on any thread.
+        losses: names of losses among the metrics.
         clock: seconds.
     """
 
@@ -70,15 +68,15 @@ class RunFacts:
         record: ProcessRecord,
         count: Callable[[], tuple[Mapping[str, int], Mapping[str, TableLoads]]],
         progress: Callable[[], list[dict[str, object]]] = list,
+        losses: Set[str] = frozenset({"loss"}),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._record = record
         self._count = count
         self._progress = progress
+        self._losses = losses
         self._clock = clock
         self._next = clock() + _EVERY
-        self._next_loss = 0.0
-        self._unread: Tensor | None = None
         self._last: tuple[float, int, dict[str, int]] | None = None
         self._step = 0
         self._curve, self._pace = Curve(), Curve()
@@ -118,28 +116,18 @@ class RunFacts:
     def _facts(self) -> dict[str, object]:
         return {**self._run, "steps": self._step, "progress": self._progress()}
 
-    @property
-    def due(self) -> bool:
-        """True if ``stepped`` should be called after the next step."""
-        return self._clock() >= self._next_loss
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the loss of a step."""
+        for name in self._losses & values.keys():
+            self._curve.add(values[name])
+            self._run = {**self._run, "loss": values[name], "curve": self._curve.points()}
 
-    def stepped(self, loss: Tensor | None) -> None:
-        """Take the loss of a step; one that a device may still compute is read when the next is taken."""
-        ready, self._unread = self._unread, loss
-        if loss is not None and loss.device.type == "cpu":
-            ready, self._unread = loss, None
-        if ready is not None:
-            value = float(ready)
-            self._curve.add(value)
-            self._run = {**self._run, "loss": value, "curve": self._curve.points()}
-        self._next_loss = self._clock() + _LOSS_EVERY
-
-    def saved(self, path: object) -> None:
+    def event(self, name: str, facts: Mapping[str, object]) -> None:
         """Record the path of a checkpoint."""
-        self._run = {**self._run, "saved": os.path.abspath(str(path))}
-        self._record.write()
+        if name == "save":
+            self._run = {**self._run, "saved": os.path.abspath(str(facts["path"]))}
+            self._record.write()
 
     def close(self) -> None:
         """Leave the last facts."""
-        self.stepped(None)
         self._record.settle(run=self._facts)

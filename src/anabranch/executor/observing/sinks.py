@@ -4,9 +4,8 @@
 
     run: step, {name: tensor}  ──> kept as they are, on their device ──> once a second: read together ──> every sink
 
-Nothing is read from a device in between: a step costs an append, and steps closer together than ``_SPACING`` are
-sampled. Sinks are ordinary code on the training thread, so the feed measures their cost, and samples more sparsely if
-it exceeds ``_SHARE`` of the run.
+Nothing is read from a device in between: a step costs an append. Sinks are ordinary code on the training thread, so
+the feed measures what they take of each reading, and keeps steps so far apart that they take ``_SHARE`` of the run.
 """
 
 from __future__ import annotations
@@ -22,11 +21,9 @@ import torch
 from torch import Tensor
 
 _EVERY = 1.0  # seconds between two readings
+_MOST = 200  # steps of one reading
 _SHARE = 0.003  # of the run's time, for reading and sinks together
-_HEAD_START = 0.05  # seconds that they may take beyond it, so that a short run is reported completely
-_SPACING = 0.002  # seconds between two steps that are kept, since keeping one takes some microseconds
-_KEPT_ANYWAY = 200  # steps, for the same reason
-_TRIALS = 5  # steps passed on one by one at first, to learn what one costs; the first opens files
+_HEAD_START = 0.05  # seconds that they may take before that, so that a short run is reported completely
 
 _Step: TypeAlias = "tuple[int, dict[str, Tensor | float]]"
 
@@ -97,25 +94,24 @@ class SinkFeed:
         self._fed = [sink for sink in self._open if rank == 0 or getattr(sink, "every_rank", False)]
         self.idle = not self._fed
         self._clock = clock
-        self._started = self._last = clock()
-        self._spent = 0.0
-        self._per_step: float | None = None  # seconds, as measured last
+        self._last = self._last_kept = clock()
+        self._spent = self._spacing = 0.0  # seconds of reading so far, and between two steps that are kept
         self._pending: list[_Step] = []
         self._rows = 0.0
-        self._kept = 0
-        self._last_kept = self._started
         self._rated: int | None = None  # the step up to which rates have been reported
 
     @property
     def due(self) -> bool:
         """True if the next step should be passed to ``step``."""
-        return not self.idle and (self._kept < _KEPT_ANYWAY or self._clock() - self._last_kept >= _SPACING)
+        if self.idle:
+            return False
+        now = self._clock()
+        return now - self._last >= _EVERY or (len(self._pending) < _MOST and now - self._last_kept >= self._spacing)
 
     def step(self, step: int, values: dict[str, Tensor | float], rows: float) -> None:
         """Record the metrics of an optimizer step; tensors stay on their devices for now."""
         self._pending.append((step, values))
         self._rows += rows
-        self._kept += 1
         self._last_kept = now = self._clock()
         if self._rated is None:
             self._rated = step - 1
@@ -144,28 +140,11 @@ class SinkFeed:
             rate = (newest - self._rated) / seconds
             values.update(steps_per_second=rate, rows_per_second=rate * rows / len(pending))
         self._rated = newest
-        if self._per_step is None:
-            self._per_step = min(self._hand_over([one]) for one in pending[:_TRIALS])
-            pending = pending[_TRIALS:]
-        if chosen := self._affordable(pending, began, self._per_step):
-            self._per_step = self._hand_over(chosen) / len(chosen)
-
-    def _hand_over(self, steps: list[_Step]) -> float:
-        """Read the steps and pass them to all sinks; return the seconds that it took."""
-        began = self._clock()
-        for (step, _), values in zip(steps, _read([values for _, values in steps]), strict=True):
-            self._call(lambda sink, step=step, values=values: sink.scalars(step, dict(values)))  # type: ignore[misc]
+        for (step, _), numbers in zip(pending, _read([values for _, values in pending]), strict=True):
+            self._call(lambda sink, step=step, numbers=numbers: sink.scalars(step, dict(numbers)))  # type: ignore[misc]
         spent = self._clock() - began
         self._spent += spent
-        return spent
-
-    def _affordable(self, pending: list[_Step], now: float, each: float) -> list[_Step]:
-        """Return an even sample of the steps that fits the sinks' time budget; the last is always included."""
-        budget = _HEAD_START + _SHARE * (now - self._started) - self._spent
-        if len(pending) * each <= budget or not pending:
-            return pending
-        many = max(1, int(budget / each))
-        return [pending[(index + 1) * len(pending) // many - 1] for index in range(many)]
+        self._spacing = spent / len(pending) / _SHARE if self._spent > _HEAD_START else 0.0
 
     def _call(self, call: Callable[[Sink], None]) -> None:
         for sink in tuple(self._fed):

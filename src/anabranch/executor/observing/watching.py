@@ -1,11 +1,15 @@
-"""``Watching``: reports each step, checkpoint, lost peer and restart to an executor's sinks and callbacks."""
+"""``Watching``: reports each step, checkpoint, lost peer and restart to an executor's sinks and callbacks.
+
+First the records that callbacks get.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
-from typing import cast
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 from torch import Tensor
@@ -13,16 +17,109 @@ from torch.optim import Optimizer
 
 from anabranch.checkpoint.storage import Place
 from anabranch.errors import PeerLost, RolledBack
-from anabranch.executor.observing.callbacks import (
-    PeerLostRecord,
-    Record,
-    RestartRecord,
-    SaveRecord,
-    StepRecord,
-    Subscription,
-)
 from anabranch.executor.observing.run_facts import RunFacts
 from anabranch.executor.observing.sinks import Sink, SinkFeed
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """An optimizer step that was taken.
+
+    Attributes:
+        step: the number of optimizer steps taken so far, from 1; ``executor.step``.
+        name: the ``TrainStep``'s.
+        rows: rows of this worker's batch.
+        seconds: of the run that ended with the step.
+        learning_rates: those that the step was taken with, one per parameter group, in the optimizers' order.
+        values: the result of ``run``: ``"loss"`` and the fetched values, as tensors, on their device.
+    """
+
+    step: int
+    name: str
+    rows: float
+    seconds: float
+    learning_rates: tuple[float, ...]
+    values: Mapping[str, Tensor] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRecord:
+    """A checkpoint that was completely written.
+
+    Attributes:
+        step: optimizer steps taken so far.
+        path: the directory.
+        seconds: the time of saving; in the background, until it was known to be written.
+    """
+
+    step: int
+    path: Place
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLostRecord:
+    """A worker or server that died, froze or closed the connection; the ``PeerLost`` is raised next.
+
+    Attributes:
+        step: optimizer steps taken so far.
+        peer: a rank or an endpoint, as the error names it.
+        operation: the operation in progress.
+        message: the error's text.
+    """
+
+    step: int
+    peer: str | None
+    operation: str | None
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class RestartRecord:
+    """The job continues after a restart: of the whole job, from a checkpoint, or of a server that lost changes.
+
+    Attributes:
+        step: optimizer steps taken so far: those of the checkpoint.
+        attempt: how often the job was restarted; 0 where a server was.
+        path: the checkpoint's directory; ``None`` where a server was restarted.
+        peer: the server; ``None`` where the job was restarted. ``RolledBack`` is raised next.
+        lost: pushes of this worker that the server has lost; ``None`` if the number is unknown.
+    """
+
+    step: int
+    attempt: int = 0
+    path: Place | None = None
+    peer: str | None = None
+    lost: int | None = 0
+
+
+Record: TypeAlias = StepRecord | SaveRecord | PeerLostRecord | RestartRecord
+
+
+class Subscription(AbstractContextManager["Subscription"]):
+    """One callback given to ``Executor.on``; a context manager that removes it on exit.
+
+    >>> subscriptions = []
+    >>> with Subscription(subscriptions, print):
+    ...     len(subscriptions)
+    1
+    >>> subscriptions
+    []
+    """
+
+    def __init__(self, listed: list[Subscription], function: Callable[..., object]) -> None:
+        self._listed = listed
+        self.function = function
+        listed.append(self)
+
+    def remove(self) -> None:
+        """Remove the callback. Does nothing the second time."""
+        if self in self._listed:
+            self._listed.remove(self)
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
 
 _EVENTS = ("step", "save", "peer_lost", "restart")
 
@@ -41,7 +138,8 @@ class Watching:
 
     Attributes:
         subscriptions: the callbacks of each event, in their order.
-        counts: a launcher wants the number of steps.
+        active: there was something to report a step to.
+        facts: written for a launcher, if there is one.
     """
 
     def __init__(self, sinks: Iterable[Sink], *, prefixed: bool) -> None:
@@ -50,8 +148,8 @@ class Watching:
         self._feed = SinkFeed(self._sinks, 0)
         self._prefixed = prefixed
         self._reported = {"loss", "grad_norm", "learning_rate", "steps_per_second", "rows_per_second"}
-        self._facts: RunFacts | None = None
-        self.counts = self._shows_loss = False
+        self.facts: RunFacts | None = None
+        self.active = False
 
     def on(self, event: str, fn: Callable[..., object]) -> Subscription:
         """Call ``fn(record)`` at each ``event`` from now on.
@@ -64,6 +162,7 @@ class Watching:
             raise ValueError(f"the events of an Executor are {', '.join(map(repr, _EVENTS))}, got {event!r}")
         if not callable(fn):
             raise TypeError(f"the callback for {event!r} is a function of one record, got {fn!r}")
+        self.active = True
         return Subscription(self.subscriptions[event], fn)
 
     def _call(self, event: str, record: Record) -> None:
@@ -78,25 +177,13 @@ class Watching:
 
     def begin(self, rank: int, facts: RunFacts | None) -> None:
         """Start to report to the sinks of this rank, and write ``facts`` if a launcher wants them."""
-        self._feed = SinkFeed(self._sinks, rank)
-        self._facts, self.counts = facts, facts is not None
-        self._shows_loss = self.counts and rank == 0
-
-    def counted(self, step: int) -> None:
-        """Write the number of steps for ``anabranch status``."""
-        assert self._facts is not None
-        self._facts.counted(step)
+        self._feed = SinkFeed(self._sinks if facts is None else (*self._sinks, facts), rank)
+        self.facts, self.active = facts, self.active or not self._feed.idle
 
     @property
     def of_steps(self) -> bool:
         """True if the next step is reported to anything."""
-        if self._feed.idle and not self._shows_loss:
-            return bool(self.subscriptions["step"])
-        return bool(self.subscriptions["step"]) or self._feed.due or self._loss_due
-
-    @property
-    def _loss_due(self) -> bool:
-        return self._shows_loss and self._facts is not None and self._facts.due
+        return bool(self.subscriptions["step"]) or self._feed.due
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
         """Pass on the user's numbers at once."""
@@ -113,8 +200,6 @@ class Watching:
 
     def stepped(self, record: StepRecord, numbers: Mapping[str, object]) -> None:
         """Report an optimizer step; sinks get the ``numbers`` that have one element."""
-        if self._facts is not None and self._loss_due:
-            self._facts.stepped(cast("Tensor | None", numbers.get("loss")))
         if not self._feed.idle:
             prefix = f"{record.name}/" if self._prefixed else ""
             values: dict[str, Tensor | float] = {
@@ -127,8 +212,6 @@ class Watching:
 
     def saved(self, record: SaveRecord) -> None:
         """Report a checkpoint."""
-        if self._facts is not None:
-            self._facts.saved(record.path)
         self._report("save", record)
 
     def loaded(self, step: int, path: Place) -> None:
@@ -152,11 +235,7 @@ class Watching:
 
     def close(self) -> None:
         """Flush and close the sinks."""
-        try:
-            self._feed.close()
-        finally:
-            if self._facts is not None:
-                self._facts.close()
+        self._feed.close()
 
 
 def _single(value: Tensor) -> bool:

@@ -17,35 +17,35 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import cast
 
-import msgspec
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from anabranch.collectives import Workers
 from anabranch.collectives.buckets import carries_header, in_buckets
 from anabranch.collectives.sparse_rows import sparse_bytes, summing_dtype
+from anabranch.executor.likeness import exchange
 from anabranch.executor.plan.step_plan import LinkCost, ModeCost, Plan, PlanRow
 from anabranch.executor.plan.survey import StepSurvey, TableRows, survey_pipe, survey_step
-from anabranch.executor.routes import COMM_MODES, CommMode, Place, Route, Routes
-from anabranch.executor.running.remote import RemotePart, check_served_steps
+from anabranch.executor.routes import COMM_MODES, Place, Route, Routes
+from anabranch.executor.running.remote import RemotePart
 from anabranch.executor.running.runner import rows_of
 from anabranch.executor.running.window import HEADER_SIZE
-from anabranch.executor.steps import Step, TrainStep
+from anabranch.executor.spec import Spec
+from anabranch.executor.steps import TrainStep
 from anabranch.job import job
-from anabranch.parameter_server import Consistency, ParameterClient, RemoteEmbedding
+from anabranch.parameter_server import ParameterClient, RemoteEmbedding
 from anabranch.pipeline import Pipe
-from anabranch.tables import Cache
 from anabranch.tensors import Compression, Structure
 from anabranch.tensors.packing import Share
 
 _SHORT = 1 << 31  # the most rows of a table whose ids travel as 32 bits
-_FLAGS = 2  # numbers per summed gradient beside its own
+_FLAGS = 1  # numbers per summed gradient beside its own
 _ALONE_BYTES = 8 * HEADER_SIZE  # a header in its own message
 _SKIP_BYTES = 4  # whether a worker skips the step
 _TIMES = 5  # of each message that is measured, after one that warms up
@@ -53,82 +53,40 @@ _SIZES = 1 << 10, 4 << 20  # bytes that are summed to measure the workers
 _ROWS = 4096  # read to measure the servers
 
 
-def other_modes(
-    routes_in: Callable[[CommMode | None], Routes],
-    mode: CommMode | None,
-    steps: Mapping[str, Step],
-    consistency: Consistency,
-    cache: Cache | None,
-) -> dict[CommMode | None, Routes]:
-    """Return where the parameters would live in the other modes in which this job could train the same model."""
-    several = job().world_size > 1
-    if not job().servers or (mode is None and several) or any(isinstance(step.model, Pipe) for step in steps.values()):
-        return {}
-    others: dict[CommMode | None, Routes] = {}
-    for other in (*(["AllReduce"] if several else [None]), "PS", "Hybrid"):
-        if other == mode:
-            continue
-        with suppress(ValueError):  # of a mode that is not possible
-            routes = routes_in(other)
-            if routes.served:
-                check_served_steps(steps, consistency, cache)
-            others[other] = routes
-    return others
-
-
 @dataclass(frozen=True, slots=True)
 class Planner:
     """Makes plans; every worker calls ``plan`` at the same place.
 
     Attributes:
-        models: of the executor.
+        spec: of the executor.
         workers: of the job; ``None`` is alone.
-        merges: the consistency does, so that the workers run together whatever they all-reduce.
-        compression: of rows on their way to servers.
-        caches: rows are cached here, so fewer of them cross than are looked up.
-        timeout: seconds that a wait may last.
-        others: where the parameters would live in the other modes that are possible.
     """
 
-    models: Sequence[nn.Module]
+    spec: Spec
     workers: Workers | None
-    merges: bool
-    compression: Compression | None
-    caches: bool
-    timeout: float
-    others: Mapping[CommMode | None, Routes]
 
-    def plan(
-        self,
-        name: str,
-        step: TrainStep,
-        batch: Structure | None,
-        mode: CommMode | None,
-        routes: Routes,
-        remote: RemotePart | None,
-    ) -> Plan:
+    def plan(self, name: str, step: TrainStep, batch: Structure | None, remote: RemotePart | None) -> Plan:
         """Return the plan of ``step``.
 
         Args:
             name: the step's.
             step: which.
             batch: this worker's; ``None`` if none has been seen.
-            mode: the mode in use.
-            routes: where it puts the parameters.
             remote: the servers' side; ``None`` if nothing is served.
         """
+        mode, routes, others = self.spec.comm_mode, self.spec.routes, self.spec.others
         links, surveys, rank = self._measured(step, batch, routes, remote)
         survey, servers = surveys[rank], len(job().servers) or int(remote is not None)
         costs = {
-            each: _Costs(self, step, there, surveys, rank, links)
+            each: _Costs(self.spec, step, there, surveys, rank, links)
             for each in (None, *COMM_MODES)
-            if (there := routes if each == mode else self.others.get(each)) is not None
+            if (there := routes if each == mode else others.get(each)) is not None
         }
         used = costs[mode]
         notes = (
             ["without a batch, compute time and table lookups are not included"] if survey is None else [*survey.notes]
         )
-        if self.caches and routes.at(Place.ROWS):
+        if self.spec.cache is not None and routes.at(Place.ROWS):
             notes.append("cached rows are not sent again, so the servers' figures are upper bounds")
         if links.keys() == {"servers"} and (remote is None or not remote.is_open):
             notes.append("nothing is on the servers yet, so their bandwidth is not measured")
@@ -141,14 +99,12 @@ class Planner:
         self, step: TrainStep, batch: Structure | None, routes: Routes, remote: RemotePart | None
     ) -> tuple[Mapping[str, LinkCost], Sequence[StepSurvey | None], int]:
         """Return rank 0's links, every worker's survey, and this worker's rank."""
-        if self.workers is None:
-            return self._links(routes, remote), [self._survey(step, batch, routes)], 0
-        with _uncounted(self.workers):
-            self.workers.barrier(operation="plan")
+        with nullcontext() if self.workers is None else _uncounted(self.workers):
+            exchange(self.workers, None, type(None), "plan")  # all begin to measure together
             mine = self._links(routes, remote), self._survey(step, batch, routes)
-            texts = self.workers.all_gather_bytes(msgspec.json.encode(mine), operation="plan")
-        everyone = [msgspec.json.decode(text, type=tuple[dict[str, LinkCost], StepSurvey | None]) for text in texts]
-        return everyone[0][0], [survey for _, survey in everyone], self.workers.rank
+            everyone = exchange(self.workers, mine, tuple[dict[str, LinkCost], StepSurvey | None], "plan")
+        rank = 0 if self.workers is None else self.workers.rank
+        return everyone[0][0], [survey for _, survey in everyone], rank
 
     def _survey(self, step: TrainStep, batch: Structure | None, routes: Routes) -> StepSurvey | None:
         if batch is None or not rows_of(step, batch):
@@ -171,8 +127,8 @@ class Planner:
         if remote is not None:
             with remote.client.uncounted():
                 links["servers"] = self._servers(remote.client, routes if remote.is_open else [], links)
-        elif self.others:
-            with ParameterClient(timeout=self.timeout) as client:
+        elif self.spec.others:
+            with ParameterClient(timeout=self.spec.timeout) as client:
                 links["servers"] = self._servers(client, [], links)
         return links
 
@@ -186,7 +142,7 @@ class Planner:
         count, size = 0, largest.bytes
         if largest.place is not Place.WHOLE:
             count = _ROWS if largest.shape[0] < 0 else min(largest.shape[0], _ROWS)
-            size = _row_bytes(largest, count - 1, self.compression, short=_has_short_ids(largest))
+            size = _row_bytes(largest, count - 1, self.spec.row_compression, short=_has_short_ids(largest))
             few = partial(client.pull_many, {largest.parameter: torch.zeros(1, dtype=torch.int64, device="cpu")})
         ids = torch.arange(count, device="cpu")
         return _link(few, partial(client.pull_many, {largest.parameter: ids}), max(1, size))
@@ -219,21 +175,21 @@ class _Costs:
 
     def __init__(
         self,
-        planner: Planner,
+        spec: Spec,
         step: TrainStep,
         routes: Routes,
         surveys: Sequence[StepSurvey | None],
         rank: int,
         links: Mapping[str, LinkCost],
     ) -> None:
-        self._planner, self._step, self._links = planner, step, links
+        self._compression, self._step, self._links = spec.row_compression, step, links
         self._mine, self._seen = surveys[rank], [survey for survey in surveys if survey is not None]
         self._alone = len(surveys) == 1
         causes = ["compute", *(cause for survey in self._seen for cause in survey.parts)]
         slowest = {cause: max((one.parts.get(cause, 0.0) for one in self._seen), default=0.0) for cause in causes}
         uses = [
             (parameter, getattr(module, "sparse", False) is True)
-            for model in planner.models
+            for model in spec.models.values()
             for module in model.modules()
             for parameter in module._parameters.values()
         ]
@@ -249,7 +205,7 @@ class _Costs:
         )
         short = all(map(_has_short_ids, mine.at(Place.ROWS)))
         self.rows = [self._row(route, pushes_short=short) for route in mine]
-        if not self._alone and (planner.merges or not routes.served or routes.all_reduces):
+        if not self._alone and spec.run_together(routes):
             self._add_headers(mine)
         if mine.served:
             # Rows are read in one message a run, parameters in one a step, and all are pushed in one; a norm takes two.
@@ -295,7 +251,7 @@ class _Costs:
             return route.bytes * (1 + trained)
         if route.place is Place.WHOLE_TABLE:
             return _row_bytes(route, route.shape[0] + moved, None, short=True)
-        rounded = self._planner.compression
+        rounded = self._compression
         read = _row_bytes(route, seen.read, rounded, short=_has_short_ids(route))
         return self._step.accumulate * read + _row_bytes(route, moved, rounded, short=pushes_short)
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from anabranch.autodiff.boundary.crossing import Boundary, Crossed, run_forward, traced_by
+from anabranch.autodiff.boundary.crossing import Boundary, Crossed, Tensors, Tracer, run_forward, traced_by
+from anabranch.autodiff.grad_sessions import loss_and_returned
 from anabranch.autodiff.moved_parameter import parameters_here
-from anabranch.executor.engines.engine import loss_and_returned
 from anabranch.executor.engines.pipe_engine import pipe_run
 from anabranch.executor.plan.step_plan import PlanRow
 from anabranch.executor.randomness import random_state, restore_random_state
@@ -199,7 +199,7 @@ def check_planned(name: str, step: TrainStep, comm_mode: CommMode | None) -> Non
 # What the model asks of other processes.
 
 
-class _DryRun:
+class _DryRun(Tracer):
     """A run without effects: it answers boundaries, and records what they ask of other processes.
 
     It takes the place of a graph tracer, so every boundary of the model calls it. A lookup on servers returns zeros; an
@@ -240,7 +240,7 @@ class _DryRun:
             self._entry = self.leaf(torch.zeros((), device="cpu"))
         return self._entry
 
-    def forward(self, boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+    def forward(self, boundary: Boundary, inputs: Tensors, wants: Sequence[bool] | None) -> Crossed:
         """Answer a crossing."""
         if boundary.kind == "table":
             self.looked_up(boundary.name, cast(Tensor, inputs[0]), None)
@@ -269,11 +269,11 @@ class _DryRun:
         self,
         boundary: Boundary,
         state: object,
-        inputs: Sequence[Tensor | None],
-        gradients: Sequence[Tensor | None],
+        inputs: Tensors,
+        gradients: Tensors,
         wants: Sequence[bool],
         updates: bool,
-    ) -> list[Tensor | None]:
+    ) -> Tensors:
         """Return gradients of zero."""
         return [
             torch.zeros_like(value) if want and value is not None else None

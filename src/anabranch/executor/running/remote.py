@@ -15,11 +15,8 @@ import logging
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -30,12 +27,13 @@ from anabranch.choices import listed
 from anabranch.collectives import Workers
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, LostUpdate
-from anabranch.executor.routes import Place, Route, Routes
+from anabranch.executor.likeness import exchange
+from anabranch.executor.routes import Place, ServedParameter
+from anabranch.executor.spec import Served, Spec
 from anabranch.executor.statistics import TableLoads
-from anabranch.executor.steps import Step, TrainStep, model_of
+from anabranch.executor.steps import TrainStep, model_of
 from anabranch.job import job
 from anabranch.parameter_server import (
-    Consistency,
     ParameterClient,
     RemoteEmbedding,
     RemoteTables,
@@ -44,15 +42,9 @@ from anabranch.parameter_server import (
 )
 from anabranch.parameter_server.client.remote_tables import is_sparse
 from anabranch.parameter_server.client.warming_caches import compile_cache_kernels
-from anabranch.tables import Cache, Family, ParameterState, RowOptimizer, to_torch
-from anabranch.tensors import Compression
-
-__all__ = ["RemotePart", "Served", "ServedParameter", "check_served_steps"]
+from anabranch.tables import Family, ParameterState, to_torch
 
 _log = logging.getLogger("anabranch.executor")
-
-Served = Literal["refuse", "adopt", "replace"]
-"""What becomes of tables and parameters that servers hold under an executor's names before it has trained."""
 
 _Left = dict[tuple[tuple[str, ...], str], tuple[str, int]]
 """Parameters that an Executor of this process has left on servers and given back, by endpoints and name: the client
@@ -63,30 +55,6 @@ _left: MutableMapping[Tensor, _Left] = WeakTensorKeyDictionary()  # by the param
 _PATIENCE = 10.0  # heartbeats for a server to answer, where an error ends the Executor
 
 
-@dataclass(frozen=True, slots=True)
-class ServedParameter:
-    """A parameter of the model that is on the servers while the executor is open.
-
-    Attributes:
-        name: on the servers, and in the model.
-        names: all that it has in the models' state, if several modules share it.
-        parameter: the optimizer's parameter; a placeholder if the servers have the only copy.
-        shape, dtype: of the whole.
-        place: where it lives.
-        rule: its optimizer's settings, read again at each call.
-        optimizer: which that is.
-    """
-
-    name: str
-    names: list[str]
-    parameter: nn.Parameter
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    place: Place
-    rule: Callable[[], RowOptimizer]
-    optimizer: torch.optim.Optimizer
-
-
 class RemotePart:
     """The parameters of an executor that live on the servers.
 
@@ -95,16 +63,11 @@ class RemotePart:
     nothing.
 
     Args:
-        routes: the place of each parameter.
-        steps, models: the owners of these parameters.
+        spec: of the executor.
         workers: those whose steps are ordered with this one's, all ranks of parallel pipelines; ``None`` for a single
             worker.
         stages: the number of ranks that hold one model between them; those with neighbouring numbers do.
-        consistency: how.
-        cache: how looked-up rows are cached here, if at all.
-        row_compression: how rows are rounded on the way, if at all.
-        timeout, heartbeat, served: as the executor's.
-        on_move: called when the parameters have moved.
+        on_move: called when the parameters have moved behind the construction.
 
     Attributes:
         is_open: the parameters are on the servers.
@@ -122,48 +85,30 @@ class RemotePart:
     """
 
     def __init__(
-        self,
-        routes: Routes,
-        steps: Mapping[str, Step],
-        models: Mapping[str, nn.Module],
-        workers: Workers | None,
-        *,
-        stages: int = 1,
-        consistency: str = "bsp",
-        cache: Cache | None = None,
-        row_compression: Compression | None = None,
-        timeout: float = 600.0,
-        heartbeat: float = 1.0,
-        served: Served = "refuse",
-        on_move: Callable[[], None] = lambda: None,
+        self, spec: Spec, workers: Workers | None, stages: int = 1, on_move: Callable[[], None] = lambda: None
     ) -> None:
-        self.is_open, self._on_move = False, on_move
-        self._before = ""  # the client that had joined the servers last
-        self._served_choice: Served = served
-        self._replaced_later: set[str] = set()
-        self._steps, self._cache = steps, cache
-        self._trains = any(isinstance(step, TrainStep) for step in steps.values())
-        self.consistency = Consistency.parse(consistency)
-        self.clock = 0
+        self._spec, self._steps, self._models, self._on_move = spec, spec.steps, spec.models, on_move
+        self._trains, self._served_choice, self.consistency = bool(spec.training), spec.served, spec.consistency
+        self._workers = workers if workers is not None and workers.size > 1 else None
+        self.stages, world = stages, 1 if self._workers is None else self._workers.size
+        self.moved = [route.served for route in spec.routes if route.served is not None]
+        self._optimizers = list(dict.fromkeys(moved.optimizer for moved in self.moved))
+        self.embeddings = [route.parameter for route in spec.routes if route.place.served and route.tensor is None]
+        self.is_open, self.clock = False, 0
+        self.there: Sequence[ServedParameter] = ()
         self.torn: int | None = None
+        self._read_at = self._as_of = 0  # this worker's pushes, and those of all workers, before the copies were read
         self._edges: dict[str, tuple[int, int]] = {}  # ids without a row and evicted rows, by table
         self._full: set[str] = set()  # tables without room for an id, of which a warning was given
-        self._read_at = self._as_of = 0  # this worker's pushes, and those of all workers, before the copies were read
-        self._workers = workers if workers is not None and workers.size > 1 else None
-        self.stages = stages
-        self.moved = [_moved(route, models) for route in routes if route.place.served and route.tensor is not None]
-        self.embeddings = [route.parameter for route in routes if route.place.served and route.tensor is None]
-        self._models = models
-        self._hooks, self._heartbeat = ExitStack(), heartbeat
-        self.there: list[ServedParameter] = []
-        check_served_steps(steps, self.consistency, cache)
-        self._optimizers = list(dict.fromkeys(moved.optimizer for moved in self.moved))
+        self._before = ""  # the client that had joined the servers last
+        self._replaced_later: set[str] = set()
+        self._hooks = ExitStack()
+        spec.check_served()
         self._refuse_step_hooks()
-        world = 1 if self._workers is None else self._workers.size
         if stages > 1 and not self.consistency.merges:
             raise ValueError(
-                f"consistency={consistency!r} lets workers run apart, but the ranks of a Pipe make each step together; "
-                "use consistency='bsp', or a Pipe in one process"
+                f"consistency={self.consistency.name!r} lets workers run apart, but the ranks of a Pipe make each step "
+                "together; use consistency='bsp', or a Pipe in one process"
             )
         if world > 1 and not job().servers:
             raise ValueError(
@@ -171,11 +116,11 @@ class RemotePart:
                 f"run --workers {world} --servers 1`, or name running ones in ANABRANCH_SERVERS"
             )
         rank = 0 if self._workers is None else self._workers.rank
-        self._worker = Worker(rank, world, consistency, leads=rank < stages)
+        self._worker = Worker(rank, world, self.consistency.name, leads=rank < stages)
         self.client = ParameterClient(
-            timeout=timeout,
-            heartbeat=heartbeat,
-            compression=row_compression,
+            timeout=spec.timeout,
+            heartbeat=spec.heartbeat,
+            compression=spec.row_compression,
             watch=None if self._workers is None else self._workers.check_present,
         )
         try:
@@ -190,9 +135,9 @@ class RemotePart:
             if self._trains and not steps_there:
                 self._open(())
             elif self.client.in_process:
-                self._adopt_modules(steps)
+                self._adopt_modules()
             else:
-                for model in models.values():
+                for model in self._models.values():
                     self.tables.read_modules(model)
         except BaseException as error:
             if self.there:
@@ -245,6 +190,7 @@ class RemotePart:
         if not self.is_open and self._trains:
             self._served_choice = served or self._served_choice
             self._open(self.check_free())
+            self._on_move()
 
     def _open(self, present: Collection[str]) -> None:
         adopted = present if self._served_choice == "adopt" else ()
@@ -253,27 +199,26 @@ class RemotePart:
             self.client.drop_some(self._served.difference(adopted))
         self._meet()
         self.tables.abandon()
-        self.tables, self.is_open, self.torn = RemoteTables(self.client, cache=self._cache), True, -1
+        self.tables, self.is_open, self.torn = RemoteTables(self.client, cache=self._spec.cache), True, -1
         self.tables.trains = True
-        self._take_over(self._steps, adopted)
-        if self._cache is not None:
+        self._take_over(adopted)
+        if self._spec.cache is not None:
             for spec, table_rule in self.client.made:
-                compile_cache_kernels(self._cache, table_rule, spec.dtype)
+                compile_cache_kernels(self._spec.cache, table_rule, spec.dtype)
         self._meet()
         self._move()
         if adopted:
             self.whole.refresh(None)
         self.torn = None
-        self._on_move()
 
-    def _adopt_modules(self, steps: Mapping[str, Step]) -> None:
-        for step in sorted(steps.values(), key=lambda step: not isinstance(step, TrainStep)):
+    def _adopt_modules(self) -> None:
+        for step in sorted(self._steps.values(), key=lambda step: not isinstance(step, TrainStep)):
             optimizers = step.optimizers if isinstance(step, TrainStep) else []
             self.tables.adopt_modules(step.model, optimizers[0] if len(optimizers) == 1 else None)
 
-    def _take_over(self, steps: Mapping[str, Step], adopted: Collection[str]) -> None:
+    def _take_over(self, adopted: Collection[str]) -> None:
         everyone = list(self._models.values())
-        self._adopt_modules(steps)
+        self._adopt_modules()
         for moved in self.moved:
             adopt = moved.name in adopted
             sparse = is_sparse(moved.parameter, everyone)
@@ -330,10 +275,7 @@ class RemotePart:
 
     def gather(self, names: list[list[str]]) -> list[list[list[str]]]:
         """Gather the ranks' values, in the order of ranks."""
-        if self._workers is None:
-            return [names]
-        texts = self._workers.all_gather_bytes(msgspec.json.encode(names), operation="meet at the servers")
-        return [msgspec.json.decode(text, type=list[list[str]]) for text in texts]
+        return exchange(self._workers, names, list[list[str]], "meet at the servers")
 
     def _meet(self) -> None:
         self.gather([])
@@ -598,7 +540,7 @@ class RemotePart:
         until = Deadline.after(self.client.timeout)
         try:
             # The values may be another Executor's by now. A job whose servers are gone is to end soon.
-            patience = min(self.client.timeout, _PATIENCE * self._heartbeat)
+            patience = min(self.client.timeout, _PATIENCE * self._spec.heartbeat)
             self.client.check_joined(until=Deadline.after(patience) if in_haste else until)
             if in_haste:
                 with suppress(Exception):
@@ -667,39 +609,3 @@ def _as_kept_here(state: Mapping[str, object], moved: ServedParameter, *, sparse
         key: value.to(device, dtype) if isinstance(value, Tensor) and key != "step" else value
         for key, value in state.items()
     }
-
-
-def _moved(route: Route, models: Mapping[str, nn.Module]) -> ServedParameter:
-    assert route.tensor is not None
-    assert route.rule is not None
-    assert route.optimizer is not None
-    names = [
-        f"{prefix}{name}"
-        for prefix, model in models.items()
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if parameter is route.tensor
-    ]
-    shape = (route.shape, route.tensor.dtype)
-    return ServedParameter(route.parameter, names, route.tensor, *shape, route.place, route.rule, route.optimizer)
-
-
-def check_served_steps(steps: Mapping[str, Step], consistency: Consistency, cache: Cache | None) -> None:
-    """Raise ``ValueError`` for a training step that cannot run with parameters on servers."""
-    for name, step in steps.items():
-        if not isinstance(step, TrainStep):
-            continue
-        delays = cache is not None and cache.push_bound > 0
-        clips = step.clip_grad_norm is not None
-        refused = [
-            (step.precision == "float16", "has precision='float16', but servers cannot unscale its gradients; use "
-             "precision='bfloat16' with parameters on servers"),
-            (step.clip_grad_value is not None, "has clip_grad_value, but gradients averaged on servers cannot be "
-             "clipped here; use clip_grad_norm with parameters on servers"),
-            (clips and not consistency.merges, f"clips gradients, but under {consistency.name!r} each worker's push is "
-             "applied as it arrives, so the step has no norm; use consistency='bsp', or no clip_grad_norm"),
-            (clips and delays, "clips gradients, but a cache with push_bound delays some of them, so the step has no "
-             "norm; use push_bound=0, or no clip_grad_norm"),
-        ]  # fmt: skip
-        for applies, why in refused:
-            if applies:
-                raise ValueError(f"step {name!r} {why}")

@@ -16,9 +16,10 @@ import hashlib
 import logging
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +28,12 @@ from torch.optim import Optimizer
 from anabranch.autodiff.moved_parameter import Switch, from_within, parameters_here
 from anabranch.choices import listed
 from anabranch.collectives import GradientBuckets, Workers
-from anabranch.errors import BoundaryError, CaptureError, WorkersDiffer
+from anabranch.errors import BoundaryError, WorkersDiffer
 from anabranch.executor.engines.engine import Engine, Fetch, StepOutput
 from anabranch.executor.engines.gradients import LossScale, clip_scale, clip_values, elements, nonfinite_error
-from anabranch.executor.likeness import Drift
-from anabranch.executor.loaders.upcoming import UpcomingIds
-from anabranch.executor.running.remote_window import RemoteWindow
-from anabranch.executor.running.window import HEADER_SIZE, Total, header, sent_alone, total_of
+from anabranch.executor.likeness import Drift, exchange
+from anabranch.executor.loaders.leaf_ids import LeafIds
+from anabranch.executor.running.window import HEADER_SIZE, RemoteWindow, Total, header, sent_alone, total_of
 from anabranch.executor.steps import Step, TrainStep, parameters_of
 from anabranch.graph.step.joint import accumulate
 from anabranch.interrupts import releasing_interrupts
@@ -53,7 +53,7 @@ class StepRunner:
         name: of the step.
         number: of the step among the executor's training steps, the same on all workers.
         servers: the window of what of the step is on servers, if anything is.
-        upcoming: learns which rows a batch looks up, if those of the next one are useful.
+        ids: learns which rows a batch looks up, if there are tables on servers.
         between: called once the step has read its rows, while there is time to request the next step's.
     """
 
@@ -67,12 +67,12 @@ class StepRunner:
         name: str = "default",
         number: int = 0,
         servers: Sequence[RemoteWindow] = (),
-        upcoming: UpcomingIds | None = None,
+        ids: LeafIds | None = None,
         between: Callable[[], None] | None = None,
     ) -> None:
         self.step, self.engine, self._servers = step, engine, servers
         self._name, self._number = name, number
-        self.upcoming, self._between = upcoming, between
+        self.ids, self._between = ids, between
         self._workers = workers if workers is not None and workers.size > 1 else None
         self._rowless = None if self._workers is None else self._workers.rowless
         self._drift = drift
@@ -153,9 +153,8 @@ class StepRunner:
         """Raise ``ValueError`` on all workers if they have not frozen the same parameters."""
         assert self._workers is not None
         names = {parameter: name for name, parameter in self.engine.parameters.items()} | self._elsewhere
-        mine = "\n".join(name for parameter, name in names.items() if parameter.requires_grad)
-        everyone = self._workers.all_gather_bytes(mine.encode(), operation="comparison of frozen parameters")
-        sets = [set(filter(None, text.decode().split("\n"))) for text in everyone]
+        mine = [name for parameter, name in names.items() if parameter.requires_grad]
+        sets = [set(one) for one in exchange(self._workers, mine, list[str], "comparison of frozen parameters")]
         if differing := sorted(sets[0].union(*sets) - sets[0].intersection(*sets)):
             raise ValueError(
                 f"{', '.join(differing)} is frozen on some workers and not on others (requires_grad_): freeze and "
@@ -173,9 +172,7 @@ class StepRunner:
                     f"{', '.join(summed)} was frozen when the Executor was made and is not now; under this consistency "
                     "the workers do not sum gradients among themselves: make a new Executor"
                 )
-        self._buckets = GradientBuckets(
-            summed, self._workers, sparse=_sparse_tables(self.step.model), header=HEADER_SIZE
-        )
+        self._buckets = GradientBuckets(summed, self._workers, sparse=_sparse_tables(self.step), header=HEADER_SIZE)
         self.engine.attach([*self._servers, self._buckets])
 
     def run(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput:
@@ -203,9 +200,9 @@ class StepRunner:
 
     def _run_in_parts(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput:
         """Run forward and backward; the gradients are summed or checked before the optimizers get them."""
+        expected = {} if self.ids is None or not rows > 0 else self.ids.begin(batch)
         self._begin_run(rows, batch)
         for servers in self._servers:
-            expected = {} if self.upcoming is None or not rows > 0 else self.upcoming.of(batch)
             servers.part.begin(
                 training=True,
                 fresh=self.in_window == 0,
@@ -213,29 +210,48 @@ class StepRunner:
                 between=self._between,
                 keeps_reads=self.engine.reads_again,
             )
+            servers.part.tables.lookups = [] if self.ids is not None and self.ids.watching else None
         if not rows > 0:
-            ran = self._add_nothing(active=True, fetch=fetch)
-            assert ran is not None
-            return ran
+            return cast(StepOutput, self._add_nothing(fetch, active=True))
+        with self._window_kept_whole():
+            ran, total = self._differentiate(batch, rows, fetch)
+            self._end_run(total, fetch)
+        for servers in self._servers:
+            if self.ids is not None:
+                self.ids.end(servers.part.tables.lookups or (), servers.part.tables.unexpected)
+                servers.part.tables.lookups = None
+        self._raise_at_end()
+        return ran if self._workers is None else StepOutput(self._loss_of(total), ran.returned)
+
+    def _differentiate(self, batch: Structure, rows: float, fetch: Fetch) -> tuple[StepOutput, Total]:
         weight = rows if self._averages else 1.0
         factor = self.mean_rows or weight
         seed = weight / factor if self.scale is None else weight / factor * self.scale.value
         started: list[Callable[[], Total]] = []
-        upcoming = self.upcoming if self.upcoming is not None and self.upcoming.learning else None
-        with self._window_kept_whole():
-            with (
-                nullcontext() if self._rowless is None else self._rowless.bounded(),
-                nullcontext() if upcoming is None else self.engine.watched(upcoming, batch),
-            ):
-                ran = self.engine.differentiate(
-                    batch, rows, fetch, lambda loss: started.append(self._start_run(loss, weight, factor)), seed
-                )
-            self._loss_dtype = ran.loss.dtype
+        with nullcontext() if self._rowless is None else self._rowless.bounded():
+            ran = self.engine.differentiate(
+                batch, rows, fetch, lambda loss: started.append(self._start_run(loss, weight, factor)), seed
+            )
+        self._loss_dtype = ran.loss.dtype
+        self._end_backward()
+        return ran, started[0]()
+
+    def run_idle(self, *, active: bool = False) -> StepOutput | None:
+        """Return a run of a worker whose loader has ended: adds nothing; ``None`` when that is so on every worker."""
+        self._begin_run(0.0)
+        for servers in self._servers:
+            servers.part.tables.begin(servers.part.clock)
+        return self._add_nothing(None, active=active)
+
+    def _add_nothing(self, fetch: Fetch | None, *, active: bool) -> StepOutput | None:
+        with self._window_kept_whole(), nullcontext() if self._rowless is None else self._rowless.here():
+            total = self._start_run(None, 0.0, 0.0, active=active)()
+            if not total.active:
+                return None
             self._end_backward()
-            total = started[0]()
-            self._finish_run(total, fetch)
+            self._end_run(total, fetch)
         self._raise_at_end()
-        return ran if self._workers is None else StepOutput(self._loss_of(total), ran.returned)
+        return StepOutput(self._loss_of(total), {})
 
     @property
     def _averages(self) -> bool:
@@ -251,7 +267,7 @@ class StepRunner:
         """
         if self._workers is None or self._has_met:
             return
-        mine = torch.tensor([rows, _digest(batch) if rows > 0 else 0], dtype=torch.float64, device="cpu")
+        mine = torch.tensor([rows, digest_of(batch) if rows > 0 else 0], dtype=torch.float64, device="cpu")
         try:
             everyone = self._workers.all_gather(mine, operation="all_gather of rows")
         except BaseException:
@@ -313,12 +329,6 @@ class StepRunner:
             return partial(total_of, self._buckets.header, call, self._workers)
         return partial(total_of, sent_alone(share, self._workers, call), call, self._workers)
 
-    def _finish_run(self, total: Total, fetch: Fetch | None = None) -> None:
-        if total.refrozen:
-            self._compare_frozen()
-        self.stop_seen = self.stop_seen or total.stopping > 0
-        self._end_run(total, fetch)
-
     def compare_workers(self) -> None:
         """Raise ``WorkersDiffer`` if the workers' parameters differ by more than rounding; every worker calls it."""
         if self._drift is not None:
@@ -329,23 +339,6 @@ class StepRunner:
                 self._broken = False
                 raise
             self._alike_at, self._broken = self.steps, False
-
-    def run_idle(self, *, active: bool = False) -> StepOutput | None:
-        """Return a run of a worker whose loader has ended: adds nothing; ``None`` when that is so on every worker."""
-        self._begin_run(0.0)
-        for servers in self._servers:
-            servers.part.tables.begin(servers.part.clock)
-        return self._add_nothing(active=active)
-
-    def _add_nothing(self, *, active: bool, fetch: Fetch | None = None) -> StepOutput | None:
-        with self._window_kept_whole(), nullcontext() if self._rowless is None else self._rowless.here():
-            total = self._start_run(None, 0.0, 0.0, active=active)()
-            if not total.active:
-                return None
-            self._end_backward()
-            self._finish_run(total, fetch)
-        self._raise_at_end()
-        return StepOutput(self._loss_of(total), {})
 
     @contextmanager
     def _window_kept_whole(self) -> Iterator[None]:
@@ -372,16 +365,11 @@ class StepRunner:
     def _run_whole(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput | None:
         """Run the whole step at once: without sinks nothing is summed."""
         self._follow_optimizers()
-        left = self._call_own_zero_grads() if self._own_zero_grads else []
+        if self._own_zero_grads:
+            self._call_own_zero_grads()
         for parameter in self._held:
             parameter.grad = None
-        for parameter, gradient in left:
-            parameter.grad = gradient
         engine = self.engine
-        if left and engine.name != "tape":
-            raise CaptureError(
-                "zero_grad of an optimizer leaves gradients, to which a graph would not add; use engine='tape'"
-            )
         with releasing_interrupts():
             ran = engine.step(batch, rows, fetch)
             if ran is None:
@@ -417,11 +405,8 @@ class StepRunner:
         """Start a window if none is open, and clear the gradients of the last run."""
         self._follow_optimizers()
         if self.in_window == 0:
-            if self._own_zero_grads and any(bool(gradient.any()) for _, gradient in self._call_own_zero_grads()):
-                raise ValueError(
-                    "zero_grad of an optimizer leaves gradients, to which several workers, servers and accumulate=... "
-                    "cannot add; let it clear them"
-                )
+            if self._own_zero_grads:
+                self._call_own_zero_grads()
             self._lay_out()
             self._buckets.start_window()
             for servers in self._servers:
@@ -466,17 +451,20 @@ class StepRunner:
                     "window; do it between two optimizer steps"
                 )
 
-    def _call_own_zero_grads(self) -> list[tuple[Tensor, Tensor]]:
-        """Call ``zero_grad``, of which an optimizer has its own; return the remaining gradients."""
+    def _call_own_zero_grads(self) -> None:
+        """Call ``zero_grad``, of which an optimizer has its own."""
         for optimizer in self.step.optimizers:
             optimizer.zero_grad()
-        own = set(self._held)
-        return [(p, p.grad) for p in self._parameters if p.grad is not None and p in own]
+        if any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in self._held):
+            raise ValueError("zero_grad of an optimizer leaves gradients, to which no step adds; let it clear them")
 
     def _closes_window(self) -> bool:
         return self._closing or self.in_window + 1 == self.step.accumulate
 
     def _end_run(self, total: Total, fetch: Fetch | None) -> None:
+        if total.refrozen:
+            self._compare_frozen()
+        self.stop_seen = self.stop_seen or total.stopping > 0
         self._window_rows += total.rows
         self.runs += 1
         if not self._closes_window():
@@ -620,12 +608,24 @@ class StepRunner:
                 f"(executor.stopping is true only there)"
             )
 
-    def restore(self, runs: int, steps: int, mean_rows: float | None) -> None:
-        """Continue where another runner stood."""
-        self.mean_rows = None if self._workers is None else mean_rows
-        self._alike_at = steps
-        self.runs = runs
-        self.steps = steps
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        names = ("runs", "steps", "mean_rows", "epoch_runs")
+        return {name: getattr(self, name) for name in names} | {"loss_scale": self.scale and self.scale.state()}
+
+    def restore(self, state: Mapping[str, Any], *, as_many_rows: bool, in_epoch: bool) -> None:
+        """Continue where another runner stood.
+
+        Args:
+            state: of that.
+            as_many_rows: there are as many pipelines, else the mean is another: they exchange their rows again.
+            in_epoch: the loader continues within its epoch, else how far it is shows at the next one.
+        """
+        self.mean_rows = state["mean_rows"] if self._workers is not None and as_many_rows else None
+        self.runs, self.steps, self._alike_at = state["runs"], state["steps"], state["steps"]
+        self.epoch_runs = state["epoch_runs"] if in_epoch else None
+        if self.scale is not None and state["loss_scale"]:
+            self.scale.restore(state["loss_scale"])
         self._calls = 0  # on all workers: one of them may have been interrupted before it began a run
         self.in_window = 0
 
@@ -642,7 +642,7 @@ def rows_of(step: Step, batch: Structure) -> float:
     return rows
 
 
-def _digest(batch: Structure) -> int:
+def digest_of(batch: Structure) -> int:
     """Return a hash of the batch's tensors, of 6 bytes: float64 holds it exactly."""
     digest = hashlib.blake2b(digest_size=6)
     for leaf in flatten(batch)[0]:
@@ -651,11 +651,14 @@ def _digest(batch: Structure) -> int:
     return int.from_bytes(digest.digest())
 
 
-def _sparse_tables(model: nn.Module) -> list[str]:
-    """Return the parameters whose gradients are known to be sparse before the first one arrives."""
+def _sparse_tables(step: TrainStep) -> list[str]:
+    """Return the parameters whose gradients are sparse."""
     found = {
         module.weight
-        for module in model.modules()
+        for module in step.model.modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
     }
-    return [name for name, parameter in parameters_here(model).items() if parameter in found]
+    for optimizer in step.optimizers:
+        if isinstance(optimizer, torch.optim.SparseAdam):  # which takes no others
+            found.update(parameter for group in optimizer.param_groups for parameter in group["params"])
+    return [name for name, parameter in parameters_here(step.model).items() if parameter in found]

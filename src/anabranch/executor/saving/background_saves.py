@@ -1,6 +1,6 @@
-"""``BackgroundSaves``: writes checkpoints in a thread while training continues, one after the other.
+"""``BackgroundSave``: a checkpoint that is written in a thread while training continues.
 
-At process exit, saves of an executor that was not closed are finished too, and failures are printed on stderr.
+At process exit, a save of an executor that was not closed is finished too, and a failure is printed on stderr.
 """
 
 from __future__ import annotations
@@ -12,16 +12,12 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 from anabranch import checkpoint
 from anabranch.checkpoint.storage import Place
 from anabranch.deadline import LONGEST_SLEEP, Deadline
-from anabranch.errors import DeadlineExceeded
 
 _LAST_SECONDS = 600.0  # for what is written when the process ends
-MOST_IN_FLIGHT = 2
-"""Snapshots that wait to be written, or are: each is a copy of the model and of the optimizers' states."""
 
 
 def copied(groups: Mapping[str, checkpoint.Group]) -> dict[str, checkpoint.Group]:
@@ -33,70 +29,47 @@ def copied(groups: Mapping[str, checkpoint.Group]) -> dict[str, checkpoint.Group
     }
 
 
-@dataclass(frozen=True, slots=True)
-class StartedSave:
+class BackgroundSave:
     """A save in progress.
 
-    Attributes:
+    >>> from pathlib import Path
+    >>> BackgroundSave(3, Path("checkpoint"), 0.0, lambda: None).wait(Deadline.after(60.0))
+    ''
+
+    Args:
         step: optimizer steps that it holds.
         path: the directory.
         began: ``time.monotonic()`` when it was requested.
+        write: writes it; ``None`` on a rank that writes nothing.
     """
 
-    step: int
-    path: Place
-    began: float
+    def __init__(self, step: int, path: Place, began: float, write: Callable[[], object] | None) -> None:
+        self.step, self.path, self.began = step, path, began
+        self._written: Future[object] | None = None
+        if write is not None:
+            pool = ThreadPoolExecutor(1, thread_name_prefix="anabranch-save")
+            self._written = pool.submit(write)
+            pool.shutdown(wait=False)
+            _unreported.add(self._written)
 
-
-class BackgroundSaves:
-    """Runs writes on its own thread, in order.
-
-    >>> saves = BackgroundSaves()
-    >>> saves.begin(lambda: None)
-    >>> saves.wait(0, Deadline.after(60.0))
-    ['']
-    >>> saves.close(Deadline.after(60.0))
-    []
-    """
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="anabranch-save")
-        self._writing: list[Future[object]] = []
-
-    def begin(self, write: Callable[[], object]) -> None:
-        """Queue ``write``."""
-        self._writing.append(self._pool.submit(write))
-        _unreported.add(self._writing[-1])
-
-    def wait(self, most: int, deadline: Deadline) -> list[str]:
-        """Wait until at most ``most`` are left; return for each finished one the reason of its failure, or ``""``.
+    def wait(self, deadline: Deadline) -> str:
+        """Wait until it is written; return the reason of its failure, or ``""``.
 
         Raises:
-            DeadlineExceeded: they take longer.
+            DeadlineExceeded: it takes longer.
         """
-        while len(left := [future for future in self._writing if not future.done()]) > most:
+        if self._written is None:
+            return ""
+        while not self._written.done():
             if deadline.expired():
                 raise deadline.error(peer="the disk", operation="save in the background")
-            seconds = min(LONGEST_SLEEP, deadline.remaining())
-            concurrent.futures.wait(left, seconds, concurrent.futures.FIRST_COMPLETED)
-        ended = []
-        while self._writing and self._writing[0].done():
-            _unreported.discard(self._writing[0])
-            ended.append(_failure(self._writing.pop(0)))
-        return ended
-
-    def close(self, deadline: Deadline) -> list[str]:
-        """End the thread when all is written or the deadline has passed; return the reasons of failures."""
-        try:
-            ended = self.wait(0, deadline)
-        except DeadlineExceeded as error:
-            ended = [str(error)]
-        self._pool.shutdown(wait=False)
-        return [failure for failure in ended if failure]
+            concurrent.futures.wait([self._written], min(LONGEST_SLEEP, deadline.remaining()))
+        _unreported.discard(self._written)
+        return _failure(self._written)
 
 
-def _failure(future: Future[object]) -> str:
-    error = future.exception()
+def _failure(written: Future[object]) -> str:
+    error = written.exception()
     return "" if error is None else f"{type(error).__name__}: {error}"
 
 

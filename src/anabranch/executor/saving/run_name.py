@@ -13,6 +13,7 @@ import sys
 import uuid
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from anabranch.checkpoint.manifest import Manifest
 from anabranch.checkpoint.storage import Place
@@ -35,12 +36,12 @@ class RunName:
         self._loaded: set[int] = set()
         self._continued: dict[str, int] = {}  # by a run's name, up to when its checkpoints are this one's too
 
-    def state(self) -> dict[str, str]:
+    def state(self) -> dict[str, Any]:
         """Return the entry of a checkpoint."""
-        return {"name": self._name, "by": self._by}
+        return {"name": self._name, "by": self._by, "continues": self._continued}
 
     def take_over(self, state: object, written: set[int]) -> None:
-        """Continue the run that saved ``state``.
+        """Continue the run that saved ``state``, and those that it has continued.
 
         Args:
             state: of the checkpoint that was loaded.
@@ -48,8 +49,10 @@ class RunName:
                 (``best`` beside ``last``) is continued too.
         """
         self._loaded |= written
-        if name := _run_of(state).get("name"):
-            self._continued[name] = max(written, default=0)
+        run = _run_of(state)
+        if name := run.get("name"):
+            for each, until in {**run.get("continues", {}), name: max(written, default=0)}.items():
+                self._continued[each] = max(until, self._continued.get(each, 0))
 
     def check(self, place: Place, newest: Manifest) -> None:
         """Raise ``CheckpointError`` if the ``newest`` checkpoint in ``place`` is neither this run's nor was loaded."""
@@ -65,6 +68,6 @@ class RunName:
         )
 
 
-def _run_of(state: object) -> dict[str, str]:
+def _run_of(state: object) -> dict[str, Any]:
     run = state.get("run") if isinstance(state, dict) else None
     return run if isinstance(run, dict) else {}

@@ -43,13 +43,13 @@ from anabranch.checkpoint.storage import Place
 from anabranch.checkpoint.tensor_file import Blocks
 from anabranch.collectives import Workers
 from anabranch.deadline import Deadline
-from anabranch.errors import CheckpointError
+from anabranch.errors import CheckpointError, DeadlineExceeded
 from anabranch.executor.loaders.loading import BoundLoader
-from anabranch.executor.own_state import HasState
+from anabranch.executor.own_state import OwnState
 from anabranch.executor.randomness import random_state, restore_random_state
 from anabranch.executor.running.remote import RemotePart
 from anabranch.executor.running.runner import StepRunner
-from anabranch.executor.saving.background_saves import BackgroundSaves, StartedSave, copied
+from anabranch.executor.saving.background_saves import BackgroundSave, copied
 from anabranch.executor.saving.exporting import export
 from anabranch.executor.saving.optimizer_states import (
     OptimizerState,
@@ -59,10 +59,12 @@ from anabranch.executor.saving.optimizer_states import (
     merge_stage,
     names_of,
     parameter_names,
+    restored,
+    to_save,
 )
-from anabranch.executor.saving.program_values import restored, to_save
 from anabranch.executor.saving.run_name import RunName
-from anabranch.executor.steps import Step, TrainStep, distinct_models, parameters_of
+from anabranch.executor.spec import Spec
+from anabranch.executor.steps import parameters_of
 from anabranch.parameter_server import RemoteEmbedding
 from anabranch.pipeline import Pipe
 from anabranch.tables import ParameterState, from_torch, to_torch
@@ -103,7 +105,7 @@ class _State(TypedDict):
     """A checkpoint's state, its tensors included."""
 
     format: int
-    run: dict[str, str]
+    run: dict[str, Any]
     workers: int
     stages: int
     optimizers: dict[str, list[OptimizerState]]
@@ -119,40 +121,53 @@ class Saver:
     """Saves and loads the state of one executor.
 
     Args:
-        steps: of the executor.
+        spec: of the executor.
         runners: of its training steps.
         workers: all ranks.
         stages: the number of them that hold one model between them.
         loaders: the loaders whose positions are saved.
         remote: the parameters on servers.
-        objects: the user's own.
+        own: the user's own objects.
     """
 
     def __init__(
         self,
-        steps: Mapping[str, Step],
+        spec: Spec,
         runners: Mapping[str, StepRunner],
         workers: Workers | None,
         stages: int,
         loaders: Mapping[str, BoundLoader],
         remote: RemotePart | None,
-        objects: Mapping[str, HasState] | None = None,
+        own: OwnState,
     ) -> None:
         self.loaders, self.remote = loaders, remote
-        self._objects = objects or {}
-        self._background: BackgroundSaves | None = None
-        self._started_saves: list[StartedSave] = []
-        self._steps = {name: step for name, step in steps.items() if isinstance(step, TrainStep)}
+        self._own = own
+        self._saving: BackgroundSave | None = None
+        self._steps, self._models = spec.training, spec.models
         self._runners = runners
         self._workers = None if workers is None or workers.size == 1 else workers
-        self._models = distinct_models(steps)
         self._pipes = {prefix: model for prefix, model in self._models.items() if isinstance(model, Pipe)}
         # By the names of now: other workers know no parameters that are added later.
         self._first_parameters = {name: names_of(step.model) for name, step in self._steps.items()}
-        self._stages = stages
+        self._stages, self._moved = stages, [] if remote is None else remote.moved
         self._rank, self._size = (0, 1) if self._workers is None else (self._workers.rank, self._workers.size)
         self._row = self._rank // stages
         self._run = RunName(shared=workers is not None)
+        self._check_encoding()
+
+    def _check_encoding(self) -> None:
+        """Raise ``ValueError`` for what a checkpoint cannot hold; an optimizer's own state is not there yet."""
+        states: dict[str, object] = {}
+        for name, target in self._own.objects.items():
+            with suppress(Exception):  # one that needs the executor, or a first batch: the save says so
+                states[name] = target.state_dict()
+        extra = {name: value for name, value in _model_state(self._models) if not isinstance(value, Tensor)}
+        optimizers, schedulers = self._optimizers({}), self._schedulers()
+        state = {"optimizers": optimizers, "schedulers": schedulers, "extra": extra, "objects": states}
+        try:
+            encode(checkpoint.split(state)[0])
+        except ValueError as error:
+            raise ValueError(f"{error}; or give what holds it a state_dict() without it") from None
 
     def _parameters(self, step: str) -> dict[str, Tensor]:
         """Return a step's parameters by name; only a worker alone may add some after construction."""
@@ -178,36 +193,26 @@ class Saver:
         mine = _RankState(
             random=random_state(),
             loaders={name: loader.state() for name, loader in self.loaders.items()},
-            counts={name: _counts(runner) for name, runner in self._runners.items()},
+            counts={name: runner.state() for name, runner in self._runners.items()},
             pipes={prefix: (pipe.seed, pipe.calls) for prefix, pipe in self._pipes.items()},
             buffers=self._buffers() if self._row else {},
             part=part if self._rank else None,
         )
         ranks = self._gather_at_first(mine)
 
-        def begin() -> None:
+        def begin() -> Callable[[], object] | None:
             if self._rank or part is None:
-                return
+                return None
             groups, state = self._collected(part, ranks)
-            write = partial(checkpoint.write, path, step=self._steps_taken(), check_newest=self._run.check)
-            if wait:
-                write(groups, state)
-            else:
-                self._background = self._background or BackgroundSaves()
-                groups, state = copied(groups), copy.deepcopy(state)
-                self._background.begin(lambda: write(groups, state))
+            options: dict[str, Any] = {"step": self._steps_taken(), "check_newest": self._run.check}
+            if not wait:
+                return partial(checkpoint.write, path, copied(groups), copy.deepcopy(state), **options)
+            checkpoint.write(path, groups, state, **options)
+            return None
 
-        self._together(begin, f"could not save to {path}")
+        write = self._together(begin, f"could not save to {path}")
         if not wait:
-            self._started_saves.append(StartedSave(self._steps_taken(), path, began))
-
-    def state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Return a copy of the state of ``model`` as it is without servers, on rank 0; every worker calls it.
-
-        Raises:
-            CheckpointError: a rank could not read its part; on every worker.
-        """
-        return self._state_without_servers(model, whole=True)
+            self._saving = BackgroundSave(self._steps_taken(), path, began, write)
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write the state of ``model`` as it is without servers, from rank 0; every worker calls it.
@@ -215,10 +220,19 @@ class Saver:
         Raises:
             CheckpointError: it could not be written; on every worker.
         """
-        state = self._state_without_servers(model, whole=False)
+        state = self.model_state(model, whole=False)
         self._together(lambda: None if self._rank else export(folder, state), f"could not write {folder}")
 
-    def _state_without_servers(self, model: nn.Module, *, whole: bool) -> dict[str, Any]:
+    def model_state(self, model: nn.Module, *, whole: bool) -> dict[str, Any]:
+        """Return the state of ``model`` as it is without servers, on rank 0; every worker calls it.
+
+        Args:
+            model: one of the executor's.
+            whole: a copy; else what is on servers is ``Blocks``.
+
+        Raises:
+            CheckpointError: a rank could not read its part; on every worker.
+        """
         self._check_known("state_dict")
         if self.remote is not None:
             self.remote.settle()
@@ -252,33 +266,28 @@ class Saver:
                 state |= {f"{here}weight": rows} if ids is None else {f"{here}ids": ids, f"{here}weight": rows}
         return state
 
-    def settle(self, deadline: Deadline, *, leave: int = 0) -> tuple[list[StartedSave], str]:
-        """Wait until at most ``leave`` of the started saves are unwritten; return the written ones, and the failures of
-        others, the same on every worker.
+    def settle(self, deadline: Deadline) -> tuple[BackgroundSave | None, str]:
+        """Wait for the save in the background; return it, and why it could not be written, the same on every worker.
 
         Raises:
-            CheckpointError, DeadlineExceeded: they take longer.
+            CheckpointError, DeadlineExceeded: it takes longer.
         """
-        if not self._started_saves:
-            return [], ""
-        background = self._background
-        mine = self._together(
-            lambda: [] if background is None else background.wait(leave, deadline), "is still saving in the background"
-        )
-        ended = msgspec.json.decode(self._gather(msgspec.json.encode(mine))[0], type=list[str])
-        done, self._started_saves = self._started_saves[: len(ended)], self._started_saves[len(ended) :]
-        failures = [
-            f"{started.path} of step {started.step} could not be saved in the background: {failure}"
-            for started, failure in zip(done, ended, strict=True)
-            if failure
-        ]
-        return [started for started, failure in zip(done, ended, strict=True) if not failure], "; ".join(failures)
+        save = self._saving
+        if save is None:
+            return None, ""
+        mine = self._together(lambda: save.wait(deadline), "is still saving in the background")
+        failure = self._gather(mine.encode())[0].decode()
+        self._saving = None
+        return save, failure and f"{save.path} of step {save.step} could not be saved in the background: {failure}"
 
-    def close(self, deadline: Deadline) -> None:
-        """Wait for all saves; log failures that were not reported yet."""
-        if self._background is not None:
-            for failure in self._background.close(deadline):
-                _log.warning("a checkpoint could not be saved in the background: %s", failure)
+    def abandon(self, deadline: Deadline) -> None:
+        """Wait for the save in the background without the other workers; log its failure."""
+        try:
+            failure = "" if self._saving is None else self._saving.wait(deadline)
+        except DeadlineExceeded as error:
+            failure = str(error)
+        if failure:
+            _log.warning("a checkpoint could not be saved in the background: %s", failure)
 
     def _steps_taken(self) -> int:
         return sum(runner.steps for runner in self._runners.values())
@@ -288,15 +297,12 @@ class Saver:
         if self._row:
             return None
         there = {} if self.remote is None else self.remote.read()
-        moved = [] if self.remote is None else self.remote.moved
-        served = {name: there[entry.parameter].values for entry in moved for name in entry.names}
+        served = {name: there[entry.parameter].values for entry in self._moved for name in entry.names}
         return _Part(
             model={**_tensors_of(self._models), **served},
             extra={name: value for name, value in _model_state(self._models) if not isinstance(value, Tensor)},
-            optimizers=_optimizer_states(
-                self._steps,
-                self._parameters,
-                {entry.parameter: to_torch(entry.rule(), there[entry.parameter]) for entry in moved},
+            optimizers=self._optimizers(
+                {entry.parameter: to_torch(entry.rule(), there[entry.parameter]) for entry in self._moved}
             ),
             modes={key: getattr(*switch) for key, switch in self._switches().items()},
         )
@@ -325,12 +331,12 @@ class Saver:
             workers=self._size,
             stages=self._stages,
             optimizers=optimizers,
-            schedulers=_scheduler_states(self._steps),
+            schedulers=self._schedulers(),
             ranks=ranks,
             servers=servers,
             extra=extra,
             modes=modes,
-            objects={name: target.state_dict() for name, target in self._objects.items()},
+            objects={name: target.state_dict() for name, target in self._own.objects.items()},
         )
         state, tensors = checkpoint.split(whole)
         groups: dict[str, checkpoint.Group] = {
@@ -340,6 +346,19 @@ class Saver:
             **{f"servers.{name}": group for name, group in tables.items()},
         }
         return groups, state
+
+    def _optimizers(self, elsewhere: Mapping[Tensor, dict[str, object]]) -> dict[str, list[OptimizerState]]:
+        states: dict[str, list[OptimizerState]] = {}
+        for name, step in self._steps.items():
+            named = [(one, parameter_names(one, self._parameters(name))) for one in step.optimizers]
+            states[name] = [by_parameter_name(optimizer, names, elsewhere) for optimizer, names in named]
+        return states
+
+    def _schedulers(self) -> dict[str, list[_SchedulerState]]:
+        return {
+            name: [_SchedulerState(kind=type(s).__qualname__, state=to_save(s.state_dict())) for s in step.schedulers]
+            for name, step in self._steps.items()
+        }
 
     def _buffers(self) -> dict[str, Tensor]:
         parameters = {
@@ -399,16 +418,9 @@ class Saver:
 
     # Loading.
 
-    def resume(self, path: Place) -> bool:
-        """Load the newest complete checkpoint under ``path``; ``False`` if there is none."""
-        return self._load_chosen(path, search=True)
-
-    def load(self, path: Place) -> None:
-        """Load the newest complete checkpoint in ``path``."""
-        self._load_chosen(path, search=False)
-
     @torch.inference_mode(False)  # an optimizer's state outlives the caller's mode
-    def _load_chosen(self, path: Place, *, search: bool) -> bool:
+    def load(self, path: Place, *, search: bool) -> bool:
+        """Load the newest complete checkpoint in ``path``, or with ``search`` under it; ``False`` if there is none."""
         self._check_known("load")
         if self.remote is not None:
             self.remote.tables.wait_until_quiet()  # before any worker replaces what is on the servers
@@ -447,8 +459,7 @@ class Saver:
             values |= state["ranks"][self._rank]["buffers"]
         elsewhere = {prefix + name for prefix, pipe in self._pipes.items() for name in pipe.elsewhere}
         values = {name: value for name, value in values.items() if name not in elsewhere}
-        moved = [] if self.remote is None else self.remote.moved
-        there = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for one in moved for name in one.names}
+        there = {n: torch.empty(one.shape, dtype=one.dtype, device="meta") for one in self._moved for n in one.names}
         checkpoint.fit({**dict(_model_state(self._models)), **there}, values)
         self._check_objects(source, state["objects"])
         optimizers = self._plan_optimizers(state["optimizers"])
@@ -478,13 +489,8 @@ class Saver:
             for scheduler, scheduler_state in schedulers:
                 scheduler.load_state_dict(scheduler_state)
             for name, runner in self._runners.items():
-                counts = row["counts"][name]
-                # With other workers the mean is another: they exchange their rows again.
-                runner.restore(counts["runs"], counts["steps"], counts["mean_rows"] if as_many_rows else None)
                 known = name in self.loaders and (state["workers"] == self._size or self.loaders[name].kind == "global")
-                runner.epoch_runs = counts["epoch_runs"] if known else None  # until the next epoch
-                if runner.scale is not None and counts["loss_scale"]:
-                    runner.scale.restore(counts["loss_scale"])
+                runner.restore(row["counts"][name], as_many_rows=as_many_rows, in_epoch=known)
             for prefix, (seed, calls) in row["pipes"].items():
                 if (pipe := self._pipes.get(prefix)) is not None:
                     # Another number of pipelines starts new random streams.
@@ -508,16 +514,16 @@ class Saver:
             _log.warning("%s was saved with %s, other than this script has set it", path, ", ".join(changed))
 
     def _check_objects(self, source: Checkpoint, saved: Mapping[str, object]) -> None:
-        if missing := self._objects.keys() - saved.keys():
+        if missing := self._own.keys() - saved.keys():
             raise CheckpointError(
                 f"the checkpoint has no state called {sorted(missing)}, only {sorted(saved)}; give Executor(state=...) "
                 "what was saved"
             )
-        for name in saved.keys() - self._objects.keys():
+        for name in saved.keys() - self._own.keys():
             _log.warning("the checkpoint in %s has a state %r that this Executor was not given", source.path, name)
 
     def _load_objects(self, saved: Mapping[str, object]) -> None:
-        for name, target in self._objects.items():
+        for name, target in self._own.objects.items():
             try:
                 target.load_state_dict(saved[name])
             except Exception as error:
@@ -607,16 +613,6 @@ class Saver:
         return replace
 
 
-def _counts(runner: StepRunner) -> dict[str, Any]:
-    return {
-        "runs": runner.runs,
-        "steps": runner.steps,
-        "mean_rows": runner.mean_rows,
-        "epoch_runs": runner.epoch_runs,
-        "loss_scale": None if runner.scale is None else runner.scale.state(),
-    }
-
-
 def _model_state(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, object]]:
     for prefix, model in models.items():
         for name, value in model.state_dict().items():
@@ -625,44 +621,6 @@ def _model_state(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, object]
 
 def _tensors_of(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     return {name: value for name, value in _model_state(models) if isinstance(value, Tensor)}
-
-
-def _optimizer_states(
-    steps: Mapping[str, TrainStep],
-    parameters: Callable[[str], Mapping[str, Tensor]],
-    elsewhere: Mapping[Tensor, dict[str, object]],
-) -> dict[str, list[OptimizerState]]:
-    return {
-        name: [
-            by_parameter_name(optimizer, parameter_names(optimizer, parameters(name)), elsewhere)
-            for optimizer in step.optimizers
-        ]
-        for name, step in steps.items()
-    }
-
-
-def _scheduler_states(steps: Mapping[str, TrainStep]) -> dict[str, list[_SchedulerState]]:
-    return {
-        name: [_SchedulerState(kind=type(one).__qualname__, state=to_save(one.state_dict())) for one in step.schedulers]
-        for name, step in steps.items()
-    }
-
-
-def check_encoding(
-    steps: Mapping[str, TrainStep], models: Mapping[str, nn.Module], objects: Mapping[str, HasState]
-) -> None:
-    """Raise ``ValueError`` for what a checkpoint cannot hold; an optimizer's own state is not there yet."""
-    states: dict[str, object] = {}
-    for name, target in objects.items():
-        with suppress(Exception):  # one that needs the executor, or a first batch: the save says so
-            states[name] = target.state_dict()
-    optimizers = _optimizer_states(steps, lambda name: names_of(steps[name].model), {})
-    extra = {name: value for name, value in _model_state(models) if not isinstance(value, Tensor)}
-    tried = {"optimizers": optimizers, "schedulers": _scheduler_states(steps), "extra": extra, "objects": states}
-    try:
-        encode(checkpoint.split(tried)[0])
-    except ValueError as error:
-        raise ValueError(f"{error}; or give what holds it a state_dict() without it") from None
 
 
 def _newest(path: Place) -> Checkpoint | None:

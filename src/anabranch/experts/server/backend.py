@@ -339,9 +339,8 @@ class ExpertBackend:
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(cast(dict[str, object], state["scheduler"]))
         self.updates = int(cast(int, state["updates"]))
-        # States of earlier versions do not have them.
-        self._gradients.load_state_dict(cast(Mapping[str, object], state.get("gradients") or {}))
-        self.changes = int(cast(int, state.get("changes", self.updates)))
+        self._gradients.load_state_dict(cast(Mapping[str, object], state["gradients"]))
+        self.changes = int(cast(int, state["changes"]))
         self._marks = self._state.marks()
 
     # --- forward and backward

@@ -22,11 +22,11 @@ import itertools
 import operator
 import re
 import sys
-import threading
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -36,13 +36,12 @@ from torch._C import _len_torch_function_stack
 from torch._dynamo import symbolic_convert
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import Distribution
-from torch.optim.lr_scheduler import LRScheduler
 
-from anabranch.autodiff.boundary.crossing import traced_by
+from anabranch.autodiff.boundary.crossing import Tracer, traced_by
 from anabranch.autodiff.boundary.whole_calls import keep_whole
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.dynamo.refusals import refusal_of, user_line, user_line_of
-from anabranch.graph.trace.make_fx import FormTracer, one_at_a_time
+from anabranch.graph.trace.make_fx import one_at_a_time
 from anabranch.graph.trace.undisturbed import random_states_untouched, silent, undisturbed
 from anabranch.record.spans import Lasting
 
@@ -183,12 +182,13 @@ class DynamoFront:
 
     def _trace(self, kind: object, compiled: _Compiled | None, args: tuple[object, ...]) -> Any:
         self.failure = None
-        forms = FormTracer()
+        forms = Tracer()
         try:
-            _allow_marks()
+            with one_at_a_time:
+                _allow_marks()
             symbolic_convert._import_module.cache_clear()  # guards would be on a module that was imported anew since
             if compiled is None:
-                compiled = self._fronts[kind] = _Compiled(self._function, _Backend(self))
+                compiled = self._fronts[kind] = _Compiled(self._function, weakref.proxy(self))
             with (
                 Lasting("capture", "compute"),
                 one_at_a_time,
@@ -344,12 +344,20 @@ class _Compiled:
     The copy has its own globals too, in which Dynamo leaves the programs it made: they are freed with the copy.
     """
 
-    def __init__(self, function: Callable[..., Any], backend: _Backend) -> None:
+    def __init__(self, function: Callable[..., Any], owner: DynamoFront) -> None:
         from torch._C._dynamo.eval_frame import set_eval_frame
 
         front = _copy_of(_front_of(function))
         self._front, self._set_eval_frame = front, set_eval_frame
-        options: dict[str, Any] = {"guard_filter_fn": backend.look_at_guards}
+
+        def backend(module: fx.GraphModule, _examples: Sequence[object], **_: object) -> Callable[..., Any]:
+            return owner.make(module)
+
+        def every_guard(entries: Sequence[Any]) -> list[bool]:
+            owner.note_guards([entry for entry in entries if entry.has_value])
+            return [True] * len(entries)
+
+        options: dict[str, Any] = {"guard_filter_fn": every_guard}
         self._compile = torch.compile(front, backend=backend, fullgraph=True, options=options)
         self._wrapped: dict[str, Callable[..., Any]] = {}
         weakref.finalize(self, _let_go, front.__code__, front.__globals__).atexit = False
@@ -426,50 +434,20 @@ def _copy_of(function: Any) -> Any:
     return types.FunctionType(code, space, function.__name__, function.__defaults__, function.__closure__)
 
 
-class _Backend:
-    """The backend that receives Dynamo's calls."""
-
-    def __init__(self, front: DynamoFront) -> None:
-        self._front = weakref.ref(front)
-
-    def __call__(self, module: fx.GraphModule, _examples: Sequence[object], **_: object) -> Callable[..., Any]:
-        front = self._front()
-        assert front is not None
-        return front.make(module)
-
-    def look_at_guards(self, entries: Sequence[Any]) -> list[bool]:
-        """Pass on the values that guards read; keep all guards."""
-        front = self._front()
-        assert front is not None
-        front.note_guards([entry for entry in entries if entry.has_value])
-        return [True] * len(entries)
-
-
-def _last_lr(self: LRScheduler) -> list[float | Tensor]:
-    return self._last_lr
-
-
 _fronts = itertools.count()
-_allowed = threading.Lock()
-_are_allowed = False
 
 
+@cache
 def _allow_marks() -> None:
     """Register the calls that stay whole in Dynamo's graph; not at import, which would load Dynamo."""
-    global _are_allowed
-    with _allowed:
-        if not _are_allowed:
-            import torch._dynamo
-            from torch._dynamo.eval_frame import TorchPatcher
+    import torch._dynamo
+    from torch._dynamo.eval_frame import TorchPatcher
 
-            checks = Distribution._validate_args
-            TorchPatcher.patch()  # torch's optimizers and modules, once; otherwise they would seem changed
-            Distribution.set_default_validate_args(checks)  # which that switches off, for the whole process
-            torch._dynamo.allow_in_graph(mark)  # type: ignore[no-untyped-call]
-            keep_whole(torch._dynamo.nonstrict_trace)
-            # Dynamo skips the file of the schedulers; this substitute reads a list, so Dynamo guards its numbers.
-            torch._dynamo.substitute_in_graph(LRScheduler.get_last_lr, skip_signature_check=True)(_last_lr)
-            _are_allowed = True
+    checks = Distribution._validate_args
+    TorchPatcher.patch()  # torch's optimizers and modules, once; otherwise they would seem changed
+    Distribution.set_default_validate_args(checks)  # which that switches off, for the whole process
+    torch._dynamo.allow_in_graph(mark)  # type: ignore[no-untyped-call]
+    keep_whole(torch._dynamo.nonstrict_trace)
 
 
 def _describe(module: fx.GraphModule, what: str) -> TracedCall:

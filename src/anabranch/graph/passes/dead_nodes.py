@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 from torch._prims_common import is_contiguous_or_false
 
-from anabranch.graph.effects import Effects
 from anabranch.graph.nodes import same_layout
 from anabranch.graph.operation_graph import AnyGraph
 
@@ -52,29 +50,6 @@ def _same_values(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def sum_to_final_shape(graph: AnyGraph) -> AnyGraph:
-    """``graph`` with each sum that keeps its dimensions only to be viewed without them replaced by one without them."""
-    if not any(graph.fx.find_nodes(op="call_function", target=_aten.sum.dim_IntList, sort=False)):
-        return graph
-    graph = graph.copy()
-    for node in list(graph.fx.nodes):
-        inner = node.args[0] if node.target is _aten.view.default else None
-        if not isinstance(inner, fx.Node) or inner.target is not _aten.sum.dim_IntList or len(inner.users) != 1:
-            continue
-        kept, dims = inner.args[2:3] == (True,), inner.args[1]
-        if not kept or inner.kwargs or not isinstance(dims, (list, tuple)) or not dims:
-            continue
-        assert isinstance(inner.args[0], fx.Node)
-        source, result = inner.args[0].meta["val"], node.meta["val"]
-        dropped = {int(dim) % source.ndim for dim in dims}  # type: ignore[arg-type]
-        if tuple(result.shape) == tuple(size for dim, size in enumerate(source.shape) if dim not in dropped):
-            inner.args = inner.args[:2]
-            inner.meta = node.meta
-            node.replace_all_uses_with(inner)
-            graph.fx.erase_node(node)
-    return graph
-
-
 def _skip_inner_view(node: fx.Node) -> None:
     """Replace a view of a view of contiguous memory by one view."""
     inner = node.args[0]
@@ -100,10 +75,6 @@ def drop_dead_nodes(graph: AnyGraph) -> AnyGraph:
         written = effects.written_by(node)
         if node.users or effects.must_stay(node) or any(effects.root[w] in live_memory for w in written):
             live_memory.update(effects.root[read] for read in node.all_input_nodes)
-        elif node.op == "call_function" and _may_drop(node, effects):
+        elif node.op == "call_function":
             graph.fx.erase_node(node)
     return graph
-
-
-def _may_drop(node: fx.Node, effects: Effects) -> bool:
-    return isinstance(node.target, OpOverload) or not effects.must_stay(node)

@@ -12,7 +12,6 @@ from typing import cast
 import torch
 from torch import Tensor, fx
 
-from anabranch.graph.crossings import Effect
 from anabranch.graph.effects import Effects, arguments
 from anabranch.graph.operation_graph import AnyGraph, OperationGraph
 
@@ -24,8 +23,7 @@ def spread_fused_updates(graph: AnyGraph, large: int = _LARGE) -> AnyGraph:
     """``graph`` with each parameter of ``large`` or more elements updated as soon as its gradient is final.
 
     The gradient is then still in the processor's cache, and is freed at once. The counters of steps are advanced first.
-    Nothing is written before the last crossing of a boundary, or the check of the gradients: one that fails leaves the
-    state as it was.
+    Not for graphs that cross a boundary: a crossing that fails leaves the state as it was.
     """
     if not any(_elements(each) >= large for node in _fused(graph) for each in cast("list[fx.Node]", node.args[0])):
         return graph
@@ -51,7 +49,6 @@ def _spread(graph: OperationGraph, node: fx.Node, large: int) -> None:
     if not apart or not _advance_steps_first(graph, node):
         return
     order = {each: position for position, each in enumerate(graph.fx.nodes)}
-    crossed = [each for each in graph.fx.nodes if isinstance(each.target, Effect)][-1:]
     effects = graph.effects()
     readers = _readers(graph, effects)
     for index in apart:
@@ -65,7 +62,6 @@ def _spread(graph: OperationGraph, node: fx.Node, large: int) -> None:
             for reader in readers.get(effects.root[source], ())
             if reader is not node and order[reader] < order[node]
         ]
-        after += crossed
         if not after:
             continue
         with graph.fx.inserting_after(max(after, key=order.__getitem__)):
@@ -105,8 +101,6 @@ def _advance_steps_first(graph: OperationGraph, node: fx.Node) -> bool:
             return False
         movable.append(user)
     first = next(each for each in graph.fx.nodes if each.op != "placeholder")
-    for each in graph.fx.nodes:
-        first = each.next if isinstance(each.target, Effect) else first
     for user in movable:
         if user is not first:
             first.prepend(user)

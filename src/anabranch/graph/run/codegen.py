@@ -80,23 +80,27 @@ class Program:
 
 
 def generate(
-    graph: fx.Graph, bound: Mapping[fx.Node, Tensor], callbacks: Sequence[tuple[fx.Node, Callable[[object], None]]] = ()
+    graph: fx.Graph,
+    bound: Mapping[fx.Node, Tensor],
+    reported: Mapping[str, fx.Node] | None = None,
+    report: Callable[..., None] | None = None,
 ) -> Program:
     """Return the program of ``graph``, whose placeholders in ``bound`` are bound to those tensors.
 
     Args:
         graph: the graph to run.
         bound: the tensors of its state.
-        callbacks: results and the callback of each, called at the line where it is final; none before the first.
+        reported: results by the names under which they are reported, at the lines where they are final.
+        report: called with name and value.
     """
-    writer = _Writer(graph, bound, callbacks)
+    writer = _Writer(graph, bound, reported or {}, report)
     source, names = writer.write()
     copy = fx.Graph()
     copy.set_codegen(_Written(source, names))
     copy.output(None)
     module = fx.GraphModule(torch.nn.Module(), copy)
     anchors = [(tensor, tensor.data_ptr()) for tensor in writer.viewed]
-    return Program(source, module.forward, anchors, lambda: generate(graph, bound, callbacks))
+    return Program(source, module.forward, anchors, lambda: generate(graph, bound, reported, report))
 
 
 class _Written(CodeGen):
@@ -116,7 +120,8 @@ class _Writer:
         self,
         graph: fx.Graph,
         bound: Mapping[fx.Node, Tensor],
-        callbacks: Sequence[tuple[fx.Node, Callable[[object], None]]] = (),
+        reported: Mapping[str, fx.Node],
+        report: Callable[..., None] | None,
     ) -> None:
         self._graph = graph
         self._names: dict[str, object] = {"inf": math.inf, "nan": math.nan, "torch": torch, "device": torch.device}
@@ -130,7 +135,7 @@ class _Writer:
         self._kept: list[object] = []
         self._effects = Effects(graph, bound.items())
         self._last_use = _last_uses(graph)
-        self._callbacks = self._where_final(callbacks)
+        self._report, self._reported = report, self._where_final(reported)
         self._returned = {self._effects.root[node] for node in graph.output_node().all_input_nodes}
 
     def write(self) -> tuple[str, dict[str, object]]:
@@ -143,29 +148,25 @@ class _Writer:
                 self._lines.append(f"return {self._tuple(node.args[0])}")
             elif not self._hoist(node):
                 self._statement(node)
-            for value, call in self._callbacks.get(node, ()):
-                self._lines.append(f"{self._global(call, 'callback')}({self._name(value)})")
+            for name, value in self._reported.get(node, ()):
+                self._lines.append(f"{self._global(self._report, 'report')}({name!r}, {self._name(value)})")
         head = f"def forward(self, {', '.join(parameters)}):" if parameters else "def forward(self):"
         body = "\n".join(f"    {line}" for line in self._lines)
         return f"{head}\n{body}\n", self._names
 
-    def _where_final(
-        self, callbacks: Sequence[tuple[fx.Node, Callable[[object], None]]]
-    ) -> dict[fx.Node, list[tuple[fx.Node, Callable[[object], None]]]]:
-        """Return the results to report, by the node after which they are final: the last write to their memory."""
-        found: dict[fx.Node, list[tuple[fx.Node, Callable[[object], None]]]] = {}
-        if not callbacks:
-            return found
+    def _where_final(self, reported: Mapping[str, fx.Node]) -> dict[fx.Node, list[tuple[str, fx.Node]]]:
+        """Return the results to report, by the node after which they are final: the last write to their memory. None
+        comes before the first.
+        """
+        places: dict[fx.Node, list[tuple[str, fx.Node]]] = {}
         order = {node: position for position, node in enumerate(self._graph.nodes)}
-        nodes = list(order)
-        earliest = 0
-        for index, (value, call) in enumerate(callbacks):
-            root = self._effects.root[value]
-            final = max(order[each] for each in (value, *self._effects.writers.get(root, ())))
-            if index == 0:
-                earliest = final
-            found.setdefault(nodes[max(final, earliest)], []).append((value, call))
-        return found
+        nodes, earliest = list(order), None
+        for name, value in reported.items():
+            writers = self._effects.writers.get(self._effects.root[value], ())
+            final = max(order[each] for each in (value, *writers))
+            earliest = final if earliest is None else earliest
+            places.setdefault(nodes[max(final, earliest)], []).append((name, value))
+        return places
 
     # Nodes that do not depend on the inputs are computed once, here.
 

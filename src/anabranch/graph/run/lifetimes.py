@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import fx
 
@@ -20,14 +21,14 @@ class MemoryPlan:
         peak: the operation during which the peak is reached.
         intervals: for each value that owns memory, the indices of the operations that make it and that use it last; a
             returned value is alive to the end.
-        bytes: how much memory each of these values owns.
+        alive: the bytes that are allocated at each operation.
         reused: operations done in place, with the value whose memory they reuse.
     """
 
     peak_bytes: int
     peak: str
     intervals: dict[str, tuple[int, int]]
-    bytes: dict[str, int]
+    alive: list[int]
     reused: dict[str, str]
 
 
@@ -51,15 +52,12 @@ def plan_memory(graph: OperationGraph) -> MemoryPlan:
     for root, start in first.items():
         change[start] += sizes[root]
         change[last[root] + 1] -= sizes[root]
-    peak, at, alive = 0, 0, 0
-    for position, difference in enumerate(change):
-        alive += difference
-        if alive > peak:
-            peak, at = alive, position
+    alive = list(accumulate(change[:-1]))
+    peak = max(alive)
     return MemoryPlan(
         peak_bytes=peak,
-        peak=nodes[min(at, len(nodes) - 1)].name if nodes else "",
+        peak=nodes[min(alive.index(peak), len(nodes) - 1)].name if nodes else "",
         intervals={root.name: (first[root], last[root]) for root in first},
-        bytes={root.name: sizes[root] for root in first},
+        alive=alive,
         reused={node.name: node.meta["reused"].name for node in nodes if "reused" in node.meta},
     )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from anabranch.graph.operation_graph import AnyGraph
-from anabranch.graph.passes.dead_nodes import drop_handles, sum_to_final_shape
+from anabranch.graph.passes.dead_nodes import drop_handles
 from anabranch.graph.passes.in_place import reuse_in_place
 from anabranch.graph.passes.table_gradients import sum_table_gradients
 
 
 def lower(graph: AnyGraph) -> AnyGraph:
     """Return the graph that the program of ``graph`` is generated from."""
-    return reuse_in_place(sum_table_gradients(sum_to_final_shape(drop_handles(graph, stops=True))))
+    return reuse_in_place(sum_table_gradients(drop_handles(graph, stops=True)))

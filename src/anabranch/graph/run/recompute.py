@@ -9,9 +9,9 @@ recompute it if that is allowed (no random numbers, no writes, no inputs that ar
     value_in --bytes--> value_out --infinity--> its readers in F
     value_out --infinity--> sink                         if B reads it
 
-The cheapest choice that fits is taken: first only elementwise operations and views are recomputed; then whole segments
-of F, each from the values that cross into it, as few of them as possible. B walks the segments backwards, so that one
-segment's values are alive at a time.
+First only elementwise operations and views are recomputed. If that does not fit, whole segments of F are, each from the
+values that cross into it: with that number of segments with which the fewest operations run twice. B walks the segments
+backwards, so that one segment's values are alive at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import bisect
 import math
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, fx
@@ -39,16 +38,17 @@ def recompute(graph: AnyGraph, budget_bytes: int) -> AnyGraph:
     plan = plan_memory(graph)
     if plan.peak_bytes <= budget_bytes:
         return graph
-    least = plan.peak_bytes
-    for choice in _choices():
-        found = _recomputed(graph, plan.peak, choice)
-        peak = plan_memory(found).peak_bytes
-        least = min(least, peak)
-        if peak <= budget_bytes:
-            return _gentlest(graph, plan.peak, choice, budget_bytes, found)
+    smaller: dict[AnyGraph, int] = {}
+    for segments in (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
+        candidate = _recomputed(graph, plan.peak, segments)
+        smaller[candidate] = plan_memory(candidate).peak_bytes
+        if not segments and smaller[candidate] <= budget_bytes:
+            return candidate
+    if fitting := [candidate for candidate, peak in smaller.items() if peak <= budget_bytes]:
+        return min(fitting, key=lambda candidate: len(candidate.fx.nodes))
     raise ValueError(
         f"no recomputation found fits into {budget_bytes} bytes: a run needs {plan.peak_bytes}, with recomputation "
-        f"{least}; give it at least that, or capture a smaller batch"
+        f"{min(smaller.values())}; give it at least that, or capture a smaller batch"
     )
 
 
@@ -65,53 +65,27 @@ def recompute_marked(graph: AnyGraph) -> AnyGraph:
     before, after = nodes[:at], nodes[at:]
     known = set(before)
     wanted = {source for reader in after for source in reader.all_input_nodes if source in known}
-    allowed = {node for node in _recomputable(before, graph.effects(), False) if node.meta.get("checkpointed")}
+    allowed = {
+        node for node in _recomputable(before, graph.effects(), cheap_only=False) if node.meta.get("checkpointed")
+    }
     kept = wanted - allowed
     _place(graph, after, _needed_again(wanted, kept, allowed))
     return drop_dead_nodes(graph)
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """A recomputation plan: cheap operations only or all, the number of segments, and how many of the first to use."""
-
-    cheap_only: bool
-    segments: int
-    used: int
-
-
-def _choices() -> Iterator[_Choice]:
-    yield _Choice(cheap_only=True, segments=1, used=1)
-    for segments in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
-        yield _Choice(cheap_only=False, segments=segments, used=segments)
-
-
-def _gentlest(graph: AnyGraph, peak: str, choice: _Choice, budget_bytes: int, found: AnyGraph) -> AnyGraph:
-    """Return the graph that recomputes the fewest of the choice's segments and still fits."""
-    low, high = 1, choice.used
-    while low < high:
-        middle = (low + high) // 2
-        candidate = _recomputed(graph, peak, replace(choice, used=middle))
-        if plan_memory(candidate).peak_bytes <= budget_bytes:
-            high, found = middle, candidate
-        else:
-            low = middle + 1
-    return found
-
-
-def _recomputed(graph: AnyGraph, peak: str, choice: _Choice) -> AnyGraph:
-    """``graph`` with the values that need not be kept over the operation ``peak`` recomputed after it."""
+def _recomputed(graph: AnyGraph, peak: str, segments: int) -> AnyGraph:
+    """``graph`` with the values that need not be kept over the operation ``peak`` recomputed after it: in so many
+    segments, or, with 0, the cheap ones alone.
+    """
     graph = graph.copy()
     nodes = [node for node in graph.fx.nodes if node.op == "call_function"]
     at = next((index for index, node in enumerate(nodes) if node.name == peak), len(nodes))
     position = {node: index for index, node in enumerate(nodes)}
     before, after = nodes[:at], nodes[at:]
     wanted = {s for reader in after for s in reader.all_input_nodes if position.get(s, at) < at}
-    allowed = set(_recomputable(before, graph.effects(), choice.cheap_only))
-    bounds = _bounds(before, choice.segments)
+    allowed = set(_recomputable(before, graph.effects(), cheap_only=not segments))
+    bounds = _bounds(before, max(1, segments))
     allowed -= _crossing(before, bounds, position)
-    if choice.used < choice.segments:
-        allowed = {node for node in allowed if position[node] < bounds[choice.used]}
     kept = _minimum_cut(before, allowed, wanted)
     _place(graph, after, _needed_again(wanted, kept, allowed))
     return drop_dead_nodes(graph)
@@ -141,7 +115,7 @@ def _crossing(before: list[fx.Node], bounds: list[int], position: dict[fx.Node, 
     return crossing
 
 
-def _recomputable(before: list[fx.Node], effects: Effects, cheap_only: bool) -> Iterator[fx.Node]:
+def _recomputable(before: list[fx.Node], effects: Effects, *, cheap_only: bool) -> Iterator[fx.Node]:
     order = {node: index for index, node in enumerate(before)}
     found: set[fx.Node] = set()
 

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol, cast
+from dataclasses import dataclass, replace
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor, fx
 
 from anabranch.errors import CaptureError
 from anabranch.graph.dynamo.front import TracedCall
-from anabranch.graph.dynamo.refusals import Raises
 from anabranch.graph.dynamo.traced_calls import Arguments, run_calls
 from anabranch.graph.graph import Graph
 from anabranch.graph.operation_graph import InputKind
 from anabranch.graph.step.lookups import Lookup, SparseLookups, SparseRows
 from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, build, free_name
-
-if TYPE_CHECKING:
-    from anabranch.graph.run.codegen import Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +33,9 @@ class Gradients:
     sparse: dict[str, list[SparseRows]]
 
 
-class GradientListener(Protocol):
-    """Receives the results of a backward graph while it runs."""
-
-    def begin(self, outputs: Sequence[str]) -> None:
-        """Prepare for a run that yields these outputs."""
-        ...
-
-    def loss(self, value: Tensor) -> None:
-        """Take the loss, before any gradient."""
-        ...
-
-    def gradient(self, name: str, value: Tensor) -> None:
-        """Take the final gradient of the parameter ``name``; it must not be changed in place."""
-        ...
+Report: TypeAlias = "Callable[[str, Tensor], None]"
+"""``report("loss", value)``, then ``report("<parameter>.grad", value)`` for each dense gradient once it is final,
+during backward; it must not be changed in place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,38 +50,16 @@ class Backward:
     dense: tuple[str, ...]
     lookups: tuple[tuple[str, int], ...]
     kept: tuple[int, ...] = ()
-    _listeners: list[GradientListener] = field(default_factory=list)
-    _programs: list[Program] = field(default_factory=list)
 
     @property
     def rows(self) -> list[str]:
         """The names of the results that are sparse rows and their ids."""
         return [f"{table}.{part}.{i}" for i, (table, _) in enumerate(self.lookups) for part in ("ids", "rows")]
 
-    def run(self, listener: GradientListener, inputs: Sequence[object]) -> Sequence[object]:
-        """Run the graph's program, which passes each result to ``listener`` at the line where it is final."""
-        if not self._programs:
-            listeners = self._listeners
-
-            def callback(name: str) -> Callable[[object], None]:
-                if name == "loss":
-                    return lambda value: listeners[0].loss(cast(Tensor, value))
-                parameter = name.removesuffix(".grad")
-                return lambda value: listeners[0].gradient(parameter, cast(Tensor, value))
-
-            names = ["loss", *(f"{name}.grad" for name in self.dense)]
-            self._programs.append(self.graph.program_with_callbacks({name: callback(name) for name in names}))
-        self._listeners[:] = [listener]
-        try:
-            return self._programs[0].run(*inputs)
-        finally:
-            self._listeners.clear()  # it leads to the executor, and Dynamo keeps the program
-
-    def notify(self, listener: GradientListener, results: Mapping[str, object]) -> None:
-        """Pass results that are all available to ``listener``."""
-        listener.loss(cast(Tensor, results["loss"]))
-        for name in self.dense:
-            listener.gradient(name, cast(Tensor, results[f"{name}.grad"]))
+    @property
+    def reported(self) -> list[str]:
+        """The names of the results that a ``Report`` gets."""
+        return ["loss", *(f"{name}.grad" for name in self.dense)]
 
     def improved(self, improve: Callable[[Graph], Graph]) -> Backward:
         """Return this backward with ``improve`` applied to the graph."""
@@ -164,12 +127,9 @@ def capture_backward(
                     "detach it, make it a parameter of the model, or use engine='tape'"
                 )
         unique = dict(zip(outputs, results, strict=True))
-        own = _OwnMemory([*values, *unique.values()])
-        found = {
-            name: own(_laid_out_as(leaf_of[name], gradient))
-            for name, gradient in zip(wanted, gradients, strict=False)
-            if gradient is not None
-        }
+        reached = {n: g for n, g in zip(wanted, gradients, strict=False) if g is not None}
+        laid_out = {name: _laid_out_as(leaf_of[name], gradient) for name, gradient in reached.items()}
+        found = _in_own_memory(laid_out, [*values, *unique.values()])
         dense[:] = list(found)
         lookups.clear()
         flat = _sparse(cut.found, gradients[len(leaves) : len(leaves) + len(rows)], found, lookups)
@@ -222,15 +182,6 @@ def loss_of(call: TracedCall) -> Tensor:
     return cast(Tensor, call.marks()["loss"].meta["example_value"])
 
 
-def check_loss(call: TracedCall) -> None:
-    """Raise ``Raises`` for a loss that has no backward; call it while Dynamo still knows the loss's shape."""
-    loss = call.marks().get("loss")
-    value = None if loss is None else loss.meta.get("example_value")
-    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
-        shape = tuple(value.shape) if isinstance(value, Tensor) else ()
-        raise Raises(f"the loss of shape {shape} is not a single number that depends on a parameter to train")
-
-
 def _sparse(
     found: Sequence[Lookup],
     gradients: Sequence[Tensor | None],
@@ -255,26 +206,20 @@ def _detached(value: object) -> object:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-class _OwnMemory:
-    """Copies dense gradients that share memory with another one or with ``others``, as autograd does before it sets
+def _in_own_memory(gradients: Mapping[str, Tensor], others: Iterable[object]) -> dict[str, Tensor]:
+    """Copy dense gradients that share memory with another one or with ``others``, as autograd does before it sets
     ``.grad``; sparse ones share their rows there too.
     """
-
-    def __init__(self, others: Iterable[object]) -> None:
-        self._taken = {_storage(value) for value in others if isinstance(value, Tensor) and _has_storage(value)}
-
-    def __call__(self, gradient: Tensor) -> Tensor:
-        if not _has_storage(gradient):
-            return gradient
-        if _storage(gradient) in self._taken:
-            with torch.no_grad():
-                gradient = gradient.clone()
-        self._taken.add(_storage(gradient))
-        return gradient
-
-
-def _has_storage(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided
+    owned: dict[str, Tensor] = {}
+    taken = {_storage(value) for value in others if isinstance(value, Tensor) and value.layout is torch.strided}
+    for name, gradient in gradients.items():
+        owned[name] = gradient
+        if gradient.layout is torch.strided:
+            if _storage(gradient) in taken:
+                with torch.no_grad():
+                    owned[name] = gradient.clone()
+            taken.add(_storage(owned[name]))
+    return owned
 
 
 def _storage(tensor: Tensor) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 
 import torch
@@ -30,19 +31,12 @@ class BoundState:
         self._tensors = [tensor for tensor in self.parameters.values() if tensor.layout is torch.strided]
         self._forms = list(map(_form, self._tensors))
         self._note_places()
-        self._lists = [optimizer.param_groups for optimizer in self._optimizers]
-        self._groups = list(chain.from_iterable(self._lists))
-        self._sizes, self._members = self._grouped()
-        self._steps = [vars(optimizer).get("step") for optimizer in self._optimizers]
+        self._groups, self._state = self._now()
         self._handles = self._next_handle = -1
-        self.note_optimizer_state()
 
     def note_optimizer_state(self) -> None:
         """Record the optimizers' state as it is now."""
-        self._states = [optimizer.state for optimizer in self._optimizers]
-        # Those that step outside the graph may keep something else than a dict.
-        self._spaces = [kept for state in self._states for kept in state.values() if isinstance(kept, dict)]
-        self._held = list(chain.from_iterable(map(_values, self._spaces)))
+        self._state = self._now()[1]
 
     def intact(self, *, kept_by_optimizers: bool = True) -> bool:
         """Return True if every object is identical to the recorded one.
@@ -55,35 +49,23 @@ class BoundState:
         """
         if RemovableHandle.next_id != self._next_handle:
             self._refuse_new_hooks()
-        same = operator.is_
-        for optimizer, state, groups, step in zip(
-            self._optimizers, self._states, self._lists, self._steps, strict=True
-        ):
-            if (
-                (kept_by_optimizers and optimizer.state is not state)
-                or optimizer.param_groups is not groups
-                or vars(optimizer).get("step") is not step
-            ):
-                return False
-        if kept_by_optimizers and not self._state_is_the_same():
-            return False
-        if len(self._groups) != sum(map(len, self._lists)):
-            return False
-        if not all(map(same, chain.from_iterable(self._lists), self._groups)):
-            return False
-        sizes, members = self._grouped()
-        if sizes != self._sizes or not all(map(same, members, self._members)):
+        groups, state = self._now()
+        if not _same(groups, self._groups) or (kept_by_optimizers and not _same(state, self._state)):
             return False
         return list(map(Tensor.data_ptr, self._tensors)) == self._places or self._moved_alike()
 
-    def _state_is_the_same(self) -> bool:
-        same = operator.is_
-        if len(self._spaces) != sum(map(len, self._states)):
-            return False
-        if not all(map(same, chain.from_iterable(map(_values, self._states)), self._spaces)):
-            return False
-        state = list(chain.from_iterable(map(_values, self._spaces)))
-        return len(state) == len(self._held) and all(map(same, state, self._held))
+    def _now(self) -> tuple[list[object], list[object]]:
+        """Return the optimizers' groups with their parameters, and their state; each container before its items."""
+        groups: list[object] = []
+        state: list[object] = []
+        for optimizer in self._optimizers:
+            groups += (optimizer.param_groups, vars(optimizer).get("step"))
+            for group in optimizer.param_groups:
+                groups += (group, *group["params"])
+            state += (optimizer.state, *optimizer.state.values())
+            with suppress(TypeError):  # those that step outside the graph may keep something else than dicts
+                state += chain.from_iterable(map(_values, optimizer.state.values()))
+        return groups, state
 
     def _refuse_new_hooks(self) -> None:
         """Check for hooks, if any was registered, anywhere, since the last check."""
@@ -93,11 +75,6 @@ class BoundState:
             refuse_hooks(modules, self.parameters, self._optimizers)
             self._handles = number
         self._next_handle = RemovableHandle.next_id
-
-    def _grouped(self) -> tuple[list[int], list[Tensor]]:
-        """Return the number of parameters in each group, and the parameters."""
-        lists = [group["params"] for groups in self._lists for group in groups]
-        return list(map(len, lists)), list(chain.from_iterable(lists))
 
     def _moved_alike(self) -> bool:
         """Return True if only memory has moved (``parameter.data = ...``), which generated code follows."""
@@ -149,42 +126,24 @@ class GroupNumbers:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        self.look_again()
-
-    def look_again(self) -> None:
-        """Read the groups again, in which a number may have changed its type, or a name may have been added."""
-        names_of_groups = [sorted(without_tensors(group)) for group in self._groups]
-        # All names, so that a missing one is noticed; at least two, so that an itemgetter gives a tuple.
-        self._readers = [
-            operator.itemgetter("lr", "initial_lr" if "initial_lr" in group else "lr", *names)
-            for group, names in zip(self._groups, names_of_groups, strict=True)
-        ]
-        self._names = str(names_of_groups)  # whose hash Python keeps
-        self._sizes = list(map(len, self._groups))
-        values = [value for group in self._groups for value in without_tensors(group).values()]
-        parts = (part for value in values for part in (value if type(value) is tuple else (value,)))
-        self._all_plain = all(isinstance(part, _PLAIN) for part in parts)
+        self._names: list[object] = []
+        self._values: list[object] = []
+        self._numbers: tuple[object, ...] = ()
+        self._all_plain = False
 
     def current(self) -> tuple[object, ...]:
-        """Return the current numbers, to be compared and hashed; lists in them may change later."""
-        if list(map(len, self._groups)) != self._sizes:
-            self.look_again()
-        try:
-            found = self._read()
-        except KeyError:  # another name in its place
-            self.look_again()
-            found = self._read()
-        return self._names, *(found if self._all_plain else map(_hashable, found))
-
-    def _read(self) -> list[tuple[object, ...]]:
-        found = []
-        for read, group in zip(self._readers, self._groups, strict=True):
-            rate, _, *numbers = read(group)
+        """Return the groups' numbers as they are now."""
+        names: list[object] = list(chain.from_iterable(self._groups))
+        values: list[object] = list(chain.from_iterable(map(_values, self._groups)))
+        if not self._all_plain or names != self._names or not _same(values, self._values):
+            numbers = [pair for group in self._groups for pair in without_tensors(group).items()]
+            parts = (part for _, value in numbers for part in (value if type(value) is tuple else (value,)))
+            self._names, self._values, self._all_plain = names, values, all(isinstance(part, _PLAIN) for part in parts)
             # A learning rate counts as a tensor, which the graph is bound to, or by an odd type.
-            if type(rate) not in (float, int):
-                numbers.append(id(rate) if isinstance(rate, Tensor) else type(rate))
-            found.append(tuple(numbers))
-        return found
+            rates = [group.get("lr") for group in self._groups if type(group.get("lr")) not in (float, int)]
+            odd = (id(rate) if isinstance(rate, Tensor) else type(rate) for rate in rates)
+            self._numbers = (*((name, _hashable(value)) for name, value in numbers), *odd)
+        return self._numbers
 
 
 def without_tensors(group: Mapping[str, object]) -> dict[str, object]:
@@ -202,6 +161,10 @@ def _hashable(value: object) -> object:
 
 
 _values = dict.values
+
+
+def _same(some: Sequence[object], others: Sequence[object]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _form(tensor: Tensor) -> object:

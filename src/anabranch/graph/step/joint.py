@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from anabranch.errors import CaptureError
-from anabranch.graph.crossings import Effect, crossing_of
+from anabranch.graph.crossings import crossing_of
 from anabranch.graph.dynamo.front import TracedCall
 from anabranch.graph.dynamo.traced_calls import Arguments, arrange, picker
 from anabranch.graph.graph import Graph
@@ -26,7 +26,7 @@ from anabranch.graph.run.inductor import compiled
 from anabranch.graph.run.recompute import recompute_marked
 from anabranch.graph.step.backward import (
     Backward,
-    GradientListener,
+    Report,
     capture_backward,
     capture_forward,
     loss_of,
@@ -63,7 +63,7 @@ class Joint:
     Attributes:
         key: the program's purpose.
         backward: the graph of forward and backward.
-        graph: the graph that runs.
+        graph: all that runs, in one graph.
         memory: looks at the memory of the arguments, if the program writes to one.
         confirmed: the tape has run a batch of this program with the same results; see ``Prepared.confirm``.
     """
@@ -99,10 +99,11 @@ class Joint:
         self._program: Program | None = None
         self._backward_program: Program | None = None
         self._rest: Program | None = None
+        self._reporting: Program | None = None
+        self._reports: list[Report] = []
         self._given: Sequence[str] = ()
         self._yielded: Sequence[str] = ()
         self._own = False
-        self._crosses = False
         self.graph = self.backward.graph
 
     @property
@@ -176,7 +177,7 @@ class Joint:
         step: StepState,
         args: Sequence[object],
         begin: Callable[[Sequence[str]], None] | None,
-        listener: GradientListener | None,
+        report: Report | None,
         later: list[Callable[[], None]],
     ) -> dict[str, object]:
         """Run the program; returns the results by name.
@@ -185,30 +186,26 @@ class Joint:
             step: the program's own, which it holds weakly.
             args: the values of Dynamo's placeholders.
             begin: called with the names of the loss's results before the program runs.
-            listener: called with gradients while backward runs.
+            report: called while backward runs.
             later: receives the optimizers' own step if it is outside the graph.
         """
         free = self._free_of(args)
         if begin is not None:
             begin(self.backward.outputs)
         if not self.key.whole:
-            return self._run_backward(step, free, listener)
+            return self._run_backward(step, free, report)
         if self._program is None and self._ready():
             self._join()
         if self._program is None:
             return self._run_apart(step, free, later)
         if self._rest is None:
-            if step.gate is None and not self._crosses:
-                hold_interrupts()  # nothing in the program says when it begins to update
-            try:
-                results: dict[str, object] = dict(zip(self.graph.outputs, self._program.run(*free), strict=True))
-            except _Refused as refused:
-                return self._finish(step, refused.results)
+            hold_interrupts()  # nothing in the program says when it begins to update
+            results: dict[str, object] = dict(zip(self.graph.outputs, self._program.run(*free), strict=True))
             return self._finish(step, results, later)
         results = dict(zip(self.backward.graph.outputs, self._program.run(*free), strict=True))
         if not self._admitted(results, own=self._own):
             return self._finish(step, results)
-        results.update(zip(self._yielded, self._rest.run(*(results[name] for name in self._given)), strict=True))
+        results.update(zip(self._yielded, self._rest.run(*[results[name] for name in self._given]), strict=True))
         return self._finish(step, results, later)
 
     def _admitted(self, results: Mapping[str, object], *, own: bool) -> bool:
@@ -226,16 +223,22 @@ class Joint:
         """Run forward and backward alone; returns the backward graph's results by name."""
         return dict(zip(self.backward.graph.outputs, self._apart().run(*self._free_of(args)), strict=True))
 
-    def _run_backward(
-        self, step: StepState, free: Sequence[object], listener: GradientListener | None
-    ) -> dict[str, object]:
-        if listener is not None:
-            listener.begin(self.backward.outputs)
-        in_one = listener is None or step.compile
-        ran = self._apart().run(*free) if in_one else self.backward.run(cast(GradientListener, listener), free)
-        results = dict(zip(self.backward.graph.outputs, ran, strict=True))
-        if listener is not None and in_one:
-            self.backward.notify(listener, results)
+    def _run_backward(self, step: StepState, free: Sequence[object], report: Report | None) -> dict[str, object]:
+        reports, backward = self._reports, self.backward
+        if report is None or step.compile:
+            program = self._apart()
+        elif self._reporting is None:
+            program = self._reporting = backward.graph.reporting_program(backward.reported, lambda *r: reports[0](*r))
+        else:
+            program = self._reporting
+        reports[:] = [] if report is None else [report]
+        try:
+            results = dict(zip(backward.graph.outputs, program.run(*free), strict=True))
+        finally:
+            reports.clear()  # it leads to the executor, and Dynamo keeps the program
+        if report is not None and step.compile:
+            for name in backward.reported:
+                report(name, cast(Tensor, results[name]))
         return results
 
     def _run_apart(self, step: StepState, free: Sequence[object], later: list[Callable[[], None]]) -> dict[str, object]:
@@ -322,50 +325,35 @@ class Joint:
             step.refused_update = error
             self.key = replace(self.key, numbers=None)  # the optimizers read them directly
             return
-        split = step.compile or can_replay(front) or (step.gate is not None and update is None)
+        # An interrupt ends a wait for an expert or a server at once. The gate comes before ``between``, whose norm
+        # would spread one NaN over all gradients.
+        crosses = any(crossing_of(node) is not None for node in front.fx.nodes)
+        split = step.compile or can_replay(front) or step.gate is not None or crosses
         self._own = _own_memory(front)
-        # An interrupt ends a wait for an expert or a server at once.
-        self._crosses = update is not None and any(crossing_of(node) is not None for node in front.fx.nodes)
-        # The gate comes before ``between``, whose norm would spread one NaN over all gradients.
-        graph = self._gated(front) if not split and (step.gate is not None or self._crosses) else front
-        rest = update
+        self.graph, rest = front, update
         if between is not None:
-            graph = join(graph, between, [name for name in keep if name not in between.outputs])
+            self.graph = join(front, between, [name for name in keep if name not in between.outputs])
             rest = between if update is None else join(between, update, keep)
         if update is not None:
-            joined = drop_dead_nodes(join(graph, update, keep))
-            graph = spread_fused_updates(joined)
-            if graph is not joined:  # parameters are written to in another order, and while backward continues
-                self._look_at({*written_inputs(front), *dense})
-        self.graph = _without_gate(graph)
+            self.graph = drop_dead_nodes(join(self.graph, update, keep))
         if split:
             self._split(front, rest)
-        else:
-            self._program = graph.program()
-
-    def _gated(self, front: Graph) -> Graph:
-        """Return ``front`` with a last operation that asks the step's gate, and raises ``_Refused`` if it refuses."""
-        graph = front.copy()
-        output = graph.fx.output_node()
-        with graph.fx.inserting_before(output):
-            node = graph.fx.call_function(
-                _Gate(self, front.outputs), (list(cast("Sequence[fx.Node]", output.args[0])),)
-            )
-        node.meta.update(val=None, phase="update", scope="")
-        return graph
+            return
+        spread = spread_fused_updates(self.graph)
+        if spread is not self.graph:  # parameters are written to in another order, and while backward continues
+            self._look_at({*written_inputs(front), *dense})
+        self.graph = spread
+        self._program = spread.program()
 
     def _split(self, front: Graph, rest: Graph | None) -> None:
-        """Split into two programs: forward and backward, by Inductor or as a CUDA graph, and the rest."""
+        """Run two programs: forward and backward, also by Inductor or as a CUDA graph, and the rest."""
         self._rest = rest.program() if rest is not None else Program("", lambda: ())
         self._given = [] if rest is None else [binding.name for binding in rest.bindings if binding.bound is None]
         self._yielded = [] if rest is None else rest.outputs
-        if self._step.compile:
-            self._program = self._apart()
-        elif not can_replay(front):
-            self._program = front.program()
-        else:
+        self._program = self._apart()
+        if not self._step.compile and can_replay(front):
             read_at_once = [name in self._given and name not in self.key.gradients for name in front.outputs]
-            self._program = Replayed(front.program(), front, read_at_once)
+            self._program = Replayed(self._program, front, read_at_once)
 
     def _trace_between(self) -> Graph | None:
         between, backward = self._step.between, self.backward
@@ -387,39 +375,6 @@ class Joint:
             return [gradients[name] for name in backward.dense]
 
         return build(body, sources, names)
-
-
-class _Gate(Effect):
-    """The operation between gradients and update that lets a step go on."""
-
-    __name__ = "admit"
-
-    def __init__(self, joint: Joint, outputs: Sequence[str]) -> None:
-        self._joint, self._outputs = weakref.ref(joint), outputs
-
-    def __call__(self, values: Sequence[object]) -> tuple[object, ...]:
-        joint, results = self._joint(), dict(zip(self._outputs, values, strict=True))
-        assert joint is not None
-        if not joint._admitted(results, own=joint._own):
-            raise _Refused(results)
-        return ()
-
-
-def _without_gate(graph: Graph) -> Graph:
-    gates = [node.name for node in graph.fx.nodes if isinstance(node.target, _Gate)]
-    if not gates:
-        return graph
-    graph = graph.copy()
-    for node in [node for node in graph.fx.nodes if node.name in gates]:
-        graph.fx.erase_node(node)
-    return graph
-
-
-class _Refused(BaseException):
-    """Ends a program before its update; has the results of forward and backward."""
-
-    def __init__(self, results: dict[str, object]) -> None:
-        self.results = results
 
 
 def leave_gradient(parameter: Tensor, gradient: Tensor, held: Container[Tensor]) -> None:

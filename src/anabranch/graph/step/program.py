@@ -24,13 +24,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anabranch.autodiff.boundary.whole_calls import learn_forms
+from anabranch.autodiff.grad_sessions import loss_and_returned
 from anabranch.autodiff.hooks import OutputRecorder
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.dynamo.front import DynamoFront, GuardMiss, TracedCall, changed_objects, mark
 from anabranch.graph.effects import is_collective
 from anabranch.graph.graph import Graph
-from anabranch.graph.step.backward import GradientListener, Gradients, check_loss
+from anabranch.graph.step.backward import Gradients, Report
 from anabranch.graph.step.joint import Joint, JointKey
 from anabranch.graph.step.step_state import Between, Gate, StepState
 from anabranch.graph.step.update import containers_of
@@ -40,7 +41,7 @@ from anabranch.tensors.rows import tensors_of
 
 Loss = Callable[[nn.Module, Any], object]
 """``loss(model, batch)`` returns a scalar tensor, or that and a dict of further tensors."""
-_MOST_GRAPHS = 64
+_MOST_GRAPHS = 128
 _SMALLEST = sys.float_info.min
 _MOST_NUMBERS = 8
 
@@ -51,7 +52,7 @@ class _Task:
 
     key: JointKey
     begin: Callable[[Sequence[str]], None] | None
-    listener: GradientListener | None
+    report: Report | None
     may_trace: bool = True
     only_prepare: bool = False
     results: dict[str, object] | None = None
@@ -144,6 +145,7 @@ class StepProgram(StepState):
         self._last: Graph | None = None
         self._kinds: set[object] = set()
         self._seen_numbers: set[object] = set()
+        self._joints: weakref.WeakSet[Joint] = weakref.WeakSet()
         self.captures = 0
 
     @property
@@ -192,7 +194,8 @@ class StepProgram(StepState):
         self,
         batch: Structure,
         fetch: Sequence[str] = (),
-        listener: GradientListener | None = None,
+        begin: Callable[[Sequence[str]], None] | None = None,
+        report: Report | None = None,
         *,
         may_trace: bool = True,
     ) -> Gradients:
@@ -201,10 +204,11 @@ class StepProgram(StepState):
         Args:
             batch: a nested structure of tensors.
             fetch: names of submodules.
-            listener: called with the loss and each dense gradient the moment it is final, while backward continues.
+            begin: as for ``run``.
+            report: called with results while the graph runs.
             may_trace: as for ``run``.
         """
-        task = _Task(self._key(False, ()), None, listener)
+        task = _Task(self._key(False, ()), begin, report)
         found, outputs = self._through_front(task, batch, tuple(fetch), may_trace)
         assert task.joint is not None
         assert task.results is not None
@@ -234,8 +238,7 @@ class StepProgram(StepState):
             self._bind()
         numbers = None if self.refused_update is not None else self._group_numbers.current()
         if numbers != self._numbers:
-            self._group_numbers.look_again()
-            self._numbers = numbers = numbers and self._group_numbers.current()
+            self._numbers = numbers
             self._seen_numbers.add(numbers)
             if len(self._seen_numbers) > _MOST_NUMBERS:
                 raise CaptureError(
@@ -252,7 +255,7 @@ class StepProgram(StepState):
         for optimizer in self.optimizers if task.key.whole else ():
             optimizer._opt_called = True  # type: ignore[attr-defined]
         found: dict[str, Structure] = {"loss": loss.detach()}
-        for name, value in (extras or {}).items():
+        for name, value in extras.items():
             found[name] = value.detach() if isinstance(value, Tensor) else value
         return found, outputs
 
@@ -261,15 +264,9 @@ class StepProgram(StepState):
     ) -> tuple[Any, dict[str, Structure]]:
         """Return the function's own result, and the outputs of the submodules ``modules``."""
         kind = (kind_of(batch), modules, _SMALLEST * 0.5 == 0.0)  # with denormals flushed, constants fold differently
-        if kind not in self._kinds:
-            if len(self._kinds) >= _MOST_GRAPHS:
-                raise CaptureError(
-                    f"{_MOST_GRAPHS} kinds of batches have been captured for {self._front.what}, and there is yet "
-                    "another shape, dtype or fetch; pad batches to a few shapes, or use engine='tape'"
-                )
-            if may_trace:
-                learn_forms(self.model.modules())
-                self._kinds.add(kind)
+        if may_trace and kind not in self._kinds:
+            learn_forms(self.model.modules())
+            self._kinds.add(kind)
         self._task = task
         task.may_trace = may_trace
         self.rates.refresh()
@@ -302,8 +299,6 @@ class StepProgram(StepState):
     # --- programs
 
     def _make(self, call: TracedCall) -> Callable[..., Sequence[object]]:
-        if self.differentiates:
-            check_loss(call)
         changed = changed_objects()
         if changed and self.refused_update is None and not changed.isdisjoint(containers_of(self.optimizers)):
             self.refused_update = CaptureError("the loss changes its groups or its state")
@@ -322,10 +317,18 @@ class StepProgram(StepState):
 
     def joint(self, call: TracedCall, args: Sequence[object], task: _Task) -> Joint:
         """Return a program for these arguments."""
+        if len(self._joints) >= _MOST_GRAPHS:
+            raise CaptureError(
+                f"{_MOST_GRAPHS} graphs of {self._front.what} are kept, and it needs yet another, for another shape of "
+                "a batch, number that an operation reads, or tensor that the model holds; pad batches to a few shapes, "
+                "make the numbers tensors, or use engine='tape'"
+            )
         self.captures += 1
         try:
             with undisturbed():
-                return Joint(self, call, args, task.key)
+                joint = Joint(self, call, args, task.key)
+                self._joints.add(joint)
+                return joint
         except (AnabranchError, ValueError, TypeError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -398,7 +401,7 @@ class _Programs:
         if task.only_prepare:
             raise _OnlyPrepared(joint, args)
         task.joint = joint
-        task.results = joint.run(step, args, task.begin, task.listener, task.later)
+        task.results = joint.run(step, args, task.begin, task.report, task.later)
         return joint.in_order(task.results)
 
     def _find(self, step: StepProgram, args: Sequence[object], task: _Task) -> Joint:
@@ -406,11 +409,6 @@ class _Programs:
             if joint.fits(args, task.key):
                 return joint
         self._joints = [joint for joint in self._joints if joint.key.epoch is step.epoch]
-        if len(self._joints) >= _MOST_GRAPHS:
-            raise CaptureError(
-                "numbers that operations read, or the tensors that the model holds, change from step to step, and "
-                "each change needs a new graph; make the numbers tensors, or use engine='tape'"
-            )
         if not task.may_trace:
             raise GuardMiss("no graph of the step matches the current tensors and numbers")
         task.key = step.up_to_date(task.key)
@@ -424,32 +422,12 @@ def _evaluated(loss: Loss) -> Callable[..., object]:
     """``loss`` with its results marked, in a form that Dynamo can read: it holds only objects that Dynamo can read."""
 
     def evaluated(model: nn.Module, batch: object) -> object:
-        result = loss(model, batch)
-        extras: Any = None
-        if isinstance(result, tuple) and len(result) == 2:
-            result, extras = result
-            if not isinstance(extras, Mapping):
-                raise TypeError(f"besides the loss a step returns a dict of tensors, got {type(extras).__name__}")
-        elif isinstance(result, Mapping) and "loss" in result:
-            extras = {name: value for name, value in result.items() if name != "loss" and isinstance(value, Tensor)}
-            result = result["loss"]
-        elif not isinstance(result, Tensor):
-            result = getattr(result, "loss", result)
-        if not isinstance(result, Tensor):
-            raise TypeError(
-                "loss(model, batch) returns a scalar tensor, (scalar, dict), a mapping with 'loss' or an object with "
-                f".loss, got {type(result).__name__}"
-            )
-        if result.ndim and result.numel() == 1:
-            result = result.reshape(())
-        # Detached: Dynamo refuses outputs that depend on a tensor whose gradient was taken inside the graph.
-        marked = mark("loss", result).detach()
-        if extras is None:
-            return marked, None
+        value, returned = loss_and_returned(loss(model, batch))
         named = {}
-        for name, value in extras.items():
-            named[name] = mark(name, value).detach() if isinstance(value, Tensor) and name != "loss" else value
-        return marked, named
+        for name, more in returned.items():
+            named[name] = mark(name, more).detach() if isinstance(more, Tensor) and name != "loss" else more
+        # Detached: Dynamo refuses outputs that depend on a tensor whose gradient was taken inside the graph.
+        return mark("loss", value).detach(), named
 
     return evaluated
 

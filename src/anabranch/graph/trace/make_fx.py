@@ -31,9 +31,8 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.fx.proxy import TracerBase
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
-from anabranch.autodiff.boundary.crossing import Boundary, Crossed, traced_by
+from anabranch.autodiff.boundary.crossing import Boundary, Crossed, Tensors, Tracer, traced_by
 from anabranch.autodiff.hooks import watch_node
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.crossings import BackwardCrossing, ForwardCrossing
@@ -180,42 +179,7 @@ class _Faithful(TorchFunctionMode):
             self._recorder.stops_gradients = False
 
 
-class FormTracer:
-    """The tracer of boundaries in Dynamo's part: requests only the forms of their outputs."""
-
-    captures = True
-    failure: Exception | None = None
-
-    @contextmanager
-    def outside(self) -> Iterator[None]:
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), traced_by(None):
-            yield
-
-    def entry(self) -> Tensor:
-        return torch.empty((), requires_grad=True, device="cpu")
-
-    def forward(self, boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
-        with self.outside():
-            forms = boundary.forms(inputs)
-        outputs = [torch.empty(form.shape, dtype=form.dtype, device=form.device) for form in forms]
-        return Crossed(outputs, None, [i for i, form in enumerate(forms) if not form.differentiable])
-
-    def backward(
-        self,
-        boundary: Boundary,
-        state: object,
-        inputs: Sequence[Tensor | None],
-        gradients: Sequence[Tensor | None],
-        wants: Sequence[bool],
-        updates: bool,
-    ) -> list[Tensor | None]:
-        raise CaptureError(
-            f"the loss itself differentiates through {boundary.kind} {boundary.name!r}, which a graph cannot; use "
-            "engine='tape'"
-        )
-
-
-class _Crossings(FormTracer):
+class _Crossings(Tracer):
     """Writes boundaries into the graph: two nodes each, which cross when the graph runs."""
 
     def __init__(self, mode: FakeTensorMode, recorder: TraceRecorder) -> None:
@@ -230,7 +194,7 @@ class _Crossings(FormTracer):
         self._recorder.entries.append(entry)
         return entry
 
-    def forward(self, boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+    def forward(self, boundary: Boundary, inputs: Tensors, wants: Sequence[bool] | None) -> Crossed:
         with self.outside():
             forms = boundary.forms(inputs)
         target = ForwardCrossing(boundary, wants, forms)
@@ -247,11 +211,11 @@ class _Crossings(FormTracer):
         self,
         boundary: Boundary,
         state: object,
-        inputs: Sequence[Tensor | None],
-        gradients: Sequence[Tensor | None],
+        inputs: Tensors,
+        gradients: Tensors,
         wants: Sequence[bool],
         updates: bool,
-    ) -> list[Tensor | None]:
+    ) -> Tensors:
         target = BackwardCrossing(boundary, wants, updates=updates)
         arguments = (state, self._proxies(inputs), self._proxies(gradients))
         proxy = self._tracer.create_proxy("call_function", target, arguments, {})
@@ -436,11 +400,11 @@ def build(
     may_read: bool = False,
     interceptor: Interceptor | None = None,
 ) -> Graph:
-    """Traces ``body``, which yields ``outputs`` (names that it may add to while it runs), and cleans the trace."""
+    """Trace ``body``, which yields ``outputs`` (names that it may add to while it runs), and clean the trace."""
     module = trace(body, sources, may_read=may_read, interceptor=interceptor)
     graph = module.graph
     placeholders = list(graph.find_nodes(op="placeholder"))
-    inputs = [_input(source, node, kinds or {}) for source, node in zip(sources, placeholders, strict=True)]
+    inputs = [_input(source, kinds or {}) for source in sources]
     for index, (node, tensor) in enumerate(constants(module).items()):
         with graph.inserting_after(placeholders[-1]) if placeholders else graph.inserting_before(node):
             lifted = graph.placeholder(f"constant_{index}")
@@ -456,7 +420,7 @@ def build(
     return drop_dead_nodes(drop_handles(Graph(graph, inputs, list(outputs))))
 
 
-def _input(source: TraceSource, node: fx.Node, kinds: Mapping[str, InputKind]) -> Input:
+def _input(source: TraceSource, kinds: Mapping[str, InputKind]) -> Input:
     if not source.state:
         return Input(source.name)
     assert isinstance(source.value, Tensor)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -12,7 +12,7 @@ from anabranch.graph.crossings import crossing_of
 from anabranch.graph.effects import is_collective, is_wait
 from anabranch.graph.nodes import bytes_of
 from anabranch.graph.operation_graph import OperationGraph
-from anabranch.graph.run.lifetimes import MemoryPlan, plan_memory
+from anabranch.graph.run.lifetimes import plan_memory
 from anabranch.tensors.dtypes import dtype_name
 from anabranch.view.page import page_of
 
@@ -26,28 +26,19 @@ def to_html(graph: OperationGraph, path: str | Path, title: str = "graph") -> No
 
 def graph_data(graph: OperationGraph) -> dict[str, object]:
     """Return what ``graph.js`` draws: the operations, the facts above them, and the bytes alive after each."""
-    records = _records(graph)
+    records = records_of(graph)
     plan = plan_memory(graph)
     operations = sum(record["phase"] not in ("input", "output") for record in records)
     facts = {"operations": operations, "peak": plan.peak_bytes}
-    alive = _alive(plan)
-    makers = [""] * len(alive)
+    makers = [""] * len(plan.alive)
     for name, (first, _) in plan.intervals.items():
         makers[first] = name
-    return {"nodes": records, "facts": facts, "alive": alive, "makers": makers, "peak": plan.peak}
+    return {"nodes": records, "facts": facts, "alive": plan.alive, "makers": makers, "peak": plan.peak}
 
 
-def _alive(plan: MemoryPlan) -> list[int]:
-    """Return the bytes that the run has allocated at each of its operations."""
-    change = [0] * (max((last for _, last in plan.intervals.values()), default=0) + 2)
-    for name, (first, last) in plan.intervals.items():
-        change[first] += plan.bytes[name]
-        change[last + 1] -= plan.bytes[name]
-    return list(accumulate(change[:-1]))
-
-
-def _records(graph: OperationGraph) -> list[dict[str, object]]:
-    records: list[dict[str, object]] = []
+def records_of(graph: OperationGraph) -> list[dict[str, Any]]:
+    """Return the inputs, operations and outputs, with what is shown of each."""
+    records: list[dict[str, Any]] = []
     index: dict[fx.Node, int] = {}
     for node, binding in zip(graph.placeholders, graph.bindings, strict=True):
         index[node] = len(records)
@@ -64,7 +55,7 @@ def _records(graph: OperationGraph) -> list[dict[str, object]]:
     return records
 
 
-def _look(node: fx.Node) -> dict[str, object]:
+def _look(node: fx.Node) -> dict[str, Any]:
     value = node.meta.get("val")
     tensor = value if isinstance(value, Tensor) else None
     return {

@@ -225,8 +225,6 @@ def _service_facts(role: RoleStatus, before: RoleStatus | None) -> Iterable[str]
         yield f"{_rate(_rows, role, before):.0f} rows/s"
     if "stored_bytes" in facts:
         yield f"{_scaled(facts['rows']).replace(' ', '')} rows"
-        if facts["hot_hits"] + facts["hot_misses"]:
-            yield f"in memory {100 * facts['hot_hits'] / (facts['hot_hits'] + facts['hot_misses']):.0f}%"
         if (clocks := facts["clocks"]) and facts["lag"] != 0:
             bound = "" if facts["lag"] is None else f" of {facts['lag']}"
             yield f"stale {max(clocks) - min(clocks)}{bound} steps"

@@ -71,7 +71,7 @@ from anabranch.tables.optimizers.row_optimizers import Family, OptimizerFactory,
 from anabranch.tables.optimizers.torch_state import ParameterState
 from anabranch.tables.row_versions import WITH_STATE
 from anabranch.tables.table_spec import TableSpec, state_dtype
-from anabranch.tensors.packing import Compression, Share, all_finite, check_compression
+from anabranch.tensors.packing import Compression, Share, acceptable, check_compression
 from anabranch.transport import Client, MemoryTransport, Request, Transport, pack, unpack
 
 __all__ = ["ParameterClient", "Pulled", "REFUSALS", "Traffic", "Worker"]
@@ -629,7 +629,7 @@ class ParameterClient:
                 message = PushMessage(parts, numbers, *turn, weight, mean, hold, self._compression)
                 tensors = push.tensors(shard, dense)
                 requests.append(self._calls.request(shard, "push", pack(message), tensors, step=step))
-                if not all_finite(tensors):
+                if not acceptable(tensors):
                     refused.append(requests[-1])
         # A shard whose part has no NaN would apply it although the whole is refused, so only the others are asked.
         answers, failures = self._calls.outcomes(refused or requests, deadline)
@@ -751,7 +751,7 @@ class ParameterClient:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Replace all tables and parameters by those of a checkpoint, written by any number of shards.
 
-        A table that this client has created stays in memory or in a file, and keeps its ``hot_rows``.
+        A table that this client has created stays in memory or in a file.
         """
         found = checkpoint.read(path)
         self.restore(cast(Mapping[str, Any], found.state), found.tensors)

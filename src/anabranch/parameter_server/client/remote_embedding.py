@@ -60,7 +60,6 @@ class RemoteEmbedding(nn.Module):
         eviction: the row to evict from a full table: the one unused longest (``"age"``) or used in the fewest steps.
         admission: probability that a training use admits a new id; until then it reads as its first values.
         memory_map: the servers keep the table in a mapped file of theirs, for tables larger than memory.
-        hot_rows: of such a table, rows that the servers keep in memory beside the file, over all of them.
         dtype: float32, float64, bfloat16 or float16, of the rows here and on the servers.
         seed: with the name, fixes the first values of all rows.
 
@@ -81,7 +80,6 @@ class RemoteEmbedding(nn.Module):
         eviction: Eviction = "age",
         admission: float = 1.0,
         memory_map: bool | None = None,
-        hot_rows: int | None = None,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
     ) -> None:
@@ -90,7 +88,7 @@ class RemoteEmbedding(nn.Module):
         initial = Constant(float(init)) if isinstance(init, (int, float)) else init
         self.spec = TableSpec(
             name, num_embeddings, embedding_dim, dtype, initial, seed, capacity=capacity, eviction=eviction,
-            admission=admission, memory_map=bool(memory_map), hot_rows=hot_rows,
+            admission=admission, memory_map=bool(memory_map),
         )  # fmt: skip
         self.name = name
         self.mode = mode

@@ -45,7 +45,7 @@ from anabranch.tables.kernels.selection import kernels
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
 from anabranch.tables.optimizers.torch_state import from_torch
 from anabranch.tables.table_spec import TableSpec
-from anabranch.tensors.packing import all_carried, all_finite
+from anabranch.tensors.packing import acceptable
 
 __all__ = [
     "Beside",
@@ -89,6 +89,8 @@ class RemoteTables:
         cache: how each table is cached here; ``None`` reads every row from the servers.
 
     Attributes:
+        lookups: a list to which each lookup adds its table and its ids, flat and on the CPU; or ``None``.
+        unexpected: tables of which this step has looked up ids that it was not expected to look up.
         trains: they are an executor's that is open, and are not only read.
         moves: the parameters of models that are placeholders now.
         keeps_reads: a step's lookups read the rows of the same ids once: for layers that run again before their
@@ -112,6 +114,8 @@ class RemoteTables:
         self._step = 0
         self._weight, self._mean = 1.0, True  # of the last push that had rows
         self._training = False  # in a step, between ``begin`` and ``end``
+        self.lookups: list[tuple[str, Tensor]] | None = None
+        self.unexpected: set[str] = set()
         self._reads = self._usual_reads = 0
         self._between: Callable[[], None] | None = None
         self._coming: tuple[list[tuple[Caches, CacheQuery]], _Aside[dict[str, Pulled]]] | None = None
@@ -297,6 +301,7 @@ class RemoteTables:
             self._reads = 0
         self._training = training
         self._between = between
+        self.unexpected.clear()
 
     def end(self, step: int) -> None:
         """End the step, if one has begun, and forget what it has read: from now on lookups read as of ``step``.
@@ -326,16 +331,17 @@ class RemoteTables:
     def expect(self, wanted: Mapping[str, Tensor]) -> None:
         """Read the rows that this step's lookups are expected to need, of all tables together: one message per shard.
 
-        A lookup of other ids reads them itself, so a wrong guess only costs time. Ids of
+        A lookup of other ids reads those itself, so a wrong guess only costs time. Ids of
         dynamic vocabularies are left to the lookups, because reading them admits them.
 
         Args:
             wanted: ids by table; ids outside a table are left to the lookup that names them.
         """
-        found = self._distinct(wanted)
-        if found:
-            for name, rows in self._read({name: some.ids for name, some in found.items()}).items():
-                self._sources[name].expected = found[name], rows
+        distinct = self._distinct(wanted)
+        fixed = {name: some.ids for name, some in distinct.items() if self._sources[name].spec.rows is not None}
+        rows = self._read(fixed) if fixed else {}
+        for name, some in distinct.items():
+            self._sources[name].expected = some, rows.get(name)
 
     def read_together(self, wanted: Mapping[str, Tensor]) -> None:
         """Read the rows of lookups that follow at once, of all tables together: one message per shard.
@@ -346,25 +352,25 @@ class RemoteTables:
             wanted: ids by table; ids outside a table are left to the lookup that names them.
         """
         distinct = {name: unique_of(ids.detach().cpu().reshape(-1))[0] for name, ids in wanted.items()}
-        missing = [name for name, ids in distinct.items() if self._sources[name]._expected_rows(ids) is None]
+        missing = [name for name, ids in distinct.items() if not self._sources[name].is_read(ids)]
         if len(missing) < 2:
             return
-        limits = {name: self._sources[name].spec.rows for name in missing}
-        found = distinct_ids({n: wanted[n] for n in missing if limits[n] is not None}, _without_none(limits))
-        for name in missing:
-            if limits[name] is None:
-                given = wanted[name].detach().cpu().long().reshape(-1).clone()
-                found[name] = Distinct(given, *unique_of(given))
-        for name, rows in self._read({name: some.ids for name, some in found.items()}).items():
-            self._sources[name].expected = found[name], rows
+        together = self._distinct({name: wanted[name] for name in missing})
+        for name, rows in self._read({name: some.ids for name, some in together.items()}).items():
+            self._sources[name].expected = together[name], rows
 
     def _distinct(self, wanted: Mapping[str, Tensor]) -> dict[str, Distinct]:
-        """Return the distinct ids of fixed tables, unless they are known from asking ahead."""
-        known, self._ahead = self._ahead, {}
-        found = {name: known[name] for name, ids in wanted.items() if name in known and known[name].is_of(ids)}
-        rows = {name: self._sources[name].spec.rows for name in wanted}
-        fixed = {name: count for name, count in rows.items() if count is not None and name not in found}
-        return found | distinct_ids({name: wanted[name] for name in fixed}, fixed)
+        """Return the distinct ids of each table, of those that were asked for ahead as they are known."""
+        ahead, self._ahead = self._ahead, {}
+        distinct = {name: ahead[name] for name, ids in wanted.items() if name in ahead and ahead[name].is_of(ids)}
+        fixed: dict[str, int] = {}
+        for name in (name for name in wanted if name not in distinct):
+            if (rows := self._sources[name].spec.rows) is not None:
+                fixed[name] = rows
+            else:
+                ids = wanted[name].detach().cpu().long().reshape(-1).clone()
+                distinct[name] = Distinct(ids, *unique_of(ids))
+        return distinct | distinct_ids({name: wanted[name] for name in fixed}, fixed)
 
     def _read(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the rows of distinct ids of several tables, through the caches: one message per shard."""
@@ -410,10 +416,7 @@ class RemoteTables:
             raise ValueError("prefetching needs a cache; give RemoteTables a cache")
         self._collect()
         self._ahead = self._distinct(wanted)
-        distinct = {
-            name: self._ahead[name].ids if name in self._ahead else torch.unique(ids.detach().cpu().long().reshape(-1))
-            for name, ids in wanted.items()
-        }
+        distinct = {name: some.ids for name, some in self._ahead.items()}
         queries = [
             (caches, caches.start_prefetch(some, self._step, training=self._training))
             for caches, some in self._by_cache(distinct)
@@ -510,7 +513,7 @@ class RemoteTables:
         waits = self.delays
         rounding = self._client.compression
         dense = [grads for _, grads, _ in (beside or {}).values()]
-        if waits and not (all_carried([grads for _, grads in given.values()], rounding) and all_finite(dense)):
+        if waits and not (acceptable([grads for _, grads in given.values()], rounding) and acceptable(dense)):
             refused: dict[str, Due] = {name: (*some, None) for name, some in given.items()}
             self._sender(refused, weight, mean, hold, beside or {}, awaited=True)()  # and the cache stays unchanged
             return
@@ -528,9 +531,9 @@ class RemoteTables:
         if mean and not weight and waited:  # waiting gradients have weight even if this step's batch has none
             self._push_at_once(waited)
             due |= {name: (*self._sources[name].nothing(), None) for name in waited}
-        # # A sum may overflow although no gradient did: if it were refused a step late, this worker would wait for the
-        # others in that step, and they for its push.
-        leaves = waits and not beside and all_carried([grads for _, grads, _ in due.values()], rounding)
+        # A sum may be too large although no gradient is: if it were refused a step late, this worker would wait for
+        # the others in that step, and they for its push.
+        leaves = waits and not beside and acceptable([grads for _, grads, _ in due.values()], rounding)
         send = self._sender(due, weight, mean, hold, beside or {}, awaited=not leaves)
         if leaves:
             self._leaves = _Aside(send, "anabranch-push")
@@ -665,10 +668,13 @@ class _Source:
     held: int  # numbers per row with its state
     gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     leaving: list[Due] = field(default_factory=list)
-    expected: tuple[Distinct, Tensor] | None = None  # ids and rows that this step was expected to look up
+    expected: tuple[Distinct, Tensor | None] | None = None  # the ids that this step is to look up, and their rows
     seen: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # what lookups of this step have read
 
     def distinct(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        if self.tables.lookups is not None:
+            flat = ids.detach().reshape(-1).to("cpu", torch.int64, copy=True)  # as the step may change them in place
+            self.tables.lookups.append((self.name, flat))
         if self.expected is not None and ids.device.type == "cpu":
             inverse = self.expected[0].of(ids)
             if inverse is not None:
@@ -680,24 +686,37 @@ class _Source:
             for known, rows in self.seen:
                 if torch.equal(known, ids):
                     return rows
-            expected = self._expected_rows(ids)
-            rows = self.tables._read({self.name: ids})[self.name] if expected is None else expected
+            rows = self._rows_of(ids)
             if self.tables.keeps_reads and self.tables._training:
                 self.seen.append((ids, rows))
             self.tables._count_read()
             return rows
 
-    def _expected_rows(self, ids: Tensor) -> Tensor | None:
-        """Return the rows of ``ids``, if the step has read them all."""
-        if self.expected is None:
-            return None
-        known, rows = self.expected[0].ids, self.expected[1]
-        if ids is known:
+    def _rows_of(self, ids: Tensor) -> Tensor:
+        """Return the rows of ``ids``; those that the step has not read yet are read now."""
+        known, rows = (ids[:0], None) if self.expected is None else (self.expected[0].ids, self.expected[1])
+        if rows is not None and ids is known:
             return rows
-        if not len(known):
-            return None
-        places = torch.searchsorted(known, ids).clamp(max=len(known) - 1)
-        return rows[places] if torch.equal(known[places], ids) else None
+        places, there = self._places(ids)
+        if rows is None or (len(ids) and not there.any()):
+            return self.tables._read({self.name: ids})[self.name]
+        rows = rows[places]
+        if not there.all():
+            rows[~there] = self.tables._read({self.name: ids[~there]})[self.name]
+        return rows
+
+    def _places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the place of each of ``ids`` among the expected ones, and whether it is there."""
+        known = ids[:0] if self.expected is None else self.expected[0].ids
+        places = torch.searchsorted(known, ids).clamp(max=max(len(known) - 1, 0))
+        there = known[places] == ids if len(known) else torch.zeros_like(ids, dtype=torch.bool)
+        if not there.all():
+            self.tables.unexpected.add(self.name)
+        return places, there
+
+    def is_read(self, ids: Tensor) -> bool:
+        """Return True if the step has read the rows of all ``ids``."""
+        return bool(self._places(ids)[1].all()) and self.expected is not None and self.expected[1] is not None
 
     def take_gradient(self, ids: Tensor, grads: Tensor) -> None:
         if not self.tables._training:
@@ -785,10 +804,6 @@ def read_together(lookups: Sequence[tuple[WeightSource, Tensor]]) -> Iterator[No
         for tables in alike:
             if not tables._training:
                 tables.forget()
-
-
-def _without_none(limits: Mapping[str, int | None]) -> dict[str, int]:
-    return {name: limit for name, limit in limits.items() if limit is not None}
 
 
 def merge_rows(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -13,9 +13,8 @@ the ids: the tape, or a captured graph, sees ids that go in and an output whose 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -24,12 +23,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from anabranch.autodiff.boundary import whole_calls
-from anabranch.autodiff.boundary.crossing import Crossed, Form, cross
-from anabranch.autodiff.boundary.recorded import RecordedBoundary
+from anabranch.autodiff.boundary.crossing import Crossed, Form, RecordedBoundary, cross
 from anabranch.autodiff.moved_parameter import MovedParameter
 from anabranch.errors import SchemaError
 
-__all__ = ["RemoteLookups", "Table", "WeightSource", "heard_lookups", "look_up", "look_up_bags"]
+__all__ = ["RemoteLookups", "Table", "WeightSource", "look_up", "look_up_bags"]
 
 
 class WeightSource(Protocol):
@@ -56,29 +54,9 @@ class Table:
     dtype: torch.dtype
 
 
-# Replaced whole, so that looking threads read a consistent tuple.
-_listeners: tuple[Callable[[str, Tensor], None], ...] = ()
-_lock = threading.Lock()
-
-
-@contextmanager
-def heard_lookups(listen: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Call ``listen`` with the table and the ids of each lookup in the block, on its thread."""
-    global _listeners
-    with _lock:
-        _listeners = (*_listeners, listen)
-    try:
-        yield
-    finally:
-        with _lock:
-            _listeners = tuple(one for one in _listeners if one is not listen)
-
-
-def _begin(table: Table, ids: Tensor) -> None:
+def _check_dtype(table: Table, ids: Tensor) -> None:
     if ids.dtype not in (torch.int64, torch.int32):  # as torch.nn.functional.embedding takes them
         raise SchemaError(f"table {table.name}: ids are int64 or int32, got {ids.dtype}; convert them with ids.long()")
-    for listen in _listeners:
-        listen(table.name, ids)
 
 
 def look_up(
@@ -92,7 +70,7 @@ def look_up(
     """Return the row of each of ``ids``; in grad mode the rows' gradients go to the source, the padding row's does
     not.
     """
-    _begin(table, ids)
+    _check_dtype(table, ids)
     return cross(_Rows(source, table, padding_id, scale_grad_by_freq), ids)[0]
 
 
@@ -182,7 +160,7 @@ def look_up_bags(
         count = ids.shape[0] if offsets is None else offsets.shape[0] - include_last_offset
         return [Form((count, table.width), table.dtype, ids.device)]
 
-    _begin(table, ids)
+    _check_dtype(table, ids)
     boundary = RecordedBoundary("table", table.name, crossing, forms)
     return cross(boundary, ids, offsets, per_sample_weights)[0]
 

@@ -211,7 +211,7 @@ def _read_parameter(tables: HeldTables, shard: int, name: str) -> dict[str, Tens
 def _restore_table(tables: HeldTables, entry: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
     spec = TableSpec.from_dict(entry["spec"])
     own = next((made for made, _ in reversed(tables.made) if made.name == spec.name), spec)
-    spec = replace(spec, memory_map=own.memory_map, hot_rows=own.hot_rows)
+    spec = replace(spec, memory_map=own.memory_map)
     tables.init_table(spec, RowOptimizer.from_dict(entry["rule"]))
     for group in entry["groups"]:
         tensors = groups(group)

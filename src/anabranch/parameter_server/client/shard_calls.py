@@ -12,7 +12,7 @@ from torch import Tensor
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, PeerLost, RolledBack
 from anabranch.parameter_server.expected_state import AcknowledgedPushes, ExpectedState
-from anabranch.parameter_server.messages import IN_BODY, ExportMessage, PushReply
+from anabranch.parameter_server.messages import ExportMessage, PushReply
 from anabranch.record import spans
 from anabranch.transport import Answer, Client, Request, pack, unpack
 
@@ -155,12 +155,9 @@ class ShardCalls:
         return [unpack(answer, dict[str, Any]) for answer in self.ask_at_length("describe")]
 
     def ask_at_length(self, verb: str) -> list[bytes]:
-        """Return every shard's answer to ``verb``, which may be too long for a header.
-
-        A server of an earlier version answers in the header all the same.
-        """
-        answers = self.all([self.request(shard, verb, IN_BODY, once=False) for shard in range(self.shards)])
-        return [answer.tensors[0].numpy().tobytes() if answer.tensors else answer.payload for answer in answers]
+        """Return every shard's answer to ``verb``, which may be too long for a header."""
+        answers = self.all([self.request(shard, verb, once=False) for shard in range(self.shards)])
+        return [answer.tensors[0].numpy().tobytes() for answer in answers]
 
     def lives(self) -> list[Answer]:
         """Wait for shards that do not listen yet, as long as a call may take: a new machine compiles for a minute."""

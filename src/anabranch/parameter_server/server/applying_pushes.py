@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from anabranch.errors import NonFinite
 from anabranch.parameter_server.messages import PushMessage
 from anabranch.parameter_server.server.contents import ShardContents
 from anabranch.parameter_server.server.message_checks import gradients_of
 from anabranch.parameter_server.server.worker_order import CheckedPush
 from anabranch.record import spans
-from anabranch.tables.dense_parameter import DenseParameter
-from anabranch.tables.optimizers.overflow import Bounds
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
 from anabranch.tables.row_table import RowTable
 from anabranch.tables.table_group import side_by_side
@@ -28,12 +25,9 @@ _Given = tuple[Tensor, Tensor, Tensor | None]  # ids, gradients and, of sums ove
 def apply(
     contents: ShardContents, pushes: Sequence[CheckedPush], scale: float = 1.0, total: float | None = None
 ) -> None:
-    """One optimizer step for each table and parameter that any of the pushes names, or none for any of them.
+    """One optimizer step for each table and parameter that any of the pushes names.
 
     ``total`` is the sum of weights to divide by, by default that of these pushes.
-
-    Raises:
-        NonFinite: a row would overflow; all are unchanged.
     """
     rules: dict[str, RowOptimizer] = {}
     for push in pushes:
@@ -41,15 +35,13 @@ def apply(
         for part in push.message.parts:
             if kinds:
                 rules.setdefault(part.name, kinds[part.rule])
-    shares, peak = weighted_shares(contents, pushes, scale, total)
-    holders = {name: contents.holder(name) for name in shares}
-    before = {name: holders[name].rule for name in rules}
+    shares = weighted_shares(contents, pushes, scale, total)
     ids: dict[str, Tensor] = {}
     grads: dict[str, Tensor] = {}
     squares: dict[str, Tensor] = {}
     dense: dict[str, Tensor] = {}
     for name, given in shares.items():
-        holder = holders[name]
+        holder = contents.holder(name)
         if name in rules:
             holder.rule = rules[name]
         if isinstance(holder, RowTable):
@@ -63,21 +55,10 @@ def apply(
             dense[name] = given[0][1]
             for _, grad, _ in given[1:]:
                 dense[name] = dense[name] + grad
-    bounds = _bounds_after(holders, peak)
     with spans.span("optimizer", "compute", pushes=len(pushes)):
-        if bounds is not None:
-            for name, bound in bounds.items():
-                holders[name].bounds = bound
-            for name, grad in dense.items():
-                contents.dense[name].push(grad)
-            _push_rows(contents, ids, grads, squares)
-        else:
-            try:
-                _push_guarded(contents, ids, grads, squares, dense)
-            except NonFinite:
-                for name, rule in before.items():
-                    holders[name].rule = rule
-                raise
+        for name, grad in dense.items():
+            contents.dense[name].push(grad)
+        _push_rows(contents, ids, grads, squares)
     for name, given in shares.items():
         counts = contents.counts[name]
         counts.pushes += len(given)
@@ -87,17 +68,12 @@ def apply(
 
 def weighted_shares(
     contents: ShardContents, pushes: Sequence[CheckedPush], scale: float = 1.0, total: float | None = None
-) -> tuple[dict[str, list[_Given]], float]:
-    """For each table and parameter, every worker's ids and gradients, weighted by its share in the mean and ``scale``.
-
-    And a bound for any sum of them.
-    """
+) -> dict[str, list[_Given]]:
+    """Return all workers' ids and gradients by table and parameter, times share in the mean and ``scale``."""
     total = sum(push.message.weight for push in pushes) if total is None else total
     shares: dict[str, list[_Given]] = {}
-    peak = 0.0
-    for message, tensors, own_peak in pushes:
+    for message, tensors in pushes:
         share = scale * ((message.weight / total if total else 0.0) if message.mean else 1.0)
-        peak += abs(share) * own_peak
         counts = [part.count for part in message.parts]
         ids = torch.split(tensors[0], counts)
         squares = _squares_of(message, tensors)
@@ -105,35 +81,7 @@ def weighted_shares(
             message.parts, ids, gradients_of(contents, message, tensors), squares, strict=True
         ):
             shares.setdefault(part.name, []).append((some, grad if share == 1.0 else grad * share, own))
-    return shares, peak
-
-
-def _push_guarded(
-    contents: ShardContents,
-    ids: Mapping[str, Tensor],
-    grads: Mapping[str, Tensor],
-    squares: Mapping[str, Tensor],
-    dense: Mapping[str, Tensor],
-) -> None:
-    """As ``_push_rows`` and each parameter's ``push``; if one would overflow, everything is undone."""
-    done: list[Callable[[], None]] = []
-    tables = {name: contents.tables[name] for name in ids}
-    given = {name: (ids[name], grads[name], squares.get(name)) for name in ids}
-    admitting = [name for name in ids if tables[name].admits(ids[name])]
-    try:
-        for name, grad in dense.items():
-            done.append(contents.dense[name].push_guarded(grad))
-        for name, some in given.items():
-            if name not in admitting:
-                done.append(tables[name].push_guarded(*some))
-        bounds = {name: tables[name].bounds_with(*given[name]) for name in admitting}
-    except NonFinite:
-        for take_back in reversed(done):
-            take_back()
-        raise
-    for name in admitting:  # what cannot be undone comes last, once nothing refuses any more
-        tables[name].push(*given[name])
-        tables[name].bounds = bounds[name]
+    return shares
 
 
 def _push_rows(
@@ -172,25 +120,3 @@ def _squares_of(message: PushMessage, tensors: Sequence[Tensor]) -> Sequence[Ten
     kinds = np.repeat(np.tile([False, True], len(counts)), np.stack([np.array(counts) - sums, sums], 1).reshape(-1))
     everyone[torch.from_numpy(kinds)] = tensors[1].float()
     return torch.split(everyone, counts)
-
-
-def _bounds_after(holders: Mapping[str, RowTable | DenseParameter], peak: float) -> dict[str, Bounds] | None:
-    """Return the largest magnitude of each after a step; ``None`` if a row may overflow.
-
-    Tables of one rule in the same state share the answer.
-    """
-    known: dict[tuple[Bounds, int, int], Bounds] = {}
-    found: dict[str, Bounds] = {}
-    for name, holder in holders.items():
-        key = (holder.bounds, id(holder.rule), holder.width)
-        bounds = known.get(key)
-        if bounds is None:
-            bounds = holder.bounds_after(peak)
-            if not bounds.safe:
-                holder.measure()
-                bounds = holder.bounds_after(peak)
-                if not bounds.safe:
-                    return None
-            known[key] = bounds
-        found[name] = bounds
-    return found

@@ -243,8 +243,6 @@ class ShardContents:
                 table.evictions if table else 0,
                 table.bytes() if table else self.dense[name].value.nbytes,
                 table.step if table else self.dense[name].step,
-                table.hot_hits if table else 0,
-                table.hot_misses if table else 0,
                 table.unadmitted if table else 0,
             )
         return tables

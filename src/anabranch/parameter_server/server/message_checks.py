@@ -11,11 +11,10 @@ from torch import Tensor
 from anabranch.errors import NonFinite, SchemaError
 from anabranch.parameter_server.messages import PullMessage, PullPart, PushMessage, PushPart, check_kinds
 from anabranch.parameter_server.server.contents import ShardContents
-from anabranch.tables.optimizers.overflow import peak_of
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
 from anabranch.tables.row_table import RowTable
 from anabranch.tables.table_group import side_by_side
-from anabranch.tensors.packing import Share, all_finite, expected, split
+from anabranch.tensors.packing import Share, acceptable, all_finite, expected, largest_gradient, split
 
 __all__ = ["check_pull", "check_push", "gradients_of", "numbers_of", "shares_of"]
 
@@ -67,25 +66,33 @@ def check_pull(
     return ids, tensors[1]
 
 
-def check_push(contents: ShardContents, message: PushMessage, tensors: Sequence[Tensor]) -> float:
-    """Raise if a push is invalid; returns its peak."""
+def check_push(contents: ShardContents, message: PushMessage, tensors: Sequence[Tensor]) -> None:
+    """Raise if a push is invalid."""
     _check_parts(contents, message, tensors)
     flat = _check_numbers(contents, message, tensors)
     if not (math.isfinite(message.weight) and message.weight >= 0):
         raise NonFinite(f"a weight is a finite number >= 0, got {message.weight}")
     rules = [_rule_of(rule) for rule in message.rules]
-    peak = peak_of(flat, tensors[1] if message.sums() else None)
-    if not math.isfinite(peak) and not all_finite(flat):
-        for part, grad in zip(message.parts, gradients_of(contents, message, tensors), strict=True):
-            if not torch.isfinite(grad).all():
-                raise NonFinite(f"the gradients of {part.name} hold NaN or Inf; nothing was changed")
+    if not acceptable(flat):
+        _refuse(message, gradients_of(contents, message, tensors))
     for part in message.parts:
         if rules:
             if not 0 <= part.rule < len(rules):
                 raise SchemaError(f"{part.name} has rule {part.rule}; the message holds {len(rules)}")
             if not contents.holder(part.name).rule.same_layout(rules[part.rule]):
                 raise SchemaError(f"{part.name} is kept for another optimizer than {rules[part.rule].family}")
-    return peak
+
+
+def _refuse(message: PushMessage, gradients: Sequence[Tensor]) -> None:
+    for part, grad in zip(message.parts, gradients, strict=True):
+        largest = grad.abs().amax().item() if grad.numel() else 0.0
+        if not math.isfinite(largest):
+            raise NonFinite(f"the gradients of {part.name} hold NaN or Inf; nothing was changed")
+        if largest > largest_gradient(grad.dtype):
+            raise NonFinite(
+                f"the gradients of {part.name} hold numbers of {largest:.3g}; servers take {grad.dtype} up to "
+                f"{largest_gradient(grad.dtype):g}, so that their squares stay finite; nothing was changed"
+            )
 
 
 def _check_numbers(contents: ShardContents, message: PushMessage, tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -18,7 +18,6 @@ The tables themselves are in ``contents.py``; this file is the state machine aro
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import threading
@@ -54,7 +53,6 @@ from anabranch.parameter_server.server.shard_statistics import ShardStatistics
 from anabranch.parameter_server.server.worker_order import CheckedPush, Consistency, WorkerOrder
 from anabranch.record import spans
 from anabranch.tables.kernels.selection import KernelThreads
-from anabranch.tables.optimizers.overflow import peak_of
 from anabranch.tables.table_spec import check_name
 
 __all__ = ["Shard"]
@@ -199,8 +197,7 @@ class Shard:
 
         Raises:
             NotFound, SchemaError: as in ``pull``; nothing is changed.
-            NonFinite: NaN or Inf among the gradients, or in a row that finite ones would update; counted by ``peer``,
-                nothing is changed.
+            NonFinite: NaN, Inf or a number too large among the gradients; counted by ``peer``, nothing is changed.
             DeadlineExceeded: a worker's push outside the steps is weighted by its share in its last step, which not all
                 have pushed; names them.
         """
@@ -209,12 +206,12 @@ class Shard:
             if message.rank >= 0 and message.step < 0 and self._joined(message.rank).consistency.merges:
                 self._wait_for_clocks(message.rank, self._joined(message.rank).clocks[message.rank], deadline, "push")
             try:
-                peak = check_push(self._contents, message, tensors)
-                self._check_turn(message)
-                self._record("push", message, tensors, functools.partial(self._do_push, peak=peak))
+                check_push(self._contents, message, tensors)
             except NonFinite:
                 self._count_refused(peer)
                 raise
+            self._check_turn(message)
+            self._record("push", message, tensors, self._do_push)
             tables = self._contents.tables
             return [part.name for part in message.parts if part.name in tables and tables[part.name].unadmitted]
 
@@ -241,7 +238,7 @@ class Shard:
         norm = job.norms.get(step)
         if norm is None:
             held = job.held[step]
-            shares, _ = weighted_shares(self._contents, [held[rank] for rank in range(job.world)])
+            shares = weighted_shares(self._contents, [held[rank] for rank in range(job.world)])
             norm = job.norms[step] = sum(squared_sum(given) for given in shares.values())
             while len(job.norms) > _NORMS:
                 del job.norms[min(job.norms)]
@@ -391,11 +388,8 @@ class Shard:
                 pushes.pop(message.rank, None)
         self._state.notify_all()
 
-    def _do_push(self, message: PushMessage, tensors: Sequence[Tensor], peak: float | None = None) -> None:
-        if peak is None:  # from the journal, which holds only checked messages
-            sums = message.sums()
-            peak = peak_of(tensors[1 + (sums > 0) :], tensors[1] if sums else None)
-        push = CheckedPush(message, tensors, peak)
+    def _do_push(self, message: PushMessage, tensors: Sequence[Tensor]) -> None:
+        push = CheckedPush(message, tensors)
         if message.rank < 0:
             apply(self._contents, [push])
             return
@@ -528,11 +522,10 @@ class Shard:
         with self._state:
             self._contents.load(state, groups)
             job = state["job"]
-            # Checkpoints of older versions hold neither clients nor norms.
-            self._clients = dict(state.get("clients", {}))
+            self._clients = dict(state["clients"])
             if job is not None:
                 consistency = Consistency.parse(job["consistency"])
-                norms = dict(job.get("norms", {}))
+                norms = dict(job["norms"])
                 self._job = WorkerOrder(job["world"], consistency, list(job["clocks"]), norms=norms, total=job["total"])
 
     def statistics(self) -> ShardStatistics:

@@ -21,10 +21,9 @@ import torch
 from anabranch.checkpoint.generations import check_path
 from anabranch.choices import choice
 from anabranch.deadline import check_seconds
-from anabranch.errors import BoundaryError, NonFinite, NotFound, Overloaded, SchemaError
+from anabranch.errors import NonFinite, NotFound, Overloaded, SchemaError
 from anabranch.parameter_server.expected_state import ExpectedState
 from anabranch.parameter_server.messages import (
-    IN_BODY,
     BarrierMessage,
     DropMessage,
     ExportMessage,
@@ -38,7 +37,6 @@ from anabranch.parameter_server.messages import (
     RestoreMessage,
     check_kinds,
 )
-from anabranch.parameter_server.server.announcing import Announcer, named_directory
 from anabranch.parameter_server.server.durable.durability import Durability, ShardPersistence
 from anabranch.parameter_server.server.shard import Shard
 from anabranch.parameter_server.server.shard_directory import shard_directory
@@ -48,14 +46,12 @@ from anabranch.record.spans import mark
 from anabranch.tables.kernels.selection import KernelThreads
 from anabranch.tables.warming import compile_kernels
 from anabranch.transport import Call, RequestHeader, Server, ServerStatistics, Transport, Verb, pack, unpack
-from anabranch.transport.failures import note_failure
 
 __all__ = ["ParameterServer"]
 
 _M = TypeVar("_M", bound=msgspec.Struct)
 _Check = Callable[[RequestHeader], None]
 _WORKERS = frozenset({"worker"})
-_TTL = 30.0  # seconds that an announcement is valid
 _log = logging.getLogger("anabranch.parameter_server")
 
 
@@ -74,8 +70,6 @@ class ParameterServer:
         durability: ``"none"``: the state dies with the shard; ``"checkpoint"``: it comes back as last written;
             ``"log"``: with every push that was acknowledged.
         checkpoint_dir: the directory for it; required unless ``"none"``. Each shard uses its own subdirectory.
-        directory: where to announce the shard as ``parameters.I``: an ``anabranch.Directory``, the endpoint of a
-            ``DirectoryServer``, or the URL of a Redis.
         checkpoint_seconds: seconds between checkpoints; another is written on leaving the block.
         threads: threads that share the work of one request.
         memory_map_dir: the directory for rows of tables with ``memory_map`` while the shard runs; by default
@@ -98,7 +92,6 @@ class ParameterServer:
         listen: str | None = None,
         durability: Durability = "none",
         checkpoint_dir: str | os.PathLike[str] | None = None,
-        directory: Announcer | str | None = None,
         *,
         checkpoint_seconds: float = 300.0,
         threads: int = 1,
@@ -122,12 +115,6 @@ class ParameterServer:
         if durability != "none" and checkpoint_dir is not None:
             own = shard_directory(checkpoint_dir, shard, shards)
         self._stack = ExitStack()
-        if isinstance(directory, str):
-            named = named_directory(directory, keys=keys, insecure=insecure, transport=transport)
-            self._stack.callback(named.close)
-            directory = named
-        self._directory = directory
-        self._uids = [f"parameters.{shard}"]
         self._place = (shard, shards)
         self._checkpoint_seconds = checkpoint_seconds
         self._pool = KernelThreads(threads)
@@ -192,8 +179,6 @@ class ParameterServer:
             "tables": len(tables),
             "rows": sum(table.rows for table in tables),
             "stored_bytes": sum(table.bytes for table in tables),
-            "hot_hits": sum(table.hot_hits for table in tables),
-            "hot_misses": sum(table.hot_misses for table in tables),
             **self._shard.clocks(),
         }
 
@@ -204,7 +189,7 @@ class ParameterServer:
     def __enter__(self) -> ParameterServer:
         try:
             self._open()
-        except BaseException as error:  # a directory server that cannot be reached: nothing stays open
+        except BaseException as error:  # nothing stays open
             self.__exit__(type(error), error, error.__traceback__)
             raise
         return self
@@ -215,20 +200,16 @@ class ParameterServer:
         if not self._persistence.has_checkpoint:
             self._persistence.checkpoint()
         self._stack.enter_context(self._server)
-        every = {"saver": (self._checkpoint_if_possible, self._checkpoint_seconds)}
-        if self._directory is not None:
-            self._directory.announce(self._uids, self.endpoint, _TTL)
-            every["announcer"] = self._announce_again, _TTL / 3
-        for name, (call, seconds) in every.items():
-            self._periodic.enter_context(periodic(call, seconds, name=f"anabranch-shard-{name}", patience=600.0))
+        saver = periodic(
+            self._checkpoint_if_possible, self._checkpoint_seconds, name="anabranch-shard-saver", patience=600.0
+        )
+        self._periodic.enter_context(saver)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._periodic.close()
         try:
-            if self._directory is not None:
-                self._try("withdraw", lambda directory: directory.withdraw(self._uids, self.endpoint))
             if kind is None:
                 self._server.drain(self._server.drain_seconds)
                 self._persistence.checkpoint()
@@ -244,19 +225,6 @@ class ParameterServer:
             if str(error) != self._said:
                 _log.warning("no checkpoint could be written; the previous one stays the newest: %s", error)
             self._said = str(error)
-
-    def _announce_again(self) -> None:
-        try:
-            self._try("announce", lambda directory: directory.announce(self._uids, self.endpoint, _TTL))
-        except BaseException as error:  # noqa: BLE001 - a user's own directory; the next renewal may work
-            note_failure("parameter_server.announce_failed", error)
-
-    def _try(self, what: str, ask: Callable[[Announcer], None]) -> None:
-        assert self._directory is not None
-        try:
-            ask(self._directory)
-        except BoundaryError as error:  # the shard continues to serve clients that know its endpoint
-            mark(f"parameter_server.{what}_failed", error=str(error))
 
     # --- verbs ------------------------------------------------------------------------------------------------------
 
@@ -410,11 +378,8 @@ class ParameterServer:
 
 
 def _reply_at_length(call: Call, answer: bytes) -> None:
-    """Answer with text that may be too long for a header; a client of an earlier version asks without ``IN_BODY``."""
-    if call.payload == IN_BODY:
-        call.reply([torch.frombuffer(bytearray(answer), dtype=torch.uint8)])
-    else:
-        call.reply(payload=answer)
+    """Answer with text that may be too long for a header."""
+    call.reply([torch.frombuffer(bytearray(answer), dtype=torch.uint8)])
 
 
 def _no_tensors(header: RequestHeader) -> None:

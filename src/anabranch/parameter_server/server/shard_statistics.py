@@ -22,9 +22,6 @@ class TableStatistics:
     """Requests for one table or parameter, in messages and rows, and the number of rows it holds and has evicted.
 
     ``unadmitted`` ids of pushes found no room in its capacity.
-
-    For a table in a file with ``hot_rows``, ``hot_hits`` of the rows read were in memory, and ``hot_misses`` came from
-    the file.
     """
 
     pulls: int
@@ -35,8 +32,6 @@ class TableStatistics:
     evictions: int
     bytes: int
     step: int
-    hot_hits: int = 0
-    hot_misses: int = 0
     unadmitted: int = 0
 
 

@@ -44,11 +44,10 @@ class Consistency:
 
 
 class CheckedPush(NamedTuple):
-    """A push: its message, its tensors, and a bound for any sum of its gradients."""
+    """A push that ``check_push`` has checked."""
 
     message: PushMessage
     tensors: Sequence[Tensor]
-    peak: float
 
 
 @dataclass(slots=True)

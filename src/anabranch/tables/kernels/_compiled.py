@@ -268,12 +268,12 @@ def first_behind(stamps: Any, rows: Any, needed: int) -> int:
 
 @_kernel
 def merge_sums(
-    grads: Any, stride: int, width: int, source: Any, scales: Any, inverse: Any, merged: Any, first: int, last: int
+    grads: Any, stride: int, width: int, source: Any, inverse: Any, merged: Any, first: int, last: int
 ) -> None:
     """Add up the gradients of each distinct row, in the order of the lookups; this part's rows only.
 
     Lookup ``i`` belongs to the distinct row ``inverse[i]`` and adds row ``source[i]`` of the gradients (row ``i`` if
-    ``source`` is empty), which begins at ``stride`` times that, times ``scales[i]`` (1 if ``scales`` is empty).
+    ``source`` is empty), which begins at ``stride`` times that.
     """
     wide, apart = U(width), U(stride)
     for j in range(U(first) * wide, U(last) * wide):
@@ -284,13 +284,8 @@ def merge_sums(
         if first <= inverse[i] < last:
             target = U(inverse[i]) * wide
             at = U(source[i] if source.size else i) * apart
-            if scales.size:
-                scale = scales[i]
-                for j in range(wide):
-                    merged[target + j] += grads[at + j] * scale
-            else:
-                for j in range(wide):
-                    merged[target + j] += grads[at + j]
+            for j in range(wide):
+                merged[target + j] += grads[at + j]
 
 
 # --- first values ---------------------------------------------------------------------------------------------------

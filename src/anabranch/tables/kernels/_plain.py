@@ -114,7 +114,6 @@ def merge_sums(
     stride: int,
     width: int,
     source: Array,
-    scales: Array,
     inverse: Array,
     merged: Array,
     first: int,
@@ -125,8 +124,7 @@ def merge_sums(
     sums[first:last] = 0
     for i, row in enumerate(inverse):
         if first <= row < last:
-            values = lookups[source[i] if source.size else i]
-            sums[row] += values * scales[i] if scales.size else values
+            sums[row] += lookups[source[i] if source.size else i]
 
 
 # --- first values ---------------------------------------------------------------------------------------------------

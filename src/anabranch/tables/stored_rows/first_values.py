@@ -30,12 +30,6 @@ class FirstValues:
         self._spec, self._key, self._layout, self._pool, self._run = spec, key, layout, pool, run
         self.rule = rule
 
-    @property
-    def largest(self) -> float:
-        """An upper bound on the magnitude of an initial weight."""
-        drawn, low, high = self._spec.initial.numbers()
-        return abs(low) + 16 * abs(high) if drawn == 2 else max(abs(low), abs(high))
-
     def begin(self, storage: RowStorage, rows: Array, ids: Array) -> None:
         """Give ``rows``, those of ``ids``, their initial weights and states."""
         rows, first = np.unique(rows, return_index=True)

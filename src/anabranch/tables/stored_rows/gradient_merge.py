@@ -36,11 +36,8 @@ class GradientMerge:
         unique, inverse = np.empty_like(rows), np.empty_like(rows)
         count = self._kernels.merge(rows, buckets, unique, inverse)
         merged = np.empty(count * width, memory.dtype)
-        scales = np.empty(0, memory.dtype)
         self._pool.run(
-            lambda first, last: self._kernels.merge_sums(
-                memory, apart, width, source, scales, inverse, merged, first, last
-            ),
+            lambda first, last: self._kernels.merge_sums(memory, apart, width, source, inverse, merged, first, last),
             count,
             rows.size * width,
         )

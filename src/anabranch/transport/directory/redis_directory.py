@@ -2,17 +2,17 @@
 
 ::
 
-    announce ──> signed by our role's key ──> Redis, where it expires by itself
-    look up  <── checked                  <── Redis
+    announce ──> Redis, where it expires by itself
+    look up  <── an endpoint that could be announced <── Redis
 
-Redis stores any entry, and knows no certificates. With keys, each job and each authority has its own space, an entry is
-signed by its announcer, and each reader checks it (``signed_entries.py``). Without keys entries are trusted unchecked,
-in one space: their endpoint is checked when it is called, as always.
+Redis stores any entry, and knows no certificates. With keys, each job has its own space, and whoever is called then
+still proves role and job by its certificate. Without keys there is one space.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -21,20 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from anabranch.deadline import Deadline, check_seconds
-from anabranch.errors import Unauthorized
 from anabranch.transport.directory import redis_scripts as scripts
 from anabranch.transport.directory.announced_endpoint import check_announced
 from anabranch.transport.directory.redis_link import RedisLink, Script
 from anabranch.transport.directory.rules import check_kind, check_ttl, portions
-from anabranch.transport.directory.signed_entries import EntryReader
-from anabranch.transport.directory.signing import SigningIdentity
 from anabranch.transport.directory.uids import check_prefix, check_uid
-from anabranch.transport.network.certificates import EVERY_JOB, resolve_keys
+from anabranch.transport.network.certificates import EVERY_JOB, check_keys, job_of_keys, resolve_keys
 from anabranch.transport.network.streams import Peer
 
 __all__ = ["RedisDirectory"]
 
 _PLAIN = "{anabranch}"
+_log = logging.getLogger("anabranch.transport")
 
 
 class RedisDirectory:
@@ -50,9 +48,8 @@ class RedisDirectory:
         url: ``redis://[USER:PASSWORD@]HOST[:PORT][/DATABASE]``, ``rediss://...`` with TLS, or ``unix://PATH`` of Redis'
             own socket. Without a password in it, the one in ``ANABRANCH_REDIS_PASSWORD``.
         timeout: seconds that a request may take.
-        role: whose certificate signs: ``"experts"`` announces experts, ``"parameters"`` shards, ``"worker"`` only looks
-            up.
-        keys: the directory of certificates; by default the one in ``ANABRANCH_KEYS``. Without any, nothing is signed.
+        role: whose certificate names the job; ``"experts"`` announces, others look up.
+        keys: the directory of certificates; by default the one in ``ANABRANCH_KEYS``.
         insecure: ignore ``ANABRANCH_KEYS``.
 
     It can be pickled, with its password.
@@ -60,7 +57,7 @@ class RedisDirectory:
     Raises:
         ValueError: a malformed URL; keys that are missing or damaged.
         ModuleNotFoundError: without the ``redis`` extra.
-        Unauthorized: from the methods, for a wrong password, or a uid that another certificate has announced.
+        Unauthorized: from the methods, for a wrong password, or a role that may not announce.
         BoundaryError: from the methods, if Redis does not answer, is too old or refuses.
     """
 
@@ -94,8 +91,7 @@ class RedisDirectory:
         """Announce that ``endpoint`` serves ``uids`` for the next ``ttl`` seconds.
 
         Raises:
-            Unauthorized: one of ``uids`` still belongs to another certificate, or our role may not announce it; then
-                none of its batch of 500 is announced.
+            Unauthorized: our role may not announce one of ``uids``; none is announced.
         """
         check_ttl(ttl)
         parts = self._parts
@@ -104,21 +100,12 @@ class RedisDirectory:
         parts.check_endpoint(endpoint)
         milliseconds = max(1, round(ttl * 1000))
         for some in portions(checked):
-            issued = 0 if parts.identity is None else int(self._run(scripts.TIME, [], "announce"))
-            entries = [parts.entry(uid, endpoint, issued, milliseconds) for uid in some]
-            expires = issued and issued + milliseconds
-            words = [word for pair in zip(some, entries, strict=True) for word in pair]
-            _raise_for_owner(
-                self._run(
-                    scripts.ANNOUNCE, [parts.own, parts.owner, endpoint, expires, milliseconds, *words], "announce"
-                ),
-                self.endpoint,
-            )
+            self._run(scripts.ANNOUNCE, [parts.own, endpoint, milliseconds, *some], "announce")
 
     def withdraw(self, uids: Iterable[str], endpoint: str) -> None:
         """Announce that ``endpoint`` no longer serves ``uids``."""
         for some in portions(uids):
-            self._run(scripts.WITHDRAW, [self._parts.own, self._parts.owner, endpoint, *some], "withdraw")
+            self._run(scripts.WITHDRAW, [self._parts.own, endpoint, *some], "withdraw")
 
     def claim(self, uids: Iterable[str], claimer: str, ttl: float) -> list[str]:
         """Claim for ``claimer`` those of ``uids`` that are neither announced nor claimed, and return them."""
@@ -128,7 +115,7 @@ class RedisDirectory:
         check_kind(checked, parts.peer)
         found: list[str] = []
         for some in portions(checked):
-            words = [parts.own, parts.spaces[0][1], claimer, max(1, round(ttl * 1000)), *some]
+            words = [parts.own, parts.spaces[0], claimer, max(1, round(ttl * 1000)), *some]
             found += [uid.decode() for uid in self._run(scripts.CLAIM, words, "claim")]
         return found
 
@@ -141,18 +128,15 @@ class RedisDirectory:
         """Return the endpoint of each of ``uids`` that is announced; the others are left out."""
         found: dict[str, str] = {}
         for some in portions(uids):
-            for job, space in self._parts.spaces:
-                found |= self._looked_up(some, job, space)
+            for space in self._parts.spaces:
+                found |= self._looked_up(some, space)
         return found
 
     def active(self, prefixes: Iterable[str]) -> dict[str, list[int]]:
-        """Return for each prefix the indices, in order, that follow it in the announced uids.
-
-        Indices are not signed: the entries are, and they are checked when they are looked up.
-        """
+        """Return for each prefix the indices, in order, that follow it in the announced uids."""
         found: dict[str, list[int]] = {}
         for some in portions(check_prefix(prefix) for prefix in prefixes):
-            for _, space in self._parts.spaces:
+            for space in self._parts.spaces:
                 for prefix, indices in zip(some, self._run(scripts.ACTIVE, [space, *some], "active"), strict=True):
                     found[prefix] = sorted({*found.get(prefix, ()), *(int(index) for index in indices)})
         return found
@@ -162,15 +146,17 @@ class RedisDirectory:
         if self._made is not None:
             self._made.link.close()
 
-    def _looked_up(self, uids: Sequence[str], job: str, space: str) -> dict[str, str]:
-        parts = self._parts
-        now, *entries = self._run(scripts.LOOKUP, [space, parts.field, *uids], "lookup")
-        found = {
-            uid: parts.read(entry, uid, job, int(now))
-            for uid, entry in zip(uids, entries, strict=True)
-            if entry is not None
-        }
-        return {uid: endpoint for uid, endpoint in found.items() if endpoint is not None}
+    def _looked_up(self, uids: Sequence[str], space: str) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for uid, entry in zip(uids, self._run(scripts.LOOKUP, [space, *uids], "lookup"), strict=True):
+            if entry is not None:
+                endpoint = entry.decode(errors="replace")
+                try:
+                    self._parts.check_endpoint(endpoint)
+                    found[uid] = endpoint
+                except ValueError as error:  # written past announce
+                    _log.warning("the directory's entry of %s is not used: %s", uid, error)
+        return found
 
     def _run(self, script: Script, arguments: Sequence[object], what: str) -> Any:
         whole = self._within
@@ -200,14 +186,6 @@ def _unpickled(options: _Options, timeout: float) -> RedisDirectory:
     return made
 
 
-def _raise_for_owner(taken: Sequence[Any], url: str) -> None:
-    if taken:
-        uid, left = taken[0].decode(), taken[1] / 1000
-        raise Unauthorized(
-            f"{uid} was announced with another certificate, which holds it for {left:.0f} s more", peer=url
-        )
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class _Options:
     url: str
@@ -215,40 +193,24 @@ class _Options:
     keys: Path | None
 
     def make(self) -> _Parts:
-        link = RedisLink(self.url)
         if self.keys is None:
-            return _Parts(link, None)
-        return _Parts(link, SigningIdentity(self.keys, self.role))
+            return _Parts(RedisLink(self.url), None, None)
+        check_keys(self.keys, self.role)
+        return _Parts(RedisLink(self.url), self.role, job_of_keys(self.keys, self.role))
 
 
 class _Parts:
     """The parts of a directory that belong to one process.
 
     Attributes:
-        spaces: the visible spaces, by job; a later one takes precedence.
+        spaces: the visible spaces; a later one takes precedence.
         own: the space of our announcements.
     """
 
-    def __init__(self, link: RedisLink, identity: SigningIdentity | None) -> None:
+    def __init__(self, link: RedisLink, role: str | None, job: str | None) -> None:
         self.link = link
-        self.identity = identity
-        self.owner = "" if identity is None else identity.owner
-        self.peer = Peer("", role=None if identity is None else identity.role, plain=not link.is_local)
+        self.peer = Peer("", role=role, plain=not link.is_local)
         self.check_endpoint = partial(check_announced, peer=self.peer)
-        if identity is None:
-            self.spaces = [(EVERY_JOB, _PLAIN)]
-            self.field = "endpoint"
-            self._reader = None
-        else:
-            self.spaces = [(job, identity.space(job)) for job in dict.fromkeys([EVERY_JOB, identity.job])]
-            self.field = "entry"
-            self._reader = EntryReader(identity, self.check_endpoint)
-        self.own = self.spaces[-1][1]
-
-    def entry(self, uid: str, endpoint: str, issued: int, milliseconds: int) -> bytes:
-        return b"" if self.identity is None else self.identity.sign(uid, endpoint, issued, issued + milliseconds)
-
-    def read(self, entry: bytes, uid: str, job: str, now: int) -> str | None:
-        if self._reader is None:
-            return entry.decode(errors="replace")
-        return self._reader.endpoint_of(entry, uid, job, now)
+        jobs = [] if job is None else dict.fromkeys([EVERY_JOB, job])
+        self.spaces = [f"{{anabranch:{name}}}" for name in jobs] or [_PLAIN]
+        self.own = self.spaces[-1]

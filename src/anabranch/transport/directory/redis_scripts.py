@@ -2,7 +2,7 @@
 
 ::
 
-    SPACE:uid:ffn.3.14     hash     endpoint, owner, entry (signed)         expires with the announcement
+    SPACE:uid:ffn.3.14     text     the endpoint                            expires with the announcement
     SPACE:below:ffn        sorted   3  by the time at which the last below ffn.3 expires
     SPACE:below:ffn.3      sorted   14
     SPACE:claim:ffn.3.14   text     the claimer                             expires with the claim
@@ -62,35 +62,24 @@ TIME = Script(_CLOCK + "return now()")
 ANNOUNCE = Script(
     _INDEX
     + """
-local space, owner, endpoint, expires, ttl = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
-local at = now()
-if expires == 0 then expires = at + ttl end
-for i = 6, #ARGV, 2 do
-  local key = space .. ':uid:' .. ARGV[i]
-  local before = redis.call('HGET', key, 'owner')
-  if owner ~= '' and before and before ~= owner then return {ARGV[i], redis.call('PTTL', key)} end
-end
-for i = 6, #ARGV, 2 do
-  local key = space .. ':uid:' .. ARGV[i]
-  redis.call('HSET', key, 'endpoint', endpoint, 'owner', owner, 'entry', ARGV[i + 1])
-  redis.call('PEXPIREAT', key, string.format('%d', expires))
+local space, endpoint, ttl, at = ARGV[1], ARGV[2], ARGV[3], now()
+for i = 4, #ARGV do
+  redis.call('SET', space .. ':uid:' .. ARGV[i], endpoint, 'PX', ttl)
   redis.call('DEL', space .. ':claim:' .. ARGV[i])
   index(space, ARGV[i], at)
 end
-return {}
+return 0
 """
 )
-"""(space, owner, endpoint, expires or 0, ttl, then uid and entry of each) -> (), or (uid, ttl) of another owner."""
+"""(space, endpoint, ttl, then uids)"""
 
 WITHDRAW = Script(
     _INDEX
     + """
-local space, owner, endpoint = ARGV[1], ARGV[2], ARGV[3]
-local at = now()
-for i = 4, #ARGV do
+local space, endpoint, at = ARGV[1], ARGV[2], now()
+for i = 3, #ARGV do
   local key = space .. ':uid:' .. ARGV[i]
-  local found = redis.call('HMGET', key, 'endpoint', 'owner')
-  if found[1] == endpoint and (owner == '' or found[2] == owner) then
+  if redis.call('GET', key) == endpoint then
     redis.call('DEL', key)
     index(space, ARGV[i], at)
   end
@@ -98,19 +87,18 @@ end
 return 0
 """
 )
-"""(space, owner, endpoint, then uids)"""
+"""(space, endpoint, then uids)"""
 
 LOOKUP = Script(
-    _CLOCK
-    + """
-local found = {now()}
-for i = 3, #ARGV do
-  found[#found + 1] = redis.call('HGET', ARGV[1] .. ':uid:' .. ARGV[i], ARGV[2])
+    """
+local found = {}
+for i = 2, #ARGV do
+  found[#found + 1] = redis.call('GET', ARGV[1] .. ':uid:' .. ARGV[i])
 end
 return found
 """
 )
-"""(space, field, then uids) -> the time, then the field of each"""
+"""(space, then uids) -> the endpoint of each"""
 
 ACTIVE = Script(
     _CLOCK

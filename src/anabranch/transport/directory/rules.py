@@ -12,8 +12,6 @@ __all__ = ["LONGEST_TTL", "check_kind", "check_ttl", "portions"]
 
 LONGEST_TTL = 24 * 3600.0
 """The longest time to live of an announcement, in seconds."""
-# The prefixes of shards; any other name is an expert's.
-_SHARDS = "parameters"
 # This many names of the greatest length fit into a header.
 _NAMES_A_REQUEST = 500
 
@@ -25,12 +23,12 @@ def check_ttl(ttl: float) -> None:
 
 
 def check_kind(uids: Iterable[str], peer: Peer) -> None:
-    """Role parameters may announce shards, role experts experts, others nothing; this host's user may announce both."""
-    for uid in uids if peer.role is not None else ():
-        of_shard = check_uid(uid).startswith(f"{_SHARDS}.")
-        if peer.role != ("parameters" if of_shard else "experts"):
-            kind = "shards of parameters" if of_shard else "experts"
-            raise Unauthorized(f"role {peer.role!r} may not announce {uid}, a name of {kind}")
+    """Role experts may announce, others not; names of parameter servers are nobody's."""
+    for uid in uids:
+        if check_uid(uid).startswith("parameters."):
+            raise Unauthorized(f"nobody may announce {uid}, a name of parameter servers")
+        if peer.role not in ("experts", None):
+            raise Unauthorized(f"role {peer.role!r} may not announce {uid}")
 
 
 def portions(names: Iterable[str]) -> Iterable[Sequence[str]]:

@@ -24,7 +24,7 @@ class Peer:
         job: its job: our certificate's, or the peer's if ours is for every job; ``"*"`` if both are.
             ``None`` without certificates.
         certificate: its certificate's SHA-256; ``None`` without one.
-        plain: true over TCP without TLS, where only a checksum detects a changed bit.
+        plain: true over TCP without TLS.
     """
 
     name: str

@@ -144,7 +144,7 @@ class Call:
     def reply(self, tensors: Sequence[Tensor] = (), payload: bytes = b"") -> None:
         """Answers; the tensors must not change until they have been sent."""
         try:
-            frame = encode(ReplyHeader(payload, self.identity[1]), tensors, checksum=self.peer.plain)
+            frame = encode(ReplyHeader(payload, self.identity[1]), tensors)
         except (ValueError, TypeError) as error:
             self.fail(error)
         else:

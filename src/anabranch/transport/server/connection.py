@@ -48,8 +48,6 @@ _GREETING = 10.0
 _HANDSHAKE = 2.0
 # Seconds without a byte sent or taken in the middle of a frame after which a peer is treated as gone.
 _STALLED = 30.0
-# The same in the middle of a header over plain TCP: if its length was corrupted, the rest never comes.
-_HALF_A_HEADER = 5.0
 _LINGER = 1.0
 # Requests of at most this many bytes are read by the shared loop.
 _SMALL = 64 << 10
@@ -284,8 +282,6 @@ class Connection:
         if self._phase is not _Phase.SERVING:
             return min(self._progress + _HANDSHAKE, self._began + _GREETING) - now
         waiting, reader = self._writer.waiting, self._reader
-        if reader.demands_checksums and reader.in_header() and not waiting:
-            return self._progress + _HALF_A_HEADER - now
         between = not waiting and reader.idle()
         return 3600.0 if between else self._progress + _STALLED - now
 
@@ -329,7 +325,6 @@ class Connection:
                 return ConnectionState.STAYS
             # Bytes that came with the end of the handshake may be in the TLS layer already, invisible to poll.
             self._phase, readable = _Phase.GREETING, True
-            self._reader.demands_checksums = self.stream.peer().plain
         while True:
             with self._lock:
                 moved = 0

@@ -12,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anabranch.autodiff.boundary.crossing import Form, cross, outside_tracing
-from anabranch.autodiff.boundary.recorded import RecordedBoundary
+from anabranch.autodiff.boundary.crossing import Form, RecordedBoundary, cross, outside_tracing
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, NonFinite, PeerLost, SchemaError
 from anabranch.experts.client.beam_search import Choices, beam_search

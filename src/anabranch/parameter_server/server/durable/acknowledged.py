@@ -114,8 +114,6 @@ class Acknowledged:
         return {
             "done": {epoch: [sequence for sequence, _ in done] for epoch, done in self._clients.items()},
             "places": {epoch: [place for _, place in done] for epoch, done in self._clients.items()},
-            # What earlier versions read; they take other clients for unknown.
-            "pushes": {epoch: self._pushes.get(epoch, 0) for epoch in self._clients},
             "forgotten": self._forgotten,
             "counts": b"".join(_COUNT.pack(epoch, pushes) for epoch, pushes in self._pushes.items()),
             "uncounted": self._uncounted,
@@ -123,17 +121,11 @@ class Acknowledged:
         }
 
     def load(self, state: Mapping[str, object]) -> None:
-        """Load the result of ``state``; an old checkpoint has no places, and no counts of pushes or only some."""
-        done = cast(Mapping[bytes, Sequence[int]], state["done"])
-        places = cast(Mapping[bytes, Sequence[int]], state.get("places", {}))
-        self._forgotten = cast(int, state.get("forgotten", 0))
-        for epoch, sequences in done.items():
-            pairs = zip(sequences, places.get(epoch, [0] * len(sequences)), strict=True)
-            self._clients[epoch] = deque(pairs, _REMEMBERED)
-        if "counts" in state:
-            self._pushes.update(_COUNT.iter_unpack(cast(bytes, state["counts"])))
-            self._uncounted = cast(int, state["uncounted"])
-            self._doubtful = cast(bool, state["doubtful"])
-        else:
-            self._pushes.update(cast(Mapping[bytes, int], state.get("pushes", {})))
-            self._uncounted, self._doubtful = self._forgotten, self._forgotten > 0
+        """Load the result of ``state``."""
+        places = cast(Mapping[bytes, Sequence[int]], state["places"])
+        self._forgotten = cast(int, state["forgotten"])
+        for epoch, sequences in cast(Mapping[bytes, Sequence[int]], state["done"]).items():
+            self._clients[epoch] = deque(zip(sequences, places[epoch], strict=True), _REMEMBERED)
+        self._pushes.update(_COUNT.iter_unpack(cast(bytes, state["counts"])))
+        self._uncounted = cast(int, state["uncounted"])
+        self._doubtful = cast(bool, state["doubtful"])

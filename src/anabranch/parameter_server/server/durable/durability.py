@@ -154,11 +154,11 @@ class ShardPersistence:
             )
         shard.load(cast(Mapping[str, object], state["shard"]), found.tensors)
         self._done.load(state)
-        self._changes = cast(int, state.get("changes", found.step))
-        self._life = cast(int, state.get("life", self._life))
+        self._changes = cast(int, state["changes"])
+        self._life = cast(int, state["life"])
         file = cast(int, state["log"])
         self._forget_before = file
-        return DirectoryContents(file, cast(int, state.get("records", 0)), cast(int, state.get("chain", 0)))
+        return DirectoryContents(file, cast(int, state["records"]), cast(int, state["chain"]))
 
     def _owner_name(self) -> bytes:
         assert self._owner is not None

@@ -31,8 +31,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from anabranch.checkpoint.regular_file import Unreadable, open_regular
-from anabranch.errors import CheckpointError
+from anabranch.checkpoint.regular_file import open_regular
 from anabranch.tables.kernels.selection import as_array
 from anabranch.tensors.dtypes import dtype_name, dtype_named
 
@@ -42,7 +41,6 @@ __all__ = [
     "Record",
     "encode_record",
     "frame_of",
-    "is_numbered",
     "log_numbers",
     "log_path",
     "write_all",
@@ -255,22 +253,6 @@ def _decode(body: bytes) -> tuple[Record, list[Tensor]]:
 def log_path(directory: Path, number: int) -> Path:
     """Return the path of log file ``number``."""
     return directory / f"log-{number:08d}"
-
-
-def is_numbered(path: Path) -> bool:
-    """Return True unless the file may have been written before records were numbered; those may be empty, or cut
-    anywhere.
-    """
-    try:
-        with open_regular(path) as file:
-            start = file.read(len(_MAGIC))
-    except Unreadable:
-        raise
-    except CheckpointError:  # reported when it is to be read
-        return True
-    if len(start) < len(_MAGIC):
-        return bool(start) and _MAGIC.startswith(start)
-    return start[4:8] != b"\0\0\0\0"
 
 
 def log_numbers(directory: Path) -> list[int]:

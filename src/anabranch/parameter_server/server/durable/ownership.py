@@ -13,7 +13,7 @@ log and without its own sync: it is never ahead of the log, and after the death 
 was cut, emptied or removed later is detected.
 
 The file is durable before there is a log or a checkpoint beside it. If it is damaged, emptied or removed, the log
-cannot be known to be whole; only directories written by versions without this file are accepted without it.
+cannot be known to be whole.
 """
 
 from __future__ import annotations
@@ -22,16 +22,14 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from anabranch import checkpoint
 from anabranch.checkpoint.file_lock import FileLock
 from anabranch.checkpoint.generations import complete_generations, set_aside, sync_directory
 from anabranch.checkpoint.regular_file import Unreadable, open_regular
 from anabranch.errors import CheckpointError
-from anabranch.parameter_server.server.durable.log_format import is_numbered, log_numbers, log_path
+from anabranch.parameter_server.server.durable.log_format import log_numbers
 
 __all__ = ["DirectoryContents", "Ownership", "holds_changes"]
 
@@ -226,7 +224,7 @@ class Ownership:
     def _check_file(self, directory: Path, *, repair: bool) -> None:
         """Raise for a file that cannot be this directory's ``owner`` file; under ``repair`` make room for a new one."""
         if not os.path.lexists(self._path):
-            if _had_owner(directory):
+            if _has_state(directory):
                 self._give_up("is missing", repair=repair)
             return
         try:
@@ -244,7 +242,7 @@ class Ownership:
         # A killed start, or a power cut soon after one, leaves an empty file, or zeros, and nothing beside it.
         if any(os.pread(self._file, 2 * _APART, 0)):
             self._give_up("is damaged", repair=repair)
-        elif self.lost is None and _had_owner(self._path.parent):
+        elif self.lost is None and _has_state(self._path.parent):
             self._give_up("is empty", repair=repair)
         return None
 
@@ -269,7 +267,7 @@ class Ownership:
 def holds_changes(directory: Path) -> bool:
     """Return False if a shard's directory is known to hold no change; another server may hold the directory."""
     try:
-        if not log_numbers(directory) and not complete_generations(directory):
+        if not _has_state(directory):
             return False
         with open_regular(directory / "owner") as file:
             slots = _slots_in(file.read(2 * _APART))
@@ -282,6 +280,10 @@ def holds_changes(directory: Path) -> bool:
     return max(position.records, position.changes, position.saved) > 0
 
 
+def _has_state(directory: Path) -> bool:
+    return bool(log_numbers(directory) or complete_generations(directory))
+
+
 def _slots_in(memory: bytes) -> list[_Slot]:
     """Return the readable slots of an ``owner`` file."""
     found = []
@@ -292,22 +294,6 @@ def _slots_in(memory: bytes) -> list[_Slot]:
         if magic == _MAGIC and zlib.crc32(memory[at : at + _SLOT.size - 4]) == checksum:
             found.append(_Slot(turn, epoch, pid, DirectoryContents(file, records, chain, saved - 1, changes)))
     return found
-
-
-def _had_owner(directory: Path) -> bool:
-    """Return True if there is a log or a checkpoint that was written beside an ``owner`` file."""
-    if any(is_numbered(log_path(directory, number)) for number in log_numbers(directory)):
-        return True
-    for generation in complete_generations(directory):
-        try:
-            state = checkpoint.read(directory, generation=generation).state
-        except Unreadable:
-            raise
-        except CheckpointError:  # reported when it is to be loaded
-            continue
-        if isinstance(state, Mapping) and "life" in state:
-            return True
-    return False
 
 
 def _unusable(directory: Path, error: OSError, cure: str) -> CheckpointError:
