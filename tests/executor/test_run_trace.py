@@ -91,7 +91,7 @@ def test_wrong_arguments_are_refused_at_the_call(tmp_path: Path) -> None:
         for steps, kind in ((0, ValueError), (-3, ValueError), (1.5, TypeError), (True, TypeError)):
             with pytest.raises(kind, match="steps is a number of optimizer steps"):
                 executor.trace(tmp_path / "out.json", steps=steps)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="the folder .* does not exist"):
+        with pytest.raises(ValueError, match="in a folder that exists"):
             executor.trace(tmp_path / "absent" / "out.json")
         assert not spans.begin()
         executor.trace(tmp_path / "out.json")

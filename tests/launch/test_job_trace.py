@@ -132,7 +132,7 @@ def test_a_job_that_is_interrupted_leaves_a_trace(script: Script, tmp_path: Path
     assert {"before", "sleeping"} == {event["name"] for event in trace.spans()}
 
 
-@pytest.mark.parametrize(("where", "word"), [(".", "folder"), ("absent/out.json", "does not exist")])
+@pytest.mark.parametrize(("where", "word"), [(".", "folder"), ("absent/out.json", "folder that exists")])
 def test_a_path_that_cannot_be_written_is_refused_before_anything_starts(
     where: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
