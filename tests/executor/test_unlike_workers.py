@@ -14,6 +14,7 @@ from small_parts import in_job, run_in_job
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 import anabranch as ab
 from anabranch.collectives import Workers
@@ -49,6 +50,8 @@ def test_rank_0s_parameters_are_everyones_however_they_lie_in_memory_and_another
 class OneAfterAnother:
     """Stands in for the workers of one job that describe themselves one by one, in this process."""
 
+    rank = 0
+
     def __init__(self) -> None:
         self.everyone: list[bytes] = []
 
@@ -65,6 +68,40 @@ class Model(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return cast(torch.Tensor, self.head(self.table(ids)))
+
+
+def shares(samples: int) -> tuple[Any, ...]:
+    data = TensorDataset(torch.zeros(samples, 2))
+    sampler = DistributedSampler(data, 2, 0)
+    return (
+        DataLoader(data, 2, sampler=sampler),
+        DataLoader(data, batch_sampler=BatchSampler(sampler, 2, drop_last=True)),
+        [torch.zeros(2)],
+        ab.loaders.GlobalBatches(data, 2),
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "warned"),
+    [
+        *(((one, other, False)) for one, other in zip(shares(6), shares(6), strict=True)),
+        (DataLoader(range(6), 2), DataLoader(range(6), 3, shuffle=True), True),  # type: ignore[arg-type]
+        (DataLoader(range(6), 2), DataLoader(range(7), 2), False),  # type: ignore[arg-type]
+    ],
+)
+def test_workers_that_each_read_all_samples_are_warned_of_it(
+    first: Any, second: Any, warned: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    workers, model = cast(Workers, OneAfterAnother()), Model()
+    steps: dict[str, Step] = {"train": ab.TrainStep(model, lambda m, b: m(b).mean(), sgd(model))}
+    for loader in (first, second):
+        recwarn.clear()
+        loaders = {"train": loader, "validate": DataLoader(range(6))}  # type: ignore[arg-type]
+        check_alike(workers, None, steps, plan_routes(steps, distinct_models(steps), None, None), loaders)
+    messages = [str(one.message) for one in recwarn]
+    assert ["the 6 samples of the DataLoader of step 'train' in whole" in message for message in messages] == [
+        True
+    ] * warned
 
 
 Make = Callable[[Model], Optimizer | list[Optimizer]]

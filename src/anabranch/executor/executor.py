@@ -224,7 +224,7 @@ class Executor:
                 self._parts.callback(DevicePlacement(models, devices, optimizers).close)
             if self._workers is not None and self._workers.size > 1:
                 assert spec.comm_mode is not None
-                check_alike(self._workers, spec.comm_mode, spec.steps, spec.routes)
+                check_alike(self._workers, spec.comm_mode, spec.steps, spec.routes, dataloaders or {})
                 share_parameters(self._workers, spec.steps, spec.routes)
             self._remote = self._remote_part(stages)
             acting = self._workers if spec.run_together(spec.routes) else None

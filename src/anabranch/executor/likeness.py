@@ -17,16 +17,19 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 import zlib
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from numbers import Real
+from types import MappingProxyType, NoneType
 from typing import TypeVar, cast
 
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from anabranch.autodiff.moved_parameter import Switch, parameters_here
 from anabranch.choices import listed
@@ -55,8 +58,14 @@ def exchange(workers: Workers | None, value: object, kind: type[_T], operation: 
     return [msgspec.json.decode(text, type=kind) for text in texts]
 
 
-def check_alike(workers: Workers, mode: CommMode, steps: Mapping[str, Step], routes: Routes) -> None:
-    """Exchange descriptions of every worker's steps, and compare them with rank 0's.
+def check_alike(
+    workers: Workers,
+    mode: CommMode,
+    steps: Mapping[str, Step],
+    routes: Routes,
+    loaders: Mapping[str, object] = MappingProxyType({}),
+) -> None:
+    """Exchange descriptions of every worker's steps and loaders, and compare them with rank 0's.
 
     Raises:
         ValueError: on every worker, if parameters differ (sums of unlike buckets crash), or optimizers of what is
@@ -64,11 +73,28 @@ def check_alike(workers: Workers, mode: CommMode, steps: Mapping[str, Step], rou
     """
     _check_tables(steps)
     reduced = {route.tensor for route in routes.at(Place.WORKERS)} if routes.all_reduces else set()
-    mine = [f"comm_mode={mode!r}", *_model_lines(steps)], list(_optimizer_lines(steps, reduced))
-    models, optimizers = zip(*exchange(workers, mine, tuple[list[str], list[str]], "meet"), strict=True)
+    trains = [name for name in loaders if isinstance(steps.get(name), TrainStep)]
+    whole = [line for name in trains for line in _read_whole(name, loaders[name])]
+    mine = [f"comm_mode={mode!r}", *_model_lines(steps)], list(_optimizer_lines(steps, reduced)), whole
+    everyone = exchange(workers, mine, tuple[list[str], list[str], list[str]], "meet")
+    models, optimizers, reads = zip(*everyone, strict=True)
     _compare("models", models, "every worker makes the same steps and models and freezes the same parameters")
     cure = "make the same optimizers with the same groups and settings on all of them"
     _compare("optimizers", optimizers, f"each worker applies the averaged gradients itself, so {cure}")
+    for line in set.intersection(*map(set, reads)) if workers.rank == 0 else ():
+        warnings.warn(
+            f"each of the {len(reads)} workers reads {line} in whole: if they are the same, an epoch is {len(reads)} "
+            "passes over them; share them out by ab.loaders.GlobalBatches or a DistributedSampler",
+            stacklevel=3,  # where the script makes the Executor
+        )
+
+
+def _read_whole(name: str, loader: object) -> Iterator[str]:
+    """Describe a ``DataLoader`` that reads all samples of a dataset."""
+    if isinstance(loader, DataLoader) and type(loader.batch_sampler) in (BatchSampler, NoneType):
+        sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+        if isinstance(sampler, RandomSampler | SequentialSampler):
+            yield f"the {len(sampler)} samples of the DataLoader of step {name!r}"
 
 
 def share_parameters(workers: Workers, steps: Mapping[str, Step], routes: Routes) -> None:
