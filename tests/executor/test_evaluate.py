@@ -88,6 +88,7 @@ def test_batches_weigh_by_their_rows() -> None:
         (lambda m, b: {"x": b.t()}, [DATA], r"output 'x' has the shapes \[\(2, 11\)\] for batches of \[11"),
         (lambda m, b: {"x": b[: 2 if len(b) > 2 else 0]}, [DATA, DATA[:2]], "output 'x' has the shapes"),
         (lambda m, b: {"x": 1.0}, [DATA], "output 'x' is a float"),
+        (lambda m, b: {"x": (b > 3).sum()}, [DATA], "output 'x' is a count, 18, and evaluate averages"),
         (outputs, [], "the loader yields no batches on any worker"),
         (
             outputs,
@@ -200,7 +201,7 @@ def without_a_mode(shared: bool) -> dict[str, Any]:
     loader = [data] if shared else ab.loaders.GlobalBatches(data, 4, shuffle=False)
     torch.manual_seed(rank)
     model = nn.Linear(2, 1).double()
-    model.register_buffer("rank", torch.tensor(rank))
+    model.register_buffer("rank", torch.tensor(float(rank)))
     steps = {
         "train": ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.SGD(model.parameters(), lr=1e-3)),
         "look": ab.EvalStep(model, lambda m, b: {**outputs(m, b), "buffer": m.rank.clone()}),

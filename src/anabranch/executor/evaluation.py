@@ -212,6 +212,11 @@ def _collect(
         for name, value in run(batch).items():
             if not isinstance(value, Tensor):
                 raise TypeError(f"output {name!r} is a {type(value).__name__}; evaluate joins tensors")
+            if not value.ndim and not (value.is_floating_point() or value.is_complex()):
+                raise ValueError(
+                    f"output {name!r} is a count, {value.item()!r}, and evaluate averages what has no dims; return one "
+                    "for each row, or a mean as a float"
+                )
             shapes.setdefault(name, []).append(tuple(value.shape))
             wide = torch.complex128 if value.is_complex() else torch.float64
             parts.setdefault(name, []).append(value.detach().cpu() if value.ndim else value.to(wide).reshape(1).cpu())

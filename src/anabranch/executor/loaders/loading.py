@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import Any, Final, cast
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from anabranch.errors import CheckpointError
 from anabranch.executor.randomness import random_state, restore_random_state
@@ -68,7 +68,7 @@ class BoundLoader:
         looks_ahead: whether ``peek`` may fetch.
 
     Raises:
-        TypeError: ``loader`` cannot be iterated.
+        TypeError: ``loader`` cannot be iterated, or is a dataset of samples.
     """
 
     def __init__(
@@ -80,6 +80,11 @@ class BoundLoader:
     ) -> None:
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
             raise TypeError(f"a loader is an iterable of batches, got {type(loader).__name__}; give it __iter__")
+        if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+            raise TypeError(
+                f"{type(loader).__name__} is a Dataset, whose items are samples; give a loader of batches: "
+                "DataLoader(dataset, batch_size) or ab.loaders.GlobalBatches(dataset, batch_size)"
+            )
         self.source: Any = loader
         self._worker = worker
         self._reader = loader.reader(worker) if isinstance(loader, GlobalBatches) else None
