@@ -6,9 +6,7 @@ import functools
 import os
 import shutil
 import signal
-import struct
 import threading
-import zlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +18,7 @@ from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError, SchemaError
 from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
 from anabranch.parameter_server.server.durable import push_log
-from anabranch.parameter_server.server.durable.log_format import Preamble, Record, encode_record
+from anabranch.parameter_server.server.durable.log_format import Preamble, Record
 from anabranch.parameter_server.server.durable.ownership import Ownership
 from anabranch.parameter_server.server.durable.push_log import PushLog
 from anabranch.parameter_server.server.durable.recovery import LogReader
@@ -457,32 +455,6 @@ def test_a_repair_keeps_the_records_before_the_damage_and_sets_the_rest_aside(
         with PushLog(path.parent, owner, reader.end) as log:
             log.append(Record("after", b""))
     assert records(path.parent) == ["v0", "after"]
-
-
-def write_old_log(directory: Path, *bodies: list[bytes]) -> None:
-    """Files as they were written before frames had marks, numbers and chains."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for number, some in enumerate(bodies, start=1):
-        frames = b"".join(struct.pack("<QI", len(body), zlib.crc32(body)) + body for body in some)
-        (directory / f"log-{number:08d}").write_bytes(frames)
-
-
-def test_logs_written_before_are_read_and_gone_on_from(tmp_path: Path) -> None:
-    bodies = [encode_record(Record(f"old{number}", b"x"), [torch.ones(2)]) for number in range(4)]
-    write_old_log(tmp_path, bodies[:3], [], bodies[3:], [])
-    torn = tmp_path / "log-00000001"
-    torn.write_bytes(torn.read_bytes() + b"\x20\0\0\0\0\0\0\0abc")
-    for turn in range(2):
-        reader = LogReader(tmp_path)
-        found = [record.verb for record, _ in reader]
-        assert found == [*(f"old{number}" for number in range(4)), *(f"new{before}" for before in range(turn))]
-        with PushLog(tmp_path, after=reader.end) as log:
-            log.append(Record(f"new{turn}", b""))
-    whole = bytearray(torn.read_bytes())
-    whole[40] ^= 1
-    torn.write_bytes(whole)
-    with pytest.raises(CheckpointError, match="log-00000001 at byte 0: .*checksum, and 2 complete records follow"):
-        records(tmp_path)
 
 
 def test_tensors_come_back_from_the_log_as_they_were(tmp_path: Path) -> None:

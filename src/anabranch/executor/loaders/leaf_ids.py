@@ -174,7 +174,9 @@ class LeafIds:
         for table in expected:
             if table not in self._parameters:
                 raise ValueError(f"ids= names {table!r}; the parameters are: {', '.join(self._parameters)}")
-        expected = {table: torch.as_tensor(ids) for table, ids in expected.items() if table in self._tables}
+        expected = {
+            table: torch.as_tensor(ids, device="cpu") for table, ids in expected.items() if table in self._tables
+        }
         rules = {table: self._rules_of(table) for table in self._lookups if table not in expected}
         used = {part.leaf for some in rules.values() for rule in some for part in rule.parts}
         leaves = {path: leaf.detach().cpu() for path, leaf in _leaves(batch) if path in used} if used else {}

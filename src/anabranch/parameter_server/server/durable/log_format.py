@@ -12,9 +12,6 @@
 Records are numbered over all files, and each frame holds the checksum of the previous one (its *chain*), so that a
 record that is missing, repeated or from another log is detected. The mark can be searched for: valid frames after an
 unreadable one mean damage; if there are none, it is the tail of a write that a crash cut short.
-
-Older files had frames of only length, checksum and body; they are still read. Their records are counted, and the next
-file continues from that count.
 """
 
 from __future__ import annotations
@@ -50,9 +47,7 @@ _MAGIC = b"ABLOG2\r\n"
 _PREAMBLE = struct.Struct("<8sQQIQI")
 _MARK = b"\xabrec"
 _FRAME = struct.Struct("<4sQQII")
-_OLD_FRAME = struct.Struct("<QI")
 _LONGEST = 4 << 30
-_SHORTEST = 4  # bytes of a body; zeros in an older file would be valid frames of empty ones, including checksums
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True):
@@ -72,8 +67,7 @@ class Preamble:
     Attributes:
         file: its number, which is also in its name.
         first: the number of its first record, counted from 0 over all files.
-        chain: the checksum of the previous record; without one a random number, which names the log, and 0 if it was
-            written without numbers.
+        chain: the checksum of the previous record; without one a random number, which names the log.
         epoch: of the server that wrote it: the number of starts so far.
     """
 
@@ -88,8 +82,8 @@ class Preamble:
         return start + zlib.crc32(start).to_bytes(4, "little")
 
     @classmethod
-    def read(cls, path: Path) -> Preamble | None:
-        """Return the preamble of the file at ``path``; ``None`` for an older file, which has none.
+    def read(cls, path: Path) -> Preamble:
+        """Return the preamble of the file at ``path``.
 
         Raises:
             ValueError: the file is too short to have one, or it is damaged.
@@ -97,9 +91,6 @@ class Preamble:
         """
         with open_regular(path) as file:
             start = file.read(_PREAMBLE.size)
-        # The file is of one of two kinds; an older one begins with a length below 2^32, or is empty.
-        if len(start) >= _OLD_FRAME.size and start[4:8] == b"\0\0\0\0":
-            return None
         if len(start) < _PREAMBLE.size:
             raise ValueError("it is empty" if not start else f"it ends after {len(start)} bytes")
         magic, number, first, chain, epoch, checksum = _PREAMBLE.unpack(start)
@@ -132,26 +123,23 @@ class Frames:
         count: the number of the next record.
         chain: the checksum of the last record.
         fault: the damage found at ``at``; ``None`` at the end of the file.
-        old: true if the file was written before records were numbered.
     """
 
-    def __init__(self, path: Path, preamble: Preamble | None, count: int, chain: int) -> None:
+    def __init__(self, path: Path, count: int, chain: int) -> None:
         self.path = path
         self.count = count
         self.chain = chain
         self.fault: str | None = None
-        self.old = preamble is None
-        self.at = 0 if self.old else _PREAMBLE.size
+        self.at = _PREAMBLE.size
 
     def records(self, until: int | None = None) -> Iterator[tuple[Record, list[Tensor]]]:
         """Yield the records; only those below number ``until``, if it is given."""
-        size = _OLD_FRAME.size if self.old else _FRAME.size
         with open_regular(self.path) as file:
             file.seek(self.at)
             end = os.fstat(file.fileno()).st_size
             while self.at < end and (until is None or self.count < until):
-                frame = file.read(size)
-                found = self._old_length(frame) if self.old else self._length(frame)
+                frame = file.read(_FRAME.size)
+                found = self._length(frame)
                 if isinstance(found, str):
                     self.fault = found
                     return
@@ -160,13 +148,13 @@ class Frames:
                 if len(body) < length:
                     self.fault = f"a record of {length} bytes ends after {end - self.at - len(frame)}"
                     return
-                if length < _SHORTEST or zlib.crc32(body, start) != checksum:
+                if zlib.crc32(body, start) != checksum:
                     self.fault = "a record does not match its checksum"
                     return
                 yield _decode(body)
                 self.at += len(frame) + length
                 self.count += 1
-                self.chain = 0 if self.old else checksum
+                self.chain = checksum
 
     def _length(self, frame: bytes) -> tuple[int, int, int] | str:
         """Return the body's length, the checksum so far and the expected one; or a description of the damage."""
@@ -187,30 +175,12 @@ class Frames:
             body = file.read(min(length, _LONGEST))
         return len(body) == length and zlib.crc32(body, start) == checksum
 
-    def _old_length(self, frame: bytes) -> tuple[int, int, int] | str:
-        if len(frame) < _OLD_FRAME.size:
-            return f"a record's frame ends after {len(frame)} bytes"
-        length, checksum = _OLD_FRAME.unpack(frame)
-        return length, 0, checksum
-
     def behind(self) -> int:
         """Return the number of whole records in the rest of the file, after the one that cannot be read."""
         if os.path.getsize(self.path) <= self.at:
             return 0
         with open_regular(self.path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
-            return self._old_behind(memory) if self.old else _whole_frames(memory, self.at)
-
-    def _old_behind(self, memory: mmap.mmap) -> int:
-        """Without marks only the length in the damaged frame leads to the next one."""
-        found, at = 0, self.at
-        while at + _OLD_FRAME.size <= len(memory):
-            length, checksum = _OLD_FRAME.unpack_from(memory, at)
-            body = memory[at + _OLD_FRAME.size : at + _OLD_FRAME.size + length] if length <= _LONGEST else b""
-            if len(body) < length:
-                break
-            found += length >= _SHORTEST and zlib.crc32(body) == checksum
-            at += _OLD_FRAME.size + length
-        return found
+            return _whole_frames(memory, self.at)
 
 
 def _whole_frames(memory: mmap.mmap, at: int) -> int:

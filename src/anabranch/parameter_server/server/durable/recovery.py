@@ -90,7 +90,7 @@ class LogReader:
             if frames is None:
                 break
             for found in frames.records(self._until(number)):
-                self._compare(frames.count, frames.chain, numbered=not frames.old)
+                self._compare(frames.count, frames.chain, numbered=True)
                 yield found
             self._compare(frames.count, frames.chain)
             count, chain = frames.count, frames.chain
@@ -137,16 +137,11 @@ class LogReader:
             self._damaged(f"{path} {str(error).removeprefix(f'{path.name} ')}", count)
             return None
         except ValueError as error:
-            # Versions before preambles created an empty file at every start.
-            if path.stat().st_size == 0 and (not last or not self.known.file):
-                return Frames(path, None, count, chain)
             if last and number > self.known.file and count >= self.known.records:
                 self._cut(path, 0, str(error))
             else:
                 self._damaged(f"{path}: {error}", count)
             return None
-        if preamble is None:
-            return Frames(path, None, count, 0)
         if not self._begins and number == self._numbers[0] and preamble.first:
             self._damaged(f"{path} begins with record {preamble.first}, and no checkpoint holds the earlier ones", 0)
             return None
@@ -158,7 +153,7 @@ class LogReader:
                 count,
             )
             return None
-        return Frames(path, preamble, count, chain)
+        return Frames(path, count, chain)
 
     def _until(self, number: int) -> int | None:
         """Return the record at which the next file continues; a replaced server's records after it were not
@@ -172,15 +167,13 @@ class LogReader:
             raise
         except (ValueError, CheckpointError):
             return None
-        return None if after is None else after.first
+        return after.first
 
     def _may_end(self, frames: Frames, *, last: bool) -> bool:
         """Cut off a torn tail; true if the fault is one, and the log continues."""
         where, behind = f"{frames.path} at byte {frames.at}: {frames.fault}", frames.behind()
-        old_start = frames.old and not behind  # each start began a new file, and left the tail unchanged
-        if not behind and frames.count >= self.known.records and (last or old_start):
-            if last:
-                self._cut(frames.path, frames.at, str(frames.fault))
+        if not behind and frames.count >= self.known.records and last:
+            self._cut(frames.path, frames.at, str(frames.fault))
             return True
         follows = f", and {behind} complete records follow it" if behind else ""
         self._damaged(where + follows, frames.count)
@@ -237,9 +230,8 @@ class LogReader:
             raise
         except (ValueError, CheckpointError):
             return b""
-        start = DirectoryContents() if preamble is None else DirectoryContents(0, preamble.first, preamble.chain)
-        frames = Frames(path, preamble, start.records, start.chain)
-        for _ in frames.records(None if preamble is None else self.end.records):
+        frames = Frames(path, preamble.first, preamble.chain)
+        for _ in frames.records(self.end.records):
             pass
         with open_regular(path) as file:
             return file.read(frames.at)
