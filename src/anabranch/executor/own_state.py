@@ -32,7 +32,7 @@ class OwnState(UserDict[str, Any]):
 
     @property
     def objects(self) -> dict[str, HasState]:
-        """What is saved of each."""
+        """The object of each name that is saved."""
         saved = ("state_dict", "load_state_dict")
         return {
             name: value if all(callable(getattr(value, method, None)) for method in saved) else _Value(self, name)
