@@ -86,7 +86,6 @@ class ShardPersistence:
         self._saved_touched = 0
         self._changes = 0
         self._position = 0
-        self._name = b""
         self._forget_before = 0
         self._lost: str | None = None  # checkpoints that a repair continues without
         self._damaged: list[int] = []  # their generations
@@ -117,8 +116,6 @@ class ShardPersistence:
         if reader.lost is not None:
             reader.repair()
         self._set_checkpoints_aside()
-        if self._owner.name != self._name:
-            self._owner.give_name(self._name)
         self._log = PushLog(self._directory, self._owner, reader.end)
         missing = reader.known.changes - self._changes
         damaged = reader.lost or self._owner.lost
@@ -143,11 +140,10 @@ class ShardPersistence:
         """Load the newest complete checkpoint; returns the log position after it."""
         assert self._directory is not None
         found = self._find()
-        self._name = (None if found is None else _name_in(found)) or self._owner_name()
         if found is None:
             return None
         state = cast(Mapping[str, object], found.state)
-        if (owner := state.get("of", self._directory.name)) != self._directory.name:
+        if (owner := state["of"]) != self._directory.name:
             raise CheckpointError(
                 f"{self._directory}: the checkpoint here was written as {owner}; each shard has its own directory, so "
                 "restore the one that was here"
@@ -159,10 +155,6 @@ class ShardPersistence:
         file = cast(int, state["log"])
         self._forget_before = file
         return DirectoryContents(file, cast(int, state["records"]), cast(int, state["chain"]))
-
-    def _owner_name(self) -> bytes:
-        assert self._owner is not None
-        return self._owner.name or secrets.token_bytes(16)
 
     def _find(self) -> Checkpoint | None:
         """Return the newest complete checkpoint; ``None`` if there is none yet or, under ``repair``, none left."""
@@ -179,13 +171,6 @@ class ShardPersistence:
             raise
         except CheckpointError as error:
             lost = str(error)
-        if found is not None and (own := self._own_behind(found, generations)) is not None:
-            _log.warning(
-                "%s: generation %d belongs to another directory and is not used",
-                self._directory,
-                found.generation,
-            )
-            found = own
         if lost is not None and not self._repair:
             raise CheckpointError(f"{lost}; {_CHOICES}")
         damaged = [number for number in generations if found is None or number > found.generation]
@@ -193,28 +178,6 @@ class ShardPersistence:
             self._damaged = damaged
             self._lost = lost or f"{self._directory}: {damaged} of its checkpoints are damaged"
         return found
-
-    def _own_behind(self, newest: Checkpoint, generations: Sequence[int]) -> Checkpoint | None:
-        """Return this directory's newest complete checkpoint, if ``newest`` was copied there from another directory.
-
-        ``None`` if it is not, or if no checkpoint has the name in ``owner``: then ``owner`` is another directory's.
-        """
-        assert self._directory is not None
-        assert self._owner is not None
-        name = self._owner.name
-        if name is None or _name_in(newest) in (name, None):
-            return None
-        for generation in generations:
-            if generation < newest.generation:
-                try:
-                    found = checkpoint.read(self._directory, generation=generation)
-                except Unreadable:
-                    raise
-                except CheckpointError:
-                    continue
-                if _name_in(found) == name:
-                    return found
-        return None
 
     def _set_checkpoints_aside(self) -> None:
         """Make room for a new one, and report what was set aside; after reading the log, which may refuse the start."""
@@ -334,7 +297,7 @@ class ShardPersistence:
                 touched, changes, at = self._touched, self._changes, self._log.rotate()
                 state, groups = self._shard.snapshot()
                 whole = {
-                    "of": self._directory.name, "name": self._name, "shard": state, "log": at.file,
+                    "of": self._directory.name, "shard": state, "log": at.file,
                     "records": at.records, "chain": at.chain, "changes": changes, "life": self._life,
                     **self._done.state(),
                 }  # fmt: skip
@@ -378,12 +341,6 @@ class ShardPersistence:
         finally:
             if self._owner is not None:
                 self._owner.close()
-
-
-def _name_in(found: Checkpoint) -> bytes | None:
-    """Return the name of the directory in which the checkpoint was written; earlier versions had none."""
-    name = cast(Mapping[str, object], found.state).get("name")
-    return name if isinstance(name, bytes) else None
 
 
 def _new_life() -> int:

@@ -4,7 +4,6 @@
 
     the directory itself    locked with flock: the kernel lets go when the process dies, however it does
     owner                   epoch | log file, records, chain | checkpoint | changes | pid: two slots, in turn
-                            name: 16 random bytes, which the directory's checkpoints hold, too
 
 The *epoch* counts the servers that have owned the directory. A server increments it before it reads anything; a server
 that was frozen so long that it lost its lock (network file systems do that) finds a higher one before it acknowledges
@@ -36,9 +35,6 @@ __all__ = ["DirectoryContents", "Ownership", "holds_changes"]
 _SLOT = struct.Struct("<8sQQQQIQQQI")
 _MAGIC = b"ABOWNER\n"
 _APART = 512  # bytes; a sector each, which a disk writes whole
-_NAME = struct.Struct("<8s16sI")
-_NAME_MAGIC = b"ABNAME1\n"
-_NAME_AT = 2 * _APART
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,21 +143,6 @@ class Ownership:
         if durable:
             os.fsync(self._file)
             sync_directory(self._path.parent)
-
-    @property
-    def name(self) -> bytes | None:
-        """The directory's name; ``None`` if it has none yet, or none that can be read."""
-        memory = os.pread(self._file, _NAME.size, _NAME_AT)
-        if len(memory) < _NAME.size:
-            return None
-        magic, name, checksum = _NAME.unpack(memory)
-        return bytes(name) if magic == _NAME_MAGIC and zlib.crc32(memory[:-4]) == checksum else None
-
-    def give_name(self, name: bytes) -> None:
-        """Record the directory's name, which is durable before any checkpoint holds it."""
-        start = _NAME.pack(_NAME_MAGIC, name, 0)[:-4]
-        os.pwrite(self._file, start + zlib.crc32(start).to_bytes(4, "little"), _NAME_AT)
-        os.fsync(self._file)
 
     def check(self) -> None:
         """Raise if another server has taken the directory over, or it has been moved.
