@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from anabranch.collectives import Workers
+from anabranch.collectives.workers import SAID_AFTER, _Comparison
 from anabranch.testing import LocalJob
 
 AGAIN = """
@@ -96,6 +101,25 @@ def test_a_worker_that_makes_a_call_alone_and_the_others_are_told_of_each_other(
         [waits, elsewhere] = result["messages"]
         assert f"rank {1 - rank} waits in {calls[1 - rank]!r} and this rank in {calls[rank]!r}" in waits
         assert f"rank {1 - rank} is in another call" in elsewhere
+
+
+def test_a_store_that_never_answers_ends_no_look_at_the_other_ranks() -> None:
+    asked, go = threading.Event(), threading.Event()
+
+    class Frozen:
+        def set(self, key: str, value: str) -> None:
+            asked.set()
+            go.wait(60.0)
+            raise RuntimeError("it has ended")
+
+    workers: Any = SimpleNamespace(store=Frozen(), ranks=[0, 1], rank=0, peers=SimpleNamespace(rank=0))
+    comparison = _Comparison(workers, 1, "evaluation")
+    comparison._began -= SAID_AFTER
+    assert comparison() == {}
+    assert asked.wait(60.0)
+    assert comparison() == {}
+    go.set()
+    comparison.end()
 
 
 ALONE = """

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import pytest
@@ -168,6 +168,8 @@ def test_leaves_of_any_kind_are_no_obstacle() -> None:
         "images": torch.rand(2, 3, 4, 4),
         "nan": torch.tensor([torch.nan, torch.inf] * 8),
         "number": torch.tensor(3),
+        "meta": torch.empty(16, device="meta"),
+        **{str(kind): torch.zeros(16, dtype=kind) for kind in (torch.uint16, torch.uint32, torch.uint64)},
         "rest": (None, 7, "text", torch.empty(0, 5), torch.zeros(16, dtype=torch.bool)),
     }
     learned = LeafIds()
@@ -179,6 +181,27 @@ def test_a_batch_that_its_step_changes_in_place_teaches_nothing_wrong() -> None:
     learned = LeafIds()
     steps(learned, clicks, lambda b: b["x"].mul_(3).remainder_(ROWS), 14)
     assert learned.describe() == {}
+
+
+def test_a_step_that_fails_and_one_without_rows_leave_no_lookups_behind() -> None:
+    fails = iter([False, True, False])
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        rows = model(batch)
+        if next(fails):
+            raise KeyError("no")
+        return rows.sum()
+
+    model = nn.Sequential(nn.Embedding(ROWS, 2, sparse=True))
+    train = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    steps = {"train": train, "look": ab.EvalStep(model, lambda m, b: {"rows": m(b)})}
+    with ab.Executor(steps, "Hybrid") as executor:
+        for batch in (ids(3), ids(4), ids(0)):
+            with suppress(KeyError):
+                executor.run("train", batch)
+            executor.run("look", ids(5))
+            assert executor._remote is not None
+            assert executor._remote.tables.lookups is None
 
 
 # Executors.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,3 +75,36 @@ def test_under_bsp_a_worker_with_a_number_too_large_is_refused_and_may_push_anot
             second.push_many({"t": (one, torch.full((1, 2), 3e18))}, step=0, mean=False)
         second.push_many({"t": (one, torch.full((1, 2), -1e18))}, step=0, mean=False)
         assert second.sparse_pull("t", one).tolist() == [[0.0, 0.0]]
+
+
+def test_weights_that_overflow_as_in_the_plain_loop_are_kept_and_loaded(tmp_path: Path) -> None:
+    network, ids = MemoryTransport(), torch.tensor([1])
+    steep = functools.partial(torch.optim.SGD, lr=1e25)
+
+    def serve(folder: str) -> ParameterServer:
+        return ParameterServer(transport=network, durability="log", checkpoint_dir=tmp_path / folder)
+
+    def values(client: ParameterClient) -> list[float]:
+        return [client.sparse_pull("t", ids)[0, 0].item(), client.pull("bias")[0].item()]
+
+    with serve("state") as server, ParameterClient([server.endpoint], transport=network) as client:
+        client.init_table(TableSpec("t", 4, 2, initial=Constant(0.0)), RowOptimizer.from_factory(steep))
+        client.init("bias", (2,), optimizer=steep)
+        client.push_many({"t": (ids, torch.full((1, 2), 9e17)), "bias": (ids[:0], torch.full((2,), 9e17))})
+        assert values(client) == [float("-inf")] * 2
+        client.save(tmp_path / "saved")
+    for _ in range(2):  # its own checkpoint, and then also what a client has loaded
+        with serve("state") as server, ParameterClient([server.endpoint], transport=network) as client:
+            assert values(client) == [float("-inf")] * 2
+            client.load(tmp_path / "saved")
+            assert values(client) == [float("-inf")] * 2
+
+
+def test_sums_of_float16_gradients_stay_finite() -> None:
+    network, ids = MemoryTransport(), torch.tensor([1, 1])
+    with ParameterServer(transport=network) as server, ParameterClient([server.endpoint], transport=network) as client:
+        adam = functools.partial(torch.optim.Adam, lr=0.1)
+        client.init_table(TableSpec("t", 4, 2, torch.float16, Constant(0.0)), RowOptimizer.from_factory(adam))
+        for number in (5e4, 1.0):
+            client.sparse_push("t", ids, torch.full((2, 2), number).half())
+        assert torch.isfinite(client.sparse_pull("t", ids)).all()

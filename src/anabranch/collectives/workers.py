@@ -19,6 +19,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -35,7 +36,7 @@ from anabranch.collectives.rowless import Rowless
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, PeerLost
 from anabranch.liveness.group import Group, rank_names
-from anabranch.liveness.meeting import SAID_AFTER, end_without_waiting, interruptible, meet_peers
+from anabranch.liveness.meeting import SAID_AFTER, begin_call, end_without_waiting, interruptible, meet_peers
 from anabranch.liveness.peers import peers_of_job
 from anabranch.record import spans
 
@@ -62,13 +63,71 @@ class Pending:
             DeadlineExceeded: the workers' ``timeout`` passed since the operation started.
         """
         workers, step = self._workers, self._step
-        at = partial(workers.check_together, self._number, self._operation, self._deadline)
-        workers.wait_for(self._work, self._deadline, self._operation, step, on_host=self._on_host, noticed=at)
+        comparison = _Comparison(workers, self._number, self._operation)
+        workers.wait_for(
+            self._work, self._deadline, self._operation, step, on_host=self._on_host, comparison=comparison
+        )
         if self._began and workers.others:
             facts: dict[str, object] = {"peer": rank_names(workers.others), "bytes": self._nbytes}
             flow: spans.Flow = "meet", f"{workers.name}/{self._number}"
             facts |= {} if step is None else {"step": step}
             spans.complete(self._began, self._operation, "crossing", track="workers", flow=flow, facts=facts)
+
+
+class _Comparison:
+    """Compares a long wait with that of the next rank: where they are in other calls, one was made alone.
+
+    On a thread, since a store whose process is frozen never answers.
+    """
+
+    def __init__(self, workers: Workers, number: int, operation: str) -> None:
+        self._workers, self._number, self._operation = workers, number, operation
+        self._began = time.monotonic()
+        self._over = threading.Event()
+        self._answer: Future[str] | None = None
+
+    def __call__(self) -> Mapping[int, str]:
+        """Raise ``BoundaryError`` if the next rank waits in another call; the result names nobody lost."""
+        if self._answer is None and self._workers.store is not None and time.monotonic() - self._began >= SAID_AFTER:
+            self._answer = begin_call(self._look, "anabranch-comparison")[1]
+        if self._answer is not None and self._answer.done():
+            self._raise(self._answer.result())
+        return {}
+
+    def last(self) -> None:
+        """Raise ``BoundaryError`` if the rank that is lost, or has left, was in another call."""
+        if self._workers.store is not None:
+            self._over.set()
+            answer = begin_call(self._look, "anabranch-comparison")[1]
+            if wait([answer], timeout=1.0).done:
+                self._raise(answer.result())
+
+    def end(self) -> None:
+        self._over.set()
+
+    def _raise(self, there: str) -> None:
+        if there:
+            raise self._workers.apart(self._next, self._operation, f"waits in {there!r}") from None
+
+    @property
+    def _next(self) -> int:
+        ranks = self._workers.ranks
+        return ranks[(self._workers.rank + 1) % len(ranks)]
+
+    def _look(self) -> str:
+        """Return the call of the next rank that is not this one; nothing once this wait is over."""
+        store, pause = self._workers.store, 0.1
+        with suppress(RuntimeError):  # the process that holds the store has ended
+            while store is not None:
+                store.set(f"waits/{self._workers.peers.rank}", f"{self._number} {self._operation}")
+                if store.check([f"waits/{self._next}"]):
+                    number, _, there = store.get(f"waits/{self._next}").decode().partition(" ")
+                    if number == str(self._number) and there != self._operation:
+                        return there
+                if self._over.wait(pause):
+                    break
+                pause = min(2 * pause, 5.0)
+        return ""
 
 
 class Workers(Group):
@@ -85,6 +144,7 @@ class Workers(Group):
     Attributes:
         name: what the group is called on each of its ranks, and no other group.
         started: how many collectives have begun.
+        store: of this group alone; ``None`` in a group of one.
         rowless: names the workers that have no rows; ``None`` in a group of one.
 
     Raises:
@@ -120,15 +180,15 @@ class Workers(Group):
         self.started = 0
         self.name = name or f"workers {','.join(map(str, self.ranks))}"
         self._own: dist.ProcessGroup | None = None
-        self._store: PrefixStore | None = None
+        self.store: PrefixStore | None = None
         self.rowless: Rowless | None = None
         if self.size > 1:
             if ranks is None:
                 self._meet()
-            self._store = PrefixStore(f"anabranch/{self.name}", dist.distributed_c10d._get_default_store())
-            self._own = self._connect(self._store)
+            self.store = PrefixStore(f"anabranch/{self.name}", dist.distributed_c10d._get_default_store())
+            self._own = self._connect(self.store)
             self.peers.look_up(self.others, heartbeat)
-            self.rowless = Rowless(self._store, self, timeout)
+            self.rowless = Rowless(self.store, self, timeout)
         atexit.register(self._end)
 
     def _meet(self) -> None:
@@ -216,7 +276,7 @@ class Workers(Group):
         everyone = self.all_gather(torch.tensor([len(data), mark], device=self.device), operation=operation).tolist()
         for rank, (_, theirs) in zip(self.ranks, everyone, strict=True):
             if theirs != mark:
-                raise self._apart(rank, operation, "is in another call")
+                raise self.apart(rank, operation, "is in another call")
         lengths = [length for length, _ in everyone]
         padded = bytearray(data.ljust(max(1, *lengths), b"\0"))
         return lengths, torch.frombuffer(padded, dtype=torch.uint8).to(self.device)
@@ -241,25 +301,8 @@ class Workers(Group):
         """
         self.check("wait for the other workers", Deadline.after(self.timeout))
 
-    def check_together(self, number: int, operation: str, deadline: Deadline) -> Mapping[int, str]:
-        """Compare this wait, once it is long, with where the others wait; the result names nobody lost.
-
-        Raises:
-            BoundaryError: another rank is in another collective: one of them called evaluate, say, alone.
-        """
-        if self._store is None or deadline.elapsed() < SAID_AFTER:
-            return {}
-        theirs: dict[int, str] = {}
-        with suppress(RuntimeError):  # the process that holds the store has ended
-            self._store.set(f"waits/{self.peers.rank}", f"{number} {operation}")
-            known = [rank for rank in self.others if self._store.check([f"waits/{rank}"])]
-            theirs = {rank: self._store.get(f"waits/{rank}").decode() for rank in known}
-        for rank, text in theirs.items():
-            if text.startswith(f"{number} ") and text != f"{number} {operation}":
-                raise self._apart(rank, operation, f"waits in {text.partition(' ')[2]!r}")
-        return {}
-
-    def _apart(self, rank: int, operation: str, where: str) -> BoundaryError:
+    def apart(self, rank: int, operation: str, where: str) -> BoundaryError:
+        """Return the error of a call that not all workers make."""
         self.has_left_work = True
         text = f"rank {rank} {where} and this rank in {operation!r}; each worker makes the same calls in the same order"
         return BoundaryError(
@@ -276,7 +319,7 @@ class Workers(Group):
         step: int | None,
         *,
         on_host: bool,
-        noticed: Callable[[], Mapping[int, str]] = dict,
+        comparison: _Comparison | None = None,
     ) -> None:
         """Return when ``work`` is done, or raise the reason why it will not be.
 
@@ -285,14 +328,21 @@ class Workers(Group):
         began = time.monotonic()
         try:
             done = partial(ended_within, work)
-            self.wait(done, operation, deadline, step=step, at_once=not on_host, noticed=noticed)
+            self.wait(done, operation, deadline, step=step, at_once=not on_host, noticed=comparison or dict)
         except PeerLost:
+            if comparison is not None:
+                comparison.last()
             raise
         except RuntimeError as error:
+            if comparison is not None:
+                comparison.last()
             raise self.explain(error, operation, deadline, step=step) from None
         except BaseException:  # the deadline, or Ctrl-C: gloo goes on
             self.has_left_work = True
             raise
+        finally:
+            if comparison is not None:
+                comparison.end()
         self.wait_seconds += time.monotonic() - began
 
     def _end(self) -> None:

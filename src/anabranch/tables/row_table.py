@@ -359,7 +359,7 @@ class RowTable:
         """Return the initialised ones of the ``rows`` rows from place ``first`` on."""
         part = self._vocabulary.in_use(first, rows)
         begun = self.storage.stamps[part] > 0
-        part, part = part[begun], part[begun]
+        part = part[begun]
         return RowBlock(
             _owned(self._vocabulary.ids(part)),
             self._layout.read(self.storage, torch.from_numpy(part)),

@@ -156,7 +156,8 @@ def acceptable(flat: Sequence[Tensor], compression: Compression | None = None) -
         if tensor.dtype == torch.uint8 and bool((tensor == _NO_NUMBER).any()):
             return False
         if tensor.is_floating_point() and tensor.numel():
-            limit = _LARGEST_SCALE * _LARGEST_CODE if compression == "int8" else largest_gradient(tensor.dtype)
+            limit = largest_gradient(torch.bfloat16 if compression == "bfloat16" else tensor.dtype)
+            limit = _LARGEST_SCALE * _LARGEST_CODE if compression == "int8" else limit
             # NaN is not below anything.
             if not torch.linalg.vector_norm(tensor.detach(), math.inf).item() <= limit:
                 return False

@@ -77,7 +77,7 @@ class _Rule:
         """Return the ids of a batch with these leaves; ``None`` if it has no such leaves."""
         try:
             parts = [part.of(leaves) for part in self.parts]
-            ids = [parts[0] + self.more] if self.rank == 2 else [*parts, self.more]
+            ids = [parts[0].long() + self.more] if self.rank == 2 else [*parts, self.more]
             return torch.cat([each.reshape(-1).long() for each in ids])
         except (LookupError, RuntimeError):
             return None
@@ -268,15 +268,15 @@ _INNER = {torch.sparse_csr: "col_indices", torch.sparse_coo: "_indices", torch.j
 
 
 def _may_be_ids(leaf: Tensor) -> bool:
-    return not leaf.is_complex() and leaf.numel() <= _LARGEST and (leaf.ndim < 3 or not leaf.is_floating_point())
+    numbers = not (leaf.is_complex() or leaf.is_meta or leaf.is_quantized)
+    return numbers and leaf.numel() <= _LARGEST and (leaf.ndim < 3 or not leaf.is_floating_point())
 
 
 def _as_ids(leaf: Tensor) -> Tensor:
     """Return the numbers of a leaf on the CPU, ``_NO_ID`` in place of those that are no integers."""
     leaf = leaf.detach().cpu()
-    leaf = leaf.double() if leaf.is_floating_point() else leaf
     ids = leaf.to(torch.int64, copy=True)
-    return ids.masked_fill_(ids != leaf, _NO_ID)
+    return ids.masked_fill_(ids != leaf.double(), _NO_ID) if leaf.is_floating_point() else ids
 
 
 def _outside(ids: Tensor, known: Tensor, most: int) -> Tensor | None:

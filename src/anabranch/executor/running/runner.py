@@ -210,18 +210,29 @@ class StepRunner:
                 between=self._between,
                 keeps_reads=self.engine.reads_again,
             )
-            servers.part.tables.lookups = [] if self.ids is not None and self.ids.watching else None
         if not rows > 0:
             return cast(StepOutput, self._add_nothing(fetch, active=True))
-        with self._window_kept_whole():
+        with self._learning(), self._window_kept_whole():
             ran, total = self._differentiate(batch, rows, fetch)
             self._end_run(total, fetch)
-        for servers in self._servers:
-            if self.ids is not None:
-                self.ids.end(servers.part.tables.lookups or (), servers.part.tables.unexpected)
-                servers.part.tables.lookups = None
         self._raise_at_end()
         return ran if self._workers is None else StepOutput(self._loss_of(total), ran.returned)
+
+    @contextmanager
+    def _learning(self) -> Iterator[None]:
+        """Let the lookups of the block be learned from, if it ends without an error."""
+        if self.ids is None:
+            yield
+            return
+        for servers in self._servers:
+            servers.part.tables.lookups = [] if self.ids.watching else None
+        try:
+            yield
+            for servers in self._servers:
+                self.ids.end(servers.part.tables.lookups or (), servers.part.tables.unexpected)
+        finally:
+            for servers in self._servers:
+                servers.part.tables.lookups = None
 
     def _differentiate(self, batch: Structure, rows: float, fetch: Fetch) -> tuple[StepOutput, Total]:
         weight = rows if self._averages else 1.0
@@ -281,7 +292,7 @@ class StepRunner:
         each = f"{counts[0]:g}" if bool((counts == counts[0]).all()) else "/".join(f"{count:g}" for count in counts)
         if workers and self._workers.rank == 0:
             _log.info("%s: %d workers x %s rows = %g rows a step", self._name, len(counts), each, total)
-        if workers == len(counts) and bool((everyone == everyone[0]).all()):
+        if workers == len(counts) and everyone[0, 1] and bool((everyone == everyone[0]).all()):
             warnings.warn(
                 f"all {workers} workers run {self._name!r} on the same batch, so every row counts {workers} times; let "
                 "ab.loaders.GlobalBatches share the data out, or give each worker rows of its own",
@@ -643,12 +654,14 @@ def rows_of(step: Step, batch: Structure) -> float:
 
 
 def digest_of(batch: Structure) -> int:
-    """Return a hash of the batch's tensors, of 6 bytes: float64 holds it exactly."""
-    digest = hashlib.blake2b(digest_size=6)
+    """Return a hash of the batch's dense tensors, of 6 bytes, which float64 holds exactly; 0 without any."""
+    digest, some = hashlib.blake2b(digest_size=6), False
     for leaf in flatten(batch)[0]:
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_meta:
-            digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return int.from_bytes(digest.digest())
+            some = True
+            plain = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+    return int.from_bytes(digest.digest()) if some else 0
 
 
 def _sparse_tables(step: TrainStep) -> list[str]:

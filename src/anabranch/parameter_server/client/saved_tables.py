@@ -96,7 +96,7 @@ def restore_some(tables: HeldTables, state: Mapping[str, Any], groups: Callable[
     for entry in state["dense"]:
         tensors = groups(entry["group"])
         parts = [tensors[str(k)] for k in range(len(tensors))]
-        tables.init_dense(entry["name"], parts[0], RowOptimizer.from_dict(entry["rule"]))
+        tables.init_dense(entry["name"], torch.zeros_like(parts[0]), RowOptimizer.from_dict(entry["rule"]))
         message = pack(RestoreMessage(entry["name"], entry["step"]))
         tables.calls.call(tables.home(entry["name"]), "restore", message, parts, once=True)
 

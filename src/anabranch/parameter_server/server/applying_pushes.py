@@ -54,7 +54,7 @@ def apply(
         else:
             dense[name] = given[0][1]
             for _, grad, _ in given[1:]:
-                dense[name] = dense[name] + grad
+                dense[name] = torch.nan_to_num(dense[name] + grad)  # a sum may pass what float16 holds
     with spans.span("optimizer", "compute", pushes=len(pushes)):
         for name, grad in dense.items():
             contents.dense[name].push(grad)

@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from anabranch.checkpoint import Group
-from anabranch.errors import NonFinite, NotFound, SchemaError
+from anabranch.errors import NotFound, SchemaError
 from anabranch.parameter_server.messages import ExportMessage, InitMessage, RestoreMessage
 from anabranch.parameter_server.server.shard_statistics import Counts, TableStatistics
 from anabranch.tables.dense_parameter import DenseParameter
@@ -23,7 +22,6 @@ from anabranch.tables.row_table import RowTable
 from anabranch.tables.stored_rows import RowBlock
 from anabranch.tables.table_group import Grouping, TableGroup
 from anabranch.tables.table_spec import TableSpec
-from anabranch.tensors.packing import all_finite
 
 __all__ = ["ShardContents"]
 
@@ -86,8 +84,6 @@ class ShardContents:
         if message.table is None:
             if len(tensors) != 1:
                 raise SchemaError(f"parameter {message.name} has one initial tensor, got {len(tensors)}")
-            if not torch.isfinite(tensors[0]).all():
-                raise NonFinite(f"the initial value of parameter {message.name} holds NaN or Inf")
             return DenseParameter(message.name, tensors[0], rule)
         spec = TableSpec.from_dict(message.table)
         if spec.name != message.name:
@@ -173,8 +169,6 @@ class ShardContents:
             holder.check_block(RowBlock(*block), message.step, history)
         else:
             holder.check_restored(tensors)
-        if not all_finite(tensors):
-            raise NonFinite(f"the checkpoint of {message.name} holds NaN or Inf; nothing was changed")
 
     def restore(self, message: RestoreMessage, tensors: Sequence[Tensor]) -> None:
         """Restore the checked result of ``export``."""

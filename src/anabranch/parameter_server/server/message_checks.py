@@ -93,6 +93,7 @@ def _refuse(message: PushMessage, gradients: Sequence[Tensor]) -> None:
                 f"the gradients of {part.name} hold numbers of {largest:.3g}; servers take {grad.dtype} up to "
                 f"{largest_gradient(grad.dtype):g}, so that their squares stay finite; nothing was changed"
             )
+    raise NonFinite("the gradients hold NaN, Inf or numbers too large; nothing was changed")
 
 
 def _check_numbers(contents: ShardContents, message: PushMessage, tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -115,6 +115,8 @@ class Shard:
         with self._state:
             if self._contents.is_there(message, tensors):
                 return
+            if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
+                raise NonFinite(f"the initial value of parameter {message.name} holds NaN or Inf")
             self._contents.build(message, tensors)  # a message that cannot be built must not reach the journal
             self._record("init", message, tensors)
 
@@ -448,7 +450,7 @@ class Shard:
         """Restores the result of ``export`` of this or another shard.
 
         Raises:
-            NotFound, SchemaError, NonFinite: it does not fit this table or parameter; nothing is changed.
+            NotFound, SchemaError: it does not fit this table or parameter; nothing is changed.
         """
         with self._state:
             self._contents.check_restored(message, tensors)

@@ -42,7 +42,8 @@ class GradientMerge:
             rows.size * width,
         )
         if self._spec.dtype in (torch.bfloat16, torch.float16):  # a gradient has its parameter's dtype
-            merged = torch.from_numpy(merged).to(self._spec.dtype).float().numpy()
+            most = torch.finfo(self._spec.dtype).max  # a sum may pass what float16 holds
+            merged = torch.from_numpy(merged).clamp_(-most, most).to(self._spec.dtype).float().numpy()
         first = np.empty(count, np.int64)
         first[inverse[::-1]] = np.arange(rows.size)[::-1]
         return unique[:count], merged, source[first] if source.size else first, inverse
