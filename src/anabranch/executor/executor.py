@@ -718,7 +718,7 @@ class Executor:
         folder, began = as_place(path), time.monotonic()
         if not isinstance(wait, bool):
             raise TypeError(f"wait is True or False, got {wait!r}")
-        earlier = self._settle_save()
+        earlier, before = self._settle_save()
         with self._reporting_failures():
             try:
                 self._saver.save(folder, wait=wait)
@@ -726,8 +726,10 @@ class Executor:
                 if earlier:
                     error.add_note(f"and before it {earlier}")
                 raise
-        if wait:
-            self._watching.saved(SaveRecord(self.step, folder, time.monotonic() - began))
+        now = SaveRecord(self.step, folder, time.monotonic() - began) if wait else None
+        for record in (before, now):  # behind what all workers do together: a callback may raise on one of them
+            if record is not None:
+                self._watching.saved(record)
         if earlier:
             raise CheckpointError(f"{earlier}; step {self.step} {'has been' if wait else 'is being'} saved")
 
@@ -742,16 +744,19 @@ class Executor:
         self._finish_save()
 
     def _finish_save(self) -> None:
-        if failure := self._settle_save():
+        failure, record = self._settle_save()
+        if record is not None:
+            self._watching.saved(record)
+        if failure:
             raise CheckpointError(failure)
 
-    def _settle_save(self) -> str:
-        """Wait for the save in the background, and return its failure."""
+    def _settle_save(self) -> tuple[str, SaveRecord | None]:
+        """Wait for the save in the background, and return its failure, or what it has written."""
         with self._reporting_failures():
             save, failure = self._saver.settle(Deadline.after(self._spec.timeout))
-        if save is not None and not failure:
-            self._watching.saved(SaveRecord(save.step, save.path, time.monotonic() - save.began))
-        return failure
+        if save is None or failure:
+            return failure, None
+        return "", SaveRecord(save.step, save.path, time.monotonic() - save.began)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Load the newest complete checkpoint in ``path``, with any number of workers. Every worker calls it.
