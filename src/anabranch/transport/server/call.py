@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor
 
@@ -14,15 +14,11 @@ from anabranch.errors import DeadlineExceeded, Overloaded, PeerLost, Unauthorize
 from anabranch.record import spans
 from anabranch.record.fault_points import fault_point
 from anabranch.transport.failures import failure_of
-from anabranch.transport.frame import ReplyHeader, RequestHeader, TensorHeader, allocate, encode
+from anabranch.transport.frame import FailureFrame, ReplyHeader, RequestHeader, TensorHeader, allocate, encode
 from anabranch.transport.network.streams import Peer
-from anabranch.transport.server.once import RequestIdentity
+from anabranch.transport.server.once import OnceTable, RequestIdentity
 
-if TYPE_CHECKING:
-    from anabranch.transport.server.connection import Connection
-    from anabranch.transport.server.server import Server
-
-__all__ = ["Call", "Verb"]
+__all__ = ["Call", "CallServer", "Recipient", "Verb"]
 
 # The longest deadline accepted from a client, in seconds.
 _LONGEST = 24 * 3600.0
@@ -59,6 +55,28 @@ class Verb:
     quick: bool = False
 
 
+class Recipient(Protocol):
+    """The connection that waits for an answer."""
+
+    def answer(self, call: Call, frame: Sequence[memoryview]) -> None:
+        """Take the answer to ``call``."""
+
+    def make_room(self, call: Call, nbytes: int) -> None:
+        """Reserve room for the answer to ``call`` before it is made; raises ``Overloaded`` if there is none."""
+
+
+class CallServer(Protocol):
+    """The interface of a server that a call needs: requests already answered, and bytes in flight."""
+
+    once: OnceTable[Call]
+
+    def finished(self, nbytes: int, answered: int = 0) -> None:
+        """Record that a request of ``nbytes`` has ended, with an answer of this many bytes of tensors."""
+
+    def count_error(self, failure: FailureFrame) -> None:
+        """Count an answer that was an error."""
+
+
 class Call:
     """One request being served: its contents, its client, its deadline; and the way to answer.
 
@@ -86,7 +104,7 @@ class Call:
     )
 
     def __init__(
-        self, server: Server, verb: Verb, peer: Peer, header: RequestHeader, tensors: Sequence[Tensor], nbytes: int
+        self, server: CallServer, verb: Verb, peer: Peer, header: RequestHeader, tensors: Sequence[Tensor], nbytes: int
     ) -> None:
         self._span = spans.begin()
         self.verb = header.verb
@@ -99,7 +117,7 @@ class Call:
         self.identity: RequestIdentity = (header.epoch, header.sequence)
         self.settled = header.settled
         self.once = verb.once and bool(header.epoch)
-        self.recipients: list[Connection] = []
+        self.recipients: list[Recipient] = []
         """The connections that wait for the answer: more than one where a retry has joined."""
         self._server = server
         self._nbytes = nbytes
@@ -184,7 +202,7 @@ class Call:
         name = f"{self.verb} {self.target}".rstrip()
         spans.complete(self._span, name, "serve", track="served", flow=flow, facts=facts)
 
-    def leave(self, connection: Connection) -> None:
+    def leave(self, connection: Recipient) -> None:
         """Record that the client of ``connection`` has gone."""
         with self._lock:
             if connection in self.recipients:

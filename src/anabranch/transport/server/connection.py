@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor
 
@@ -34,17 +34,14 @@ from anabranch.transport.frame import (
     FrameWriter,
     Header,
     Hello,
+    Limits,
     RequestHeader,
     encode,
 )
-from anabranch.transport.network.streams import Stream
-from anabranch.transport.server.call import Call, Verb
+from anabranch.transport.network.streams import Peer, Stream
+from anabranch.transport.server.call import Call, CallServer, Verb
 
-if TYPE_CHECKING:
-    from anabranch.transport.server.drivers import AcceptLoop, DedicatedThread
-    from anabranch.transport.server.server import Server
-
-__all__ = ["Answer", "Connection", "ConnectionState"]
+__all__ = ["Answer", "Connection", "ConnectionServer", "ConnectionState", "Driver"]
 
 _GREETING = 10.0
 # Seconds of silence after which an unknown peer is assumed not to want to connect.
@@ -64,6 +61,50 @@ class ConnectionState(Enum):
     ENDED = auto()
 
 
+class Driver(Protocol):
+    """A loop or thread that polls a connection and calls its ``step``."""
+
+    alone: bool
+
+    def wake(self, connection: Connection) -> None:
+        """Record that there is something to send or to end; from any thread."""
+
+
+class ConnectionServer(CallServer, Protocol):
+    """The interface of a server that a connection needs: it decides whether a request is admitted."""
+
+    heartbeat: float
+    limits: Limits
+    max_connections: int
+
+    def recognise(self, connection: Connection) -> bool:
+        """Register ``connection``, which has greeted; false if there is no room for it."""
+
+    def reserve_answer(self, nbytes: int) -> bool:
+        """Reserves room for an answer of this many bytes that waits; false if there is none."""
+
+    def release_answer(self, nbytes: int) -> None:
+        """Free the memory of a response that was sent, or that will not be read."""
+
+    def note_dropped(self, nbytes: int) -> None:
+        """Record that an answer or a request of this many bytes was freed because its client has gone."""
+
+    def may_wait(self, verb: str) -> bool:
+        """Return True if serving ``verb`` may block a thread."""
+
+    def admit(self, peer: Peer, header: RequestHeader, nbytes: int) -> Verb:
+        """Return the verb that ``header`` requests, if ``peer`` may ask it now; reserves the bytes of its body."""
+
+    def count_refusal(self, failure: FailureFrame) -> None:
+        """Count a request or a connection that was rejected."""
+
+    def gathered(self) -> list[Answer] | None:
+        """Return the list in which this thread's answers are set aside, or ``None`` if they are sent at once."""
+
+    def forget(self, connection: Connection) -> None:
+        """Record that ``connection`` has ended."""
+
+
 class _Phase(Enum):
     SHAKING = auto()
     GREETING = auto()
@@ -73,7 +114,7 @@ class _Phase(Enum):
 class Connection:
     """One client's connection; steps are taken by one thread at a time, answers come from any."""
 
-    def __init__(self, server: Server, stream: Stream, driver: AcceptLoop | DedicatedThread) -> None:
+    def __init__(self, server: ConnectionServer, stream: Stream, driver: Driver) -> None:
         self.stream = stream
         self.descriptor = stream.fileno()
         self.driver = driver

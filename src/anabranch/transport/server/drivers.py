@@ -26,18 +26,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 from anabranch.errors import Overloaded
 from anabranch.record.spans import mark
 from anabranch.transport.failures import note_failure
-from anabranch.transport.network.streams import Listener
+from anabranch.transport.network.streams import Listener, Stream
 from anabranch.transport.server.connection import Answer, Connection, ConnectionState
 
-if TYPE_CHECKING:
-    from anabranch.transport.server.server import Server
-
-__all__ = ["AcceptLoop", "DedicatedThread"]
+__all__ = ["AcceptLoop", "DedicatedThread", "Host"]
 
 _T = TypeVar("_T")
 _log = logging.getLogger("anabranch.transport")
@@ -58,12 +55,30 @@ _AWAY = 0.1
 _REST = 10.0
 
 
+class Host(Protocol):
+    """The interface of a server that a driver needs: its connections, and whether it is stopping."""
+
+    threads_of: dict[Connection, threading.Thread]
+
+    def connect(self, stream: Stream, loop: AcceptLoop) -> Connection:
+        """Register a new connection."""
+
+    def crowd(self) -> list[Connection]:
+        """Return the connections that have not greeted yet, the oldest first, if they are too many."""
+
+    def round_over(self) -> None:
+        """Record that all received requests were passed to their handlers."""
+
+    def stopping(self) -> bool:
+        """Return True if connections are to end."""
+
+
 class AcceptLoop:
     """Accepts connections and drives those that need no thread of their own."""
 
     alone = False
 
-    def __init__(self, server: Server, listener: Listener) -> None:
+    def __init__(self, server: Host, listener: Listener) -> None:
         self._server = server
         self._listener = listener
         self._poller = select.epoll()
@@ -321,7 +336,7 @@ class DedicatedThread:
 
     alone = True
 
-    def __init__(self, server: Server, connection: Connection, loop: AcceptLoop) -> None:
+    def __init__(self, server: Host, connection: Connection, loop: AcceptLoop) -> None:
         self._server = server
         self._connection = connection
         self._loop = loop
