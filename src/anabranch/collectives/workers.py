@@ -91,7 +91,7 @@ class _Comparison:
         if self._answer is None and self._workers.store is not None and time.monotonic() - self._began >= SAID_AFTER:
             self._answer = begin_call(self._look, "anabranch-comparison")[1]
         if self._answer is not None and self._answer.done():
-            self._raise(self._answer.result())
+            self._raise(self._answer.result(timeout=0))
         return {}
 
     def last(self) -> None:
@@ -100,7 +100,7 @@ class _Comparison:
             self._over.set()
             answer = begin_call(self._look, "anabranch-comparison")[1]
             if wait([answer], timeout=1.0).done:
-                self._raise(answer.result())
+                self._raise(answer.result(timeout=0))
 
     def end(self) -> None:
         self._over.set()
