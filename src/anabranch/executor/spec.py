@@ -29,7 +29,7 @@ EngineName: TypeAlias = Literal["tape", "graph"]
 _ENGINES: tuple[EngineName, ...] = ("tape", "graph")
 
 Served: TypeAlias = Literal["refuse", "adopt", "replace"]
-"""What becomes of tables and parameters that servers hold under an executor's names before it has trained."""
+"""The treatment of tables and parameters that servers have under an executor's names before it has trained."""
 
 
 @dataclass(frozen=True, slots=True)

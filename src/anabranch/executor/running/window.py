@@ -191,16 +191,16 @@ class RemoteWindow:
         divisor = self._total if mean and self._step.accumulate > 1 and self._total else 1.0
         if mean:  # every stage of a pipeline pushes with the weight of its rows, so they count once for each
             divisor /= self.part.stages
-        given = {name: parts[0] if len(parts) == 1 else merge_rows(parts) for name, parts in self._rows.items()}
+        merged = {name: parts[0] if len(parts) == 1 else merge_rows(parts) for name, parts in self._rows.items()}
         dense = self._dense
         if divisor != 1.0:
-            given = {name: (ids, grads / divisor) for name, (ids, grads) in given.items()}
+            merged = {name: (ids, grads / divisor) for name, (ids, grads) in merged.items()}
             dense = {name: gradient / divisor for name, gradient in dense.items()}
         self.part.tables.push(
             self._total if mean else 1.0,
             mean=mean,
             hold=self._clips,
-            given=given,
+            given=merged,
             beside=self.part.whole.beside(dense),
         )
         self.start_window()

@@ -139,11 +139,11 @@ class Frames:
             end = os.fstat(file.fileno()).st_size
             while self.at < end and (until is None or self.count < until):
                 frame = file.read(_FRAME.size)
-                found = self._length(frame)
-                if isinstance(found, str):
-                    self.fault = found
+                checked = self._length(frame)
+                if isinstance(checked, str):
+                    self.fault = checked
                     return
-                length, start, checksum = found
+                length, start, checksum = checked
                 body = file.read(length) if length <= min(_LONGEST, end - self.at) else b""
                 if len(body) < length:
                     self.fault = f"a record of {length} bytes ends after {end - self.at - len(frame)}"
