@@ -859,7 +859,7 @@ class Executor:
             executor.log({"validation/loss": scores["loss"]})
 
         Raises:
-            TypeError: a value is neither a number nor a tensor of one element.
+            TypeError: no dict, or a value that is neither a number nor a tensor of one element.
             ValueError: a name that the step reports itself.
         """
         self._check_open()

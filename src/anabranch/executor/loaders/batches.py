@@ -46,10 +46,16 @@ class Batches:
         for name, loader in dataloaders.items():
             self.loaders[name] = BoundLoader(loader, worker=self.worker, looks_ahead=prefetch)
         self._lengths = {name: loader.length() for name, loader in self.loaders.items()}
-        if workers is not None and size > 1 and self.loaders:
+        if workers is not None and size > 1:
             mine = {name: (self._lengths[name], loader.facts()) for name, loader in self.loaders.items()}
             texts = workers.all_gather_bytes(msgspec.json.encode(mine), operation="all_gather of batch_num")
             everyone = [msgspec.json.decode(text, type=dict[str, tuple[int | None, str]]) for text in texts]
+            for rank, theirs in enumerate(everyone):
+                if {*theirs} != {*everyone[0]}:
+                    raise ValueError(
+                        f"rank 0 has dataloaders for the steps {sorted(everyone[0])}, rank {rank} for "
+                        f"{sorted(theirs)}; give all workers loaders for the same steps"
+                    )
             for name, (_, facts) in mine.items():
                 for rank, theirs in enumerate(everyone):
                     if theirs[name][1] != facts:
@@ -70,7 +76,7 @@ class Batches:
         """Return the step's loader; ``ValueError`` if it has none."""
         if name not in self.loaders:
             raise ValueError(
-                f"run({name!r}) was given no batch and the step has no loader; pass a batch, or "
+                f"step {name!r} has no loader, and was given no batches; pass them, or make the Executor with "
                 f"dataloaders={{{name!r}: ...}}"
             )
         return self.loaders[name]
