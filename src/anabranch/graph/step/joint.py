@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
@@ -13,12 +13,10 @@ import torch
 from torch import Tensor, fx
 
 from anabranch.errors import CaptureError
-from anabranch.graph.crossings import crossing_of
 from anabranch.graph.dynamo.front import TracedCall
 from anabranch.graph.dynamo.traced_calls import Arguments, arrange, picker
 from anabranch.graph.graph import Graph
 from anabranch.graph.passes.dead_nodes import drop_dead_nodes
-from anabranch.graph.passes.fused_updates import spread_fused_updates
 from anabranch.graph.passes.join import join
 from anabranch.graph.run.codegen import Program
 from anabranch.graph.run.cuda_graphs import Replayed, can_replay
@@ -83,7 +81,6 @@ class Joint:
             arguments = arrange(call, args, step.tensors, names, fix_numbers=True)
             self.backward = self._captured(call, arguments, args)
         self._bind(call, arguments, args)
-        self._arguments = arguments
         self.backward = self.backward.improved(recompute_marked)
         if step.activation_budget is not None:
             self.backward = self.backward.improved(partial(_fitted, budget_bytes=step.activation_budget))
@@ -94,7 +91,8 @@ class Joint:
         self._all_held = dense_only and all(parameters[name] in step.names for name in self.backward.dense)
         kept = self.backward.kept
         self._plain = [i for i, n in enumerate(self._outputs) if n.startswith("result.") and i not in kept]
-        self._look_at(written_inputs(self.backward.graph))
+        written = written_inputs(self.backward.graph)
+        self.memory = SharedMemory(arguments, written) if any(s.name in written for s in arguments.sources) else None
         self._between = self._trace_between() if key.whole else None
         self._program: Program | None = None
         self._backward_program: Program | None = None
@@ -123,11 +121,6 @@ class Joint:
         every = not self.key.whole or step.between is not None or step.leaves_gradients
         named = step.parameters.items()
         return [n for n, p in named if p.requires_grad and (every or n in asked or p in step.names)]
-
-    def _look_at(self, written: Collection[str]) -> None:
-        """Compare the memory of all arguments before each run, if the program writes to some."""
-        names = {source.name for source in self._arguments.sources}
-        self.memory = SharedMemory(self._arguments, written) if not names.isdisjoint(written) else None
 
     def _bind(self, call: TracedCall, arguments: Arguments, args: Sequence[object]) -> None:
         """Keep what the values of Dynamo's placeholders are compared with, and pick the program's arguments."""
@@ -198,11 +191,8 @@ class Joint:
             self._join()
         if self._program is None:
             return self._run_apart(step, free, later)
-        if self._rest is None:
-            hold_interrupts()  # nothing in the program says when it begins to update
-            results: dict[str, object] = dict(zip(self.graph.outputs, self._program.run(*free), strict=True))
-            return self._finish(step, results, later)
-        results = dict(zip(self.backward.graph.outputs, self._program.run(*free), strict=True))
+        assert self._rest is not None
+        results: dict[str, object] = dict(zip(self.backward.graph.outputs, self._program.run(*free), strict=True))
         if not self._admitted(results, own=self._own):
             return self._finish(step, results)
         results.update(zip(self._yielded, self._rest.run(*[results[name] for name in self._given]), strict=True))
@@ -325,10 +315,6 @@ class Joint:
             step.refused_update = error
             self.key = replace(self.key, numbers=None)  # the optimizers read them directly
             return
-        # An interrupt ends a wait for an expert or a server at once. The gate comes before ``between``, whose norm
-        # would spread one NaN over all gradients.
-        crosses = any(crossing_of(node) is not None for node in front.fx.nodes)
-        split = step.compile or can_replay(front) or step.gate is not None or crosses
         self._own = _own_memory(front)
         self.graph, rest = front, update
         if between is not None:
@@ -336,22 +322,14 @@ class Joint:
             rest = between if update is None else join(between, update, keep)
         if update is not None:
             self.graph = drop_dead_nodes(join(self.graph, update, keep))
-        if split:
-            self._split(front, rest)
-            return
-        spread = spread_fused_updates(self.graph)
-        if spread is not self.graph:  # parameters are written to in another order, and while backward continues
-            self._look_at({*written_inputs(front), *dense})
-        self.graph = spread
-        self._program = spread.program()
-
-    def _split(self, front: Graph, rest: Graph | None) -> None:
-        """Run two programs: forward and backward, also by Inductor or as a CUDA graph, and the rest."""
+        # Two programs: forward and backward, also by Inductor or as a CUDA graph, and the rest. An interrupt ends a
+        # wait for an expert or a server at once, and the gate comes before ``between``, whose norm would spread one NaN
+        # over all gradients.
         self._rest = rest.program() if rest is not None else Program("", lambda: ())
         self._given = [] if rest is None else [binding.name for binding in rest.bindings if binding.bound is None]
         self._yielded = [] if rest is None else rest.outputs
         self._program = self._apart()
-        if not self._step.compile and can_replay(front):
+        if not step.compile and can_replay(front):
             read_at_once = [name in self._given and name not in self.key.gradients for name in front.outputs]
             self._program = Replayed(self._program, front, read_at_once)
 
