@@ -255,18 +255,16 @@ class GradManager(sessions.Session):
 
     def _resolve(self) -> list[Tensor]:
         """Wait for all futures and collect the callbacks' final results, before anything is written."""
-        deadline: Deadline | None = None
-        results: list[Tensor] = []
-        for value in self._sweep.values:
+        deadline = Deadline.after(self._timeout)
+
+        def resolved(value: object) -> Tensor:
             if isinstance(value, Tensor):
-                results.append(value)
-                continue
+                return value
             if not is_future(value):
                 raise TypeError(f"a callback returns a tensor, a future or None, got {value!r}")
-            deadline = deadline or Deadline.after(self._timeout)
-            peer = "a callback's future"
-            results.append(result_of(value, deadline, peer=peer, operation="GradManager.backward"))
-        return results
+            return result_of(value, deadline, peer="a callback's future", operation="GradManager.backward")
+
+        return [*map(resolved, self._sweep.values)]
 
     def __enter__(self) -> Self:
         self.record()

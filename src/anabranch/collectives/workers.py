@@ -280,10 +280,6 @@ class Workers(Group):
         for pending in several:
             pending.finish()
 
-    def barrier(self, *, operation: str = "barrier") -> None:
-        """Return when every worker has called it."""
-        self.all_reduce(torch.zeros(1, device=self.device), operation=operation)
-
     # Waits and their outcomes.
 
     def check_present(self) -> None:
