@@ -6,8 +6,7 @@ boundary operation. ``client`` and ``server`` are its two ends, ``directory.py``
 """
 
 from anabranch.experts.client.expert_call import CallStatistics
-from anabranch.experts.client.mixture.remote_mixture import RemoteMixtureOfExperts
-from anabranch.experts.client.mixture.switch_mixture import RemoteSwitchMixtureOfExperts
+from anabranch.experts.client.mixtures import RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
 from anabranch.experts.client.remote_expert import RemoteExpert
 from anabranch.experts.client.session import InferenceSession
 from anabranch.experts.directory import Directory, DirectoryLike, DirectoryServer

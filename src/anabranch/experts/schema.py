@@ -31,6 +31,7 @@ __all__ = [
     "Schema",
     "all_finite",
     "first_not_finite",
+    "first_too_large",
     "infer_specs",
     "outline",
     "specs_of",
@@ -41,6 +42,7 @@ _DEEPEST = 16
 _AUTOCAST = frozenset({torch.float32, torch.float16, torch.bfloat16})
 # Below 32,768 values, where torch begins to compute in parallel, and a multiple of a cache line.
 _PIECE = 32_704
+_LARGEST, _LARGEST_HALF = 1e18, 6e4
 
 Layout = list[tuple[str, TensorSpec]]
 """The name and spec of each tensor of a message, before compression."""
@@ -432,6 +434,28 @@ def first_not_finite(tensors: Sequence[Tensor | None], names: Sequence[str]) -> 
         if not all(map(all_finite, _pieces(tensor))):
             return name
     return None
+
+
+def first_too_large(tensors: Sequence[Tensor | None], names: Sequence[str]) -> str | None:
+    """Return the name of the first tensor that holds NaN, Inf or a number above 1e18 (float16: 6e4), of which a sum of
+    products overflows; ``None`` if there is none.
+    """
+    for tensor, name in zip(tensors, names, strict=True):
+        if tensor is not None and not all(map(_is_moderate, _pieces(tensor))):
+            return name
+    return None
+
+
+def _is_moderate(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return all_finite(tensor)
+    if tensor.dtype in (torch.float32, torch.float64) and tensor.is_contiguous():
+        # As fast as a sum, and no square is larger than the sum of all.
+        flat = tensor.detach().view(-1)
+        return torch.dot(flat, flat).item() <= _LARGEST**2 or bool(flat.abs().max() <= _LARGEST)
+    low, high = torch.aminmax(tensor.detach())
+    largest = _LARGEST_HALF if tensor.dtype is torch.float16 else _LARGEST
+    return bool(-largest <= low.item() and high.item() <= largest)
 
 
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:

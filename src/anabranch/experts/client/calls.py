@@ -29,7 +29,7 @@ from anabranch.errors import ActivationsGone, BoundaryError, NonFinite, PeerLost
 from anabranch.experts import wire
 from anabranch.experts.client.expert_call import CallCounts, ExpertCall, changed_by_us
 from anabranch.experts.compression import check_parts, check_tensors
-from anabranch.experts.schema import Schema, first_not_finite
+from anabranch.experts.schema import Schema, first_not_finite, first_too_large
 from anabranch.transport import Answer, Client, Outcome, Request, TensorHeader, allocate
 
 __all__ = ["Calls", "ExpertCall", "ask", "ask_gradients", "call_experts", "expect", "output_forms", "sample_forms"]
@@ -48,7 +48,7 @@ class Calls(msgspec.Struct, eq=False):
         enough: called with the calls after each answer; once it returns true, the others have ``grace`` seconds left.
         grace: seconds; ``None``: as long as the deadline.
         check_backward: called with the calls after the backward; raises if too few gradients arrived.
-        finite_only: treats an answer that holds NaN or Inf as missing.
+        finite_only: treats an answer that holds NaN, Inf or a number above 1e18 as missing.
         deadline: the deadline of the forward, if it started before the calls were known.
         counts: where they are counted.
     """
@@ -234,9 +234,9 @@ def _take_outputs(call: ExpertCall, outcome: Answer | Exception, *, finite_only:
         outputs = [*outcome.tensors]
     else:
         outputs = wire.from_wire(outcome.tensors, call.schema.output_specs)
-    name = first_not_finite(outputs, [f"output {index}" for index in range(len(outputs))]) if finite_only else None
+    name = first_too_large(outputs, [f"output {index}" for index in range(len(outputs))]) if finite_only else None
     if name is not None:
-        call.error = NonFinite(f"{call.uid}: the module's {name} holds NaN or Inf")
+        call.error = NonFinite(f"{call.uid}: the module's {name} holds NaN, Inf or a number above 1e18")
         return
     for tensor in call.inputs:
         if tensor is not None:
@@ -387,9 +387,9 @@ def _read_gradients(
                 f"received a gradient of shape {tuple(gradient.shape)} for an input of {tuple(tensor.shape)}",
                 peer=call.endpoint,
             )
-    name = first_not_finite(gradients, call.schema.input_names) if finite_only else None
+    name = first_too_large(gradients, call.schema.input_names) if finite_only else None
     if name is not None:
-        raise NonFinite(f"{call.uid}: the gradient of {name} holds NaN or Inf")
+        raise NonFinite(f"{call.uid}: the gradient of {name} holds NaN, Inf or a number above 1e18")
     return gradients, changes
 
 
