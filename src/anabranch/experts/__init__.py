@@ -14,11 +14,9 @@ from anabranch.experts.schema import Schema
 from anabranch.experts.server.backend import ExpertBackend, ExpertInfo
 from anabranch.experts.server.batching.runtime import Runtime
 from anabranch.experts.server.batching.task_pool import PoolStatistics, Task, TaskPool
-from anabranch.experts.server.expert_group import ExpertGroup, make_experts
 from anabranch.experts.server.expert_server import ExpertServer, ExpertServerStatistics
-from anabranch.experts.server.fleet_file import read_fleet
+from anabranch.experts.server.layers import expand_uids
 from anabranch.experts.server.sessions.open_sessions import SessionLimits
-from anabranch.experts.uid_patterns import draw_uids, expand_uids
 from anabranch.transport.directory.redis_directory import RedisDirectory
 
 __all__ = [
@@ -27,7 +25,6 @@ __all__ = [
     "DirectoryLike",
     "DirectoryServer",
     "ExpertBackend",
-    "ExpertGroup",
     "ExpertInfo",
     "ExpertServer",
     "ExpertServerStatistics",
@@ -42,8 +39,5 @@ __all__ = [
     "SessionLimits",
     "Task",
     "TaskPool",
-    "draw_uids",
     "expand_uids",
-    "make_experts",
-    "read_fleet",
 ]

@@ -12,6 +12,7 @@ and the module's own mode is restored after each.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -40,7 +41,6 @@ from anabranch.experts.server.kept_activations import (
     copies_of,
     take_writes,
 )
-from anabranch.experts.server.layers import check_steps
 from anabranch.experts.server.sessions.step_tasks import makes_caches, run_steps
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.transport import Limits
@@ -140,7 +140,7 @@ class ExpertBackend:
             raise ValueError(f"keep_activations is a number of rows, 0 or more, got {keep_activations!r}")
         _check_optimizer(uid, module, optimizer)
         if type(self).apply_gradients is ExpertBackend.apply_gradients:
-            check_steps(uid, optimizer, scheduler)
+            _check_steps(uid, optimizer, scheduler)
         self.module = module
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -798,4 +798,24 @@ def _check_optimizer(uid: str, module: nn.Module, optimizer: Optimizer | None) -
             raise ValueError(
                 f"{uid}: the optimizer's group {index} holds parameters of another module, of shapes {foreign}; create "
                 "it over module.parameters()"
+            )
+
+
+def _check_steps(uid: str, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> None:
+    """Refuse an optimizer that recomputes the loss, and a scheduler that steps with a metric."""
+    for name, what in (("optimizer", optimizer), ("scheduler", scheduler)):
+        if what is None:
+            continue
+        # The class's: schedulers replace the step of their optimizer instance.
+        _, *parameters = inspect.signature(type(what).step).parameters.values()
+        needed = [
+            parameter.name
+            for parameter in parameters
+            if parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        ]
+        if needed:
+            raise ValueError(
+                f"{uid}: a step of the {name}, a {type(what).__name__}, needs {', '.join(needed)}, which an update "
+                f"from a caller's gradients does not have; use another {name}, or override apply_gradients"
             )
