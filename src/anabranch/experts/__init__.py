@@ -12,11 +12,9 @@ from anabranch.experts.client.session import InferenceSession
 from anabranch.experts.directory import Directory, DirectoryLike, DirectoryServer
 from anabranch.experts.schema import Schema
 from anabranch.experts.server.backend import ExpertBackend, ExpertInfo
-from anabranch.experts.server.batching.runtime import Runtime
-from anabranch.experts.server.batching.task_pool import PoolStatistics, Task, TaskPool
 from anabranch.experts.server.expert_server import ExpertServer, ExpertServerStatistics
 from anabranch.experts.server.layers import expand_uids
-from anabranch.experts.server.sessions.open_sessions import SessionLimits
+from anabranch.experts.server.scheduler import PoolStatistics, Runtime, Task, TaskPool
 from anabranch.transport.directory.redis_directory import RedisDirectory
 
 __all__ = [
@@ -36,7 +34,6 @@ __all__ = [
     "RemoteSwitchMixtureOfExperts",
     "Runtime",
     "Schema",
-    "SessionLimits",
     "Task",
     "TaskPool",
     "expand_uids",

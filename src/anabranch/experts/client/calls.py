@@ -353,7 +353,7 @@ def _backward_request(
         wire.BACKWARD_EVAL if call.evaluating else wire.BACKWARD,
         call.uid,
         [*sent, *wire.to_wire(gradients, schema.output_specs)],
-        payload=wire.pack_backward(gradients, call.ticket, updates=updates),
+        payload=wire.pack((wire.present(gradients), call.ticket, updates)),
         schema=schema.hash,
         once=True,
         role="experts",
