@@ -475,7 +475,9 @@ def test_a_server_without_room_says_so_until_another_session_has_ended() -> None
         with expert.session(16) as first, expert.session(16) as second:
             first.step(torch.ones(1, 2, 8))
             assert server.statistics().session_bytes == LEAST_BYTES
-            with pytest.raises(Overloaded, match=r"1 sessions are open and count 65536 bytes; 65536 for this one exceed"):
+            with pytest.raises(
+                Overloaded, match=r"1 sessions are open and count 65536 bytes; 65536 for this one exceed"
+            ):
                 second.step(torch.ones(1, 1, 8))
             first.end()
             assert second.step(torch.ones(1, 1, 8)).shape == (1, 1, 8)
@@ -492,7 +494,9 @@ def test_caches_beyond_the_bytes_are_refused_and_steps_wait_for_others_to_end() 
     with served(backend, session_bytes=3 * LEAST_BYTES) as server:
         with (
             RemoteExpert("block.0", server.endpoint).session(16) as session,
-            pytest.raises(SchemaError, match="the session alone needs 262176 bytes, over the 196608 of all sessions here"),
+            pytest.raises(
+                SchemaError, match="the session alone needs 262176 bytes, over the 196608 of all sessions here"
+            ),
         ):
             session.step(torch.ones(1, 1, 8))
         assert server.statistics().sessions == {"block.0": 0}

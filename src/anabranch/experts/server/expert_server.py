@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from anabranch.experts import wire
 from anabranch.experts.directory import DirectoryLike, as_directory
 from anabranch.experts.server.backend import ExpertBackend
 from anabranch.experts.server.persistence import Persistence
-from anabranch.experts.server.scheduler import PoolStatistics, Runtime
+from anabranch.experts.server.scheduler import PoolStatistics
 from anabranch.experts.server.sessions import Sessions
 from anabranch.experts.server.verbs import ExpertVerbs
 from anabranch.periodic import periodic
@@ -141,10 +141,9 @@ class ExpertServer:
         self._ttl = ttl
         self._sessions = Sessions(session_bytes, clock)
         self._verbs = ExpertVerbs(self._backends, self._sessions)
-        runtimes = self._verbs.runtimes
         if checkpoint_dir is not None:
             self._verbs.persistence = Persistence(
-                Path(checkpoint_dir), self._backends, paused=partial(_paused, runtimes), every=checkpoint_seconds
+                Path(checkpoint_dir), self._backends, paused=self._verbs.paused, every=checkpoint_seconds
             )
         # The last step that may fail: it listens from here on.
         self._server = Server(
@@ -158,9 +157,9 @@ class ExpertServer:
             limits=limits,
             max_connections=max_connections,
             drain_seconds=drain_seconds,
-            healthy=lambda: all(runtime.healthy() for runtime in runtimes),
+            healthy=self._verbs.healthy,
             after_round=self._verbs.submit_round,
-            facts=partial(_facts, self._backends),
+            facts=self._verbs.facts,
         )
         self._verbs.serve_by(self._server)
         self._stack = ExitStack()
@@ -205,7 +204,10 @@ class ExpertServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.__exit__(kind, error, trace)
+        try:
+            self._stack.__exit__(kind, error, trace)
+        finally:
+            self._verbs.close()
 
     def statistics(self) -> ExpertServerStatistics:
         """Counters since the start."""
@@ -288,27 +290,6 @@ class ExpertServer:
             mark("experts.directory_lost", error=str(error))
         except BaseException as error:  # noqa: BLE001 - a user's own directory; the next renewal may work
             note_failure("experts.directory_lost", error)
-
-
-@contextmanager
-def _paused(runtimes: Iterable[Runtime]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for runtime in runtimes:
-            stack.enter_context(runtime.paused())
-        yield
-
-
-def _facts(backends: Mapping[str, ExpertBackend]) -> dict[str, object]:
-    """Return what ``anabranch status`` shows: the queue, and how busy each expert was."""
-    experts = {}
-    tasks = rows = 0
-    for uid, backend in backends.items():
-        pools = [pool.statistics() for pool in backend.get_pools()]
-        tasks += sum(pool.waiting_tasks for pool in pools)
-        rows += sum(pool.waiting_rows for pool in pools)
-        busy = sum(pool.busy_seconds for pool in pools)
-        experts[uid] = {"rows": sum(pool.rows for pool in pools), "busy_seconds": busy}
-    return {"queue_tasks": tasks, "queue_rows": rows, "experts": experts}
 
 
 def _warn_of_waits(backends: Iterable[ExpertBackend]) -> None:

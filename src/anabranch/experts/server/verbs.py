@@ -13,8 +13,8 @@ import threading
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import count
 
 import torch
@@ -72,6 +72,10 @@ class ExpertVerbs:
         """Answer through ``server``."""
         self._server = weakref.ref(server)
 
+    def close(self) -> None:
+        """Let go of the experts, whoever still holds a verb."""
+        self.backends, self.runtimes, self.persistence = {}, [], None
+
     def verbs(self) -> list[Verb]:
         """Return the verbs."""
         cuda = any(backend.device.type == "cuda" for backend in self.backends.values())
@@ -90,6 +94,30 @@ class ExpertVerbs:
             Verb(wire.SESSION_END, self._end_session, quick=True),
             Verb(wire.SESSION_COUNT, self._count_sessions, quick=True),
         ]
+
+    def healthy(self) -> bool:
+        """Return True unless a device is stuck."""
+        return all(runtime.healthy() for runtime in self.runtimes)
+
+    def facts(self) -> dict[str, object]:
+        """Return what ``anabranch status`` shows: the queue, and how busy each expert was."""
+        experts = {}
+        tasks = rows = 0
+        for uid, backend in self.backends.items():
+            pools = [pool.statistics() for pool in backend.get_pools()]
+            tasks += sum(pool.waiting_tasks for pool in pools)
+            rows += sum(pool.waiting_rows for pool in pools)
+            busy = sum(pool.busy_seconds for pool in pools)
+            experts[uid] = {"rows": sum(pool.rows for pool in pools), "busy_seconds": busy}
+        return {"queue_tasks": tasks, "queue_rows": rows, "experts": experts}
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run the block while no batch runs."""
+        with ExitStack() as stack:
+            for runtime in self.runtimes:
+                stack.enter_context(runtime.paused())
+            yield
 
     # --- checks
 
