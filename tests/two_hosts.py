@@ -23,6 +23,7 @@ import torch
 
 from anabranch.launch.forks.main_script import run_as_main
 from anabranch.launch.python_program import PythonProgram as Runnable
+from anabranch.tensors import TensorSpec
 from programs import Program, start
 
 _SECONDS = 30.0
@@ -54,10 +55,10 @@ class Cable:
         return int(self.answers.readline())
 
 
-def seeded_linear(features: int) -> torch.nn.Module:
+def seeded_linear() -> dict[str, object]:
     """Return the same module on each host, for ``anabranch serve experts --module``."""
     torch.manual_seed(3)
-    return torch.nn.Linear(features, features)
+    return {"module": torch.nn.Linear(8, 8), "args_schema": [TensorSpec(8)]}
 
 
 def why_not() -> str | None:

@@ -65,6 +65,17 @@ def batch_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return ids, (ids % 2 * 2 - 1).float().sum(dim=1)
 
 
+def make_backends(index: int, count: int) -> list[ab.ExpertBackend]:
+    """Return the experts of one server: ffn.0 and ffn.1 of the first, ffn.2 and ffn.3 of the second."""
+    backends = []
+    for number in (2 * index, 2 * index + 1):
+        torch.manual_seed(number)
+        module = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        optimizer = torch.optim.Adam(module.parameters(), lr=1e-3)
+        backends.append(ab.ExpertBackend(f"ffn.{number}", module, optimizer, args_schema=[ab.TensorSpec(WIDTH)]))
+    return backends
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500)

@@ -64,7 +64,7 @@ ALL = list(listed())
 
 def check_anabranch(words: list[str], folder: Path) -> None:
     """Parse as the command does; what it asks for on the disk is there."""
-    for name in ("train.py", "first.py", "logs", "out.json", "fleet.toml", "graph.safetensors"):
+    for name in ("train.py", "first.py", "logs", "out.json", "graph.safetensors"):
         (folder / name).touch()
     (folder / "keys").mkdir()
     for word in words:

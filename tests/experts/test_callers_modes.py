@@ -155,7 +155,7 @@ def test_a_server_that_knows_no_eval_mode_refuses_it_by_name() -> None:
     schema = Schema((TensorSpec(1),), {}, TensorSpec(1))
     old = [
         Verb(wire.INFO, lambda call: call.reply(payload=schema.packed)),
-        Verb(wire.FORWARD, lambda call: call.reply(call.tensors, wire.pack_answer(b"", 0, changed=False))),
+        Verb(wire.FORWARD, lambda call: call.reply(call.tensors, wire.pack((b"", 0, False)))),
     ]
     with Server(old, role="experts") as server:
         expert = RemoteExpert("old.0", server.endpoint)

@@ -21,7 +21,7 @@ from anabranch.experts import (
     Task,
     TaskPool,
 )
-from anabranch.experts.server.batching.device_copies import DeviceCopies
+from anabranch.experts.server.device_copies import DeviceCopies
 from anabranch.tensors import TensorSpec
 from backward_threads import NotesThreads
 

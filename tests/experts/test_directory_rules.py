@@ -37,31 +37,6 @@ def test_only_experts_are_announced(keys: tuple[Path, Path]) -> None:
         assert experts.lookup(["parametersX.0", "parameters.0"]) == {"parametersX.0": HERE}
 
 
-def test_a_claim_lasts_until_it_is_announced_released_or_over(keys: tuple[Path, Path]) -> None:
-    clock = FakeClock()
-    with DirectoryServer("tcp://127.0.0.1:0", keys=keys[0], clock=clock) as server:
-        experts = Directory(server.endpoint, role="experts", keys=keys[0])
-        for directory in (experts, Directory(clock=clock)):
-            directory.announce(["ffn.0"], HERE, ttl=90.0)
-            uids = [f"ffn.{index}" for index in range(4)]
-            assert directory.claim(uids, "one", ttl=60.0) == directory.claim(uids, "one", ttl=60.0) == uids[1:]
-            assert directory.claim(uids, "other", ttl=60.0) == []
-            assert directory.lookup(uids) == {"ffn.0": HERE}
-            directory.release(uids, "other")
-            directory.release(["ffn.1"], "one")
-            directory.announce(["ffn.2"], HERE, ttl=30.0)
-            directory.withdraw(["ffn.2"], HERE)
-            assert directory.claim(uids, "other", ttl=60.0) == ["ffn.1", "ffn.2"]
-            clock.advance(61.0)
-            assert directory.claim(uids, "last", ttl=60.0) == uids[1:]
-            with pytest.raises(ValueError, match="ttl is a number of seconds"):
-                directory.claim(uids, "last", ttl=0.0)
-        with pytest.raises(Unauthorized, match=r"nobody may announce parameters\.0"):
-            experts.claim(["parameters.0"], "one", ttl=60.0)
-        with pytest.raises(Unauthorized, match="may not call 'directory.claim'"):
-            Directory(server.endpoint, role="worker", keys=keys[0]).claim(["ffn.9"], "one", ttl=60.0)
-
-
 def test_a_uid_belongs_to_its_first_announcers_certificate_until_it_expires(keys: tuple[Path, Path]) -> None:
     clock = FakeClock()
     with DirectoryServer("tcp://127.0.0.1:0", keys=keys[0], clock=clock) as server:

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from anabranch.deadline import Deadline
 from anabranch.errors import RemoteError, SchemaError, SessionGone
-from anabranch.experts import ExpertBackend, RemoteExpert, SessionLimits
-from anabranch.experts.server.sessions import open_sessions as module
-from anabranch.experts.server.sessions.open_sessions import Sessions, Step
-from anabranch.experts.server.sessions.step_tasks import bytes_held
+from anabranch.experts import ExpertBackend, RemoteExpert
+from anabranch.experts.server import sessions as module
+from anabranch.experts.server.sessions import LEAST_BYTES, Sessions, Step, bytes_held
 from anabranch.experts.wire import StepHeader
 from anabranch.tensors import TensorSpec
 from anabranch.testing import FakeClock
@@ -32,7 +31,7 @@ def take(sessions: Sessions, backend: ExpertBackend, step: Step) -> None:
 
 def test_a_step_that_waits_for_the_device_longer_than_the_ttl_keeps_its_session() -> None:
     clock = FakeClock()
-    sessions, backend = Sessions(SessionLimits(), clock), causal_backend()
+    sessions, backend = Sessions(1 << 30, clock), causal_backend()
     take(sessions, backend, step_of(b"a"))
     sessions.hold(b"a", Deadline.after(30.0))
     clock.advance(29.0)
@@ -62,7 +61,7 @@ def test_a_step_that_is_computed_for_longer_than_the_ttl_keeps_its_session(numbe
                 sessions._sweep()
             return super().forward(x, cache)
 
-    sessions = Sessions(SessionLimits(), clock)
+    sessions = Sessions(1 << 30, clock)
     backend = ExpertBackend("block.0", Passing(), args_schema=[TensorSpec(None, 8)])
     for step in range(number):
         take(sessions, backend, step_of(b"a", step))
@@ -92,7 +91,7 @@ def test_a_cache_that_cannot_be_measured_ends_its_session(when: str) -> None:
             return x * 1.0
 
     taken: list[Tensor] = []
-    sessions = Sessions(SessionLimits(), FakeClock())
+    sessions = Sessions(1 << 30, FakeClock())
     backend = ExpertBackend("block.0", Hiding(), args_schema=[TensorSpec(None, 8)])
     for error in (ZeroDivisionError, SessionGone):
         with pytest.raises(error):
@@ -128,7 +127,7 @@ def test_a_step_that_waits_in_the_queue_keeps_its_session() -> None:
 
 
 def test_a_first_step_after_the_end_opens_nothing() -> None:
-    sessions, backend = Sessions(SessionLimits(), FakeClock()), causal_backend()
+    sessions, backend = Sessions(1 << 30, FakeClock()), causal_backend()
     sessions.end(b"a", "the session was ended by its caller")
     with pytest.raises(SessionGone, match="ended by its caller"):
         take(sessions, backend, step_of(b"a"))
@@ -136,7 +135,7 @@ def test_a_first_step_after_the_end_opens_nothing() -> None:
 
 
 def test_a_session_belongs_to_its_expert() -> None:
-    sessions = Sessions(SessionLimits(), FakeClock())
+    sessions = Sessions(1 << 30, FakeClock())
     one, other = causal_backend("block.0"), causal_backend("block.1")
     take(sessions, one, step_of(b"a"))
     for number in (0, 1):
@@ -147,7 +146,7 @@ def test_a_session_belongs_to_its_expert() -> None:
 
 def test_reasons_are_kept_for_the_latest_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST_REASONS", 3)
-    sessions, backend = Sessions(SessionLimits(), FakeClock()), causal_backend()
+    sessions, backend = Sessions(1 << 30, FakeClock()), causal_backend()
     for index in range(10):
         take(sessions, backend, step_of(bytes([index])))
         sessions.end(bytes([index]), f"reason {index}")
@@ -158,12 +157,12 @@ def test_reasons_are_kept_for_the_latest_only(monkeypatch: pytest.MonkeyPatch) -
         sessions.check(step_of(bytes([0]), 1), backend)
 
 
-def test_reserved_memory_is_released_on_every_path() -> None:
+def test_counted_memory_is_released_on_every_path() -> None:
     class Refusing(CausalBlock):
         def make_cache(self, rows: int, max_length: int) -> dict[str, Tensor]:
             if rows == 2:
                 raise ZeroDivisionError
-            return {"room": torch.zeros(100 if rows == 3 else 0)}
+            return {"room": torch.zeros(LEAST_BYTES if rows == 3 else 0)}
 
         def forward(self, x: Tensor, cache: dict[str, Tensor] | None = None) -> Tensor:
             if len(x) == 4:
@@ -172,7 +171,7 @@ def test_reserved_memory_is_released_on_every_path() -> None:
 
     clock = FakeClock()
     backend = ExpertBackend("block.0", Refusing(), args_schema=[TensorSpec(None, 8)])
-    sessions = Sessions(SessionLimits(nbytes=300), clock)
+    sessions = Sessions(3 * LEAST_BYTES, clock)
     take(sessions, backend, step_of(b"ended"))
     sessions.end(b"ended", "")
     take(sessions, backend, step_of(b"expired"))
@@ -184,7 +183,7 @@ def test_reserved_memory_is_released_on_every_path() -> None:
     assert backend.open_sessions == len(sessions) == 1
     with sessions:
         pass
-    assert (backend.open_sessions, len(sessions), sessions.nbytes, sessions._tokens) == (0, 0, 0, 0)
+    assert (backend.open_sessions, len(sessions), sessions.nbytes) == (0, 0, 0)
 
 
 @dataclass(slots=True)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, RemoteError
 from anabranch.experts import ExpertBackend, RemoteExpert, Runtime, Task, TaskPool
-from anabranch.experts.server.batching.fair_order import FairOrder
 from anabranch.tensors import TensorSpec
 from anabranch.testing import FakeClock
 from waiting import join, wait_until
@@ -85,12 +84,13 @@ def test_pools_of_a_device_share_the_turns_and_the_priorities() -> None:
 
 
 def test_a_caller_without_advance_is_forgotten() -> None:
-    order = FairOrder()
-    for index in range(3000):
-        order.serve(order.start(f"caller {index}", 1) + 2.0)
-    assert len(order._ends) <= 1024
-    order.forget()
-    assert order.start("caller 0", 1) == 0.0
+    pool = TaskPool(lambda x: [x], max_batch_size=1)
+    pool.submit(task("caller 0", rows=1))
+    for index in range(1, 3000):
+        pool.submit(task(f"caller {index}"))
+        pool.take_batch()
+        pool.scheduler._now += 2.0  # as by the turns of others
+    assert len(pool.scheduler._ends) <= 1024
 
 
 def test_submitting_returns_a_future_of_the_outputs_or_of_the_error() -> None:

@@ -22,7 +22,6 @@ import anabranch as ab
 from anabranch import Directory, RedisDirectory
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, Overloaded, PeerLost, ProtocolError, RemoteError, Unauthorized
-from anabranch.experts import ExpertGroup, make_experts
 from anabranch.experts.directory import as_directory, within
 from anabranch.transport import make_keys
 from anabranch.transport.directory import redis_link
@@ -103,20 +102,6 @@ def test_a_claim_lasts_until_it_is_announced_released_or_over(directory: RedisDi
     directory.withdraw(["ffn.2"], AT)
     assert directory.claim(uids, "other", ttl=0.001) == ["ffn.1", "ffn.2"]
     wait_until(lambda: directory.claim(uids, "last", ttl=60.0) == ["ffn.1", "ffn.2"])
-
-
-def test_servers_that_draw_their_uids_at_once_draw_different_ones(redis: RealRedis) -> None:
-    drawn: list[str] = []
-
-    def draw() -> None:
-        group = ExpertGroup(uids="ffn.[0:6]", count=3, module="nop", features=2, seed=0)
-        drawn.extend(backend.uid for backend in make_experts([group], directory=RedisDirectory(redis.url)))
-
-    threads = [threading.Thread(target=draw) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    join(*threads)
-    assert sorted(drawn) == [f"ffn.{index}" for index in range(6)]
 
 
 def test_more_names_than_fit_into_one_question(directory: RedisDirectory) -> None:

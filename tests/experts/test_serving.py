@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from torch import nn
 from typer.testing import CliRunner
 
 from anabranch.cli.keys import keys
 from anabranch.cli.serve import serve
 from anabranch.errors import BoundaryError
-from anabranch.experts import ExpertGroup, RemoteExpert, expand_uids, make_experts
-from anabranch.experts.server.layers import find_factory, make_optimizer
+from anabranch.experts import RemoteExpert, expand_uids
+from anabranch.experts.server.layers import make_backends_of, make_named_experts
+from anabranch.tensors import TensorSpec
 from anabranch.transport import Client
 from programs import Program, Programs
 from waiting import join
@@ -51,7 +51,7 @@ def test_sigterm_under_load_drains_saves_and_exits_with_0(tmp_path: Path, progra
                 errors.append(error)
 
     busy = threading.Event()
-    options = ("--uids", "ffn.[0:2]", "--features", "8", "--checkpoint-dir", str(tmp_path / "saved"))
+    options = ("--uids", "ffn.[0:2]", "--module", "ffn:8", "--checkpoint-dir", str(tmp_path / "saved"))
     with (
         service(programs, "directory") as (names, directory),
         service(programs, "experts", *options, "--directory", directory) as (process, endpoint),
@@ -69,13 +69,24 @@ def test_sigterm_under_load_drains_saves_and_exits_with_0(tmp_path: Path, progra
     assert (tmp_path / "saved" / "ffn.0").is_dir()
 
 
-EXPERTS = ["experts", "--uids", "ffn.0", "--features", "2"]
+EXPERTS = ["experts", "--uids", "ffn.0"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
         ([*EXPERTS, "--module", "nosuch"], 2, "not the name of a module to serve"),
+        ([*EXPERTS, "--module", "fleet_modules:misspelt"], 2, "unexpected keyword argument 'arg_schema'"),
+        ([*EXPERTS, "--module", "fleet_modules:number"], 2, "returns a mapping of ExpertBackend's arguments"),
+        ([*EXPERTS, "--module", "fleet_modules:complete", "--lr", "0.1"], 2, "makes its own; set lr there"),
+        ([*EXPERTS, "--module", "ffn:wide"], 2, "whole number above 0, such as ffn:64"),
+        ([*EXPERTS, "--optimizer", "nosuch"], 2, "'nosuch'"),
+        (["experts"], 2, "which experts?"),
+        (["experts", "fleet_modules:make_backends", "--lr", "0.1"], 2, "--lr goes with --uids"),
+        (["experts", "fleet_modules:make_backends", "--index", "2", "--count", "2"], 2, "out of range for --count 2"),
+        (["experts", "fleet_modules:number"], 2, "returns a list of ExpertBackend, got int"),
+        (["experts", "fleet_modules:nosuch"], 2, "cannot be loaded"),
+        (["experts", "nosuch.py:make_backends"], 2, "cannot be loaded"),
         ([*EXPERTS, "--device", "abacus"], 2, "no expert can run on 'abacus' here"),
         ([*EXPERTS, "--listen", "tcp://127.0.0.1:0"], 2, "TCP without certificates"),
         ([*EXPERTS, "--listen", "here"], 2, "'here' is not an endpoint"),
@@ -113,24 +124,46 @@ def test_keys_are_made_by_the_command_line_and_never_overwritten(tmp_path: Path)
     assert CliRunner().invoke(app, [str(folder)]).exit_code == 2
 
 
-def test_patterns_names_and_optimizers() -> None:
+def test_patterns_expand() -> None:
     assert expand_uids("ffn.3") == ["ffn.3"]
     assert len(expand_uids("ffn.[0:4].[0:8]")) == 32
     for wrong in ("ffn", "ffn.[0:0]", "ffn.[a:b]", "ffn.01", ""):
         with pytest.raises(ValueError, match="ffn|uid"):
             expand_uids(wrong)
-    assert isinstance(find_factory("torch.nn:LayerNorm")(4), nn.LayerNorm)
-    for wrong in ("nosuch", "nosuch:thing", "torch.nn:nosuch"):
-        with pytest.raises(ValueError, match="nosuch"):
-            find_factory(wrong)
-    with pytest.raises(ValueError, match="not an nn"):
-        find_factory("builtins:int")(4)
-    assert make_optimizer("none", nn.Linear(1, 1), 0.1) is None
-    assert make_optimizer("adam", nn.Identity(), 0.1) is None
-    with pytest.raises(ValueError, match="not an optimizer"):
-        make_optimizer("nosuch", nn.Linear(1, 1), 0.1)
-    (backend,) = make_experts([ExpertGroup(uids="nop.0", module="nop", features=4, max_batch_size=7)])
-    assert backend.forward_pool.max_batch_size == 7
+
+
+def test_named_experts_have_their_optimizer_size_and_arguments() -> None:
+    (backend,) = make_named_experts("nop.0", "nop:4", max_batch_size=7)
+    assert (backend.optimizer, backend.forward_pool.max_batch_size) == (None, 7)
+    assert backend.schema.inputs == [TensorSpec(4)]
+    first, second = make_named_experts("ffn.[0:2]", "ffn:8", "sgd", 0.25)
+    assert isinstance(first.optimizer, torch.optim.SGD)
+    assert first.optimizer.param_groups[0]["lr"] == 0.25
+    assert first.module is not second.module
+    assert isinstance(make_named_experts("ffn.0")[0].optimizer, torch.optim.Adam)
+    (complete,) = make_named_experts("two.0", "fleet_modules:complete")
+    assert isinstance(complete.optimizer, torch.optim.SGD)
+    assert complete.scheduler is not None
+    assert complete.forward_pool.max_batch_size == 11
+    (other,) = make_named_experts("two.0", "fleet_modules:complete", "none", max_batch_size=5)
+    assert (other.optimizer, other.forward_pool.max_batch_size) == (None, 5)
+
+
+def test_a_function_of_a_file_or_module_makes_the_experts_of_one_server(
+    programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (backend,) = make_backends_of("fleet_modules:make_backends", 1, 3)
+    assert backend.uid == "one.1.3"
+    source = (Path(__file__).with_name("fleet_modules.py")).read_text()
+    (tmp_path / "train.py").write_text(
+        source + 'if __name__ == "__main__":\n    raise SystemExit("the whole script")\n'
+    )
+    with service(programs, "experts", f"{tmp_path}/train.py:make_backends", "--index", "1", "--count", "2") as found:
+        process, endpoint = found
+        x = torch.ones(2, 4)
+        assert torch.equal(RemoteExpert("one.1.2", endpoint)(x).detach(), x)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 0
 
 
 TEAMS = """

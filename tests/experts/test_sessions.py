@@ -27,10 +27,11 @@ from anabranch.executor import EvalStep, Executor
 from anabranch.experts import (
     Directory,
     ExpertBackend,
+    ExpertServer,
     InferenceSession,
     RemoteExpert,
-    SessionLimits,
 )
+from anabranch.experts.server.sessions import LEAST_BYTES
 from anabranch.observe import expert_metrics
 from anabranch.tensors import TensorSpec
 from anabranch.testing import FakeClock, LossyTransport, MemoryTransport
@@ -218,10 +219,10 @@ def test_the_end_frees_the_cache_at_once_and_a_later_step_is_an_error() -> None:
             assert expert.get_info()["sessions"] == backend.get_info()["sessions"] == 1
             statistics = server.statistics()
             assert statistics.sessions == {"block.0": 1}
-            assert statistics.session_bytes == 4 * 2 * 8 * 4  # queries, keys and values, and the answer
+            assert statistics.session_bytes == LEAST_BYTES
             metrics = {metric.name: list(metric.values) for metric in expert_metrics(server)}
             assert metrics["expert_sessions"] == [(("block.0",), 1.0)]
-            assert metrics["expert_session_bytes"] == [((), 256)]
+            assert metrics["expert_session_bytes"] == [((), LEAST_BYTES)]
         assert expert.get_info()["sessions"] == 0
         assert server.statistics().session_bytes == 0
         session.end()
@@ -259,7 +260,7 @@ def test_a_session_without_a_step_for_its_ttl_is_freed_and_reported_as_gone() ->
 def test_thousands_of_sessions_dropped_without_an_end_leave_nothing() -> None:
     clock = FakeClock()
     backend = causal_backend()
-    with served(backend, clock=clock, session_limits=SessionLimits(sessions=50)) as server:
+    with served(backend, clock=clock, session_bytes=50 * LEAST_BYTES) as server:
         expert = RemoteExpert("block.0", server.endpoint)
         most = 0
         for _ in range(2000):
@@ -267,7 +268,7 @@ def test_thousands_of_sessions_dropped_without_an_end_leave_nothing() -> None:
             backend.module.made.clear()
             most = max(most, server.statistics().session_bytes)
             clock.advance(0.25)
-        assert most <= 42 * 4 * 8 * 4
+        assert most <= 42 * LEAST_BYTES
         clock.advance(10.0)
         wait_until(lambda: server.statistics().session_bytes == 0)
         assert not backend.open_sessions
@@ -466,18 +467,17 @@ def test_threads_that_share_a_session_take_their_steps_one_after_the_other() -> 
 # --- room
 
 
-@pytest.mark.parametrize(
-    "limits",
-    [SessionLimits(sessions=1), SessionLimits(tokens=20), SessionLimits(nbytes=150)],
-    ids=["sessions", "tokens", "bytes"],
-)
-def test_a_server_without_room_says_so_until_another_session_has_ended(limits: SessionLimits) -> None:
+def test_a_server_without_room_says_so_until_another_session_has_ended() -> None:
+    """However small its cache, a session counts 64 KiB."""
     backend = causal_backend()
-    with served(backend, session_limits=limits) as server:
+    with served(backend, session_bytes=2 * LEAST_BYTES - 1) as server:
         expert = RemoteExpert("block.0", server.endpoint)
         with expert.session(16) as first, expert.session(16) as second:
             first.step(torch.ones(1, 2, 8))
-            with pytest.raises(Overloaded, match=r"1 sessions are open, with 16 tokens reserved and 256 bytes"):
+            assert server.statistics().session_bytes == LEAST_BYTES
+            with pytest.raises(
+                Overloaded, match=r"1 sessions are open and count 65536 bytes; 65536 for this one exceed"
+            ):
                 second.step(torch.ones(1, 1, 8))
             first.end()
             assert second.step(torch.ones(1, 1, 8)).shape == (1, 1, 8)
@@ -485,56 +485,55 @@ def test_a_server_without_room_says_so_until_another_session_has_ended(limits: S
 
 class Preallocating(CausalBlock):
     def make_cache(self, rows: int, max_length: int) -> dict[str, Tensor]:
-        return {"keys": torch.zeros(rows, 2, 0, 4), "values": torch.zeros(rows, 2, 0, 4), "room": torch.zeros(1000)}
+        room = torch.zeros(LEAST_BYTES)
+        return {"keys": torch.zeros(rows, 2, 0, 4), "values": torch.zeros(rows, 2, 0, 4), "room": room}
 
 
 def test_caches_beyond_the_bytes_are_refused_and_steps_wait_for_others_to_end() -> None:
     backend = ExpertBackend("block.0", Preallocating(), args_schema=[TensorSpec(None, 8)])
-    with served(backend, session_limits=SessionLimits(nbytes=3000)) as server:
+    with served(backend, session_bytes=3 * LEAST_BYTES) as server:
         with (
             RemoteExpert("block.0", server.endpoint).session(16) as session,
-            pytest.raises(SchemaError, match="a cache of 4000 bytes never fits into the 3000 of all sessions here"),
+            pytest.raises(
+                SchemaError, match="the session alone needs 262176 bytes, over the 196608 of all sessions here"
+            ),
         ):
             session.step(torch.ones(1, 1, 8))
         assert server.statistics().sessions == {"block.0": 0}
-    with served(backend, session_limits=SessionLimits(nbytes=6000)) as server:
+    with served(backend, session_bytes=6 * LEAST_BYTES) as server:
         expert = RemoteExpert("block.0", server.endpoint)
         with expert.session(16) as first, expert.session(16) as second:
             first.step(torch.ones(1, 1, 8))
-            with pytest.raises(Overloaded, match="a cache of 4000 bytes more exceeds 6000 bytes"):
+            with pytest.raises(Overloaded, match="262176 for this one exceed 393216"):
                 second.step(torch.ones(1, 1, 8))
             first.end()
             second.step(torch.ones(1, 1, 8))
-    with served(causal_backend(), session_limits=SessionLimits(nbytes=250)) as server:
+
+
+def test_a_step_counts_what_it_may_add_before_it_is_taken() -> None:
+    width = LEAST_BYTES // 64  # a position of one row: 1/4 of 64 KiB in the cache, 1/16 as input
+    backend = ExpertBackend("block.0", CausalBlock(width), args_schema=[TensorSpec(None, width)])
+    with served(backend, session_bytes=5 * LEAST_BYTES) as server:
         expert = RemoteExpert("block.0", server.endpoint)
-        with expert.session(16) as first, expert.session(16) as second:
-            first.step(torch.ones(1, 1, 8))
-            second.step(torch.ones(1, 2, 8))
-            with pytest.raises(Overloaded, match="2 sessions hold 384 bytes, over 250"):
-                first.step(torch.ones(1, 1, 8))
+        with expert.session(64) as first, expert.session(64) as second:
+            first.step(torch.ones(1, 8, width))
+            held = server.statistics().session_bytes
+            assert LEAST_BYTES < held < 3 * LEAST_BYTES
+            second.step(torch.ones(1, 1, width))
+            with pytest.raises(Overloaded, match="2 sessions are open"):
+                first.step(torch.ones(1, 8, width))
+            assert server.statistics().session_bytes == held + LEAST_BYTES
             second.end()
-            first.step(torch.ones(1, 1, 8))
-
-
-def test_a_session_that_would_never_fit_is_refused_for_good() -> None:
-    with served(causal_backend(), session_limits=SessionLimits(tokens=20, nbytes=250)) as server:
-        expert = RemoteExpert("block.0", server.endpoint)
-        with (
-            expert.session(11) as session,
-            pytest.raises(SchemaError, match="2 rows of max_length 11 reserves 22 tokens, over the 20 .* fewer rows"),
-        ):
-            session.step(torch.ones(2, 1, 8))
-        with expert.session(16) as session:
-            session.step(torch.ones(1, 4, 8))
-            with pytest.raises(SchemaError, match="this session alone holds 512 bytes, over the 250"):
-                session.step(torch.ones(1, 1, 8))
+            with pytest.raises(SchemaError, match="the session alone needs"):
+                first.step(torch.ones(1, 32, width))
+            first.step(torch.ones(1, 1, width))
 
 
 def test_a_ttl_that_the_server_does_not_grant_is_refused() -> None:
     with (
-        served(causal_backend(), session_limits=SessionLimits(ttl=5.0)) as server,
-        RemoteExpert("block.0", server.endpoint).session(16, ttl=6.0) as session,
-        pytest.raises(SchemaError, match="at most 5 s, got ttl=6"),
+        served(causal_backend()) as server,
+        RemoteExpert("block.0", server.endpoint).session(16, ttl=3601.0) as session,
+        pytest.raises(SchemaError, match="at most 3600 s, got ttl=3601"),
     ):
         session.step(torch.ones(1, 1, 8))
 
@@ -554,10 +553,10 @@ def test_a_wrong_ttl_is_named(ttl: float) -> None:
         RemoteExpert("block.0", "unix:/nowhere").session(8, ttl)
 
 
-@pytest.mark.parametrize("field", ["sessions", "tokens", "nbytes", "ttl"])
-def test_a_wrong_limit_is_named(field: str) -> None:
-    with pytest.raises(ValueError, match=field):
-        SessionLimits(**{field: 0})
+@pytest.mark.parametrize("session_bytes", [0, LEAST_BYTES - 1, 1e9, True])
+def test_a_wrong_budget_is_named(session_bytes: object) -> None:
+    with pytest.raises(ValueError, match="session_bytes is a whole number of bytes"):
+        ExpertServer([causal_backend()], session_bytes=session_bytes)  # type: ignore[arg-type]
 
 
 def test_an_expert_without_sessions_names_the_missing_method() -> None:

@@ -22,7 +22,7 @@ from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, PeerLost
 from anabranch.experts import Directory, ExpertBackend, ExpertServer, RemoteExpert, RemoteMixtureOfExperts, Schema, wire
 from anabranch.experts.client import expert_call
-from anabranch.experts.server.batching.task import Task
+from anabranch.experts.server.scheduler import Task
 from anabranch.pipeline import Pipe
 from anabranch.tensors import TensorSpec
 from anabranch.transport import Server, Verb

@@ -271,19 +271,30 @@ def test_a_class_that_is_not_imported_here_becomes_a_plain_one(monkeypatch: pyte
 @pytest.mark.parametrize(
     "node",
     [
-        ["named", "os", "system", ["a b"], [["none"]]],
-        ["named", "os", "system", ["_x", "class"], [["none"], ["none"]]],
-        ["mapping", "os", "system", ["a", "a"], [["none"], ["none"]]],
-        ["mapping", "os", "system", ["a"], [["none"], ["none"]]],
-        ["mapping", "os", "system", ["a"]],
-        ["named", "collections", "OrderedDict", ["1"], [["none"]]],
+        {"$named": ["os", "system", ["a b"], [None]]},
+        {"$named": ["os", "system", ["_x", "class"], [None, None]]},
+        {"$mapping": ["os", "system", ["a", "a"], [None, None]]},
+        {"$mapping": ["os", "system", ["a"], [None, None]]},
+        {"$mapping": ["os", "system", ["a"]]},
+        {"$named": ["collections", "OrderedDict", ["1"], [None]]},
+        {"$spec": [[2], 99, True, None, False]},
+        {"$spec": [[-2], 1, True, None, False]},
+        {"$tensor": 0},
+        7,
     ],
 )
-def test_a_peer_cannot_name_a_class_that_is_not_a_container(node: list[object]) -> None:
+def test_a_peer_cannot_name_a_class_that_is_not_a_container(node: object) -> None:
     with pytest.raises(ProtocolError):
-        Schema.unpack(pack([["tuple"], ["dict", {}], node]))
+        Schema.unpack(pack([{"$tuple": []}, {}, node]))
     # A function, or a class of another kind, is not made.
-    assert type(Schema.unpack(pack([["tuple"], ["dict", {}], ["mapping", "os", "system", [], []]])).outputs) is dict
+    plain = {"$mapping": ["os", "system", [], []]}
+    assert type(Schema.unpack(pack([{"$tuple": []}, {}, plain])).outputs) is dict
+
+
+def test_a_schema_nested_without_end_is_refused() -> None:
+    lists = b"\x91" * 20_000 + b"\xc0"  # in MessagePack: a list of a list of ... of None
+    with pytest.raises(ProtocolError):
+        Schema.unpack(b"\x93\x81\xa6$tuple" + lists + b"\x80\xc0")
 
 
 class Odd(Mapping[str, object]):

@@ -13,7 +13,7 @@ from torch import Tensor
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, NonFinite, Overloaded, PeerLost
 from anabranch.experts import Runtime, Task, TaskPool
-from anabranch.experts.server.batching.task_pool import Unrepeatable
+from anabranch.experts.server.scheduler import Unrepeatable
 from anabranch.testing import FakeClock
 from waiting import wait_until
 
@@ -208,9 +208,14 @@ def test_pools_without_tasks_are_not_examined() -> None:
     done = threading.Semaphore(0)
 
     class Watched(TaskPool):
-        def due_at(self) -> float:
+        @property
+        def min_batch_size(self) -> int:
             looked.append(self.name)
-            return super().due_at()
+            return 1
+
+        @min_batch_size.setter
+        def min_batch_size(self, size: int) -> None:
+            pass
 
     pools = [Watched(lambda x: [x], name=str(index)) for index in range(50)]
 

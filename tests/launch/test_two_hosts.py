@@ -75,7 +75,7 @@ def _losses(
         serve = partial(_serve, stack, services, keys)
         directory = serve("directory")
         servers = serve("parameters")
-        expert = ["--module", "two_hosts:seeded_linear", "--optimizer", "sgd", "--lr", 0.1, "--features", 8]
+        expert = ["--module", "two_hosts:seeded_linear", "--optimizer", "sgd", "--lr", 0.1]
         serve("experts", "--uids", "expert.[0:2]", "--directory", directory, *expert)
         where = {"ANABRANCH_KEYS": str(keys), "ANABRANCH_SERVERS": servers, "ANABRANCH_DIRECTORY": directory}
         words = [folder / "train.py", folder, CUT_AT, STEPS]

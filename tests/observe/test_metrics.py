@@ -69,7 +69,7 @@ def test_a_shard_exports_its_counters() -> None:
 
 
 def test_the_command_line_serves_them(programs: Programs) -> None:
-    arguments = ["serve", "experts", "--uids", "nop.0", "--module", "nop", "--features", "4", "--metrics", ":0"]
+    arguments = ["serve", "experts", "--uids", "nop.0", "--module", "nop:4", "--metrics", ":0"]
     program = (
         "import sys; from anabranch.observe import metrics; from prometheus_client import exposition\n"
         "import prometheus_client; start = prometheus_client.start_http_server\n"

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
@@ -19,7 +15,6 @@ from anabranch.cli.mistakes import plain_errors
 from anabranch.cli.standard_streams import say
 
 if TYPE_CHECKING:
-    from anabranch.experts import ExpertGroup
     from anabranch.observe import Metric
 
 __all__ = ["directory", "experts", "parameters", "serve"]
@@ -61,149 +56,98 @@ _Heartbeat = Annotated[
 ]
 
 
-def _said(metavar: str, says: str) -> typer.models.OptionInfo:
-    """Return an option that is unset by default."""
-    option: typer.models.OptionInfo = typer.Option(metavar=metavar, help=says, show_default=False)
-    return option
-
-
-_JSON = "JSON"
-
-
 @serve.command()
 def experts(
-    context: typer.Context,
-    uids: Annotated[str | None, _said("PATTERN", "Such as ffn.[0:4].[0:8].")] = None,
-    count: Annotated[
-        int | None, _said("N", "Serve N of them, drawn at random from those the directory does not list.")
+    make: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[FILE_OR_MODULE:FUNCTION]",
+            help="A function (index, count) that returns a list of ExpertBackend, such as train.py:make_backends.",
+            show_default=False,
+        ),
     ] = None,
-    seed: Annotated[int | None, _said("N", "Seed of the draws.")] = None,
-    config: Annotated[
-        Path | None, _said("FILE", "A fleet in TOML or YAML: groups of experts, with these options as their keys.")
+    index: Annotated[int, typer.Option(min=0, metavar="I", help="The function's index: which server this is.")] = 0,
+    count: Annotated[
+        int, typer.Option(min=1, metavar="N", help="The function's count: how many servers there are.")
+    ] = 1,
+    uids: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATTERN", help="In place of a function: uids such as ffn.[0:4].[0:8].", show_default=False
+        ),
     ] = None,
     module: Annotated[
         str | None,
-        _said(
-            "NAME", "ffn (the default), nop, or pkg.mod:function, which returns a module or ExpertBackend's arguments."
+        typer.Option(
+            metavar="NAME",
+            help="ffn[:WIDTH], nop[:WIDTH], or pkg.mod:function, which returns arguments of "
+            "ExpertBackend; by default ffn:512.",
+            show_default=False,
         ),
-    ] = None,
-    module_args: Annotated[str | None, _said(_JSON, "The function's arguments; by default the features.")] = None,
-    features: Annotated[int | None, _said("N", "The last size of an expert's input; by default 512.")] = None,
-    args_schema: Annotated[
-        str | None, _said(_JSON, 'The positional inputs, such as [{"shape": ["any", 512], "dtype": "float32"}].')
-    ] = None,
-    kwargs_schema: Annotated[str | None, _said(_JSON, "The keyword inputs, by name.")] = None,
-    outputs_schema: Annotated[
-        str | None, _said(_JSON, "The output; by default determined by running the module.")
-    ] = None,
-    compression: Annotated[
-        Literal["float16", "bfloat16", "int8"] | None,
-        typer.Option(help="How floating-point values are sent.", show_default=False),
     ] = None,
     optimizer: Annotated[
-        str | None, _said("NAME", "sgd, adam (the default), adamw, adagrad, none, or pkg.mod:class.")
+        Literal["sgd", "adam", "adamw", "adagrad", "none"] | None,
+        typer.Option(help="By default adam, or the function's.", show_default=False),
     ] = None,
-    optimizer_args: Annotated[str | None, _said(_JSON, 'Its other arguments: {"weight_decay": 0.01}.')] = None,
-    lr: Annotated[float | None, _said("X", "The learning rate; by default 0.001.")] = None,
-    scheduler: Annotated[
-        str | None, _said("NAME", "A class of torch.optim.lr_scheduler, such as StepLR, or pkg.mod:function.")
+    lr: Annotated[
+        float | None,
+        typer.Option(min=0.0, metavar="X", help="The learning rate; by default 0.001.", show_default=False),
     ] = None,
-    scheduler_args: Annotated[str | None, _said(_JSON, 'Its arguments: {"step_size": 1000}.')] = None,
-    clip_grad_norm: Annotated[float | None, _said("X", "Clip the global norm of the gradients to this.")] = None,
-    gradient_reduction: Annotated[
-        Literal["sum", "mean"] | None,
-        typer.Option(
-            help="How the gradients of the requests in a batch are combined; by default sum.", show_default=False
-        ),
+    device: Annotated[
+        str | None, typer.Option(metavar="D", help="The device of the experts; by default theirs.", show_default=False)
     ] = None,
-    keep_activations: Annotated[int | None, _said("N", "Rows whose activations are kept for their backward.")] = None,
-    device: Annotated[str | None, _said("D", "The device of the experts; by default cpu.")] = None,
-    min_batch_size: Annotated[
-        int | None, _said("N", "The fewest rows of a batch; a smaller one waits for more.")
+    max_batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="The most rows of a batch; by default 4096.", show_default=False),
     ] = None,
-    max_batch_size: Annotated[int | None, _said("N", "The most rows of a batch; by default 4096.")] = None,
-    timeout: Annotated[float | None, _said("S", "Seconds after which a smaller batch runs anyway.")] = None,
-    max_queue_rows: Annotated[int | None, _said("N", "The most rows in the queue; by default 16 batches.")] = None,
-    max_queue_bytes: Annotated[int | None, _said("N", "The most bytes in the queue; by default 1 GiB.")] = None,
-    max_sessions: Annotated[int, typer.Option(min=1, metavar="N", help="The most open inference sessions.")] = 1024,
-    max_session_tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="The most positions of all sessions together.")
-    ] = 1 << 20,
-    max_session_bytes: Annotated[
-        int, typer.Option(min=1, metavar="N", help="The most bytes of their caches together.")
-    ] = 4 << 30,
     checkpoint_dir: Annotated[
-        Path | None, _said("DIR", "The directory where experts are saved and loaded from.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Where experts are saved and loaded from.", show_default=False),
     ] = None,
-    directory: Annotated[str | None, _said("ENDPOINT", "The directory to announce them in, or a Redis URL.")] = None,
+    directory: Annotated[
+        str | None,
+        typer.Option(metavar="ENDPOINT", help="The directory to announce them in, or a Redis URL.", show_default=False),
+    ] = None,
     listen: _Listen = None,
     keys: _Keys = None,
     insecure: _Insecure = False,
     heartbeat: _Heartbeat = 1.0,
     metrics: _Metrics = None,
 ) -> None:
-    """Serve experts that train themselves."""
+    """Serve experts that train themselves: those of a function, or one of each name in a pattern."""
     # Here, as in the others: with torch, which the rest of the command line does without.
-    from anabranch.experts import ExpertServer, SessionLimits, make_experts
-    from anabranch.experts.directory import as_directory
+    from anabranch.experts import ExpertServer
+    from anabranch.experts.server.layers import make_backends_of, make_named_experts
     from anabranch.observe import expert_metrics
     from anabranch.transport.server.service import serve_until_stopped
 
+    if (make is None) == (uids is None):
+        raise typer.BadParameter(
+            "which experts? name a function, such as train.py:make_backends, or --uids 'ffn.[0:4]'"
+        )
+    named = {"module": module, "optimizer": optimizer, "lr": lr, "max-batch-size": max_batch_size}
+    if make is not None and (option := next((name for name, value in named.items() if value is not None), None)):
+        raise typer.BadParameter(f"--{option} goes with --uids; {make} returns backends that have theirs")
+    if index >= count:
+        raise typer.BadParameter(f"--index {index} is out of range for --count {count}; the first is 0")
     with plain_errors():
-        groups = _groups(context.params, config)
-        names = None if directory is None else as_directory(directory, role="experts", keys=keys, insecure=insecure)
-        backends = make_experts(groups, directory=names, checkpoint_dir=checkpoint_dir)
+        if make is not None:
+            backends = make_backends_of(make, index, count)
+        else:
+            assert uids is not None
+            backends = make_named_experts(uids, module or "ffn", optimizer, lr, device, max_batch_size)
         server = partial(
             ExpertServer,
             backends,
             listen=listen,
-            directory=names,
+            directory=directory,
             checkpoint_dir=checkpoint_dir,
+            device=device,
             keys=keys,
             insecure=insecure,
             heartbeat=heartbeat,
-            session_limits=SessionLimits(max_sessions, max_session_tokens, max_session_bytes),
         )
         serve_until_stopped(server, _beside(metrics, expert_metrics))
-
-
-def _groups(options: dict[str, Any], config: Path | None) -> list[ExpertGroup]:
-    """Return the groups of the experts that the options describe."""
-    from anabranch.experts import ExpertGroup, read_fleet
-
-    # So that modules in the folder where the command is given are found too; last, so that they hide no other.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    keys = [field.name for field in fields(ExpertGroup) if field.name in options]
-    said = {name: options[name] for name in keys if options[name] is not None}
-    if config is not None:
-        if said:
-            flag = "--" + next(iter(said)).replace("_", "-")
-            raise ValueError(
-                f"{flag} cannot be used with --config {config}, which describes the experts; write it there"
-            )
-        return read_fleet(config)
-    if "uids" not in said:
-        raise ValueError("which experts? name them with --uids, such as --uids 'ffn.[0:4]', or in a file with --config")
-    for name in _WRITTEN_IN_JSON & said.keys():
-        try:
-            said[name] = json.loads(said[name])
-        except ValueError as error:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(
-                f"{flag} is written in JSON, such as '{{\"width\": 64}}', got {said[name]!r}: {error}"
-            ) from error
-    return [ExpertGroup(**said)]
-
-
-_WRITTEN_IN_JSON = {
-    "module_args",
-    "args_schema",
-    "kwargs_schema",
-    "outputs_schema",
-    "optimizer_args",
-    "scheduler_args",
-}
 
 
 @serve.command()

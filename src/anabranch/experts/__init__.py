@@ -6,20 +6,15 @@ boundary operation. ``client`` and ``server`` are its two ends, ``directory.py``
 """
 
 from anabranch.experts.client.expert_call import CallStatistics
-from anabranch.experts.client.mixture.remote_mixture import RemoteMixtureOfExperts
-from anabranch.experts.client.mixture.switch_mixture import RemoteSwitchMixtureOfExperts
+from anabranch.experts.client.mixtures import RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
 from anabranch.experts.client.remote_expert import RemoteExpert
 from anabranch.experts.client.session import InferenceSession
 from anabranch.experts.directory import Directory, DirectoryLike, DirectoryServer
 from anabranch.experts.schema import Schema
 from anabranch.experts.server.backend import ExpertBackend, ExpertInfo
-from anabranch.experts.server.batching.runtime import Runtime
-from anabranch.experts.server.batching.task_pool import PoolStatistics, Task, TaskPool
-from anabranch.experts.server.expert_group import ExpertGroup, make_experts
 from anabranch.experts.server.expert_server import ExpertServer, ExpertServerStatistics
-from anabranch.experts.server.fleet_file import read_fleet
-from anabranch.experts.server.sessions.open_sessions import SessionLimits
-from anabranch.experts.uid_patterns import draw_uids, expand_uids
+from anabranch.experts.server.layers import expand_uids
+from anabranch.experts.server.scheduler import PoolStatistics, Runtime, Task, TaskPool
 from anabranch.transport.directory.redis_directory import RedisDirectory
 
 __all__ = [
@@ -28,7 +23,6 @@ __all__ = [
     "DirectoryLike",
     "DirectoryServer",
     "ExpertBackend",
-    "ExpertGroup",
     "ExpertInfo",
     "ExpertServer",
     "ExpertServerStatistics",
@@ -40,11 +34,7 @@ __all__ = [
     "RemoteSwitchMixtureOfExperts",
     "Runtime",
     "Schema",
-    "SessionLimits",
     "Task",
     "TaskPool",
-    "draw_uids",
     "expand_uids",
-    "make_experts",
-    "read_fleet",
 ]

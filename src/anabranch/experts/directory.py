@@ -3,9 +3,6 @@
 An expert's server renews the announcement of its uids; a uid that is no longer announced expires, so nobody needs to
 notice that a server died. The table is in one process's memory; ``DirectoryServer`` serves it to others.
 
-A server that draws its uids claims them before it makes their modules, because another that draws at the same time
-finds none of them announced yet. A claim ends when the uid is announced.
-
 Over a network no announcement is trusted unchecked: a role announces only its own kind, at an endpoint that others can
 reach; a uid belongs to the certificate that announced it first, until it expires; and each job sees its own uids
 and those of servers that serve every job.
@@ -19,7 +16,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -27,14 +24,14 @@ from typing import TYPE_CHECKING, Any, cast
 from anabranch.deadline import Deadline
 from anabranch.errors import SchemaError, Unauthorized
 from anabranch.job import DirectoryLike
-from anabranch.transport import Call, Client, Peer, Server, ServerStatistics, Transport, Verb, pack, unpack
+from anabranch.transport import Call, Client, Peer, Request, Server, ServerStatistics, Transport, Verb, pack, unpack
 from anabranch.transport.directory.announced_endpoint import check_announced
 from anabranch.transport.directory.redis_address import is_redis_url, shown_url
 from anabranch.transport.directory.redis_directory import RedisDirectory
 from anabranch.transport.directory.rules import check_kind, check_ttl, portions
 from anabranch.transport.directory.uids import check_prefix, check_uid, prefixes_of
 from anabranch.transport.network.certificates import EVERY_JOB
-from anabranch.transport.replicas import Replicas
+from anabranch.transport.network.endpoints import parse_endpoint
 
 if TYPE_CHECKING:
     from anabranch.experts.client.connections import ModuleClient
@@ -53,12 +50,6 @@ class _Entry:
     owner: str | None = None
 
 
-@dataclass(slots=True)
-class _Claim:
-    claimer: str
-    expires: float
-
-
 class _Table:
     """The announcements of one job."""
 
@@ -67,7 +58,6 @@ class _Table:
         self._clock = clock
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
-        self._claims: dict[str, _Claim] = {}
         self._below: dict[str, dict[int, set[str]]] = {}
         self._sweep_at = _FEW
 
@@ -80,7 +70,6 @@ class _Table:
             expires = self._clock() + ttl
             for uid in checked:
                 self._entries[uid] = _Entry(endpoint, expires, owner)
-                self._claims.pop(uid, None)
                 for prefix, index in prefixes_of(uid):
                     self._below.setdefault(prefix, {}).setdefault(index, set()).add(uid)
             if len(self._entries) > self._sweep_at:
@@ -92,27 +81,6 @@ class _Table:
                 entry = self._entries.get(uid)
                 if entry is not None and entry.endpoint == endpoint and owner in (None, entry.owner):
                     self._remove(uid)
-
-    def claim(self, uids: Iterable[str], claimer: str, ttl: float) -> list[str]:
-        check_ttl(ttl)
-        checked = [check_uid(uid) for uid in uids]
-        with self._lock:
-            now = self._clock()
-            self._claims = {uid: claim for uid, claim in self._claims.items() if claim.expires > now}
-            # Those of the same claimer are returned again: the network may have lost the answer.
-            free = [
-                uid
-                for uid in checked
-                if not self._alive(uid) and (uid not in self._claims or self._claims[uid].claimer == claimer)
-            ]
-            self._claims |= dict.fromkeys(free, _Claim(claimer, now + ttl))
-        return free
-
-    def release(self, uids: Iterable[str], claimer: str) -> None:
-        with self._lock:
-            for uid in uids:
-                if (claim := self._claims.get(uid)) is not None and claim.claimer == claimer:
-                    del self._claims[uid]
 
     def lookup(self, uids: Iterable[str]) -> dict[str, str]:
         with self._lock:
@@ -191,8 +159,7 @@ class Directory:
     {'ffn': [0, 2], 'ffn.2': [0]}
 
     Args:
-        endpoint: of a ``DirectoryServer``, or of several, separated by commas, that keep the same table: what is
-            announced is announced to all, and found while one of them answers. ``None`` for a table of this process.
+        endpoint: of a ``DirectoryServer``; ``None`` for a table of this process.
         timeout: seconds that a request to a server may take.
         clock: seconds for times to live, of a table of this process.
         client: sends the requests to the server; a new one by default, with ``keys`` and ``insecure``.
@@ -220,11 +187,12 @@ class Directory:
 
         if endpoint is not None and is_redis_url(endpoint):
             raise ValueError(f"{shown_url(endpoint)} is a Redis server; use anabranch.RedisDirectory(url)")
+        if endpoint is not None:
+            parse_endpoint(endpoint)
         self.endpoint = endpoint
         self._timeout = timeout
         self._within: Deadline | None = None
         self._table: _Table | _LostTable = _Table(clock)
-        self._replicas = None if endpoint is None else Replicas(endpoint)
         self._module_client = (
             None if endpoint is None else ModuleClient(client, role=role, keys=keys, insecure=insecure)
         )
@@ -264,7 +232,6 @@ class Directory:
         self._timeout = cast(float, state["timeout"])
         self._module_client = cast("ModuleClient | None", state["module_client"])
         self._within = None
-        self._replicas = None if self.endpoint is None else Replicas(self.endpoint)
         token = cast(str, state["token"])
         self._table = _tables.get(token) or _LostTable(token)
 
@@ -287,73 +254,31 @@ class Directory:
         for some in portions(uids):
             self._ask("directory.withdraw", (some, endpoint))
 
-    def claim(self, uids: Iterable[str], claimer: str, ttl: float) -> list[str]:
-        """Set aside for ``claimer`` those of ``uids`` that nobody has announced or claimed, and return them.
-
-        A claim ends when anybody announces its uid, when it is released, and after ``ttl`` seconds. ``lookup`` leaves
-        out claimed uids: they are not served yet.
-
-        >>> directory = Directory()
-        >>> directory.claim(["ffn.0", "ffn.1"], "one", ttl=60.0), directory.claim(["ffn.1", "ffn.2"], "other", ttl=60.0)
-        (['ffn.0', 'ffn.1'], ['ffn.2'])
-        """
-        if self.endpoint is None:
-            return self._table.claim(uids, claimer, ttl)
-        check_ttl(ttl)
-        found: list[str] = []
-        for some in portions(check_uid(uid) for uid in uids):
-            found += self._claim_everywhere(some, claimer, ttl)
-        return found
-
-    def _claim_everywhere(self, uids: Sequence[str], claimer: str, ttl: float) -> list[str]:
-        """Claim uids at every server that answers; those that one of them refuses are released at the others."""
-        answers = self._ask("directory.claim", (list(uids), claimer, ttl))
-        given = {endpoint: unpack(answer, list[str]) for endpoint, answer in answers.items()}
-        everywhere = set.intersection(*map(set, given.values()))
-        for endpoint, some in given.items():
-            if too_many := [uid for uid in some if uid not in everywhere]:
-                self._ask("directory.release", (too_many, claimer), at=endpoint)
-        return [uid for uid in uids if uid in everywhere]
-
-    def release(self, uids: Iterable[str], claimer: str) -> None:
-        """Release those of ``uids`` that ``claimer`` has claimed."""
-        if self.endpoint is None:
-            self._table.release(uids, claimer)
-            return
-        for some in portions(uids):
-            self._ask("directory.release", (some, claimer))
-
     def lookup(self, uids: Iterable[str]) -> dict[str, str]:
         """Return the endpoint of each of ``uids`` that is announced; the others are left out."""
         if self.endpoint is None:
             return self._table.lookup(uids)
-        found: dict[str, str] = {}
+        endpoints: dict[str, str] = {}
         for some in portions(uids):
-            for answer in reversed(self._ask("directory.lookup", some).values()):
-                found |= unpack(answer, dict[str, str])
-        return found
+            endpoints |= unpack(self._ask("directory.lookup", some), dict[str, str])
+        return endpoints
 
     def active(self, prefixes: Iterable[str]) -> dict[str, list[int]]:
         """Return for each prefix the indices, in order, that follow it in the announced uids."""
         if self.endpoint is None:
             return self._table.active(prefixes)
-        found: dict[str, list[int]] = {}
+        indices: dict[str, list[int]] = {}
         for some in portions(check_prefix(prefix) for prefix in prefixes):
-            for answer in self._ask("directory.active", some).values():
-                for prefix, indices in unpack(answer, dict[str, list[int]]).items():
-                    found[prefix] = sorted({*found.get(prefix, ()), *indices})
-        return found
+            indices |= unpack(self._ask("directory.active", some), dict[str, list[int]])
+        return indices
 
-    def _ask(self, verb: str, question: object, *, at: str | None = None) -> dict[str, bytes]:
-        """Return the answer of each server that gives one; with ``at``, only that server is called."""
-        assert self._replicas is not None
+    def _ask(self, verb: str, question: object) -> bytes:
+        assert self.endpoint is not None
         assert self._module_client is not None
         whole = self._within
         deadline = Deadline.after(self._timeout) if whole is None else whole.sooner(self._timeout)
-        if at is not None:
-            self._replicas.ask_one(self._module_client.client, at, verb, question, deadline)
-            return {}
-        return self._replicas.ask(self._module_client.client, verb, question, deadline)
+        request = Request(self.endpoint, verb, payload=pack(question), role="directory")
+        return self._module_client.client.call(request, deadline).payload
 
 
 def as_directory(directory: DirectoryLike | str, **client: object) -> DirectoryLike:
@@ -404,8 +329,6 @@ class DirectoryServer:
         verbs = [
             Verb("directory.announce", self._announce, roles=_SERVICES, quick=True),
             Verb("directory.withdraw", self._withdraw, roles=_SERVICES, quick=True),
-            Verb("directory.claim", self._claim, roles=_SERVICES, quick=True),
-            Verb("directory.release", self._release, roles=_SERVICES, quick=True),
             Verb("directory.lookup", self._lookup, quick=True),
             Verb("directory.active", self._active, quick=True),
         ]
@@ -458,22 +381,6 @@ class DirectoryServer:
     def _withdraw(self, call: Call) -> None:
         uids, endpoint = unpack(call.payload, tuple[list[str], str])
         self._table_of(call.peer).withdraw(uids, endpoint, call.peer.certificate)
-        call.reply(payload=pack(None))
-
-    def _claim(self, call: Call) -> None:
-        uids, claimer, ttl = unpack(call.payload, tuple[list[str], str, float])
-        try:
-            check_kind(uids, call.peer)
-            taken = self._tables[EVERY_JOB].lookup(uids)
-            free = [uid for uid in uids if uid not in taken]
-            claimed = self._table_of(call.peer).claim(free, claimer, ttl)
-        except ValueError as error:
-            raise SchemaError(str(error)) from None
-        call.reply(payload=pack(claimed))
-
-    def _release(self, call: Call) -> None:
-        uids, claimer = unpack(call.payload, tuple[list[str], str])
-        self._table_of(call.peer).release(uids, claimer)
         call.reply(payload=pack(None))
 
     def _lookup(self, call: Call) -> None:

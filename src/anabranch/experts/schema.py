@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple, cast
+from functools import cached_property, partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from anabranch.errors import ProtocolError, SchemaError
 from anabranch.experts.nesting import LEAF, Kind, Mismatch, Nesting, find_class, flatten, nesting_of
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.tensors.dtypes import DTYPE_CODES, DTYPES, dtype_name
-from anabranch.tensors.spec import Compression
+from anabranch.tensors.tree_codec import Path, decode, encode
 from anabranch.transport import pack, unpack
 
 __all__ = [
@@ -31,16 +31,17 @@ __all__ = [
     "Schema",
     "all_finite",
     "first_not_finite",
+    "first_too_large",
     "infer_specs",
     "outline",
     "specs_of",
     "with_leading",
 ]
 
-_DEEPEST = 16
 _AUTOCAST = frozenset({torch.float32, torch.float16, torch.bfloat16})
 # Below 32,768 values, where torch begins to compute in parallel, and a multiple of a cache line.
 _PIECE = 32_704
+_LARGEST, _LARGEST_HALF = 1e18, 6e4
 
 Layout = list[tuple[str, TensorSpec]]
 """The name and spec of each tensor of a message, before compression."""
@@ -162,7 +163,7 @@ class Schema:
     @cached_property
     def packed(self) -> bytes:
         """The schema as bytes; raises ``SchemaError`` if it cannot be packed."""
-        return pack([_pack(self.arguments), _pack(dict(self.keywords)), _pack(self.outputs)])
+        return _pack([self.arguments, dict(self.keywords), self.outputs])
 
     @cached_property
     def hash(self) -> bytes:
@@ -172,13 +173,15 @@ class Schema:
     @classmethod
     def unpack(cls, payload: bytes) -> Schema:
         """Return the schema with these ``packed`` bytes; a ``ProtocolError`` if they are not a schema."""
-        nodes = unpack(payload, list[object])
-        if len(nodes) != 3:
-            raise ProtocolError("a schema has three parts: arguments, keywords, outputs")
-        arguments, keywords, outputs = (_unpack(node, 0) for node in nodes)
-        if not isinstance(arguments, tuple) or not isinstance(keywords, dict):
-            raise ProtocolError("a schema's arguments are a tuple and its keywords a dict")
-        return cls(arguments, keywords, outputs)
+        try:
+            arguments, keywords, outputs = decode(unpack(payload, object), _OWN)
+            schema = cls(arguments, keywords, outputs)
+            _ = schema.inputs, schema.output_specs
+            if not isinstance(arguments, tuple) or not isinstance(keywords, dict):
+                raise ValueError("a schema's arguments are a tuple and its keywords a dict")
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ProtocolError(f"bytes that are no schema: {error}") from None
+        return schema
 
     def flatten_inputs(
         self, args: Sequence[object], kwargs: Mapping[str, object], *, casting: bool | None = None
@@ -313,75 +316,44 @@ def specs_of(structure: Structure) -> list[TensorSpec | None]:
     return cast(list[TensorSpec | None], leaves)
 
 
-def _pack(structure: Structure) -> list[object]:
-    return _pack_node(nesting_of(structure), iter(specs_of(structure)), 0)
-
-
-def _pack_node(nesting: Nesting, specs: Iterator[TensorSpec | None], depth: int) -> list[object]:
-    if depth > _DEEPEST:
-        raise SchemaError(f"a schema may be nested at most {_DEEPEST} deep")
-    if nesting.kind == "leaf":
-        spec = next(specs)
-        if spec is None:
-            return ["none"]
-        packed = ["tensor", list(spec.shape), DTYPE_CODES[spec.dtype], spec.requires_grad, spec.compression]
-        return [*packed, True] if spec.pad else packed
-    children = [_pack_node(child, specs, depth + 1) for child in nesting.children]
-    made, keys = nesting.made, list(nesting.keys)
-    if nesting.kind in ("tuple", "list"):
-        return [nesting.kind, *children]
-    if made is dict and keys == sorted(keys):
-        return ["dict", dict(zip(keys, children, strict=True))]
-    return [nesting.kind, made.__module__, made.__qualname__, keys, children]
-
-
-def _unpack(node: object, depth: int) -> Structure:
-    nesting, specs = _unpack_node(node, depth)
+def _pack(structure: Structure) -> bytes:
+    specs_of(structure)  # raises for what is not sent
     try:
-        return nesting.rebuild(specs)
-    except Exception:  # noqa: BLE001 - from a mapping class that accepts only tensors
-        return nesting.rebuild(specs, plain=True)
-
-
-def _unpack_node(node: object, depth: int) -> tuple[Nesting, list[TensorSpec | None]]:
-    if not isinstance(node, list) or not node or depth > _DEEPEST:
-        raise ProtocolError("a schema's node is a short list")
-    kind, rest = node[0], node[1:]
-    if kind == "none" and not rest:
-        return LEAF, [None]
-    if kind == "tensor" and len(rest) in (4, 5):
-        return LEAF, [_unpack_spec(*rest)]
-    keys: list[str] = []
-    made: type = tuple if kind == "tuple" else list
-    if kind == "dict" and len(rest) == 1 and isinstance(rest[0], dict):
-        kind, made, keys, rest = "mapping", dict, list(map(str, rest[0])), list(rest[0].values())
-    elif kind in ("named", "mapping") and len(rest) == 4 and all(isinstance(part, list) for part in rest[2:]):
-        keys, rest, module, name = list(map(str, rest[2])), rest[3], str(rest[0]), str(rest[1])
-        made = find_class(kind, module, name, tuple(keys))
-    elif kind not in ("tuple", "list"):
-        raise ProtocolError(f"a schema has no node {kind!r}")
-    if made not in (tuple, list) and len(set(keys)) != len(rest):
-        raise ProtocolError(f"{len(keys)} keys name {len(rest)} parts of a schema")
-    parts = [_unpack_node(child, depth + 1) for child in rest]
-    nesting = Nesting(cast("Kind", kind), made, tuple(keys), tuple(child for child, _ in parts))
-    return nesting, [spec for _, specs in parts for spec in specs]
-
-
-def _unpack_spec(
-    shape: object, code: object, requires_grad: object, compression: object, pad: object = False
-) -> TensorSpec:
-    if not isinstance(shape, list) or not isinstance(code, int) or code not in DTYPES:
-        raise ProtocolError("a schema's tensor has a shape and a dtype")
-    try:
-        return TensorSpec(
-            *shape,
-            dtype=DTYPES[code],
-            requires_grad=bool(requires_grad),
-            compression=cast(Compression | None, compression),
-            pad=bool(pad),
-        )
+        return pack(encode(structure, _encode_own))
     except ValueError as error:
-        raise ProtocolError(f"invalid tensor in a schema: {error}") from None
+        raise SchemaError(f"a schema that cannot be sent: {error}") from error
+
+
+def _encode_own(value: object, path: Path) -> object:
+    if isinstance(value, TensorSpec):
+        shape, dtype = list(value.shape), DTYPE_CODES[value.dtype]
+        return {"$spec": [shape, dtype, value.requires_grad, value.compression, value.pad]}
+    nesting = nesting_of(value)
+    parts = list(value.values()) if isinstance(value, Mapping) else list(cast("tuple[object, ...]", value))
+    return {f"${nesting.kind}": [nesting.made.__module__, nesting.made.__qualname__, list(nesting.keys), parts]}
+
+
+def _decode_spec(content: list[Any]) -> TensorSpec:
+    shape, code, requires_grad, compression, pad = content
+    return TensorSpec(*shape, dtype=DTYPES[code], requires_grad=requires_grad, compression=compression, pad=pad)
+
+
+def _decode_container(kind: Kind, content: list[Any]) -> Structure:
+    module, name, keys, parts = content
+    if len(keys) != len(set(keys)) or len(keys) != len(parts) or not all(isinstance(key, str) for key in keys):
+        raise ValueError(f"{len(keys)} keys name {len(parts)} parts of a schema")
+    nesting = Nesting(kind, find_class(kind, module, name, tuple(keys)), tuple(keys), (LEAF,) * len(parts))
+    try:
+        return nesting.rebuild(parts)
+    except Exception:  # noqa: BLE001 - from a mapping class that accepts only tensors
+        return nesting.rebuild(parts, plain=True)
+
+
+_OWN: dict[str, Callable[[Any], object]] = {
+    "$spec": _decode_spec,
+    "$named": partial(_decode_container, "named"),
+    "$mapping": partial(_decode_container, "mapping"),
+}
 
 
 def infer_specs(outputs: Structure, rows: int) -> Structure:
@@ -432,6 +404,28 @@ def first_not_finite(tensors: Sequence[Tensor | None], names: Sequence[str]) -> 
         if not all(map(all_finite, _pieces(tensor))):
             return name
     return None
+
+
+def first_too_large(tensors: Sequence[Tensor | None], names: Sequence[str]) -> str | None:
+    """Return the name of the first tensor that holds NaN, Inf or a number above 1e18 (float16: 6e4), of which a sum of
+    products overflows; ``None`` if there is none.
+    """
+    for tensor, name in zip(tensors, names, strict=True):
+        if tensor is not None and not all(map(_is_moderate, _pieces(tensor))):
+            return name
+    return None
+
+
+def _is_moderate(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return all_finite(tensor)
+    if tensor.dtype in (torch.float32, torch.float64) and tensor.is_contiguous():
+        # As fast as a sum, and no square is larger than the sum of all.
+        flat = tensor.detach().view(-1)
+        return torch.dot(flat, flat).item() <= _LARGEST**2 or bool(flat.abs().max() <= _LARGEST)
+    low, high = torch.aminmax(tensor.detach())
+    largest = _LARGEST_HALF if tensor.dtype is torch.float16 else _LARGEST
+    return bool(-largest <= low.item() and high.item() <= largest)
 
 
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:

@@ -31,6 +31,7 @@ from anabranch.transport.frame import unpacker
 
 __all__ = [
     "BACKWARD",
+    "BACKWARDS",
     "BACKWARD_EVAL",
     "FORWARD",
     "FORWARD_EVAL",
@@ -43,13 +44,8 @@ __all__ = [
     "StepHeader",
     "from_wire",
     "gradient_layout",
-    "is_backward",
-    "is_evaluation",
-    "pack_answer",
-    "pack_backward",
-    "pack_count",
-    "pack_gradients",
-    "pack_step",
+    "pack",
+    "present",
     "read_answer",
     "read_backward",
     "read_count",
@@ -71,16 +67,22 @@ SESSION_COUNT = "expert.session_count"
 
 GONE = b"gone"
 
-_BACKWARDS = frozenset({BACKWARD, BACKWARD_EVAL})
-_EVALUATIONS = frozenset({FORWARD_EVAL, BACKWARD_EVAL})
+BACKWARDS = frozenset({BACKWARD, BACKWARD_EVAL})
 
 _LONGEST_TICKET = 32
 
 _unpack_backward = unpacker(tuple[list[bool], bytes, bool])
-_unpack_answer = unpacker(tuple[bytes, int, bool])
-_unpack_gradients = unpacker(tuple[list[bool], int])
+read_answer = unpacker(tuple[bytes, int, bool])
+"""Unpack a forward's answer: the ticket of activations that are kept for the backward, empty if there are none; how
+often the expert had changed before this forward; whether the forward itself has changed it.
+"""
+read_gradients = unpacker(tuple[list[bool], int])
+"""Unpack a backward's answer: which gradients are present, and how often the expert had changed before it was the one
+that they belong to.
+"""
 _unpack_step = unpacker(tuple[bytes, int, int, float])
-_unpack_count = unpacker(int)
+read_count = unpacker(int)
+"""Unpack a number of sessions."""
 
 
 class StepHeader(NamedTuple):
@@ -99,14 +101,9 @@ class StepHeader(NamedTuple):
     ttl: float
 
 
-def is_backward(verb: str) -> bool:
-    """Return True if ``verb`` requests gradients."""
-    return verb in _BACKWARDS
-
-
-def is_evaluation(verb: str) -> bool:
-    """Return True if ``verb`` is a caller's in eval mode."""
-    return verb in _EVALUATIONS
+def present(tensors: Sequence[Tensor | None]) -> list[bool]:
+    """Return which of ``tensors`` are sent."""
+    return [tensor is not None for tensor in tensors]
 
 
 def gradient_layout(specs: Sequence[TensorSpec | None], present: Sequence[bool], what: str) -> Layout:
@@ -129,9 +126,9 @@ def gradient_layout(specs: Sequence[TensorSpec | None], present: Sequence[bool],
 def request_layout(schema: Schema, header: RequestHeader) -> Layout:
     """Return the layout that a forward, a backward or a step with ``header`` must have."""
     layout = schema.input_layout
-    if is_backward(header.verb):
-        present, ticket, _ = read_backward(header.payload)
-        gradients = gradient_layout(schema.output_specs, present, "output")
+    if header.verb in BACKWARDS:
+        there, ticket, _ = read_backward(header.payload)
+        gradients = gradient_layout(schema.output_specs, there, "output")
         if ticket and not gradients:
             raise SchemaError("a backward without inputs needs a gradient of an output")
         return gradients if ticket else layout + gradients
@@ -179,54 +176,16 @@ def read_ticket(payload: bytes) -> bytes:
     return payload
 
 
-def pack_backward(gradients: Sequence[Tensor | None], ticket: bytes, *, updates: bool = True) -> bytes:
-    """Pack which of ``gradients`` are present, the ticket of kept activations, empty if the inputs are sent, and
+def read_backward(payload: bytes) -> tuple[list[bool], bytes, bool]:
+    """Unpack a backward: which gradients are present, the ticket of kept activations, empty if the inputs are sent, and
     whether the expert is updated.
     """
-    return pack(([gradient is not None for gradient in gradients], ticket, updates))
-
-
-def read_backward(payload: bytes) -> tuple[list[bool], bytes, bool]:
-    """Unpack a payload of ``pack_backward``."""
-    present, ticket, updates = _unpack_backward(payload)
-    return present, read_ticket(ticket), updates
-
-
-def pack_answer(ticket: bytes, changes: int, *, changed: bool) -> bytes:
-    """Pack what a forward's answer says beside its outputs.
-
-    Args:
-        ticket: of activations that are kept for the backward; empty if there are none.
-        changes: how often the expert had changed before this forward.
-        changed: the forward itself has changed it.
-    """
-    return pack((ticket, changes, changed))
-
-
-def read_answer(payload: bytes) -> tuple[bytes, int, bool]:
-    """Unpack a payload of ``pack_answer``."""
-    return _unpack_answer(payload)
-
-
-def pack_gradients(gradients: Sequence[Tensor | None], changes: int) -> bytes:
-    """Pack which of ``gradients`` are present, and how often the expert had changed before it was the one that they
-    belong to.
-    """
-    return pack(([gradient is not None for gradient in gradients], changes))
-
-
-def read_gradients(payload: bytes) -> tuple[list[bool], int]:
-    """Unpack a payload of ``pack_gradients``."""
-    return _unpack_gradients(payload)
-
-
-def pack_step(header: StepHeader) -> bytes:
-    """Pack the fields of a step."""
-    return pack(tuple(header))
+    there, ticket, updates = _unpack_backward(payload)
+    return there, read_ticket(ticket), updates
 
 
 def read_step(payload: bytes) -> StepHeader:
-    """Unpack a payload of ``pack_step``; a ``SchemaError`` for values that no session has."""
+    """Unpack the fields of a step; a ``SchemaError`` for values that no session has."""
     header = StepHeader(*_unpack_step(payload))
     if not header.session or len(header.session) > _LONGEST_TICKET:
         raise SchemaError(f"a session's id is 1 to {_LONGEST_TICKET} bytes, got {len(header.session)}")
@@ -235,13 +194,3 @@ def read_step(payload: bytes) -> StepHeader:
             f"a step has a number from 0, a max_length above 0 and a finite ttl above 0, got {tuple(header[1:])}"
         )
     return header
-
-
-def pack_count(count: int) -> bytes:
-    """Pack a number of sessions."""
-    return pack(count)
-
-
-def read_count(payload: bytes) -> int:
-    """Unpack a payload of ``pack_count``."""
-    return _unpack_count(payload)

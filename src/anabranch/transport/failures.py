@@ -30,7 +30,7 @@ from anabranch.errors import (
 from anabranch.record.spans import mark
 from anabranch.transport.frame import FailureFrame
 
-__all__ = ["ends_the_program", "error_of", "failure_of", "note_failure"]
+__all__ = ["ends_the_program", "error_of", "failure_of", "note_failure", "printable"]
 
 _log = logging.getLogger("anabranch.transport")
 
@@ -81,26 +81,34 @@ def error_of(failure: FailureFrame, *, peer: str, operation: str, step: int | No
     """Return the error to raise for ``failure``, naming the peer; a caller's mistake keeps its type and gets a note
     with the peer.
     """
+    message = printable(failure.message)
     mistake = _MISTAKES.get(failure.code)
     if mistake is not None:
-        error = mistake(failure.message)
+        error = mistake(message)
         error.add_note(f"refused by {peer}, operation {operation}")
         return error
     refusal = _REFUSALS.get(failure.code)
     if refusal is not None:
-        return refusal(failure.message, peer=peer, operation=operation, step=step, elapsed=elapsed)
+        return refusal(message, peer=peer, operation=operation, step=step, elapsed=elapsed)
     if failure.code == "rolled_back":
         lost = int(failure.remote_type) if failure.remote_type.isdigit() else None
-        return RolledBack(failure.message, lost=lost, peer=peer, operation=operation, step=step, elapsed=elapsed)
+        return RolledBack(message, lost=lost, peer=peer, operation=operation, step=step, elapsed=elapsed)
     return RemoteError(
-        failure.message,
-        remote_type=failure.remote_type,
-        remote_traceback=failure.remote_traceback,
+        message,
+        remote_type=printable(failure.remote_type),
+        remote_traceback=printable(failure.remote_traceback),
         peer=peer,
         operation=operation,
         step=step,
         elapsed=elapsed,
     )
+
+
+def printable(text: str) -> str:
+    """Return text of another process with ``?`` for what would move the cursor or change colours, lines kept."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
 
 
 def ends_the_program(error: BaseException) -> bool:

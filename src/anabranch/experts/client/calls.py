@@ -29,10 +29,20 @@ from anabranch.errors import ActivationsGone, BoundaryError, NonFinite, PeerLost
 from anabranch.experts import wire
 from anabranch.experts.client.expert_call import CallCounts, ExpertCall, changed_by_us
 from anabranch.experts.compression import check_parts, check_tensors
-from anabranch.experts.schema import Schema, first_not_finite
+from anabranch.experts.schema import Schema, first_not_finite, first_too_large
 from anabranch.transport import Answer, Client, Outcome, Request, TensorHeader, allocate
 
-__all__ = ["Calls", "ExpertCall", "ask", "ask_gradients", "call_experts", "expect", "output_forms", "sample_forms"]
+__all__ = [
+    "Calls",
+    "ExpertBoundary",
+    "ExpertCall",
+    "ask",
+    "ask_gradients",
+    "call_experts",
+    "expect",
+    "output_forms",
+    "sample_forms",
+]
 
 _TICKET_BYTES = 16
 
@@ -48,7 +58,7 @@ class Calls(msgspec.Struct, eq=False):
         enough: called with the calls after each answer; once it returns true, the others have ``grace`` seconds left.
         grace: seconds; ``None``: as long as the deadline.
         check_backward: called with the calls after the backward; raises if too few gradients arrived.
-        finite_only: treats an answer that holds NaN or Inf as missing.
+        finite_only: treats an answer that holds NaN, Inf or a number above 1e18 as missing.
         deadline: the deadline of the forward, if it started before the calls were known.
         counts: where they are counted.
     """
@@ -65,30 +75,39 @@ class Calls(msgspec.Struct, eq=False):
     counts: CallCounts = msgspec.field(default_factory=CallCounts)
 
 
-class _CallsBoundary:
-    """The boundary of the calls of one forward; see the module's drawing."""
+class ExpertBoundary:
+    """The boundary of the calls of one forward; see the module's drawing.
 
-    kind = "experts"
+    Args:
+        kind: ``expert``, or ``experts`` for those of a mixture.
+        name: of the expert, or of some.
+        ask: goes there: gets the inputs, and whether there will be a backward.
+        forms: returns the forms of the outputs for such inputs. Of a mixture's calls these are known only at run time,
+            so it is captured around them.
+    """
 
-    def __init__(self, calls: Calls) -> None:
-        self._calls = calls
-
-    @property
-    def name(self) -> str:
-        return ", ".join(call.uid for call in self._calls.calls[:3])
-
-    def forms(self, inputs: Sequence[Tensor | None]) -> Sequence[Form]:
-        raise AssertionError(
-            "the experts that answer are known only at run time; a mixture is captured around its calls"
-        )
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        ask: Callable[[Sequence[Tensor | None], bool], Crossed],
+        forms: Callable[[Sequence[Tensor | None]], Sequence[Form]],
+    ) -> None:
+        self.kind, self.name = kind, name
+        self.forms = forms
+        self._ask = ask
 
     def forward(self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
-        return ask(self._calls, keep=wants is not None)
+        return self._ask(inputs, wants is not None)
 
     def backward(
         self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], *, updates: bool
     ) -> list[Tensor | None]:
-        return ask_gradients(self._calls, inputs, gradients, updates=updates)
+        return ask_gradients(cast("Calls", state), inputs, gradients, updates=updates)
+
+
+def _no_forms(inputs: Sequence[Tensor | None]) -> Sequence[Form]:
+    raise AssertionError("a mixture is captured around its calls")
 
 
 def call_experts(calls: Calls, entry: Tensor | None = None) -> list[list[Tensor | None] | None]:
@@ -101,7 +120,9 @@ def call_experts(calls: Calls, entry: Tensor | None = None) -> list[list[Tensor 
         entry: a leaf towards which the caller's sweep goes, as for ``cross``.
     """
     flat = [tensor for call in calls.calls for tensor in call.inputs]
-    outputs = iter(cross(_CallsBoundary(calls), *flat, entry=entry))
+    name = ", ".join(call.uid for call in calls.calls[:3])
+    boundary = ExpertBoundary("experts", name, lambda inputs, keep: ask(calls, keep=keep), _no_forms)
+    outputs = iter(cross(boundary, *flat, entry=entry))
     return [
         [None if spec is None else next(outputs) for spec in call.schema.output_specs] if call.answered else None
         for call in calls.calls
@@ -234,9 +255,9 @@ def _take_outputs(call: ExpertCall, outcome: Answer | Exception, *, finite_only:
         outputs = [*outcome.tensors]
     else:
         outputs = wire.from_wire(outcome.tensors, call.schema.output_specs)
-    name = first_not_finite(outputs, [f"output {index}" for index in range(len(outputs))]) if finite_only else None
+    name = first_too_large(outputs, [f"output {index}" for index in range(len(outputs))]) if finite_only else None
     if name is not None:
-        call.error = NonFinite(f"{call.uid}: the module's {name} holds NaN or Inf")
+        call.error = NonFinite(f"{call.uid}: the module's {name} holds NaN, Inf or a number above 1e18")
         return
     for tensor in call.inputs:
         if tensor is not None:
@@ -269,24 +290,25 @@ def ask_gradients(
             wanted.append(mine)
         first_input += width
     outcomes = _gather_gradients(calls, asked, wanted, inputs, updates=updates)
-    for (call, first), outcome in zip(asked, outcomes, strict=True):
-        assert outcome is not None
-        try:
-            sent = inputs[first : first + len(call.schema.inputs)]
-            found, changes = _read_gradients(call, outcome, sent, finite_only=calls.finite_only)
-        except (BoundaryError, ValueError) as error:
-            calls.counts.failure(error)
-            call.gradient_error = _with_cause(call, error) if isinstance(error, NonFinite) else error
-            continue
-        calls.counts.backward(call, changes, updates=updates)
-        for offset, gradient in enumerate(found):
-            like = inputs[first + offset]
-            answers[first + offset] = None if gradient is None or like is None else gradient.to(like.device)
     try:
+        for (call, first), outcome in zip(asked, outcomes, strict=True):
+            sent = inputs[first : first + len(call.schema.inputs)]
+            try:
+                gradients_there, changes = _read_gradients(call, outcome, sent, finite_only=calls.finite_only)
+            except (BoundaryError, ValueError) as error:
+                calls.counts.failure(error)
+                call.gradient_error = _with_cause(call, error) if isinstance(error, NonFinite) else error
+                continue
+            calls.counts.backward(call, changes, updates=updates)
+            for offset, gradient in enumerate(gradients_there):
+                like = sent[offset]
+                answers[first + offset] = None if gradient is None or like is None else gradient.to(like.device)
         if calls.check_backward is not None:
             calls.check_backward([call for call, _ in asked])
     finally:
         # Otherwise a cycle: the graph holds the error, and its traceback the graph.
+        outcome = None
+        outcomes.clear()
         for call, _ in asked:
             call.gradient_error = None
     return answers
@@ -353,7 +375,7 @@ def _backward_request(
         wire.BACKWARD_EVAL if call.evaluating else wire.BACKWARD,
         call.uid,
         [*sent, *wire.to_wire(gradients, schema.output_specs)],
-        payload=wire.pack_backward(gradients, call.ticket, updates=updates),
+        payload=wire.pack((wire.present(gradients), call.ticket, updates)),
         schema=schema.hash,
         once=True,
         role="experts",
@@ -361,13 +383,17 @@ def _backward_request(
 
 
 def _read_gradients(
-    call: ExpertCall, outcome: Answer | Exception, inputs: Sequence[Tensor | None], *, finite_only: bool
+    call: ExpertCall, outcome: Outcome, inputs: Sequence[Tensor | None], *, finite_only: bool
 ) -> tuple[list[Tensor | None], int]:
     """Return the received gradients, and after how many changes of the expert they are its; raise the error received
     instead.
     """
+    assert outcome is not None, "a backward is never cut off"
     if isinstance(outcome, Exception):
-        raise outcome
+        try:
+            raise outcome
+        finally:
+            del outcome
     if outcome.payload == wire.GONE:
         raise PeerLost(
             f"{call.uid} has executed this backward once, but its gradients are lost: the connection broke before they "
@@ -387,9 +413,9 @@ def _read_gradients(
                 f"received a gradient of shape {tuple(gradient.shape)} for an input of {tuple(tensor.shape)}",
                 peer=call.endpoint,
             )
-    name = first_not_finite(gradients, call.schema.input_names) if finite_only else None
+    name = first_too_large(gradients, call.schema.input_names) if finite_only else None
     if name is not None:
-        raise NonFinite(f"{call.uid}: the gradient of {name} holds NaN or Inf")
+        raise NonFinite(f"{call.uid}: the gradient of {name} holds NaN, Inf or a number above 1e18")
     return gradients, changes
 
 

@@ -6,6 +6,7 @@ import copy
 import os
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -16,7 +17,7 @@ from anabranch.autodiff.boundary.crossing import Crossed, Form, cross, current_t
 from anabranch.deadline import Deadline
 from anabranch.errors import AnotherSchema, NotFound, PeerLost
 from anabranch.experts import wire
-from anabranch.experts.client.calls import Calls, ExpertCall, ask, ask_gradients, output_forms, sample_forms
+from anabranch.experts.client.calls import Calls, ExpertBoundary, ExpertCall, ask, output_forms, sample_forms
 from anabranch.experts.client.connections import ModuleClient
 from anabranch.experts.client.expert_call import CallCounts, CallStatistics
 from anabranch.experts.client.remote_module import RemoteModule
@@ -173,9 +174,65 @@ class RemoteExpert(RemoteModule):
         schema = known[1]
         inputs, leading = schema.flatten_inputs(args, kwargs)
         # A graph starts a new deadline in every run.
-        there = _ExpertBoundary(self, schema, deadline if current_tracer() is None else None, evaluating=evaluating)
-        crossed = cross(there, *inputs, entry=self.weights_there)
-        return there.schema, with_leading(crossed, leading)
+        first_deadline = deadline if current_tracer() is None else None
+        answering = schema  # another one, if the expert has come back with another
+
+        def ask_again(inputs: Sequence[Tensor | None], keep: bool) -> Crossed:
+            nonlocal answering
+            crossed, answering = self._ask(schema, inputs, first_deadline, keep=keep, evaluating=evaluating)
+            return crossed
+
+        boundary = ExpertBoundary("expert", self.uid, ask_again, partial(self._forms, schema))
+        crossed = cross(boundary, *inputs, entry=self.weights_there)
+        return answering, with_leading(crossed, leading)
+
+    def _forms(self, schema: Schema, inputs: Sequence[Tensor | None]) -> Sequence[Form]:
+        first = next(tensor for tensor in inputs if tensor is not None)
+        if not schema.varies:
+            return output_forms(schema, first.shape[0], first.device)
+        deadline = Deadline.after(self.forward_timeout)
+        with outside_tracing():
+            endpoint, _ = self.find(deadline)
+            return sample_forms(self.client, self.uid, endpoint, schema, inputs, first.shape[0], deadline)
+
+    def _ask(
+        self,
+        known: Schema,
+        inputs: Sequence[Tensor | None],
+        deadline: Deadline | None,
+        *,
+        keep: bool,
+        evaluating: bool,
+    ) -> tuple[Crossed, Schema]:
+        """Call the expert, once more if it may have moved; return the answer and the schema that it then had."""
+        deadline = deadline or Deadline.after(self.forward_timeout)
+        for _ in range(2):
+            endpoint, schema = self.find(deadline)
+            sent = inputs
+            if schema is not known:  # the inputs must fit the expert's current schema
+                whole = known.input_nesting.rebuild(inputs, plain=True)
+                args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", whole)
+                sent = schema.flatten_inputs(args, kwargs, casting=False).tensors
+            call = ExpertCall(self.uid, endpoint, schema, sent, evaluating)
+            calls = Calls(
+                self.client,
+                [call],
+                self.forward_timeout,
+                self.backward_timeout,
+                check_backward=_raise_first,
+                deadline=deadline,
+                counts=self._counts,
+            )
+            crossed = ask(calls, keep=keep)
+            if call.error is None:
+                return crossed, schema
+            error, call.error = call.error, None
+            if deadline.expired() or not self.forget_if_changed(error, deadline):
+                break
+        try:
+            raise error
+        finally:
+            del error, crossed, calls, call  # held by the traceback: a cycle
 
     def find(self, deadline: Deadline) -> tuple[str, Schema]:
         """Return the expert's endpoint and schema, looked up if they are not known."""
@@ -227,72 +284,11 @@ class _KnownExpert:
         return _KnownExpert, ()
 
 
-class _ExpertBoundary:
-    """The boundary: one call of the expert, looked up once more if it may have moved."""
-
-    kind = "expert"
-
-    def __init__(self, expert: RemoteExpert, schema: Schema, deadline: Deadline | None, *, evaluating: bool) -> None:
-        self.name = expert.uid
-        self._evaluating = evaluating
-        self.schema = schema
-        """The schema of the latest answer; it differs from the first one if the expert has come back with another."""
-        self._given = schema
-        self._expert = expert
-        self._deadline = deadline
-
-    def forms(self, inputs: Sequence[Tensor | None]) -> Sequence[Form]:
-        schema = self._given
-        first = next(tensor for tensor in inputs if tensor is not None)
-        if not schema.varies:
-            return output_forms(schema, first.shape[0], first.device)
-        deadline = Deadline.after(self._expert.forward_timeout)
-        with outside_tracing():
-            endpoint, _ = self._expert.find(deadline)
-            client = self._expert.client
-            return sample_forms(client, self.name, endpoint, schema, inputs, first.shape[0], deadline)
-
-    def forward(self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
-        expert = self._expert
-        deadline = self._deadline or Deadline.after(expert.forward_timeout)
-        crossed, error = self._ask(inputs, wants, deadline)
-        if error is not None and not deadline.expired() and expert.forget_if_changed(error, deadline):
-            crossed, error = self._ask(inputs, wants, deadline)
-        if error is not None:
-            raise error
-        return crossed
-
-    def _ask(
-        self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None, deadline: Deadline
-    ) -> tuple[Crossed, Exception | None]:
-        expert = self._expert
-        endpoint, schema = expert.find(deadline)
-        if schema is not self._given:  # the inputs must fit the expert's current schema
-            given = self._given.input_nesting.rebuild(inputs, plain=True)
-            args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", given)
-            inputs, self.schema = schema.flatten_inputs(args, kwargs, casting=False).tensors, schema
-        call = ExpertCall(self.name, endpoint, schema, inputs, self._evaluating)
-        calls = Calls(
-            expert.client,
-            [call],
-            expert.forward_timeout,
-            expert.backward_timeout,
-            check_backward=_raise_first,
-            deadline=deadline,
-            counts=expert._counts,
-        )
-        crossed = ask(calls, keep=wants is not None)
-        error, call.error = call.error, None  # held only by the code that raises it: no cycle
-        return crossed, error
-
-    def backward(
-        self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], *, updates: bool
-    ) -> list[Tensor | None]:
-        assert isinstance(state, Calls)
-        return ask_gradients(state, inputs, gradients, updates=updates)
-
-
 def _raise_first(calls: Sequence[ExpertCall]) -> None:
     for call in calls:
         if call.gradient_error is not None:
-            raise call.gradient_error
+            error, call.gradient_error = call.gradient_error, None
+            try:
+                raise error
+            finally:
+                del error  # held by the traceback: a cycle

@@ -221,7 +221,7 @@ class InferenceSession:
             wire.SESSION_STEP,
             self._expert.uid,
             wire.to_wire(tensors, schema.inputs),
-            payload=wire.pack_step(wire.StepHeader(self._id, self._steps, self.max_length, self.ttl)),
+            payload=wire.pack((self._id, self._steps, self.max_length, self.ttl)),
             schema=schema.hash,
             allocate=expect(schema.output_layout, self._rows),
             role="experts",

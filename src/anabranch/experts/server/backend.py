@@ -12,7 +12,9 @@ and the module's own mode is restored after each.
 
 from __future__ import annotations
 
+import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Literal, TypedDict, cast
@@ -30,9 +32,8 @@ from anabranch.experts.compression import count_parts
 from anabranch.experts.nesting import Mismatch, nesting_of
 from anabranch.experts.schema import Schema, all_finite, infer_specs, outline, specs_of
 from anabranch.experts.server.batch_gradients import BatchGradients, WaitingGradients
-from anabranch.experts.server.batching.device_copies import DeviceCopies
-from anabranch.experts.server.batching.padding import cut, join_padded, make_mask, split_padded
-from anabranch.experts.server.batching.task_pool import Task, TaskPool, Unrepeatable, join_tasks, split_outputs
+from anabranch.experts.server.batches import cut, join_padded, make_mask, split_padded
+from anabranch.experts.server.device_copies import DeviceCopies
 from anabranch.experts.server.kept_activations import (
     KeptActivations,
     KeptBatch,
@@ -40,8 +41,7 @@ from anabranch.experts.server.kept_activations import (
     copies_of,
     take_writes,
 )
-from anabranch.experts.server.layers import check_steps
-from anabranch.experts.server.sessions.step_tasks import makes_caches, run_steps
+from anabranch.experts.server.scheduler import ProcessTasks, Task, TaskPool, Unrepeatable, join_tasks, split_outputs
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.transport import Limits
 from anabranch.transport.directory.uids import check_uid
@@ -140,7 +140,7 @@ class ExpertBackend:
             raise ValueError(f"keep_activations is a number of rows, 0 or more, got {keep_activations!r}")
         _check_optimizer(uid, module, optimizer)
         if type(self).apply_gradients is ExpertBackend.apply_gradients:
-            check_steps(uid, optimizer, scheduler)
+            _check_steps(uid, optimizer, scheduler)
         self.module = module
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -154,7 +154,7 @@ class ExpertBackend:
         self.device = next((tensor.device for tensor in module.state_dict().values()), torch.device("cpu"))
         arguments, keywords = tuple(args_schema), dict(sorted((kwargs_schema or {}).items()))
         _check_inputs(uid, arguments, keywords)
-        if "cache" in keywords and makes_caches(module):
+        if "cache" in keywords and callable(getattr(module, "make_cache", None)):
             raise ValueError(
                 f"{uid}: a module with make_cache gets an input called cache, so kwargs_schema must not have one"
             )
@@ -174,33 +174,30 @@ class ExpertBackend:
             "max_queue_bytes": max_queue_bytes,
         }
         self.forward_pool = TaskPool(
-            self.forward,
             name=f"{uid}_forward",
             timeout=timeout,
             max_queue_rows=max_queue_rows,
-            process_tasks=self._run_forward,
+            process_tasks=_weakly(self._run_forward),
             whole=False,
             **sizes,
         )
         self.backward_pool = TaskPool(
-            self.backward,
             name=f"{uid}_backward",
             timeout=timeout,
             max_queue_rows=max_queue_rows,
-            process_tasks=self._run_backward,
+            process_tasks=_weakly(self._run_backward),
             whole=True,
             **sizes,
         )
         self.session_pool: TaskPool | None = None
         """The queue of steps of sessions, for a module that makes caches; its rows are positions."""
-        if makes_caches(module):
+        if callable(getattr(module, "make_cache", None)):
             self.session_pool = TaskPool(
-                self.forward,
                 name=f"{uid}_session",
                 max_batch_size=_LONGEST_STEP,
                 max_queue_rows=max_queue_rows,
                 max_queue_bytes=max_queue_bytes,
-                process_tasks=run_steps,
+                process_tasks=_run_steps,
             )
         self.open_sessions = 0
         """The number of sessions that its server has open."""
@@ -390,7 +387,7 @@ class ExpertBackend:
                 if not batch[0].updates or any(task.ticket for task in batch):
                     return self._backward_tasks(batch, updates=batch[0].updates)
                 with self._masked(batch):
-                    return self._split_gradients(self.backward(*self._join(batch)), batch)
+                    return self._split(self.backward(*self._join(batch)), batch, gradients=True)
         finally:
             # The update has been counted, and the rest of the state is what it was.
             self._marks = self._state.marks()
@@ -410,22 +407,19 @@ class ExpertBackend:
         if not self.schema.pads:
             return join_tasks(batch)
         specs = [*self.schema.inputs, *self.schema.output_specs]
-        return join_padded(batch, specs[: len(batch[0].inputs)])
+        return join_tasks(batch, join_padded(batch, specs[: len(batch[0].inputs)]))
 
-    def _split(self, outputs: Sequence[Tensor | None], batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
-        if not self.schema.pads:
-            return [outputs] if len(batch) == 1 else split_outputs(outputs, batch)
-        names = [f"{self.uid}'s output {index}" for index in range(len(outputs))]
-        return split_padded(outputs, batch, self.schema.output_specs, names)
-
-    def _split_gradients(
-        self, gradients: Sequence[Tensor | None], batch: Sequence[Task]
+    def _split(
+        self, tensors: Sequence[Tensor | None], batch: Sequence[Task], *, gradients: bool = False
     ) -> Sequence[Sequence[Tensor | None]]:
-        if len(batch) == 1:
-            return [gradients]
+        """Return the outputs of each task, or the ``gradients`` of its inputs."""
+        split = split_outputs(tensors, batch)
         if not self.schema.pads:
-            return split_outputs(gradients, batch)
-        return split_padded(gradients, batch, self.schema.inputs, self.schema.input_names)
+            return split
+        if gradients:
+            return split_padded(split, batch, self.schema.inputs, self.schema.input_names)
+        names = [f"{self.uid}'s output {index}" for index in range(len(tensors))]
+        return split_padded(split, batch, self.schema.output_specs, names)
 
     def _masked(self, batch: Sequence[Task]) -> AbstractContextManager[None]:
         """Return a context in which the module gets the mask of a padded batch."""
@@ -433,7 +427,7 @@ class ExpertBackend:
 
     @contextmanager
     def _with_mask(self, batch: Sequence[Task]) -> Iterator[None]:
-        self._mask = make_mask([task.length for task in batch], [task.rows for task in batch], self.device)
+        self._mask = make_mask(batch, self.device)
         try:
             yield
         finally:
@@ -474,7 +468,7 @@ class ExpertBackend:
             if plain:
                 with self._masked(plain):
                     gradients, moved = self._recompute(self._join(plain))
-                split = self._split_gradients(gradients, plain)
+                split = self._split(gradients, plain, gradients=True)
                 answers = {id(task): mine for task, mine in zip(plain, split, strict=True)}
             if kept:
                 gradients_kept, moved_kept = self._backward_kept(
@@ -743,6 +737,22 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 _as_it_is = nullcontext()
 
 
+def _weakly(method: ProcessTasks) -> ProcessTasks:
+    """Return ``method`` without a hold on its object: a pool does not keep alive the backend that has it."""
+    reference = weakref.WeakMethod(method)
+
+    def call(batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
+        alive = reference()
+        assert alive is not None
+        return alive(batch)
+
+    return call
+
+
+def _run_steps(batch: Sequence[Task]) -> list[Sequence[Tensor | None]]:
+    return [task.step(task.inputs) for task in batch if task.step is not None]
+
+
 def _rows_of(inputs: Sequence[Tensor | None]) -> int:
     for tensor in inputs:
         if tensor is not None:
@@ -798,4 +808,24 @@ def _check_optimizer(uid: str, module: nn.Module, optimizer: Optimizer | None) -
             raise ValueError(
                 f"{uid}: the optimizer's group {index} holds parameters of another module, of shapes {foreign}; create "
                 "it over module.parameters()"
+            )
+
+
+def _check_steps(uid: str, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> None:
+    """Refuse an optimizer that recomputes the loss, and a scheduler that steps with a metric."""
+    for name, what in (("optimizer", optimizer), ("scheduler", scheduler)):
+        if what is None:
+            continue
+        # The class's: schedulers replace the step of their optimizer instance.
+        _, *parameters = inspect.signature(type(what).step).parameters.values()
+        needed = [
+            parameter.name
+            for parameter in parameters
+            if parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        ]
+        if needed:
+            raise ValueError(
+                f"{uid}: a step of the {name}, a {type(what).__name__}, needs {', '.join(needed)}, which an update "
+                f"from a caller's gradients does not have; use another {name}, or override apply_gradients"
             )

@@ -1,21 +1,12 @@
-"""The server of experts: checks each request against its expert's schema before queueing it, and announces experts.
-
-::
-
-    thread that reads                                              device thread, or this one (``runtime.py``)
-    header ── check: uid, schema, shapes, room ──> body ──> finite? ──> pool ──> batch ──> answer
-             refused before its body has memory            refused before it joins a batch
-"""
+"""The server of experts: its devices, its saved states, and its announcements; ``verbs.py`` answers the requests."""
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,37 +14,19 @@ from types import TracebackType
 from typing import TypedDict
 
 import torch
-from torch import Tensor
 
 from anabranch.deadline import Deadline
-from anabranch.errors import ActivationsGone, AnotherSchema, BoundaryError, NonFinite, NotFound
+from anabranch.errors import BoundaryError
 from anabranch.experts import wire
-from anabranch.experts.compression import check_parts, count_parts
 from anabranch.experts.directory import DirectoryLike, as_directory
-from anabranch.experts.schema import first_not_finite
 from anabranch.experts.server.backend import ExpertBackend
-from anabranch.experts.server.batching.runtime import Runtime
-from anabranch.experts.server.batching.task import StateSeen, Task
-from anabranch.experts.server.batching.task_pool import PoolStatistics, TaskPool, Unrepeatable
 from anabranch.experts.server.persistence import Persistence
-from anabranch.experts.server.sessions.open_sessions import SessionLimits, Sessions
-from anabranch.experts.server.sessions.session_verbs import SessionVerbs
+from anabranch.experts.server.scheduler import PoolStatistics
+from anabranch.experts.server.sessions import Sessions
+from anabranch.experts.server.verbs import ExpertVerbs
 from anabranch.periodic import periodic
 from anabranch.record.spans import mark
-from anabranch.transport import (
-    Answer,
-    Call,
-    Client,
-    Limits,
-    Request,
-    RequestHeader,
-    Server,
-    ServerStatistics,
-    TensorHeader,
-    Transport,
-    Verb,
-    allocate,
-)
+from anabranch.transport import Answer, Client, Limits, Request, Server, ServerStatistics, Transport
 from anabranch.transport.failures import note_failure
 
 __all__ = ["ExpertServer", "ExpertServerStatistics"]
@@ -76,7 +49,7 @@ class ExpertServerStatistics:
         updates: updates of each expert, by uid.
         transport: requests, errors, bytes.
         sessions: open sessions of each expert, by uid.
-        session_bytes: bytes of their caches, and of the answers kept beside them.
+        session_bytes: what they count of the budget.
     """
 
     pools: dict[str, PoolStatistics]
@@ -119,7 +92,8 @@ class ExpertServer:
         max_connections: a caller beyond it gets ``Overloaded``.
         limits: the sizes accepted from a caller in one frame.
         drain_seconds: how long leaving the block waits for calls in flight.
-        session_limits: the bounds of inference sessions.
+        session_bytes: the budget of all inference sessions: what their caches and last answers hold, at least 64 KiB
+            each. Beyond it callers get ``Overloaded``.
         clock: seconds for the times to live of sessions.
 
     Raises:
@@ -147,7 +121,7 @@ class ExpertServer:
         max_connections: int = 512,
         limits: Limits | None = None,
         drain_seconds: float = 5.0,
-        session_limits: SessionLimits | None = None,
+        session_bytes: int = 4 << 30,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backends: dict[str, ExpertBackend] = {}
@@ -160,56 +134,20 @@ class ExpertServer:
         _warn_of_waits(self._backends.values())
         if not 0 < ttl < float("inf"):
             raise ValueError(f"ttl is a finite number of seconds above 0, got {ttl!r}")
-        self._schemas = {uid: (backend.schema.packed, backend.schema.hash) for uid, backend in self._backends.items()}
         self._directory = (
             None if directory is None else as_directory(directory, role="experts", keys=keys, insecure=insecure)
         )
         self._as_client = _ClientOptions(keys=keys, insecure=insecure, transport=transport)
         self._ttl = ttl
-        any_cuda = any(backend.device.type == "cuda" for backend in self._backends.values())
-        place = _allocate_pinned if any_cuda else allocate
-        self._not_finite: Counter[str] = Counter()
-        self._round = threading.local()
-        pools_by_device = self._pools_by_device()
-        self._runtimes = [
-            Runtime(pools, name=name, answering=self._gathering) for name, pools in pools_by_device.items()
-        ]
-        self._persistence = (
-            None
-            if checkpoint_dir is None
-            else Persistence(Path(checkpoint_dir), self._backends, paused=self._paused, every=checkpoint_seconds)
-        )
-        self._sessions = Sessions(session_limits or SessionLimits(), clock)
-        session_verbs = SessionVerbs(
-            self._sessions,
-            find=self._find,
-            check_request=self._check_request,
-            check_finite=self._check_finite,
-            put_aside=self._put_aside,
-            allocate=place,
-        )
+        self._sessions = Sessions(session_bytes, clock)
+        self._verbs = ExpertVerbs(self._backends, self._sessions)
+        if checkpoint_dir is not None:
+            self._verbs.persistence = Persistence(
+                Path(checkpoint_dir), self._backends, paused=self._verbs.paused, every=checkpoint_seconds
+            )
         # The last step that may fail: it listens from here on.
         self._server = Server(
-            [
-                Verb(wire.INFO, self._info, quick=True),
-                *(
-                    Verb(name, self._forward, check=self._check, allocate=place, quick=True)
-                    for name in (wire.FORWARD, wire.FORWARD_EVAL)
-                ),
-                *(
-                    Verb(
-                        name,
-                        self._backward,
-                        check=self._check,
-                        once=True,
-                        again=self._backward_again,
-                        allocate=place,
-                        quick=True,
-                    )
-                    for name in (wire.BACKWARD, wire.BACKWARD_EVAL)
-                ),
-                *session_verbs.verbs(),
-            ],
+            self._verbs.verbs(),
             listen=listen,
             role="experts",
             keys=keys,
@@ -219,10 +157,11 @@ class ExpertServer:
             limits=limits,
             max_connections=max_connections,
             drain_seconds=drain_seconds,
-            healthy=lambda: all(runtime.healthy() for runtime in self._runtimes),
-            after_round=self._submit_round,
-            facts=self._facts,
+            healthy=self._verbs.healthy,
+            after_round=self._verbs.submit_round,
+            facts=self._verbs.facts,
         )
+        self._verbs.serve_by(self._server)
         self._stack = ExitStack()
 
     def __repr__(self) -> str:
@@ -238,11 +177,11 @@ class ExpertServer:
         with ExitStack() as stack:
             # The server has listened since it was made, so close it if entering fails.
             stack.callback(self._server.close)
-            if self._persistence is not None:
-                stack.enter_context(self._persistence.claim())
-                self._server.once.restore(self._persistence.load())
-                stack.enter_context(self._persistence)
-            for runtime in self._runtimes:
+            if (persistence := self._verbs.persistence) is not None:
+                stack.enter_context(persistence.claim())
+                self._server.once.restore(persistence.load())
+                stack.enter_context(persistence)
+            for runtime in self._verbs.runtimes:
                 stack.enter_context(runtime)
             if any(backend.session_pool is not None for backend in self._backends.values()):
                 stack.enter_context(self._sessions)
@@ -265,31 +204,22 @@ class ExpertServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.__exit__(kind, error, trace)
+        try:
+            self._stack.__exit__(kind, error, trace)
+        finally:
+            self._verbs.close()
 
     def statistics(self) -> ExpertServerStatistics:
         """Counters since the start."""
         pools = [pool for backend in self._backends.values() for pool in backend.get_pools()]
         return ExpertServerStatistics(
             {pool.name: pool.statistics() for pool in pools},
-            dict(self._not_finite),
+            dict(self._verbs.not_finite),
             {uid: backend.updates for uid, backend in self._backends.items()},
             self._server.statistics(),
             {uid: backend.open_sessions for uid, backend in self._backends.items()},
             self._sessions.nbytes,
         )
-
-    def _facts(self) -> dict[str, object]:
-        """Return what ``anabranch status`` shows: the queue, and how busy each expert was."""
-        experts = {}
-        tasks = rows = 0
-        for uid, backend in self._backends.items():
-            pools = [pool.statistics() for pool in backend.get_pools()]
-            tasks += sum(pool.waiting_tasks for pool in pools)
-            rows += sum(pool.waiting_rows for pool in pools)
-            busy = sum(pool.busy_seconds for pool in pools)
-            experts[uid] = {"rows": sum(pool.rows for pool in pools), "busy_seconds": busy}
-        return {"queue_tasks": tasks, "queue_rows": rows, "experts": experts}
 
     # --- announcing
 
@@ -360,204 +290,6 @@ class ExpertServer:
             mark("experts.directory_lost", error=str(error))
         except BaseException as error:  # noqa: BLE001 - a user's own directory; the next renewal may work
             note_failure("experts.directory_lost", error)
-
-    # --- serving
-
-    def _pools_by_device(self) -> dict[str, list[TaskPool]]:
-        pools: dict[str, list[TaskPool]] = {}
-        for backend in self._backends.values():
-            pools.setdefault(str(backend.device), []).extend(backend.get_pools())
-        return pools
-
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for runtime in self._runtimes:
-                stack.enter_context(runtime.paused())
-            yield
-
-    def _find(self, uid: str) -> ExpertBackend:
-        backend = self._backends.get(uid)
-        if backend is None:
-            some = ", ".join(list(self._backends)[:8])
-            raise NotFound(f"no expert {uid!r} here; there are {len(self._backends)}: {some}")
-        return backend
-
-    def _info(self, call: Call) -> None:
-        self._find(call.target)
-        call.reply(payload=self._schemas[call.target][0])
-
-    def _check(self, header: RequestHeader) -> None:
-        """Refuse a request that does not fit its expert, before memory is allocated for it."""
-        backend = self._find(header.target)
-        pool = backend.backward_pool if wire.is_backward(header.verb) else backend.forward_pool
-        rows = self._check_request(header, backend)
-        pool.check_room(rows, sum(tensor.nbytes for tensor in header.tensors))
-
-    def _check_request(self, header: RequestHeader, backend: ExpertBackend) -> int:
-        """Return the rows of a request whose tensors fit its expert."""
-        if header.schema != self._schemas[header.target][1]:
-            raise AnotherSchema(
-                f"{header.target} has a different schema than the caller expects; request its info again"
-            )
-        return check_parts(header.tensors, wire.request_layout(backend.schema, header))
-
-    def _forward(self, call: Call) -> None:
-        # The check has already found the expert.
-        backend = self._backends[call.target]
-        schema = backend.schema
-        inputs = call.tensors if schema.takes_as_is else wire.from_wire(call.tensors, schema.inputs)
-        self._check_finite(call, inputs, schema.input_names)
-
-        def finish(outcome: Sequence[Tensor | None] | BaseException) -> None:
-            if isinstance(outcome, BaseException):
-                call.fail(outcome)
-            else:
-                # The ticket in the answer says that it is valid for a backward.
-                valid = ticket if ticket in backend.kept else b""
-                payload = wire.pack_answer(valid, seen.changes, changed=seen.changed)
-                call.reply(wire.to_wire(outcome, schema.output_specs), payload=payload)
-
-        seen = StateSeen()
-        ticket = call.payload
-        rows = _rows(inputs)
-        sizes, length = schema.measure(inputs)
-        # A request that is split has no single graph.
-        ticket = ticket if rows <= min(backend.kept.budget, backend.forward_pool.max_batch_size) else b""
-        task = Task(
-            inputs, rows, call.deadline, finish, call.drop, ticket=ticket, sizes=sizes, length=length,
-            evaluating=wire.is_evaluation(call.verb), seen=seen,
-        )  # fmt: skip
-        if rows:
-            self._put_aside(call, backend, backend.forward_pool, task)
-        elif schema.varies:
-            self._answer_nothing(call, backend, inputs, finish)
-        else:
-            finish([None if spec is None else spec.zeros(0) for spec in schema.output_specs])
-
-    def _answer_nothing(
-        self,
-        call: Call,
-        backend: ExpertBackend,
-        inputs: Sequence[Tensor | None],
-        finish: Callable[[Sequence[Tensor | None] | BaseException], None],
-    ) -> None:
-        """Answer a request of no rows; output sizes that only the module knows are found with a row of zeros."""
-        one = [
-            None if tensor is None or spec is None else spec.zeros(1, spec.sizes_of(tensor.shape))
-            for tensor, spec in zip(inputs, backend.schema.inputs, strict=True)
-        ]
-
-        def finish_none(outcome: Sequence[Tensor | None] | BaseException) -> None:
-            if isinstance(outcome, BaseException):
-                finish(outcome)
-            else:
-                finish([None if tensor is None else tensor[:0] for tensor in outcome])
-
-        sizes, length = backend.schema.measure(one)
-        task = Task(one, 1, call.deadline, finish_none, call.drop, sizes=sizes, length=length, evaluating=True)
-        self._put_aside(call, backend, backend.forward_pool, task)
-
-    def _backward(self, call: Call) -> None:
-        backend = self._find(call.target)
-        inputs, gradients, ticket, updates = self._read_backward(call, backend)
-        specs = backend.schema.inputs
-
-        def finish(outcome: Sequence[Tensor | None] | BaseException) -> None:
-            changed = not isinstance(outcome, BaseException) or isinstance(outcome, Unrepeatable)
-            if changed and self._persistence is not None:
-                self._persistence.note_applied(call.target, call.identity, call.settled)
-            if isinstance(outcome, BaseException):
-                call.fail(outcome)
-                return
-            call.reply(wire.to_wire(outcome, specs), payload=wire.pack_gradients(outcome, seen.changes))
-
-        seen = StateSeen()
-        rows = _rows([*inputs, *gradients])
-        sizes, length = backend.schema.measure(inputs, gradients)
-        task = Task(
-            [*inputs, *gradients], rows, call.deadline, finish, call.drop, ticket=ticket, sizes=sizes,
-            length=length, evaluating=wire.is_evaluation(call.verb), updates=updates, seen=seen,
-        )  # fmt: skip
-        if rows:
-            self._put_aside(call, backend, backend.backward_pool, task)
-        else:
-            # Activations of no rows are never kept, so the inputs are there.
-            finish(
-                [
-                    tensor.clone() if tensor is not None and spec is not None and spec.requires_grad else None
-                    for tensor, spec in zip(inputs, specs, strict=True)
-                ]
-            )
-
-    def _put_aside(self, call: Call, backend: ExpertBackend, pool: TaskPool, task: Task) -> None:
-        """Queue the task once all requests received so far are read, so that they share a batch."""
-        task.caller = call.peer.name
-        priority = backend.prioritize(task.caller, task.rows, backward=pool is backend.backward_pool)
-        if not isinstance(priority, int):
-            raise TypeError(f"{type(backend).__name__}.prioritize returned {priority!r}; return a whole number")
-        task.priority = priority
-        if backend.copies is not None:
-            task.inputs, task.copied = backend.copies.bring(task.inputs)
-        aside: dict[TaskPool, list[Task]] | None = getattr(self._round, "tasks", None)
-        if aside is None:
-            aside = self._round.tasks = {}
-        aside.setdefault(pool, []).append(task)
-
-    def _submit_round(self) -> None:
-        aside: dict[TaskPool, list[Task]] | None = getattr(self._round, "tasks", None)
-        if aside:
-            self._round.tasks = None
-            of_many = not self._server.on_loop()
-            if len(self._runtimes) == 1:
-                self._runtimes[0].submit(aside, one_of_many=of_many)
-                return
-            for runtime in self._runtimes:
-                mine = {pool: tasks for pool, tasks in aside.items() if pool in runtime}
-                runtime.submit(mine, one_of_many=of_many)
-
-    def _gathering(self) -> AbstractContextManager[None]:
-        return self._server.gathering()
-
-    def _backward_again(self, call: Call) -> None:
-        """Answer a retry of which only the number is known: the update is made, but its gradients are gone."""
-        self._find(call.target)
-        call.reply(payload=wire.GONE)
-
-    def _read_backward(
-        self, call: Call, backend: ExpertBackend
-    ) -> tuple[list[Tensor | None], list[Tensor | None], bytes, bool]:
-        schema = backend.schema
-        present, ticket, updates = wire.read_backward(call.payload)
-        inputs: list[Tensor | None] = [None] * len(schema.inputs)
-        count = 0
-        if not ticket:
-            count = sum(count_parts(spec) for spec in schema.inputs if spec is not None)
-            inputs = wire.from_wire(call.tensors[:count], schema.inputs)
-        elif ticket not in backend.kept:
-            raise ActivationsGone(f"{call.target} has not kept these activations; send the inputs again")
-        gradients = wire.from_wire(call.tensors[count:], schema.output_specs, present)
-        names = [f"gradient of output {index}" for index in range(len(gradients))]
-        self._check_finite(call, inputs, schema.input_names)
-        self._check_finite(call, gradients, names, ". If that output did too, the cause is the module, not the loss")
-        return inputs, gradients, ticket, updates
-
-    def _check_finite(self, call: Call, tensors: Sequence[Tensor | None], names: Sequence[str], hint: str = "") -> None:
-        name = first_not_finite(tensors, names)
-        if name is not None:
-            self._not_finite[call.peer.name] += 1
-            raise NonFinite(f"{call.target}: {name} holds NaN or Inf{hint}")
-
-
-def _allocate_pinned(headers: Sequence[TensorHeader]) -> Sequence[Tensor]:
-    return [torch.empty(header.shape, dtype=header.dtype, pin_memory=True, device="cpu") for header in headers]
-
-
-def _rows(tensors: Sequence[Tensor | None]) -> int:
-    for tensor in tensors:
-        if tensor is not None:
-            return tensor.shape[0]
-    raise AssertionError("a schema without inputs is rejected when it is created")
 
 
 def _warn_of_waits(backends: Iterable[ExpertBackend]) -> None:

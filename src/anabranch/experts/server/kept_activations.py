@@ -20,7 +20,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from anabranch.autodiff.layer_state import lazy_clone
 from anabranch.autodiff.moved_parameter import parameters_here
-from anabranch.experts.server.batching.padding import fill
+from anabranch.experts.server.batches import fill
 
 __all__ = ["KeptActivations", "KeptBatch", "KeptRows", "copies_of", "copy_on_write", "is_unwritten", "take_writes"]
 

@@ -1,21 +1,28 @@
-"""Modules that can be served by name: the command line's alternatives to a user's module."""
+"""Experts of the command line: those of a function of the user's, and named modules with named optimizers."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+import itertools
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import cast
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-__all__ = ["Feedforward", "Nothing", "check_steps", "find_factory", "make_optimizer", "make_scheduler"]
+from anabranch.experts.server.backend import ExpertBackend
+from anabranch.tensors import TensorSpec
+from anabranch.transport.directory.uids import check_uid
 
-Factory = Callable[..., nn.Module | Mapping[str, object]]
-"""Make an expert's module, or the arguments of its backend."""
+__all__ = ["Feedforward", "Nothing", "expand_uids", "load_function", "make_backends_of", "make_named_experts"]
+
+_FEATURES = 512
+_RANGE = re.compile(r"\[(0|[1-9][0-9]*):(0|[1-9][0-9]*)\]")
 
 
 class Feedforward(nn.Module):
@@ -48,7 +55,7 @@ class Nothing(nn.Module):
     torch.Size([2, 8])
 
     Args:
-        features: not used; all named modules take it.
+        features: the last size of its input.
     """
 
     def __init__(self, features: int) -> None:
@@ -68,137 +75,144 @@ _OPTIMIZERS: dict[str, type[Optimizer]] = {
 }
 
 
-def find_factory(name: str) -> Factory:
-    """Return the factory of the modules called ``name``: ``ffn``, ``nop``, or ``package.module:function``.
+def expand_uids(pattern: str) -> list[str]:
+    """Expand ``pattern`` into uids: ``[a:b]`` is each index from a up to, not including, b.
 
-    >>> find_factory("ffn")(8).__class__.__name__
-    'Feedforward'
-
-    It returns a module, or a mapping of arguments of ``ExpertBackend`` with the module among them.
+    >>> expand_uids("ffn.[0:2].[5:7]")
+    ['ffn.0.5', 'ffn.0.6', 'ffn.1.5', 'ffn.1.6']
 
     Raises:
-        ValueError: no such name, module or function; or when it is called, other arguments or another result.
+        ValueError: the pattern gives an invalid uid, or none.
     """
-    if name in _NAMED:
-        factory: Callable[..., object] = _NAMED[name]
-    elif ":" in name:
-        factory = _import(name)
-    else:
+    parts = [
+        [part] if (match := _RANGE.fullmatch(part)) is None else map(str, range(int(match[1]), int(match[2])))
+        for part in pattern.split(".")
+    ]
+    uids = [check_uid(".".join(names)) for names in itertools.product(*parts)]
+    if not uids:
+        raise ValueError(f"{pattern!r} matches no uid: a range is empty; write [first:last+1]")
+    return uids
+
+
+def make_named_experts(
+    pattern: str,
+    module: str = "ffn",
+    optimizer: str | None = None,
+    lr: float | None = None,
+    device: str | None = None,
+    max_batch_size: int | None = None,
+) -> list[ExpertBackend]:
+    """Make an expert for each uid of ``pattern``.
+
+    >>> [backend.uid for backend in make_named_experts("ffn.[0:2]", "ffn:8", "sgd", 0.1)]
+    ['ffn.0', 'ffn.1']
+
+    Args:
+        pattern: as of ``expand_uids``.
+        module: ``ffn`` or ``nop``, with the last size of its input (``ffn:64``; 512 unless given), or
+            ``package.module:function``, which returns a mapping of arguments of ``ExpertBackend``, with ``module`` and
+            its schema among them.
+        optimizer: ``sgd``, ``adam``, ``adamw``, ``adagrad`` or ``none``; by default the function's, or Adam.
+        lr: its learning rate; by default .001.
+        device: of the experts.
+        max_batch_size: the most rows of a batch.
+
+    Raises:
+        ValueError: no such module, function, optimizer or device.
+    """
+    factory = _factory(module)
+    backends = []
+    for uid in expand_uids(pattern):
+        arguments = factory()
+        if optimizer is not None or "optimizer" not in arguments:
+            arguments["optimizer"] = _make_optimizer(optimizer or "adam", arguments["module"], lr)
+        elif lr is not None:
+            raise ValueError(f"--lr {lr} is for an optimizer by name, and {module!r} makes its own; set lr there")
+        if max_batch_size is not None:
+            arguments["max_batch_size"] = max_batch_size
+        try:
+            backend = ExpertBackend(uid, **arguments)
+        except TypeError as error:
+            raise ValueError(f"{module!r} returned arguments that ExpertBackend does not take: {error}") from error
+        try:
+            backends.append(backend if device is None else backend.to(device))
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"no expert can run on {device!r} here: {error}") from error
+    return backends
+
+
+def make_backends_of(target: str, index: int, count: int) -> list[ExpertBackend]:
+    """Return what the function ``FILE_OR_MODULE:NAME`` makes for the ``index``-th of ``count`` servers.
+
+    Raises:
+        ValueError: no such file, module or function, or one that returns something else.
+    """
+    backends = load_function(target)(index, count)
+    if not isinstance(backends, Sequence) or not all(isinstance(backend, ExpertBackend) for backend in backends):
+        raise ValueError(f"{target}(index, count) returns a list of ExpertBackend, got {type(backends).__name__}")
+    return list(backends)
+
+
+def load_function(target: str) -> Callable[..., Any]:
+    """Return the function ``FILE_OR_MODULE:NAME``; modules are looked for in the current folder too.
+
+    Raises:
+        ValueError: there is none.
+    """
+    place, _, name = target.rpartition(":")
+    # Last, so that the current folder hides no other module.
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        function = getattr(_load_file(Path(place)) if place.endswith(".py") else import_module(place), name)
+    except (ImportError, AttributeError, ValueError, OSError) as error:
+        raise ValueError(
+            f"{target!r} cannot be loaded: {error}; name FILE.py:function or package.module:function"
+        ) from (error)
+    if not callable(function):
+        raise ValueError(f"{target!r} is a {type(function).__name__}, not a function")
+    return cast("Callable[..., Any]", function)
+
+
+def _load_file(path: Path) -> object:
+    # As `python FILE` does it, but for the name: code under `if __name__ == "__main__"` does not run.
+    sys.path.insert(0, str(path.resolve().parent))
+    spec = spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[path.stem] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _factory(name: str) -> Callable[[], dict[str, Any]]:
+    kind, _, width = name.partition(":")
+    if kind in _NAMED:
+        if width and (not width.isdecimal() or not int(width)):
+            raise ValueError(f"the width of {kind!r} is a whole number above 0, such as {kind}:64, got {name!r}")
+        features = int(width or _FEATURES)
+        return lambda: {"module": _NAMED[kind](features), "args_schema": [TensorSpec(features)]}
+    if not width:
         raise ValueError(
             f"{name!r} is not the name of a module to serve; use {', '.join(_NAMED)} or package.module:function"
         )
+    function = load_function(name)
 
-    def make(*args: object, **kwargs: object) -> nn.Module | Mapping[str, object]:
-        try:
-            made = factory(*args, **kwargs)
-        except TypeError as error:
-            given = ", ".join([*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())])
-            raise ValueError(f"{name!r} cannot be called with ({given}): {error}") from error
-        if isinstance(made, nn.Module) or (isinstance(made, Mapping) and isinstance(made.get("module"), nn.Module)):
-            return made
-        raise ValueError(
-            f"{name!r} returned a {type(made).__name__}, not an nn.Module, nor a mapping of ExpertBackend's arguments "
-            "with its 'module'"
-        )
+    def make() -> dict[str, Any]:
+        made = function()
+        if not isinstance(made, Mapping) or not isinstance(made.get("module"), nn.Module):
+            raise ValueError(
+                f"{name!r} returns a mapping of ExpertBackend's arguments, with 'module' and 'args_schema' or "
+                f"'kwargs_schema', got {type(made).__name__}"
+            )
+        return dict(made)
 
     return make
 
 
-def make_optimizer(
-    name: str, module: nn.Module, lr: float | None = None, args: Mapping[str, object] | None = None
-) -> Optimizer | None:
-    """Return the optimizer called ``name`` over ``module``'s parameters; ``None`` for a module without any, or for
-    ``none``.
-
-    Args:
-        name: ``sgd``, ``adam``, ``adamw``, ``adagrad``, ``none``, or ``package.module:class``.
-        module: has the parameters.
-        lr: the learning rate; ``None`` for 0.001, or the default of a class of another package.
-        args: further arguments.
-
-    Raises:
-        ValueError: no such optimizer, or other arguments.
-    """
-    if name.lower() == "none" or not any(True for _ in module.parameters()):
+def _make_optimizer(name: str, module: nn.Module, lr: float | None) -> Optimizer | None:
+    if name == "none" or next(module.parameters(), None) is None:
         return None
-    factory: Callable[..., object]
-    given = dict(args or {})
-    if ":" in name:
-        factory = _import(name)
-        given |= {} if lr is None else {"lr": lr}
-    elif name.lower() in _OPTIMIZERS:
-        factory = _OPTIMIZERS[name.lower()]
-        given |= {"lr": 1e-3 if lr is None else lr}
-    else:
-        raise ValueError(f"{name!r} is not an optimizer; use {', '.join(_OPTIMIZERS)}, none, or package.module:class")
-    made = _call(name, factory, module.parameters(), given)
-    if not isinstance(made, Optimizer):
-        raise ValueError(f"{name!r} returned a {type(made).__name__}, not a torch.optim.Optimizer")
-    return made
-
-
-def make_scheduler(name: str, optimizer: Optimizer, args: Mapping[str, object] | None = None) -> LRScheduler:
-    """Return the scheduler called ``name``, which is stepped once per update.
-
-    >>> optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    >>> make_scheduler("StepLR", optimizer, {"step_size": 100}).step_size
-    100
-
-    Args:
-        name: a class of ``torch.optim.lr_scheduler``, or ``package.module:function`` of the optimizer.
-        optimizer: whose learning rate it changes.
-        args: further arguments.
-
-    Raises:
-        ValueError: no such scheduler, other arguments, or one that steps with a metric.
-    """
-    factory = _import(name) if ":" in name else getattr(torch.optim.lr_scheduler, name, None)
-    if not callable(factory) or factory is LRScheduler:
-        raise ValueError(
-            f"{name!r} is not a scheduler; use a class of torch.optim.lr_scheduler, such as StepLR, or "
-            "package.module:function"
-        )
-    made = _call(name, factory, optimizer, dict(args or {}))
-    if not isinstance(made, LRScheduler) or isinstance(made, ReduceLROnPlateau):
-        raise ValueError(
-            f"{name!r} returned a {type(made).__name__}; an expert needs an LRScheduler that steps without a loss"
-        )
-    return made
-
-
-def check_steps(uid: str, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> None:
-    """Refuse an optimizer that recomputes the loss, and a scheduler that steps with a metric."""
-    for name, what in (("optimizer", optimizer), ("scheduler", scheduler)):
-        if what is None:
-            continue
-        # The class's: schedulers replace the step of their optimizer instance.
-        _, *parameters = inspect.signature(type(what).step).parameters.values()
-        needed = [
-            parameter.name
-            for parameter in parameters
-            if parameter.default is parameter.empty
-            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        ]
-        if needed:
-            raise ValueError(
-                f"{uid}: a step of the {name}, a {type(what).__name__}, needs {', '.join(needed)}, which an update "
-                f"from a caller's gradients does not have; use another {name}, or override apply_gradients"
-            )
-
-
-def _import(name: str) -> Callable[..., object]:
-    module_name, _, attribute = name.partition(":")
-    try:
-        found = getattr(import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise ValueError(f"{name!r} cannot be loaded: {error}") from error
-    if not callable(found):
-        raise ValueError(f"{name!r} is a {type(found).__name__}, not a function or class")
-    return cast("Callable[..., object]", found)
-
-
-def _call(name: str, factory: Callable[..., object], first: object, args: Mapping[str, object]) -> object:
-    try:
-        return factory(first, **args)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name!r} does not take {args}: {error}") from error
+    if name not in _OPTIMIZERS:
+        raise ValueError(f"{name!r} is not an optimizer; use {', '.join(_OPTIMIZERS)} or none")
+    return _OPTIMIZERS[name](module.parameters(), lr=1e-3 if lr is None else lr)  # type: ignore[call-arg]

@@ -9,6 +9,9 @@
 Callers draw the ids and number the steps, so a request that the network repeats never advances a sequence twice. A step
 that fails in the module may have changed the cache, so it ends its session. The reasons why the latest sessions ended
 are kept, so that the next request is answered with the reason.
+
+All sessions share one budget of bytes. A session counts with the measured bytes of its cache and of the answer kept
+beside it, at least 64 KiB, and while a step of it is computed with what the step may add.
 """
 
 from __future__ import annotations
@@ -16,23 +19,27 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from types import ModuleType
 
 import msgspec
-from torch import Tensor
+from torch import Tensor, nn
 
 from anabranch.deadline import Deadline
 from anabranch.errors import Overloaded, SchemaError, SessionGone
 from anabranch.experts.server.backend import ExpertBackend
-from anabranch.experts.server.sessions.step_tasks import bytes_held
 from anabranch.experts.wire import StepHeader
 from anabranch.periodic import periodic
 from anabranch.record.spans import mark
 
-__all__ = ["SessionLimits", "Sessions", "Step"]
+__all__ = ["Sessions", "Step", "bytes_held"]
 
+LEAST_BYTES = 1 << 16
+"""What a session counts with at least: that of its record here, and of what its module keeps unseen."""
+
+# Seconds that a caller may ask to keep an idle session for.
+_LONGEST_TTL = 3600.0
 # Ended sessions whose reasons are kept.
 _MOST_REASONS = 4096
 # Seconds between two checks for expired sessions while no request makes one.
@@ -45,53 +52,21 @@ _UNKNOWN = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SessionLimits:
-    """The bounds of an expert server's sessions; beyond them callers get ``Overloaded``, or ``SchemaError`` for a
-    session that could never fit.
-
-    >>> SessionLimits(sessions=64).tokens
-    1048576
-
-    Attributes:
-        sessions: open at the same time.
-        tokens: positions that all open sessions may grow to together: rows times ``max_length``, set aside at the first
-            step.
-        nbytes: bytes of all caches and of the answers kept beside them, measured after each step. Beyond it no session
-            opens, and no step is taken, until others have ended.
-        ttl: the longest time to live that a caller may request, in seconds.
-
-    Raises:
-        ValueError: a bound that is not above 0.
-    """
-
-    sessions: int = 1024
-    tokens: int = 1 << 20
-    nbytes: int = 4 << 30
-    ttl: float = 3600.0
-
-    def __post_init__(self) -> None:
-        for name in ("sessions", "tokens", "nbytes"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is a whole number above 0, got {value!r}")
-        if not 0 < self.ttl < float("inf"):
-            raise ValueError(f"ttl is a finite number of seconds above 0, got {self.ttl!r}")
-
-
 class Step(msgspec.Struct, frozen=True, eq=False):
     """One step that a caller requests.
 
     Attributes:
         header: the session's id, the step's number, the session's bounds.
         rows: of the inputs.
-        length: positions by which the sequences grow.
+        length: positions by which the sequences grow; 0 before the inputs have come.
+        nbytes: of the inputs.
         checksum: of the inputs as received.
     """
 
     header: StepHeader
     rows: int
     length: int = 0
+    nbytes: int = 0
     checksum: int = 0
 
 
@@ -109,39 +84,51 @@ class _Session(msgspec.Struct, eq=False):
         steps: the number of steps taken.
         checksum: of the last step's inputs.
         answer: of the last step.
-        nbytes: of the cache and the answer.
+        measured: bytes of the cache and the answer.
+        counted: bytes of the budget.
     """
 
     backend: ExpertBackend
     rows: int
     max_length: int
     ttl: float
-    expires: float
+    expires: float = _WHILE_COMPUTED
     cache: object = None
     length: int = 0
     steps: int = 0
     checksum: int = 0
     answer: Sequence[Tensor | None] = ()
-    nbytes: int = 0
+    measured: int = 0
+    counted: int = 0
+
+    def with_step(self, step: Step) -> int:
+        """Bytes to count with while ``step`` is computed: positions cost what those so far have cost."""
+        grows = self.measured * step.length // self.length if self.length else 0
+        return max(LEAST_BYTES, self.measured + step.nbytes + grows)
 
 
 class Sessions:
     """The open sessions of one server; they expire while the ``with`` block runs, and leaving it ends them all.
 
     Args:
-        limits: their bounds.
+        budget: bytes that all may count together. Beyond it no session opens, and no step is taken, until others have
+            ended.
         clock: seconds for their times to live.
+
+    Raises:
+        ValueError: a budget below that of one session.
     """
 
-    def __init__(self, limits: SessionLimits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, budget: int, clock: Callable[[], float] = time.monotonic) -> None:
+        if isinstance(budget, bool) or not isinstance(budget, int) or budget < LEAST_BYTES:
+            raise ValueError(f"session_bytes is a whole number of bytes, {LEAST_BYTES} or more, got {budget!r}")
         self.nbytes = 0
-        """Bytes of all caches, and of the answers kept beside them."""
-        self._limits = limits
+        """Bytes that the open sessions count."""
+        self._budget = budget
         self._clock = clock
         self._lock = threading.Lock()
         self._open: dict[bytes, _Session] = {}
         self._reasons: OrderedDict[bytes, str] = OrderedDict()
-        self._tokens = 0
         # A lower bound of all expiries, not the exact minimum, because every step extends one.
         self._sweep_at = float("inf")
         self._sweeper = ExitStack()
@@ -171,22 +158,20 @@ class Sessions:
 
         Raises:
             SessionGone: the session has ended.
-            SchemaError: it is not the next step, does not fit its session, or can never fit these limits.
+            SchemaError: it is not the next step, does not fit its session, or can never fit the budget.
             Overloaded: there is no room.
         """
         with self._lock:
             session = self._find(step.header, backend)
-            if session is None:
-                self._check_room(step)
-            else:
-                self._check_step(session, step)
+            if session is None or not self._is_again(session, step):
+                self._check_room(step, backend, session)
 
     def hold(self, key: bytes, deadline: Deadline) -> None:
         """Keep a session alive while its step waits for the device, even longer than its ttl."""
         with self._lock:
             session = self._open.get(key)
             if session is not None and session.expires != _WHILE_COMPUTED:
-                self._renew(session, max(session.ttl, min(deadline.remaining(), self._limits.ttl)))
+                self._renew(session, max(session.ttl, min(deadline.remaining(), _LONGEST_TTL)))
 
     def end(self, key: bytes, reason: str) -> None:
         """Free a session; later requests for it are answered with ``reason``, even if it never existed."""
@@ -205,59 +190,50 @@ class Sessions:
         key = step.header.session
         with self._lock:
             session = self._find(step.header, backend)
-            if session is not None:
-                self._check_step(session, step)
-                if step.header.number < session.steps:
-                    return session.answer
-                session.expires = _WHILE_COMPUTED
-        if session is None:
-            session = self._begin(step, backend)
+            if session is not None and self._is_again(session, step):
+                return session.answer
+            needs = self._check_room(step, backend, session)
+            if session is None:
+                session = self._open[key] = _Session(backend, step.rows, step.header.max_length, step.header.ttl)
+                backend.open_sessions += 1
+            session.expires = _WHILE_COMPUTED
+            self._count(session, needs)
         try:
+            if session.cache is None:
+                self._make_cache(session, step)
             answer = backend.step(session.cache, *inputs)
-            held = bytes_held(session.cache, answer)
+            measured = bytes_held(session.cache, answer)
         except BaseException as error:
-            self.end(key, f"step {step.header.number} failed in the module of {backend.uid}: {_name_of(error)}")
+            if self._open.get(key) is session:
+                uid, number = backend.uid, step.header.number
+                what = (
+                    f"step {number} failed in the module of {uid}"
+                    if session.cache is not None
+                    else f"{uid} could not make a cache"
+                )
+                self.end(key, f"{what}: {type(error).__name__}: {error}")
             raise
         with self._lock:
             if self._open.get(key) is not session:
                 raise SessionGone(self._reasons.get(key, _UNKNOWN))
             session.length += step.length
             session.steps += 1
-            session.checksum, session.answer = step.checksum, answer
-            self._count_bytes(session, held)
+            session.checksum, session.answer, session.measured = step.checksum, answer, measured
+            self._count(session, max(LEAST_BYTES, measured))
             self._renew(session, session.ttl)
         return answer
 
-    def _begin(self, step: Step, backend: ExpertBackend) -> _Session:
-        header = step.header
+    def _make_cache(self, session: _Session, step: Step) -> None:
+        """Have the module make the cache; drop the session if it has no room, for which a retry may find some later."""
+        cache = session.backend.make_cache(step.rows, session.max_length)
+        session.measured = bytes_held(cache)
         with self._lock:
-            self._check_room(step)
-            session = _Session(backend, step.rows, header.max_length, header.ttl, _WHILE_COMPUTED)
-            self._open[header.session] = session
-            self._tokens += session.rows * session.max_length
-            backend.open_sessions += 1
-        try:
-            session.cache = backend.make_cache(step.rows, header.max_length)
-            held = bytes_held(session.cache)
-        except BaseException as error:
-            self.end(header.session, f"{backend.uid} could not make a cache: {_name_of(error)}")
-            raise
-        with self._lock:
-            self._count_bytes(session, held)
-            if self.nbytes > self._limits.nbytes:
-                # Without a reason, because nothing was done: a retry may find room later.
-                self._drop(header.session)
-                if held > self._limits.nbytes:
-                    raise SchemaError(
-                        f"{backend.uid}: a cache of {held} bytes never fits into the {self._limits.nbytes} of all "
-                        "sessions here; open a session of fewer rows or positions, or raise the server's bound"
-                    )
-                raise Overloaded(
-                    f"{backend.uid}: a cache of {held} bytes more exceeds {self._limits.nbytes} bytes for sessions; "
-                    f"{len(self._open)} are open"
-                )
-        mark("experts.session_opened", uid=backend.uid, rows=step.rows, max_length=header.max_length)
-        return session
+            try:
+                self._count(session, self._check_room(step, session.backend, session))
+            except (SchemaError, Overloaded):
+                self._drop(step.header.session)
+                raise
+        session.cache = cache
 
     # --- with the lock held
 
@@ -272,7 +248,8 @@ class Sessions:
             return None
         raise SessionGone(self._reasons.get(key, _UNKNOWN))
 
-    def _check_step(self, session: _Session, step: Step) -> None:
+    def _is_again(self, session: _Session, step: Step) -> bool:
+        """Return True for the last step, asked for again, and False for the next one; refuse any other."""
         number, uid = step.header.number, session.backend.uid
         if step.rows != session.rows:
             raise SchemaError(f"{uid}: the session has {session.rows} rows, step {number} brings {step.rows}")
@@ -283,7 +260,7 @@ class Sessions:
                     f"{uid}: step {number} was already taken, with other inputs; its answer may have been lost: send "
                     "it with the same inputs again, or open another session"
                 )
-            return
+            return True
         if number != session.steps:
             raise SchemaError(f"{uid}: received step {number}, but the session expects step {session.steps}")
         if session.length + step.length > session.max_length:
@@ -291,38 +268,31 @@ class Sessions:
                 f"{uid}: {session.length} positions and {step.length} more exceed the session's max_length, "
                 f"{session.max_length}"
             )
-        if session.nbytes > self._limits.nbytes:
-            raise SchemaError(
-                f"{uid}: this session alone holds {session.nbytes} bytes, over the {self._limits.nbytes} of all "
-                "sessions here, and cannot continue; open one with fewer rows or positions, or raise the server's bound"
-            )
-        if self.nbytes > self._limits.nbytes:
-            raise Overloaded(
-                f"{uid}: {len(self._open)} sessions hold {self.nbytes} bytes, over {self._limits.nbytes}; the same "
-                "step can be sent again once others have ended"
-            )
+        return False
 
-    def _check_room(self, step: Step) -> None:
-        limits, header = self._limits, step.header
-        if header.ttl > limits.ttl:
-            raise SchemaError(f"this server keeps an idle session for at most {limits.ttl:g} s, got ttl={header.ttl:g}")
-        wanted = step.rows * header.max_length
-        if wanted > limits.tokens:
+    def _check_room(self, step: Step, backend: ExpertBackend, session: _Session | None) -> int:
+        """Return the bytes that the session counts with while ``step`` is computed."""
+        if step.header.ttl > _LONGEST_TTL:
             raise SchemaError(
-                f"a session of {step.rows} rows of max_length {header.max_length} reserves {wanted} tokens, over "
-                f"the {limits.tokens} of all sessions here; open one of fewer rows or positions, or raise the server's "
-                "bound"
+                f"this server keeps an idle session for at most {_LONGEST_TTL:g} s, got ttl={step.header.ttl:g}"
             )
-        if len(self._open) >= limits.sessions or self._tokens + wanted > limits.tokens or self.nbytes >= limits.nbytes:
+        needs = max(LEAST_BYTES, step.nbytes) if session is None else session.with_step(step)
+        others = self.nbytes - (0 if session is None else session.counted)
+        if needs > self._budget:
+            raise SchemaError(
+                f"{backend.uid}: with this step the session alone needs {needs} bytes, over the {self._budget} of all "
+                "sessions here; open one of fewer rows or positions, or raise the server's session_bytes"
+            )
+        if others + needs > self._budget:
             raise Overloaded(
-                f"{len(self._open)} sessions are open, with {self._tokens} tokens reserved and {self.nbytes} bytes; "
-                f"one more of {wanted} tokens exceeds {limits.sessions} sessions, {limits.tokens} tokens or "
-                f"{limits.nbytes} bytes"
+                f"{backend.uid}: {len(self._open)} sessions are open and count {self.nbytes} bytes; {needs} for this "
+                f"one exceed {self._budget}; the same step can be sent again once others have ended"
             )
+        return needs
 
-    def _count_bytes(self, session: _Session, held: int) -> None:
-        self.nbytes += held - session.nbytes
-        session.nbytes = held
+    def _count(self, session: _Session, counted: int) -> None:
+        self.nbytes += counted - session.counted
+        session.counted = counted
 
     def _renew(self, session: _Session, seconds: float) -> None:
         session.expires = self._clock() + seconds
@@ -331,8 +301,7 @@ class Sessions:
     def _drop(self, key: bytes, reason: str | None = None) -> None:
         session = self._open.pop(key, None)
         if session is not None:
-            self._tokens -= session.rows * session.max_length
-            self.nbytes -= session.nbytes
+            self.nbytes -= session.counted
             session.backend.open_sessions -= 1
         if reason is not None and key not in self._reasons:
             self._reasons[key] = reason
@@ -358,5 +327,38 @@ class Sessions:
             self._sweep()
 
 
-def _name_of(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+def bytes_held(*structures: object) -> int:
+    """Return the bytes of the tensors in ``structures``: in containers and in attributes; shared memory counts once.
+
+    >>> import torch
+    >>> whole = torch.zeros(4, 8)
+    >>> bytes_held({"keys": whole[:2], "values": [whole[2:]]}, None, 7)
+    128
+    """
+    storages: dict[int, int] = {}
+    seen: set[int] = set()
+    waiting = list(structures)
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Tensor):
+            storage = part.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        elif part is not None and id(part) not in seen:
+            seen.add(id(part))
+            waiting += _parts_of(part)
+    return sum(storages.values())
+
+
+def _parts_of(part: object) -> Iterator[object]:
+    # A cache may refer to its module, which exists anyway.
+    if isinstance(part, (str, bytes, int, float, type, ModuleType, nn.Module)):
+        return
+    if isinstance(part, Mapping):
+        yield from part.values()
+    elif isinstance(part, (list, tuple, set, frozenset)):
+        yield from part
+    yield from getattr(part, "__dict__", {}).values()
+    for kind in type(part).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            yield getattr(part, name, None)

@@ -1,4 +1,4 @@
-"""Requests of unequal lengths in one batch: padded with zeros to the longest, with a mask of the values.
+"""Requests as one batch, and its outputs as theirs again; requests of unequal lengths padded to the longest.
 
 ::
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import SchemaError
-from anabranch.experts.server.batching.task_pool import Task, join_tasks, split_outputs
+from anabranch.experts.server.scheduler import Task
 from anabranch.tensors import TensorSpec
 
 __all__ = ["cut", "fill", "join_padded", "make_mask", "split_padded"]
@@ -39,17 +39,19 @@ def cut(tensor: Tensor, spec: TensorSpec, length: int) -> Tensor:
     return tensor
 
 
-def make_mask(lengths: Sequence[int], rows: Sequence[int], device: torch.device) -> Tensor:
-    """Return the bool mask of a batch of requests of this many rows of such lengths."""
-    each = torch.tensor(lengths, device=device).repeat_interleave(torch.tensor(rows, device=device))
-    return torch.arange(max(lengths, default=0), device=device) < each[:, None]
+def make_mask(batch: Sequence[Task], device: torch.device) -> Tensor:
+    """Return the bool mask of the values of a padded batch."""
+    lengths = torch.tensor([task.length for task in batch], device=device)
+    each = lengths.repeat_interleave(torch.tensor([task.rows for task in batch], device=device))
+    return torch.arange(_longest(batch), device=device) < each[:, None]
 
 
-def join_padded(batch: Sequence[Task], specs: Sequence[TensorSpec | None]) -> list[Tensor | None]:
-    """Return the inputs of a batch, each as one tensor of the longest request's length."""
-    longest = max(task.length for task in batch)
-    # The tasks keep their own, to be run one by one if the batch fails.
-    filled = [
+def join_padded(batch: Sequence[Task], specs: Sequence[TensorSpec | None]) -> list[list[Tensor | None]]:
+    """Return the inputs of each task of a batch, of the longest one's length; the tasks keep their own, to be run one
+    by one if the batch fails.
+    """
+    longest = _longest(batch)
+    return [
         [
             tensor
             if tensor is None or spec is None or not spec.varying
@@ -58,19 +60,21 @@ def join_padded(batch: Sequence[Task], specs: Sequence[TensorSpec | None]) -> li
         ]
         for task in batch
     ]
-    return join_tasks(batch, filled)
 
 
 def split_padded(
-    outputs: Sequence[Tensor | None], batch: Sequence[Task], specs: Sequence[TensorSpec | None], names: Sequence[str]
+    outputs: Sequence[Sequence[Tensor | None]],
+    batch: Sequence[Task],
+    specs: Sequence[TensorSpec | None],
+    names: Sequence[str],
 ) -> list[list[Tensor | None]]:
     """Return the outputs of each task of a batch, of its own length.
 
     Raises:
         SchemaError: a size that varies is not the length of the batch.
     """
-    longest = max(task.length for task in batch)
-    for output, spec, name in zip(outputs, specs, names, strict=True):
+    longest = _longest(batch)
+    for output, spec, name in zip(outputs[0], specs, names, strict=True):
         if output is not None and spec is not None and any(n != longest for n in spec.sizes_of(output.shape)):
             raise SchemaError(
                 f"{name}: expected length {longest}, as its inputs were padded to, got {tuple(output.shape)}; sizes of "
@@ -81,5 +85,9 @@ def split_padded(
             output if output is None or spec is None else cut(output, spec, task.length)
             for output, spec in zip(mine, specs, strict=True)
         ]
-        for task, mine in zip(batch, split_outputs(outputs, batch), strict=True)
+        for task, mine in zip(batch, outputs, strict=True)
     ]
+
+
+def _longest(batch: Sequence[Task]) -> int:
+    return max(task.length for task in batch)

@@ -1,0 +1,718 @@
+"""Mixtures of remote experts: a gate here, experts anywhere, and an answer from those that answer.
+
+::
+
+                     ┌─ the boundary ─────────────────────────────────────────────────────────────┐
+    x ──> gate ──> scores ──> beam search over the directory ──> rows grouped by expert            │
+    │                │                                                  │                         │
+    │                │                     one call an expert, all at once, one deadline          │
+    │                │                                                  │                         │
+    │                └──> softmax over the responders ──> * ──> sum ────┼─────────────────────────┼─> y
+    └─────────────────────── inputs of the calls ────────────┘                                     │
+                     └────────────────────────────────────────────────────────────────────────────┘
+
+An expert that does not answer is left out of the softmax, so the result is that of a mixture of the responders alone,
+and so are its gradients. Rows left with too few answers ask the next best experts. One whose schema is not that of the
+others is left out before it is called. The experts asked depend on the gate's values, so all of that is behind one
+boundary: the tape and a captured graph see one operation whose outputs have the form given by the experts' schema.
+
+``GatedMixture`` is the gate and the caller; ``mixtures.py`` has the two modules that extend it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import os
+import warnings
+from collections import Counter
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from anabranch.autodiff.boundary import whole_calls
+from anabranch.autodiff.boundary.crossing import Form, RecordedBoundary, cross, outside_tracing
+from anabranch.deadline import Deadline, check_seconds
+from anabranch.errors import BoundaryError, NonFinite, PeerLost, SchemaError
+from anabranch.experts.client.beam_search import Choices, beam_search
+from anabranch.experts.client.calls import Calls, ExpertCall, call_experts, output_forms, sample_forms
+from anabranch.experts.client.connections import ModuleClient
+from anabranch.experts.client.expert_call import CallCounts, CallStatistics
+from anabranch.experts.client.finder import ExpertFinder, Phase
+from anabranch.experts.client.remote_module import RemoteModule
+from anabranch.experts.directory import DirectoryLike, as_directory, within
+from anabranch.experts.nesting import flatten
+from anabranch.experts.schema import Schema, outline
+from anabranch.job import job
+from anabranch.tensors import Structure, TensorSpec
+from anabranch.transport import Client
+from anabranch.transport.directory.uids import check_prefix
+from anabranch.transport.failures import printable
+
+__all__ = ["CallLimits", "GatedMixture", "check_fraction", "scores_of"]
+
+_log = logging.getLogger("anabranch.experts")
+
+# A mixture has other experts, so it does not wait for one that refuses connections.
+_RETRIES = 2
+# Experts whose schemas tell the form of a mixture, where none of those to be called fits.
+_SURVEYED = 16
+# Times that rows with too few answers are asked for from other experts, the first one included.
+_ROUNDS = 3
+_MOST_LOOKED_UP = 4096
+_LOOK_SECONDS = 2.0
+
+Rows = NDArray[np.int64]
+Experts = dict[str, tuple[str, Schema]]
+"""The endpoint and schema of each uid."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """Counts, timeouts and the experts that must answer, from the modules' arguments."""
+
+    k_best: int
+    k_min: int
+    forward_timeout: float
+    timeout_after_k_min: float | None
+    backward_k_min: int
+    backward_timeout: float
+    allow_zero_outputs: bool
+    detect_anomalies: bool
+
+    def check(self) -> None:
+        """Raise ``TypeError`` or ``ValueError`` for values that contradict each other."""
+        for name in ("k_best", "k_min", "backward_k_min"):
+            count = getattr(self, name)
+            if isinstance(count, bool) or not isinstance(count, int):
+                raise TypeError(f"{name} is a whole number of experts, got {count!r}")
+        if self.k_best < 1 or not 0 <= self.k_min <= self.k_best or not 0 <= self.backward_k_min <= self.k_best:
+            raise ValueError(
+                f"0 <= k_min, backward_k_min <= k_best and k_best >= 1, got k_best={self.k_best}, k_min={self.k_min}, "
+                f"backward_k_min={self.backward_k_min}"
+            )
+        check_seconds(forward_timeout=self.forward_timeout, backward_timeout=self.backward_timeout)
+        # None and 0, which does not wait, are fine.
+        if self.timeout_after_k_min:
+            check_seconds(timeout_after_k_min=self.timeout_after_k_min)
+
+
+@dataclass(slots=True)
+class _Forward:
+    """One forward of a mixture: the inputs, and the calls so far.
+
+    Attributes:
+        args, kwargs: the experts' inputs.
+        evaluating: the caller is in eval mode.
+        casting: the caller is under autocast.
+        deadline: of all of it.
+        entry: a leaf towards which the caller's sweep goes.
+        calls: those of the best experts, then those in place of lost ones.
+        rows: the rows of each call.
+        outputs: its answer; ``None`` if there was none.
+    """
+
+    args: tuple[Structure, ...]
+    kwargs: dict[str, Structure]
+    evaluating: bool
+    casting: bool
+    deadline: Deadline
+    entry: Tensor | None
+    calls: list[ExpertCall]
+    rows: list[Rows]
+    outputs: list[list[Tensor | None] | None]
+
+    def accepted_by(self, schema: Schema) -> bool:
+        """Return True if the inputs fit ``schema``."""
+        try:
+            schema.flatten_inputs(self.args, self.kwargs, casting=self.casting)
+        except SchemaError:
+            return False
+        return True
+
+    def positions(self, choices: Choices) -> tuple[Rows, int]:
+        """For each row and slot the index of its answer among all answers joined, and their number, which stands for
+        no answer.
+        """
+        answered = [(call, rows) for call, rows in zip(self.calls, self.rows, strict=True) if call.answered]
+        count = sum(len(rows) for _, rows in answered)
+        position = np.full(choices.slots.shape, count, dtype=np.int64)
+        slot_of = {uid: slot for slot, uid in enumerate(choices.uids)}
+        start = 0
+        for call, rows in answered:
+            where = choices.slots[rows] == slot_of[call.uid]
+            position[rows[:, None].repeat(where.shape[1], 1)[where], np.nonzero(where)[1]] = start + np.arange(
+                len(rows)
+            )
+            start += len(rows)
+        return position, count
+
+    def present(self, choices: Choices) -> NDArray[np.bool_]:
+        """Return an array of shape (rows, k): true if the slot's expert has answered for the row."""
+        position, count = self.positions(choices)
+        return cast("NDArray[np.bool_]", position != count)
+
+    def failed(self, choices: Choices) -> set[str]:
+        """Return the uids of the chosen experts that gave no answer."""
+        return set(choices.uids) - {call.uid for call in self.calls if call.answered}
+
+
+class GatedMixture(RemoteModule):
+    """A gate, and the experts of a grid that it chooses for each row, called and weighted as one call."""
+
+    def __init__(
+        self,
+        in_features: int,
+        grid_size: Sequence[int],
+        directory: DirectoryLike | str,
+        uid_prefix: str,
+        limits: CallLimits,
+        grid_dropout: float,
+        client: Client | None,
+        keys: str | os.PathLike[str] | None,
+        insecure: bool,
+    ) -> None:
+        super().__init__(f"the experts {uid_prefix!r}")
+        check_fraction("grid_dropout", grid_dropout)
+        self.grid_dropout = grid_dropout
+        self.grid_size = tuple(grid_size)
+        if not self.grid_size or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in self.grid_size):
+            raise ValueError(f"grid_size is one size above 0 per dimension, got {grid_size!r}")
+        limits.check()
+        self._limits = limits
+        self.k_best = limits.k_best
+        self.uid_prefix = check_prefix(uid_prefix)
+        self.gate = nn.Linear(in_features, sum(self.grid_size))
+        module_client = ModuleClient(client, keys=keys, insecure=insecure, retries=_RETRIES)
+        self._finder = ExpertFinder(as_directory(directory, keys=keys, insecure=insecure), module_client)
+        self._counts = CallCounts()
+        self._dimensions = 1
+        if job().experts and not limits.allow_zero_outputs:  # they have announced themselves, and can be asked
+            self._warn_of_one_process(limits.k_min)
+
+    def _warn_of_one_process(self, k_min: int) -> None:
+        """Warn if one process serves so many of the job's experts that too few are left without it."""
+        if math.prod(self.grid_size) > _MOST_LOOKED_UP:
+            return
+        points = itertools.product(*map(range, self.grid_size))
+        uids = [f"{self.uid_prefix}.{'.'.join(map(str, point))}" for point in points]
+        try:
+            endpoints = within(self._finder.directory, Deadline.after(_LOOK_SECONDS)).lookup(uids)
+        except BoundaryError:
+            return
+        _, most = max(Counter(endpoints.values()).items(), key=lambda item: item[1], default=("", 0))
+        if most and len(endpoints) - most < k_min:
+            warnings.warn(
+                f"one process serves {most} of the {len(endpoints)} experts of {self.uid_prefix!r}: if it dies, rows "
+                f"have fewer than k_min={k_min} answers and the step fails. Start more (anabranch run --experts N), or "
+                "give allow_zero_outputs=True",
+                stacklevel=4,
+            )
+
+    def extra_repr(self) -> str:
+        """Return where the experts are in the grid, and how many are called."""
+        return f"{self.uid_prefix!r}, grid_size={self.grid_size}, k_best={self.k_best}"
+
+    def statistics(self) -> CallStatistics:
+        """Counters of its calls of experts since it was made, or copied."""
+        return self._counts.read(frozenset(self._finder.backoff.now()))
+
+    # --- the gate
+
+    def learn_form(self) -> None:
+        """Request the nesting of the experts' outputs and the dimensions of their inputs, for a capture."""
+        form = self._form()
+        self._keep(form)
+        self._dimensions = _dimensions_of(form)
+
+    def _leading_sizes(self, x: Tensor) -> tuple[int, ...]:
+        """Return the sizes of those dimensions of the input that come before an expert's: its rows."""
+        compiling = torch.compiler.is_dynamo_compiling()
+        if not compiling:
+            _check_gated(x, self.gate)
+        if x.ndim < 3:
+            return tuple(x.shape[:1])
+        dimensions = self._dimensions if compiling else _dimensions_of(self._form())
+        return tuple(x.shape[: max(x.ndim - dimensions, 1)])
+
+    def _gate_logits(self, x: Tensor, leading: tuple[int, ...]) -> Tensor:
+        """Return the gate's logits for each row."""
+        rows = x.flatten(0, len(leading) - 1)
+        if rows.ndim < 2:
+            raise SchemaError(f"a mixture's input has rows and features, got shape {tuple(x.shape)}")
+        rows = rows if rows.ndim == 2 else rows.flatten(1, -2).mean(1)
+        return cast("Tensor", self.gate(self._prepare_gate_input(rows)))
+
+    def _prepare_gate_input(self, x: Tensor) -> Tensor:
+        """Return the input as the gate gets it."""
+        return x
+
+    def _draw_kept(self, gated: Tensor) -> Tensor | None:
+        """Return which of the gate's columns may be chosen in this call; ``None`` for all."""
+        if not (self.training and self.grid_dropout):
+            return None
+        return torch.rand(gated.shape[-1], device=gated.device) >= self.grid_dropout
+
+    def _weights(self, scores: Sequence[Tensor], choices: Choices, present: Tensor) -> Tensor:
+        """Return the weights of the chosen experts' answers, (rows, k_best); 0 for those that are not ``present``."""
+        # A row without responders has no softmax; zero scores keep NaN out of its gradient too. Its own may be -inf:
+        # those of indices that grid_dropout has dropped.
+        answered = present.any(dim=1, keepdim=True)
+        logits = scores_of(scores, choices).masked_fill(~present, float("-inf")).masked_fill(~answered, 0.0)
+        return torch.softmax(logits, dim=1) * answered
+
+    def _extra_outputs(self, choices: Choices, gated: Tensor) -> list[Tensor]:
+        """More outputs of the call."""
+        return []
+
+    def _extra_forms(self, device: torch.device) -> list[Form]:
+        """Return the forms of these."""
+        return []
+
+    # --- the boundary
+
+    def _mixed(
+        self, gated: Tensor, args: tuple[Structure, ...], kwargs: dict[str, Structure]
+    ) -> tuple[Schema, Sequence[Tensor]]:
+        """Return the experts' schema and everything after the gate."""
+        drawn = self._draw_kept(gated)
+        if torch.compiler.is_dynamo_compiling():  # it guards what it reads itself
+            assert self._schema is not None
+            modes = self.training, self.weights_there.requires_grad
+            return self._schema, whole_calls.call(self._handle, (*modes, gated, drawn, *args), kwargs)
+        return self._cross(gated, drawn, args, kwargs, evaluating=not self.training)
+
+    def call_whole(
+        self, training: bool, trained: bool, gated: Tensor, drawn: Tensor | None, *args: Structure, **kwargs: Structure
+    ) -> Sequence[Tensor]:
+        """Everything after the gate, as one call that Dynamo does not trace into."""
+        return self._cross(gated, drawn, args, kwargs, evaluating=not training)[1]
+
+    def _cross(
+        self,
+        gated: Tensor,
+        drawn: Tensor | None,
+        args: tuple[Structure, ...],
+        kwargs: dict[str, Structure],
+        *,
+        evaluating: bool,
+    ) -> tuple[Schema, list[Tensor]]:
+        leaves, nesting = flatten((args, kwargs))
+        for leaf in leaves:
+            if leaf is not None and not isinstance(leaf, Tensor):
+                raise SchemaError(f"experts take tensors and None, got {type(leaf).__name__}")
+        casting = torch.is_autocast_enabled(gated.device.type)
+        schemas: list[Schema] = []
+
+        def start(entry: Tensor | None, inputs: Sequence[Tensor | None]) -> _Forward:
+            # The experts read mappings and tuples of any class by their own schema.
+            whole = nesting.rebuild(inputs, plain=True)
+            its_args, its_kwargs = cast("tuple[tuple[Structure, ...], dict[str, Structure]]", whole)
+            deadline = Deadline.after(self._limits.forward_timeout)
+            return _Forward(its_args, its_kwargs, evaluating, casting, deadline, entry, [], [], [])
+
+        def run(entry: Tensor | None, gated: Tensor, drawn: Tensor | None, *inputs: Tensor | None) -> list[Tensor]:
+            # A captured graph runs this outside the autocast of its capture, and the tape does the same.
+            with torch.autocast(gated.device.type, enabled=False) if casting else nullcontext():
+                outputs, schema = self._mix(start(entry, inputs), gated, drawn)
+            schemas[:] = [schema]
+            return outputs
+
+        def forms(inputs: Sequence[Tensor | None]) -> list[Form]:
+            # Not the outer ``gated``: a graph must not hold a tensor of its capture.
+            gated = cast("Tensor", inputs[0])
+            schema, outputs = self._forms(start(None, inputs[2:]), len(gated), gated.device)
+            schemas[:] = [schema]
+            # The gate's gradient comes through every output.
+            return [*(replace(form, differentiable=True) for form in outputs), *self._extra_forms(gated.device)]
+
+        boundary = RecordedBoundary("mixture", self.uid_prefix, run, forms)
+        tensors = cast("list[Tensor | None]", leaves)
+        outputs = list(cross(boundary, gated, drawn, *tensors, entry=self.weights_there))
+        # A stage of a pipe that runs again is given the first answers, and asks nobody.
+        return schemas[0] if schemas else self._form(), outputs
+
+    def _forms(self, forward: _Forward, rows: int, device: torch.device) -> tuple[Schema, list[Form]]:
+        """Return the form of the experts, and those of their outputs for these inputs."""
+        schema = self._form()
+        if not schema.varies:
+            return schema, output_forms(schema, rows, device)
+        leaves = cast("list[Tensor | None]", schema.input_nesting.leaves_of((forward.args, forward.kwargs)))
+        with outside_tracing():
+            experts = self._finder.find(self._announced(forward.deadline), forward.deadline)
+            uid, (endpoint, schema) = next(one for one in experts.items() if _same_form(one[1][1], schema))
+            client = self._finder.client
+            return schema, sample_forms(client, uid, endpoint, schema, leaves, rows, forward.deadline)
+
+    def _mix(self, forward: _Forward, gated: Tensor, drawn: Tensor | None) -> tuple[list[Tensor], Schema]:
+        """Return the outputs, and the schema of the experts that gave them."""
+        # Softmax and sums are in single precision under autocast.
+        if forward.casting and gated.dtype in (torch.float16, torch.bfloat16):
+            gated = gated.float()
+        if not len(gated):
+            return self._mix_no_rows(forward, gated)
+        scores = list(torch.split(gated, list(self.grid_size), dim=-1))
+        kept = None
+        if drawn is not None:
+            kept = [mask | ~mask.any() for mask in torch.split(drawn, list(self.grid_size))]
+        choices = self._call_chosen(forward, scores, kept)
+        schema = self._finder.form
+        if schema is None:
+            raise _no_schema(forward.deadline)
+        outputs = self._answers(forward, choices, schema, gated.device)
+        if kept is not None:
+            scores = [grid.masked_fill(~mask, float("-inf")) for grid, mask in zip(scores, kept, strict=True)]
+        weights = self._weights(scores, choices, torch.from_numpy(forward.present(choices)).to(gated.device))
+        mixed = [_weighted_sum(weights, answers) for answers in outputs if answers is not None]
+        return [*mixed, *self._extra_outputs(choices, gated)], schema
+
+    def _mix_no_rows(self, forward: _Forward, gated: Tensor) -> tuple[list[Tensor], Schema]:
+        """Return the outputs for no rows: connected to the gate, and through it to the input."""
+        schema, forms = self._forms(forward, 0, gated.device)
+        zero = gated.sum() * 0.0
+        outputs = [gated.new_zeros(form.shape, dtype=form.dtype) + zero.to(form.dtype) for form in forms]
+        shape = (0, self.k_best)
+        none = Choices([], np.full(shape, -1), np.zeros((*shape, len(self.grid_size)), dtype=np.int64))
+        return [*outputs, *self._extra_outputs(none, gated)], schema
+
+    # --- the form of the experts
+
+    def _form(self, forward: _Forward | None = None, experts: Experts | None = None) -> Schema:
+        """Return the form of the mixture: that of most of the experts first called that take the inputs.
+
+        It is kept, unless no expert that can be reached has it any longer.
+        """
+        finder = self._finder
+        schemas = [schema for _, schema in (experts or {}).values()]
+        if finder.form is not None and (experts is None or any(_same_form(one, finder.form) for one in schemas)):
+            return finder.form
+        deadline = Deadline.after(self._limits.forward_timeout) if forward is None else forward.deadline
+        candidates = [] if finder.form or forward is None else [one for one in schemas if forward.accepted_by(one)]
+        if not candidates:
+            with outside_tracing():
+                announced = finder.find(self._announced(deadline), deadline)
+            schemas = [schema for _, schema in announced.values()] or schemas
+            if finder.form is not None and any(_same_form(one, finder.form) for one in schemas):
+                return finder.form
+            candidates = [one for one in schemas if forward is None or forward.accepted_by(one)] or schemas
+        if not candidates:
+            raise _no_schema(deadline)
+        form = max(candidates, key=lambda one: sum(_same_form(one, other) for other in candidates))
+        for spec in form.output_specs:
+            if spec is not None and not spec.dtype.is_floating_point:
+                raise SchemaError(f"experts of {self.uid_prefix!r} return {spec.dtype}, which has no weighted mean")
+        finder.form = form
+        return form
+
+    def _announced(self, deadline: Deadline) -> list[str]:
+        """Return some of the announced experts."""
+        uids = [self.uid_prefix]
+        directory = within(self._finder.directory, deadline)
+        for size in self.grid_size:
+            active = directory.active(uids)
+            uids = [f"{prefix}.{i}" for prefix in uids for i in active.get(prefix, ()) if i < size][:_SURVEYED]
+        return uids
+
+    def _leave_out(self, forward: _Forward, experts: Experts) -> set[str]:
+        """Return those of ``experts`` whose form is not the mixture's; they count as failed."""
+        if not experts:
+            return set()
+        form = self._form(forward, experts)
+        misfits = {
+            uid
+            for uid, (_, schema) in experts.items()
+            if not _same_form(schema, form) and not (_same_outputs(schema, form) and forward.accepted_by(schema))
+        }
+        if misfits and not forward.accepted_by(form):
+            form.flatten_inputs(forward.args, forward.kwargs, casting=forward.casting)  # raises: the caller's mistake
+        for uid in misfits:
+            endpoint, schema = experts[uid]
+            says = printable(
+                f"{uid} at {endpoint} is left out of the mixture: it takes {_inputs_of(schema)} and returns "
+                f"{outline(schema.outputs)}, the others take {_inputs_of(form)} and return {outline(form.outputs)}"
+            )
+            self._counts.failure(SchemaError(says))
+            self._finder.backoff.failed(uid, "form")
+            if uid not in self._finder.warned:
+                self._finder.warned.add(uid)
+                _log.warning("%s; serve it as they are, or under another prefix", says)
+        if misfits:
+            self._finder.forget(misfits)
+        return misfits
+
+    # --- the calls
+
+    def _choose(
+        self, forward: _Forward, scores: Sequence[Tensor], kept: Sequence[Tensor] | None, failed: Collection[str]
+    ) -> tuple[Choices, Experts]:
+        """Return the best experts of each row by the gate's scores, without those avoided, ``failed``, or of another
+        form; and those of them that can be reached.
+        """
+        arrays = [grid.detach().double().cpu().numpy() for grid in scores]
+        if not all(np.isfinite(array).all() for array in arrays):
+            raise NonFinite("the gate's scores hold NaN or Inf; check its inputs and weights")
+        masks = None if kept is None else [mask.cpu().numpy() for mask in kept]
+        directory = within(self._finder.directory, forward.deadline)
+        avoid = self._finder.backoff.now().union(failed)
+        while True:
+            choices = beam_search(directory, self.uid_prefix, arrays, self.k_best, avoid, masks)
+            experts = self._finder.find(choices.uids, forward.deadline)
+            misfits = self._leave_out(forward, experts)
+            if not misfits:
+                return choices, experts
+            avoid |= misfits
+
+    def _call_chosen(self, forward: _Forward, scores: Sequence[Tensor], kept: Sequence[Tensor] | None) -> Choices:
+        """Call the best experts, and the next best ones for rows with too few answers; return those of each row."""
+        limits, deadline = self._limits, forward.deadline
+        choices, experts = self._choose(forward, scores, kept, ())
+        self._call(forward, choices, choices.slots >= 0, experts)
+        failed: set[str] = set()
+        for _ in range(_ROUNDS - 1):
+            short = forward.present(choices).sum(axis=1) < limits.k_min
+            silent = forward.failed(choices) - failed
+            if not silent or not short.any() or limits.allow_zero_outputs or deadline.expired():
+                break
+            failed |= silent
+            others, experts = self._choose(forward, scores, kept, failed)
+            choices = choices.with_rows_of(others, short)
+            self._call(forward, choices, short[:, None] & (choices.slots >= 0) & ~forward.present(choices), experts)
+        short = forward.present(choices).sum(axis=1) < limits.k_min
+        if short.any() and not limits.allow_zero_outputs:
+            errors = [call.error for call in forward.calls]
+            raise self._too_few("forward", forward.calls, errors, short.sum(), deadline.elapsed())
+        return choices
+
+    def _call(self, forward: _Forward, choices: Choices, wanted: NDArray[np.bool_], experts: Experts) -> None:
+        """Call the experts of the slots that are true in ``wanted``, each once for all its rows."""
+        calls: list[ExpertCall] = []
+        rows: list[Rows] = []
+        for slot, uid in enumerate(choices.uids):
+            mine = np.nonzero(((choices.slots == slot) & wanted).any(axis=1))[0]
+            if uid in experts and len(mine):
+                endpoint, schema = experts[uid]
+                inputs, _ = schema.flatten_inputs(forward.args, forward.kwargs, casting=forward.casting)
+                some = [None if tensor is None else _select(tensor, mine) for tensor in inputs]
+                calls.append(ExpertCall(uid, endpoint, schema, some, forward.evaluating))
+                rows.append(mine)
+        if not calls:
+            return
+        limits = self._limits
+        total = len(choices.slots)
+        least = np.minimum(_count_answers(total, rows), limits.k_min)
+
+        def enough(now: Sequence[ExpertCall]) -> bool:
+            counts = _count_answers(total, [mine for call, mine in zip(now, rows, strict=True) if call.answered])
+            return bool((counts >= least).all())
+
+        rows_of = {id(call): mine for call, mine in zip(calls, rows, strict=True)}
+        outputs = call_experts(
+            Calls(
+                self._finder.client,
+                calls,
+                limits.forward_timeout,
+                limits.backward_timeout,
+                enough=None if limits.timeout_after_k_min is None else enough,
+                grace=limits.timeout_after_k_min,
+                check_backward=lambda asked: self._check_backward(asked, [rows_of[id(call)] for call in asked], total),
+                finite_only=limits.detect_anomalies,
+                deadline=forward.deadline,
+                counts=self._counts,
+            ),
+            forward.entry,
+        )
+        for call in calls:
+            if not call.answered and call.error is None:
+                self._finder.backoff.failed(call.uid, "cut off", seconds=limits.timeout_after_k_min or 0.0)
+            else:
+                self._note(call.uid, "forward", call.error)
+            if isinstance(call.error, SchemaError):
+                self._finder.forget([call.uid])
+        forward.calls += calls
+        forward.rows += rows
+        forward.outputs += outputs
+
+    def _answers(
+        self, forward: _Forward, choices: Choices, schema: Schema, device: torch.device
+    ) -> list[Tensor | None]:
+        """Return for each output of the schema the answers, (rows, k, ...), zeros where there are none."""
+        if schema.varies:
+            self._leave_out_sizes(forward, schema)
+        position, count = forward.positions(choices)
+        index = torch.from_numpy(position.reshape(-1)).to(device)
+        answers: list[Tensor | None] = []
+        for number, spec in enumerate(schema.output_specs):
+            if spec is None:
+                answers.append(None)
+                continue
+            parts = [tensor for one in forward.outputs if one is not None and (tensor := one[number]) is not None]
+            if spec.varying and not parts:
+                raise BoundaryError(
+                    f"no expert answered, so the sizes of their outputs, {spec.describe()}, are not known",
+                    peer="experts",
+                    operation="mixture",
+                )
+            sizes = spec.sizes_of(parts[0].shape) if spec.varying else ()
+            joined = torch.cat([*parts, spec.zeros(1, sizes, device=device)])
+            assert len(joined) == count + 1
+            answers.append(joined.index_select(0, index).view(*position.shape, *joined.shape[1:]))
+        return answers
+
+    def _leave_out_sizes(self, forward: _Forward, schema: Schema) -> None:
+        """Count answers as missing whose sizes, where these vary, are not those of most others."""
+        sizes = {
+            index: tuple(
+                spec.sizes_of(tensor.shape)
+                for tensor, spec in zip(outputs, schema.output_specs, strict=True)
+                if tensor is not None and spec is not None and spec.varying
+            )
+            for index, outputs in enumerate(forward.outputs)
+            if outputs is not None
+        }
+        if len(set(sizes.values())) < 2:
+            return
+        most = Counter(sizes.values()).most_common(1)[0][0]
+        for index in [index for index, its in sizes.items() if its != most]:
+            call = forward.calls[index]
+            call.answered, forward.outputs[index] = False, None
+            call.error = SchemaError(f"{call.uid} returned sizes {sizes[index]}, most others {most}")
+            self._counts.failure(call.error)
+            self._note(call.uid, "forward", call.error)
+
+    def _check_backward(self, asked: Sequence[ExpertCall], rows: Sequence[Rows], total: int) -> None:
+        """Note which gradients arrived; raise if too few did, warn of those that died with their process."""
+        errors = [call.gradient_error for call in asked]
+        for call, error in zip(asked, errors, strict=True):
+            self._note(call.uid, "backward", error)
+        came = _count_answers(total, [mine for mine, error in zip(rows, errors, strict=True) if error is None])
+        lost = sorted({call.uid for call in asked if isinstance(call.gradient_error, PeerLost)})
+        alive = [mine for mine, error in zip(rows, errors, strict=True) if not isinstance(error, PeerLost)]
+        least = np.minimum(_count_answers(total, alive), self._limits.backward_k_min)
+        if (came < least).any():
+            raise self._too_few("backward", asked, errors, (came < least).sum())
+        if lost:
+            _log.warning(
+                "%s died between forward and backward: their updates for this step may be lost, and %d rows "
+                "get no gradient through the mixture in it",
+                ", ".join(lost),
+                ((came == 0) & (_count_answers(total, rows) > 0)).sum(),
+            )
+
+    def _note(self, uid: str, phase: Phase, error: Exception | None) -> None:
+        if error is None:
+            self._finder.backoff.answered(uid, phase)
+        else:
+            self._finder.backoff.failed(uid, phase, seconds=getattr(error, "elapsed", None) or 0.0)
+
+    def _too_few(
+        self,
+        phase: str,
+        calls: Sequence[ExpertCall],
+        errors: Sequence[Exception | None],
+        short: int,
+        elapsed: float | None = None,
+    ) -> BoundaryError:
+        least = self._limits.k_min if phase == "forward" else self._limits.backward_k_min
+        causes = [f"{call.uid}: {error}" for call, error in zip(calls, errors, strict=True) if error is not None]
+        why = "; ".join(causes[:3]) or "the directory lists too few"
+        if phase == "backward":
+            cures = f"with backward_k_min={least - 1} the step continues without these gradients"
+        else:
+            cures = "give allow_zero_outputs=True to mix these rows from the available answers"
+            if least > 1:
+                cures = f"lower k_min={least}, or {cures}"
+            if any(isinstance(error, PeerLost) for error in errors):
+                cures += ", or serve the experts from more processes (anabranch run --experts N)"
+        return BoundaryError(
+            f"{short} rows have fewer than {least} experts that answered ({why}); {cures}",
+            peer=f"{len(calls)} experts",
+            operation=f"mixture.{phase}",
+            elapsed=elapsed,
+        )
+
+
+def scores_of(scores: Sequence[Tensor], choices: Choices) -> Tensor:
+    """Of shape (rows, k): the sums of the chosen coordinates' scores, with their gradients."""
+    coordinates = torch.from_numpy(choices.coordinates).to(scores[0].device)
+    return torch.stack([grid.gather(1, coordinates[:, :, dimension]) for dimension, grid in enumerate(scores)]).sum(0)
+
+
+def check_fraction(name: str, value: float) -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless ``value`` is a number in [0, 1)."""
+    if not isinstance(value, Real):
+        raise TypeError(f"{name} is a number in [0, 1), got {value!r}")
+    if not 0 <= value < 1:
+        raise ValueError(f"{name} lies in [0, 1), got {value!r}")
+
+
+def _select(tensor: Tensor, rows: Rows) -> Tensor:
+    """Return these rows, without a copy if they are all."""
+    return tensor if len(rows) == len(tensor) else tensor.index_select(0, torch.from_numpy(rows).to(tensor.device))
+
+
+def _count_answers(total: int, rows: Sequence[Rows]) -> Rows:
+    """Return for each of ``total`` rows the number of answers, given the rows of each answer."""
+    counts = np.zeros(total, dtype=np.int64)
+    for mine in rows:
+        counts[mine] += 1
+    return counts
+
+
+def _weighted_sum(weights: Tensor, answers: Tensor) -> Tensor:
+    """Return the sums over k: of (rows, k) and (rows, k, ...), of shape (rows, ...)."""
+    shape = (*weights.shape, *[1] * (answers.ndim - 2))
+    return (weights.to(answers.dtype).view(shape) * answers).sum(1)
+
+
+def _same_outputs(one: Schema, other: Schema) -> bool:
+    return one.output_specs == other.output_specs and one.output_nesting.paths() == other.output_nesting.paths()
+
+
+def _same_form(one: Schema, other: Schema) -> bool:
+    return one is other or (one.inputs == other.inputs and _same_outputs(one, other))
+
+
+def _inputs_of(schema: Schema) -> str:
+    return outline((*schema.arguments, *([dict(schema.keywords)] if schema.keywords else [])))
+
+
+def _dimensions_of(schema: Schema) -> int:
+    """Return the number of dimensions of a row of an expert's first input."""
+    first = schema.arguments[0] if schema.arguments else None
+    return len(first.shape) if isinstance(first, TensorSpec) else 1
+
+
+def _check_gated(x: object, gate: nn.Module) -> None:
+    """Refuse an input that the gate does not accept; a user's own gate checks its input itself."""
+    if not isinstance(x, Tensor):
+        raise SchemaError(f"a mixture's first input is the tensor for its gate, got a {type(x).__name__}")
+    if type(gate) is not nn.Linear:
+        return
+    if x.ndim >= 2 and x.shape[-1] != gate.in_features:
+        raise SchemaError(
+            f"the last dimension of a mixture's input is in_features={gate.in_features}, for its gate, got shape "
+            f"{tuple(x.shape)}"
+        )
+    dtype = gate.weight.dtype
+    casts = torch.is_autocast_enabled(x.device.type) and x.is_floating_point() and x.dtype != torch.float64
+    if x.dtype != dtype and not casts:
+        raise SchemaError(
+            f"a mixture's input must be {dtype}, like its gate's weights, got {x.dtype}; give x.to({dtype})"
+        )
+
+
+def _no_schema(deadline: Deadline) -> BoundaryError:
+    return BoundaryError(
+        "no expert has answered yet, so the shape of their outputs is not known",
+        peer="experts",
+        operation="mixture",
+        elapsed=deadline.elapsed(),
+    )

@@ -1,0 +1,842 @@
+"""The scheduler of one device: requests of many callers as batches of its experts, the most urgent first.
+
+::
+
+                            ┌── the device is idle, batches of this size are quick ──> the thread that submits runs it
+    submit ──> queues ──────┤
+      a heap for each       └── else ──> device thread: concatenate, run, split, answer each
+      pool, mode, sizes
+
+Tasks that may share a batch wait in one heap: by priority, then each caller in turn, row by row, then the oldest. A
+task gets a start in a virtual time: the current one, or the end of its caller's earlier tasks if that is later. The
+time advances to the start of the running task. So a caller with a thousand waiting rows and one with a single row are
+served alternately. A task without a caller starts at the current time.
+
+A batch is due when ``max_batch_size`` rows wait, when ``min_batch_size`` wait and the device is idle, or when the
+oldest has waited for ``timeout``. Tasks whose caller has gone or whose deadline has passed are dropped before compute.
+Waiting tasks are bounded in rows and bytes; beyond that a task is ``Overloaded`` at once, which costs the caller less
+than waiting for a deadline that cannot be met.
+
+Handing a batch to a thread and returning its answers costs tens of microseconds each, and more if both threads need the
+interpreter: as much as a small batch takes to compute. So the thread that has read a quick batch runs it. The time of a
+batch is estimated from earlier ones; a batch of a size that has never run, or not quickly, goes to the device thread.
+
+``TaskPool`` is the queue of one function of one expert, ``Runtime`` the thread of a device; what waits is in the
+scheduler that they share. Source of the turns: start-time fair queueing (Goyal, Vin and Cheng, 1996).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from heapq import heapify, heappop, heappush
+from itertools import count
+
+import msgspec
+import torch
+from torch import Tensor
+
+from anabranch.deadline import Deadline
+from anabranch.errors import BoundaryError, DeadlineExceeded, NonFinite, Overloaded, PeerLost
+from anabranch.experts.server.device_copies import DeviceCopies
+from anabranch.record import spans
+from anabranch.transport.failures import ends_the_program, note_failure
+
+__all__ = [
+    "PoolStatistics",
+    "ProcessTasks",
+    "Runtime",
+    "StateSeen",
+    "Task",
+    "TaskPool",
+    "Unrepeatable",
+    "join_tasks",
+    "split_outputs",
+]
+
+# Seconds after which an idle runtime wakes up, so that its wait has an end.
+_LONGEST_NAP = 60.0
+# Seconds of batches that a reading thread may run itself; meanwhile it reads no other request.
+_QUICK = 0.0025
+# Number of callers above which those without waiting tasks are forgotten.
+_MANY = 1024
+
+Outcome = Sequence[Tensor | None] | BaseException
+Process = Callable[..., Sequence[Tensor | None]]
+"""Runs one batch: the inputs of all its tasks joined along dim 0, ``None`` for an input that the tasks lack."""
+ProcessTasks = Callable[[Sequence["Task"]], Sequence[Sequence[Tensor | None]]]
+"""Runs one batch given as its tasks; returns the outputs of each."""
+Urgency = tuple[int, float, float, int]
+"""Less is more urgent: the negated priority, the start in virtual time, the arrival, a running number."""
+
+
+class Unrepeatable(RuntimeError):
+    """A batch failed after it had changed state, so its tasks must not be rerun one by one."""
+
+
+class _NonFiniteLater(NonFinite, Unrepeatable):
+    """A part of a request met NaN or Inf after earlier parts had changed state."""
+
+
+class StateSeen(msgspec.Struct, eq=False):
+    """The state of the expert that a request has met; apart from its task, whose inputs an answer must not keep.
+
+    Attributes:
+        changes: how often the expert had changed before it was the one that the outputs belong to; of parts the latest.
+        changed: the request's own forward has changed the expert.
+    """
+
+    changes: int = 0
+    changed: bool = False
+
+    def note(self, changes: int, *, changed: bool = False) -> None:
+        """Note what the request, or a part of it, has met."""
+        self.changes = max(self.changes, changes)
+        self.changed |= changed
+
+
+class Task(msgspec.Struct, eq=False):
+    """One request, or a part of one that was too large for a batch.
+
+    Attributes:
+        inputs: the tensors, agreeing in rows (dim 0).
+        rows: the number of rows.
+        deadline: after it the answer is useless.
+        finish: called once, with the outputs or the error, on the thread that has it; again with the error, if it
+            raised one.
+        unwanted: returns true if the caller has gone; called before compute, and may abandon the request for good.
+        arrived: arrival time, in ``time.monotonic`` seconds.
+        nbytes: bytes of the inputs.
+        ticket: the name of the activations that ``process_tasks`` keeps for it, or has kept.
+        copied: the event of the inputs' arrival on the pool's device; ``None`` without a copy in progress.
+        evaluating: run in eval mode; only tasks of one mode share a batch.
+        updates: a backward that updates the parameters; only those share a batch that do, or that do not.
+        sizes: those dimensions of the inputs that tasks of one batch must have in common.
+        length: the size of the dimension that is padded to the longest of a batch; 0 for none.
+        caller: its name; callers take turns. Empty: served in the order of arrival.
+        priority: tasks of a higher one run first.
+        seen: what it, or a part of it, has met.
+        step: computes the task in place of the expert: a step of a session, which shares no batch.
+    """
+
+    inputs: Sequence[Tensor | None]
+    rows: int
+    deadline: Deadline
+    finish: Callable[[Outcome], None] = lambda outcome: None
+    unwanted: Callable[[], bool] = lambda: False
+    arrived: float = msgspec.field(default_factory=time.monotonic)
+    ticket: bytes = b""
+    copied: torch.cuda.Event | None = None
+    nbytes: int = 0
+    evaluating: bool = False
+    updates: bool = True
+    sizes: tuple[int, ...] = ()
+    length: int = 0
+    caller: str = ""
+    priority: int = 0
+    seen: StateSeen = msgspec.field(default_factory=StateSeen)
+    step: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]] | None = None
+
+    def __post_init__(self) -> None:
+        for tensor in self.inputs:
+            if tensor is not None:
+                self.nbytes += tensor.nbytes
+
+
+class _Queue:
+    """Waiting tasks of one pool that may share a batch."""
+
+    __slots__ = ("heap", "key", "pool", "rows")
+
+    def __init__(self, pool: TaskPool, key: tuple[object, ...]) -> None:
+        self.pool = pool
+        self.key = key
+        self.heap: list[tuple[Urgency, Task]] = []
+        self.rows = 0
+
+    def due_at(self) -> float:
+        """Return the ``time.monotonic`` moment at which an idle device should run a batch of this queue."""
+        least = self.pool.min_batch_size
+        if least <= 1 or self.rows >= least:
+            return 0.0
+        if self.pool.timeout is None:
+            return float("inf")
+        return min(task.arrived for _, task in self.heap) + self.pool.timeout
+
+    def expected_seconds(self) -> float:
+        """Seconds that a batch will take, estimated from batches of its size or, without any, of larger ones."""
+        pool = self.pool
+        if pool.copies is not None:
+            return float("inf")  # only the device thread waits for copies
+        size = (self.rows if pool.whole else min(self.rows, pool.max_batch_size)).bit_length()
+        return pool.took.get(size) or min(
+            (seconds for larger, seconds in pool.took.items() if larger > size), default=float("inf")
+        )
+
+
+class _Scheduler:
+    """What waits for one device. All methods are called with the lock held."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        # Only queues that have tasks: a device may have many experts, of which few are busy at a time.
+        self.queues: dict[tuple[object, ...], _Queue] = {}
+        self._numbers = count()
+        self._now = 0.0
+        self._ends: dict[str, float] = {}
+
+    def put(self, pool: TaskPool, task: Task) -> None:
+        """Queue a task; nothing is remembered of callers' turns once nothing waits."""
+        if not self.queues:
+            self._now = 0.0
+            self._ends.clear()
+        start = self._now
+        if task.caller:
+            start = max(start, self._ends.get(task.caller, 0.0))
+            self._ends[task.caller] = start + task.rows
+            if len(self._ends) > _MANY:
+                self._ends = {name: end for name, end in self._ends.items() if end > self._now}
+        key = pool, task.evaluating, task.updates, task.sizes
+        queue = self.queues.get(key)
+        if queue is None:
+            queue = self.queues[key] = _Queue(pool, key)
+        heappush(queue.heap, ((-task.priority, start, task.arrived, next(self._numbers)), task))
+        queue.rows += task.rows
+        pool.waiting(task, 1)
+
+    def most_urgent(self, now: float, pool: TaskPool | None = None) -> _Queue | None:
+        """Return the queue with the most urgent task among those with a batch due, of all pools or of one."""
+        best = None
+        for queue in self.queues.values():
+            if (
+                (pool is None or queue.pool is pool)
+                and (best is None or queue.heap[0][0] < best.heap[0][0])
+                and queue.due_at() <= now
+            ):
+                best = queue
+        return best
+
+    def next_due(self) -> float:
+        """Return the moment at which the next batch is due."""
+        return min((queue.due_at() for queue in self.queues.values()), default=float("inf"))
+
+    def take(self, queue: _Queue) -> tuple[list[Task], list[Task]]:
+        """Return the most urgent task and those that may share its batch, up to ``max_batch_size`` rows, or one larger
+        task that is to run whole; and those past their deadline. A batch that is padded is at most half padding.
+        """
+        heap, pool = queue.heap, queue.pool
+        batch: list[Task] = []
+        late: list[Task] = []
+        left: list[tuple[Urgency, Task]] = []
+        rows = longest = volume = 0
+        self._now = max(self._now, heap[0][0][1])
+        while heap:
+            task = heap[0][1]
+            if rows and rows + task.rows > pool.max_batch_size:
+                break
+            longer, larger = max(longest, task.length), volume + task.rows * task.length
+            entry = heappop(heap)
+            if (rows + task.rows) * longer > 2 * larger:
+                left.append(entry)
+                continue
+            queue.rows -= task.rows
+            pool.waiting(task, -1)
+            if task.unwanted():
+                pool.dropped += 1
+            elif task.deadline.expired():
+                pool.dropped += 1
+                late.append(task)
+            else:
+                batch.append(task)
+                rows, longest, volume = rows + task.rows, longer, larger
+        if left:
+            heap += left
+            heapify(heap)
+        if not heap:
+            del self.queues[queue.key]
+        return batch, late
+
+    def clear(self, pool: TaskPool) -> list[Task]:
+        """Take all tasks of a pool, in order."""
+        mine = [queue for queue in self.queues.values() if queue.pool is pool]
+        self.queues = {key: queue for key, queue in self.queues.items() if queue.pool is not pool}
+        tasks = [task for queue in mine for _, task in sorted(queue.heap, key=lambda entry: entry[0])]
+        for task in tasks:
+            pool.waiting(task, -1)
+        return tasks
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatistics:
+    """Counters of a pool since it was made, and its present queue."""
+
+    tasks: int
+    batches: int
+    rows: int
+    dropped: int
+    declined: int
+    waiting_tasks: int
+    waiting_rows: int
+    waiting_bytes: int
+    busy_seconds: float = 0.0
+
+
+class TaskPool:
+    """The queue of one function of one expert.
+
+    >>> from anabranch.deadline import Deadline
+    >>> pool = TaskPool(lambda x: [2 * x], name="ffn.0_forward")
+    >>> few = pool.submit(Task([torch.ones(1, 2)], 1, Deadline.after(60.0)))
+    >>> more = pool.submit(Task([torch.zeros(2, 2)], 2, Deadline.after(60.0)))
+    >>> pool.run(pool.take_batch())
+    >>> few.result()[0].shape, more.result()[0].shape, pool.statistics().batches
+    (torch.Size([1, 2]), torch.Size([2, 2]), 1)
+
+    Args:
+        process: runs one batch.
+        name: the pool's name in errors and events.
+        min_batch_size: rows below which a batch waits for more, at most for ``timeout``.
+        max_batch_size: rows above which a batch is not made; a larger request is split.
+        timeout: seconds until a batch below ``min_batch_size`` runs anyway; ``None``: never.
+        max_queue_rows: rows that may wait; by default 16 batches.
+        max_queue_bytes: bytes that may wait.
+        process_tasks: runs batches in place of ``process``, where the tasks of a batch must be told apart.
+        whole: runs the parts of a larger request one directly after the other, whether or not its caller still waits:
+            for a ``process`` that changes state, so that no pause or retry sees a request that is half done.
+
+    Raises:
+        ValueError: sizes that are not whole numbers above 0, or a minimum over the maximum.
+    """
+
+    def __init__(
+        self,
+        process: Process | None = None,
+        *,
+        name: str = "pool",
+        min_batch_size: int = 1,
+        max_batch_size: int = 4096,
+        timeout: float | None = None,
+        max_queue_rows: int | None = None,
+        max_queue_bytes: int = 1 << 30,
+        process_tasks: ProcessTasks | None = None,
+        whole: bool = False,
+    ) -> None:
+        if not 1 <= min_batch_size <= max_batch_size:
+            raise ValueError(
+                f"batch sizes are 1 <= min_batch_size <= max_batch_size, got {min_batch_size} and {max_batch_size}"
+            )
+        if timeout is not None and not 0 <= timeout < float("inf"):
+            raise ValueError(f"timeout is a finite number of seconds or None, got {timeout!r}")
+        self.name = name
+        self._process_tasks = process_tasks or partial(_run_joined, process)
+        self.min_batch_size = min_batch_size
+        self.max_batch_size = max_batch_size
+        self.timeout = timeout
+        self.whole = whole
+        self.max_queue_rows = 16 * max_batch_size if max_queue_rows is None else max_queue_rows
+        self.max_queue_bytes = max_queue_bytes
+        self.copies: DeviceCopies | None = None
+        """Copies to and from the device on which ``process`` computes; ``None`` if it computes in main memory."""
+        self.tasks_in_batch = 1
+        """Number of tasks in the running batch, for ``process``."""
+        self.took: dict[int, float] = {}
+        """Seconds that batches of this many rows (by powers of two) have taken recently."""
+        self.dropped = 0
+        self.scheduler = _Scheduler()
+        self._waiting_tasks = self._waiting_rows = self._waiting_bytes = 0
+        self._busy_seconds = 0.0
+        self._tasks = self._batches = self._rows_run = self._declined = 0
+        self._closed = False
+
+    # --- queueing
+
+    def check_room(self, rows: int, nbytes: int) -> None:
+        """Raise ``Overloaded`` if there is no room now for a request of this many rows and bytes."""
+        if self._closed:
+            raise PeerLost(f"{self.name} is closed")
+        # An empty queue accepts any request; otherwise one beyond the bound would never be served.
+        if self._waiting_tasks and (
+            self._waiting_rows + rows > self.max_queue_rows or self._waiting_bytes + nbytes > self.max_queue_bytes
+        ):
+            with self.scheduler.lock:
+                self._declined += 1
+            raise Overloaded(
+                f"{self.name}: {self._waiting_rows} rows and {self._waiting_bytes} bytes are queued; {rows} more rows "
+                f"exceed {self.max_queue_rows} rows or {self.max_queue_bytes} bytes"
+            )
+
+    def submit(self, task: Task) -> Future[Sequence[Tensor | None]]:
+        """Queue ``task``, split if it is larger than a batch.
+
+        Returns:
+            A future of the outputs; it fails as the batch does. Cancelling it withdraws the task, or returns False if
+            its batch has begun; a task that is ``unwanted`` cancels it. ``task.finish`` is called too. The task's
+            deadline is checked when its batch is due: without a ``timeout``, give ``result`` one.
+
+        Raises:
+            Overloaded: there is no room.
+            PeerLost: the pool is closed.
+        """
+        future = _future_of(task)
+        with self.scheduler.lock:
+            self.put(task)
+            self.scheduler.changed.notify_all()
+        return future
+
+    def put(self, task: Task) -> None:
+        """``submit`` for a caller that holds the scheduler's lock and wakes the device."""
+        self.check_room(task.rows, task.nbytes)
+        self._tasks += 1
+        if self.whole or task.rows <= self.max_batch_size:
+            self.scheduler.put(self, task)
+            return
+        for part in _split(task, self.max_batch_size):
+            self.scheduler.put(self, part)
+
+    def waiting(self, task: Task, sign: int) -> None:
+        """Count a task that waits, or no longer does."""
+        self._waiting_tasks += sign
+        self._waiting_rows += sign * task.rows
+        self._waiting_bytes += sign * task.nbytes
+
+    def share(self, scheduler: _Scheduler) -> None:
+        """Wait in ``scheduler`` from now on, with what waits already."""
+        with self.scheduler.lock:
+            scheduler.queues |= {key: queue for key, queue in self.scheduler.queues.items() if queue.pool is self}
+        self.scheduler = scheduler
+
+    def take_batch(self) -> list[Task]:
+        """Return the tasks of the next batch, in order; it need not be due."""
+        with self.scheduler.lock:
+            queue = self.scheduler.most_urgent(time.monotonic(), self) or self.scheduler.most_urgent(float("inf"), self)
+            return [] if queue is None else self.take(queue)
+
+    def take(self, queue: _Queue) -> list[Task]:
+        """Return the tasks of a batch of ``queue``; fail those past their deadline."""
+        with self.scheduler.lock:
+            batch, late = self.scheduler.take(queue)
+        for task in late:
+            task.finish(task.deadline.error(peer="client", operation=self.name))
+        return batch
+
+    def open(self) -> None:
+        """Accept tasks, also after ``close``: a backend may be served again."""
+        self._closed = False
+
+    def close(self) -> None:
+        """Refuse further tasks and fail those that wait."""
+        with self.scheduler.lock:
+            self._closed = True
+            left = self.scheduler.clear(self)
+        for task in left:
+            task.finish(PeerLost(f"{self.name} is closed"))
+
+    # --- running
+
+    def run(self, batch: Sequence[Task], answering: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """Run a batch and answer its tasks; if it fails, each is run alone, so that only the faulty one fails.
+
+        ``answering`` makes the context in which several are answered.
+        """
+        if not batch:
+            return
+        if batch[0].rows > self.max_batch_size:
+            for part in _split(batch[0], self.max_batch_size, whole=True):
+                if not part.unwanted():
+                    self.run([part])
+            return
+        rows = 0
+        for task in batch:
+            rows += task.rows
+        try:
+            self._batches += 1
+            self._rows_run += rows
+            self.tasks_in_batch = len(batch)
+            with spans.span(self.name, "compute", tasks=len(batch), rows=rows):
+                outputs = self._compute(batch)
+        except BaseException as error:
+            if ends_the_program(error):
+                for task in batch:
+                    task.finish(error)
+                raise
+            if len(batch) > 1 and not isinstance(error, Unrepeatable):
+                for task in batch:
+                    self.run([task])
+            else:
+                for task in batch:
+                    _finish(task, error)
+            return
+        if len(batch) == 1:
+            _finish(batch[0], outputs[0])
+            return
+        with answering():
+            for task, its_outputs in zip(batch, outputs, strict=True):
+                _finish(task, its_outputs)
+
+    def _compute(self, batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
+        if self.copies is not None:
+            for task in batch:
+                if task.copied is not None:
+                    self.copies.await_arrival(task.inputs, task.copied)
+        outputs = self._process_tasks(batch)
+        return outputs if self.copies is None else self.copies.take(outputs)
+
+    def note_seconds(self, rows: int, seconds: float) -> None:
+        """Record a batch's seconds: a longer time raises the estimate at once, a shorter one lowers it by averaging."""
+        self._busy_seconds += seconds
+        size = rows.bit_length()
+        self.took[size] = max(seconds, (seconds + self.took.get(size, 0.0)) / 2)
+
+    def statistics(self) -> PoolStatistics:
+        """Counters since the pool was made, and its present queue."""
+        with self.scheduler.lock:
+            return PoolStatistics(
+                self._tasks,
+                self._batches,
+                self._rows_run,
+                self.dropped,
+                self._declined,
+                self._waiting_tasks,
+                self._waiting_rows,
+                self._waiting_bytes,
+                self._busy_seconds,
+            )
+
+
+class Runtime:
+    """Runs the batches of several pools on one thread while its ``with`` block runs.
+
+    >>> import torch
+    >>> from anabranch.experts import Task
+    >>> pool = TaskPool(lambda x: [2 * x])
+    >>> with Runtime([pool]):
+    ...     pool.submit(Task([torch.ones(1)], 1, Deadline.after(60.0))).result(timeout=60.0)
+    [tensor([2.])]
+
+    Among the pools with a batch due, the one with the most urgent task goes first. Leaving the block ends the running
+    batch and fails what still waits.
+
+    Args:
+        pools: all on one device.
+        name: of the thread.
+        answering: makes the context in which a batch's tasks are answered.
+    """
+
+    def __init__(
+        self,
+        pools: Iterable[TaskPool],
+        *,
+        name: str = "device",
+        answering: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._pools = list(pools)
+        self._scheduler = _Scheduler()
+        for pool in self._pools:
+            pool.share(self._scheduler)
+        self._name = f"anabranch-{name}"
+        self._answering = answering
+        self._stopped = False
+        self._threads = torch.get_num_threads()
+        self._running: Deadline | None = None
+        # The time until which the device thread sleeps, and whether another thread runs batches in its place.
+        self._sleeps_until = 0.0
+        self._helped = False
+        self._prepared = threading.local()
+        self._batch = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Runtime:
+        for pool in self._pools:
+            pool.open()
+        self._threads = torch.get_num_threads()
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __contains__(self, pool: TaskPool) -> bool:
+        return pool.scheduler is self._scheduler
+
+    def close(self) -> None:
+        """End the thread after the running batch, for which it waits at most ten seconds."""
+        with self._scheduler.lock:
+            self._stopped = True
+            self._scheduler.changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout=10.0)
+        for pool in self._pools:
+            pool.close()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run the block between two batches, while none runs."""
+        if not self._batch.acquire(timeout=_LONGEST_NAP):
+            raise DeadlineExceeded("a batch did not end", peer=self._name, operation="pause", elapsed=_LONGEST_NAP)
+        try:
+            yield
+        finally:
+            self._batch.release()
+
+    def idle(self) -> bool:
+        """Return True while the device thread sleeps and no other runs batches: a quick batch runs where it is
+        submitted.
+        """
+        with self._scheduler.lock:
+            return self._sleeps_until > 0 and not self._helped
+
+    def healthy(self) -> bool:
+        """Return True unless the running batch has overrun all its tasks' deadlines: the device is stuck, or far too
+        slow.
+        """
+        running = self._running
+        return running is None or not running.expired()
+
+    def submit(self, tasks: Mapping[TaskPool, Iterable[Task]], *, one_of_many: bool = False) -> None:
+        """Queue tasks of its pools; fail those without room. Run them on this thread if that is fastest.
+
+        ``one_of_many`` is true on one of many such threads, which must not start a team of torch's threads each.
+        """
+        declined: list[tuple[Task, BoundaryError]] = []
+        scheduler = self._scheduler
+        with scheduler.lock:
+            for pool, its_tasks in tasks.items():
+                for task in its_tasks:
+                    try:
+                        pool.put(task)
+                    except BoundaryError as error:
+                        declined.append((task, error))
+            now = time.monotonic()
+            quick = None if one_of_many and self._threads > 1 else self._find_quick(now)
+            if quick is None and not self._helped and scheduler.next_due() < self._sleeps_until:
+                scheduler.changed.notify_all()
+        try:
+            for task, reason in declined:
+                task.finish(reason)
+        finally:
+            if quick is not None:
+                self._help(quick, now + _QUICK)
+
+    def _find_quick(self, now: float) -> _Queue | None:
+        """Reserve a queue whose batch this thread may run, safe from the device thread and pauses; else ``None``."""
+        if self._stopped or self._helped or not self._sleeps_until:
+            return None
+        queue = self._scheduler.most_urgent(now)
+        if queue is None or queue.expected_seconds() > _QUICK:
+            return None
+        self._helped = self._batch.acquire(blocking=False)
+        return queue if self._helped else None
+
+    def _help(self, queue: _Queue | None, until: float) -> None:
+        scheduler = self._scheduler
+        try:
+            self._prepare_thread()
+            while queue is not None:
+                self._run_batch(queue)
+                queue = None
+                if scheduler.queues:
+                    with scheduler.lock:
+                        now = time.monotonic()
+                        queue = scheduler.most_urgent(now)
+                        if queue is not None and now + queue.expected_seconds() > until:
+                            queue = None
+        finally:
+            with scheduler.lock:
+                self._batch.release()
+                self._helped = False
+                if scheduler.queues and scheduler.next_due() < self._sleeps_until:
+                    scheduler.changed.notify_all()
+
+    def _prepare_thread(self) -> None:
+        # OpenMP keeps the number per thread: without this, a new thread's matrix products use all cores, however few
+        # the process was given, and wait for one another.
+        if not hasattr(self._prepared, "done"):
+            torch.set_num_threads(self._threads)
+            self._prepared.done = True
+
+    def _run(self) -> None:
+        self._prepare_thread()
+        while True:
+            with self._scheduler.lock:
+                queue = self._next_queue()
+            if queue is None:
+                return
+            try:
+                with self._batch:
+                    self._run_batch(queue)
+            except BaseException as error:  # noqa: BLE001 - the device's other callers must not wait for a dead thread
+                note_failure("experts.batch_failed", error)
+            del queue  # of a pool, which is not to outlive its server while this thread sleeps
+
+    def _run_batch(self, queue: _Queue) -> None:
+        pool = queue.pool
+        batch = pool.take(queue)
+        if not batch:
+            return
+        started = time.monotonic()
+        last = batch[0].deadline
+        rows = 0
+        for task in batch:
+            rows += task.rows
+            if last < task.deadline:
+                last = task.deadline
+        if rows > pool.max_batch_size:
+            # A request that runs whole continues after its deadline, which does not mean that the device is stuck.
+            last = Deadline.after(max(last.remaining(), _LONGEST_NAP))
+        self._running = last
+        try:
+            pool.run(batch, self._answering)
+        finally:
+            self._running = None
+        pool.note_seconds(rows, time.monotonic() - started)
+
+    def _next_queue(self) -> _Queue | None:
+        """Return the queue to serve, as soon as one has a batch due; ``None`` when the thread should end."""
+        while not self._stopped:
+            now = time.monotonic()
+            queue = None if self._helped else self._scheduler.most_urgent(now)
+            if queue is not None:
+                return queue
+            next_due = float("inf") if self._helped else self._scheduler.next_due()
+            self._sleeps_until = min(next_due, now + _LONGEST_NAP)
+            self._scheduler.changed.wait(timeout=self._sleeps_until - now)
+            self._sleeps_until = 0.0
+        return None
+
+
+def _run_joined(process: Process | None, batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
+    assert process is not None
+    return split_outputs(process(*(batch[0].inputs if len(batch) == 1 else join_tasks(batch))), batch)
+
+
+def _finish(task: Task, outcome: Outcome) -> None:
+    """Set a task's outcome; an error in doing so is its caller's answer, and does not end the thread."""
+    try:
+        task.finish(outcome)
+    except BaseException as error:
+        if ends_the_program(error):
+            raise
+        note_failure("experts.answer_failed", error)
+        task.finish(error)
+
+
+def _future_of(task: Task) -> Future[Sequence[Tensor | None]]:
+    """Return a future that ``task`` sets when it is finished, and that withdraws it when cancelled."""
+    future: Future[Sequence[Tensor | None]] = Future()
+    finish, unwanted = task.finish, task.unwanted
+
+    def settle(outcome: Outcome) -> None:
+        try:
+            if isinstance(outcome, BaseException):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
+        except InvalidStateError:
+            spans.mark("experts.cancelled_late")
+        finish(outcome)
+
+    def is_unwanted() -> bool:
+        # Called again for each part of a split task, whose first part may have run.
+        if future.running():
+            if unwanted():
+                future.set_exception(CancelledError())
+            return future.done()
+        if unwanted():
+            future.cancel()
+        return future.cancelled() or not future.set_running_or_notify_cancel()
+
+    def notify(future: Future[Sequence[Tensor | None]]) -> None:
+        if future.cancelled():
+            # Callers in ``concurrent.futures.wait`` would not notice until the task's turn comes.
+            future.set_running_or_notify_cancel()
+
+    future.add_done_callback(notify)
+    task.finish, task.unwanted = settle, is_unwanted
+    return future
+
+
+def join_tasks(batch: Sequence[Task], inputs: Sequence[Sequence[Tensor | None]] | None = None) -> list[Tensor | None]:
+    """Return the inputs of a batch, each as one tensor; ``inputs`` instead of the tasks' own if given."""
+    joined: list[Tensor | None] = []
+    for column in zip(*(inputs or [task.inputs for task in batch]), strict=True):
+        like = next((tensor for tensor in column if tensor is not None), None)
+        if like is None:
+            joined.append(None)
+            continue
+        # A gradient of only some requests is zero for the others.
+        joined.append(
+            torch.cat(
+                [
+                    like.new_zeros(task.rows, *like.shape[1:]) if tensor is None else tensor
+                    for task, tensor in zip(batch, column, strict=True)
+                ]
+            )
+        )
+    return joined
+
+
+def split_outputs(outputs: Sequence[Tensor | None], batch: Sequence[Task]) -> list[Sequence[Tensor | None]]:
+    """Return the outputs of each task of a batch."""
+    if len(batch) == 1:
+        return [outputs]
+    sizes = [task.rows for task in batch]
+    columns = [[None] * len(sizes) if output is None else torch.split(output, sizes) for output in outputs]
+    return [[column[index] for column in columns] for index in range(len(batch))]
+
+
+def _split(task: Task, size: int, *, whole: bool = False) -> list[Task]:
+    """Parts of at most ``size`` rows that together finish ``task``, with its first error if there is one.
+
+    ``whole``: they run in order, and only an error leaves out the later ones, not a caller who has gone.
+    """
+    starts = range(0, task.rows, size)
+    answers: dict[int, Sequence[Tensor | None]] = {}
+    failed: list[BaseException] = []
+    lock = threading.Lock()
+
+    def finish(start: int, outcome: Outcome) -> None:
+        with lock:
+            if isinstance(outcome, BaseException):
+                if whole and start:
+                    outcome = _failed_later(outcome, start, min(start + size, task.rows) - 1)
+                failed.append(outcome)
+                ends = len(failed) == 1
+            else:
+                answers[start] = outcome
+                ends = len(answers) == len(starts)
+        if ends and isinstance(outcome, BaseException):
+            task.finish(outcome)
+        elif ends:
+            columns = zip(*(answers[start] for start in starts), strict=True)
+            task.finish([None if column[0] is None else torch.cat(column) for column in columns])
+
+    def part(start: int) -> Task:
+        return msgspec.structs.replace(
+            task,
+            inputs=[None if tensor is None else tensor[start : start + size] for tensor in task.inputs],
+            rows=min(size, task.rows - start),
+            finish=lambda outcome: finish(start, outcome),
+            unwanted=lambda: bool(failed) or (not whole and task.unwanted()),
+            nbytes=0,
+        )
+
+    return [part(start) for start in starts]
+
+
+def _failed_later(error: BaseException, first: int, last: int) -> BaseException:
+    """``error`` of these rows of a request whose earlier rows have changed state; such a request is not run again."""
+    if ends_the_program(error):
+        return error
+    which = f"rows {first} to {last} of the request; those before them have been applied"
+    if isinstance(error, NonFinite):
+        return _NonFiniteLater(f"{error} ({which})")
+    later = Unrepeatable(f"{type(error).__name__}: {error} ({which})")
+    later.__cause__ = error
+    return later

@@ -1,0 +1,360 @@
+"""The verbs of a server of experts: each request is checked against its expert's schema before it is queued.
+
+::
+
+    thread that reads                                              device thread, or this one (``scheduler.py``)
+    header ── check: uid, schema, shapes, room ──> body ──> finite? ──> pool ──> batch ──> answer
+             refused before its body has memory            refused before it joins a batch
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from anabranch.errors import ActivationsGone, AnotherSchema, NonFinite, NotFound, SchemaError
+from anabranch.experts import wire
+from anabranch.experts.compression import check_parts, count_parts
+from anabranch.experts.schema import first_not_finite
+from anabranch.experts.server.backend import ExpertBackend
+from anabranch.experts.server.persistence import Persistence
+from anabranch.experts.server.scheduler import Runtime, StateSeen, Task, TaskPool, Unrepeatable
+from anabranch.experts.server.sessions import Sessions, Step
+from anabranch.transport import Call, RequestHeader, Server, TensorHeader, Verb, allocate
+from anabranch.transport.tensor_memory import bytes_of
+
+__all__ = ["ExpertVerbs"]
+
+Finish = Callable[[Sequence[Tensor | None] | BaseException], None]
+
+
+class ExpertVerbs:
+    """Answers requests for some experts, and runs them.
+
+    Args:
+        backends: the experts, by uid; those on one device share its thread.
+        sessions: the open ones.
+
+    Attributes:
+        runtimes: the threads of the devices.
+        not_finite: requests refused for NaN or Inf, by peer.
+        persistence: records what was applied to an expert, with its state.
+    """
+
+    def __init__(self, backends: Mapping[str, ExpertBackend], sessions: Sessions) -> None:
+        self.backends = backends
+        self.schemas = {uid: (backend.schema.packed, backend.schema.hash) for uid, backend in backends.items()}
+        self.not_finite: Counter[str] = Counter()
+        self.persistence: Persistence | None = None
+        self._sessions = sessions
+        self._step_numbers = count()
+        self._round = threading.local()
+        # The server holds these verbs, so they do not hold it.
+        self._server: weakref.ref[Server] | None = None
+        by_device: dict[str, list[TaskPool]] = {}
+        for backend in backends.values():
+            by_device.setdefault(str(backend.device), []).extend(backend.get_pools())
+        gathering = weakref.WeakMethod(self._gathering)
+        self.runtimes = [
+            Runtime(pools, name=name, answering=lambda: gathering()())  # type: ignore[misc]
+            for name, pools in by_device.items()
+        ]
+
+    def serve_by(self, server: Server) -> None:
+        """Answer through ``server``."""
+        self._server = weakref.ref(server)
+
+    def close(self) -> None:
+        """Let go of the experts, whoever still holds a verb."""
+        self.backends, self.runtimes, self.persistence = {}, [], None
+
+    def verbs(self) -> list[Verb]:
+        """Return the verbs."""
+        cuda = any(backend.device.type == "cuda" for backend in self.backends.values())
+        into = _allocate_pinned if cuda else allocate
+        forward = (wire.FORWARD, wire.FORWARD_EVAL)
+        backward = (wire.BACKWARD, wire.BACKWARD_EVAL)
+        again = self._backward_again
+        return [
+            Verb(wire.INFO, self._info, quick=True),
+            *(Verb(name, self._forward, check=self._check, allocate=into, quick=True) for name in forward),
+            *(
+                Verb(name, self._backward, check=self._check, once=True, again=again, allocate=into, quick=True)
+                for name in backward
+            ),
+            Verb(wire.SESSION_STEP, self._step, check=self._check_step, allocate=into, quick=True),
+            Verb(wire.SESSION_END, self._end_session, quick=True),
+            Verb(wire.SESSION_COUNT, self._count_sessions, quick=True),
+        ]
+
+    def healthy(self) -> bool:
+        """Return True unless a device is stuck."""
+        return all(runtime.healthy() for runtime in self.runtimes)
+
+    def facts(self) -> dict[str, object]:
+        """Return what ``anabranch status`` shows: the queue, and how busy each expert was."""
+        experts = {}
+        tasks = rows = 0
+        for uid, backend in self.backends.items():
+            pools = [pool.statistics() for pool in backend.get_pools()]
+            tasks += sum(pool.waiting_tasks for pool in pools)
+            rows += sum(pool.waiting_rows for pool in pools)
+            busy = sum(pool.busy_seconds for pool in pools)
+            experts[uid] = {"rows": sum(pool.rows for pool in pools), "busy_seconds": busy}
+        return {"queue_tasks": tasks, "queue_rows": rows, "experts": experts}
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run the block while no batch runs."""
+        with ExitStack() as stack:
+            for runtime in self.runtimes:
+                stack.enter_context(runtime.paused())
+            yield
+
+    # --- checks
+
+    def _find(self, uid: str) -> ExpertBackend:
+        backend = self.backends.get(uid)
+        if backend is None:
+            some = ", ".join(list(self.backends)[:8])
+            raise NotFound(f"no expert {uid!r} here; there are {len(self.backends)}: {some}")
+        return backend
+
+    def _check(self, header: RequestHeader) -> None:
+        """Refuse a request that does not fit its expert, before memory is allocated for it."""
+        backend = self._find(header.target)
+        pool = backend.backward_pool if header.verb in wire.BACKWARDS else backend.forward_pool
+        pool.check_room(self._check_request(header, backend), _nbytes(header))
+
+    def _check_request(self, header: RequestHeader, backend: ExpertBackend) -> int:
+        """Return the rows of a request whose tensors fit its expert."""
+        if header.schema != self.schemas[header.target][1]:
+            raise AnotherSchema(
+                f"{header.target} has a different schema than the caller expects; request its info again"
+            )
+        return check_parts(header.tensors, wire.request_layout(backend.schema, header))
+
+    def _check_step(self, header: RequestHeader) -> None:
+        """Refuse a step that cannot be taken, before memory is allocated for it."""
+        backend = self._find(header.target)
+        pool = _session_pool(backend)
+        step = wire.read_step(header.payload)
+        # First whether it still exists: a restarted server may also have another schema.
+        if step.number:
+            self._sessions.find(step, backend)
+        rows, nbytes = self._check_request(header, backend), _nbytes(header)
+        self._sessions.check(Step(step, rows, nbytes=nbytes), backend)
+        pool.check_room(rows, nbytes)
+
+    def _check_finite(self, call: Call, tensors: Sequence[Tensor | None], names: Sequence[str], hint: str = "") -> None:
+        name = first_not_finite(tensors, names)
+        if name is not None:
+            self.not_finite[call.peer.name] += 1
+            raise NonFinite(f"{call.target}: {name} holds NaN or Inf{hint}")
+
+    # --- requests
+
+    def _info(self, call: Call) -> None:
+        self._find(call.target)
+        call.reply(payload=self.schemas[call.target][0])
+
+    def _forward(self, call: Call) -> None:
+        # The check has already found the expert.
+        backend = self.backends[call.target]
+        schema = backend.schema
+        inputs = call.tensors if schema.takes_as_is else wire.from_wire(call.tensors, schema.inputs)
+        self._check_finite(call, inputs, schema.input_names)
+        seen = StateSeen()
+        rows = _rows(inputs)
+        # A request that is split has no single graph.
+        whole = 0 < rows <= min(backend.kept.budget, backend.forward_pool.max_batch_size)
+        ticket = call.payload if whole else b""
+
+        def finish(outcome: Sequence[Tensor | None] | BaseException) -> None:
+            if isinstance(outcome, BaseException):
+                call.fail(outcome)
+                return
+            if not rows:
+                outcome = [None if tensor is None else tensor[:0] for tensor in outcome]
+            # The ticket in the answer says that it is valid for a backward.
+            payload = wire.pack((ticket if ticket in backend.kept else b"", seen.changes, seen.changed))
+            call.reply(wire.to_wire(outcome, schema.output_specs), payload=payload)
+
+        evaluating = call.verb == wire.FORWARD_EVAL
+        if not rows:
+            if not schema.varies:
+                finish([None if spec is None else spec.zeros(0) for spec in schema.output_specs])
+                return
+            # Sizes that only the module knows are found with a row of zeros.
+            inputs = [
+                None if tensor is None or spec is None else spec.zeros(1, spec.sizes_of(tensor.shape))
+                for tensor, spec in zip(inputs, schema.inputs, strict=True)
+            ]
+            evaluating = True
+        sizes, length = schema.measure(inputs)
+        task = Task(
+            inputs, rows or 1, call.deadline, finish, call.drop, ticket=ticket, sizes=sizes, length=length,
+            evaluating=evaluating, seen=seen,
+        )  # fmt: skip
+        self._put_aside(call, backend, backend.forward_pool, task)
+
+    def _backward(self, call: Call) -> None:
+        backend = self._find(call.target)
+        inputs, gradients, ticket, updates = self._read_backward(call, backend)
+        specs = backend.schema.inputs
+
+        def finish(outcome: Sequence[Tensor | None] | BaseException) -> None:
+            changed = not isinstance(outcome, BaseException) or isinstance(outcome, Unrepeatable)
+            if changed and self.persistence is not None:
+                self.persistence.note_applied(call.target, call.identity, call.settled)
+            if isinstance(outcome, BaseException):
+                call.fail(outcome)
+                return
+            call.reply(wire.to_wire(outcome, specs), payload=wire.pack((wire.present(outcome), seen.changes)))
+
+        seen = StateSeen()
+        rows = _rows([*inputs, *gradients])
+        if not rows:
+            # Activations of no rows are never kept, so the inputs are there.
+            finish(
+                [
+                    tensor.clone() if tensor is not None and spec is not None and spec.requires_grad else None
+                    for tensor, spec in zip(inputs, specs, strict=True)
+                ]
+            )
+            return
+        sizes, length = backend.schema.measure(inputs, gradients)
+        task = Task(
+            [*inputs, *gradients], rows, call.deadline, finish, call.drop, ticket=ticket, sizes=sizes,
+            length=length, evaluating=call.verb == wire.BACKWARD_EVAL, updates=updates, seen=seen,
+        )  # fmt: skip
+        self._put_aside(call, backend, backend.backward_pool, task)
+
+    def _read_backward(
+        self, call: Call, backend: ExpertBackend
+    ) -> tuple[list[Tensor | None], list[Tensor | None], bytes, bool]:
+        schema = backend.schema
+        present, ticket, updates = wire.read_backward(call.payload)
+        inputs: list[Tensor | None] = [None] * len(schema.inputs)
+        parts = 0
+        if not ticket:
+            parts = sum(count_parts(spec) for _, spec in schema.input_layout)
+            inputs = wire.from_wire(call.tensors[:parts], schema.inputs)
+            self._check_finite(call, inputs, schema.input_names)
+        elif ticket not in backend.kept:
+            raise ActivationsGone(f"{call.target} has not kept these activations; send the inputs again")
+        gradients = wire.from_wire(call.tensors[parts:], schema.output_specs, present)
+        names = [f"gradient of output {index}" for index in range(len(gradients))]
+        self._check_finite(call, gradients, names, ". If that output did too, the cause is the module, not the loss")
+        return inputs, gradients, ticket, updates
+
+    def _backward_again(self, call: Call) -> None:
+        """Answer a retry of which only the number is known: the update is made, but its gradients are gone."""
+        self._find(call.target)
+        call.reply(payload=wire.GONE)
+
+    def _step(self, call: Call) -> None:
+        backend = self._find(call.target)
+        schema = backend.schema
+        inputs = wire.from_wire(call.tensors, schema.inputs)
+        self._check_finite(call, inputs, schema.input_names)
+        rows, length = _rows(inputs), schema.length_of(inputs)
+        if not rows or not length:
+            raise SchemaError(f"{call.target}: a step has at least one row and one position, got {rows} and {length}")
+        nbytes = sum(tensor.nbytes for tensor in call.tensors)
+        step = Step(wire.read_step(call.payload), rows, length, nbytes, _checksum(call.tensors))
+        self._sessions.check(step, backend)
+        self._sessions.hold(step.header.session, call.deadline)
+
+        def finish(outcome: Sequence[Tensor | None] | BaseException) -> None:
+            if isinstance(outcome, BaseException):
+                call.fail(outcome)
+            else:
+                call.reply(wire.to_wire(outcome, schema.output_specs))
+
+        task = Task(
+            inputs, rows * length, call.deadline, finish, call.drop, sizes=(next(self._step_numbers),),
+            evaluating=True, step=lambda placed: self._sessions.take(step, backend, placed),
+        )  # fmt: skip
+        self._put_aside(call, backend, _session_pool(backend), task)
+
+    def _end_session(self, call: Call) -> None:
+        self._find(call.target)
+        self._sessions.end(wire.read_ticket(call.payload), "the session was ended by its caller")
+        call.reply()
+
+    def _count_sessions(self, call: Call) -> None:
+        call.reply(payload=wire.pack(self._find(call.target).open_sessions))
+
+    # --- queueing
+
+    def _put_aside(self, call: Call, backend: ExpertBackend, pool: TaskPool, task: Task) -> None:
+        """Queue the task once all requests received so far are read, so that they share a batch."""
+        task.caller = call.peer.name
+        task.priority = backend.prioritize(task.caller, task.rows, backward=pool is backend.backward_pool)
+        if not isinstance(task.priority, int):
+            raise TypeError(f"{type(backend).__name__}.prioritize returned {task.priority!r}; return a whole number")
+        if backend.copies is not None:
+            task.inputs, task.copied = backend.copies.bring(task.inputs)
+        aside: dict[TaskPool, list[Task]] | None = getattr(self._round, "tasks", None)
+        if aside is None:
+            aside = self._round.tasks = {}
+        aside.setdefault(pool, []).append(task)
+
+    def submit_round(self) -> None:
+        """Queue the tasks of all requests that this thread has read."""
+        aside: dict[TaskPool, list[Task]] | None = getattr(self._round, "tasks", None)
+        if not aside:
+            return
+        self._round.tasks = None
+        server = self._server and self._server()
+        assert server is not None
+        one_of_many = not server.on_loop()
+        for runtime in self.runtimes:
+            mine = aside if len(self.runtimes) == 1 else {pool: own for pool, own in aside.items() if pool in runtime}
+            if mine:
+                runtime.submit(mine, one_of_many=one_of_many)
+
+    def _gathering(self) -> AbstractContextManager[None]:
+        server = self._server and self._server()
+        assert server is not None
+        return server.gathering()
+
+
+def _session_pool(backend: ExpertBackend) -> TaskPool:
+    if backend.session_pool is None:
+        raise SchemaError(
+            f"{backend.uid} has no sessions: its module, a {type(backend.module).__name__}, has no "
+            "make_cache(rows, max_length); see 'Generate step by step' in the guide of experts"
+        )
+    return backend.session_pool
+
+
+def _nbytes(header: RequestHeader) -> int:
+    nbytes = 0
+    for tensor in header.tensors:
+        nbytes += tensor.nbytes
+    return nbytes
+
+
+def _rows(tensors: Sequence[Tensor | None]) -> int:
+    return next(tensor.shape[0] for tensor in tensors if tensor is not None)
+
+
+def _checksum(tensors: Sequence[Tensor]) -> int:
+    checksum = 0
+    for tensor in tensors:
+        checksum = zlib.crc32(bytes_of(tensor), zlib.crc32(repr(tuple(tensor.shape)).encode(), checksum))
+    return checksum
+
+
+def _allocate_pinned(headers: Sequence[TensorHeader]) -> Sequence[Tensor]:
+    return [torch.empty(header.shape, dtype=header.dtype, pin_memory=True, device="cpu") for header in headers]

@@ -1,0 +1,59 @@
+"""Servers, callers and clients are freed by reference counts alone: no cycle keeps a module or a socket for a while."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from expert_modules import causal_backend, served
+from torch import nn
+
+from anabranch.errors import NonFinite
+from anabranch.experts import Directory, ExpertBackend, RemoteExpert, RemoteMixtureOfExperts
+from anabranch.tensors import TensorSpec
+from anabranch.transport import Client
+
+
+def use(how: str, client: Client) -> dict[str, object]:
+    """Serve an expert and call it; return what is to be freed."""
+    module = nn.Linear(4, 4)
+    backend = ExpertBackend("ffn.0", module, args_schema=[TensorSpec(4)], keep_activations=8 * (how == "kept"))
+    if how == "session":
+        backend = causal_backend("ffn.0")
+    directory = Directory()
+    x = torch.ones(2, 4)
+    with served(backend, directory=directory) as server:
+        caller: nn.Module = RemoteExpert("ffn.0", directory, client=client)
+        if how == "mixture":
+            caller = RemoteMixtureOfExperts(4, [1], directory, "ffn", k_best=1, client=client)
+        if how == "session":
+            with caller.session(8) as session:
+                session.step(torch.ones(1, 1, 8))
+        else:
+            caller(x).sum().backward()
+        if how == "refused":
+            for ask in (lambda: caller(x * float("nan")), lambda: (caller(x).sum() * float("nan")).backward()):
+                try:
+                    ask()
+                except NonFinite:
+                    continue
+                raise AssertionError("NaN was not refused")
+    return {"server": server, "backend": backend, "module": backend.module, "caller": caller, "client": client}
+
+
+@pytest.mark.parametrize("how", ["expert", "kept", "mixture", "session", "refused"])
+def test_what_is_closed_is_freed_by_reference_counts_alone(how: str) -> None:
+    torch.optim.Adam(nn.Linear(1, 1).parameters())  # the first one imports much of torch, with a cycle of its own
+    gc.collect()
+    gc.disable()
+    try:
+        with Client() as client:
+            things = use(how, client)
+        del client
+        references = {name: weakref.ref(thing) for name, thing in things.items()}
+        things.clear()
+        assert [name for name, reference in references.items() if reference() is not None] == []
+    finally:
+        gc.enable()
