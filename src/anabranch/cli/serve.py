@@ -61,6 +61,16 @@ _Heartbeat = Annotated[
 ]
 
 
+_Linger = Annotated[
+    float,
+    typer.Option(
+        min=0.0,
+        metavar="S",
+        help="After the first signal serve for up to S seconds while clients are connected; the next one ends it.",
+    ),
+]
+
+
 def _said(metavar: str, says: str) -> typer.models.OptionInfo:
     """Return an option that is unset by default."""
     option: typer.models.OptionInfo = typer.Option(metavar=metavar, help=says, show_default=False)
@@ -141,6 +151,7 @@ def experts(
     insecure: _Insecure = False,
     heartbeat: _Heartbeat = 1.0,
     metrics: _Metrics = None,
+    linger: _Linger = 0.0,
 ) -> None:
     """Serve experts that train themselves."""
     # Here, as in the others: with torch, which the rest of the command line does without.
@@ -164,7 +175,7 @@ def experts(
             heartbeat=heartbeat,
             session_limits=SessionLimits(max_sessions, max_session_tokens, max_session_bytes),
         )
-        serve_until_stopped(server, _beside(metrics, expert_metrics))
+        serve_until_stopped(server, _beside(metrics, expert_metrics), linger=linger)
 
 
 def _groups(options: dict[str, Any], config: Path | None) -> list[ExpertGroup]:
@@ -213,6 +224,7 @@ def directory(
     insecure: _Insecure = False,
     heartbeat: _Heartbeat = 1.0,
     metrics: _Metrics = None,
+    linger: _Linger = 0.0,
 ) -> None:
     """Serve a directory: the server of each expert."""
     from anabranch.experts import DirectoryServer
@@ -221,7 +233,7 @@ def directory(
 
     with plain_errors():
         server = partial(DirectoryServer, listen, keys=keys, insecure=insecure, heartbeat=heartbeat)
-        serve_until_stopped(server, _beside(metrics, directory_metrics))
+        serve_until_stopped(server, _beside(metrics, directory_metrics), linger=linger)
 
 
 @serve.command()
@@ -251,6 +263,7 @@ def parameters(
     insecure: _Insecure = False,
     heartbeat: _Heartbeat = 1.0,
     metrics: _Metrics = None,
+    linger: _Linger = 0.0,
 ) -> None:
     """Serve one shard of the tables and parameters."""
     from anabranch.observe import parameter_metrics
@@ -286,7 +299,7 @@ def parameters(
             insecure=insecure,
             heartbeat=heartbeat,
         )
-        serve_until_stopped(server, _beside(metrics, parameter_metrics))
+        serve_until_stopped(server, _beside(metrics, parameter_metrics), linger=linger)
 
 
 class _OnStderr(logging.Handler):

@@ -12,6 +12,8 @@ from anabranch.job import JOB_VARIABLE
 from anabranch.transport.network.certificates import KEYS_VARIABLE
 
 __all__ = [
+    "LINGER_SECONDS",
+    "LINGER_VARIABLE",
     "LISTEN_VARIABLE",
     "RUN_VARIABLE",
     "expert_environment",
@@ -19,6 +21,12 @@ __all__ = [
     "threads_each",
     "worker_environment",
 ]
+
+LINGER_SECONDS = 25.0
+"""Seconds for which a service of a job serves on after its first signal while workers are connected."""
+
+LINGER_VARIABLE = "ANABRANCH_LINGER"
+"""The environment variable with these seconds, of an expert process."""
 
 LISTEN_VARIABLE = "ANABRANCH_LISTEN"
 """The environment variable that says where an expert process listens, where its script does not."""
@@ -74,6 +82,7 @@ def expert_environment(
     env |= {
         "ANABRANCH_ROLE": "expert",
         "ANABRANCH_WORKERS": str(workers),
+        LINGER_VARIABLE: str(LINGER_SECONDS),
         "RANK": str(index),
         "LOCAL_RANK": str(index),
         "WORLD_SIZE": str(experts),

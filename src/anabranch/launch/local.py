@@ -28,7 +28,13 @@ from types import TracebackType
 from typing import Literal
 
 from anabranch.held_error import HELD_ERROR_VARIABLE, move_held_error
-from anabranch.launch.environment import expert_environment, service_environment, threads_each, worker_environment
+from anabranch.launch.environment import (
+    LINGER_SECONDS,
+    expert_environment,
+    service_environment,
+    threads_each,
+    worker_environment,
+)
 from anabranch.launch.forks.conditions import why_no_fork_server, why_not_forked
 from anabranch.launch.forks.launcher_side import ForkServer, ForkServerError
 from anabranch.launch.job_file import JobFile
@@ -449,6 +455,7 @@ def _serve_parameters(
 ) -> PythonProgram:
     arguments = ["serve", "parameters", "--listen", endpoint]
     arguments += ["--shard", str(shard), "--shards", str(shards), "--durability", durability]
+    arguments += ["--linger", str(LINGER_SECONDS)]
     if durability != "none":
         arguments += ["--checkpoint-dir", str(state), "--checkpoint-seconds", str(checkpoint_seconds)]
     return PythonProgram("anabranch.cli", tuple(arguments), is_module=True)

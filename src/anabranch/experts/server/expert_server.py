@@ -279,6 +279,15 @@ class ExpertServer:
             self._sessions.nbytes,
         )
 
+    def transport_statistics(self) -> ServerStatistics:
+        """Counters of its requests and connections since it started."""
+        return self._server.statistics()
+
+    def checkpoint(self) -> None:
+        """Save every expert that was updated since it was last saved, if there is a directory for that."""
+        if self._persistence is not None:
+            self._persistence.save()
+
     def _facts(self) -> dict[str, object]:
         """Return what ``anabranch status`` shows: the queue, and how busy each expert was."""
         experts = {}

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from anabranch.launch.environment import expert_environment, service_environment, worker_environment
+from anabranch.launch.environment import LINGER_SECONDS, expert_environment, service_environment, worker_environment
 from anabranch.launch.job_file import JobFile
 from anabranch.launch.job_trace import JobTrace
 from anabranch.launch.local import Durability
@@ -361,7 +361,7 @@ class _Attempt:
 
     def _serve(self, shard: int, shards: int, endpoint: str, state: str) -> PythonProgram:
         arguments = ["serve", "parameters", "--listen", endpoint, "--shard", str(shard), "--shards", str(shards)]
-        arguments += ["--durability", self._durability]
+        arguments += ["--durability", self._durability, "--linger", str(LINGER_SECONDS)]
         if self._durability != "none":
             arguments += ["--checkpoint-dir", state, "--checkpoint-seconds", str(self._checkpoint_seconds)]
         return PythonProgram("anabranch.cli", tuple(arguments), is_module=True)

@@ -43,6 +43,7 @@ __all__ = ["Monitor", "Patience", "Supervisor"]
 
 # How long SIGKILL may take: longer only for a process in an uninterruptible system call, a broken disk's or driver's.
 _KERNEL_SECONDS = 10.0
+_LINGER_SECONDS = 1.0  # for which services may see that the last worker has gone
 
 
 class Monitor(Protocol):
@@ -62,7 +63,7 @@ class Patience:
     Attributes:
         failure: for the others after one failed, before they are asked to stop.
         stop: for those asked to stop, before they and all they have started are killed.
-        drain: the same when the launcher itself was sent SIGTERM: time to finish a step and save. Services have it
+        drain: the same when the launcher itself was sent a signal: time to finish a step and save. Services have it
             too when the workers have ended well.
     """
 
@@ -213,6 +214,9 @@ class Supervisor:
     def _on_end(self, selector: selectors.BaseSelector, process: RoleProcess) -> None:
         selector.unregister(process.pidfd)
         process.reap()
+        self._on_signal()  # one that was sent to all processes at once ended this one
+        if self.interrupted is not None and process.exit_code == -self.interrupted:
+            process.stopped = True
         if process is self._rendezvous:
             process.early = True
             self._fail(process)
@@ -227,7 +231,8 @@ class Supervisor:
         spec, exit_ = service.spec, service.exit
         if self.interrupted:  # the workers drain: too late for another
             service.forgiven = True
-            self._tell(exit_.describe())
+            if exit_.code:
+                self._tell(exit_.describe())
         elif (pause := self._pause_before(service)) is not None:
             assert spec.restarts is not None
             when = f" in {pause:g} s" if pause else ""
@@ -280,10 +285,13 @@ class Supervisor:
             self._workers.end_by(now + self._patience.failure + self._patience.stop)
 
     def _stop_services(self) -> None:
-        """Request that they finish, save and exit: no worker is left to call them."""
+        """Request that they finish, save and exit: no worker is left to call them.
+
+        The second signal is for those that linger, because somebody from elsewhere is connected.
+        """
         self._service_ending.send(signal.SIGTERM)
-        hurried = self._failed or self.timed_out or self.interrupted not in (None, signal.SIGTERM)
-        patience = self._patience.stop if hurried else self._patience.drain
+        self._service_ending.plan(time.monotonic() + _LINGER_SECONDS, signal.SIGTERM)
+        patience = self._patience.stop if self._failed or self.timed_out else self._patience.drain
         self._service_ending.end_by(time.monotonic() + patience)
 
     def _on_signal(self) -> None:
@@ -305,8 +313,7 @@ class Supervisor:
                 self._tell(f"{number.name}: stopping the workers (send it again to kill them)")
                 self._workers.send(number)
                 self._workers.clear()
-                patience = self._patience.drain if number == signal.SIGTERM else self._patience.stop
-                self._workers.end_by(time.monotonic() + patience)
+                self._workers.end_by(time.monotonic() + self._patience.drain)
 
     def _pause(self) -> None:
         """Ctrl-Z: stop only this process, not those that it has started."""
