@@ -6,12 +6,10 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
-from anabranch.launch.output.screen import Screen
 from anabranch.launch.output.slow_starts import SlowStarts
 from anabranch.launch.supervision import supervisor
 from anabranch.launch.supervision.signals import SignalBox
@@ -80,13 +78,10 @@ def test_the_screen_shows_once_why_servers_do_not_listen_yet(
     told: list[str] = []
     box.put(signal.SIGTERM)
     os.write(box.notify, b"x")
-    copier, never_written = os.pipe()
     Supervisor(
-        [cast(RoleProcess, Undying())], box, services=services, screen=cast(Screen, SimpleNamespace(pidfd=copier)),
+        [cast(RoleProcess, Undying())], box, services=services,
         monitors=[SlowStarts(services, told.append)], patience=Patience(stop=0.05, drain=0.05), tell=told.append,
     ).run()  # fmt: skip
-    os.close(copier)
-    os.close(never_written)
     assert told.count("compiling the kernels") == 1
 
 

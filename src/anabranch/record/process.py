@@ -34,10 +34,6 @@ TRACE_VARIABLE = "ANABRANCH_TRACE"
 PLAN_VARIABLE = "ANABRANCH_PLAN"
 """Set by ``anabranch plan``: the file for the plan of the first training step, before which the script ends."""
 
-PROGRESS_VARIABLE = "ANABRANCH_PROGRESS"
-"""Set by ``anabranch run``: ``"screen"`` if its screen shows how far loops are, ``"lines"`` if no line is to be drawn
-in its place."""
-
 _EVERY = 0.5  # seconds between two writings
 
 

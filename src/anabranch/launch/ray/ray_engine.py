@@ -151,13 +151,9 @@ class _Attempt:
             signals = stack.enter_context(collect_signals())
             signals.call_on_stop(self._stop)
             stack.push(_leave_where_stopped)
-            screen = stack.enter_context(Screen(log_dir / "worker-0.log", goes_on=number > 0)) if live else None
+            screen = stack.enter_context(Screen(log_dir / "worker-0.log", tell, goes_on=number > 0)) if live else None
 
-            def say(line: str) -> None:
-                if screen:
-                    screen.finish_line()
-                tell(line)
-
+            say = screen.say if screen else tell
             places = stack.enter_context(ExitStack())  # the last to go: Ray kills what is in a place that it takes back
             stack.callback(self._give_back)
             stack.callback(self._collect_recorded)
@@ -281,7 +277,7 @@ class _Attempt:
             services=tuple(process.exit for process in (*services, *filter(lambda lost: lost.early, [rendezvous]))),
         )
 
-    def _stop(self, number: signal.Signals, again: bool) -> None:
+    def _stop(self, number: signal.Signals) -> None:
         """Record a received signal; Ray loses exceptions raised while it waits."""
         if self._stopped is None:
             self._stopped = number

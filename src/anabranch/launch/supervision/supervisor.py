@@ -28,7 +28,6 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, MutableSequence, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -182,7 +181,6 @@ class Supervisor:
         """Return when every process has ended and was reaped."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._signals.descriptor, selectors.EVENT_READ, self._on_signal)
-            self._watch_copier(selector)
             for process in (*self._workers.processes, *self._services, *filter(None, [self._rendezvous])):
                 self._watch(selector, process)
             while self._workers.running() or self._service_ending.running():
@@ -200,16 +198,6 @@ class Supervisor:
 
     def _watch(self, selector: selectors.BaseSelector, process: RoleProcess) -> None:
         selector.register(process.pidfd, selectors.EVENT_READ, partial(self._on_end, selector, process))
-
-    def _watch_copier(self, selector: selectors.BaseSelector) -> None:
-        if self._screen:
-            selector.register(self._screen.pidfd, selectors.EVENT_READ, partial(self._on_copier_end, selector))
-
-    def _on_copier_end(self, selector: selectors.BaseSelector) -> None:
-        assert self._screen
-        selector.unregister(self._screen.pidfd)
-        self._screen.revive()
-        self._watch_copier(selector)
 
     def _on_end(self, selector: selectors.BaseSelector, process: RoleProcess) -> None:
         selector.unregister(process.pidfd)
@@ -316,11 +304,15 @@ class Supervisor:
                 self._workers.end_by(time.monotonic() + self._patience.drain)
 
     def _pause(self) -> None:
-        """Ctrl-Z: stop only this process, not those that it has started."""
-        seen = f"; meanwhile the output of rank 0 goes to {self._screen.log}" if self._screen else ""
-        self._tell(f"the launcher is paused and the job continues{seen}. `fg` brings the screen back")
-        with self._screen.unattended() if self._screen else nullcontext():
-            signal_box.suspend()
+        """Ctrl-Z: stop all processes, and this one, until the shell lets it continue."""
+        everyone = [*self._workers.processes, *self._services, *filter(None, [self._rendezvous])]
+        for process in everyone:
+            process.signal_group(signal.SIGSTOP)
+        signal_box.suspend()
+        for process in everyone:
+            process.signal_group(signal.SIGCONT)
+        if self._screen:
+            self._screen.fit()
 
     def _next_moment(self) -> float | None:
         moments = [*self._workers.moments(), *self._service_ending.moments(), *(due for due, _ in self._returning)]

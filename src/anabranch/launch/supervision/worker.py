@@ -17,7 +17,6 @@ from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.supervision import parent_death
 from anabranch.launch.supervision.budget import RestartBudget
 from anabranch.launch.supervision.outcome import Exit, Role
-from anabranch.launch.supervision.signals import inherited_mask
 from anabranch.record.process import STATUS_VARIABLE
 
 __all__ = ["ProcessSpec", "RoleProcess"]
@@ -115,8 +114,7 @@ class RoleProcess:
             if spec.server is not None:
                 name = f"{self.role}-{self.rank}"
                 return spec.server.fork(name, spec.program, environment, stdin, stdout, stderr)
-            blocked = ",".join(map(str, inherited_mask()))
-            tied = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), blocked, *spec.program.command]
+            tied = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), *spec.program.command]
             process = subprocess.Popen(
                 tied, env=environment, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
             )
@@ -154,6 +152,11 @@ class RoleProcess:
         # The number cannot be another's by now: until reap() the worker, running or zombie, keeps it taken.
         os.kill(self.pid, number)
         os.kill(self.pid, signal.SIGCONT)
+
+    def signal_group(self, number: int) -> None:
+        """Stop or continue it, and the processes that it has started."""
+        if self.running:
+            os.killpg(self.pid, number)
 
     def reap(self) -> None:
         """Take the exit code of a worker that has ended."""
