@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import os
 import shutil
 import tempfile
@@ -196,32 +198,28 @@ def run(
                     raise typer.Exit(1) from error
                 show_end(outcome, logs, verbose=verbose)
                 raise typer.Exit(outcome.exit_code)
-            outcome = launch(
-                script,
-                arguments or [],
-                is_module=module,
-                workers=workers,
-                servers=servers,
-                experts=experts,
-                durability=durability,
-                host=host,
-                log_dir=logs,
-                live=True,
-                verbose=verbose,
-                spawn=spawn,
-                max_restarts=max_restarts,
-                service_restarts=budget,
-                checkpoint_seconds=checkpoint_seconds,
-                trace=trace,
-                tell=tell,
-                directory=directory,
-            )
+            with plain_errors("--host" if host else "SCRIPT"):  # the other options were checked as they were read
+                outcome = launch(
+                    script,
+                    arguments or [],
+                    is_module=module,
+                    workers=workers,
+                    servers=servers,
+                    experts=experts,
+                    durability=durability,
+                    host=host,
+                    log_dir=logs,
+                    live=True,
+                    verbose=verbose,
+                    spawn=spawn,
+                    max_restarts=max_restarts,
+                    service_restarts=budget,
+                    checkpoint_seconds=checkpoint_seconds,
+                    trace=trace,
+                    tell=tell,
+                    directory=directory,
+                )
             show_end(outcome, logs, verbose=verbose)
-        except ValueError as error:
-            if host is None:
-                raise
-            # The other options were checked as they were read.
-            raise typer.BadParameter(str(error), param_hint="--host") from error
         finally:
             failed = outcome is not None and outcome.first_failure is not None
             if log_dir is None and not failed:
@@ -253,13 +251,27 @@ def _tell_of_options(script: str, arguments: Sequence[str], missing: Mapping[str
             tell(f"{name} comes after {script}, so the script gets it; options of `anabranch run` go before the script")
 
 
-def _log_directory(wanted: Path | None) -> Path:
-    if wanted is None:
+def _log_directory(folder: Path | None) -> Path:
+    """Return a folder for the logs that no running job has, and hold it until this process ends."""
+    if folder is None:
         return Path(tempfile.mkdtemp(prefix="anabranch-logs-"))
-    try:
-        wanted.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise typer.BadParameter(
-            f"cannot make the directory {wanted}: {error.strerror}", param_hint="--log-dir"
-        ) from error
-    return wanted
+    for number in itertools.count(1):
+        logs = folder if number == 1 else folder.with_name(f"{folder.name}.{number}")
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(logs, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise typer.BadParameter(
+                f"cannot make the directory {logs}: {error.strerror}", param_hint="--log-dir"
+            ) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            continue
+        except OSError:  # a file system without locks
+            os.close(descriptor)
+        if logs != folder:
+            tell(f"a running job writes to {folder}; the logs of this one: {logs}")
+        return logs
+    raise AssertionError("numbers do not end")

@@ -268,6 +268,8 @@ def parameters(
     """Serve one shard of the tables and parameters."""
     from anabranch.observe import parameter_metrics
     from anabranch.parameter_server import ParameterServer
+    from anabranch.record.process import process_record
+    from anabranch.record.spans import Lasting
     from anabranch.tables.warming import compile_kernels
     from anabranch.transport.server.service import serve_until_stopped
 
@@ -283,7 +285,9 @@ def parameters(
     if shard >= shards:
         raise typer.BadParameter(f"--shard {shard} is out of range for --shards {shards}; the first is 0")
     _show_compiling()
-    compile_kernels()  # takes a minute at first; a signal may still end it, since nothing is lost
+    process_record()  # a launcher is told, too
+    with Lasting("compile", "compute"):
+        compile_kernels()  # takes a minute at first; a signal may still end it, since nothing is lost
     with plain_errors():
         server = partial(
             ParameterServer,
@@ -311,7 +315,7 @@ class _OnStderr(logging.Handler):
 
 
 def _show_compiling() -> None:
-    """Show why nothing happens while the kernels of tables are compiled; `anabranch run` looks for this line."""
+    """Show why nothing happens while the kernels of tables are compiled."""
     logger = logging.getLogger("anabranch.compiling")
     logger.setLevel(logging.INFO)
     logger.addHandler(_OnStderr())

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from anabranch.job import JOB_VARIABLE
+from anabranch.job import JOB_VARIABLE, MEETING_VARIABLE
 from anabranch.transport.network.certificates import KEYS_VARIABLE
 
 __all__ = [
@@ -35,7 +35,7 @@ RUN_VARIABLE = "ANABRANCH_RUN"
 """The environment variable that tells a job from others that use the same directory; unset where it has its own."""
 
 # The variables of members of the workers' process group, which experts are not.
-_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", MEETING_VARIABLE)
 
 
 def service_environment(
@@ -105,6 +105,7 @@ def worker_environment(
     error_file: Path,
     base: Mapping[str, str],
     experts: int = 0,
+    meeting: Path | None = None,
 ) -> dict[str, str]:
     """Return the whole environment of worker ``rank``: ``base``, overridden by torchrun's variables.
 
@@ -136,6 +137,8 @@ def worker_environment(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_ERROR_FILE": str(error_file),
     }
+    if meeting is not None:
+        env[MEETING_VARIABLE] = str(meeting)
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if workers + experts > 1:
         env.setdefault("OMP_NUM_THREADS", str(threads_each(workers + experts)))

@@ -20,7 +20,7 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,6 @@ from anabranch.launch.meeting.addresses import check_directory, private_place, t
 from anabranch.launch.meeting.rendezvous import PROGRAM, Rendezvous, expert_mark
 from anabranch.launch.output.long_waits import LongWaits
 from anabranch.launch.output.screen import Screen
-from anabranch.launch.output.slow_starts import SlowStarts
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.supervision.attempts import run_attempts
 from anabranch.launch.supervision.budget import RestartBudget
@@ -252,7 +251,7 @@ def _attempt(
         stack.callback(_end, meeting_place, rendezvous, stopping)
         rendezvous.started()
         rendezvous.wait_until_ready()
-        monitors: list[Monitor] = [SlowStarts(services, say), LongWaits(log_dir, say)] if screen else []
+        monitors: list[Monitor] = [LongWaits(log_dir, say)] if screen else []
         supervisor = Supervisor(
             running,
             signals,
@@ -311,6 +310,7 @@ def _attempt(
             )
             for index in range(experts)
         )
+        meeting = scratch / f"meeting-{rendezvous.port}"
         for rank in range(workers):
             env = worker_environment(
                 rank,
@@ -320,6 +320,7 @@ def _attempt(
                 error_file=scratch / f"error-{rank}.json",
                 base=base,
                 experts=experts,
+                meeting=meeting,
             )
             if rank == 0 and screen and not verbose:
                 env[HELD_ERROR_VARIABLE] = str(held)
@@ -407,8 +408,9 @@ def _end(process: RoleProcess, rendezvous: Rendezvous, stopping: _StopSignals) -
         if not select.select([process.pidfd], [], [], _END_SECONDS)[0]:
             process.signal(signal.SIGKILL)
         process.reap()
-    if not process.early and not process.log.stat().st_size:  # shown for one that was lost
-        process.log.unlink()
+    with suppress(OSError):
+        if not process.early and not process.log.stat().st_size:  # shown for one that was lost
+            process.log.unlink()
 
 
 def _serve_parameters(

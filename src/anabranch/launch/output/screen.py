@@ -92,7 +92,9 @@ class Screen:
             err, self.stderr = os.pipe()
             self._streams = [_Stream(out, 1), _Stream(err, 2)]
         self._ends = {self.stdout, self.stderr}
-        self._log: int | None = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if goes_on else os.O_TRUNC))
+        self._log: int | None = None
+        with suppress(OSError):  # the folder was removed: a job needs no log to go on
+            self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if goes_on else os.O_TRUNC))
         self._name = log
         self._tell = tell
         self._lines: deque[str] = deque()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from anabranch.launch.forks.launcher_side import ForkServer
 from anabranch.launch.output.screen import Screen
@@ -55,6 +56,17 @@ class ProcessSpec:
     restarts: RestartBudget | None = None
     has_served: Callable[[], bool] = _never
     endpoint: str | None = None
+
+
+def _open_log(path: Path, *, anew: bool) -> BinaryIO:
+    """Open a log to append to, or nothing where its folder was removed: a job needs no log to go on."""
+    try:
+        file = path.open("ab")
+    except OSError:
+        return open(os.devnull, "ab")
+    if anew:
+        file.truncate(0)
+    return file
 
 
 class RoleProcess:
@@ -103,10 +115,8 @@ class RoleProcess:
             "TORCHELASTIC_RESTART_COUNT": str(self.restarted),
             STATUS_VARIABLE: str(self.log.absolute().with_suffix("")),
         }
-        if not screen and not self.restarted:
-            self.log.write_bytes(b"")
         # Appending, so that a log that is emptied meanwhile continues at its beginning.
-        with self.log.open("ab") as file, open(os.devnull, "rb") as nothing:
+        with _open_log(self.log, anew=not screen and not self.restarted) as file, open(os.devnull, "rb") as nothing:
             shared = 0 if screen and sys.__stdin__ is not None else nothing.fileno()
             stdin = shared if spec.stdin is None else spec.stdin
             stdout = screen.stdout if screen else file.fileno()
