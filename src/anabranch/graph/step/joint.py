@@ -187,8 +187,10 @@ class Joint:
             return self._run_backward(step, free, report)
         if self._rest is None:
             self.take_state()
-        results: dict[str, object] = dict(zip(self.backward.graph.outputs, self._apart().run(*free), strict=True))
-        if not self._admitted(results):
+        results: dict[str, object] = dict(
+            zip(self.backward.graph.outputs, (self._program or self._apart()).run(*free), strict=True)
+        )
+        if not self._admitted(step, results):
             return self._finish(step, results)
         if self._rest is not None:
             given = [results[name] for name in self._given]
@@ -209,10 +211,9 @@ class Joint:
         later.append(step_on)
         return self._finish(step, results)
 
-    def _admitted(self, results: Mapping[str, object]) -> bool:
+    def _admitted(self, step: StepState, results: Mapping[str, object]) -> bool:
         """Return True if the optimizers step on the gradients among the ``results``."""
-        gate = self._step.gate
-        if gate is not None:
+        if (gate := step.gate) is not None:
             dense = [cast(Tensor, results[name]) for name in self._gradient_names]
             sparse = self.backward.sparse_of(results) if self.backward.lookups else {}
             if not gate(dense, self.backward.dense, sparse, self._own):

@@ -184,7 +184,7 @@ class StepProgram(StepState):
         task = _Task(self._key(True, gradients), begin, None)
         outputs = self._through_front(task, batch, modules, may_trace)
         assert task.results is not None
-        return outputs | {name: task.results.get(name) for name in gradients}
+        return outputs | {name: task.results.get(name) for name in gradients} if gradients else outputs
 
     def backward(
         self,
@@ -249,8 +249,10 @@ class StepProgram(StepState):
         (loss, extras), outputs = self._call(task, batch, modules, may_trace)
         for optimizer in self.optimizers if task.key.whole else ():
             optimizer._opt_called = True  # type: ignore[attr-defined]
-        named = {name: value.detach() if isinstance(value, Tensor) else value for name, value in extras.items()}
-        return {"loss": loss.detach(), **named, **outputs}
+        found = {"loss": loss.detach()}
+        for name, value in extras.items():
+            found[name] = value.detach() if isinstance(value, Tensor) else value
+        return found | outputs
 
     def _call(
         self, task: _Task, batch: Structure, modules: tuple[str, ...], may_trace: bool
