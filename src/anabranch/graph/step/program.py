@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,6 @@ from anabranch.autodiff.hooks import OutputRecorder
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.dynamo.front import DynamoFront, GuardMiss, TracedCall, changed_objects, mark
-from anabranch.graph.effects import is_collective
 from anabranch.graph.graph import Graph
 from anabranch.graph.step.backward import Gradients, Report
 from anabranch.graph.step.joint import Joint, JointKey
@@ -61,30 +60,8 @@ class _Task:
     later: list[Callable[[], None]] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A program that was made for a batch and has not run."""
-
-    joint: Joint
-    args: tuple[object, ...]
-
-    def confirm(self) -> None:
-        """Let the program run from now on without ``may_trace``: it was compared with another engine.
-
-        Until then such a run raises ``GuardMiss``. A step that the other engine could not run, because of a mistake or
-        an interrupt, has compared nothing.
-        """
-        self.joint.confirmed = True
-
-    def talks(self) -> bool:
-        """Return True if the loss has collectives of its own, which a run in addition to the tape's would repeat."""
-        return any(map(is_collective, self.joint.backward.graph.fx.nodes))
-
-    def compute(self) -> dict[str, object]:
-        """Run forward and backward on the batch that it was made for, without Python's side effects; returns the
-        graph's results by name.
-        """
-        return self.joint.run_backward(self.args)
+Prepared: TypeAlias = "tuple[Joint, tuple[object, ...]]"
+"""A program that was made for a batch, with its arguments, and has not run."""
 
 
 class _OnlyPrepared(BaseException):
@@ -225,7 +202,7 @@ class StepProgram(StepState):
             self._through_front(task, batch, modules, True)
         except _OnlyPrepared as prepared:
             joint, args = prepared.args
-            return Prepared(joint, args)
+            return joint, args
         raise CaptureError(f"{self._front.what} computes nothing from tensors")
 
     def _key(self, whole: bool, gradients: tuple[str, ...]) -> JointKey:
@@ -284,12 +261,12 @@ class StepProgram(StepState):
                 raise ValueError(f"{name!r} cannot be fetched: the forward called no module of that name")
         return result, dict(outputs)
 
-    def finish(self, prepared: Prepared) -> None:
+    def finish(self, joint: Joint) -> None:
         """Confirm a program after the optimizers' own step, whose new state is not a change."""
-        prepared.confirm()
+        joint.confirmed = True
         self._state.note_optimizer_state()
-        prepared.joint.take_state()
-        self._last = prepared.joint.graph
+        joint.take_state()
+        self._last = joint.graph
 
     # --- programs
 
