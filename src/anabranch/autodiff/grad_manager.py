@@ -229,8 +229,8 @@ class GradManager(sessions.Session):
             _add(added)
         except BaseException as error:
             if version is None or version == _version(added):  # nothing was added yet
-                for tensor, grad in before:
-                    tensor.grad = grad
+                for tensor, earlier in before:
+                    tensor.grad = earlier
             abandon(sweep.values, error)
             raise
         finally:

@@ -46,6 +46,7 @@ from anabranch.executor.steps import TrainStep
 from anabranch.graph import Graph, SparseRows, StepProgram
 from anabranch.graph.dynamo.front import GuardMiss
 from anabranch.graph.dynamo.refusals import Raises
+from anabranch.graph.step.joint import Joint
 from anabranch.graph.step.lookups import as_sparse_gradient
 from anabranch.graph.step.program import Prepared
 from anabranch.graph.step.step_state import Between, SparseGradients
@@ -55,8 +56,8 @@ from anabranch.tensors import Structure
 
 _log = logging.getLogger("anabranch")
 _T = TypeVar("_T")
-Check: TypeAlias = "Callable[[Mapping[str, object], Prepared, Snapshot], None]"
-"""``check(results, prepared, before)`` raises ``Differs`` if the results of a graph, which was run from the state
+Check: TypeAlias = "Callable[[Mapping[str, object], Joint, Snapshot], None]"
+"""``check(results, joint, before)`` raises ``Differs`` if the results of a graph, which was run from the state
 ``before``, are not those of the tape."""
 
 
@@ -146,12 +147,12 @@ class GraphEngine(Engine):
         returned: Mapping[str, Tensor],
         tapes: Mapping[Tensor, Tensor],
         results: Mapping[str, object],
-        prepared: Prepared,
+        joint: Joint,
         before: Snapshot,
     ) -> None:
         """Raise ``Differs`` if the graph's results are not the tape's."""
         check_results(results, {**returned, "loss": loss})
-        graphs = prepared.joint.backward.sort(results)
+        graphs = joint.backward.sort(results)
         check_gradients({**graphs.dense, **self._as_gradients(graphs.sparse)}, tapes, self._program.parameters, before)
 
     def _as_gradients(self, sparse: Mapping[str, Sequence[SparseRows]]) -> dict[str, Tensor]:
@@ -297,32 +298,32 @@ class Trials:
         except GuardMiss:
             pass
         try:
-            prepared = prepare()
+            joint, args = prepare()
         except (ValueError, TypeError, Raises) as error:
             # The plain code raises the user's mistake in its place; if it does not, the next run is refused.
             ran = on_tape(lambda check: None)
             self._refused = f"the step cannot be captured: {error}; use engine='tape'"
             return ran
-        if prepared.talks():
+        if joint.communicates():
             _log.info("a graph of %s is not compared with the tape: it communicates between workers", self._what)
             ran = as_graph(True)
-            prepared.confirm()
+            joint.confirmed = True
             return ran
-        before, answers = Snapshot(self._model, prepared.args), Answers()
+        before, answers = Snapshot(self._model, args), Answers()
         with answers.noted():
-            ran = on_tape(partial(self._compare, prepared, before, answers))
-        self._program.finish(prepared)
+            ran = on_tape(partial(self._compare, joint, args, before, answers))
+        self._program.finish(joint)
         return ran
 
-    def _compare(self, prepared: Prepared, before: Snapshot, answers: Answers, check: Check) -> None:
+    def _compare(self, joint: Joint, args: Sequence[object], before: Snapshot, answers: Answers, check: Check) -> None:
         """Run the graph once on the batch that the tape has run, and leave the tape's state."""
-        after = Snapshot(self._model, prepared.args)
+        after = Snapshot(self._model, args)
         failure = None
         try:
             before.restore()
             with answers.replayed():
-                results = prepared.compute()
-            check(results, prepared, before)
+                results = joint.run_backward(args)
+            check(results, joint, before)
             after.compare()
         except (Differs, AnswersDiffer) as error:
             failure = f"on the last batch the graph was not bitwise equal to the tape, whose step was kept: {error}"

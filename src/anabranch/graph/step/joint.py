@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from anabranch.errors import CaptureError
 from anabranch.graph.dynamo.front import TracedCall
 from anabranch.graph.dynamo.traced_calls import Arguments, arrange, picker
+from anabranch.graph.effects import is_collective
 from anabranch.graph.graph import Graph
 from anabranch.graph.passes.dead_nodes import drop_dead_nodes
 from anabranch.graph.passes.join import join
@@ -61,7 +62,9 @@ class Joint:
         backward: the graph of forward and backward.
         graph: all that runs, in one graph.
         memory: looks at the memory of the arguments, if the program writes to one.
-        confirmed: the tape has run a batch of this program with the same results; see ``Prepared.confirm``.
+        confirmed: the program was compared with the tape, which has run a batch of it, and may run without
+            ``may_trace``. A step that the tape could not run, because of a mistake or an interrupt, has compared
+            nothing.
     """
 
     def __init__(self, step: StepState, call: TracedCall, args: Sequence[object], key: JointKey) -> None:
@@ -187,8 +190,10 @@ class Joint:
             return self._run_backward(step, free, report)
         if self._rest is None:
             self.take_state()
-        results: dict[str, object] = dict(zip(self.backward.graph.outputs, self._apart().run(*free), strict=True))
-        if not self._admitted(results):
+        results: dict[str, object] = dict(
+            zip(self.backward.graph.outputs, (self._program or self._apart()).run(*free), strict=True)
+        )
+        if not self._admitted(step, results):
             return self._finish(step, results)
         if self._rest is not None:
             given = [results[name] for name in self._given]
@@ -209,10 +214,9 @@ class Joint:
         later.append(step_on)
         return self._finish(step, results)
 
-    def _admitted(self, results: Mapping[str, object]) -> bool:
+    def _admitted(self, step: StepState, results: Mapping[str, object]) -> bool:
         """Return True if the optimizers step on the gradients among the ``results``."""
-        gate = self._step.gate
-        if gate is not None:
+        if (gate := step.gate) is not None:
             dense = [cast(Tensor, results[name]) for name in self._gradient_names]
             sparse = self.backward.sparse_of(results) if self.backward.lookups else {}
             if not gate(dense, self.backward.dense, sparse, self._own):
@@ -220,8 +224,12 @@ class Joint:
         hold_interrupts()
         return True
 
+    def communicates(self) -> bool:
+        """Return True if the loss has collectives of its own, which a run in addition to the tape's would repeat."""
+        return any(map(is_collective, self.backward.graph.fx.nodes))
+
     def run_backward(self, args: Sequence[object]) -> dict[str, object]:
-        """Run forward and backward alone; returns the backward graph's results by name."""
+        """Run forward and backward alone, without Python's side effects; returns the graph's results by name."""
         return dict(zip(self.backward.graph.outputs, self._apart().run(*self._free_of(args)), strict=True))
 
     def _run_backward(self, step: StepState, free: Sequence[object], report: Report | None) -> dict[str, object]:

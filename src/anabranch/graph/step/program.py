@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,6 @@ from anabranch.autodiff.hooks import OutputRecorder
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.dynamo.front import DynamoFront, GuardMiss, TracedCall, changed_objects, mark
-from anabranch.graph.effects import is_collective
 from anabranch.graph.graph import Graph
 from anabranch.graph.step.backward import Gradients, Report
 from anabranch.graph.step.joint import Joint, JointKey
@@ -61,30 +60,8 @@ class _Task:
     later: list[Callable[[], None]] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A program that was made for a batch and has not run."""
-
-    joint: Joint
-    args: tuple[object, ...]
-
-    def confirm(self) -> None:
-        """Let the program run from now on without ``may_trace``: it was compared with another engine.
-
-        Until then such a run raises ``GuardMiss``. A step that the other engine could not run, because of a mistake or
-        an interrupt, has compared nothing.
-        """
-        self.joint.confirmed = True
-
-    def talks(self) -> bool:
-        """Return True if the loss has collectives of its own, which a run in addition to the tape's would repeat."""
-        return any(map(is_collective, self.joint.backward.graph.fx.nodes))
-
-    def compute(self) -> dict[str, object]:
-        """Run forward and backward on the batch that it was made for, without Python's side effects; returns the
-        graph's results by name.
-        """
-        return self.joint.run_backward(self.args)
+Prepared: TypeAlias = "tuple[Joint, tuple[object, ...]]"
+"""A program that was made for a batch, with its arguments, and has not run."""
 
 
 class _OnlyPrepared(BaseException):
@@ -184,7 +161,7 @@ class StepProgram(StepState):
         task = _Task(self._key(True, gradients), begin, None)
         outputs = self._through_front(task, batch, modules, may_trace)
         assert task.results is not None
-        return outputs | {name: task.results.get(name) for name in gradients}
+        return outputs | {name: task.results.get(name) for name in gradients} if gradients else outputs
 
     def backward(
         self,
@@ -225,7 +202,7 @@ class StepProgram(StepState):
             self._through_front(task, batch, modules, True)
         except _OnlyPrepared as prepared:
             joint, args = prepared.args
-            return Prepared(joint, args)
+            return joint, args
         raise CaptureError(f"{self._front.what} computes nothing from tensors")
 
     def _key(self, whole: bool, gradients: tuple[str, ...]) -> JointKey:
@@ -249,8 +226,10 @@ class StepProgram(StepState):
         (loss, extras), outputs = self._call(task, batch, modules, may_trace)
         for optimizer in self.optimizers if task.key.whole else ():
             optimizer._opt_called = True  # type: ignore[attr-defined]
-        named = {name: value.detach() if isinstance(value, Tensor) else value for name, value in extras.items()}
-        return {"loss": loss.detach(), **named, **outputs}
+        found = {"loss": loss.detach()}
+        for name, value in extras.items():
+            found[name] = value.detach() if isinstance(value, Tensor) else value
+        return found | outputs
 
     def _call(
         self, task: _Task, batch: Structure, modules: tuple[str, ...], may_trace: bool
@@ -282,12 +261,12 @@ class StepProgram(StepState):
                 raise ValueError(f"{name!r} cannot be fetched: the forward called no module of that name")
         return result, dict(outputs)
 
-    def finish(self, prepared: Prepared) -> None:
+    def finish(self, joint: Joint) -> None:
         """Confirm a program after the optimizers' own step, whose new state is not a change."""
-        prepared.confirm()
+        joint.confirmed = True
         self._state.note_optimizer_state()
-        prepared.joint.take_state()
-        self._last = prepared.joint.graph
+        joint.take_state()
+        self._last = joint.graph
 
     # --- programs
 
