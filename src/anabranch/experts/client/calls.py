@@ -28,7 +28,7 @@ from anabranch.deadline import Deadline
 from anabranch.errors import ActivationsGone, BoundaryError, NonFinite, PeerLost, ProtocolError
 from anabranch.experts import wire
 from anabranch.experts.client.expert_call import CallCounts, ExpertCall, changed_by_us
-from anabranch.experts.compression import check_parts, check_tensors
+from anabranch.experts.compression import check_parts
 from anabranch.experts.schema import Schema, first_not_finite, first_too_large
 from anabranch.transport import Answer, Client, Outcome, Request, TensorHeader, allocate
 
@@ -403,7 +403,7 @@ def _read_gradients(
     specs = call.schema.inputs
     present, changes = wire.read_gradients(outcome.payload)
     layout = wire.gradient_layout(specs, present, "input")
-    rows = check_tensors(outcome.tensors, [spec for _, spec in layout], [name for name, _ in layout])
+    rows = check_parts(outcome.tensors, layout)
     if outcome.tensors and rows != call.rows:
         raise ProtocolError(f"{call.rows} rows were sent, but gradients of {rows} were received", peer=call.endpoint)
     gradients = wire.from_wire(outcome.tensors, specs, present)

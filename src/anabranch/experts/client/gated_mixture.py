@@ -27,7 +27,7 @@ import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -142,7 +142,7 @@ class _Forward:
         """For each row and slot the index of its answer among all answers joined, and their number, which stands for
         no answer.
         """
-        answered = [(call, rows) for call, rows in zip(self.calls, self.rows, strict=True) if call.answered]
+        answered = [(call, rows) for call, rows, outputs in self._all() if outputs is not None]
         count = sum(len(rows) for _, rows in answered)
         position = np.full(choices.slots.shape, count, dtype=np.int64)
         slot_of = {uid: slot for slot, uid in enumerate(choices.uids)}
@@ -162,7 +162,10 @@ class _Forward:
 
     def failed(self, choices: Choices) -> set[str]:
         """Return the uids of the chosen experts that gave no answer."""
-        return set(choices.uids) - {call.uid for call in self.calls if call.answered}
+        return set(choices.uids) - {call.uid for call, _, outputs in self._all() if outputs is not None}
+
+    def _all(self) -> Iterable[tuple[ExpertCall, Rows, list[Tensor | None] | None]]:
+        return zip(self.calls, self.rows, self.outputs, strict=True)
 
 
 class GatedMixture(RemoteModule):
@@ -582,7 +585,7 @@ class GatedMixture(RemoteModule):
         most = Counter(sizes.values()).most_common(1)[0][0]
         for index in [index for index, its in sizes.items() if its != most]:
             call = forward.calls[index]
-            call.answered, forward.outputs[index] = False, None
+            forward.outputs[index] = None  # but it has answered, and its place in the graph stays
             call.error = SchemaError(f"{call.uid} returned sizes {sizes[index]}, most others {most}")
             self._counts.failure(call.error)
             self._note(call.uid, "forward", call.error)

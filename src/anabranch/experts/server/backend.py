@@ -12,19 +12,18 @@ and the module's own mode is restored after each.
 
 from __future__ import annotations
 
-import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Literal, TypedDict, cast
+from typing import Any, Literal, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from anabranch.autodiff.layer_state import LayerState
 from anabranch.errors import ActivationsGone, NonFinite, SchemaError
@@ -168,7 +167,7 @@ class ExpertBackend:
         # Refuse unsendable specs here rather than at the first call.
         _ = self.schema.packed
         _check_count(uid, self.schema)
-        sizes = {
+        sizes: dict[str, Any] = {
             "min_batch_size": min_batch_size,
             "max_batch_size": max_batch_size,
             "max_queue_bytes": max_queue_bytes,
@@ -813,19 +812,9 @@ def _check_optimizer(uid: str, module: nn.Module, optimizer: Optimizer | None) -
 
 def _check_steps(uid: str, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> None:
     """Refuse an optimizer that recomputes the loss, and a scheduler that steps with a metric."""
-    for name, what in (("optimizer", optimizer), ("scheduler", scheduler)):
-        if what is None:
-            continue
-        # The class's: schedulers replace the step of their optimizer instance.
-        _, *parameters = inspect.signature(type(what).step).parameters.values()
-        needed = [
-            parameter.name
-            for parameter in parameters
-            if parameter.default is parameter.empty
-            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        ]
-        if needed:
-            raise ValueError(
-                f"{uid}: a step of the {name}, a {type(what).__name__}, needs {', '.join(needed)}, which an update "
-                f"from a caller's gradients does not have; use another {name}, or override apply_gradients"
-            )
+    if isinstance(optimizer, torch.optim.LBFGS) or isinstance(scheduler, ReduceLROnPlateau):
+        name = type(optimizer if isinstance(optimizer, torch.optim.LBFGS) else scheduler).__name__
+        raise ValueError(
+            f"{uid}: a step of {name} needs more than gradients, which an update by a caller's backward does not have; "
+            "use another one, or override apply_gradients"
+        )

@@ -315,18 +315,19 @@ class ExpertVerbs:
         if not aside:
             return
         self._round.tasks = None
-        server = self._server and self._server()
-        assert server is not None
-        one_of_many = not server.on_loop()
+        one_of_many = not self._transport().on_loop()
         for runtime in self.runtimes:
             mine = aside if len(self.runtimes) == 1 else {pool: own for pool, own in aside.items() if pool in runtime}
             if mine:
                 runtime.submit(mine, one_of_many=one_of_many)
 
     def _gathering(self) -> AbstractContextManager[None]:
-        server = self._server and self._server()
+        return self._transport().gathering()
+
+    def _transport(self) -> Server:
+        server = None if self._server is None else self._server()
         assert server is not None
-        return server.gathering()
+        return server
 
 
 def _session_pool(backend: ExpertBackend) -> TaskPool:
