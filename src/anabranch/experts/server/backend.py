@@ -500,19 +500,6 @@ class ExpertBackend:
             raise ActivationsGone(f"{self.uid} has not kept these activations; send the inputs again")
         if entry.rows != task.rows:
             raise SchemaError(f"{self.uid}: received gradients of {task.rows} rows for a forward of {entry.rows}")
-        if not self.schema.varies:
-            return entry
-        gradients = task.inputs[len(self.schema.inputs) :]
-        for gradient, spec, output in zip(gradients, self.schema.output_specs, entry.batch.outputs, strict=True):
-            if gradient is None or spec is None or output is None:
-                continue
-            lengths = [entry.length] * len(spec.varying)
-            expected = spec.with_sizes(lengths if self.schema.pads else spec.sizes_of(output.shape))
-            if tuple(gradient.shape[1:]) != expected:
-                raise SchemaError(
-                    f"{self.uid}: received a gradient of shape {tuple(gradient.shape)} for an output with rows of "
-                    f"{expected}"
-                )
         return entry
 
     def _backward_kept(self, tasks: Sequence[tuple[Task, KeptRows]]) -> tuple[dict[int, Sequence[Tensor | None]], bool]:
