@@ -6,6 +6,7 @@ import copy
 import itertools
 import random
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -735,6 +736,26 @@ def test_a_missing_gradient_is_an_error_that_names_the_cure() -> None:
             expert.fault = RuntimeError("gone")
         with pytest.raises(BoundaryError, match="with backward_k_min=0 the step continues"):
             output.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("servers", "options", "warns"),
+    [
+        (1, {}, "one process serves 4 of the 4 experts of 'ffn'"),
+        (2, {}, ""),
+        (2, {"k_min": 3}, "one process serves 2 of the 4 experts"),
+        (1, {"allow_zero_outputs": True}, ""),
+    ],
+)
+def test_a_mixture_in_a_job_warns_of_a_process_that_it_cannot_lose(
+    monkeypatch: pytest.MonkeyPatch, servers: int, options: dict[str, object], warns: str
+) -> None:
+    monkeypatch.setenv("ANABRANCH_EXPERTS", "2")
+    with grid(4, servers=servers) as (directory, _, _), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mixture(directory, (4,), k_best=3, **options)
+    assert [str(one.message)[: len(warns)] for one in caught] == ([warns] if warns else [])
+    assert all(one.filename == __file__ for one in caught)
 
 
 def test_beam_search_passes_over_prefixes_with_only_avoided_experts() -> None:

@@ -21,8 +21,11 @@ boundary: the tape and a captured graph see one operation whose outputs have the
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import os
+import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
@@ -55,6 +58,7 @@ from anabranch.experts.client.remote_module import RemoteModule
 from anabranch.experts.directory import DirectoryLike, as_directory, within
 from anabranch.experts.nesting import flatten
 from anabranch.experts.schema import Schema, outline
+from anabranch.job import job
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.transport import Client
 from anabranch.transport.directory.uids import check_prefix
@@ -70,6 +74,9 @@ _RETRIES = 2
 _SURVEYED = 16
 # Times that rows with too few answers are asked for from other experts, the first one included.
 _ROUNDS = 3
+
+_MOST_LOOKED_UP = 4096
+_LOOK_SECONDS = 2.0
 
 Rows = NDArray[np.int64]
 Experts = dict[str, tuple[str, Schema]]
@@ -199,6 +206,27 @@ class GatedMixture(RemoteModule):
         self._finder = ExpertFinder(as_directory(directory, keys=keys, insecure=insecure), module_client)
         self._counts = CallCounts()
         self._dimensions = 1
+        if job().experts and not limits.allow_zero_outputs:  # they have announced themselves, and can be asked
+            self._warn_of_one_process(limits.k_min)
+
+    def _warn_of_one_process(self, k_min: int) -> None:
+        """Warn if one process serves so many of the job's experts that too few are left without it."""
+        if math.prod(self.grid_size) > _MOST_LOOKED_UP:
+            return
+        points = itertools.product(*map(range, self.grid_size))
+        uids = [f"{self.uid_prefix}.{'.'.join(map(str, point))}" for point in points]
+        try:
+            endpoints = within(self._finder.directory, Deadline.after(_LOOK_SECONDS)).lookup(uids)
+        except BoundaryError:
+            return
+        _, most = max(Counter(endpoints.values()).items(), key=lambda item: item[1], default=("", 0))
+        if most and len(endpoints) - most < k_min:
+            warnings.warn(
+                f"one process serves {most} of the {len(endpoints)} experts of {self.uid_prefix!r}: if it dies, rows "
+                f"have fewer than k_min={k_min} answers and the step fails. Start more (anabranch run --experts N), or "
+                "give allow_zero_outputs=True",
+                stacklevel=4,
+            )
 
     def extra_repr(self) -> str:
         """Return where the experts are in the grid, and how many are called."""
