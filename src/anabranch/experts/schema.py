@@ -93,6 +93,16 @@ class Schema:
         return [(f"output {index}", spec) for index, spec in enumerate(self.output_specs) if spec is not None]
 
     @cached_property
+    def input_parts(self) -> int:
+        """The number of tensors that carry the inputs."""
+        return sum(2 if spec.compression == "int8" else 1 for _, spec in self.input_layout)
+
+    @cached_property
+    def gradient_names(self) -> list[str]:
+        """A name for the gradient of each output, for messages."""
+        return [f"gradient of output {index}" for index in range(len(self.output_specs))]
+
+    @cached_property
     def takes_one(self) -> bool:
         """True if the only input is one tensor, the common case: there is nothing to flatten."""
         return not self.keywords and len(self.arguments) == 1 and isinstance(self.arguments[0], TensorSpec)
@@ -197,7 +207,10 @@ class Schema:
         """
         if self.takes_one and not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
             spec = cast("TensorSpec", self.arguments[0])
-            given = cast("Tensor", _autocast(args[0], spec, casting))
+            given = args[0]
+            if given.dtype is spec.dtype and given.ndim == 1 + len(spec.shape) and given.shape[1:] == spec.shape:
+                return RowInputs([given], (given.shape[0],))
+            given = cast("Tensor", _autocast(given, spec, casting))
             leading = _leading(given, spec, self.input_names[0])
             return RowInputs([given if len(leading) == 1 else _as_rows(given, leading)], leading)
         try:
@@ -394,7 +407,10 @@ def first_not_finite(tensors: Sequence[Tensor | None], names: Sequence[str], *, 
     for tensor, name in zip(tensors, names, strict=True):
         if tensor is not None:
             largest = float("inf") if not moderate else _LARGEST_HALF if tensor.dtype is torch.float16 else _LARGEST
-            if not all(_within(piece, largest) for piece in _pieces(tensor)):
+            if tensor.numel() <= _PIECE:
+                if not _within(tensor, largest):
+                    return name
+            elif not all(_within(piece, largest) for piece in _pieces(tensor)):
                 return name
     return None
 
@@ -421,7 +437,7 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
 
     A larger sum would start a team of threads for each connection's thread.
     """
-    if tensor.numel() <= _PIECE or torch.get_num_threads() == 1 or not tensor.is_contiguous():
+    if torch.get_num_threads() == 1 or not tensor.is_contiguous():
         return [tensor]
     return torch.split(tensor.view(-1), _PIECE)
 

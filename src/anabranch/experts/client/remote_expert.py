@@ -224,7 +224,7 @@ class RemoteExpert(RemoteModule):
         """Call the expert, once more if it may have moved; return the answer and the schema that it then had."""
         deadline = deadline or Deadline.after(self.forward_timeout)
         for _ in range(2):
-            endpoint, schema = self.find(deadline)
+            endpoint, schema = self._known or self.find(deadline)
             sent = inputs
             if schema is not known:  # the inputs must fit the expert's current schema
                 whole = known.input_nesting.rebuild(inputs, plain=True)
@@ -232,7 +232,7 @@ class RemoteExpert(RemoteModule):
                 sent = schema.flatten_inputs(args, kwargs, casting=False).tensors
             call = ExpertCall(self.uid, endpoint, schema, sent, evaluating)
             calls = Calls(
-                self.client,
+                self._module_client.client,
                 [call],
                 self.forward_timeout,
                 self.backward_timeout,

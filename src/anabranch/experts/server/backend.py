@@ -359,10 +359,13 @@ class ExpertBackend:
 
     def _run_forward(self, batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
         """Return the outputs of each task, in the mode of their callers."""
-        mode = _evaluating(self.module) if batch[0].evaluating else _as_it_is
         changes, marks = self._count_changes(), self._marks
-        with mode, self._masked(batch), self._undoing(batch):
-            if any(task.ticket for task in batch):
+        with (
+            _evaluating(self.module) if batch[0].evaluating else _as_it_is,
+            self._with_mask(batch) if self.schema.pads else _as_it_is,
+            _as_it_is if len(batch) == 1 else self._undoing(batch),
+        ):
+            if batch[0].ticket if len(batch) == 1 else any(task.ticket for task in batch):
                 outputs = self._keep_forward(batch, changes)
             else:
                 outputs = self._split(self.forward(*self._join(batch)), batch)
@@ -381,11 +384,12 @@ class ExpertBackend:
             task.seen.note(changes)
         try:
             with _evaluating(self.module) if batch[0].evaluating else _as_it_is:
-                if not all(task.ticket for task in batch):
+                tickets = [task.ticket for task in batch if task.ticket]
+                if len(tickets) < len(batch):
                     self._refuse_another_mask()
-                if not batch[0].updates or any(task.ticket for task in batch):
+                if not batch[0].updates or tickets:
                     return self._backward_tasks(batch, updates=batch[0].updates)
-                with self._masked(batch):
+                with self._with_mask(batch) if self.schema.pads else _as_it_is:
                     return self._split(self.backward(*self._join(batch)), batch, gradients=True)
         finally:
             # The update has been counted, and the rest of the state is what it was.
@@ -412,17 +416,13 @@ class ExpertBackend:
         self, tensors: Sequence[Tensor | None], batch: Sequence[Task], *, gradients: bool = False
     ) -> Sequence[Sequence[Tensor | None]]:
         """Return the outputs of each task, or the ``gradients`` of its inputs."""
-        split = split_outputs(tensors, batch)
+        split = [tensors] if len(batch) == 1 else split_outputs(tensors, batch)
         if not self.schema.pads:
             return split
         if gradients:
             return split_padded(split, batch, self.schema.inputs, self.schema.input_names)
         names = [f"{self.uid}'s output {index}" for index in range(len(tensors))]
         return split_padded(split, batch, self.schema.output_specs, names)
-
-    def _masked(self, batch: Sequence[Task]) -> AbstractContextManager[None]:
-        """Return a context in which the module gets the mask of a padded batch."""
-        return self._with_mask(batch) if self.schema.pads else _as_it_is
 
     @contextmanager
     def _with_mask(self, batch: Sequence[Task]) -> Iterator[None]:
@@ -465,7 +465,7 @@ class ExpertBackend:
         moved = False
         with self._gradients.of_batch() as gathered:
             if plain:
-                with self._masked(plain):
+                with self._with_mask(plain) if self.schema.pads else _as_it_is:
                     gradients, moved = self._recompute(self._join(plain))
                 split = self._split(gradients, plain, gradients=True)
                 answers = {id(task): mine for task, mine in zip(plain, split, strict=True)}
@@ -572,7 +572,8 @@ class ExpertBackend:
         spec = self.schema.outputs
         rows = _rows_of(inputs)
         if isinstance(spec, TensorSpec) and isinstance(outputs, Tensor):
-            spec.check(outputs, self._output_name)
+            if outputs.dtype is not spec.dtype or outputs.shape[1:] != spec.shape:
+                spec.check(outputs, self._output_name)
             if outputs.shape[0] != rows:
                 raise _other_rows(self._output_name, outputs, rows)
             return [outputs]
@@ -629,7 +630,7 @@ class ExpertBackend:
 
     def _undoing(self, batch: Sequence[Task]) -> AbstractContextManager[None]:
         """Return a context that undoes what a forward that fails has changed: each of its tasks then runs alone."""
-        if len(batch) == 1 or batch[0].evaluating:
+        if batch[0].evaluating:
             return _as_it_is
         return self._state.put_back(trained=self._written, if_it_fails=True)
 
@@ -754,7 +755,7 @@ def _other_rows(name: str, output: Tensor, rows: int) -> SchemaError:
 
 
 def _gradients_of(leaves: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    return tuple(None if leaf is None or not leaf.requires_grad else leaf.grad for leaf in leaves)
+    return tuple([None if leaf is None or not leaf.requires_grad else leaf.grad for leaf in leaves])
 
 
 def _check_inputs(uid: str, arguments: tuple[Structure, ...], keywords: Mapping[str, Structure]) -> None:
