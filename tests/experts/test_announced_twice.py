@@ -37,7 +37,7 @@ def test_a_uid_that_another_live_server_announced_is_warned_of_once_and_served(
         assert events[0][6] == {"uids": ["ffn.0"], "other": first.endpoint, "endpoint": second.endpoint}
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(events) == len(warnings) == 1
-    assert warnings[0].startswith("ffn.0: the directory listed it at another live server")
+    assert warnings[0].startswith("ffn.0 was listed at another live server")
     assert first.endpoint in warnings[0]
     assert "stop one of them" in warnings[0]
 

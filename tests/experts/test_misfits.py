@@ -134,7 +134,12 @@ def test_sizes_that_vary_otherwise_than_most_others_are_left_out() -> None:
     with serving(*backends) as directory:
         moe = RemoteMixtureOfExperts(8, [3], directory, "ffn", k_best=3)
         x = torch.randn(4, 6, 8)
-        assert torch.allclose(moe(x), 2 * x, atol=1e-6)
+        x.requires_grad_()
+        output = moe(x)
+        assert torch.allclose(output, 2 * x, atol=1e-6)
+        output.sum().backward()
+        assert x.grad is not None
+        assert torch.allclose(x.grad, torch.full_like(x, 2.0), atol=1e-3)
         assert moe.statistics().failed == {"SchemaError": 1}
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from anabranch.errors import CheckpointError
 from anabranch.experts import ExpertBackend, RemoteExpert
-from anabranch.experts.server.directory_lock import DirectoryLock
+from anabranch.experts.server.persistence import DirectoryLock
 from anabranch.tensors import TensorSpec
 from programs import Programs
 
@@ -46,7 +46,7 @@ def test_the_holder_is_named_and_a_killed_one_blocks_no_other(tmp_path: Path, pr
     text = """
 import sys, time
 from pathlib import Path
-from anabranch.experts.server.directory_lock import DirectoryLock
+from anabranch.experts.server.persistence import DirectoryLock
 
 lock = DirectoryLock(Path(sys.argv[1]), "ffn.0")
 print("locked", flush=True)
@@ -65,7 +65,7 @@ def test_a_forked_child_does_not_keep_the_directory_of_a_server_that_died(tmp_pa
     text = """
 import os, sys, time
 from pathlib import Path
-from anabranch.experts.server.directory_lock import DirectoryLock
+from anabranch.experts.server.persistence import DirectoryLock
 
 lock = DirectoryLock(Path(sys.argv[1]), "ffn.0")
 reader, writer = os.pipe()

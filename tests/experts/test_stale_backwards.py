@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, PeerLost
 from anabranch.experts import Directory, ExpertBackend, ExpertServer, RemoteExpert, RemoteMixtureOfExperts, Schema, wire
-from anabranch.experts.client import expert_call
+from anabranch.experts.client import calls as expert_call
 from anabranch.experts.server.scheduler import Task
 from anabranch.pipeline import Pipe
 from anabranch.tensors import TensorSpec

@@ -68,6 +68,7 @@ class LayerState:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = modules
         self._mappings: list[tuple[MutableMapping[str, Any], _Kind]] = []
+        self._all: list[MutableMapping[str, Any]] = []
         self._lengths: list[int] = []
         self._places: list[
             tuple[MutableMapping[str, Any], str, _Kind]
@@ -83,7 +84,8 @@ class LayerState:
             for module in dict.fromkeys(self._modules):
                 buffers: _Kind = None if isinstance(module, nn.modules.batchnorm._NormBase) else 1
                 self._mappings += [(module.__dict__, 0), (module._buffers, buffers), (module._parameters, 1)]
-        lengths = [len(mapping) for mapping, _ in self._mappings]
+            self._all = [mapping for mapping, _ in self._mappings]
+        lengths = list(map(len, self._all))
         if lengths != self._lengths:
             known = {(id(mapping), name) for mapping, name, _ in self._places}
             self._lengths = lengths

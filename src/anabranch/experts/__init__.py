@@ -5,7 +5,7 @@ boundary operation. ``client`` and ``server`` are its two ends, ``directory.py``
 ``schema.py`` and ``wire.py`` are shared by both ends.
 """
 
-from anabranch.experts.client.expert_call import CallStatistics
+from anabranch.experts.client.calls import CallStatistics
 from anabranch.experts.client.mixtures import RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
 from anabranch.experts.client.remote_expert import RemoteExpert
 from anabranch.experts.client.session import InferenceSession

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from anabranch.errors import SchemaError
 from anabranch.tensors import TensorSpec, from_blocks, to_blocks
-from anabranch.tensors.dtypes import DTYPES, dtype_name
+from anabranch.tensors.dtypes import dtype_name
 from anabranch.tensors.packing import all_finite
 from anabranch.transport import TensorHeader
 
-__all__ = ["BLOCK", "check_parts", "check_tensors", "compress", "count_parts", "decompress", "wire_parts"]
+__all__ = ["BLOCK", "check_parts", "compress", "count_parts", "decompress", "wire_parts"]
 
 BLOCK = 256
 """Values that share a scale under ``int8``: 1.6 % more bytes, and an outlier spoils only its own block."""
@@ -68,55 +68,34 @@ def decompress(parts: Sequence[Tensor], spec: TensorSpec) -> Tensor:
     return parts[0].to(spec.dtype)
 
 
-def check_parts(headers: Sequence[TensorHeader], layout: Sequence[tuple[str, TensorSpec]]) -> int:
-    """Check the headers of a message's tensors against names and specs; returns the number of rows.
+def check_parts(parts: Sequence[TensorHeader] | Sequence[Tensor], layout: Sequence[tuple[str, TensorSpec]]) -> int:
+    """Check a message's tensors, or their headers, against names and specs; returns the number of rows.
 
     Raises:
         SchemaError: the tensors are not rows of the specs; the message shows the expected and the given.
     """
-    rows = headers[0].shape[0] if headers and headers[0].shape else 0
-    if len(headers) == len(layout):
-        for header, (_, spec) in zip(headers, layout, strict=True):
-            if (
-                spec.compression is not None
-                or DTYPES[header.code] is not spec.dtype
-                or (header.shape != (rows, *spec.shape) if not spec.varying else not _fits(spec, rows, header.shape))
-            ):
+    rows = parts[0].shape[0] if parts and parts[0].shape else 0
+    if len(parts) == len(layout):
+        for part, (_, spec) in zip(parts, layout, strict=True):
+            shape = part.shape
+            if spec.compression is not None or part.dtype is not spec.dtype or not shape or shape[0] != rows:
+                break
+            if shape[1:] != spec.shape and not spec.fits(shape[1:]):
                 break
         else:
             return rows
-    came = [(header.dtype, tuple(header.shape)) for header in headers]
-    return _check(came, [spec for _, spec in layout], [name for name, _ in layout])
-
-
-def _fits(spec: TensorSpec, rows: int, shape: tuple[int, ...]) -> bool:
-    return shape[:1] == (rows,) and spec.fits(shape[1:])
-
-
-def check_tensors(tensors: Sequence[Tensor], specs: Sequence[TensorSpec], names: Sequence[str]) -> int:
-    """Check the tensors of an answer and return its number of rows; a ``SchemaError`` as from ``check_parts``."""
-    return _check([(tensor.dtype, tuple(tensor.shape)) for tensor in tensors], specs, names)
-
-
-def _check(
-    came: Sequence[tuple[torch.dtype, tuple[int, ...]]], specs: Sequence[TensorSpec], names: Sequence[str]
-) -> int:
-    rows = came[0][1][0] if came and came[0][1] else 0
-    if len(came) == len(specs) and all(
-        spec.compression is None and dtype is spec.dtype and _fits(spec, rows, shape)
-        for spec, (dtype, shape) in zip(specs, came, strict=True)
-    ):
-        return rows
-    count = sum(map(count_parts, specs))
-    if len(came) != count:
-        raise SchemaError(f"expected {count} tensors ({', '.join(names)}), got {len(came)}")
+    count = sum(count_parts(spec) for _, spec in layout)
+    if len(parts) != count:
+        raise SchemaError(f"expected {count} tensors ({', '.join(name for name, _ in layout)}), got {len(parts)}")
     position = 0
-    for spec, name in zip(specs, names, strict=True):
-        its_shape = came[position][1]
+    for name, spec in layout:
+        its_shape = tuple(parts[position].shape)
         if spec.varying and not spec.fits(its_shape[1:]):
-            raise SchemaError(f"{name}: expected {spec.describe()}, got {its_shape} {dtype_name(came[position][0])}")
+            raise SchemaError(
+                f"{name}: expected {spec.describe()}, got {its_shape} {dtype_name(parts[position].dtype)}"
+            )
         for dtype, shape in wire_parts(spec, rows, spec.sizes_of(its_shape)):
-            its_dtype, its_shape = came[position]
+            its_dtype, its_shape = parts[position].dtype, tuple(parts[position].shape)
             position += 1
             if its_dtype != dtype or its_shape != shape:
                 raise SchemaError(

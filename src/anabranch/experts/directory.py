@@ -10,7 +10,6 @@ and those of servers that serve every job.
 
 from __future__ import annotations
 
-import copy
 import os
 import threading
 import time
@@ -19,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from anabranch.deadline import Deadline
 from anabranch.errors import SchemaError, Unauthorized
@@ -129,23 +128,8 @@ class _Table:
                 del self._below[prefix]
 
 
-_tables: weakref.WeakValueDictionary[str, _Table] = weakref.WeakValueDictionary()
+_pickled: weakref.WeakValueDictionary[str, _Table] = weakref.WeakValueDictionary()
 """The tables of directories that were pickled in this process: unpickled here they are the same."""
-
-
-class _LostTable:
-    """Stands for a table in the memory of another process."""
-
-    def __init__(self, token: str) -> None:
-        self.token = token
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise ValueError(
-            "this directory was in the memory of the process that pickled it; create experts and mixtures that go "
-            "to other processes with the endpoint of a DirectoryServer"
-        )
 
 
 class Directory:
@@ -192,7 +176,7 @@ class Directory:
         self.endpoint = endpoint
         self._timeout = timeout
         self._within: Deadline | None = None
-        self._table: _Table | _LostTable = _Table(clock)
+        self._memory: _Table | None = _Table(clock)
         self._module_client = (
             None if endpoint is None else ModuleClient(client, role=role, keys=keys, insecure=insecure)
         )
@@ -204,36 +188,29 @@ class Directory:
 
     def within(self, deadline: Deadline) -> Directory:
         """Return the same directory, with every wait ended by ``deadline``."""
-        same = copy.copy(self)
-        same._within = deadline
-        return same
-
-    def __copy__(self) -> Directory:
         same = Directory.__new__(type(self))
         same.__dict__.update(self.__dict__)
+        same._within = deadline
         return same
 
     def __deepcopy__(self, memo: dict[int, object]) -> Directory:
         # A copied model calls the same experts.
         return self
 
-    def __getstate__(self) -> dict[str, object]:
-        if isinstance(self._table, _Table):
-            _tables[self._table.token] = self._table
-        return {
-            "endpoint": self.endpoint,
-            "timeout": self._timeout,
-            "module_client": self._module_client,
-            "token": self._table.token,
-        }
+    def __reduce__(self) -> tuple[Callable[..., Directory], tuple[object, ...]]:
+        if self._memory is not None:
+            _pickled[self._memory.token] = self._memory
+        token = None if self._memory is None else self._memory.token
+        return _unpickled, (self.endpoint, self._timeout, self._module_client, token)
 
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.endpoint = cast("str | None", state["endpoint"])
-        self._timeout = cast(float, state["timeout"])
-        self._module_client = cast("ModuleClient | None", state["module_client"])
-        self._within = None
-        token = cast(str, state["token"])
-        self._table = _tables.get(token) or _LostTable(token)
+    @property
+    def _table(self) -> _Table:
+        if self._memory is None:
+            raise ValueError(
+                "this directory was in the memory of the process that pickled it; create experts and mixtures that go "
+                "to other processes with the endpoint of a DirectoryServer"
+            )
+        return self._memory
 
     def announce(self, uids: Iterable[str], endpoint: str, ttl: float) -> None:
         """Announce that ``endpoint`` serves ``uids`` for the next ``ttl`` seconds; a later announcement of a uid
@@ -279,6 +256,13 @@ class Directory:
         deadline = Deadline.after(self._timeout) if whole is None else whole.sooner(self._timeout)
         request = Request(self.endpoint, verb, payload=pack(question), role="directory")
         return self._module_client.client.call(request, deadline).payload
+
+
+def _unpickled(endpoint: str | None, timeout: float, module_client: ModuleClient | None, token: str) -> Directory:
+    directory = Directory.__new__(Directory)
+    directory.__dict__.update(endpoint=endpoint, _timeout=timeout, _within=None, _module_client=module_client)
+    directory._memory = _pickled.get(token)
+    return directory
 
 
 def as_directory(directory: DirectoryLike | str, **client: object) -> DirectoryLike:
@@ -351,7 +335,7 @@ class DirectoryServer:
     def directory(self) -> Directory:
         """The same table, for use in this process."""
         mine = Directory()
-        mine._table = self._tables[EVERY_JOB]
+        mine._memory = self._tables[EVERY_JOB]
         return mine
 
     def transport_statistics(self) -> ServerStatistics:

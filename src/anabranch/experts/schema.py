@@ -31,7 +31,6 @@ __all__ = [
     "Schema",
     "all_finite",
     "first_not_finite",
-    "first_too_large",
     "infer_specs",
     "outline",
     "specs_of",
@@ -92,6 +91,16 @@ class Schema:
     def output_layout(self) -> Layout:
         """The layout of a forward's answer."""
         return [(f"output {index}", spec) for index, spec in enumerate(self.output_specs) if spec is not None]
+
+    @cached_property
+    def input_parts(self) -> int:
+        """The number of tensors that carry the inputs."""
+        return sum(2 if spec.compression == "int8" else 1 for _, spec in self.input_layout)
+
+    @cached_property
+    def gradient_names(self) -> list[str]:
+        """A name for the gradient of each output, for messages."""
+        return [f"gradient of output {index}" for index in range(len(self.output_specs))]
 
     @cached_property
     def takes_one(self) -> bool:
@@ -198,7 +207,10 @@ class Schema:
         """
         if self.takes_one and not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
             spec = cast("TensorSpec", self.arguments[0])
-            given = cast("Tensor", _autocast(args[0], spec, casting))
+            given = args[0]
+            if given.dtype is spec.dtype and given.ndim == 1 + len(spec.shape) and given.shape[1:] == spec.shape:
+                return RowInputs([given], (given.shape[0],))
+            given = cast("Tensor", _autocast(given, spec, casting))
             leading = _leading(given, spec, self.input_names[0])
             return RowInputs([given if len(leading) == 1 else _as_rows(given, leading)], leading)
         try:
@@ -385,47 +397,39 @@ def infer_specs(outputs: Structure, rows: int) -> Structure:
 
 def all_finite(tensor: Tensor) -> bool:
     """Return True if a tensor holds neither NaN nor Inf; always true for integers."""
+    return _within(tensor, float("inf"))
+
+
+def first_not_finite(tensors: Sequence[Tensor | None], names: Sequence[str], *, moderate: bool = False) -> str | None:
+    """Return the name of the first tensor that holds NaN or Inf, ``None`` if all are finite; computes on this thread
+    alone. ``moderate``: or holds a number above 1e18 (float16: 6e4), of which a sum of products overflows.
+    """
+    for tensor, name in zip(tensors, names, strict=True):
+        if tensor is not None:
+            largest = float("inf") if not moderate else _LARGEST_HALF if tensor.dtype is torch.float16 else _LARGEST
+            if tensor.numel() <= _PIECE:
+                if not _within(tensor, largest):
+                    return name
+            elif not all(_within(piece, largest) for piece in _pieces(tensor)):
+                return name
+    return None
+
+
+def _within(tensor: Tensor, largest: float) -> bool:
+    """Return True if no number is infinite, NaN or above ``largest``."""
     floating = tensor.is_floating_point()
     if not (floating or tensor.is_complex()) or tensor.numel() == 0:
         return True
-    # A finite sum proves it in one pass; an infinite one proves nothing.
-    if floating and math.isfinite(tensor.sum().item()):
-        return True
-    return bool(torch.isfinite(tensor).all())
-
-
-def first_not_finite(tensors: Sequence[Tensor | None], names: Sequence[str]) -> str | None:
-    """Return the name of the first tensor that holds NaN or Inf, ``None`` if all are finite; computes on this thread
-    alone.
-    """
-    for tensor, name in zip(tensors, names, strict=True):
-        if tensor is None or (tensor.numel() <= _PIECE and all_finite(tensor)):
-            continue
-        if not all(map(all_finite, _pieces(tensor))):
-            return name
-    return None
-
-
-def first_too_large(tensors: Sequence[Tensor | None], names: Sequence[str]) -> str | None:
-    """Return the name of the first tensor that holds NaN, Inf or a number above 1e18 (float16: 6e4), of which a sum of
-    products overflows; ``None`` if there is none.
-    """
-    for tensor, name in zip(tensors, names, strict=True):
-        if tensor is not None and not all(map(_is_moderate, _pieces(tensor))):
-            return name
-    return None
-
-
-def _is_moderate(tensor: Tensor) -> bool:
-    if not tensor.is_floating_point() or tensor.numel() == 0:
-        return all_finite(tensor)
-    if tensor.dtype in (torch.float32, torch.float64) and tensor.is_contiguous():
+    tensor = tensor.detach()
+    if not floating or largest == float("inf"):
+        # A finite sum proves it in one pass; an infinite one proves nothing.
+        return (floating and math.isfinite(tensor.sum().item())) or bool(torch.isfinite(tensor).all())
+    if tensor.dtype in (torch.float32, torch.float64):
         # As fast as a sum, and no square is larger than the sum of all.
-        flat = tensor.detach().view(-1)
-        return torch.dot(flat, flat).item() <= _LARGEST**2 or bool(flat.abs().max() <= _LARGEST)
-    low, high = torch.aminmax(tensor.detach())
-    largest = _LARGEST_HALF if tensor.dtype is torch.float16 else _LARGEST
-    return bool(-largest <= low.item() and high.item() <= largest)
+        flat = tensor.reshape(-1)
+        if torch.dot(flat, flat).item() <= largest**2:
+            return True
+    return bool(tensor.abs().max() <= largest)
 
 
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:
@@ -433,7 +437,7 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
 
     A larger sum would start a team of threads for each connection's thread.
     """
-    if tensor.numel() <= _PIECE or torch.get_num_threads() == 1 or not tensor.is_contiguous():
+    if torch.get_num_threads() == 1 or not tensor.is_contiguous():
         return [tensor]
     return torch.split(tensor.view(-1), _PIECE)
 

@@ -51,9 +51,10 @@ class FailureBackoff:
     def answered(self, uid: str, phase: Phase = "forward") -> None:
         """Clear the failures of ``uid`` in ``phase``; a forward in time also those of a straggler."""
         with self._lock:
-            for cleared in (phase, "cut off", "form") if phase == "forward" else (phase,):
-                self._failures.pop((uid, cleared), None)  # type: ignore[arg-type]
-                self._until.pop((uid, cleared), None)  # type: ignore[arg-type]
+            cleared: tuple[Phase, ...] = (phase, "cut off", "form") if phase == "forward" else (phase,)
+            for one in cleared:
+                self._failures.pop((uid, one), None)
+                self._until.pop((uid, one), None)
 
     def now(self) -> set[str]:
         """Return the uids that are avoided now."""

@@ -27,7 +27,7 @@ import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -43,9 +43,16 @@ from anabranch.autodiff.boundary.crossing import Form, RecordedBoundary, cross, 
 from anabranch.deadline import Deadline, check_seconds
 from anabranch.errors import BoundaryError, NonFinite, PeerLost, SchemaError
 from anabranch.experts.client.beam_search import Choices, beam_search
-from anabranch.experts.client.calls import Calls, ExpertCall, call_experts, output_forms, sample_forms
+from anabranch.experts.client.calls import (
+    CallCounts,
+    Calls,
+    CallStatistics,
+    ExpertCall,
+    call_experts,
+    output_forms,
+    sample_forms,
+)
 from anabranch.experts.client.connections import ModuleClient
-from anabranch.experts.client.expert_call import CallCounts, CallStatistics
 from anabranch.experts.client.finder import ExpertFinder, Phase
 from anabranch.experts.client.remote_module import RemoteModule
 from anabranch.experts.directory import DirectoryLike, as_directory, within
@@ -67,6 +74,7 @@ _RETRIES = 2
 _SURVEYED = 16
 # Times that rows with too few answers are asked for from other experts, the first one included.
 _ROUNDS = 3
+
 _MOST_LOOKED_UP = 4096
 _LOOK_SECONDS = 2.0
 
@@ -142,7 +150,7 @@ class _Forward:
         """For each row and slot the index of its answer among all answers joined, and their number, which stands for
         no answer.
         """
-        answered = [(call, rows) for call, rows in zip(self.calls, self.rows, strict=True) if call.answered]
+        answered = [(call, rows) for call, rows, outputs in self._all() if outputs is not None]
         count = sum(len(rows) for _, rows in answered)
         position = np.full(choices.slots.shape, count, dtype=np.int64)
         slot_of = {uid: slot for slot, uid in enumerate(choices.uids)}
@@ -162,7 +170,10 @@ class _Forward:
 
     def failed(self, choices: Choices) -> set[str]:
         """Return the uids of the chosen experts that gave no answer."""
-        return set(choices.uids) - {call.uid for call in self.calls if call.answered}
+        return set(choices.uids) - {call.uid for call, _, outputs in self._all() if outputs is not None}
+
+    def _all(self) -> Iterable[tuple[ExpertCall, Rows, list[Tensor | None] | None]]:
+        return zip(self.calls, self.rows, self.outputs, strict=True)
 
 
 class GatedMixture(RemoteModule):
@@ -582,7 +593,7 @@ class GatedMixture(RemoteModule):
         most = Counter(sizes.values()).most_common(1)[0][0]
         for index in [index for index, its in sizes.items() if its != most]:
             call = forward.calls[index]
-            call.answered, forward.outputs[index] = False, None
+            forward.outputs[index] = None  # but it has answered, and its place in the graph stays
             call.error = SchemaError(f"{call.uid} returned sizes {sizes[index]}, most others {most}")
             self._counts.failure(call.error)
             self._note(call.uid, "forward", call.error)

@@ -17,9 +17,17 @@ from anabranch.autodiff.boundary.crossing import Crossed, Form, cross, current_t
 from anabranch.deadline import Deadline
 from anabranch.errors import AnotherSchema, NotFound, PeerLost
 from anabranch.experts import wire
-from anabranch.experts.client.calls import Calls, ExpertBoundary, ExpertCall, ask, output_forms, sample_forms
+from anabranch.experts.client.calls import (
+    CallCounts,
+    Calls,
+    CallStatistics,
+    ExpertBoundary,
+    ExpertCall,
+    ask,
+    output_forms,
+    sample_forms,
+)
 from anabranch.experts.client.connections import ModuleClient
-from anabranch.experts.client.expert_call import CallCounts, CallStatistics
 from anabranch.experts.client.remote_module import RemoteModule
 from anabranch.experts.client.session import InferenceSession
 from anabranch.experts.directory import DirectoryLike, within
@@ -96,7 +104,8 @@ class RemoteExpert(RemoteModule):
         self.backward_timeout = backward_timeout
         self._where = endpoint_or_directory
         self._module_client = ModuleClient(client, keys=keys, insecure=insecure)
-        self._found = _KnownExpert()
+        self._known: tuple[str, Schema] | None = None
+        self._looking = threading.Lock()
         self._counts = CallCounts()
 
     @property
@@ -107,6 +116,14 @@ class RemoteExpert(RemoteModule):
     def learn_form(self) -> None:
         """Request the nesting of the expert's outputs, for a capture."""
         self._keep(self.find(Deadline.after(self.forward_timeout))[1])
+
+    def __getstate__(self) -> dict[str, object]:
+        # The expert may have moved by then, and have another schema.
+        return {name: value for name, value in super().__getstate__().items() if name not in ("_looking", "_known")}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        super().__setstate__(state)
+        self._known, self._looking = None, threading.Lock()
 
     def __deepcopy__(self, memo: dict[int, object]) -> RemoteExpert:
         """Another caller of the same expert, through the same client and directory."""
@@ -167,7 +184,7 @@ class RemoteExpert(RemoteModule):
         self, args: tuple[object, ...], kwargs: dict[str, object], *, evaluating: bool
     ) -> tuple[Schema, Sequence[Tensor]]:
         deadline = Deadline.after(self.forward_timeout)
-        known = self._found.known
+        known = self._known
         if known is None:
             with outside_tracing():
                 known = self.find(deadline)
@@ -207,7 +224,7 @@ class RemoteExpert(RemoteModule):
         """Call the expert, once more if it may have moved; return the answer and the schema that it then had."""
         deadline = deadline or Deadline.after(self.forward_timeout)
         for _ in range(2):
-            endpoint, schema = self.find(deadline)
+            endpoint, schema = self._known or self.find(deadline)
             sent = inputs
             if schema is not known:  # the inputs must fit the expert's current schema
                 whole = known.input_nesting.rebuild(inputs, plain=True)
@@ -215,7 +232,7 @@ class RemoteExpert(RemoteModule):
                 sent = schema.flatten_inputs(args, kwargs, casting=False).tensors
             call = ExpertCall(self.uid, endpoint, schema, sent, evaluating)
             calls = Calls(
-                self.client,
+                self._module_client.client,
                 [call],
                 self.forward_timeout,
                 self.backward_timeout,
@@ -236,14 +253,13 @@ class RemoteExpert(RemoteModule):
 
     def find(self, deadline: Deadline) -> tuple[str, Schema]:
         """Return the expert's endpoint and schema, looked up if they are not known."""
-        found = self._found
-        if (known := found.known) is not None:
+        if (known := self._known) is not None:
             return known
-        with found.lock:
-            if found.known is None:
+        with self._looking:
+            if self._known is None:
                 endpoint = self._where if isinstance(self._where, str) else self._look_up(self._where, deadline)
-                found.known = endpoint, fetch_schema(self.client, self.uid, endpoint, deadline)
-            return found.known
+                self._known = endpoint, fetch_schema(self.client, self.uid, endpoint, deadline)
+            return self._known
 
     def forget_if_changed(self, error: Exception, deadline: Deadline) -> bool:
         """Forget the expert's endpoint and return True if it has moved or changed its schema, so that a retry may
@@ -251,7 +267,7 @@ class RemoteExpert(RemoteModule):
         """
         if not self._may_have_changed(error, deadline):
             return False
-        self._found.known = None
+        self._known = None
         return True
 
     def _may_have_changed(self, error: Exception, deadline: Deadline) -> bool:
@@ -267,21 +283,6 @@ class RemoteExpert(RemoteModule):
         if self.uid not in found:
             raise NotFound(f"the directory lists no server for {self.uid!r}")
         return found[self.uid]
-
-
-class _KnownExpert:
-    """The expert's endpoint and schema, once fetched; a separate object, because a graph outlives the module."""
-
-    def __init__(self, known: tuple[str, Schema] | None = None) -> None:
-        self.lock = threading.Lock()
-        self.known = known
-
-    def __deepcopy__(self, memo: dict[int, object]) -> _KnownExpert:
-        return _KnownExpert(self.known)
-
-    def __reduce__(self) -> tuple[type[_KnownExpert], tuple[()]]:
-        # The expert may have moved by then, and have another schema.
-        return _KnownExpert, ()
 
 
 def _raise_first(calls: Sequence[ExpertCall]) -> None:

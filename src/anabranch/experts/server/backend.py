@@ -12,19 +12,18 @@ and the module's own mode is restored after each.
 
 from __future__ import annotations
 
-import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Literal, TypedDict, cast
+from typing import Any, Literal, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from anabranch.autodiff.layer_state import LayerState
 from anabranch.errors import ActivationsGone, NonFinite, SchemaError
@@ -168,7 +167,7 @@ class ExpertBackend:
         # Refuse unsendable specs here rather than at the first call.
         _ = self.schema.packed
         _check_count(uid, self.schema)
-        sizes = {
+        sizes: dict[str, Any] = {
             "min_batch_size": min_batch_size,
             "max_batch_size": max_batch_size,
             "max_queue_bytes": max_queue_bytes,
@@ -360,10 +359,13 @@ class ExpertBackend:
 
     def _run_forward(self, batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
         """Return the outputs of each task, in the mode of their callers."""
-        mode = _evaluating(self.module) if batch[0].evaluating else _as_it_is
         changes, marks = self._count_changes(), self._marks
-        with mode, self._masked(batch), self._undoing(batch):
-            if any(task.ticket for task in batch):
+        with (
+            _evaluating(self.module) if batch[0].evaluating else _as_it_is,
+            self._with_mask(batch) if self.schema.pads else _as_it_is,
+            _as_it_is if len(batch) == 1 else self._undoing(batch),
+        ):
+            if batch[0].ticket if len(batch) == 1 else any(task.ticket for task in batch):
                 outputs = self._keep_forward(batch, changes)
             else:
                 outputs = self._split(self.forward(*self._join(batch)), batch)
@@ -382,11 +384,12 @@ class ExpertBackend:
             task.seen.note(changes)
         try:
             with _evaluating(self.module) if batch[0].evaluating else _as_it_is:
-                if not all(task.ticket for task in batch):
+                tickets = [task.ticket for task in batch if task.ticket]
+                if len(tickets) < len(batch):
                     self._refuse_another_mask()
-                if not batch[0].updates or any(task.ticket for task in batch):
+                if not batch[0].updates or tickets:
                     return self._backward_tasks(batch, updates=batch[0].updates)
-                with self._masked(batch):
+                with self._with_mask(batch) if self.schema.pads else _as_it_is:
                     return self._split(self.backward(*self._join(batch)), batch, gradients=True)
         finally:
             # The update has been counted, and the rest of the state is what it was.
@@ -413,17 +416,13 @@ class ExpertBackend:
         self, tensors: Sequence[Tensor | None], batch: Sequence[Task], *, gradients: bool = False
     ) -> Sequence[Sequence[Tensor | None]]:
         """Return the outputs of each task, or the ``gradients`` of its inputs."""
-        split = split_outputs(tensors, batch)
+        split = [tensors] if len(batch) == 1 else split_outputs(tensors, batch)
         if not self.schema.pads:
             return split
         if gradients:
             return split_padded(split, batch, self.schema.inputs, self.schema.input_names)
         names = [f"{self.uid}'s output {index}" for index in range(len(tensors))]
         return split_padded(split, batch, self.schema.output_specs, names)
-
-    def _masked(self, batch: Sequence[Task]) -> AbstractContextManager[None]:
-        """Return a context in which the module gets the mask of a padded batch."""
-        return self._with_mask(batch) if self.schema.pads else _as_it_is
 
     @contextmanager
     def _with_mask(self, batch: Sequence[Task]) -> Iterator[None]:
@@ -466,7 +465,7 @@ class ExpertBackend:
         moved = False
         with self._gradients.of_batch() as gathered:
             if plain:
-                with self._masked(plain):
+                with self._with_mask(plain) if self.schema.pads else _as_it_is:
                     gradients, moved = self._recompute(self._join(plain))
                 split = self._split(gradients, plain, gradients=True)
                 answers = {id(task): mine for task, mine in zip(plain, split, strict=True)}
@@ -501,19 +500,6 @@ class ExpertBackend:
             raise ActivationsGone(f"{self.uid} has not kept these activations; send the inputs again")
         if entry.rows != task.rows:
             raise SchemaError(f"{self.uid}: received gradients of {task.rows} rows for a forward of {entry.rows}")
-        if not self.schema.varies:
-            return entry
-        gradients = task.inputs[len(self.schema.inputs) :]
-        for gradient, spec, output in zip(gradients, self.schema.output_specs, entry.batch.outputs, strict=True):
-            if gradient is None or spec is None or output is None:
-                continue
-            lengths = [entry.length] * len(spec.varying)
-            expected = spec.with_sizes(lengths if self.schema.pads else spec.sizes_of(output.shape))
-            if tuple(gradient.shape[1:]) != expected:
-                raise SchemaError(
-                    f"{self.uid}: received a gradient of shape {tuple(gradient.shape)} for an output with rows of "
-                    f"{expected}"
-                )
         return entry
 
     def _backward_kept(self, tasks: Sequence[tuple[Task, KeptRows]]) -> tuple[dict[int, Sequence[Tensor | None]], bool]:
@@ -586,7 +572,8 @@ class ExpertBackend:
         spec = self.schema.outputs
         rows = _rows_of(inputs)
         if isinstance(spec, TensorSpec) and isinstance(outputs, Tensor):
-            spec.check(outputs, self._output_name)
+            if outputs.dtype is not spec.dtype or outputs.shape[1:] != spec.shape:
+                spec.check(outputs, self._output_name)
             if outputs.shape[0] != rows:
                 raise _other_rows(self._output_name, outputs, rows)
             return [outputs]
@@ -643,7 +630,7 @@ class ExpertBackend:
 
     def _undoing(self, batch: Sequence[Task]) -> AbstractContextManager[None]:
         """Return a context that undoes what a forward that fails has changed: each of its tasks then runs alone."""
-        if len(batch) == 1 or batch[0].evaluating:
+        if batch[0].evaluating:
             return _as_it_is
         return self._state.put_back(trained=self._written, if_it_fails=True)
 
@@ -768,7 +755,7 @@ def _other_rows(name: str, output: Tensor, rows: int) -> SchemaError:
 
 
 def _gradients_of(leaves: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    return tuple(None if leaf is None or not leaf.requires_grad else leaf.grad for leaf in leaves)
+    return tuple([None if leaf is None or not leaf.requires_grad else leaf.grad for leaf in leaves])
 
 
 def _check_inputs(uid: str, arguments: tuple[Structure, ...], keywords: Mapping[str, Structure]) -> None:
@@ -813,19 +800,9 @@ def _check_optimizer(uid: str, module: nn.Module, optimizer: Optimizer | None) -
 
 def _check_steps(uid: str, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> None:
     """Refuse an optimizer that recomputes the loss, and a scheduler that steps with a metric."""
-    for name, what in (("optimizer", optimizer), ("scheduler", scheduler)):
-        if what is None:
-            continue
-        # The class's: schedulers replace the step of their optimizer instance.
-        _, *parameters = inspect.signature(type(what).step).parameters.values()
-        needed = [
-            parameter.name
-            for parameter in parameters
-            if parameter.default is parameter.empty
-            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        ]
-        if needed:
-            raise ValueError(
-                f"{uid}: a step of the {name}, a {type(what).__name__}, needs {', '.join(needed)}, which an update "
-                f"from a caller's gradients does not have; use another {name}, or override apply_gradients"
-            )
+    if isinstance(optimizer, torch.optim.LBFGS) or isinstance(scheduler, ReduceLROnPlateau):
+        name = type(optimizer if isinstance(optimizer, torch.optim.LBFGS) else scheduler).__name__
+        raise ValueError(
+            f"{uid}: a step of {name} needs more than gradients, which an update by a caller's backward does not have; "
+            "use another one, or override apply_gradients"
+        )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TypedDict
+from typing import TypedDict, TypeVar
 
 import torch
 
@@ -58,6 +58,10 @@ class ExpertServerStatistics:
     transport: ServerStatistics
     sessions: dict[str, int] = field(default_factory=dict)
     session_bytes: int = 0
+
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
 class _ClientOptions(TypedDict):
@@ -187,7 +191,7 @@ class ExpertServer:
                 stack.enter_context(self._sessions)
             stack.enter_context(self._server)
             if self._directory is not None:
-                others = self._look_for_others()
+                others = _or_none(self._directory.lookup, self._backends) or {}
                 self._announce()
                 stack.callback(self._withdraw)
                 renewing = periodic(
@@ -195,7 +199,7 @@ class ExpertServer:
                     self._ttl / _RENEWALS,
                     name="anabranch-announce",
                     patience=15.0,
-                    at_start=partial(self._warn_if_possible, others),
+                    at_start=partial(_or_none, self._warn_of_others, others),
                 )
                 stack.enter_context(renewing)
             self._stack = stack.pop_all()
@@ -236,47 +240,31 @@ class ExpertServer:
         assert self._directory is not None
         self._directory.announce(self._backends, self.endpoint, self._ttl)
 
-    def _look_for_others(self) -> dict[str, str]:
-        """Return the uids of ours that the directory lists at other endpoints, with these."""
-        assert self._directory is not None
-        try:
-            found = self._directory.lookup(self._backends)
-        except Exception as error:  # noqa: BLE001 - a missing warning must not fail the start
-            note_failure("experts.no_look_for_others", error)
-            return {}
-        return {uid: endpoint for uid, endpoint in found.items() if endpoint != self.endpoint}
-
-    def _warn_of_others(self, others: Mapping[str, str]) -> None:
-        """Warn of uids that other live servers have announced: updates of one expert would go to two places.
+    def _warn_of_others(self, endpoints: Mapping[str, str]) -> None:
+        """Warn of uids that other live servers had announced: updates of one expert would go to two places.
 
         A server restarted at a new address finds its old address listed, but nothing answers there.
         """
         uids_at: dict[str, list[str]] = {}
-        for uid, endpoint in others.items():
-            uids_at.setdefault(endpoint, []).append(uid)
-        for endpoint in self._alive({endpoint: uids[0] for endpoint, uids in uids_at.items()}):
-            uids = uids_at[endpoint]
-            mark("experts.announced_twice", uids=uids, other=endpoint, endpoint=self.endpoint)
-            _log.warning(
-                "%s: the directory listed %s at another live server, %s, when this one announced it at %s; "
-                "callers will find sometimes one, sometimes the other, and each trains on its own callers only: stop "
-                "one of them, or give them different uids",
-                ", ".join(uids[:8]) + (f" and {len(uids) - 8} more" if len(uids) > 8 else ""),
-                "it" if len(uids) == 1 else "them",
-                endpoint,
-                self.endpoint,
-            )  # fmt: skip
-
-    def _alive(self, uids: Mapping[str, str]) -> list[str]:
-        """Return the endpoints that serve their uid now."""
-        if not uids:
-            return []
-        requests = [Request(endpoint, wire.INFO, uid, role="experts") for endpoint, uid in uids.items()]
+        for uid, endpoint in endpoints.items():
+            if endpoint != self.endpoint:
+                uids_at.setdefault(endpoint, []).append(uid)
         # Well before the announcements are to be renewed.
         deadline = Deadline.after(min(_GLANCE, self._ttl / _RENEWALS / 2))
         with Client(role="experts", retries=0, **self._as_client) as client:
-            outcomes = client.gather(requests, deadline)
-        return [endpoint for endpoint, outcome in zip(uids, outcomes, strict=True) if isinstance(outcome, Answer)]
+            requests = [Request(endpoint, wire.INFO, uids[0], role="experts") for endpoint, uids in uids_at.items()]
+            outcomes = client.gather(requests, deadline) if requests else []
+        for (endpoint, uids), outcome in zip(uids_at.items(), outcomes, strict=True):
+            if isinstance(outcome, Answer):
+                mark("experts.announced_twice", uids=uids, other=endpoint, endpoint=self.endpoint)
+                _log.warning(
+                    "%s was listed at another live server, %s, when this one announced it at %s; callers will find "
+                    "sometimes one, sometimes the other, and each trains on its own callers only: stop one of them, or "
+                    "give them different uids",
+                    _some(uids),
+                    endpoint,
+                    self.endpoint,
+                )
 
     def _withdraw(self) -> None:
         assert self._directory is not None
@@ -285,12 +273,6 @@ class ExpertServer:
         except BoundaryError as error:
             # An announcement that is not withdrawn expires.
             mark("experts.directory_lost", error=str(error))
-
-    def _warn_if_possible(self, others: Mapping[str, str]) -> None:
-        try:
-            self._warn_of_others(others)
-        except BaseException as error:  # noqa: BLE001 - a missing warning must not stop the announcements
-            note_failure("experts.no_look_for_others", error)
 
     def _renew(self) -> None:
         try:
@@ -308,6 +290,19 @@ def _warn_of_waits(backends: Iterable[ExpertBackend]) -> None:
         _log.warning(
             "%s: min_batch_size is %d and there is no timeout, so fewer rows wait for more until their callers get "
             "DeadlineExceeded; give timeout=, in seconds, after which a smaller batch runs anyway",
-            ", ".join(waiting[:8]) + (f" and {len(waiting) - 8} more" if len(waiting) > 8 else ""),
+            _some(waiting),
             pools[waiting[0]].min_batch_size,
         )
+
+
+def _some(uids: list[str]) -> str:
+    return ", ".join(uids[:8]) + (f" and {len(uids) - 8} more" if len(uids) > 8 else "")
+
+
+def _or_none(function: Callable[[_T], _R], argument: _T) -> _R | None:
+    """Return what ``function`` returns; an error is noted, for a missing warning must not stop a server."""
+    try:
+        return function(argument)
+    except BaseException as error:  # noqa: BLE001 - also of a user's own directory
+        note_failure("experts.not_looked_up", error)
+        return None

@@ -208,7 +208,9 @@ class _Scheduler:
             queue = self.queues[key] = _Queue(pool, key)
         heappush(queue.heap, ((-task.priority, start, task.arrived, next(self._numbers)), task))
         queue.rows += task.rows
-        pool.waiting(task, 1)
+        pool.waiting_tasks += 1
+        pool.waiting_rows += task.rows
+        pool.waiting_bytes += task.nbytes
 
     def most_urgent(self, now: float, pool: TaskPool | None = None) -> _Queue | None:
         """Return the queue with the most urgent task among those with a batch due, of all pools or of one."""
@@ -224,7 +226,10 @@ class _Scheduler:
 
     def next_due(self) -> float:
         """Return the moment at which the next batch is due."""
-        return min((queue.due_at() for queue in self.queues.values()), default=float("inf"))
+        due = float("inf")
+        for queue in self.queues.values():
+            due = min(due, queue.due_at())
+        return due
 
     def take(self, queue: _Queue) -> tuple[list[Task], list[Task]]:
         """Return the most urgent task and those that may share its batch, up to ``max_batch_size`` rows, or one larger
@@ -246,7 +251,9 @@ class _Scheduler:
                 left.append(entry)
                 continue
             queue.rows -= task.rows
-            pool.waiting(task, -1)
+            pool.waiting_tasks -= 1
+            pool.waiting_rows -= task.rows
+            pool.waiting_bytes -= task.nbytes
             if task.unwanted():
                 pool.dropped += 1
             elif task.deadline.expired():
@@ -267,8 +274,7 @@ class _Scheduler:
         mine = [queue for queue in self.queues.values() if queue.pool is pool]
         self.queues = {key: queue for key, queue in self.queues.items() if queue.pool is not pool}
         tasks = [task for queue in mine for _, task in sorted(queue.heap, key=lambda entry: entry[0])]
-        for task in tasks:
-            pool.waiting(task, -1)
+        pool.waiting_tasks = pool.waiting_rows = pool.waiting_bytes = 0
         return tasks
 
 
@@ -349,7 +355,7 @@ class TaskPool:
         """Seconds that batches of this many rows (by powers of two) have taken recently."""
         self.dropped = 0
         self.scheduler = _Scheduler()
-        self._waiting_tasks = self._waiting_rows = self._waiting_bytes = 0
+        self.waiting_tasks = self.waiting_rows = self.waiting_bytes = 0
         self._busy_seconds = 0.0
         self._tasks = self._batches = self._rows_run = self._declined = 0
         self._closed = False
@@ -361,13 +367,13 @@ class TaskPool:
         if self._closed:
             raise PeerLost(f"{self.name} is closed")
         # An empty queue accepts any request; otherwise one beyond the bound would never be served.
-        if self._waiting_tasks and (
-            self._waiting_rows + rows > self.max_queue_rows or self._waiting_bytes + nbytes > self.max_queue_bytes
+        if self.waiting_tasks and (
+            self.waiting_rows + rows > self.max_queue_rows or self.waiting_bytes + nbytes > self.max_queue_bytes
         ):
             with self.scheduler.lock:
                 self._declined += 1
             raise Overloaded(
-                f"{self.name}: {self._waiting_rows} rows and {self._waiting_bytes} bytes are queued; {rows} more rows "
+                f"{self.name}: {self.waiting_rows} rows and {self.waiting_bytes} bytes are queued; {rows} more rows "
                 f"exceed {self.max_queue_rows} rows or {self.max_queue_bytes} bytes"
             )
 
@@ -391,19 +397,14 @@ class TaskPool:
 
     def put(self, task: Task) -> None:
         """``submit`` for a caller that holds the scheduler's lock and wakes the device."""
-        self.check_room(task.rows, task.nbytes)
+        if self.waiting_tasks or self._closed:
+            self.check_room(task.rows, task.nbytes)
         self._tasks += 1
         if self.whole or task.rows <= self.max_batch_size:
             self.scheduler.put(self, task)
             return
         for part in _split(task, self.max_batch_size):
             self.scheduler.put(self, part)
-
-    def waiting(self, task: Task, sign: int) -> None:
-        """Count a task that waits, or no longer does."""
-        self._waiting_tasks += sign
-        self._waiting_rows += sign * task.rows
-        self._waiting_bytes += sign * task.nbytes
 
     def share(self, scheduler: _Scheduler) -> None:
         """Wait in ``scheduler`` from now on, with what waits already."""
@@ -502,9 +503,9 @@ class TaskPool:
                 self._rows_run,
                 self.dropped,
                 self._declined,
-                self._waiting_tasks,
-                self._waiting_rows,
-                self._waiting_bytes,
+                self.waiting_tasks,
+                self.waiting_rows,
+                self.waiting_bytes,
                 self._busy_seconds,
             )
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from anabranch.errors import ActivationsGone, AnotherSchema, NonFinite, NotFound, SchemaError
 from anabranch.experts import wire
-from anabranch.experts.compression import check_parts, count_parts
+from anabranch.experts.compression import check_parts
 from anabranch.experts.schema import first_not_finite
 from anabranch.experts.server.backend import ExpertBackend
 from anabranch.experts.server.persistence import Persistence
@@ -207,7 +207,7 @@ class ExpertVerbs:
         self._put_aside(call, backend, backend.forward_pool, task)
 
     def _backward(self, call: Call) -> None:
-        backend = self._find(call.target)
+        backend = self.backends[call.target]
         inputs, gradients, ticket, updates = self._read_backward(call, backend)
         specs = backend.schema.inputs
 
@@ -246,14 +246,15 @@ class ExpertVerbs:
         inputs: list[Tensor | None] = [None] * len(schema.inputs)
         parts = 0
         if not ticket:
-            parts = sum(count_parts(spec) for _, spec in schema.input_layout)
+            parts = schema.input_parts
             inputs = wire.from_wire(call.tensors[:parts], schema.inputs)
             self._check_finite(call, inputs, schema.input_names)
         elif ticket not in backend.kept:
             raise ActivationsGone(f"{call.target} has not kept these activations; send the inputs again")
         gradients = wire.from_wire(call.tensors[parts:], schema.output_specs, present)
-        names = [f"gradient of output {index}" for index in range(len(gradients))]
-        self._check_finite(call, gradients, names, ". If that output did too, the cause is the module, not the loss")
+        self._check_finite(
+            call, gradients, schema.gradient_names, ". If that output did too, the cause is the module, not the loss"
+        )
         return inputs, gradients, ticket, updates
 
     def _backward_again(self, call: Call) -> None:
@@ -315,18 +316,19 @@ class ExpertVerbs:
         if not aside:
             return
         self._round.tasks = None
-        server = self._server and self._server()
-        assert server is not None
-        one_of_many = not server.on_loop()
+        one_of_many = not self._transport().on_loop()
         for runtime in self.runtimes:
             mine = aside if len(self.runtimes) == 1 else {pool: own for pool, own in aside.items() if pool in runtime}
             if mine:
                 runtime.submit(mine, one_of_many=one_of_many)
 
     def _gathering(self) -> AbstractContextManager[None]:
-        server = self._server and self._server()
+        return self._transport().gathering()
+
+    def _transport(self) -> Server:
+        server = None if self._server is None else self._server()
         assert server is not None
-        return server.gathering()
+        return server
 
 
 def _session_pool(backend: ExpertBackend) -> TaskPool:
@@ -346,7 +348,10 @@ def _nbytes(header: RequestHeader) -> int:
 
 
 def _rows(tensors: Sequence[Tensor | None]) -> int:
-    return next(tensor.shape[0] for tensor in tensors if tensor is not None)
+    for tensor in tensors:
+        if tensor is not None:
+            return tensor.shape[0]
+    raise AssertionError("a schema has an input")
 
 
 def _checksum(tensors: Sequence[Tensor]) -> int:
