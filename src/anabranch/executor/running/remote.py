@@ -107,6 +107,7 @@ class RemotePart:
         self.torn: int | None = None
         self._undecided = False  # something is pushed that is neither released nor dropped
         self._failure: Exception | None = None  # of this worker's part of it
+        self._failed = "push"
         self._read_at = self._as_of = 0  # this worker's pushes, and those of all workers, before the copies were read
         self._edges: dict[str, tuple[int, int]] = {}  # ids without a row and evicted rows, by table
         self._full: set[str] = set()  # tables without room for an id, of which a warning was given
@@ -414,12 +415,12 @@ class RemotePart:
         """Begin a push that is to be decided about."""
         self._undecided = True
 
-    def refuse(self, error: Exception) -> None:
+    def refuse(self, error: Exception, failed: str = "push") -> None:
         """Drop this worker's part of the step: the vote raises the error on all workers."""
         if self._workers is None:
             raise error
         if self._failure is None:
-            self._failure = error
+            self._failure, self._failed = error, failed
             self.client.decide(self.clock, None)  # others may wait for this push
             self.client.tell()
 
@@ -442,15 +443,18 @@ class RemotePart:
         return None
 
     def _end_refused(self) -> Exception:
+        """Return the error of a push that was refused, on its own worker as it is; or of a norm that nobody could tell,
+        which may only be what follows on the others.
+        """
         error, self._failure = self._failure, None
         self.decide(None)
-        mine = [] if error is None else [type(error).__name__, str(error)]
-        everyone = self.gather([mine])
-        if error is not None:
+        mine = [] if error is None else [self._failed, type(error).__name__, str(error)]
+        everyone = [[str(rank), *one] for rank, (one,) in enumerate(self.gather([mine])) if one]
+        rank, _, name, text = next((one for one in everyone if one[1] == "push"), everyone[0])
+        if error is not None and rank == str(self._worker.rank):
             return error
-        rank, kind, text = next((rank, *one) for rank, (one,) in enumerate(everyone) if one)
-        kinds = {kind.__name__: kind for kind in REFUSALS}
-        return kinds.get(kind, BoundaryError)(f"{text}; this was the push of rank {rank}, and nothing was applied")
+        kind = {kind.__name__: kind for kind in REFUSALS}.get(name, BoundaryError)
+        return kind(f"{text}; this was the push of rank {rank}, and nothing was applied")
 
     def decide(self, scale: float | None) -> None:
         """Release the step, to be applied times ``scale`` or dropped: with the next message to each server."""

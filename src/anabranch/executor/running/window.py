@@ -227,5 +227,5 @@ class RemoteWindow:
         try:
             return self.part.client.squared_norm(self.part.clock)
         except Exception as error:  # noqa: BLE001 - as above
-            self.part.refuse(error)
+            self.part.refuse(error, "norm")
             return 0.0
