@@ -524,7 +524,7 @@ class RemotePart:
         if self.is_open:
             self.check_unchanged()
             self.tables.flush()
-            self.client.check_joined()
+            self.client.wait_for_turn(self.clock if self.votes else 0)  # also raises if another client has joined
 
     def read(self) -> dict[Tensor, ParameterState]:
         """Read the parameters on servers with their optimizer states; called by one worker, once all have settled."""

@@ -793,6 +793,7 @@ class ParameterClient:
 
     def statistics(self) -> list[ShardStatistics]:
         """Statistics of each shard since it started."""
+        self.end_telling()
         return [unpack(answer, ShardStatistics) for answer in self._calls.ask_at_length("statistics")]
 
     # --- checkpoints ------------------------------------------------------------------------------------------------

@@ -68,6 +68,7 @@ _MESSAGES: dict[str, msgspec.msgpack.Decoder[Any]] = {
     }.items()
 }  # fmt: skip
 
+
 class Shard:
     """The part of all tables and parameters on one server. Safe to use from several threads.
 
@@ -358,9 +359,7 @@ class Shard:
         """Wait until all steps before ``step`` are done: pushed by every worker, and under ``bsp`` applied."""
         self._wait_for(lambda: self._joined(rank).late(step), deadline, operation, step)
 
-    def _wait_for(
-        self, late: Callable[[], list[int]], deadline: Deadline | None, operation: str, step: int
-    ) -> None:
+    def _wait_for(self, late: Callable[[], list[int]], deadline: Deadline | None, operation: str, step: int) -> None:
         """Wait until no rank is ``late``.
 
         Raises:
