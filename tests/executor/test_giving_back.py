@@ -175,7 +175,7 @@ def test_an_interrupt_within_a_push_gives_back_what_the_servers_have(monkeypatch
         executor.run(batch=IDS)
 
     assert isinstance(ending(executor_of(model, optimizer, "PS"), body), KeyboardInterrupt)
-    assert_plain(model, optimizer, 2)
+    assert_plain(model, optimizer, 1)
 
 
 @pytest.mark.parametrize(("mode", "way"), [("Hybrid", None), ("PS", fail)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -345,13 +346,47 @@ def test_a_conversion_of_the_model_leaves_a_remote_embedding_its_switch() -> Non
 # An interrupt between the push and the step of the layers.
 
 
+def test_an_interrupt_between_the_vote_and_the_step_of_the_layers_comes_when_both_halves_are_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, plain = Net(), Net()
+    optimizers = adam(model), adam(plain)
+    with opened(plain, optimizers[1], None) as loop:
+        for batch in BATCHES:
+            loop.run(batch=batch)
+    with opened(model, optimizers[0], "Hybrid", engine="tape") as executor:
+        executor.run(batch=BATCHES[0])
+        engine = executor._runners["default"].engine
+        update = engine.update
+        monkeypatch.setattr(engine, "update", lambda: (signal.raise_signal(signal.SIGINT), update()))
+        with pytest.raises(KeyboardInterrupt):
+            executor.run(batch=BATCHES[1])
+        monkeypatch.undo()
+        assert executor.step == 2
+        executor.run(batch=BATCHES[2])
+    assert_equal(model, plain)
+
+
+def test_an_interrupt_behind_a_held_push_drops_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = Net(), Net()
+    optimizers = adam(model), adam(plain)
+    with opened(plain, optimizers[1], None) as loop:
+        loop.run(batch=BATCHES[0])
+    with opened(model, optimizers[0], "Hybrid", engine="tape") as executor:
+        executor.run(batch=BATCHES[0])
+        monkeypatch.setattr(executor._runners["default"].engine, "update", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            executor.run(batch=BATCHES[1])
+    assert_equal(model, plain)
+
+
 @pytest.mark.parametrize("leaves", [True, False])
 def test_an_interrupt_behind_the_push_says_that_the_tables_are_ahead(
     leaves: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Net()
     optimizer = adam(model)
-    executor = opened(model, optimizer, "Hybrid", engine="tape")
+    executor = opened(model, optimizer, "Hybrid", engine="tape", consistency="asp")
     executor.run(batch=BATCHES[0])
     monkeypatch.setattr(executor._runners["default"].engine, "update", interrupt)
     with pytest.raises(KeyboardInterrupt) as caught, executor if leaves else nullcontext():

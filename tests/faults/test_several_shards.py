@@ -120,22 +120,32 @@ def test_a_worker_stops_once_one_of_its_shards_had_no_memory(shards: Any, full: 
             client.save(tmp_path)
 
 
-def test_an_executor_does_not_save_half_a_step(full: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("consistency", "halves"), [("bsp", False), ("asp", True)])
+def test_an_executor_does_not_save_half_a_step(
+    consistency: str, halves: bool, full: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with ExitStack() as stack:
         servers = [stack.enter_context(ParameterServer(shard, 2)) for shard in range(2)]
         monkeypatch.setenv("ANABRANCH_SERVERS", ",".join(server.endpoint for server in servers))
         model = nn.Sequential(nn.Embedding(8, 1, sparse=True))
+        first = model[0].weight.detach().clone()
         step = ab.TrainStep(
             model,
             lambda m, b: m(b).sum(),
             torch.optim.SGD(model.parameters(), lr=10.0),
             reduction="sum",
         )
-        executor = stack.enter_context(ab.Executor(step, "Hybrid", engine="tape", timeout=20))
+        executor = stack.enter_context(ab.Executor(step, "Hybrid", engine="tape", timeout=20, consistency=consistency))
         executor.run(batch=IDS)
         full.add(1)
         with pytest.raises(ab.Overloaded):
             executor.run(batch=IDS)
+        full.clear()
+        if not halves:  # the other shard held its half, and drops it
+            executor.run(batch=IDS)
+            executor.save(tmp_path)
+            assert torch.equal(executor.state_dict()["0.weight"], first - 10.0 - 10.0)
+            return
         for _ in range(2):
             with pytest.raises(ab.BoundaryError, match="restart the job"):
                 executor.run(batch=IDS)

@@ -185,8 +185,9 @@ def test_a_killed_shard_restarts_and_the_client_continues(point: str, tmp_path: 
 
 @pytest.mark.parametrize("way", ["killed", "stopped"])
 @pytest.mark.parametrize("released", [False, True])
-def test_a_restarted_shard_knows_the_norm_of_its_held_pushes(released: bool, way: str, tmp_path: Path) -> None:
-    """A worker that asked after another's release, and after a restart, was told that nothing is held of the step."""
+def test_a_restarted_shard_holds_what_it_held_and_is_told_again_of_releases(
+    released: bool, way: str, tmp_path: Path
+) -> None:
     network = MemoryTransport()
     ids, gradients = torch.tensor([1, 4, 1]), torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
     with ExitStack() as stack:
@@ -206,12 +207,19 @@ def test_a_restarted_shard_knows_the_norm_of_its_held_pushes(released: bool, way
             shutil.copytree(tmp_path / "state", tmp_path / "aside")  # as one that is killed leaves it
         directory = tmp_path / ("aside" if way == "killed" else "state")
         with ParameterServer(listen=endpoint, transport=network, durability="log", checkpoint_dir=directory):
-            if not released:
-                clients[0].release(0, 0.5)
             assert clients[1].squared_norm(0) == norm
             clients[1].release(0, 0.5)
-            assert clients[0].squared_norm(0) == norm
-            found = clients[1].pull("t")
+            assert not clients[1].pull("t").any()  # which has no step, and is answered at once
+            if not released:
+                clients[0].release(0, 0.5)
+            every = torch.arange(6)
+            found = clients[0].pull_many({"t": every}, step=1)["t"].rows
+            shutil.copytree(directory, tmp_path / "seen")
+        with (
+            ParameterServer(transport=network, durability="log", checkpoint_dir=tmp_path / "seen") as server,
+            ParameterClient([server.endpoint], transport=network) as reader,
+        ):
+            assert torch.equal(reader.sparse_pull("t", every), found)  # in the log before it was seen
     moved = torch.zeros(6, 4).index_add_(0, ids.repeat(2), gradients.view(6, 4) / 2)
     assert norm == pytest.approx(moved.double().square().sum().item())
     torch.testing.assert_close(found, -0.5 * moved)

@@ -26,6 +26,7 @@ from anabranch.parameter_server.messages import (
     PushPart,
     ReleaseMessage,
     RestoreMessage,
+    Turn,
 )
 from anabranch.parameter_server.server import shard as shard_module
 from anabranch.parameter_server.server.durable.log_format import Record
@@ -142,7 +143,7 @@ def test_mutated_messages_are_refused_change_nothing_and_leave_no_record(tmp_pat
         "init": (InitMessage("t", SGD.to_dict(), SPEC.to_dict()), []),
         "join": (JoinMessage(0, 1, "bsp"), []),
         "restore": (RestoreMessage("t", 1), [ids, torch.zeros(2, 2), ids, *nothing]),
-        "release": (ReleaseMessage(0, 0, 1.0), []),
+        "release": (ReleaseMessage(0, Turn(0, 1, 1, 0)), []),
         "norm": (NormMessage(0, 0), []),
     }
     outcomes: dict[str, int] = {}
@@ -164,7 +165,7 @@ def test_mutated_messages_are_refused_change_nothing_and_leave_no_record(tmp_pat
             if number > 1 and sent and chance.random() < 0.4:
                 sent[chance.randrange(len(sent))] = chance.choice(bad_tensors)
             request = Request(
-                server.endpoint, verb, tensors=sent, payload=pack(plain), once=verb not in ("pull", "norm")
+                server.endpoint, verb, tensors=sent, payload=pack(plain), once=verb not in ("pull", "norm", "release")
             )
             try:
                 client.call(request, Deadline.after(0.05 if verb == "norm" else 60.0))

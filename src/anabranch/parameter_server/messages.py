@@ -40,6 +40,8 @@ __all__ = [
     "PushReply",
     "ReleaseMessage",
     "RestoreMessage",
+    "StepMessage",
+    "Turn",
     "check_kinds",
 ]
 
@@ -47,6 +49,22 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 _World = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 _Number = Annotated[int, msgspec.Meta(ge=-1, le=1 << 62)]
+
+
+class Turn(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """How far a worker is, in every message that it sends as one; releases all steps before ``done``.
+
+    ``number`` counts the memberships: a shard takes no message of a lower one, and the first of a higher one sets its
+    ``world`` of members. ``done`` is the number of steps whose outcome the worker has. ``last`` is the newest of them
+    that is to be applied, -1 for none yet, and ``scale`` the factor of its gradients; the steps after it are dropped.
+    One is enough: a step is only begun to be applied when every shard has heard of the one before.
+    """
+
+    number: _Count = 0
+    world: _World = 1
+    done: _Count = 0
+    last: _Number = -1
+    scale: float = 1.0
 
 
 class PushPart(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -112,14 +130,21 @@ class NormMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 
     rank: _Rank
     step: _Count
+    turn: Turn | None = None
 
 
 class ReleaseMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Applies the held pushes of ``step``, times ``scale``; the first worker's release does it."""
+    """Says how far a worker is, and nothing else; a negative rank says it of all: their job has ended there."""
 
-    rank: _Rank
+    rank: _Number
+    turn: Turn
+
+
+class StepMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """In a log only: the held step was applied, times ``scale``, or dropped if that is ``None``."""
+
     step: _Count
-    scale: float
+    scale: float | None
 
 
 class BarrierMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -131,12 +156,13 @@ class BarrierMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknow
 
 
 class JoinMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Registers a worker of a job, with the order of the job's steps."""
+    """Registers a worker of a job, with the order of the job's steps; ``number`` as in ``Turn``."""
 
     rank: _Rank
     world: _World
     consistency: str
     step: _Count = 0
+    number: _Count = 0
 
 
 class PullMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -152,6 +178,7 @@ class PullMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     rank: _Number = -1
     step: _Number = -1
     compression: Compression | None = None
+    turn: Turn | None = None
 
     def knows(self) -> int:
         """Return the number of known ids."""
@@ -186,7 +213,7 @@ class PushMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 
     ``weight`` is the weight of the worker's gradients among the workers': its rows, if they are means over them.
     A worker's push with ``step`` -1 is outside the order of steps: it is done at once, by the worker's share in the
-    last one. With ``hold`` the merged gradients of the workers wait for a ``ReleaseMessage``.
+    last one. With ``hold`` the workers' gradients are kept until every worker's ``Turn`` releases the step.
     """
 
     parts: list[PushPart]
@@ -197,6 +224,7 @@ class PushMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     mean: bool = True
     hold: bool = False
     compression: Compression | None = None
+    turn: Turn | None = None
 
     def sums(self) -> int:
         """Return the number of gradients that are sums over several steps."""

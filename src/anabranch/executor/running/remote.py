@@ -2,8 +2,13 @@
 
 ::
 
-    begin ──> forward: lookups pull rows ──> backward ──> RemoteWindow ──> push ──> (norm, release) ──> copies read
-      └ whose turn it is: bsp, ssp, asp                      └ sums over accumulated runs
+    begin ──> forward: lookups pull rows ──> backward ──> RemoteWindow ──> push, held ──> vote ──> release ──> copies
+      └ whose turn it is: bsp, ssp, asp                      └ sums over accumulated runs                        read
+
+Under ``bsp`` a step is one step: servers hold what is pushed, and the workers vote before anything is applied. The
+result is that each has all its sums and that all servers have all pushes; then each updates what it has itself and
+releases the servers' half, at once. Where gradients wait in a cache, and under ``ssp`` and ``asp``, pushes are applied
+as they come.
 
 Between two runs, lookups and copies are those of the state after the last step; a look at them changes nothing. The
 clock counts pushes, over all training steps of the executor: every worker makes the same ones in the same order.
@@ -32,6 +37,7 @@ from anabranch.executor.routes import Place, ServedParameter
 from anabranch.executor.spec import Served, Spec
 from anabranch.executor.statistics import TableLoads
 from anabranch.executor.steps import TrainStep, model_of
+from anabranch.interrupts import hold_interrupts
 from anabranch.job import job
 from anabranch.parameter_server import (
     ParameterClient,
@@ -40,6 +46,7 @@ from anabranch.parameter_server import (
     WholeParameters,
     Worker,
 )
+from anabranch.parameter_server.client.parameter_client import REFUSALS
 from anabranch.parameter_server.client.remote_tables import is_sparse
 from anabranch.parameter_server.client.warming_caches import compile_cache_kernels
 from anabranch.tables import Family, ParameterState, to_torch
@@ -72,8 +79,9 @@ class RemotePart:
     Attributes:
         is_open: the parameters are on the servers.
         clock: the number of pushes so far.
-        torn: the number of a push, from its start until all servers have answered it, and, with clipping, applied it;
-            and after a run that failed behind it. -1 while the parameters move to the servers.
+        torn: the number of a push that the servers may have applied, and this worker does not know: without votes, from
+            its start until all servers have answered it, and after a run that failed behind it; else while the workers
+            vote. -1 while the parameters move to the servers.
         moved: the parameters of the models on this rank that belong on the servers.
         there: those of them that are there.
         embeddings: the tables of ``RemoteEmbedding``s, on all ranks.
@@ -97,6 +105,9 @@ class RemotePart:
         self.is_open, self.clock = False, 0
         self.there: Sequence[ServedParameter] = ()
         self.torn: int | None = None
+        self._undecided = False  # something is pushed that is neither released nor dropped
+        self._failure: Exception | None = None  # of this worker's part of it
+        self._failed = "push"
         self._read_at = self._as_of = 0  # this worker's pushes, and those of all workers, before the copies were read
         self._edges: dict[str, tuple[int, int]] = {}  # ids without a row and evicted rows, by table
         self._full: set[str] = set()  # tables without room for an id, of which a warning was given
@@ -194,6 +205,10 @@ class RemotePart:
 
     def _open(self, present: Collection[str]) -> None:
         adopted = present if self._served_choice == "adopt" else ()
+        if adopted:
+            if self._worker.rank == 0:
+                self.client.settle()
+            self._meet()
         self.client.join(0, self._worker)
         if self._worker.rank == 0:
             self.client.drop_some(self._served.difference(adopted))
@@ -346,9 +361,12 @@ class RemotePart:
         Raises:
             LostUpdate: the run itself has changed a copy.
         """
-        if self._read_at != self.clock:
-            self.check_unchanged()
-            self._refresh(waits=False)
+        try:
+            if self._read_at != self.clock:
+                self.check_unchanged()
+                self._refresh(waits=False)
+        finally:
+            self.client.tell()  # or others' reads would wait for this worker's next run
         if len(self._full) < len(self.client.full):
             self._warn_of_full_tables()
 
@@ -385,6 +403,72 @@ class RemotePart:
                 f"change; put the old values back before the next step, change it before the Executor is made, or keep "
                 f"it on the workers: routes={{{changed[0]!r}: 'AllReduce'}}"
             )
+
+    # A step that is voted for.
+
+    @property
+    def votes(self) -> bool:
+        """True if the servers hold what is pushed until all workers have agreed that it is whole."""
+        return self.consistency.merges and not self.tables.delays
+
+    def begin_push(self) -> None:
+        """Begin a push that is to be decided about."""
+        self._undecided = True
+
+    def refuse(self, error: Exception, failed: str = "push") -> None:
+        """Drop this worker's part of the step: the vote raises the error on all workers."""
+        if self._workers is None:
+            raise error
+        if self._failure is None:
+            self._failure, self._failed = error, failed
+            self.client.decide(self.clock, None)  # others may wait for this push
+            self.client.tell()
+
+    def vote(self) -> Exception | None:
+        """Agree with the other workers on the step; return the error if it is dropped, the same on all.
+
+        Interrupts are held from the result on, so that what follows is done as a whole.
+        """
+        if not self.votes or not self._undecided:
+            return None
+        if self._workers is not None:
+            self.torn = self.clock
+            failed = torch.tensor([float(self._failure is not None)], dtype=torch.float64, device="cpu")
+            self._workers.all_reduce(failed, operation="vote on a step", step=self.clock)
+            if failed.item():
+                self.torn = None
+                return self._end_refused()
+        hold_interrupts()
+        self.torn = None
+        return None
+
+    def _end_refused(self) -> Exception:
+        """Return the error of a push that was refused, on its own worker as it is; or of a norm that nobody could tell,
+        which may only be what follows on the others.
+        """
+        error, self._failure = self._failure, None
+        self.decide(None)
+        mine = [] if error is None else [self._failed, type(error).__name__, str(error)]
+        everyone = [[str(rank), *one] for rank, (one,) in enumerate(self.gather([mine])) if one]
+        rank, _, name, text = next((one for one in everyone if one[1] == "push"), everyone[0])
+        if error is not None and rank == str(self._worker.rank):
+            return error
+        kind = {kind.__name__: kind for kind in REFUSALS}.get(name, BoundaryError)
+        return kind(f"{text}; this was the push of rank {rank}, and nothing was applied")
+
+    def decide(self, scale: float | None) -> None:
+        """Release the step, to be applied times ``scale`` or dropped: with the next message to each server."""
+        if self._undecided:
+            self.client.decide(self.clock, scale)
+            self.clock, self._undecided = self.clock + 1, False
+
+    def end_failed(self, clock: int, *, counted: bool) -> None:
+        """End a run that has failed, and began when ``clock`` pushes were made."""
+        if not self.votes:
+            if self.clock != clock and not counted:
+                self.torn = clock
+        elif self._workers is None:
+            self.decide(None)
 
     def check_whole(self) -> None:
         """Raise ``BoundaryError`` if the servers may be at another step than this worker."""
@@ -440,7 +524,7 @@ class RemotePart:
         if self.is_open:
             self.check_unchanged()
             self.tables.flush()
-            self.client.check_joined()
+            self.client.wait_for_turn(self.clock if self.votes else 0)  # also raises if another client has joined
 
     def read(self) -> dict[Tensor, ParameterState]:
         """Read the parameters on servers with their optimizer states; called by one worker, once all have settled."""
@@ -467,7 +551,7 @@ class RemotePart:
         """Continue after ``clock`` pushes with the servers' current state."""
         self.tables.drop_caches()
         self._mark_states()
-        self.clock, self.torn = clock, None
+        self.clock, self.torn, self._undecided, self._failure = clock, None, False, None
         if self.is_open:
             self.client.join(clock)
         self._meet()
@@ -546,10 +630,13 @@ class RemotePart:
                 with suppress(Exception):
                     self.client.end_by(until)
                     self.tables.close()
-                if self.consistency.merges and not self.torn:
-                    with suppress(BoundaryError):  # the others' pushes of the last run may be on their way
-                        self.client.end_by(Deadline.after(patience))
+                if self.consistency.merges and self.torn is None:
+                    self.client.end_by(Deadline.after(patience))
+                    try:
                         self.client.wait_for_turn(self.clock)
+                    except BoundaryError:  # another worker is lost, and may not have released the last step
+                        with suppress(BoundaryError):
+                            self.client.settle()
             notes = self._worker.leads and not self.client.in_process
             read_at = (self.client.steps(), self.client.joined()) if notes else None  # before any of the values
             for moved in sorted(self.there, key=lambda moved: moved.parameter not in moves):

@@ -4,7 +4,7 @@
 
     engine: batch ─> loss ─────────────> gradient final ┐
     sinks:            └ totals on their way             ├> bucket ─> all_reduce ─> wait, divide, clip, optimizers
-                                                        └> the servers' window ─> push ─> (norm, release)
+                                                        └> the servers' window ─> push ─> (norm) ─> vote ─> release
 
 With one worker and no accumulation there is nothing to sum, and the engine runs the whole step. Parameters on servers
 (``remote.py``) are read before forward and pushed after backward, in parallel with the buckets.
@@ -96,6 +96,8 @@ class StepRunner:
         self.skipped = 0
         self.scale = LossScale() if step.precision == "float16" else None
         self._nonfinite: list[str] | None = None
+        self._refusal: Exception | None = None  # of the step's push, on all workers
+        self._clipped = 1.0  # the scale of the step's gradients
         self._closing = False
         self._aside: list[tuple[Tensor, Tensor]] = []
         self.epoch_runs: int | None = 0
@@ -360,8 +362,7 @@ class StepRunner:
             yield
         except BaseException as error:
             for servers, clock in zip(self._servers, pushes, strict=True):
-                if servers.part.clock != clock and self.steps == steps:  # pushed, and not counted as a step
-                    servers.part.torn = clock
+                servers.part.end_failed(clock, counted=self.steps != steps)
             if self._started:
                 self._broken = self._workers is not None
                 if self.in_window:
@@ -490,8 +491,14 @@ class StepRunner:
             self.mean_rows = total.rows / total.with_rows
         if self._finish_window(fetch):
             with releasing_interrupts():
+                for servers in self._servers:
+                    self._refusal = servers.part.vote()
+                if self._refusal is not None:
+                    return
                 with from_within():
                     self.engine.update()
+                for servers in self._servers:
+                    servers.part.decide(self._clipped)
                 self._step_schedulers()
 
     def _finish_window(self, fetch: Fetch | None) -> bool:
@@ -511,20 +518,16 @@ class StepRunner:
             self._pass_over(bad)
         for servers in self._servers:
             if bad:
-                servers.start_window()  # discard the pending push; an empty push changes nothing
-            if self._looks_first:
+                servers.start_window()  # discard the pending push; where others wait for one, it is empty
+            if self._looks_first and not (bad and servers.part.votes):
                 servers.push()
-                if bad and step.clip_grad_norm is not None:
-                    servers.squared_norm()
-                    servers.release(1.0)
         if bad:
             return False
         norm: Tensor | None = None
         if step.clip_grad_norm is not None:
             squares = [servers.squared_norm() for servers in self._servers]
             norm = engine.clip(step.clip_grad_norm, sum(squares) if squares else None)
-            for servers in self._servers:
-                servers.release(clip_scale(norm, step.clip_grad_norm).item())
+            self._clipped = clip_scale(norm, step.clip_grad_norm).item() if self._servers else 1.0
         elif fetch is not None and fetch.wants_norm:
             norm = engine.norm()
         if step.clip_grad_value is not None:
@@ -567,6 +570,9 @@ class StepRunner:
 
     def _raise_at_end(self) -> None:
         """Raise the error of the run, once every worker has ended it in the same way."""
+        refusal, self._refusal = self._refusal, None
+        if refusal is not None:
+            raise refusal
         names, self._nonfinite = self._nonfinite, None
         if names is not None:
             raise nonfinite_error(names, self.steps)

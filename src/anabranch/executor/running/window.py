@@ -121,7 +121,7 @@ class RemoteWindow:
 
     def __init__(self, part: RemotePart, step: TrainStep) -> None:
         self.part = part
-        self._step, self._clips = step, step.clip_grad_norm is not None
+        self._step = step
         mine = set(step.model.parameters())
         self._names = {tensor: name for tensor, name in part.whole_parameters.items() if tensor in mine}
         self.parameters: Mapping[str, Tensor] = {}
@@ -176,15 +176,22 @@ class RemoteWindow:
             parameter.grad = None
 
     def push(self) -> None:
-        """Send the window's gradients; with clipping they wait for ``release``."""
-        self.part.torn = self.part.clock
+        """Send the window's gradients; where workers vote, they wait for ``release``."""
+        part = self.part
+        if part.votes:
+            part.begin_push()
+            try:
+                self._push()
+            except Exception as error:  # noqa: BLE001 - raised with the vote, on all workers
+                part.refuse(error)
+            return
+        part.torn = part.clock
         try:
             self._push()
         except _UNSENT:
-            self.part.torn = None
+            part.torn = None
             raise
-        if not self._clips:
-            self.part.torn = None
+        part.clock, part.torn = part.clock + 1, None
 
     def _push(self) -> None:
         mean = self._step.reduction == "mean"
@@ -199,12 +206,11 @@ class RemoteWindow:
         self.part.tables.push(
             self._total if mean else 1.0,
             mean=mean,
-            hold=self._clips,
+            hold=self.part.votes,
             given=merged,
             beside=self.part.whole.beside(dense),
         )
         self.start_window()
-        self.part.clock += 1
 
     def nonfinite(self) -> list[str]:
         """Return the names of gradients with NaN or an infinity in the open window."""
@@ -218,9 +224,8 @@ class RemoteWindow:
 
     def squared_norm(self) -> float:
         """Return the sum of squares of the gradients just pushed, of all workers together."""
-        return self.part.client.squared_norm(self.part.clock - 1)
-
-    def release(self, scale: float) -> None:
-        """Apply the gradients just pushed, times ``scale``."""
-        self.part.client.release(self.part.clock - 1, scale)
-        self.part.torn = None
+        try:
+            return self.part.client.squared_norm(self.part.clock)
+        except Exception as error:  # noqa: BLE001 - as above
+            self.part.refuse(error, "norm")
+            return 0.0

@@ -63,6 +63,7 @@ from anabranch.parameter_server.messages import (
     PushMessage,
     PushPart,
     ReleaseMessage,
+    Turn,
 )
 from anabranch.parameter_server.server.shard_server import ParameterServer
 from anabranch.parameter_server.server.shard_statistics import ShardStatistics
@@ -185,6 +186,10 @@ class ParameterClient:
         self._clocks = [VersionClock() for _ in found]
         self._torn: int | None = None
         self.pushed = 0
+        self._joins = -1
+        self._turn = Turn()
+        self._untold: set[int] = set()  # shards that have not heard of it
+        self._telling: threading.Thread | None = None
         self._client = self._stack.enter_context(
             Client(
                 role="worker", keys=keys, insecure=insecure, heartbeat=heartbeat, transport=transport, retries=retries
@@ -517,7 +522,9 @@ class ParameterClient:
             dense = self._dense_of(layout, shard)
             parts = [*pull.parts(shard), *(PullPart(name) for name in dense)]
             if parts:
-                message = PullMessage(parts, training, clocks[shard][0], *self._turn(step), compression)
+                message = PullMessage(
+                    parts, training, clocks[shard][0], *self._order(step), compression, self._told(shard, step)
+                )
                 request = self._calls.request(shard, "pull", pack(message), pull.tensors(shard), step=step)
                 requests.append((shard, request, dense))
         answers = self._calls.in_turn([request for _, request, _ in requests], deadline)
@@ -586,7 +593,7 @@ class ParameterClient:
             step: the step of the worker's push; without one the push is applied at once.
             weight: the weight of this worker's gradients among the workers': its rows, if they are means over them.
             mean: gradients are averaged by weight; else they are added up.
-            hold: the merged pushes wait until ``release``; under ``bsp`` only.
+            hold: the workers' pushes wait until each has called ``release``; under ``bsp`` only.
             squares: of tables whose gradients are sums over several steps, as ``squares.py`` describes them.
             unordered: apply a worker's push at once, like a bare client's, but weighted by the worker's share in the
                 last step.
@@ -624,9 +631,11 @@ class ParameterClient:
             parts = push.parts(shard, [rule_of[name] for name in layout.tables])
             parts += [PushPart(name, 0, rule_of[name]) for name in shares]
             if parts or step is not None:
-                turn = (self.rank, -1) if unordered and self._worker is not None else self._turn(step)
+                order = (self.rank, -1) if unordered and self._worker is not None else self._order(step)
                 numbers = [rule.to_dict() for rule in kinds]
-                message = PushMessage(parts, numbers, *turn, weight, mean, hold, self._compression)
+                message = PushMessage(
+                    parts, numbers, *order, weight, mean, hold, self._compression, self._told(shard, step)
+                )
                 tensors = push.tensors(shard, dense)
                 requests.append(self._calls.request(shard, "push", pack(message), tensors, step=step))
                 if not acceptable(tensors):
@@ -635,7 +644,8 @@ class ParameterClient:
         answers, failures = self._calls.outcomes(refused or requests, deadline)
         if failures:
             failures.sort(key=_is_refusal)  # a push that was not answered may have been applied: worse than a refusal
-            raise self._torn_by(failures[0], len(answers), step) if answers and not refused else failures[0]
+            applied = answers and not refused and not hold
+            raise self._torn_by(failures[0], len(answers), step) if applied else failures[0]
         sizes = dict(zip(layout.tables, push.bytes(), strict=True))
         sizes |= {
             name: gradients[name][1].numel() * self._tables.holdings[name].dtype.itemsize for name in layout.dense
@@ -681,17 +691,61 @@ class ParameterClient:
 
     def squared_norm(self, step: int) -> float:
         """Return the sum of squares of the held merged gradients of ``step``, over all shards."""
-        rank, _ = self._turn(step)
-        message = pack(NormMessage(rank, step))
-        requests = [self._calls.request(shard, "norm", message, step=step) for shard in range(self.shards)]
+        rank, _ = self._order(step)
+        requests = [
+            self._calls.request(shard, "norm", pack(NormMessage(rank, step, self._told(shard, step))), step=step)
+            for shard in range(self.shards)
+        ]
         answers = self._calls.in_turn(requests, Deadline.after(self._calls.timeout))
         return sum(unpack(answer.payload, float) for answer in answers)
 
-    def release(self, step: int, scale: float) -> None:
-        """Apply the held pushes of ``step``, times ``scale``; all workers pass the same scale."""
-        rank, _ = self._turn(step)
-        message = pack(ReleaseMessage(rank, step, scale))
-        self._calls.all([self._calls.request(shard, "release", message, step=step) for shard in range(self.shards)])
+    def release(self, step: int, scale: float = 1.0) -> None:
+        """Apply the held pushes of ``step``, times ``scale``, once all workers have; they pass the same scale."""
+        self.decide(step, scale)
+        self._calls.all([self._word(shard) for shard in range(self.shards)])
+
+    def decide(self, step: int, scale: float | None) -> None:
+        """Release ``step`` with the next message to each shard: to be applied, times ``scale``, or dropped."""
+        last, factor = (self._turn.last, self._turn.scale) if scale is None else (step, scale)
+        self._turn = Turn(self._turn.number, self._turn.world, step + 1, last, factor)
+        self._untold = set(range(self.shards))
+
+    def tell(self) -> None:
+        """Send what was decided to the shards that no message has told, without waiting for their answers."""
+        if self._untold:
+            self.end_telling()
+            words = [self._word(shard) for shard in sorted(self._untold)]
+            # A word that does not arrive is repeated by the next message.
+            tell = functools.partial(self._calls.outcomes, words, Deadline.after(self._calls.timeout))
+            self._telling = threading.Thread(target=tell, name="anabranch-release", daemon=True)
+            self._telling.start()
+
+    def end_telling(self) -> None:
+        """Wait until the words that were sent are answered, or have failed."""
+        if self._telling is not None:
+            self._telling.join(timeout=self._calls.timeout)
+
+    def settle(self) -> None:
+        """Apply on all shards the last step that any worker of a job has had the outcome of; its workers have gone.
+
+        That all shards hold it whole was agreed before anybody had the outcome.
+        """
+        heard = [unpack(shard["turn"], Turn) for shard in self._calls.describe() if shard["turn"]]
+        if heard:
+            furthest = max(heard, key=lambda turn: (turn.number, turn.done))
+            word = pack(ReleaseMessage(-1, furthest))
+            self._calls.all([self._calls.request(shard, "release", word) for shard in range(self.shards)])
+
+    def _word(self, shard: int) -> Request:
+        message = ReleaseMessage(self.rank, self._told(shard, self._turn.done) or self._turn)
+        return self._calls.request(shard, "release", pack(message))
+
+    def _told(self, shard: int, step: int | None) -> Turn | None:
+        """Return what a message to ``shard`` says of this worker."""
+        if step is None or self._worker is None:
+            return None
+        self._untold.discard(shard)
+        return self._turn
 
     # --- the job ----------------------------------------------------------------------------------------------------
 
@@ -709,7 +763,10 @@ class ParameterClient:
         lives = self._calls.lives()
         for endpoint, life in zip(self._calls.endpoints, lives, strict=True):
             self._calls.acknowledged[endpoint].life = unpack(life.payload, int)
-        message = pack(JoinMessage(worker.rank, worker.world, worker.consistency, step))
+        self._joins += 1  # so that late messages of before are of a lower number
+        self._turn = Turn(self._joins, worker.world, step)
+        self._untold.clear()
+        message = pack(JoinMessage(worker.rank, worker.world, worker.consistency, step, self._joins))
         self._calls.all([self._calls.request(shard, "join", message) for shard in range(self.shards)])
 
     def check_joined(self, *, until: Deadline | None = None) -> None:
@@ -719,11 +776,11 @@ class ParameterClient:
 
     def wait_for_turn(self, step: int) -> None:
         """Wait until the job's consistency lets this worker read at ``step``, on every shard."""
-        message, none = (
-            pack(PullMessage([], False, 0, *self._turn(step))),
-            torch.empty(0, dtype=torch.int64, device="cpu"),
-        )
-        requests = [self._calls.request(shard, "pull", message, [none], step=step) for shard in range(self.shards)]
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
+        requests = []
+        for shard in range(self.shards):
+            message = PullMessage([], False, 0, *self._order(step), None, self._told(shard, step))
+            requests.append(self._calls.request(shard, "pull", pack(message), [none], step=step))
         self._calls.in_turn(requests, Deadline.after(self._calls.timeout))
 
     def barrier(self) -> None:
@@ -736,6 +793,7 @@ class ParameterClient:
 
     def statistics(self) -> list[ShardStatistics]:
         """Statistics of each shard since it started."""
+        self.end_telling()
         return [unpack(answer, ShardStatistics) for answer in self._calls.ask_at_length("statistics")]
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
@@ -772,7 +830,7 @@ class ParameterClient:
         """As ``restore``, but leaves other tables and parameters in place."""
         restore_some(self._tables, state, groups)
 
-    def _turn(self, step: int | None) -> tuple[int, int]:
+    def _order(self, step: int | None) -> tuple[int, int]:
         if step is None:
             return -1, -1
         if self._worker is None:
@@ -792,6 +850,7 @@ class ParameterClient:
     def close(self) -> None:
         """Close the connections, and the shard in this process if there is one."""
         self._stack.close()
+        self.end_telling()
 
     def __enter__(self) -> ParameterClient:
         return self

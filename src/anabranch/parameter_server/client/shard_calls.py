@@ -68,7 +68,7 @@ class ShardCalls:
         once: bool | None = None,
     ) -> Request:
         """Return a request to one shard, with this client's expected state there."""
-        numbered = verb in ("init", "join", "push", "restore", "drop", "release") if once is None else once
+        numbered = verb in ("init", "join", "push", "restore", "drop") if once is None else once
         endpoint = self.endpoints[shard]
         pushes = self.acknowledged[endpoint]
         expected = ExpectedState(self._client.epoch, pushes.newest, pushes.life, shard, self.shards).encode()

@@ -4,21 +4,21 @@
 
     init, join, push, pull ──check──> log ──> do ──> (durable) ──> answer
                                        │       │
-                                       │       └── bsp: kept until every worker's push of the step is there, then merged
+                                       │       └── bsp: held until every worker's push of the step is there and released
                                        └── a shard that was killed does the log again, in the same order
 
 Every change to a shard is a record of verb, message and tensors, applied under one lock by ``_do``. Applying the same
 records in the same order gives the same bits; the log relies on that. ``bsp`` applies a step once, to the mean (or sum)
 of all workers' gradients, added up in the order of their ranks; ``ssp:K`` and ``asp`` apply each push as it comes. A
-read that is too early waits: under ``bsp`` for the pushes of earlier steps, under ``ssp:K`` for workers that are more
-than K steps behind.
+read that is too early waits: under ``bsp`` for earlier steps, under ``ssp:K`` for workers that are more than K steps
+behind.
 
-The tables themselves are in ``contents.py``; this file is the state machine around them, under one lock.
+The tables themselves are in ``contents.py``, the order of the steps in ``worker_order.py``; this file joins them, under
+one lock.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +44,8 @@ from anabranch.parameter_server.messages import (
     PushMessage,
     ReleaseMessage,
     RestoreMessage,
+    StepMessage,
+    Turn,
 )
 from anabranch.parameter_server.server.applying_pushes import apply, squared_sum, weighted_shares
 from anabranch.parameter_server.server.contents import ShardContents
@@ -62,10 +64,9 @@ _MESSAGES: dict[str, msgspec.msgpack.Decoder[Any]] = {
     verb: msgspec.msgpack.Decoder(kind)
     for verb, kind in {
         "init": InitMessage, "join": JoinMessage, "pull": PullMessage, "push": PushMessage, "restore": RestoreMessage,
-        "drop": DropMessage, "release": ReleaseMessage,
+        "drop": DropMessage, "step": StepMessage,
     }.items()
 }  # fmt: skip
-_NORMS = 8
 
 
 class Shard:
@@ -135,8 +136,9 @@ class Shard:
             self._barriers.pop(message.rank, None)  # a new client counts them from 1 again
             job = self._job
             fresh = job is None or job.world != message.world or message.step != job.clocks[message.rank]
+            fresh = fresh or (job is not None and job.number != message.number)
             if job is not None and (job.world, job.consistency.name) != (message.world, message.consistency):
-                moved = any(clock > message.step for clock in job.clocks) or job.pending
+                moved = any(clock > message.step for clock in job.clocks) or job.held
                 if moved and message.step:
                     raise SchemaError(
                         f"this job has {job.world} workers under {job.consistency.name}; rank {message.rank} says "
@@ -146,6 +148,54 @@ class Shard:
             if fresh or client != self.joined_as(message.rank):
                 self._record("join", message, ())
             self._clients[message.rank] = client
+
+    def check_client(self, rank: int, client: bytes) -> None:
+        """Raise ``SchemaError`` if another client has joined as worker ``rank`` since this one did."""
+        joined = self.joined_as(rank)
+        if client and joined and client != joined:
+            raise SchemaError(
+                f"another client has joined this server as worker {rank} since, so its parameters are those of another "
+                "Executor or job; close one Executor before the next is made, and give each job its own servers"
+            )
+
+    def release(self, message: ReleaseMessage, client: bytes = b"") -> None:
+        """Take note of how far a worker is, or at the end of a job how far the furthest was, and apply what is due.
+
+        Raises:
+            NonFinite: a scale that is NaN or Inf.
+        """
+        with self._state:
+            if message.rank >= 0:
+                self._hear(message.rank, message.turn, client)
+            elif self._job is not None and self._job.consistency.merges:
+                for rank in range(self._job.world):
+                    self._job.hear(rank, message.turn)
+                self._apply_due()
+                self._job.held.clear()
+
+    def _hear(self, rank: int, turn: Turn | None, client: bytes) -> None:
+        """Take note of how far the worker is that sends a message, and apply what is due."""
+        if rank >= 0:
+            self.check_client(rank, client)
+            if turn is not None:
+                self._joined(rank).hear(rank, turn)
+                self._apply_due()
+
+    def _apply_due(self) -> None:
+        """Apply the steps that every worker has released."""
+        job, before = self._job, None if self._job is None else self._job.applied
+        while job is not None and job.consistency.merges and (due := job.due()) is not None:
+            held, scale = due
+            if held is not None and held.waits:
+                self._journal("step", _encode(StepMessage(job.applied, scale)), ())
+            self._do_step(job, job.applied, scale)
+        if job is not None and job.applied != before:
+            self._state.notify_all()
+
+    def _do_step(self, job: WorkerOrder, step: int, scale: float | None) -> None:
+        if scale is not None:
+            apply(self._contents, job.held[step].in_order(), scale)
+        job.past(step)
 
     def joined_as(self, rank: int) -> bytes:
         """Return the last client to join as worker ``rank``, if it is known. Without the lock, as ``numbers_of``."""
@@ -157,6 +207,7 @@ class Shard:
         tensors: Sequence[Tensor],
         deadline: Deadline | None = None,
         make_room: Callable[[int], None] = lambda nbytes: None,
+        client: bytes = b"",
     ) -> tuple[PullReply, list[Tensor]]:
         """Rows and parameters, once the job's consistency allows them to be read.
 
@@ -174,6 +225,7 @@ class Shard:
         tensors = _with_long_ids(tensors)
         with self._state:
             ids, ages = check_pull(self._contents, message, tensors)
+            self._hear(message.rank, message.turn, client)
             self._wait_for_turn(message, deadline)
             make_room(certain_bytes(self._contents, message))
             admits = message.training and any(self._contents.admits(part.name) for part in message.parts)
@@ -190,9 +242,16 @@ class Shard:
             return reply, answer
 
     def push(
-        self, message: PushMessage, tensors: Sequence[Tensor], *, peer: str = "", deadline: Deadline | None = None
+        self,
+        message: PushMessage,
+        tensors: Sequence[Tensor],
+        *,
+        peer: str = "",
+        deadline: Deadline | None = None,
+        client: bytes = b"",
     ) -> list[str]:
-        """Take gradients: applied at once, or under ``bsp`` when every worker's gradients of that step have arrived.
+        """Take gradients: applied at once, or under ``bsp`` when every worker's gradients of that step have arrived,
+        and with ``hold`` every worker has released it.
 
         Returns:
             Those of its tables that have had no room for an id so far.
@@ -205,8 +264,9 @@ class Shard:
         """
         tensors = _with_long_ids(tensors)
         with self._state:
+            self._hear(message.rank, message.turn, client)
             if message.rank >= 0 and message.step < 0 and self._joined(message.rank).consistency.merges:
-                self._wait_for_clocks(message.rank, self._joined(message.rank).clocks[message.rank], deadline, "push")
+                self._wait_for_steps(message.rank, self._joined(message.rank).clocks[message.rank], deadline, "push")
             try:
                 check_push(self._contents, message, tensors)
             except NonFinite:
@@ -220,51 +280,39 @@ class Shard:
     def _count_refused(self, peer: str) -> None:
         self._refused_values[peer] = self._refused_values.get(peer, 0) + 1
 
-    def squared_norm(self, message: NormMessage, deadline: Deadline) -> float:
-        """Return the sum of squares, in float64, of the merged gradients of held pushes, once all workers' have
+    def squared_norm(self, message: NormMessage, deadline: Deadline, client: bytes = b"") -> float:
+        """Return the sum of squares, in float64, of the merged gradients of a held step, once all workers' have
         arrived.
 
         Raises:
             DeadlineExceeded: some are not; names them.
-            SchemaError: nothing is held of that step.
+            SchemaError: nothing is held of that step, or a worker has dropped it.
         """
         with self._state:
-            self._wait_for_clocks(message.rank, message.step + 1, deadline, "norm")
-            job = self._joined(message.rank)
-            if message.step not in job.norms and message.step not in job.held:
-                raise SchemaError(f"no held push of step {message.step} here; push it with hold=True")
-            return self._keep_norm(job, message.step)
+            self._hear(message.rank, message.turn, client)
 
-    def _keep_norm(self, job: WorkerOrder, step: int) -> float:
-        """Return the squared norm of ``step``, which is held or was requested; keep it for later requests."""
-        norm = job.norms.get(step)
-        if norm is None:
-            held = job.held[step]
-            shares = weighted_shares(self._contents, [held[rank] for rank in range(job.world)])
-            norm = job.norms[step] = sum(squared_sum(given) for given in shares.values())
-            while len(job.norms) > _NORMS:
-                del job.norms[min(job.norms)]
-        return norm
+            def late() -> list[int]:
+                job = self._joined(message.rank)
+                if max(job.released) > message.step:
+                    return []
+                held = job.held.get(message.step)
+                return [rank for rank in range(job.world) if held is None or rank not in held.pushes]
 
-    def release(self, message: ReleaseMessage) -> None:
-        """Apply the held pushes of a step, times ``scale``, unless another worker's release has done so.
-
-        Raises:
-            NonFinite: a scale that is NaN or Inf.
-            SchemaError: not all workers' pushes are held.
-        """
-        if not (math.isfinite(message.scale) and message.scale >= 0):
-            raise NonFinite(f"a scale is a finite number >= 0, got {message.scale}")
-        with self._state:
-            job = self._joined(message.rank)
-            if any(clock <= message.step for clock in job.clocks):
-                raise SchemaError(f"step {message.step} was released before every worker had pushed it")
-            self._record("release", message, ())
+            self._wait_for(late, deadline, "norm", message.step)
+            held = self._joined(message.rank).held.get(message.step)
+            if held is None or not held.complete:
+                raise SchemaError(f"not every worker's push of step {message.step} is held here")
+            if held.norm is None:
+                shares = weighted_shares(self._contents, held.in_order())
+                held.norm = sum(squared_sum(parts) for parts in shares.values())
+            return held.norm
 
     def replay(self, verb: str, payload: bytes, tensors: Sequence[Tensor], client: bytes = b"") -> None:
         """Replays a journaled change, which ``client`` requested."""
         with self._state:
             message = _MESSAGES[verb].decode(payload)
+            if verb == "push" and message.rank >= 0 and message.turn is not None:
+                self._joined(message.rank).hear(message.rank, message.turn)
             self._do(verb, message, tensors)
             if verb == "join":
                 self._clients[message.rank] = client
@@ -277,7 +325,9 @@ class Shard:
         if message.rank < 0:
             return
         job = self._joined(message.rank)
-        if 0 <= message.step != job.clocks[message.rank]:
+        # Of a step that another shard refused, this one may never have heard.
+        ahead = message.hold and message.step == job.released[message.rank] > job.clocks[message.rank]
+        if 0 <= message.step != job.clocks[message.rank] and not ahead:
             raise SchemaError(
                 f"worker {message.rank} pushes step {message.step}; its next is step {job.clocks[message.rank]}"
             )
@@ -302,44 +352,34 @@ class Shard:
         return self._job
 
     def _wait_for_turn(self, message: PullMessage, deadline: Deadline | None) -> None:
-        if message.rank < 0:
-            return
-        job = self._joined(message.rank)
-        lag = job.consistency.lag
-        if lag is None:
-            return
-        self._wait_for_clocks(message.rank, message.step - lag, deadline, "pull")
+        if message.rank >= 0 and (lag := self._joined(message.rank).consistency.lag) is not None:
+            self._wait_for_steps(message.rank, message.step - lag, deadline, "pull")
 
-        def late() -> list[int]:
-            held = any(step < message.step for step in self._joined(message.rank).held)
-            return [message.rank] if held else []
+    def _wait_for_steps(self, rank: int, step: int, deadline: Deadline | None, operation: str) -> None:
+        """Wait until all steps before ``step`` are done: pushed by every worker, and under ``bsp`` applied."""
+        self._wait_for(lambda: self._joined(rank).late(step), deadline, operation, step)
 
-        patience = _patience(deadline)
-        if missing := self._wait_for(late, patience, "release"):
-            raise _missing(missing, patience, "pull: the step's pushes are held until released", message.step)
+    def _wait_for(self, late: Callable[[], list[int]], deadline: Deadline | None, operation: str, step: int) -> None:
+        """Wait until no rank is ``late``.
 
-    def _wait_for_clocks(self, rank: int, step: int, deadline: Deadline | None, operation: str) -> None:
-        """Wait until every worker has pushed all steps before ``step``."""
-
-        def late() -> list[int]:
-            return [other for other, clock in enumerate(self._joined(rank).clocks) if clock < step]
-
-        patience = _patience(deadline)
-        if missing := self._wait_for(late, patience, operation):
-            raise _missing(missing, patience, operation, step)
-
-    def _wait_for(self, late: Callable[[], list[int]], patience: Deadline, operation: str) -> list[int]:
-        """Wait until no rank is ``late``; return those that are at the deadline."""
+        Raises:
+            DeadlineExceeded: some are at the deadline; names them.
+        """
         ranks = late()
         if not ranks:
-            return ranks
+            return
+        patience = _patience(deadline)
         facts = lambda: {"peer": ", ".join(f"rank {rank}" for rank in ranks), "operation": operation}  # noqa: E731
         with spans.Lasting("wait", "wait", facts):
             while self._state.wait(timeout=patience.remaining()):
                 if not (now := late()):
-                    return now
+                    return
                 ranks = now
-        return ranks
+        names = ", ".join(f"worker {rank}" for rank in ranks)
+        raise DeadlineExceeded(
+            f"nothing arrived from {names} before the deadline", peer=names, operation=operation, step=step,
+            elapsed=patience.elapsed(),
+        )  # fmt: skip
 
     # --- changes ----------------------------------------------------------------------------------------------------
 
@@ -371,23 +411,18 @@ class Shard:
             self._do_push(message, tensors)
         elif verb == "restore":
             self._contents.restore(message, tensors)
-        elif verb == "release":
-            self._do_release(message)
+        elif verb == "step":
+            job = self._job
+            if job is not None and message.step >= job.applied:
+                self._do_step(job, message.step, message.scale)
         else:
             self._do_drop(message)
 
     def _do_join(self, message: JoinMessage) -> None:
         consistency = Consistency.parse(message.consistency)
         if self._job is None or self._job.world != message.world or self._job.consistency != consistency:
-            self._job = WorkerOrder(message.world, consistency, [message.step] * message.world)
-        self._job.clocks[message.rank] = message.step
-        self._job.norms = {step: norm for step, norm in self._job.norms.items() if step < message.step}
-        for step in list(self._job.held):
-            if step >= message.step:  # the worker will push it again
-                self._job.pending[step] = self._job.held.pop(step)
-        for step, pushes in self._job.pending.items():
-            if step >= message.step:
-                pushes.pop(message.rank, None)
+            self._job = WorkerOrder(message.world, consistency, message.step, message.number)
+        self._job.join(message.rank, message.step, message.number)
         self._state.notify_all()
 
     def _do_push(self, message: PushMessage, tensors: Sequence[Tensor]) -> None:
@@ -400,39 +435,22 @@ class Shard:
             apply(self._contents, [push], total=job.total if job.consistency.merges else None)
             return
         if job.consistency.merges:
-            self._merge(job, push)
+            self._hold(job, push)
         else:
             apply(self._contents, [push])
-        job.clocks[message.rank] = message.step + 1
+            job.clocks[message.rank] = message.step + 1
         self._state.notify_all()
 
-    def _merge(self, job: WorkerOrder, push: CheckedPush) -> None:
-        """Keep a worker's push until all pushes of its step have arrived; if the step cannot be applied, nothing is
-        kept.
-        """
-        step = push.message.step
-        # A copy: kept tensors must not change when the sender's buffers are used again.
-        push = push._replace(tensors=[tensor.clone() for tensor in push.tensors])
-        kept = {**job.pending.get(step, {}), push.message.rank: push}
-        if len(kept) < job.world:
-            job.pending[step] = kept
-            return
-        if any(one.message.hold for one in kept.values()):
-            job.held[step] = kept
-        else:
-            apply(self._contents, [kept[rank] for rank in range(job.world)])
-        job.pending.pop(step, None)
-        job.total = sum(one.message.weight for one in kept.values()) or job.total
-
-    def _do_release(self, message: ReleaseMessage) -> None:
-        job = self._joined(message.rank)
-        held = job.held.get(message.step)
-        if held is not None:  # else another worker's release came first
-            # Known already, unless the shard was killed since: the other workers request it still.
-            self._keep_norm(job, message.step)
-            apply(self._contents, [held[rank] for rank in range(job.world)], message.scale)
-            del job.held[message.step]
-            self._state.notify_all()
+    def _hold(self, job: WorkerOrder, push: CheckedPush) -> None:
+        """Keep a worker's push until its step may be applied; if it cannot be, the push is not kept."""
+        held = job.hold(push)
+        try:
+            if not held.waits:
+                self._apply_due()
+        except BaseException:
+            del held.pushes[push.message.rank]
+            job.clocks[push.message.rank] = push.message.step
+            raise
 
     # --- saving and loading -----------------------------------------------------------------------------------------
 
@@ -485,9 +503,7 @@ class Shard:
             def late() -> list[int]:
                 return [rank for rank in range(message.world) if self._barriers.get(rank, 0) < message.number]
 
-            patience = _patience(deadline)
-            if missing := self._wait_for(late, patience, "barrier"):
-                raise _missing(missing, patience, "barrier", message.number)
+            self._wait_for(late, deadline, "barrier", message.number)
 
     def snapshot(self) -> tuple[dict[str, object], dict[str, Group]]:
         """Return the present state: plain values, and groups of tensors.
@@ -499,24 +515,22 @@ class Shard:
         with self._state:
             state, groups = self._contents.snapshot(lambda message: self.export(message)[1])
             state["job"], state["clients"] = None, dict(self._clients)
-            if self._job is not None:
-                clocks = list(self._job.clocks)
-                for step, pushes in [*self._job.pending.items(), *self._job.held.items()]:
-                    for rank in pushes:
+            if (job := self._job) is not None:
+                clocks = list(job.clocks)
+                for step, held in job.held.items():
+                    for rank in held.pushes:
                         clocks[rank] = min(clocks[rank], step)
                 state["job"] = {
-                    "world": self._job.world, "consistency": self._job.consistency.name, "clocks": clocks,
-                    "total": self._job.total, "norms": dict(self._job.norms),
+                    "world": job.world, "number": job.number, "consistency": job.consistency.name, "clocks": clocks,
+                    "applied": job.applied, "total": job.total,
                 }  # fmt: skip
             return state, groups
 
     def journal_pending(self) -> None:
         """Write the pushes that wait for those of other workers to a new journal."""
         with self._state:
-            if self._job is None:
-                return
-            for _, pushes in sorted([*self._job.pending.items(), *self._job.held.items()]):
-                for push in pushes.values():
+            for _, held in sorted(self._job.held.items()) if self._job is not None else ():
+                for push in held.pushes.values():
                     self._journal("push", _encode(push.message), push.tensors)
 
     def load(self, state: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
@@ -527,8 +541,8 @@ class Shard:
             self._clients = dict(state["clients"])
             if job is not None:
                 consistency = Consistency.parse(job["consistency"])
-                norms = dict(job["norms"])
-                self._job = WorkerOrder(job["world"], consistency, list(job["clocks"]), norms=norms, total=job["total"])
+                self._job = WorkerOrder(job["world"], consistency, job["applied"], job["number"])
+                self._job.clocks, self._job.total = list(job["clocks"]), job["total"]
 
     def statistics(self) -> ShardStatistics:
         """Counters since the start."""
@@ -536,9 +550,13 @@ class Shard:
             return ShardStatistics(self._contents.statistics(), dict(self._refused_values), self._replayed)
 
     def describe(self) -> dict[str, object]:
-        """Tables and parameters, their optimizers and steps, without the values; who has joined as worker 0."""
+        """Tables and parameters, their optimizers and steps, without the values; who has joined as worker 0, and how
+        far the furthest worker is of a job whose steps are held.
+        """
         with self._state:
-            return {**self._contents.describe(), "joined": self.joined_as(0).hex()}
+            merges = self._job is not None and self._job.consistency.merges
+            turn = _encode(self._job.turn) if self._job is not None and merges else b""
+            return {**self._contents.describe(), "joined": self.joined_as(0).hex(), "turn": turn}
 
     def clocks(self) -> dict[str, object]:
         """Return the steps that each worker has pushed, and the most that one may be behind; ``None`` for no limit."""
@@ -577,14 +595,6 @@ def _patience(deadline: Deadline | None) -> Deadline:
     first.
     """
     return Deadline.after(1e-3) if deadline is None else deadline.sooner(max(0.8 * deadline.remaining(), 1e-3))
-
-
-def _missing(ranks: Sequence[int], patience: Deadline, operation: str, step: int) -> DeadlineExceeded:
-    names = ", ".join(f"worker {rank}" for rank in ranks)
-    return DeadlineExceeded(
-        f"nothing arrived from {names} before the deadline", peer=names, operation=operation, step=step,
-        elapsed=patience.elapsed(),
-    )  # fmt: skip
 
 
 def _encode(message: Any) -> bytes:

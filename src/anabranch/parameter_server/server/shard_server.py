@@ -242,7 +242,9 @@ class ParameterServer:
         shard = self._shard
 
         def push(message: PushMessage, call: Call) -> list[str]:
-            return shard.push(message, call.tensors, peer=call.peer.name, deadline=call.deadline)
+            return shard.push(
+                message, call.tensors, peer=call.peer.name, deadline=call.deadline, client=_client_of(call.schema)
+            )
 
         return [
             changing("init", InitMessage, lambda message, call: shard.init(message, call.tensors)),
@@ -250,7 +252,7 @@ class ParameterServer:
             changing("push", PushMessage, push),
             changing("restore", RestoreMessage, lambda message, call: shard.restore(message, call.tensors)),
             changing("drop", DropMessage, lambda message, call: shard.drop(message)),
-            changing("release", ReleaseMessage, self._release),
+            asking("release", self._release),
             asking("norm", self._norm),
             asking("pull", self._pull, self._checks("pull")),
             asking("export", self._export),
@@ -312,7 +314,7 @@ class ParameterServer:
             if verb not in kinds:
                 return
             message = unpack(header.payload, kinds[verb])
-            self._check_joined(message.rank, header.schema)
+            self._shard.check_client(message.rank, _client_of(header.schema))
             check_kinds(message)
             count = sum(part.count for part in message.parts)
             expected = [(torch.int64, count)]
@@ -334,28 +336,20 @@ class ParameterServer:
     def _join(self, message: JoinMessage, call: Call) -> None:
         self._shard.join(message, call.identity[0])
 
-    def _check_joined(self, rank: int, schema: bytes) -> None:
-        """Raise ``SchemaError`` if another client has joined as worker ``rank`` since this one did."""
-        expected, joined = ExpectedState.decode(schema), self._shard.joined_as(rank)
-        if expected is not None and joined and expected.epoch != joined:
-            raise SchemaError(
-                f"another client has joined this server as worker {rank} since, so its parameters are those of another "
-                "Executor or job; close one Executor before the next is made, and give each job its own servers"
-            )
-
     def _pull(self, call: Call) -> None:
         message = unpack(call.payload, PullMessage)
-        reply, tensors = self._shard.pull(message, call.tensors, call.deadline, call.make_room)
+        client = _client_of(call.schema)
+        reply, tensors = self._shard.pull(message, call.tensors, call.deadline, call.make_room, client)
+        self._persistence.commit(call.deadline)  # a step that was just applied is in the log before it is seen
         call.reply(tensors, pack(reply))
 
-    def _release(self, message: ReleaseMessage, call: Call) -> None:
-        self._check_joined(message.rank, call.schema)
-        self._shard.release(message)
+    def _release(self, call: Call) -> None:
+        self._shard.release(unpack(call.payload, ReleaseMessage), _client_of(call.schema))
+        call.reply()
 
     def _norm(self, call: Call) -> None:
         message = unpack(call.payload, NormMessage)
-        self._check_joined(message.rank, call.schema)
-        call.reply(payload=pack(self._shard.squared_norm(message, call.deadline)))
+        call.reply(payload=pack(self._shard.squared_norm(message, call.deadline, _client_of(call.schema))))
 
     def _export(self, call: Call) -> None:
         step, tensors = self._shard.export(unpack(call.payload, ExportMessage), call.make_room)
@@ -363,7 +357,7 @@ class ParameterServer:
 
     def _barrier(self, call: Call) -> None:
         message = unpack(call.payload, BarrierMessage)
-        self._check_joined(message.rank, call.schema)
+        self._shard.check_client(message.rank, _client_of(call.schema))
         self._shard.barrier(message, call.deadline)
         call.reply()
 
@@ -375,6 +369,12 @@ class ParameterServer:
 
     def _statistics(self, call: Call) -> None:
         _reply_at_length(call, pack(self._shard.statistics()))
+
+
+def _client_of(schema: bytes) -> bytes:
+    """Return the client that sends a message, if it says so."""
+    expected = ExpectedState.decode(schema)
+    return b"" if expected is None else expected.epoch
 
 
 def _reply_at_length(call: Call, answer: bytes) -> None:

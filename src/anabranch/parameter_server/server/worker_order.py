@@ -1,16 +1,28 @@
-"""The order of the steps of a job's workers, and the pushes that wait for those of other workers."""
+"""The order of a job's steps on a shard: what is held of each, and when it is applied.
+
+A step of ``bsp`` is *held* until every worker's push of it is here, and until every worker has *released* it: only
+then is it *applied*, and the shards apply the same steps although none of them talks to another::
+
+    push, held ──> push, held ──> all shards have all pushes, the workers vote ──> released by each ──> applied
+                                                                     └ dropped, if any shard refused a push
+
+Every message of a worker carries its ``Turn``, which releases the steps that it has the outcome of. A worker that has
+one may die before its message; so the steps that it releases stay as they are, and whoever goes on decides.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
 
-from anabranch.parameter_server.messages import PushMessage
+from anabranch.errors import NonFinite, SchemaError
+from anabranch.parameter_server.messages import PushMessage, Turn
 
-__all__ = ["CheckedPush", "Consistency", "WorkerOrder"]
+__all__ = ["CheckedPush", "Consistency", "HeldStep", "WorkerOrder"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +63,129 @@ class CheckedPush(NamedTuple):
 
 
 @dataclass(slots=True)
-class WorkerOrder:
-    """The workers of a job: steps pushed by each, pushes that wait for the others', and merged pushes to release."""
+class HeldStep:
+    """The workers' pushes of one step, by rank, until it is applied.
+
+    Attributes:
+        world: how many there will be.
+        norm: their squared norm, once it was asked for.
+    """
 
     world: int
-    consistency: Consistency
-    clocks: list[int]
-    pending: dict[int, dict[int, CheckedPush]] = field(default_factory=dict)
-    held: dict[int, dict[int, CheckedPush]] = field(default_factory=dict)
-    norms: dict[int, float] = field(default_factory=dict)  # squared, of the last steps; may be read after the release
-    total: float | None = None  # the sum of the weights of the workers' pushes in the last step
+    pushes: dict[int, CheckedPush] = field(default_factory=dict)
+    norm: float | None = None
+
+    @property
+    def complete(self) -> bool:
+        """True if every worker's push is here."""
+        return len(self.pushes) == self.world
+
+    @property
+    def waits(self) -> bool:
+        """True if it is applied only once released."""
+        return any(push.message.hold for push in self.pushes.values())
+
+    def in_order(self) -> list[CheckedPush]:
+        """Return the pushes in the order of ranks."""
+        return [self.pushes[rank] for rank in sorted(self.pushes)]
+
+
+class WorkerOrder:
+    """The workers of a job on one shard.
+
+    Attributes:
+        number, world: of the membership.
+        clocks: by rank, the steps that it has pushed.
+        released: by rank, the steps that it has the outcome of.
+        applied: the steps that are applied or dropped (bsp).
+        held: by step.
+        scales: the factors of released steps that are to be applied.
+        turn: the one that is furthest, of all that were heard.
+        total: the sum of the weights of the workers' pushes in the last step.
+    """
+
+    def __init__(self, world: int, consistency: Consistency, step: int = 0, number: int = 0) -> None:
+        self.number, self.world, self.consistency = number, world, consistency
+        self.clocks, self.released, self.applied = [step] * world, [step] * world, step
+        self.held: dict[int, HeldStep] = {}
+        self.scales: dict[int, float] = {}
+        self.turn = Turn(number, world, step)
+        self.total: float | None = None
+
+    def join(self, rank: int, step: int, number: int) -> None:
+        """Count the steps of ``rank`` from ``step``; what others hold from there on stays, as they may be ahead."""
+        self.number, self.applied = number, step
+        self.clocks[rank] = self.released[rank] = step
+        self.scales.clear()
+        self.turn = Turn(number, self.world, step)
+        for held in self.held.values():
+            held.pushes.pop(rank, None)
+            held.norm = None
+        self.held = {at: held for at, held in self.held.items() if at >= step and held.pushes}
+
+    def hear(self, rank: int, turn: Turn) -> None:
+        """Take note of how far a worker is.
+
+        Raises:
+            SchemaError: it is of a lower number, or says another number of workers.
+            NonFinite: a scale that is NaN or Inf.
+        """
+        if not (math.isfinite(turn.scale) and turn.scale >= 0):
+            raise NonFinite(f"a scale is a finite number >= 0, got {turn.scale}")
+        if turn.number < self.number:
+            raise SchemaError(f"a message of membership {turn.number} of the workers; they are at {self.number}")
+        if turn.number > self.number:
+            self.number, self.world = turn.number, turn.world
+            self.clocks, self.released = [turn.done] * turn.world, [0] * turn.world
+            # The members do these steps again, others than before with other samples.
+            self.held = {step: held for step, held in self.held.items() if step < turn.done}
+        if turn.world != self.world or rank >= self.world:
+            raise SchemaError(f"this job has {self.world} workers; rank {rank} says {turn.world}")
+        self.released[rank] = max(self.released[rank], turn.done)
+        if turn.last >= self.applied:
+            self.scales[turn.last] = turn.scale
+        if turn.done >= self.turn.done or turn.number > self.turn.number:
+            self.turn = turn
+
+    def hold(self, push: CheckedPush) -> HeldStep:
+        """Keep a worker's push of its next step."""
+        message = push.message
+        held = self.held.setdefault(message.step, HeldStep(self.world))
+        held.pushes[message.rank] = push
+        self.clocks[message.rank] = message.step + 1
+        return held
+
+    def due(self) -> tuple[HeldStep | None, float | None] | None:
+        """Return the next step, if it is to be applied now, and its scale; ``None`` as the scale drops it.
+
+        Raises:
+            SchemaError: it was released, and not all pushes are here.
+        """
+        held = self.held.get(self.applied)
+        if held is not None and held.complete and not held.waits:
+            return held, 1.0
+        if min(self.released) <= self.applied:
+            return None
+        scale = self.scales.get(self.applied)
+        if scale is not None and (held is None or not held.complete):
+            raise SchemaError(f"step {self.applied} was released, but not every worker's push of it is on this shard")
+        return held, scale
+
+    def past(self, step: int) -> None:
+        """Go on to the step after ``step``, and over those that are dropped and never came here."""
+        held = self.held.pop(step, None)
+        if held is not None:
+            self.total = sum(push.message.weight for push in held.pushes.values()) or self.total
+        self.scales.pop(step, None)
+        self.applied = max(step + 1, min([*self.held, *self.scales, *self.released]))
+
+    def late(self, step: int) -> list[int]:
+        """Return the ranks that a read at ``step`` waits for."""
+        if not self.consistency.merges:
+            return [rank for rank, clock in enumerate(self.clocks) if clock < step]
+        if self.applied >= step:
+            return []
+        held = self.held.get(self.applied)
+        if held is None or not held.complete:
+            return [rank for rank in range(self.world) if held is None or rank not in held.pushes]
+        return [rank for rank, done in enumerate(self.released) if done <= self.applied]

@@ -213,7 +213,8 @@ class ShardPersistence:
 
     def journal(self, verb: str, payload: bytes, tensors: Sequence[Tensor]) -> None:
         """Append a change before it is applied; called under the shard's lock."""
-        identity = getattr(self._asking, "identity", _NOBODY)
+        # A held step is applied by whichever request comes last, and is not part of it.
+        identity = _NOBODY if verb == "step" else getattr(self._asking, "identity", _NOBODY)
         logged = self._durability == "log" or verb in _ALWAYS_LOGGED or self._pending
         if self._log is not None and logged:
             self._position = self._log.append(Record(verb, payload, *identity), tensors)

@@ -1,0 +1,246 @@
+"""A step with servers happens on all of them and on all workers, or nowhere; also where a worker dies in its middle."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_parts import in_job, job_servers, run_in_job
+from torch import Tensor, nn
+
+import anabranch as ab
+from anabranch.deadline import Deadline
+from anabranch.launch import Patience
+from anabranch.parameter_server.messages import ReleaseMessage
+
+ROWS, FATAL = 24, 3
+POINTS = ("half pushed", "pushed", "voted", "updated", "half told", "told")
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tables = nn.ModuleList(nn.Embedding(ROWS, 4) for _ in range(3))  # rows on both shards
+        self.head = nn.Linear(4, 1)
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(sum(table(ids).mean(1) for table in self.tables))[:, 0]  # type: ignore[no-any-return]
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch["ids"]), batch["y"])
+
+
+def batch_of(step: int, rank: int, world: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, ROWS, (7, 3), generator=generator)
+    y = torch.randn(7, generator=generator, dtype=torch.float64)
+    part = slice(7 * rank // world, 7 * (rank + 1) // world)
+    return {"ids": ids[part], "y": y[part]}
+
+
+def step_of(model: Model, clip: float | None = 0.5) -> ab.TrainStep:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05, weight_decay=0.01)
+    return ab.TrainStep(model, loss, optimizer, clip_grad_norm=clip)
+
+
+def numbers(state: dict[str, Tensor]) -> list[float]:
+    return [number for name in sorted(state) for number in state[name].flatten().tolist()]
+
+
+def plainly(steps: int, clip: float | None = 0.5) -> Any:
+    model = Model()
+    step = step_of(model, clip)
+    for number in range(steps):
+        step.optimizers[0].zero_grad()
+        loss(model, batch_of(number, 0, 1)).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        step.optimizers[0].step()
+    return pytest.approx(numbers(model.state_dict()), rel=0, abs=1e-12)
+
+
+def die_at(point: str, executor: ab.Executor) -> None:
+    """Let this worker die in its next step, at ``point``."""
+    part = executor._remote
+    assert part is not None
+    client = part.client
+
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def around(owner: Any, name: str, before: Callable[..., object], after: Callable[..., object]) -> None:
+        call = getattr(owner, name)
+
+        def instead(*arguments: Any, **options: Any) -> Any:
+            before(*arguments)
+            result = call(*arguments, **options)
+            after(*arguments)
+            return result
+
+        setattr(owner, name, instead)
+
+    def nothing(*_: object) -> None: ...
+
+    def half(requests: Sequence[Any], *_: object) -> None:
+        if requests and requests[0].verb == "push":
+            client._client.call(requests[0], Deadline.after(30.0))
+            die()
+
+    def tell_one() -> None:
+        client._untold = {1}
+
+    def die_when_told() -> None:
+        client.end_telling()
+        die()
+
+    if point == "half pushed":
+        around(client._calls, "outcomes", half, nothing)
+    elif point == "pushed":
+        around(part, "vote", die, nothing)
+    elif point == "voted":
+        around(part, "vote", nothing, die)
+    elif point == "updated":
+        around(part, "decide", die, nothing)
+    elif point == "half told":
+        around(part, "decide", nothing, lambda scale: (tell_one(), client.tell(), die_when_told()))
+    else:
+        around(part, "decide", nothing, lambda scale: (client.tell(), die_when_told()))
+
+
+def lose_one(mode: str, point: str) -> dict[str, object]:
+    """Rank 1 dies in its fourth step; the steps that rank 0 has made, and its model after it was closed."""
+    model, rank, returned = Model(), ab.job().rank, 0
+    executor = ab.Executor(step_of(model), mode, timeout=50.0)
+    try:
+        with executor:
+            for number in range(FATAL + 2):
+                if rank == 1 and number == FATAL:
+                    die_at(point, executor)
+                executor.run(batch=batch_of(number, rank, 2))
+                returned += 1
+    except ab.PeerLost:
+        pass
+    assert returned in (executor.step, executor.step - 1)  # its last run may have ended as it read the copies
+    return {"done": executor.step, "model": numbers(model.state_dict())}
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("mode", ["PS", "Hybrid"])
+@pytest.mark.parametrize("point", POINTS)
+def test_what_run_has_returned_for_is_on_all_servers_whenever_a_worker_dies(
+    point: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with job_servers(2, monkeypatch) as servers:
+        lost = run_in_job(lose_one, 2, mode, point, patience=Patience(failure=20.0))
+        assert lost.exit_codes[1] == -9
+        assert lost.results[0] is not None, lost.logs[0]
+        survivor: Any = lost.results[0]["returned"]
+        assert survivor["done"] == FATAL + (point in ("voted", "updated", "half told", "told"))
+        assert survivor["model"] == plainly(survivor["done"])  # what it was given back, from the servers and its own
+        for server in servers:
+            assert server._shard._job is not None
+            assert server._shard._job.applied == survivor["done"]
+        with ab.Executor(step_of(Model()), "PS", served="adopt") as after:
+            after._remote.open()  # type: ignore[union-attr]
+            tables = {name: value for name, value in after.state_dict().items() if name.startswith("tables")}
+        assert numbers(tables) == numbers_of_tables(survivor["model"])
+
+
+def numbers_of_tables(model: list[float]) -> Any:
+    names = sorted(Model().state_dict())
+    sizes = [Model().state_dict()[name].numel() for name in names]
+    parts = torch.tensor(model, dtype=torch.float64).split(sizes)
+    found = [part for name, part in zip(names, parts, strict=True) if name.startswith("tables")]
+    return pytest.approx(torch.cat(found).tolist(), rel=0, abs=1e-12)
+
+
+def die_together(mode: str) -> None:
+    """All have the result of the fourth step, and die when one shard has heard of it from rank 1."""
+    rank = ab.job().rank
+    with ab.Executor(step_of(Model()), mode, timeout=50.0) as executor:
+        for number in range(FATAL + 1):
+            if number == FATAL:
+                die_at("updated" if rank == 0 else "half told", executor)
+            executor.run(batch=batch_of(number, rank, 2))
+
+
+@pytest.mark.parametrize("mode", ["PS", pytest.param("Hybrid", marks=pytest.mark.slow)])
+def test_a_job_that_takes_over_what_servers_hold_applies_what_one_has_heard_of(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with job_servers(2, monkeypatch) as servers:
+        lost = run_in_job(die_together, 2, mode, patience=Patience(failure=20.0))
+        assert lost.exit_codes == (-9, -9)
+        jobs = [server._shard._job for server in servers]
+        assert [job.applied for job in jobs if job is not None] == [FATAL, FATAL]
+        assert [max(job.released) for job in jobs if job is not None] == [FATAL, FATAL + 1]
+        model = Model()
+        with ab.Executor(step_of(model), mode, served="adopt") as executor:
+            executor._remote.open()  # type: ignore[union-attr]
+            tables = [value for name, value in sorted(executor.state_dict().items()) if name.startswith("tables")]
+            assert torch.cat(tables).flatten().tolist() == numbers_of_tables(list(plainly(FATAL + 1).expected))
+
+
+def refuse_one(mode: str) -> list[object]:
+    """Rank 1's push of the second step is refused by one shard; all get its error, and go on."""
+    model, rank = Model(), ab.job().rank
+    with ab.Executor(step_of(model), mode, timeout=50.0) as executor:
+        errors: list[str] = []
+        for number in (0, 1, 1, 2):
+            if rank == 1 and number == 1 and not errors:
+                assert executor._remote is not None
+                refuse_next(executor._remote.client._calls)
+            try:
+                executor.run(batch=batch_of(number, rank, 2))
+            except ab.Overloaded as error:
+                errors.append(str(error))
+        return [errors, executor.step, numbers(executor.state_dict())]
+
+
+def refuse_next(calls: Any) -> None:
+    outcomes = calls.outcomes
+
+    def refused(requests: Sequence[Any], deadline: Any) -> Any:
+        if requests and requests[0].verb == "push":
+            calls.outcomes = outcomes
+            answers, _ = outcomes(requests[1:], deadline)
+            return answers, [ab.Overloaded("this shard is full")]
+        return outcomes(requests, deadline)
+
+    calls.outcomes = refused
+
+
+@pytest.mark.parametrize("mode", ["PS", pytest.param("Hybrid", marks=pytest.mark.slow)])
+def test_a_push_that_one_shard_refuses_is_raised_on_all_workers_and_applied_nowhere(mode: str) -> None:
+    (mine, steps, state), (theirs, *_) = in_job(refuse_one, 2, mode, servers=2)
+    assert theirs == ["this shard is full"]
+    assert mine == ["this shard is full; this was the push of rank 1, and nothing was applied"]
+    assert (steps, state) == (3, plainly(3))
+
+
+def test_a_worker_tells_each_shard_once_that_nothing_else_has_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense parameters are read after the step, which tells it; shards with rows alone get a word of their own."""
+    words = []
+    with job_servers(2, monkeypatch) as servers:
+        for server in servers:
+            release = server._shard.release
+
+            def heard(message: ReleaseMessage, client: bytes, release: Any = release) -> None:
+                words.append(message.turn.done)
+                release(message, client)
+
+            monkeypatch.setattr(server._shard, "release", heard)
+        model = nn.Embedding(10, 2)
+        step = ab.TrainStep(model, lambda m, x: m(x).square().sum(), torch.optim.SGD(model.parameters(), lr=0.1))
+        with ab.Executor(step, "Hybrid") as executor:
+            executor.run(batch=torch.arange(4))
+            executor._remote.client.end_telling()  # type: ignore[union-attr]
+    assert words == [1, 1]
