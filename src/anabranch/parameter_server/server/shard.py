@@ -85,7 +85,7 @@ class Shard:
         shards: int = 1,
         *,
         pool: KernelThreads | None = None,
-        journal: Callable[[str, bytes, Sequence[Tensor]], None] | None = None,
+        journal: Callable[[str, msgspec.Struct, Sequence[Tensor]], None] | None = None,
         take_back: Callable[[], None] | None = None,
         scratch: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -93,7 +93,7 @@ class Shard:
             raise ValueError(f"shard={shard} is out of range for shards={shards}")
         self.shard, self.shards = shard, shards
         self._contents = ShardContents(shard, shards, pool or KernelThreads(1), scratch)
-        self._journal = journal or (lambda verb, payload, tensors: None)
+        self._journal = journal or (lambda verb, message, tensors: None)
         self._take_back = take_back or (lambda: None)
         self._state = threading.Condition(threading.RLock())
         self._job: WorkerOrder | None = None
@@ -178,7 +178,7 @@ class Shard:
             make_room(certain_bytes(self._contents, message))
             admits = message.training and any(self._contents.admits(part.name) for part in message.parts)
             if admits:
-                self._journal("pull", _encode(_without_kinds(message)), tensors[:1])
+                self._journal("pull", _without_kinds(message), tensors[:1])
             try:
                 reply, answer = read(self._contents, message, ids, ages)
             except BaseException:  # such as no memory for the answer
@@ -350,7 +350,7 @@ class Shard:
         tensors: Sequence[Tensor],
         do: Callable[[Any, Sequence[Tensor]], None] | None = None,
     ) -> None:
-        self._journal(verb, _encode(message), tensors)
+        self._journal(verb, message, tensors)
         try:
             if do is None:
                 self._do(verb, message, tensors)
@@ -517,7 +517,7 @@ class Shard:
                 return
             for _, pushes in sorted([*self._job.pending.items(), *self._job.held.items()]):
                 for push in pushes.values():
-                    self._journal("push", _encode(push.message), push.tensors)
+                    self._journal("push", push.message, push.tensors)
 
     def load(self, state: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
         """Load the result of ``snapshot`` into an empty shard."""
@@ -585,7 +585,3 @@ def _missing(ranks: Sequence[int], patience: Deadline, operation: str, step: int
         f"nothing arrived from {names} before the deadline", peer=names, operation=operation, step=step,
         elapsed=patience.elapsed(),
     )  # fmt: skip
-
-
-def _encode(message: Any) -> bytes:
-    return msgspec.msgpack.encode(message)
