@@ -186,6 +186,43 @@ def test_a_killed_shard_restarts_and_the_client_continues(point: str, tmp_path: 
     assert same(found, expected(12))
 
 
+@pytest.mark.parametrize("kills", slow_except([1, 8], 1))
+def test_pushes_of_several_clients_are_there_once_however_often_their_shard_is_killed(
+    kills: int, tmp_path: Path, programs: Programs
+) -> None:
+    directory = tmp_path / "socket"
+    directory.mkdir(mode=0o700)
+    endpoint, pushed, stop = f"unix:{directory}/shard", [0, 0, 0], threading.Event()
+
+    def push_on(number: int) -> None:
+        while not stop.is_set():
+            clients[number].sparse_push("t", torch.tensor([number]), -torch.ones(1, 4))
+            pushed[number] += 1
+
+    with ExitStack() as stack:
+
+        def start() -> Program:
+            process = stack.enter_context(programs.start(MORTAL, endpoint, tmp_path / "state", "nowhere", "1"))
+            assert process.stdout.readline() == "ready\n"
+            return process
+
+        process = start()
+        clients = [stack.enter_context(ParameterClient([endpoint], timeout=60, retries=200)) for _ in pushed]
+        clients[0].init("t", (3, 4), kind="rows", optimizer=functools.partial(torch.optim.SGD, lr=1.0), init=0.0)
+        threads = [threading.Thread(target=push_on, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for _ in range(kills):
+            before = list(pushed)
+            wait_until(lambda before=before: all(now > then + 5 for now, then in zip(pushed, before, strict=True)))
+            process.kill()
+            process.wait()
+            process = start()
+        stop.set()
+        join(*threads)
+        assert clients[0].pull("t")[:, 0].tolist() == pushed
+
+
 @pytest.mark.parametrize("way", ["killed", "stopped"])
 @pytest.mark.parametrize("released", [False, True])
 def test_a_restarted_shard_knows_the_norm_of_its_held_pushes(released: bool, way: str, tmp_path: Path) -> None:
