@@ -84,21 +84,18 @@ def test_directories_without_changes_do_not_prevent_a_start(tmp_path: Path) -> N
     """A start with the wrong number by mistake, and damaged files that a repair had set aside."""
     with ParameterServer(0, 1, None, "log", tmp_path, transport=MemoryTransport()):
         pass
-    assert list((tmp_path / "shard-0-of-1").glob("log-*"))
+    assert list((tmp_path / "shard-0-of-1").glob("log-bodies-*"))
     aside = tmp_path / "shard-0-of-3" / "set-aside"
     aside.mkdir(parents=True)
-    (aside / "log-00000001").write_bytes(b"damaged")
+    (aside / "log-bodies-1").write_bytes(b"damaged")
     with ParameterServer(0, 2, None, "log", tmp_path, transport=MemoryTransport()):
         pass
 
 
-@pytest.mark.parametrize("owner", [None, b"", b"damaged"])
-def test_state_without_a_readable_owner_file_counts_as_state(owner: bytes | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["log-bodies-2", "manifest-00000001.json"])
+def test_state_that_cannot_be_read_counts_as_state(name: str, tmp_path: Path) -> None:
     with ParameterServer(0, 1, None, "log", tmp_path, transport=MemoryTransport()):
         pass
-    path = tmp_path / "shard-0-of-1" / "owner"
-    path.unlink()
-    if owner is not None:
-        path.write_bytes(owner)
+    (tmp_path / "shard-0-of-1" / name).write_bytes(b"damaged" * 10)
     with pytest.raises(CheckpointError, match="holds the state of a different number of shards"):
         ParameterServer(0, 2, None, "log", tmp_path)

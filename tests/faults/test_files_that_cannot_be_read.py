@@ -6,7 +6,6 @@ import errno
 import functools
 import os
 import shutil
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import torch
 from anabranch.checkpoint.generations import manifest_path
 from anabranch.errors import CheckpointError
 from anabranch.parameter_server import ParameterClient, ParameterServer
-from anabranch.parameter_server.server.durable.log_format import log_path
 from anabranch.tables import Constant, RowOptimizer, TableSpec
 from anabranch.testing import MemoryTransport
 
@@ -84,7 +82,8 @@ def saved(written: dict[str, Path], tmp_path: Path) -> Path:
 
 
 def newest_log(directory: Path) -> Path:
-    return max(directory.glob("log-*"))
+    """Of those with records: a restart has begun another, which is empty."""
+    return max(directory.glob("log-bodies-*"))
 
 
 def newest_manifest(directory: Path) -> Path:
@@ -95,8 +94,8 @@ def newest_data(directory: Path) -> Path:
     return max(directory.glob("table-*"))
 
 
-def owner(directory: Path) -> Path:
-    return directory / "owner"
+def database(directory: Path) -> Path:
+    return directory / "log.db"
 
 
 def cut(path: Path) -> None:
@@ -113,22 +112,8 @@ def make_zeros(path: Path) -> None:
     path.write_bytes(bytes(path.stat().st_size))
 
 
-def grow(path: Path) -> None:
-    os.truncate(path, 1 << 36)  # takes no space
-
-
 def remove(path: Path) -> None:
     path.unlink()
-
-
-def dangle(path: Path) -> None:
-    path.unlink()
-    path.symlink_to(path.parent / "nothing")
-
-
-def loop(path: Path) -> None:
-    path.unlink()
-    path.symlink_to(path)
 
 
 def make_directory(path: Path) -> None:
@@ -141,24 +126,11 @@ def make_fifo(path: Path) -> None:
     os.mkfifo(path)
 
 
-def make_socket(path: Path) -> None:
-    path.unlink()
-    here = os.open(path.parent, os.O_RDONLY)
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(f"/proc/self/fd/{here}/{path.name}")  # the path itself may be too long for one
-    os.close(here)
-
-
-def make_device(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/dev/zero")
-
-
-NO_FILES = [make_fifo, make_socket, make_directory, make_device, dangle, loop]
+NO_FILES = [make_fifo, make_directory]
 
 
 @pytest.mark.quick_cases(4)
-@pytest.mark.parametrize("harm", [cut, flip, make_zeros, grow, remove, *NO_FILES])
+@pytest.mark.parametrize("harm", [cut, flip, make_zeros, remove, *NO_FILES])
 def test_a_repair_of_the_only_checkpoint_is_reported_and_permanent(
     harm: Callable[[Path], None], fresh: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -195,7 +167,7 @@ def test_a_repair_sets_a_damaged_checkpoint_aside_also_if_an_older_one_is_whole(
 
 @pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("harm", NO_FILES)
-@pytest.mark.parametrize("which", [newest_log, newest_data, owner])
+@pytest.mark.parametrize("which", [newest_log, newest_data, database])
 def test_an_irregular_file_is_damage_and_set_aside_by_a_repair(
     which: Callable[[Path], Path], harm: Callable[[Path], None], saved: Path
 ) -> None:
@@ -218,7 +190,7 @@ def test_an_irregular_file_is_damage_and_set_aside_by_a_repair(
 
 def test_a_log_of_zeros_is_damaged_and_set_aside_by_a_repair(saved: Path) -> None:
     make_zeros(newest_log(saved))
-    with pytest.raises(CheckpointError, match=rf"log is damaged: {newest_log(saved)}: its first bytes are .*--repair"):
+    with pytest.raises(CheckpointError, match=rf"log is damaged: {newest_log(saved)} .*its first bytes are .*--repair"):
         Shard(saved.parent)
     with Shard(saved.parent, repair=True) as client:
         assert value(client) == 3
@@ -228,7 +200,7 @@ def test_a_log_of_zeros_is_damaged_and_set_aside_by_a_repair(saved: Path) -> Non
 
 def test_a_file_in_the_place_of_the_folder_set_aside_is_named_and_nothing_is_moved(saved: Path) -> None:
     make_zeros(newest_log(saved))
-    before = {path.name for path in saved.iterdir()}
+    before = {path.name for path in saved.glob("log-bodies-*")}
     (saved / "set-aside").touch()
     with pytest.raises(CheckpointError, match="set-aside cannot be created.*remove whatever has its name"):
         Shard(saved.parent, repair=True)
@@ -251,37 +223,28 @@ def forbid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("repair", [False, True])
-@pytest.mark.parametrize("which", [newest_log, newest_manifest, newest_data, owner])
+@pytest.mark.parametrize("which", [newest_log, newest_manifest, newest_data])
 def test_an_unreadable_file_is_never_mistaken_for_damaged_or_lost(
     which: Callable[[Path], Path], repair: bool, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A repair gave up every change that its checkpoints held, which a chmod would have kept."""
-    before = {path.name: path.read_bytes() for path in saved.iterdir() if path.name != "owner"}
+    before = {path.name: path.read_bytes() for path in saved.iterdir() if not path.name.startswith("log.db")}
     with monkeypatch.context() as patched:
         forbid(which(saved), patched)
         with pytest.raises(CheckpointError, match=rf"{which(saved)} cannot be read: Permission denied.*chown or chmod"):
             Shard(saved.parent, repair=repair)
-    assert {path.name: path.read_bytes() for path in saved.iterdir() if path.name != "owner"} == before
+    assert {path.name: path.read_bytes() for path in saved.iterdir() if not path.name.startswith("log.db")} == before
     with Shard(saved.parent) as client:
         assert value(client) == 6
 
 
-def test_a_log_that_may_not_be_read_is_refused_also_if_its_owner_file_is_gone(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    owner(saved).unlink()
-    forbid(newest_log(saved), monkeypatch)
-    with pytest.raises(CheckpointError, match="cannot be read: Permission denied.*chown or chmod"):
-        Shard(saved.parent, repair=True)
-
-
 def test_a_folder_in_the_place_of_a_forgotten_file_stops_no_checkpoint(saved: Path) -> None:
-    log_path(saved, 1).mkdir()
     make_directory(newest_data(saved))
+    (saved / "log-bodies-1").mkdir()
     shard = Shard(saved.parent)
     with shard as client:
         for _ in range(3):
             push(client, 1)
             shard.server.checkpoint()
         assert value(client) == 9
-    assert len(list(saved.glob("log-*"))) == 3
+    assert len(list(saved.glob("log-bodies-*"))) == 3

@@ -10,16 +10,21 @@ import torch
 
 from anabranch.errors import RolledBack
 from anabranch.parameter_server import ParameterClient, ParameterServer
-from anabranch.parameter_server.server.durable.acknowledged import Acknowledged
+from anabranch.parameter_server.server.durable import applied_requests
+from anabranch.parameter_server.server.durable.applied_requests import AppliedRequests
 from anabranch.tables import Constant, RowOptimizer, TableSpec
 from anabranch.testing import MemoryTransport
 from anabranch.transport.failures import error_of, failure_of
 
 SGD = RowOptimizer.from_factory(functools.partial(torch.optim.SGD, lr=1.0))
 SPEC = TableSpec("t", 8, 2, initial=Constant(0.0))
-MODULE = "anabranch.parameter_server.server.durable.acknowledged"
 HERE = "memory:shard"
 OTHERS = 4
+
+
+@pytest.fixture
+def _few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(applied_requests, "_CLIENTS", 3)
 
 
 class Shard:
@@ -58,111 +63,59 @@ def value(client: ParameterClient) -> float:
     return float(client.sparse_pull("t", torch.tensor([0]))[0, 0])
 
 
-@pytest.fixture(params=["requests", "counts"])
-def _few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{MODULE}._CLIENTS", 3)
-    if request.param == "counts":
-        monkeypatch.setattr(f"{MODULE}._COUNTED", 3)
-
-
-@pytest.mark.usefixtures("_few")
 @pytest.mark.parametrize("durability", ["none", "checkpoint", "log"])
-def test_a_forgotten_client_continues_and_learns_of_no_loss(durability: str, tmp_path: Path) -> None:
-    """It was told that 6 of its 7 pushes were gone, once it had pushed again."""
+@pytest.mark.usefixtures("_few")
+def test_a_forgotten_client_learns_that_its_pushes_are_unknown_and_continues(durability: str, tmp_path: Path) -> None:
     shard = Shard(tmp_path, durability)
     with shard.client() as client:
         client.init_table(SPEC, SGD)
         push(client, 7)
-        for _ in range(2):
-            shard.push_others()
-            push(client, 2)
-        assert value(client) == 11
+        shard.push_others()
+        with pytest.raises(RolledBack, match="it is unknown whether it holds the client's 7 pushes") as raised:
+            push(client)
+        assert raised.value.lost is None
+        assert value(client) == 7
+        push(client, 2)
+        assert value(client) == 9
     shard.die()
 
 
 @pytest.mark.usefixtures("_few")
-def test_a_forgotten_client_has_lost_nothing_when_its_shard_recovers_from_a_log(tmp_path: Path) -> None:
-    shard = Shard(tmp_path, "log")
-    with shard.client() as client:
-        client.init_table(SPEC, SGD)
-        push(client, 7)
-        shard.push_others()
-        for _ in range(3):
-            push(client)
-            shard.die()
-            shard.start()
-        shard.server.checkpoint()
-        push(client)
-        shard.die()
-        shard.start()
-        assert value(client) == 11
-    shard.die()
-
-
-def test_a_client_with_forgotten_requests_learns_its_exact_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(f"{MODULE}._CLIENTS", 3)
+def test_a_client_that_is_not_forgotten_learns_its_exact_loss(tmp_path: Path) -> None:
     shard = Shard(tmp_path, "checkpoint")
     with shard.client() as client:
         client.init_table(SPEC, SGD)
+        shard.push_others()
         push(client, 7)
         shard.server.checkpoint()
         push(client, 2)
-        shard.push_others()
         shard.die()
         shard.start()
-        with pytest.raises(RolledBack) as told:
+        with pytest.raises(RolledBack) as raised:
             push(client)
-        assert (told.value.lost, value(client)) == (2, 7)
+        assert (raised.value.lost, value(client)) == (2, 7)
     shard.die()
 
 
-@pytest.mark.parametrize("adopted", [False, True])
-def test_a_loss_that_cannot_be_counted_is_reported_as_unknown(
-    adopted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pushes of a client that was forgotten are gone, or are not: it was told nothing."""
-    monkeypatch.setattr(f"{MODULE}._COUNTED", 3)
-    shard = Shard(tmp_path, "checkpoint")
-    with shard.client() as client:
-        client.init_table(SPEC, SGD)
-        push(client, 4)
-        shard.push_others()
-        shard.server.checkpoint()
-        if adopted:
-            push(client, 3)
-        shard.push_others()
-        shard.die()
-        shard.start()
-        with pytest.raises(RolledBack, match="it is unknown how many of its") as told:
-            push(client)
-        assert told.value.lost is None
-        assert value(client) == 4
-        push(client, 2)
-        assert value(client) == 6
-        shard.server.checkpoint()
-        push(client, 5)
-        shard.die()
-        shard.start()
-        with pytest.raises(RolledBack) as told:
-            value(client)
-        assert (told.value.lost, value(client)) == (5, 6)
-    shard.die()
-
-
-def test_counts_outlast_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{MODULE}._CLIENTS", 2)
-    monkeypatch.setattr(f"{MODULE}._COUNTED", 4)
-    done, again = Acknowledged(), Acknowledged()
+@pytest.mark.usefixtures("_few")
+def test_what_is_remembered_outlasts_a_checkpoint() -> None:
+    applied, again = AppliedRequests(), AppliedRequests()
     clients = [bytes([number]) * 16 for number in range(6)]
     for number, client in enumerate(clients):
         for sequence in range(number + 1):
-            done.add((client, sequence), push=True)
-    again.load(done.state())
-    assert [again.pushes(client) for client in clients] == [None, None, 3, 4, 5, 6]
-    assert list(again.identities()) == list(done.identities())
+            applied.add((client, sequence), push=True)
+    again.load(applied.state())
+    assert [again.pushes(client) for client in clients] == [None, None, None, 4, 5, 6]
+    assert list(again.identities()) == list(applied.identities())
     assert again.place((clients[5], 2)) == 3
+
+
+def test_requests_that_a_client_has_settled_go() -> None:
+    applied, client = AppliedRequests(), b"c" * 16
+    for sequence in range(1000):
+        applied.add((client, sequence), max(sequence - 2, 0), push=True)
+    assert [sequence for _, sequence in applied.identities()] == [997, 998, 999]
+    assert applied.pushes(client) == applied.place((client, 999)) == 1000
 
 
 @pytest.mark.parametrize("lost", [0, 3, None])

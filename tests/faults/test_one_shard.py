@@ -29,6 +29,7 @@ from hypothesis.stateful import (
 from anabranch.errors import CheckpointError, RemoteError, RolledBack
 from anabranch.parameter_server import ParameterClient, ParameterServer
 from anabranch.parameter_server.messages import ExportMessage
+from anabranch.parameter_server.server.durable.bodies import PREAMBLE_BYTES
 from anabranch.tables import Constant, RowOptimizer, TableSpec
 from anabranch.testing import LossyTransport, MemoryTransport, faults
 
@@ -36,7 +37,7 @@ HERE = "memory:shard"
 SGD = RowOptimizer.from_factory(functools.partial(torch.optim.SGD, lr=1.0))
 SPEC = TableSpec("t", 4, 2, initial=Constant(0.0))
 CLIENTS = st.integers(0, 1)
-POINTS = st.sampled_from(["before_append", "mid_append", "after_append", "before_sync", "after_sync"])
+POINTS = st.sampled_from(["before_append", "mid_append", "after_append", "before_sync", "after_sync", "after_commit"])
 
 
 class OneShard(RuleBasedStateMachine):
@@ -178,13 +179,12 @@ class OneShard(RuleBasedStateMachine):
     @rule(part=st.floats(0, 1, exclude_max=True), cut=st.booleans())
     def damage(self, part: float, cut: bool) -> None:
         """A bit of a record that was acknowledged, or all from there on."""
-        path = max(self.folder.glob("shard-*/log-*"))
-        memory = bytearray(path.read_bytes())
-        place = self.server._persistence._owner
-        assert place is not None
-        if not place.position.records or len(memory) <= 60:
+        paths = [path for path in self.folder.glob("shard-*/log-bodies-*") if path.stat().st_size > PREAMBLE_BYTES]
+        if not paths:
             return
-        at = 40 + int(part * (len(memory) - 40))
+        path = max(paths)
+        memory = bytearray(path.read_bytes())
+        at = PREAMBLE_BYTES + int(part * (len(memory) - PREAMBLE_BYTES))
         if cut:
             path.write_bytes(memory[:at])
         else:

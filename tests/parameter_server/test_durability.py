@@ -6,22 +6,23 @@ import functools
 import os
 import shutil
 import signal
+import sqlite3
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError, SchemaError
 from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
+from anabranch.parameter_server.messages import InitMessage, PushMessage, PushPart
 from anabranch.parameter_server.server.durable import push_log
-from anabranch.parameter_server.server.durable.log_format import Preamble, Record
-from anabranch.parameter_server.server.durable.ownership import Ownership
+from anabranch.parameter_server.server.durable.bodies import PREAMBLE_BYTES, Bodies, Record, body_path, log_of
 from anabranch.parameter_server.server.durable.push_log import PushLog
-from anabranch.parameter_server.server.durable.recovery import LogReader
 from anabranch.record.fault_points import on_fault_point
 from anabranch.tables import Constant, Normal, RowOptimizer, TableSpec
 from anabranch.tables.row_versions import WITH_STATE
@@ -29,9 +30,10 @@ from anabranch.tensors.packing import Compression
 from anabranch.testing import MemoryTransport, faults
 from covering import slow_except
 from programs import Program, Programs
-from waiting import join
+from waiting import join, wait_until
 
 ADAM = RowOptimizer.from_factory(functools.partial(torch.optim.Adam, lr=0.01))
+SGD = RowOptimizer.from_factory(functools.partial(torch.optim.SGD, lr=1.0))
 FIXED = TableSpec("fixed", 12, 4, initial=Normal(), every_row_moves=True)
 DYNAMIC = TableSpec("dynamic", None, 4, initial=Normal(), capacity=5, eviction="frequency", admission=0.7)
 SHARD = [
@@ -40,6 +42,7 @@ SHARD = [
     "push_log.after_append",
     "push_log.before_sync",
     "push_log.after_sync",
+    "push_log.after_commit",
     "transport.before_reply",
 ]
 
@@ -181,6 +184,43 @@ def test_a_killed_shard_restarts_and_the_client_continues(point: str, tmp_path: 
             assert first.returncode == -signal.SIGKILL
             found = state(client)
     assert same(found, expected(12))
+
+
+@pytest.mark.parametrize("kills", slow_except([1, 8], 1))
+def test_pushes_of_several_clients_are_there_once_however_often_their_shard_is_killed(
+    kills: int, tmp_path: Path, programs: Programs
+) -> None:
+    directory = tmp_path / "socket"
+    directory.mkdir(mode=0o700)
+    endpoint, pushed, stop = f"unix:{directory}/shard", [0, 0, 0], threading.Event()
+
+    def push_on(number: int) -> None:
+        while not stop.is_set():
+            clients[number].sparse_push("t", torch.tensor([number]), -torch.ones(1, 4))
+            pushed[number] += 1
+
+    with ExitStack() as stack:
+
+        def start() -> Program:
+            process = stack.enter_context(programs.start(MORTAL, endpoint, tmp_path / "state", "nowhere", "1"))
+            assert process.stdout.readline() == "ready\n"
+            return process
+
+        process = start()
+        clients = [stack.enter_context(ParameterClient([endpoint], timeout=60, retries=200)) for _ in pushed]
+        clients[0].init("t", (3, 4), kind="rows", optimizer=functools.partial(torch.optim.SGD, lr=1.0), init=0.0)
+        threads = [threading.Thread(target=push_on, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for _ in range(kills):
+            before = list(pushed)
+            wait_until(lambda before=before: all(now > then + 5 for now, then in zip(pushed, before, strict=True)))
+            process.kill()
+            process.wait()
+            process = start()
+        stop.set()
+        join(*threads)
+        assert clients[0].pull("t")[:, 0].tolist() == pushed
 
 
 @pytest.mark.parametrize("way", ["killed", "stopped"])
@@ -325,7 +365,7 @@ def test_pushes_that_wait_for_another_worker_are_on_disk_before_the_checkpoint_t
         return note
 
     def look() -> None:
-        log = max(tmp_path.glob("*/log-*")).stat()
+        log = max(tmp_path.glob("*/log-bodies-*")).stat()
         found.append((synced[log.st_ino], log.st_size))
 
     for name in ("fsync", "fdatasync"):
@@ -365,122 +405,232 @@ def test_rows_that_travelled_rounded_and_versions_are_done_again_from_the_log(
             assert same(state(client), wanted)
 
 
-def records(directory: Path) -> list[str]:
-    return [record.verb for record, _ in LogReader(directory)]
+def records(directory: Path, **options: bool) -> list[str]:
+    with PushLog(directory, **options) as log:
+        return [record.verb for record, _ in log.replay()]
+
+
+def begun(directory: Path) -> PushLog:
+    log = PushLog(directory)
+    assert not list(log.replay())
+    return log
+
+
+SOON = functools.partial(Deadline.after, 60.0)
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> tuple[Path, int, int]:
-    """A log of four records in one file, where the first begins, and how long each is."""
-    with PushLog(tmp_path) as log:
+def written(tmp_path: Path) -> tuple[Path, int]:
+    """A body file of four records that were not committed, and how long each is."""
+    with begun(tmp_path) as log:
         for number in range(4):
             log.append(Record(f"v{number}", b"x"), [torch.arange(3), torch.ones(2, 2).bfloat16()])
-    path = tmp_path / "log-00000001"
-    begin = len(Preamble(1, 0, 0, 1).encode())
-    return path, begin, (path.stat().st_size - begin) // 4
+    path = body_path(tmp_path, 1)
+    return path, (path.stat().st_size - PREAMBLE_BYTES) // 4
 
 
-def test_a_truncated_write_is_cut_off_and_reported(
-    written: tuple[Path, int, int], caplog: pytest.LogCaptureFixture
-) -> None:
-    path, begin, size = written
-    whole = path.read_bytes()
-    for cut in range(begin, len(whole)):
+def test_every_cut_and_every_flipped_bit_ends_the_whole_records(written: tuple[Path, int]) -> None:
+    path, size = written
+    whole, log = path.read_bytes(), log_of(path)
+    for cut in range(PREAMBLE_BYTES, len(whole)):
         path.write_bytes(whole[:cut])
-        caplog.clear()
-        kept = (cut - begin) // size
-        assert records(path.parent) == [f"v{number}" for number in range(kept)]
-        torn = cut - begin - kept * size
-        assert ("was cut short" in caplog.text) == (torn > 0)
-        assert path.stat().st_size == cut - torn
-
-
-def test_a_flipped_bit_is_damage_if_a_valid_record_follows(written: tuple[Path, int, int]) -> None:
-    path, begin, size = written
-    whole = path.read_bytes()
-    for at in range(begin + 2 * size, begin + 3 * size):
+        bodies, kept = Bodies(path, log, 1, 0), (cut - PREAMBLE_BYTES) // size
+        assert [record.verb for record, _ in bodies] == [f"v{number}" for number in range(kept)]
+        assert bodies.at == PREAMBLE_BYTES + kept * size
+        assert (bodies.fault is not None) == (bodies.at < cut)
+    for at in range(PREAMBLE_BYTES + 2 * size, PREAMBLE_BYTES + 3 * size):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        with pytest.raises(
-            CheckpointError, match=rf"log-00000001 at byte {begin + 2 * size}: .*1 complete records follow"
-        ):
+        bodies = Bodies(path, log, 1, 0)
+        assert [record.verb for record, _ in bodies] == ["v0", "v1"]
+        assert bodies.whole_behind() == 1
+    for at in range(PREAMBLE_BYTES):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        assert Bodies(path, log, 1, 0).fault == "its first bytes are damaged"
+
+
+def test_a_truncated_write_is_cut_off_and_reported(written: tuple[Path, int], caplog: pytest.LogCaptureFixture) -> None:
+    path, size = written
+    os.truncate(path, PREAMBLE_BYTES + 3 * size + 7)
+    assert records(path.parent) == ["v0", "v1", "v2"]
+    assert "was cut short" in caplog.text
+    assert "7 bytes" in caplog.text
+    assert path.stat().st_size == PREAMBLE_BYTES + 3 * size
+    caplog.clear()
+    assert records(path.parent) == ["v0", "v1", "v2"]
+    assert "cut short" not in caplog.text
+
+
+def test_a_damaged_record_with_a_whole_one_behind_it_is_damage_also_without_rows(written: tuple[Path, int]) -> None:
+    path, size = written
+    with path.open("r+b") as file:
+        file.seek(PREAMBLE_BYTES + 2 * size + 30)
+        file.write(b"\0\1\2")
+    before = path.read_bytes()
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=rf"at byte {PREAMBLE_BYTES + 2 * size}: .*1 complete rec"):
             records(path.parent)
-    assert path.stat().st_size == len(whole)
+    assert path.read_bytes() == before
 
 
-def test_a_log_that_ends_before_its_durable_position_is_damaged(written: tuple[Path, int, int]) -> None:
-    """Cut between two records nothing in the file tells; the owner's position does."""
-    path, begin, size = written
-    whole = path.read_bytes()
-    with Ownership(path.parent) as owner:
-        known = owner.found
-    assert known is not None
-    assert known.records == 4
-    for cut in (begin, begin + 2 * size, begin + 3 * size + 5):
-        path.write_bytes(whole[:cut])
-        with pytest.raises(CheckpointError, match=rf"{4 - (cut - begin) // size} acknowledged changes .*--repair"):
-            list(LogReader(path.parent, known=known))
-    for damage in (lambda: path.write_bytes(b""), path.unlink):
-        damage()
-        with pytest.raises(CheckpointError, match="4 acknowledged changes after record 0"):
-            list(LogReader(path.parent, known=known))
+def commit_four(directory: Path) -> int:
+    """Logs four records, in one sync; returns the size of each."""
+    with begun(directory) as log:
+        for number in range(4):
+            position = log.append(Record(f"v{number}", b"x", b"c" * 16, number))
+        log.commit(position, SOON())
+    return (body_path(directory, 1).stat().st_size - PREAMBLE_BYTES) // 4
+
+
+@pytest.mark.parametrize("kept", [0, 2, 3.5])
+def test_bodies_that_are_missing_for_a_row_are_damage(kept: float, tmp_path: Path) -> None:
+    """Cut between two records nothing in the bodies tells; the rows do."""
+    size = commit_four(tmp_path)
+    os.truncate(body_path(tmp_path, 1), PREAMBLE_BYTES + int(kept * size))
+    for _ in range(2):
+        with pytest.raises(
+            CheckpointError, match=rf"{4 - int(kept)} acknowledged changes after record {int(kept)} .*--repair"
+        ):
+            records(tmp_path)
+    body_path(tmp_path, 1).unlink()
+    with pytest.raises(CheckpointError, match="4 acknowledged changes after record 0"):
+        records(tmp_path)
+
+
+def wal_without_its_last_frame(wal: Path) -> None:
+    data = bytearray(wal.read_bytes())
+    data[-5] ^= 1
+    wal.write_bytes(data)
+
+
+@pytest.mark.parametrize("harm", [wal_without_its_last_frame, Path.unlink])
+def test_bodies_rebuild_rows_that_are_gone(harm: Callable[[Path], None], tmp_path: Path) -> None:
+    """A flipped bit in the newest frame of SQLite's own log hides all rows of a commit, and says nothing."""
+    with begun(tmp_path / "log") as log:
+        for number in range(9):
+            log.commit(log.append(Record(f"v{number}", b"x", b"c" * 16, number)), SOON())
+        shutil.copytree(tmp_path / "log", tmp_path / "aside")  # as one that is killed leaves it
+    harm(tmp_path / "aside" / "log.db-wal")
+    for _ in range(2):  # the second time with rows
+        assert records(tmp_path / "aside") == [f"v{number}" for number in range(9)]
+    os.truncate(body_path(tmp_path / "aside", 1), body_path(tmp_path / "aside", 1).stat().st_size - 1)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        records(tmp_path / "aside")
+
+
+def test_records_without_a_row_are_written_again_before_anything_behind_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sync that failed may have dropped them, and the next one would not tell."""
+    with begun(tmp_path) as log:
+        log.commit(log.append(Record("first", b"")), SOON())
+        log.append(Record("second", b""))
+    written: list[bytes] = []
+
+    def pwrite(file: int, data: bytes, at: int, real: Callable[[int, bytes, int], int] = os.pwrite) -> int:
+        written.append(data)
+        return real(file, data, at)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    before = body_path(tmp_path, 1).read_bytes()
+    assert records(tmp_path) == ["first", "second"]
+    (again,) = written
+    assert b"second" in again
+    assert b"first" not in again
+    assert body_path(tmp_path, 1).read_bytes() == before
+    assert records(tmp_path) == ["first", "second"]
+    assert len(written) == 1
 
 
 def test_a_missing_or_foreign_file_is_damage(tmp_path: Path) -> None:
     for name in ("mine", "other"):
-        with PushLog(tmp_path / name) as log:
+        with begun(tmp_path / name) as log:
             for number in range(6):
                 log.append(Record(f"{name}{number}", b"x"))
                 if number % 2:
                     log.rotate()
     mine = tmp_path / "mine"
-    assert records(mine) == [f"mine{number}" for number in range(6)]
-    second = (mine / "log-00000002").read_bytes()
-    (mine / "log-00000002").unlink()
-    with pytest.raises(CheckpointError, match="log-00000002 is missing"):
+    second = body_path(mine, 2).read_bytes()
+    body_path(mine, 2).unlink()
+    with pytest.raises(CheckpointError, match="log-bodies-2 cannot be opened: No such file"):
         records(mine)
-    shutil.copy(tmp_path / "other" / "log-00000002", mine)
+    shutil.copy(body_path(tmp_path / "other", 2), mine)
     with pytest.raises(CheckpointError, match="belongs to another log"):
         records(mine)
-    (mine / "log-00000002").write_bytes(second)
-    (mine / "log-00000001").unlink()
-    with pytest.raises(CheckpointError, match="begins with record 2, and no checkpoint holds the earlier ones"):
+    body_path(mine, 2).write_bytes(second)
+    first = body_path(mine, 1).read_bytes()
+    body_path(mine, 1).unlink()
+    with pytest.raises(CheckpointError, match="it continues from record 2, not from 0"):
         records(mine)
+    body_path(mine, 1).write_bytes(first)
+    assert records(mine) == [f"mine{number}" for number in range(6)]
 
 
-def test_a_repair_keeps_the_records_before_the_damage_and_sets_the_rest_aside(
-    written: tuple[Path, int, int], caplog: pytest.LogCaptureFixture
-) -> None:
-    path, begin, size = written
-    whole = bytearray(path.read_bytes())
-    whole[begin + size + 30] ^= 4
-    path.write_bytes(whole)
-    with Ownership(path.parent) as owner:
-        reader = LogReader(path.parent, known=owner.found, repair=True)
-        assert [record.verb for record, _ in reader] == ["v0"]
-        reader.repair()
-        assert "3 acknowledged changes after record 1 cannot be read" in caplog.text
-        assert (path.parent / "set-aside" / path.name).read_bytes() == whole
-        with PushLog(path.parent, owner, reader.end) as log:
-            log.append(Record("after", b""))
-    assert records(path.parent) == ["v0", "after"]
+def change_schema(path: Path) -> None:
+    with sqlite3.connect(path) as database:
+        database.execute("ALTER TABLE record ADD COLUMN place INTEGER")
+    database.close()
+
+
+def drop_tables(path: Path) -> None:
+    with sqlite3.connect(path) as database:
+        database.execute("DROP TABLE record")
+        database.execute("DROP TABLE state")
+    database.close()
+
+
+def overwrite(path: Path) -> None:
+    path.write_bytes(b"no database " * 300)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def make_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def make_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, empty, overwrite, drop_tables, change_schema, make_directory, make_fifo])
+def test_a_database_that_is_not_the_bodies_index_is_refused(harm: Callable[[Path], None], tmp_path: Path) -> None:
+    commit_four(tmp_path)
+    harm(tmp_path / "log.db")
+    for _ in range(2):  # a refused start leaves nothing that lets the next one pass
+        with pytest.raises(CheckpointError, match=r"log is damaged: .*log\.db (is|belongs).*--repair"):
+            records(tmp_path)
+    assert records(tmp_path, repair=True) == [f"v{number}" for number in range(4)]
+
+
+def test_logs_of_another_format_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "owner").touch()
+    with pytest.raises(CheckpointError, match="another format of logs: .*ParameterClient.save, and load"):
+        PushLog(tmp_path)
 
 
 def test_tensors_come_back_from_the_log_as_they_were(tmp_path: Path) -> None:
-    given = [
+    tensors = [
         torch.arange(3),
         torch.randn(2, 3).bfloat16(),
-        torch.randn(2, 2).double(),
+        torch.randn(2, 4).double()[:, ::2],
         torch.empty(0, 4),
         torch.ones(()),
+        torch.tensor([True, False]),
     ]
+    with begun(tmp_path) as log:
+        log.append(Record("push", b"facts", b"e" * 16, 7, 5), tensors)
     with PushLog(tmp_path) as log:
-        log.append(Record("push", b"facts", b"e" * 16, 7), given)
-    ((record, found),) = LogReader(tmp_path)
-    assert (record.payload, record.epoch, record.sequence) == (b"facts", b"e" * 16, 7)
-    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(given, found, strict=True))
+        ((record, again),) = log.replay()
+    assert (record.message, record.client, record.sequence, record.settled) == (b"facts", b"e" * 16, 7, 5)
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(tensors, again, strict=True))
 
 
 def test_many_commits_share_one_sync(tmp_path: Path) -> None:
+    """The first syncs what is committed by then, which may be its own record; the next one all others."""
     syncs, started = [], threading.Event()
 
     def slow(name: str) -> None:
@@ -488,14 +638,15 @@ def test_many_commits_share_one_sync(tmp_path: Path) -> None:
             syncs.append(name)
             started.wait(timeout=60)
 
-    with PushLog(tmp_path) as log, on_fault_point(slow):
+    with begun(tmp_path) as log, on_fault_point(slow):
         positions = [log.append(Record("push", b"")) for _ in range(8)]
-        threads = [threading.Thread(target=log.commit, args=(position, Deadline.after(60.0))) for position in positions]
+        threads = [threading.Thread(target=log.commit, args=(position, SOON())) for position in positions]
         for thread in threads:
             thread.start()
+        wait_until(lambda: log._applied == 8)
         started.set()
         join(*threads)
-    assert len(syncs) == 1
+    assert len(syncs) <= 2
 
 
 @pytest.mark.parametrize("where", ["push_log.before_append", "push_log.mid_append", "push_log.after_append"])
@@ -504,24 +655,35 @@ def test_a_record_that_finds_no_room_is_cut_off_and_the_next_one_follows(tmp_pat
         if name == where:
             raise OSError(28, "No space left on device")
 
-    with PushLog(tmp_path) as log:
+    with begun(tmp_path) as log:
         log.append(Record("first", b""))
         for _ in range(2):
             with on_fault_point(fail), pytest.raises(CheckpointError, match="No space left.* will be retried"):
                 log.append(Record("second", b"facts"))
-        log.commit(log.append(Record("third", b"")), Deadline.after(60.0))
+        log.commit(log.append(Record("third", b"")), SOON())
     assert records(tmp_path) == ["first", "third"]
+
+
+def test_a_record_that_is_taken_back_leaves_the_log_also_while_others_are_synced(tmp_path: Path) -> None:
+    request = (b"c" * 16, 1)
+    with begun(tmp_path) as log:
+        first = log.append(Record("first", b""))
+        log.append(Record("refused", b"facts", *request), [torch.ones(3)])
+        with faults.at("push_log.after_sync", action=log.take_back):
+            log.commit(first, SOON())
+        log.commit(log.append(Record("retried", b"", *request)), SOON())
+    assert records(tmp_path) == ["first", "retried"]
 
 
 def test_a_file_that_cannot_be_begun_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    with PushLog(tmp_path) as log:
+    with begun(tmp_path) as log:
         log.append(Record("first", b""))
         with monkeypatch.context() as patch:
             patch.setattr(push_log, "write_all", refuse)
-            with pytest.raises(CheckpointError, match="no new log file can be started"):
+            with pytest.raises(CheckpointError, match="no log file can be begun"):
                 log.rotate()
         log.append(Record("second", b""))
         log.rotate()
@@ -529,18 +691,69 @@ def test_a_file_that_cannot_be_begun_leaves_the_old_one(tmp_path: Path, monkeypa
     assert records(tmp_path) == ["first", "second", "third"]
 
 
-def test_a_disk_that_fails_to_sync_is_reported_and_further_pushes_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("point", ["push_log.before_sync", "push_log.after_sync"])
+def test_after_a_failed_sync_or_commit_nothing_is_acknowledged(point: str, tmp_path: Path) -> None:
+    """Neither the others of its batch, nor later ones; a restart finds what is there, and begins a new file."""
+
     def fail(name: str) -> None:
-        if name == "push_log.before_sync":
+        if name == point:
             raise OSError(5, "Input/output error")
 
+    outcomes: list[str] = []
+
+    def commit(position: int) -> None:
+        try:
+            log.commit(position, SOON())
+        except CheckpointError as error:
+            outcomes.append(str(error))
+
+    with begun(tmp_path) as log:
+        positions = [log.append(Record(f"v{number}", b"")) for number in range(4)]
+        with on_fault_point(fail):
+            threads = [threading.Thread(target=commit, args=(position,)) for position in positions]
+            for thread in threads:
+                thread.start()
+            join(*threads)
+        assert len(outcomes) == 4
+        assert all("Input/output error" in one and "restart this server" in one for one in outcomes)
+        for later in (lambda: log.commit(positions[0], SOON()), lambda: log.append(Record("v4", b"")), log.rotate):
+            with pytest.raises(CheckpointError, match="Input/output error"):
+                later()
+    assert records(tmp_path) == [f"v{number}" for number in range(4)]
+
+
+def test_a_request_is_not_logged_twice(tmp_path: Path) -> None:
+    with begun(tmp_path) as log:
+        for _ in range(2):
+            position = log.append(Record("push", b"", b"c" * 16, 1))
+        with pytest.raises(CheckpointError, match="UNIQUE"):
+            log.commit(position, SOON())
+
+
+def test_bodies_and_rows_before_a_checkpoint_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push_log, "_ROWS", 3)
+    with begun(tmp_path) as log:
+        for number in range(8):
+            position = log.append(Record(f"v{number}", b"", b"c" * 16, number))
+        log.commit(position, SOON())
+        here = log.rotate()
+        log.append(Record("v8", b""))
+        log.rotate()
+        log.forget_before(here)
+        assert log._database.execute("SELECT number FROM record").fetchall() == [(8,)]
+    assert not body_path(tmp_path, 1).exists()
     with PushLog(tmp_path) as log:
-        position = log.append(Record("first", b""))
-        with on_fault_point(fail), pytest.raises(CheckpointError, match="Input/output error.* restart this server"):
-            log.commit(position, Deadline.after(60.0))
-        with pytest.raises(CheckpointError, match="Input/output error"):
-            log.append(Record("second", b""))
-    assert records(tmp_path) == ["first"]
+        assert [record.verb for record, _ in log.replay(here)] == ["v8"]
+
+
+def test_durability_none_encodes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    real = msgspec.msgpack.encode
+    with ParameterServer(transport=MemoryTransport()) as server:
+        server._shard.init(InitMessage("t", SGD.to_dict(), TableSpec("t", 4, 2).to_dict()))
+        monkeypatch.setattr(msgspec.msgpack, "encode", lambda value: calls.append(value) or real(value))
+        server._shard.push(PushMessage([PushPart("t", 1)], []), [torch.tensor([1]), torch.ones(2)])
+    assert not calls
 
 
 @pytest.mark.parametrize("fault", [{"durability": "sometimes"}, {"durability": "log"}, {"shard": 2, "shards": 2}])

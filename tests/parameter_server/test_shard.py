@@ -29,7 +29,7 @@ from anabranch.parameter_server.messages import (
     Turn,
 )
 from anabranch.parameter_server.server import shard as shard_module
-from anabranch.parameter_server.server.durable.log_format import Record
+from anabranch.parameter_server.server.durable.bodies import Record
 from anabranch.parameter_server.server.durable.push_log import PushLog
 from anabranch.record.spans import Span, heard
 from anabranch.tables import Constant, Family, RowOptimizer, TableSpec
@@ -207,6 +207,7 @@ def test_a_record_that_cannot_be_done_again_does_not_keep_a_shard_from_starting(
     directory = tmp_path / "shard-0-of-1"
     ids = torch.tensor([1])
     with PushLog(directory) as log:
+        assert not list(log.replay())
         log.append(Record("init", msgspec.msgpack.encode(InitMessage("t", SGD.to_dict(), SPEC.to_dict()))))
         beyond = PushMessage([PushPart("t", 1)], [dict(SGD.to_dict(), beta2=2.0)])
         for message in (beyond, PushMessage([PushPart("t", 1)], [])):
@@ -226,15 +227,15 @@ def test_a_record_that_cannot_be_done_again_does_not_keep_a_shard_from_starting(
 def test_ids_are_admitted_as_in_a_replay_where_there_is_no_memory_for_the_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    journal: list[tuple[str, bytes, Sequence[torch.Tensor]]] = []
-    first, again = Shard(journal=lambda *record: journal.append(record)), Shard()
+    journal: list[tuple[str, msgspec.Struct, Sequence[torch.Tensor]]] = []
+    first, again = Shard(journal=lambda *change: journal.append(change)), Shard()
     first.init(InitMessage("t", SGD.to_dict(), TableSpec("t", None, 2).to_dict()))
     with monkeypatch.context() as patch:
         patch.setattr(shard_module, "read", functools.partial(_fail, MemoryError))
         with pytest.raises(MemoryError):
             first.pull(PullMessage([PullPart("t", 3)], training=True), [torch.tensor([7, 9, 7])])
-    for record in journal:
-        again.replay(*record)
+    for verb, message, tensors in journal:
+        again.replay(verb, msgspec.msgpack.encode(message), tensors)
     assert first.statistics().tables["t"].rows == again.statistics().tables["t"].rows == 2
 
 
@@ -246,6 +247,7 @@ def test_a_pull_that_does_not_fit_in_memory_does_not_keep_a_shard_from_starting(
     wide = TableSpec("wide", None, 1 << 28)
     ids = torch.arange(1 << 20)  # rows of a GiB each, so no machine has the address space for all
     with PushLog(tmp_path / "shard-0-of-1") as log:
+        assert not list(log.replay())
         for spec in (wide, SPEC):
             log.append(Record("init", msgspec.msgpack.encode(InitMessage(spec.name, SGD.to_dict(), spec.to_dict()))))
         pull = PullMessage([PullPart("wide", len(ids))], training=True)

@@ -86,7 +86,7 @@ class Shard:
         shards: int = 1,
         *,
         pool: KernelThreads | None = None,
-        journal: Callable[[str, bytes, Sequence[Tensor]], None] | None = None,
+        journal: Callable[[str, msgspec.Struct, Sequence[Tensor]], None] | None = None,
         take_back: Callable[[], None] | None = None,
         scratch: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -94,7 +94,7 @@ class Shard:
             raise ValueError(f"shard={shard} is out of range for shards={shards}")
         self.shard, self.shards = shard, shards
         self._contents = ShardContents(shard, shards, pool or KernelThreads(1), scratch)
-        self._journal = journal or (lambda verb, payload, tensors: None)
+        self._journal = journal or (lambda verb, message, tensors: None)
         self._take_back = take_back or (lambda: None)
         self._state = threading.Condition(threading.RLock())
         self._job: WorkerOrder | None = None
@@ -187,7 +187,7 @@ class Shard:
         while job is not None and job.consistency.merges and (due := job.due()) is not None:
             held, scale = due
             if held is not None and held.waits:
-                self._journal("step", _encode(StepMessage(job.applied, scale)), ())
+                self._journal("step", StepMessage(job.applied, scale), ())
             self._do_step(job, job.applied, scale)
         if job is not None and job.applied != before:
             self._state.notify_all()
@@ -230,7 +230,7 @@ class Shard:
             make_room(certain_bytes(self._contents, message))
             admits = message.training and any(self._contents.admits(part.name) for part in message.parts)
             if admits:
-                self._journal("pull", _encode(_without_kinds(message)), tensors[:1])
+                self._journal("pull", _without_kinds(message), tensors[:1])
             try:
                 reply, answer = read(self._contents, message, ids, ages)
             except BaseException:  # such as no memory for the answer
@@ -390,7 +390,7 @@ class Shard:
         tensors: Sequence[Tensor],
         do: Callable[[Any, Sequence[Tensor]], None] | None = None,
     ) -> None:
-        self._journal(verb, _encode(message), tensors)
+        self._journal(verb, message, tensors)
         try:
             if do is None:
                 self._do(verb, message, tensors)
@@ -531,7 +531,7 @@ class Shard:
         with self._state:
             for _, held in sorted(self._job.held.items()) if self._job is not None else ():
                 for push in held.pushes.values():
-                    self._journal("push", _encode(push.message), push.tensors)
+                    self._journal("push", push.message, push.tensors)
 
     def load(self, state: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
         """Load the result of ``snapshot`` into an empty shard."""
@@ -555,7 +555,7 @@ class Shard:
         """
         with self._state:
             merges = self._job is not None and self._job.consistency.merges
-            turn = _encode(self._job.turn) if self._job is not None and merges else b""
+            turn = msgspec.msgpack.encode(self._job.turn) if self._job is not None and merges else b""
             return {**self._contents.describe(), "joined": self.joined_as(0).hex(), "turn": turn}
 
     def clocks(self) -> dict[str, object]:
@@ -595,7 +595,3 @@ def _patience(deadline: Deadline | None) -> Deadline:
     first.
     """
     return Deadline.after(1e-3) if deadline is None else deadline.sooner(max(0.8 * deadline.remaining(), 1e-3))
-
-
-def _encode(message: Any) -> bytes:
-    return msgspec.msgpack.encode(message)

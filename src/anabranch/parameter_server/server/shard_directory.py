@@ -15,8 +15,10 @@ import os
 import re
 from pathlib import Path
 
+from anabranch.checkpoint.generations import complete_generations
+from anabranch.checkpoint.reading import newest_manifest
 from anabranch.errors import CheckpointError
-from anabranch.parameter_server.server.durable.ownership import holds_changes
+from anabranch.parameter_server.server.durable.bodies import PREAMBLE_BYTES, body_numbers, body_path
 
 __all__ = ["shard_directory"]
 
@@ -52,6 +54,19 @@ def _with_state(checkpoint_dir: Path) -> dict[int, list[str]]:
         return found
     for name in names:
         match = _NAME.fullmatch(name)
-        if match and holds_changes(checkpoint_dir / name):
+        if match and _holds_changes(checkpoint_dir / name):
             found.setdefault(int(match[2]), []).append(name)
     return found
+
+
+def _holds_changes(directory: Path) -> bool:
+    """Return False if a shard's directory is known to hold no change; another server may have it open."""
+    try:
+        numbers = body_numbers(directory)
+        if any(body_path(directory, number).stat().st_size > PREAMBLE_BYTES for number in numbers):
+            return True
+        newest = newest_manifest(directory)
+    except (OSError, CheckpointError):
+        return True
+    saved = bool(complete_generations(directory)) and (newest is None or newest.step > 0)
+    return saved or (not numbers and (directory / "log.db").exists())

@@ -37,7 +37,7 @@ from anabranch.parameter_server.messages import (
     RestoreMessage,
     check_kinds,
 )
-from anabranch.parameter_server.server.durable.durability import Durability, ShardPersistence
+from anabranch.parameter_server.server.durable.durability import ChangingRequest, Durability, ShardPersistence
 from anabranch.parameter_server.server.shard import Shard
 from anabranch.parameter_server.server.shard_directory import shard_directory
 from anabranch.parameter_server.server.shard_statistics import ShardStatistics
@@ -197,8 +197,7 @@ class ParameterServer:
     def _open(self) -> None:
         self._stack.callback(self._pool.close)
         self._stack.enter_context(self._giving_back)
-        if not self._persistence.has_checkpoint:
-            self._persistence.checkpoint()
+        self._persistence.checkpoint()
         self._stack.enter_context(self._server)
         saver = periodic(
             self._checkpoint_if_possible, self._checkpoint_seconds, name="anabranch-shard-saver", patience=600.0
@@ -293,17 +292,16 @@ class ParameterServer:
         def handle(call: Call) -> None:
             message = unpack(call.payload, kind)
             try:
-                with self._persistence.asked_by(call.identity):
+                with self._persistence.asked_by(call.identity, call.settled) as request:
                     full = run(message, call)
-                    place = self._persistence.place()
             except (NotFound, NonFinite, SchemaError):
                 raise
             except (ValueError, TypeError, KeyError) as error:  # an invalid spec or optimizer
                 raise SchemaError(f"{call.verb}: {error}") from error
             except (MemoryError, OverflowError) as error:
                 raise Overloaded(f"{call.verb}: this shard does not have enough memory for it: {error}") from error
-            self._persistence.commit(call.deadline)
-            call.reply(payload=pack(PushReply(place, full or [])))
+            self._persistence.commit(request, call.deadline)
+            call.reply(payload=pack(PushReply(request.place, full or [])))
 
         return handle
 
@@ -340,7 +338,7 @@ class ParameterServer:
         message = unpack(call.payload, PullMessage)
         client = _client_of(call.schema)
         reply, tensors = self._shard.pull(message, call.tensors, call.deadline, call.make_room, client)
-        self._persistence.commit(call.deadline)  # a step that was just applied is in the log before it is seen
+        self._persistence.commit(ChangingRequest(), call.deadline)  # a step that was just applied is in the log before it is seen
         call.reply(tensors, pack(reply))
 
     def _release(self, call: Call) -> None:

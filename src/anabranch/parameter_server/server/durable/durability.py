@@ -2,13 +2,14 @@
 
 ::
 
-    start: own the directory, load the newest whole checkpoint, replay its log and those after it
+    start: own the directory, load the newest whole checkpoint, replay the log behind it
     change: log (ordered under the shard's lock) ──> do ──> commit ──> acknowledge
-    checkpoint: begin log n+1 and copy the state under the lock; write and sync; delete the logs of the one before
+    checkpoint: begin a body file and copy the state under the lock; write and sync; forget the log of the one before
 
 Under ``"checkpoint"`` the log holds only the creation and removal of tables, which is little, and no pushes: those
-since the last checkpoint are lost when the process is killed. The shard knows their number from the count in the
-directory's ``owner`` file, and reports to each client its own (``acknowledged.py``).
+since the last checkpoint are lost when the process is killed. Before the first of them is acknowledged the log gets a
+record that says so. A shard that finds it behind its checkpoint begins another life, and reports to each client the
+number of its own lost pushes (``applied_requests.py``).
 
 A table in a file is not copied: it is written under the lock, a few rows at a time, and requests wait for that.
 """
@@ -20,9 +21,11 @@ import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
+import msgspec
 from torch import Tensor
 
 from anabranch import checkpoint
@@ -32,11 +35,9 @@ from anabranch.checkpoint.regular_file import Unreadable
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError, RolledBack
 from anabranch.parameter_server.expected_state import ExpectedState
-from anabranch.parameter_server.server.durable.acknowledged import Acknowledged
-from anabranch.parameter_server.server.durable.log_format import Record
-from anabranch.parameter_server.server.durable.ownership import DirectoryContents, Ownership
-from anabranch.parameter_server.server.durable.push_log import PushLog
-from anabranch.parameter_server.server.durable.recovery import LogReader
+from anabranch.parameter_server.server.durable.applied_requests import AppliedRequests
+from anabranch.parameter_server.server.durable.bodies import Record
+from anabranch.parameter_server.server.durable.push_log import Position, PushLog
 from anabranch.parameter_server.server.shard import Shard
 from anabranch.record.fault_points import fault_point
 from anabranch.record.spans import mark
@@ -46,17 +47,26 @@ __all__ = ["Durability", "ShardPersistence"]
 
 Durability = Literal["none", "checkpoint", "log"]
 _log = logging.getLogger("anabranch.parameter_server")
-_NOBODY: RequestIdentity = (b"", 0)
 # Changes that clients do not request again after a restart: logged under "checkpoint" too.
 _ALWAYS_LOGGED = frozenset({"init", "join", "drop", "restore"})
 # Errors of a change that failed the first time too, and was not acknowledged: no reason to refuse to start. A pull may
 # also lack memory; without it, a later push admits its own ids.
 _REFUSED = (ValueError, TypeError, ArithmeticError)
 _REFUSED_PULL = (*_REFUSED, MemoryError, RuntimeError, OSError)
-# A client's count that the shard had forgotten and got back from the client: the record's sequence.
-_ADOPTED = "adopted"
+# Under "checkpoint": changes that are not in the log may be acknowledged from here on.
+_UNLOGGED = "unlogged"
 
-_CHOICES = "restore its files from a copy, or start with --repair, which continues with what is left"
+
+@dataclass(slots=True)
+class ChangingRequest:
+    """A request that changes the shard: its place among its client's pushes, and what has to be durable before its
+    answer.
+    """
+
+    identity: RequestIdentity = (b"", 0)
+    settled: int = 0
+    place: int = 0
+    position: int | None = None
 
 
 class ShardPersistence:
@@ -73,32 +83,21 @@ class ShardPersistence:
 
     def __init__(self, durability: Durability, directory: Path | None, *, repair: bool = False) -> None:
         self._durability = durability
-        self._directory = directory
         self._repair = repair
-        self._owner = None if directory is None else Ownership(directory, repair=repair)
-        self._log: PushLog | None = None
-        self._asking = threading.local()
-        self._done = Acknowledged()
-        self._life = _new_life()
+        self._log = None if directory is None else PushLog(directory, repair=repair)
+        self._thread = threading.local()
+        self._applied = AppliedRequests()
+        self.life = _new_life()
+        """A number that changes when the shard is restored with less than it had acknowledged."""
         self._checkpointing = threading.Lock()
-        self._pending = False
+        self._logs_pending = False
         self._touched = 0
-        self._saved_touched = 0
+        self._saved_touched = -1
         self._changes = 0
         self._position = 0
-        self._forget_before = 0
-        self._lost: str | None = None  # checkpoints that a repair continues without
-        self._damaged: list[int] = []  # their generations
-
-    @property
-    def life(self) -> int:
-        """A number that changes when the shard is restored with less than it had acknowledged."""
-        return self._life
-
-    @property
-    def has_checkpoint(self) -> bool:
-        """True if there is a checkpoint, or none is kept."""
-        return self._owner is None or self._owner.position.saved >= 0
+        self._appended = False  # whether the newest change is in the log
+        self._unlogged = False  # whether the newest body file says that changes are not
+        self._forget_before: Position | None = None
 
     def start(self, shard: Shard) -> list[RequestIdentity]:
         """Restore the shard's state; returns the applied requests.
@@ -106,136 +105,129 @@ class ShardPersistence:
         Raises:
             CheckpointError: the files are damaged, and ``repair`` was not requested; or they may not be read.
         """
-        self._shard = shard
-        if self._directory is None or self._owner is None:
+        self._shard, log = shard, self._log
+        if log is None:
             return []
-        known, after = self._owner.found, self._load(shard)
-        reader = LogReader(self._directory, after, known, repair=self._repair)
-        for record, tensors in reader:
-            self._replay(shard, record, tensors)
-        if reader.lost is not None:
-            reader.repair()
-        self._set_checkpoints_aside()
-        self._log = PushLog(self._directory, self._owner, reader.end)
-        missing = reader.known.changes - self._changes
-        damaged = reader.lost or self._owner.lost
-        if missing > 0:
-            _log.warning(
-                "%s: restored from the last checkpoint; %d changes acknowledged since then are lost",
-                self._directory, missing,
-            )  # fmt: skip
-        if self._owner.lost is not None:
-            _log.warning("%s; the log is used as it is", self._owner.lost)
-        if missing > 0 or damaged is not None:
-            mark("parameter_server.rolled_back", path=str(self._directory), changes=missing)
-            self._life = _new_life()
-            self._done.note_loss()
-        if missing > 0 or damaged is not None or self._lost is not None:
-            self._touched += 1
+        newest, damaged = self._newest(log)
+        for record, tensors in log.replay(None if newest is None else self._load(newest)):
+            self._replay(record, tensors)
+        if self._unlogged or log.lost is not None:
+            _log.warning("%s: changes that were acknowledged are lost; clients will be told", log.directory)
+            mark("parameter_server.rolled_back", path=str(log.directory))
+            self.life = _new_life()
+        for generation in damaged or ():  # not before the log was read, which may refuse the start
+            set_generation_aside(log.directory, generation)
+        if log.lost is not None:
+            self._forget_before, self._saved_touched = Position(secrets.randbits(62), 1, 0), self._touched
+            self._write(log, *self._state_at(log, self._forget_before))
+            log.begin_anew(self._forget_before)
+            self._journal_pending(log)
+            log.forget_before(None)
+        elif self._unlogged or damaged is not None:
+            self._saved_touched = -1
             self.checkpoint()
-        self._owner.note(changes=self._changes)
-        return list(self._done.identities())
+        self._unlogged = False
+        return list(self._applied.identities())
 
-    def _load(self, shard: Shard) -> DirectoryContents | None:
-        """Load the newest complete checkpoint; returns the log position after it."""
-        assert self._directory is not None
-        found = self._find()
-        if found is None:
-            return None
-        state = cast(Mapping[str, object], found.state)
-        if (owner := state["of"]) != self._directory.name:
-            raise CheckpointError(
-                f"{self._directory}: the checkpoint here was written as {owner}; each shard has its own directory, so "
-                "restore the one that was here"
-            )
-        shard.load(cast(Mapping[str, object], state["shard"]), found.tensors)
-        self._done.load(state)
-        self._changes = cast(int, state["changes"])
-        self._life = cast(int, state["life"])
-        file = cast(int, state["log"])
-        self._forget_before = file
-        return DirectoryContents(file, cast(int, state["records"]), cast(int, state["chain"]))
-
-    def _find(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint; ``None`` if there is none yet or, under ``repair``, none left."""
-        assert self._directory is not None
-        assert self._owner is not None
-        generations, saved = complete_generations(self._directory), self._owner.position.saved
-        found: Checkpoint | None = None
-        lost: str | None = None
-        if not generations and saved >= 0:
-            lost = f"{self._directory}: a checkpoint of {saved} changes was written here and is missing"
+    def _newest(self, log: PushLog) -> tuple[Checkpoint | None, list[int] | None]:
+        """Return the newest complete checkpoint, if there is one, and under ``repair`` the damaged generations."""
+        generations = complete_generations(log.directory)
+        lost = f"{log.directory}: its checkpoint is missing" if log.saved and not generations else None
+        newest: Checkpoint | None = None
         try:
-            found = checkpoint.read(self._directory) if generations else None
+            newest = checkpoint.read(log.directory) if generations else None
         except Unreadable:
             raise
         except CheckpointError as error:
             lost = str(error)
         if lost is not None and not self._repair:
-            raise CheckpointError(f"{lost}; {_CHOICES}")
-        damaged = [number for number in generations if found is None or number > found.generation]
-        if self._repair and (damaged or lost is not None):
-            self._damaged = damaged
-            self._lost = lost or f"{self._directory}: {damaged} of its checkpoints are damaged"
-        return found
+            raise CheckpointError(
+                f"{lost}; restore its files from a copy, or start with --repair, which continues with what is left"
+            )
+        damaged = [number for number in generations if newest is None or number > newest.generation]
+        if not self._repair or (lost is None and not damaged):
+            return newest, None
+        where = f"; unusable files are moved to {log.directory / 'set-aside'}" if damaged else ""
+        what = lost or f"{log.directory}: {damaged} of its checkpoints are damaged"
+        _log.warning("%s%s; a new checkpoint is written", what, where)
+        return newest, damaged
 
-    def _set_checkpoints_aside(self) -> None:
-        """Make room for a new one, and report what was set aside; after reading the log, which may refuse the start."""
-        if self._lost is None or self._directory is None:
-            return
-        for generation in self._damaged:
-            set_generation_aside(self._directory, generation)
-        where = f"; unusable files were moved to {self._directory / 'set-aside'}" if self._damaged else ""
-        _log.warning("%s%s; a new checkpoint is written", self._lost, where)
-        mark("parameter_server.checkpoint_repaired", path=str(self._directory), generations=len(self._damaged))
+    def _load(self, newest: Checkpoint) -> Position:
+        """Load a checkpoint; returns where the log goes on from there."""
+        state = cast(Mapping[str, object], newest.state)
+        directory = cast(Path, newest.path)
+        if (owner := state["of"]) != directory.name:
+            raise CheckpointError(
+                f"{directory}: the checkpoint here was written as {owner}; each shard has its own directory, so "
+                "restore the one that was here"
+            )
+        self._shard.load(cast(Mapping[str, object], state["shard"]), newest.tensors)
+        self._applied.load(state)
+        self._changes = cast(int, state["changes"])
+        self.life = cast(int, state["life"])
+        self._saved_touched = 0
+        self._forget_before = Position(*cast(Sequence[int], state["log"]))
+        return self._forget_before
 
-    def _replay(self, shard: Shard, record: Record, tensors: Sequence[Tensor]) -> None:
-        if record.verb == _ADOPTED:
-            if self._done.pushes(record.epoch) is None:
-                self._done.adopt(record.epoch, record.sequence)
+    def _replay(self, record: Record, tensors: Sequence[Tensor]) -> None:
+        if record.verb == _UNLOGGED:
+            self._unlogged = True
             return
         refused = _REFUSED_PULL if record.verb == "pull" else _REFUSED
         try:
-            shard.replay(record.verb, record.payload, tensors, record.epoch)
+            self._shard.replay(record.verb, record.message, tensors, record.client)
         except refused as error:
             mark("parameter_server.record_refused", verb=record.verb, error=str(error))
         else:
-            self._count((record.epoch, record.sequence), record.verb)
+            self._count(ChangingRequest((record.client, record.sequence), record.settled), record.verb)
 
     @contextmanager
-    def asked_by(self, identity: RequestIdentity) -> Iterator[None]:
-        """Attribute changes that this thread journals in the block to the request ``identity``."""
-        self._asking.identity, self._asking.place = identity, 0
+    def asked_by(self, identity: RequestIdentity, settled: int) -> Iterator[ChangingRequest]:
+        """Attribute changes that this thread journals in the block to the request ``identity``, whose client has
+        settled those below ``settled``.
+        """
+        request = self._thread.request = ChangingRequest(identity, settled)
         try:
-            yield
+            yield request
         finally:
-            self._asking.identity = _NOBODY
+            del self._thread.request
 
-    def journal(self, verb: str, payload: bytes, tensors: Sequence[Tensor]) -> None:
+    def journal(self, verb: str, message: msgspec.Struct, tensors: Sequence[Tensor]) -> None:
         """Append a change before it is applied; called under the shard's lock."""
         # A held step is applied by whichever request comes last, and is not part of it.
-        identity = _NOBODY if verb == "step" else getattr(self._asking, "identity", _NOBODY)
-        logged = self._durability == "log" or verb in _ALWAYS_LOGGED or self._pending
-        if self._log is not None and logged:
-            self._position = self._log.append(Record(verb, payload, *identity), tensors)
-        self._count(identity, verb)
+        request = (None if verb == "step" else getattr(self._thread, "request", None)) or ChangingRequest()
+        self._appended = False
+        if self._log is not None:
+            if self._durability == "log" or verb in _ALWAYS_LOGGED or self._logs_pending:
+                (client, sequence), body = request.identity, msgspec.msgpack.encode(message)
+                record = Record(verb, body, client, sequence, request.settled)
+                self._position = self._log.append(record, tensors)
+                self._appended = True
+            elif request.identity[0] and not self._unlogged:
+                self._position = self._log.append(Record(_UNLOGGED, b""))
+                self._unlogged = True
+        request.position = self._position
+        self._count(request, verb)
         self._touched += 1
 
     def take_back(self) -> None:
         """Remove the last journaled change, which was refused when it was applied; called under the shard's lock."""
-        identity = getattr(self._asking, "identity", _NOBODY)
-        if identity[0]:
-            self._done.take_back(identity)
+        request = getattr(self._thread, "request", None) or ChangingRequest()
+        if self._log is not None and self._appended:
+            self._log.take_back()
+            self._position -= 1
+        if request.identity[0]:
+            self._applied.take_back(request.identity)
             self._changes -= 1
 
-    def _count(self, identity: RequestIdentity, verb: str) -> None:
-        if identity[0]:
-            self._asking.place = self._done.add(identity, push=verb == "push")
+    def _count(self, request: ChangingRequest, verb: str) -> None:
+        if request.identity[0]:
+            request.place = self._applied.add(request.identity, request.settled, push=verb == "push")
             self._changes += 1
 
-    def place(self, identity: RequestIdentity | None = None) -> int:
-        """Return the place of ``identity``'s push among its client's, from 1; by default of this thread's last push."""
-        return cast(int, self._asking.place) if identity is None else self._done.place(identity)
+    def place(self, identity: RequestIdentity) -> int:
+        """Return the place of an applied push among its client's, from 1."""
+        return self._applied.place(identity)
 
     def check(self, expected: ExpectedState) -> None:
         """Raise if the shard holds fewer of a client's pushes than it acknowledged.
@@ -243,105 +235,81 @@ class ShardPersistence:
         Raises:
             RolledBack: some of its pushes are lost; gives their number.
         """
-        holds = self._done.pushes(expected.epoch)
+        holds = self._applied.pushes(expected.epoch)
         if holds is None and expected.pushes:
-            holds = self._adopt(expected)
+            raise RolledBack(
+                f"this shard has forgotten this client, since so many others have pushed: it is unknown whether it "
+                f"holds the client's {expected.pushes} pushes; it is at step {self._shard.current_step()} of its life "
+                f"{self.life:x}",
+                lost=None,
+            )
         lost = max(expected.pushes - (holds or 0), 0)
-        if lost or (expected.life and expected.life != self._life):
+        if lost or (expected.life and expected.life != self.life):
             others = "" if lost else ", but pushes of other workers are"
             raise RolledBack(
                 f"this shard came back without changes that it had acknowledged: {lost} pushes of this client are "
-                f"lost{others}; it is at step {self._shard.current_step()} of its life {self._life:x}",
+                f"lost{others}; it is at step {self._shard.current_step()} of its life {self.life:x}",
                 lost=lost,
             )
 
-    def _adopt(self, expected: ExpectedState) -> int:
-        """Return the count of a forgotten client, as the client reports it.
-
-        Raises:
-            RolledBack: it is unknown whether the shard still holds that many.
-        """
-        if self._done.doubtful:
-            raise RolledBack(
-                "this shard came back without changes that it had acknowledged, and too many other clients have pushed "
-                f"since this one did: it is unknown how many of its {expected.pushes} pushes are lost; it is at "
-                f"step {self._shard.current_step()} of its life {self._life:x}",
-                lost=None,
-            )
-        with self._shard.locked():
-            holds = self._done.pushes(expected.epoch)
-            if holds is None:
-                # Under "checkpoint" a count logged after it would hide the loss of pushes that came after it.
-                if self._log is not None and self._durability == "log":
-                    self._position = self._log.append(Record(_ADOPTED, b"", expected.epoch, expected.pushes), ())
-                self._done.adopt(expected.epoch, expected.pushes)
-                self._touched += 1
-                holds = expected.pushes
-            return holds
-
-    def commit(self, deadline: Deadline) -> None:
-        """Wait until every change journaled so far is as durable as promised."""
-        if self._log is not None and self._owner is not None:
-            self._log.commit(self._position, deadline)
-            if self._durability == "checkpoint":
-                self._owner.check()
-                self._owner.note(changes=self._changes)
+    def commit(self, request: ChangingRequest, deadline: Deadline) -> None:
+        """Wait until what a request has changed, or was answered from, is as durable as promised."""
+        if self._log is None:
+            return
+        if request.position is None:  # another had made the change that it asked for, which may not be durable yet
+            with self._shard.locked():
+                request.position = self._position
+        self._log.commit(request.position, deadline)
 
     def checkpoint(self) -> None:
         """Write the shard's current state, if it has changed since it was last written."""
-        if self._log is None or self._owner is None or self._directory is None:
+        log = self._log
+        if log is None:
             return
         with self._checkpointing:
             with self._shard.locked():
-                if self._touched == self._saved_touched and self.has_checkpoint:
+                if self._touched == self._saved_touched:
                     return
-                touched, changes, at = self._touched, self._changes, self._log.rotate()
-                state, groups = self._shard.snapshot()
-                whole = {
-                    "of": self._directory.name, "shard": state, "log": at.file,
-                    "records": at.records, "chain": at.chain, "changes": changes, "life": self._life,
-                    **self._done.state(),
-                }  # fmt: skip
-                self._journal_pending()
+                touched, position = self._touched, log.rotate()
+                self._position, self._unlogged = position.records, False
+                groups, state = self._state_at(log, position)
+                self._journal_pending(log)
                 if written := any(callable(group) for group in groups.values()):
-                    self._write(groups, whole, changes)
+                    self._write(log, groups, state)
             if not written:
-                self._write(groups, whole, changes)
+                self._write(log, groups, state)
             fault_point("durability.before_forgetting")
             self._saved_touched = touched
-            self._owner.note(durable=True, saved=changes)
-            # Logs since the previous checkpoint stay, because it is kept too, and used if this one is damaged.
-            self._log.forget_before(self._forget_before)
-            self._forget_before = at.file
+            # The log since the previous checkpoint stays, because it is kept too, and used if this one is damaged.
+            log.forget_before(self._forget_before)
+            self._forget_before = position
 
-    def _journal_pending(self) -> None:
-        """Journal the pushes that wait for other workers', which no snapshot holds; they come first in the new log.
+    def _state_at(self, log: PushLog, position: Position) -> tuple[dict[str, Group], dict[str, object]]:
+        """Return the shard's present state, behind which the log goes on at ``position``."""
+        state, groups = self._shard.snapshot()
+        whole = {"of": log.directory.name, "shard": state, "log": list(position), "life": self.life}
+        return groups, {**whole, "changes": self._changes, **self._applied.state()}
+
+    def _journal_pending(self, log: PushLog) -> None:
+        """Journal the pushes that wait for other workers', which no snapshot holds; they come first in the new file.
 
         They are on disk before the checkpoint, which counts them.
         """
-        assert self._log is not None
-        self._pending, touched = True, self._touched
+        self._logs_pending, touched = True, self._touched
         try:
             self._shard.journal_pending()
         finally:
-            self._pending, self._touched = False, touched
-        self._log.commit(self._position, Deadline.after(60.0))
+            self._logs_pending, self._touched = False, touched
+        log.commit(self._position, Deadline.after(60.0))
 
-    def _write(self, groups: Mapping[str, Group], state: object, changes: int) -> None:
-        assert self._directory is not None
-        assert self._owner is not None
+    def _write(self, log: PushLog, groups: Mapping[str, Group], state: dict[str, object]) -> None:
         fault_point("durability.before_checkpoint")
-        self._owner.check()
-        checkpoint.write(self._directory, groups, state, step=changes)
+        checkpoint.write(log.directory, groups, state, step=cast(int, state["changes"]))
 
     def close(self) -> None:
-        """Sync and close the log, and release the directory."""
-        try:
-            if self._log is not None:
-                self._log.close()
-        finally:
-            if self._owner is not None:
-                self._owner.close()
+        """Close the log, and release the directory."""
+        if self._log is not None:
+            self._log.close()
 
 
 def _new_life() -> int:
