@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -38,14 +39,14 @@ class Recorded:
     """A shard and the log from which it can begin again."""
 
     def __init__(self) -> None:
-        self.log: list[tuple[str, bytes, Sequence[Tensor]]] = []
+        self.log: list[tuple[str, msgspec.Struct, Sequence[Tensor]]] = []
         self.shard = Shard(journal=lambda *record: self.log.append(record))
 
     def restart(self) -> None:
         log, self.log = self.log, []
         self.shard = Shard(journal=lambda *record: self.log.append(record))
         for record in log:
-            self.shard.replay(*record)
+            self.shard.replay(record[0], msgspec.msgpack.encode(record[1]), record[2])
         self.log = log
 
     def steps(self) -> list[int]:

@@ -448,6 +448,7 @@ class RemotePart:
         """
         error, self._failure = self._failure, None
         self.decide(None)
+        self.client.tell()  # as others may look at the servers before this worker's next run
         mine = [] if error is None else [self._failed, type(error).__name__, str(error)]
         everyone = [[str(rank), *one] for rank, (one,) in enumerate(self.gather([mine])) if one]
         rank, _, name, text = next((one for one in everyone if one[1] == "push"), everyone[0])

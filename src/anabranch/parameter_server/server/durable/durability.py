@@ -196,7 +196,7 @@ class ShardPersistence:
     def journal(self, verb: str, message: msgspec.Struct, tensors: Sequence[Tensor]) -> None:
         """Append a change before it is applied; called under the shard's lock."""
         # A held step is applied by whichever request comes last, and is not part of it.
-        request = ChangingRequest() if verb == "step" else getattr(self._thread, "request", None) or ChangingRequest()
+        request = (None if verb == "step" else getattr(self._thread, "request", None)) or ChangingRequest()
         self._appended = False
         if self._log is not None:
             if self._durability == "log" or verb in _ALWAYS_LOGGED or self._logs_pending:
