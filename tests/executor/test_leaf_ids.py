@@ -216,7 +216,6 @@ class Model(nn.Module):
         self.tables = nn.ModuleDict({name: nn.Embedding(ROWS, 2) for name in names})
         self.head = nn.Linear(2, 1)
         self.look = look
-        self.register_buffer("all_ids", torch.arange(ROWS))
 
     def forward(self, batch: Any) -> Tensor:
         rows = [self.tables[name](some).flatten(0, -2).mean(0) for name, some in self.look(batch).items()]
@@ -355,19 +354,6 @@ def test_ids_of_tables_that_are_not_on_servers_are_without_effect() -> None:
         with ab.Executor(step, mode, routes=routes) as executor:  # type: ignore[call-overload]
             executor.run(batch=data(1)[0])
             assert next(iter(executor.routes())).ids == ""
-
-
-@pytest.mark.parametrize(
-    "change",
-    [lambda t: t.to("cpu"), Tensor.long, Tensor.contiguous, Tensor.cpu, Tensor.flatten, lambda t: t[:7]],
-    ids=["to", "long", "contiguous", "cpu", "flatten", "part"],
-)
-def test_ids_that_are_no_leaf_are_those_of_the_last_steps(change: Callable[[Tensor], Tensor]) -> None:
-    model = Model(lambda batch: {"a": change(model.all_ids)}, "a")
-    plain = copy.deepcopy(model)
-    plain.look = lambda batch: {"a": change(plain.all_ids)}
-    known = same_as_plain(model, data(3), prefetch=False)
-    assert known == ["the ids of the last steps"]
 
 
 @pytest.mark.parametrize("kind", [lambda jagged: jagged, KeyedJaggedTensor], ids=["KeyedJagged", "KeyedJaggedTensor"])

@@ -371,6 +371,7 @@ def test_one_value_in_any_gradient_is_found(name: str, value: float, own: bool) 
     assert nonfinite_names(found.items(), own=own) == [name]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_opposite_infinities_do_not_cancel_and_rows_of_sparse_gradients_count() -> None:
     rows = torch.sparse_coo_tensor(torch.tensor([[3]]), torch.tensor([[float("inf")]]), (5, 1))
     assert not all_finite([torch.ones(2), rows])
