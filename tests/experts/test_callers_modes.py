@@ -11,10 +11,9 @@ from expert_modules import Slow, adam, in_the_module, served
 from torch import Tensor, nn
 
 import anabranch as ab
-from anabranch.errors import NotFound, SchemaError
-from anabranch.experts import Directory, ExpertBackend, RemoteExpert, RemoteMixtureOfExperts, Schema, wire
+from anabranch.errors import SchemaError
+from anabranch.experts import Directory, ExpertBackend, RemoteExpert, RemoteMixtureOfExperts
 from anabranch.tensors import TensorSpec
-from anabranch.transport import Server, Verb
 from waiting import join, wait_until
 
 
@@ -149,19 +148,6 @@ def test_callers_of_unlike_modes_never_share_a_batch(backward: bool) -> None:
             wait_until(lambda: pool.statistics().waiting_tasks == 6)
         join(*threads)
     assert sorted(module.seen) == [(False, 3), (True, 3)]
-
-
-def test_a_server_that_knows_no_eval_mode_refuses_it_by_name() -> None:
-    schema = Schema((TensorSpec(1),), {}, TensorSpec(1))
-    old = [
-        Verb(wire.INFO, lambda call: call.reply(payload=schema.packed)),
-        Verb(wire.FORWARD, lambda call: call.reply(call.tensors, wire.pack((b"", 0, False)))),
-    ]
-    with Server(old, role="experts") as server:
-        expert = RemoteExpert("old.0", server.endpoint)
-        assert torch.equal(expert(torch.ones(1, 1)), torch.ones(1, 1))
-        with pytest.raises(NotFound, match=r"no verb 'expert\.forward_eval'"):
-            expert.eval()(torch.ones(1, 1))
 
 
 def test_under_autocast_inputs_are_cast_to_the_schema_and_gradients_back() -> None:

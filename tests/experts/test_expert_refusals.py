@@ -201,9 +201,9 @@ def plateau(module: nn.Module) -> dict[str, object]:
     [
         (
             lambda module: {"optimizer": torch.optim.LBFGS(module.parameters())},
-            "a step of LBFGS needs more than gradients",
+            "of LBFGS needs more than gradients",
         ),
-        (plateau, "a step of ReduceLROnPlateau needs more than gradients"),
+        (plateau, "of ReduceLROnPlateau needs more than gradients"),
     ],
 )
 def test_optimizers_that_need_more_than_gradients_are_refused_at_the_start(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch.autodiff.moved_parameter import parameters_here
-from anabranch.errors import BoundaryError, DeadlineExceeded, NotFound, PeerLost, RemoteError, SchemaError
+from anabranch.errors import BoundaryError, DeadlineExceeded, NotFound, PeerLost, RemoteError
 from anabranch.experts.client.finder import FailureBackoff
 from anabranch.testing import FakeClock
 from anabranch.transport import Client
@@ -228,19 +228,6 @@ def test_a_mixture_without_experts_is_an_error(engine: Engine) -> None:
     batch = torch.randn(3, 4), torch.randn(3, 1)
     with ab.Executor({"train": step_of(model)}, engine=engine) as executor, pytest.raises(BoundaryError):
         executor.run("train", batch)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_inputs_that_do_not_fit_the_expert_are_refused_alike(engine: Engine) -> None:
-    with grid() as there:
-        model = Model(ab.RemoteExpert("ffn.0.0", there.directory))
-        model.before = nn.Linear(4, 5)
-        batch = torch.randn(3, 4), torch.randn(3, 1)
-        with (
-            ab.Executor({"train": step_of(model)}, engine=engine) as executor,
-            pytest.raises(SchemaError, match=r"args.0"),
-        ):
-            executor.run("train", batch)
 
 
 def test_an_expert_that_moves_is_found_again_by_a_graph() -> None:

@@ -468,14 +468,6 @@ def test_switch_balancing_loss_is_one_when_all_are_used_evenly() -> None:
         assert float(skewed.detach()) > 2.0
 
 
-def test_a_mixture_finds_its_experts_through_a_directory_server() -> None:
-    with DirectoryServer() as directory:
-        backends = [ExpertBackend(f"ffn.{i}", Expert(), args_schema=[SPEC]) for i in range(3)]
-        with ExpertServer(backends, directory=directory.endpoint):
-            moe = RemoteMixtureOfExperts(4, [3], directory.endpoint, "ffn", k_best=2).double()
-            assert moe(torch.randn(3, 4, dtype=torch.float64)).shape == (3, 4)
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -726,16 +718,6 @@ def test_too_few_answers_are_an_error_that_names_the_cure(programs: Programs, tm
                 moe(x)
     assert "allow_zero_outputs=True" in str(caught.value)
     assert "anabranch run --experts N" in str(caught.value)
-
-
-def test_a_missing_gradient_is_an_error_that_names_the_cure() -> None:
-    with grid(2) as (directory, experts, _):
-        moe = mixture(directory, (2,), k_best=1)
-        output = moe(torch.randn(3, 4, dtype=torch.float64))
-        for expert in experts.values():
-            expert.fault = RuntimeError("gone")
-        with pytest.raises(BoundaryError, match="with backward_k_min=0 the step continues"):
-            output.sum().backward()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from expert_modules import (
 )
 from torch import Tensor, nn
 
-from anabranch.autodiff.boundary import crossing as boundary
 from anabranch.errors import (
     NotFound,
     PeerLost,
@@ -149,20 +148,6 @@ class Fork(nn.Module):
         return x, x
 
 
-def test_an_answer_received_into_its_own_memory_is_not_checked_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    x = torch.ones(2, 2)
-    with served(ExpertBackend("one.0", nn.Identity(), args_schema=[TensorSpec(2)])) as server:
-        expert = RemoteExpert("one.0", server.endpoint)
-        with monkeypatch.context() as patch:
-            patch.setattr(boundary, "_owned", lambda tensor, taken: pytest.fail("nobody has to look"))
-            first, second = expert(x), expert(x)
-    first.detach().mul_(5.0)
-    assert torch.equal(second.detach(), x)
-    assert torch.equal(x, torch.ones(2, 2))
-
-
 def test_an_expert_of_keywords_alone() -> None:
     class Scale(nn.Module):
         def forward(self, *, x: Tensor, by: Tensor) -> Tensor:
@@ -266,23 +251,6 @@ def test_backward_is_applied_once_however_often_the_network_cuts_it() -> None:
     assert lossy.dropped > 5
     assert backend.updates == 40
     assert float(module.weight.detach()) == -40.0
-
-
-def test_a_lost_answer_of_a_backward_does_not_double_its_update() -> None:
-    module = nn.Linear(1, 1, bias=False)
-    nn.init.zeros_(module.weight)
-    backend = ExpertBackend(
-        "count.0", module, torch.optim.SGD(module.parameters(), lr=1.0), args_schema=[TensorSpec(1)]
-    )
-    network = CountingTransport()
-
-    with served(backend, transport=network) as server, Client(transport=network) as client:
-        expert = RemoteExpert("count.0", server.endpoint, client=client)
-        output = expert(torch.ones(1, 1))
-        with faults.at("transport.before_reply", 1, network.cut):
-            output.sum().backward()
-    assert backend.updates == 1
-    assert float(module.weight.detach()) == -1.0
 
 
 @pytest.mark.parametrize("mixed", [False, True])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,6 @@ from anabranch.observe import expert_metrics
 from anabranch.tensors import TensorSpec
 from anabranch.testing import FakeClock, LossyTransport, MemoryTransport
 from anabranch.transport import Client
-from programs import Programs
 from waiting import wait_until
 
 
@@ -73,42 +71,6 @@ def test_a_sequence_continued_remotely_is_bit_for_bit_the_one_continued_here(dty
     torch.testing.assert_close(
         torch.cat(came, 1), whole, **({"rtol": 1e-12, "atol": 1e-12} if dtype is torch.float64 else {})
     )
-
-
-class Model(nn.Module):
-    """A language model whose blocks are given: here, remote, or remote sessions."""
-
-    def __init__(self, blocks: list[Callable[[Tensor], Tensor]]) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 8)
-        self.head = nn.Linear(8, 11)
-        self.blocks = blocks
-
-    def forward(self, ids: Tensor) -> Tensor:
-        hidden = self.embedding(ids)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(hidden)
-
-
-def test_generation_through_remote_blocks_is_generation_here() -> None:
-    backends = [causal_backend(f"block.{index}") for index in range(2)]
-    here = Model([copy.deepcopy(backend.module).eval() for backend in backends])
-    prompt = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    with torch.no_grad():
-        ids = prompt
-        for _ in range(12):
-            ids = torch.cat([ids, here(ids)[:, -1:].argmax(-1)], 1)
-    with served(*backends) as server, torch.no_grad():
-        experts = [RemoteExpert(f"block.{index}", server.endpoint) for index in range(2)]
-        with experts[0].session(20) as first, experts[1].session(20) as second:
-            there = Model([first.step, second.step])
-            there.load_state_dict(here.state_dict(), strict=False)
-            made, new = prompt, prompt
-            for _ in range(12):
-                new = there(new)[:, -1:].argmax(-1)
-                made = torch.cat([made, new], 1)
-    assert torch.equal(made, ids)
 
 
 def test_sessions_of_several_callers_do_not_mix() -> None:
@@ -231,13 +193,6 @@ def test_the_end_frees_the_cache_at_once_and_a_later_step_is_an_error() -> None:
         assert repr(session) == "InferenceSession('block.0', ended)"
 
 
-def test_a_session_that_was_never_stepped_costs_nothing() -> None:
-    with served(causal_backend()) as server:
-        with RemoteExpert("block.0", server.endpoint).session(8):
-            pass
-        assert not server.statistics().transport.requests
-
-
 def test_a_session_without_a_step_for_its_ttl_is_freed_and_reported_as_gone() -> None:
     clock = FakeClock()
     backend = causal_backend()
@@ -284,16 +239,6 @@ def test_a_restarted_server_reports_that_the_session_is_gone(tmp_path: Path) -> 
         session.step(torch.ones(1, 1, 8))
 
 
-def test_a_restarted_server_with_another_schema_reports_the_same(tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
-    endpoint = f"unix:{tmp_path}/experts"
-    session = RemoteExpert("block.0", endpoint).session(8)
-    with served(causal_backend(), listen=endpoint):
-        session.step(torch.ones(1, 1, 8))
-    with served(causal_backend(dtype=torch.float64), listen=endpoint), session, pytest.raises(SessionGone):
-        session.step(torch.ones(1, 1, 8))
-
-
 def test_a_session_of_a_server_that_moved_is_gone_and_until_then_its_peer_is_lost() -> None:
     directory = Directory()
     with Client(retries=1) as client:
@@ -328,20 +273,6 @@ def test_a_first_step_follows_its_expert_that_has_moved_or_changed_its_schema(tm
             with pytest.raises(SchemaError, match="expected .* float32"):
                 session.step(torch.ones(1, 1, 8, dtype=torch.float64))
             assert session.step(torch.ones(1, 1, 8)).dtype is torch.float32
-
-
-def test_a_dead_server_is_named() -> None:
-    with served(causal_backend()) as server:
-        endpoint = server.endpoint
-        with Client(retries=1) as client:
-            session = RemoteExpert("block.0", endpoint, client=client).session(8)
-            session.step(torch.ones(1, 1, 8))
-    with Client(retries=1) as client:
-        session._expert = RemoteExpert("block.0", endpoint, client=client)
-        with pytest.raises(PeerLost, match=endpoint) as raised:
-            session.step(torch.ones(1, 1, 8))
-        assert raised.value.peer == endpoint
-        session.end()  # cannot be told, and raises nothing
 
 
 # --- exactly once
@@ -644,15 +575,6 @@ def test_several_inputs_padded_schemas_and_mappings_cross_in_sessions_as_in_call
     torch.testing.assert_close(torch.cat([first["hidden"], second["hidden"]], 1), whole)
 
 
-def test_compressed_steps_are_as_near_as_compressed_calls() -> None:
-    module = CausalBlock()
-    backend = ExpertBackend("block.0", module, args_schema=[TensorSpec(None, 8, compression="float16")])
-    x = torch.randn(1, 4, 8)
-    with served(backend) as server, RemoteExpert("block.0", server.endpoint).session(8) as session:
-        came = torch.cat([session.step(x[:, :3]), session.step(x[:, 3:])], 1)
-    torch.testing.assert_close(came, locally(module, [x])[0], rtol=1e-2, atol=1e-2)
-
-
 def test_training_continues_beside_a_session_and_its_next_step_uses_the_new_weights() -> None:
     backend = causal_backend(keep_activations=4)
     with served(backend) as server:
@@ -673,24 +595,6 @@ def test_a_session_cannot_be_copied_or_pickled_but_its_expert_can() -> None:
     for carry in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="open another session there"):
             carry(session)
-
-
-GENERATE = """
-import pickle, sys
-import torch
-
-with pickle.loads(bytes.fromhex(sys.argv[1])).session(8) as session:
-    print([session.step(torch.ones(1, 1, 8)).double().sum().item() for _ in range(3)])
-"""
-
-
-def test_a_pickled_expert_opens_sessions_in_another_process(programs: Programs) -> None:
-    backend = causal_backend()
-    with served(backend) as server:
-        done = programs.run(GENERATE, pickle.dumps(RemoteExpert("block.0", server.endpoint)).hex())
-        assert not backend.open_sessions
-    expected = [piece.double().sum().item() for piece in locally(backend.module, [torch.ones(1, 1, 8)] * 3)]
-    assert done.stdout.strip() == str(expected), done.stderr
 
 
 @pytest.mark.cuda

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import shutil
-import threading
-import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,12 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, PeerLost
 from anabranch.experts import Directory, ExpertBackend, ExpertServer, RemoteExpert, RemoteMixtureOfExperts, Schema, wire
-from anabranch.experts.client import calls as expert_call
 from anabranch.experts.server.scheduler import Task
 from anabranch.pipeline import Pipe
 from anabranch.tensors import TensorSpec
 from anabranch.transport import Server, Verb
-from waiting import wait_until
 
 SPEC = TensorSpec(4, dtype=torch.float64)
 
@@ -498,46 +492,3 @@ def test_a_stage_that_runs_again_has_the_answers_of_its_first_forward(checkpoint
         counted = mixture.statistics()
         assert (counted.calls, counted.stale_backwards) == (8, 0 if keep else 6)
         assert modules[1][1].num_batches_tracked == 8
-
-
-def test_a_request_leaves_no_memory_to_the_garbage_collector() -> None:
-    """Its inputs are freed with its answer, so that the next one's are in the same memory: twice as fast at 8 MiB."""
-
-    class Sees(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append(weakref.ref(x))
-            return super().forward(x)
-
-    seen: list[weakref.ref[Tensor]] = []
-    with served(backend_of(Sees(4, 4).double())) as server:
-        expert = RemoteExpert("e.0", server.endpoint)
-        seen.clear()
-        gc.collect()
-        gc.disable()
-        try:
-            for _ in range(3):
-                expert(inputs()).sum().backward()
-            wait_until(lambda: all(reference() is None for reference in seen))
-        finally:
-            gc.enable()
-    assert len(seen) == 6
-
-
-def test_changes_by_this_process_are_counted_by_all_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    others: list[threading.Thread] = []
-
-    class Counts(dict[tuple[str, str], int]):
-        def get(self, *args: Any) -> Any:
-            value = super().get(*args)
-            if not others:  # another thread counts as soon as it may: if it may here, its count is lost
-                others.append(
-                    threading.Thread(target=expert_call.changed_by_us, args=("a", "e.0"), kwargs={"again": True})
-                )
-                others[0].start()
-                others[0].join(0.05)
-            return value
-
-    monkeypatch.setattr(expert_call, "_changes_by_us", Counts())
-    expert_call.changed_by_us("a", "e.0", again=True)
-    others[0].join()
-    assert expert_call.changed_by_us("a", "e.0", again=False) == 2

@@ -68,7 +68,7 @@ def decompress(parts: Sequence[Tensor], spec: TensorSpec) -> Tensor:
     return parts[0].to(spec.dtype)
 
 
-def check_parts(parts: Sequence[TensorHeader] | Sequence[Tensor], layout: Sequence[tuple[str, TensorSpec]]) -> int:
+def check_parts(parts: Sequence[TensorHeader | Tensor], layout: Sequence[tuple[str, TensorSpec]]) -> int:
     """Check a message's tensors, or their headers, against names and specs; returns the number of rows.
 
     Raises:

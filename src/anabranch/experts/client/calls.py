@@ -25,7 +25,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import msgspec
 import torch
@@ -423,43 +423,65 @@ def ask_gradients(
     themselves.
     """
     answers: list[Tensor | None] = [None] * len(inputs)
-    asked: list[tuple[ExpertCall, int]] = []
-    wanted: list[list[Tensor | None]] = []
-    position = first_input = 0
+    asked: list[_Backward] = []
+    position = first = 0
     for call in calls.calls:
-        width = len(call.schema.inputs)
-        mine: list[Tensor | None] = []
-        for spec in call.schema.output_specs if call.answered else ():
-            gradient = None if spec is None else gradients[position]
-            position += spec is not None
-            mine.append(gradient if spec is not None and spec.requires_grad else None)
-        if any(gradient is not None for gradient in mine):
-            asked.append((call, first_input))
-            wanted.append(mine)
-        first_input += width
-    outcomes = _gather_gradients(calls, asked, wanted, inputs, updates=updates)
+        end = first + len(call.schema.inputs)
+        if call.answered:
+            mine: list[Tensor | None] = []
+            for spec in call.schema.output_specs:
+                mine.append(None if spec is None or not spec.requires_grad else gradients[position])
+                position += spec is not None
+            if mine.count(None) < len(mine):
+                asked.append(_Backward(call, first, inputs[first:end], mine))
+        first = end
+    outcomes = _gather_gradients(calls, asked, updates=updates)
     try:
-        for (call, first), outcome in zip(asked, outcomes, strict=True):
-            sent = inputs[first : first + len(call.schema.inputs)]
+        for backward, outcome in zip(asked, outcomes, strict=True):
+            call = backward.call
             try:
-                gradients_there, changes = _read_gradients(call, outcome, sent, finite_only=calls.finite_only)
+                gradients_there, changes = _read_gradients(backward, outcome, finite_only=calls.finite_only)
             except (BoundaryError, ValueError) as error:
                 calls.counts.failure(error)
                 call.gradient_error = _with_cause(call, error) if isinstance(error, NonFinite) else error
                 continue
             calls.counts.backward(call, changes, updates=updates)
-            for offset, gradient in enumerate(gradients_there):
-                like = sent[offset]
-                answers[first + offset] = None if gradient is None or like is None else gradient.to(like.device)
+            for index, (gradient, like) in enumerate(zip(gradients_there, backward.inputs, strict=True)):
+                if gradient is not None and like is not None:
+                    answers[backward.first + index] = gradient.to(like.device)
         if calls.check_backward is not None:
-            calls.check_backward([call for call, _ in asked])
+            calls.check_backward([backward.call for backward in asked])
     finally:
         # Otherwise a cycle: the graph holds the error, and its traceback the graph.
         outcome = None
         outcomes.clear()
-        for call, _ in asked:
-            call.gradient_error = None
+        for backward in asked:
+            backward.call.gradient_error = None
     return answers
+
+
+class _Backward(NamedTuple):
+    """One expert's part of a backward: its call, the place of its first input, its inputs, its outputs' gradients."""
+
+    call: ExpertCall
+    first: int
+    inputs: Sequence[Tensor | None]
+    gradients: Sequence[Tensor | None]
+
+    def request(self, *, updates: bool) -> Request:
+        """Return the request; it has the inputs for experts that do not have the activations."""
+        call, schema = self.call, self.call.schema
+        sent = [] if call.ticket else wire.to_wire(self.inputs, schema.inputs)
+        return Request(
+            call.endpoint,
+            wire.BACKWARD_EVAL if call.evaluating else wire.BACKWARD,
+            call.uid,
+            [*sent, *wire.to_wire(self.gradients, schema.output_specs)],
+            payload=wire.pack((wire.present(self.gradients), call.ticket, updates)),
+            schema=schema.hash,
+            once=True,
+            role="experts",
+        )
 
 
 def _with_cause(call: ExpertCall, error: NonFinite) -> NonFinite:
@@ -478,65 +500,28 @@ def _with_cause(call: ExpertCall, error: NonFinite) -> NonFinite:
     return better
 
 
-def _gather_gradients(
-    calls: Calls,
-    asked: Sequence[tuple[ExpertCall, int]],
-    gradients: Sequence[Sequence[Tensor | None]],
-    inputs: Sequence[Tensor | None],
-    *,
-    updates: bool,
-) -> list[Outcome]:
-    """Request gradients; inputs are sent to experts that did not keep the activations, or no longer have them."""
+def _gather_gradients(calls: Calls, asked: Sequence[_Backward], *, updates: bool) -> list[Outcome]:
+    """Request gradients, again with the inputs where activations are gone."""
     if not asked:
         return []
     deadline = Deadline.after(calls.backward_timeout)
-
-    def requests(which: Sequence[int]) -> list[Request]:
-        made = []
-        for index in which:
-            call, first = asked[index]
-            sent = inputs[first : first + len(call.schema.inputs)]
-            made.append(_backward_request(call, sent, gradients[index], updates=updates))
-        return made
-
-    outcomes = calls.client.gather(requests(range(len(asked))), deadline)
-    forgotten = [
-        index
-        for index, outcome in enumerate(outcomes)
-        if asked[index][0].ticket and isinstance(outcome, ActivationsGone)
-    ]
-    if forgotten and not deadline.expired():
-        for index in forgotten:
-            asked[index][0].ticket = b""
-        for index, outcome in zip(forgotten, calls.client.gather(requests(forgotten), deadline), strict=True):
+    outcomes = calls.client.gather([backward.request(updates=updates) for backward in asked], deadline)
+    gone = [i for i, outcome in enumerate(outcomes) if asked[i].call.ticket and isinstance(outcome, ActivationsGone)]
+    if gone and not deadline.expired():
+        for index in gone:
+            asked[index].call.ticket = b""
+        again = calls.client.gather([asked[index].request(updates=updates) for index in gone], deadline)
+        for index, outcome in zip(gone, again, strict=True):
             outcomes[index] = outcome
     return outcomes
 
 
-def _backward_request(
-    call: ExpertCall, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], *, updates: bool
-) -> Request:
-    schema = call.schema
-    sent = [] if call.ticket else wire.to_wire(inputs, schema.inputs)
-    return Request(
-        call.endpoint,
-        wire.BACKWARD_EVAL if call.evaluating else wire.BACKWARD,
-        call.uid,
-        [*sent, *wire.to_wire(gradients, schema.output_specs)],
-        payload=wire.pack((wire.present(gradients), call.ticket, updates)),
-        schema=schema.hash,
-        once=True,
-        role="experts",
-    )
-
-
-def _read_gradients(
-    call: ExpertCall, outcome: Outcome, inputs: Sequence[Tensor | None], *, finite_only: bool
-) -> tuple[list[Tensor | None], int]:
+def _read_gradients(backward: _Backward, outcome: Outcome, *, finite_only: bool) -> tuple[list[Tensor | None], int]:
     """Return the received gradients, and after how many changes of the expert they are its; raise the error received
     instead.
     """
     assert outcome is not None, "a backward is never cut off"
+    call = backward.call
     if isinstance(outcome, Exception):
         try:
             raise outcome
@@ -555,7 +540,7 @@ def _read_gradients(
     if outcome.tensors and rows != call.rows:
         raise ProtocolError(f"{call.rows} rows were sent, but gradients of {rows} were received", peer=call.endpoint)
     gradients = wire.from_wire(outcome.tensors, specs, present)
-    for gradient, tensor in zip(gradients, inputs, strict=True):
+    for gradient, tensor in zip(gradients, backward.inputs, strict=True):
         if gradient is not None and tensor is not None and gradient.shape != tensor.shape:
             raise ProtocolError(
                 f"received a gradient of shape {tuple(gradient.shape)} for an input of {tuple(tensor.shape)}",

@@ -16,7 +16,8 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Literal, TypedDict, cast
+from functools import partial
+from typing import Literal, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -167,37 +168,14 @@ class ExpertBackend:
         # Refuse unsendable specs here rather than at the first call.
         _ = self.schema.packed
         _check_count(uid, self.schema)
-        sizes: dict[str, Any] = {
-            "min_batch_size": min_batch_size,
-            "max_batch_size": max_batch_size,
-            "max_queue_bytes": max_queue_bytes,
-        }
-        self.forward_pool = TaskPool(
-            name=f"{uid}_forward",
-            timeout=timeout,
-            max_queue_rows=max_queue_rows,
-            process_tasks=_weakly(self._run_forward),
-            whole=False,
-            **sizes,
-        )
-        self.backward_pool = TaskPool(
-            name=f"{uid}_backward",
-            timeout=timeout,
-            max_queue_rows=max_queue_rows,
-            process_tasks=_weakly(self._run_backward),
-            whole=True,
-            **sizes,
-        )
+        pool = partial(TaskPool, max_queue_rows=max_queue_rows, max_queue_bytes=max_queue_bytes)
+        sized = partial(pool, min_batch_size=min_batch_size, max_batch_size=max_batch_size, timeout=timeout)
+        self.forward_pool = sized(name=f"{uid}_forward", process_tasks=_weakly(self._run_forward))
+        self.backward_pool = sized(name=f"{uid}_backward", process_tasks=_weakly(self._run_backward), whole=True)
         self.session_pool: TaskPool | None = None
         """The queue of steps of sessions, for a module that makes caches; its rows are positions."""
         if callable(getattr(module, "make_cache", None)):
-            self.session_pool = TaskPool(
-                name=f"{uid}_session",
-                max_batch_size=_LONGEST_STEP,
-                max_queue_rows=max_queue_rows,
-                max_queue_bytes=max_queue_bytes,
-                process_tasks=_run_steps,
-            )
+            self.session_pool = pool(name=f"{uid}_session", process_tasks=_run_steps, max_batch_size=_LONGEST_STEP)
         self.open_sessions = 0
         """The number of sessions that its server has open."""
         self._prepare_copies()
