@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from jobs import launch
 from process_marks import wait_until
 
-from anabranch.launch import launch
 from anabranch.launch.forks.conditions import why_no_fork_server, why_not_forked
 from anabranch.launch.forks.forked_process import ForkedProcess
 from anabranch.launch.forks.launcher_side import ForkServer, ForkServerError
@@ -356,17 +356,15 @@ def test_a_service_restarts_although_the_fork_server_has_died(script: Script, tm
         f"""
 import json, os, sys
 from pathlib import Path
-from anabranch.launch import launch
+from anabranch.launch import JobSpec, PythonProgram, launch
 from anabranch.launch.forks.launcher_side import ForkServer
 from anabranch.launch.meeting.rendezvous import Rendezvous
 
 Rendezvous.is_announced = lambda rendezvous, uid: True  # the expert counts as having served
 told = []
 with ForkServer(os.environ) as server:
-    outcome = launch(
-        Path({str(path)!r}), [sys.argv[1], str(server.pid)], experts=1, log_dir=Path(sys.argv[1]), server=server,
-        tell=told.append,
-    )
+    program = PythonProgram({str(path)!r}, (sys.argv[1], str(server.pid)))
+    outcome = launch(JobSpec(program=program, experts=1, log_dir=Path(sys.argv[1])), told.append, server=server)
 print(json.dumps([outcome.exit_code, told]))
 """
     )
