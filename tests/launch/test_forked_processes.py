@@ -58,7 +58,7 @@ print(json.dumps({
 }))
 """
 # What no two processes, or no two jobs, have in common.
-OWN = ("ANABRANCH_JOB", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "MASTER_PORT", "ANABRANCH_STATUS")
+OWN = ("ANABRANCH_JOB", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "MASTER_PORT", "ANABRANCH_STATUS", "ANABRANCH_MEETING")
 
 
 def seen(script: Path, *arguments: str, spawn: bool, workers: int = 1) -> tuple[dict[str, object], ...]:
