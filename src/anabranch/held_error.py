@@ -1,8 +1,10 @@
-"""Tracebacks of rank 0 without new information are kept off the screen of ``anabranch run``: ``hold_back_errors``.
+"""The uncaught error that ends a process of a job: recorded for the launcher, and kept off its screen where it is old
+news.
 
-Where the launcher shows rank 0's output it names a file. An uncaught error that only says that another rank was lost,
-or Ctrl-C itself, goes there in place of stderr; the launcher adds it to the log, and shows it if nothing else explains
-the end of the job. Every other error is shown as anywhere.
+The record (``record/process.py``) has its type, message and time, and the process whose loss it reports: so nothing
+reads tracebacks. Where the launcher shows rank 0's output it names a file. An error that only says that another rank
+was lost, or Ctrl-C itself, goes there in place of stderr; the launcher adds it to the log, and shows it if nothing else
+explains the end of the job. Every other error is shown as anywhere.
 """
 
 from __future__ import annotations
@@ -11,25 +13,29 @@ import contextlib
 import io
 import os
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
 from anabranch.errors import PeerLost
+from anabranch.record.process import STATUS_VARIABLE, process_record
 
 HELD_ERROR_VARIABLE = "ANABRANCH_HELD_ERROR"
 """Names the file."""
 
 
 def hold_back_errors() -> None:
-    """Set ``sys.excepthook``, if the launcher has named a file; the hook that was set writes the text."""
-    path = os.environ.get(HELD_ERROR_VARIABLE)
-    if not path:
+    """Set ``sys.excepthook`` in a process of a job; the hook that was set writes the text."""
+    if not os.environ.get(STATUS_VARIABLE) and not os.environ.get(HELD_ERROR_VARIABLE):
         return
+    path = os.environ.get(HELD_ERROR_VARIABLE)
     written_by = sys.excepthook
 
     def write(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        _record(error)
         text = io.StringIO()
-        if _is_a_consequence(error):
+        if path and _is_a_consequence(error):
             with contextlib.redirect_stderr(text):
                 written_by(kind, error, trace)
             with contextlib.suppress(OSError):
@@ -47,6 +53,29 @@ def move_held_error(path: Path, log: Path) -> None:
         path.unlink()
         with log.open("ab") as file:
             file.write(text)
+
+
+def _record(error: BaseException) -> None:
+    record = process_record()
+    if record is not None:
+        loss = next((each for each in _causes(error) if isinstance(each, PeerLost)), None)
+        facts = {
+            "type": type(error).__name__,
+            "message": str(error),
+            "at": time.time(),
+            "lost": None if loss is None else loss.peer,
+            "is_loss": loss is not None,
+        }
+        record.put(error=lambda: facts)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield the error, and those that led to it."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _is_a_consequence(error: BaseException) -> bool:

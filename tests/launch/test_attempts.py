@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
+from typing import cast
 
 import pytest
+from jobs import launch
 
-from anabranch.launch import Exit, JobOutcome, RestartBudget, launch
-from anabranch.launch.supervision.attempts import run_attempts
-
-
-def outcome(code: int, log: Path) -> JobOutcome:
-    return JobOutcome((Exit(0, 1, code, 0.0, False, log),), None, False, 1.0)
+from anabranch.launch import Exit, JobOutcome, JobSpec, PythonProgram, RestartBudget, job
 
 
-def test_a_job_that_fails_is_run_again_until_it_succeeds_or_no_restart_is_left(tmp_path: Path) -> None:
-    (log := tmp_path / "log").touch()
+@pytest.mark.parametrize(("restarts", "code", "lives"), [(3, 0, 3), (1, 1, 2)])
+def test_a_job_that_fails_is_run_again_until_it_succeeds_or_no_restart_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int, code: int, lives: int
+) -> None:
     codes, told = [1, 1, 0, 1], list[str]()
-    assert run_attempts(lambda number: outcome(codes[number], log), 3, told.append).exit_code == 0
+
+    def run(engine: object, attempt: job.Attempt) -> JobOutcome:
+        exit_ = Exit(0, 1, codes[attempt.number], 0.0, False, tmp_path / "log")
+        return JobOutcome((exit_,), None, False, 1.0)
+
+    monkeypatch.setattr(job, "_run", run)
+    (tmp_path / "script.py").touch()
+    spec = JobSpec(program=PythonProgram(str(tmp_path / "script.py")), log_dir=tmp_path, max_restarts=restarts)
+    assert job.run_job(spec, cast(job.Engine, None), told.append).exit_code == code
     assert [line.partition("; ")[2] for line in told] == [
-        "restarting the job (1 of 3)",
-        "restarting the job (2 of 3)",
+        f"restarting the job ({number} of {restarts})" for number in range(1, lives)
     ]
-    assert run_attempts(lambda number: outcome(codes[number], log), 1, told.append).exit_code == 1
-    stopped = dataclasses.replace(outcome(1, log), timed_out=True)
-    assert run_attempts(lambda number: stopped, 3, lambda line: pytest.fail(line)) is stopped
 
 
 def test_a_budget_refills_over_time() -> None:

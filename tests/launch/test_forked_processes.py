@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from jobs import launch
 from process_marks import wait_until
 
-from anabranch.launch import launch
 from anabranch.launch.forks.conditions import why_no_fork_server, why_not_forked
-from anabranch.launch.forks.forked_process import ForkedProcess
+from anabranch.launch.forks.fork_server import _refuse
 from anabranch.launch.forks.launcher_side import ForkServer, ForkServerError
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.supervision.orphans import adopt_orphans
@@ -58,7 +58,14 @@ print(json.dumps({
 }))
 """
 # What no two processes, or no two jobs, have in common.
-OWN = ("ANABRANCH_JOB", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "MASTER_PORT", "ANABRANCH_STATUS")
+OWN = (
+    "ANABRANCH_JOB",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_ERROR_FILE",
+    "MASTER_PORT",
+    "ANABRANCH_STATUS",
+    "ANABRANCH_MEETING",
+)
 
 
 def seen(script: Path, *arguments: str, spawn: bool, workers: int = 1) -> tuple[dict[str, object], ...]:
@@ -236,7 +243,8 @@ def test_a_fork_server_with_a_second_thread_forks_nothing(tmp_path: Path) -> Non
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forks, "_CODE", code)
-        with ForkServer({**os.environ, "PYTHONPATH": str(tmp_path)}) as server, adopt_orphans():
+        path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+        with ForkServer({**os.environ, "PYTHONPATH": path}) as server, adopt_orphans():
             with pytest.raises(ForkServerError, match="has 2 threads"):
                 server.fork("worker-0", PythonProgram("x.py"), os.environ, 0, 1, 2)
             os.kill(server.pid, signal.SIGKILL)
@@ -356,17 +364,15 @@ def test_a_service_restarts_although_the_fork_server_has_died(script: Script, tm
         f"""
 import json, os, sys
 from pathlib import Path
-from anabranch.launch import launch
+from anabranch.launch import JobSpec, PythonProgram, launch
 from anabranch.launch.forks.launcher_side import ForkServer
 from anabranch.launch.meeting.rendezvous import Rendezvous
 
 Rendezvous.is_announced = lambda rendezvous, uid: True  # the expert counts as having served
 told = []
 with ForkServer(os.environ) as server:
-    outcome = launch(
-        Path({str(path)!r}), [sys.argv[1], str(server.pid)], experts=1, log_dir=Path(sys.argv[1]), server=server,
-        tell=told.append,
-    )
+    program = PythonProgram({str(path)!r}, (sys.argv[1], str(server.pid)))
+    outcome = launch(JobSpec(program=program, experts=1, log_dir=Path(sys.argv[1])), told.append, server=server)
 print(json.dumps([outcome.exit_code, told]))
 """
     )
@@ -385,6 +391,5 @@ def test_a_fork_without_its_launcher_ends_silently(tmp_path: Path) -> None:
     """Ctrl-C may end the launcher between the fork and its first word to it."""
     read, write = os.pipe()
     os.close(read)
-    process = ForkedProcess("worker 0", PythonProgram("x.py"), {}, 1, (), (), 0o22, (0, 1, 2), 0, write)
-    process.refuse("the launcher (pid 1) is gone")
+    _refuse(write, "the launcher (pid 1) is gone")
     os.close(write)

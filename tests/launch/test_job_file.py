@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from jobs import launch
 
-from anabranch.launch import launch
 from anabranch.launch.job_file import JobFile, letter_and_start
 from anabranch.launch.job_status import status_of
 

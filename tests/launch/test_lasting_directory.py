@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from jobs import launch
 from typer.testing import CliRunner
 
 import anabranch as ab
 from anabranch.cli.app import _app
-from anabranch.launch import launch
 from anabranch.launch.address_status import Addresses
 from redis_servers import RealRedis, redis
 

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from jobs import launch
 from process_marks import marked_processes
 
-from anabranch.launch import Patience, launch
+from anabranch.launch import Patience
 
 Script = Callable[[str], Path]
 HURRIED = Patience(failure=0.3, stop=0.3, drain=0.3)
@@ -66,9 +67,9 @@ def test_a_worker_that_failed_because_another_was_lost_is_not_the_first(script: 
         import os, sys, pathlib, time
         seen = pathlib.Path(sys.argv[1])
         if os.environ["RANK"] == "1":
-            print("Traceback (most recent call last):\\nanabranch.errors.PeerLost: rank 0 is lost", file=sys.stderr)
+            from anabranch.errors import PeerLost
             seen.touch()
-            sys.exit(1)
+            raise PeerLost("gone", peer="rank 0")
         while not seen.exists():
             time.sleep(0.01)
         time.sleep(0.1)  # later by every clock, and yet the cause

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from jobs import launch
 from process_marks import wait_until
 
-from anabranch.launch import launch
 from anabranch.launch.meeting.rendezvous import Rendezvous
 from launched import run, start_run
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from anabranch.job import JOB_VARIABLE
+from anabranch.job import JOB_VARIABLE, MEETING_VARIABLE
+from anabranch.launch import JobSpec, PythonProgram
 from anabranch.launch.environment import worker_environment
 
 Script = Callable[[str], Path]
@@ -62,7 +63,10 @@ def test_torchrun_restarts_the_same_script_and_sets_the_variables_that_our_launc
         check=True,
         capture_output=True,
     )
-    ours = worker_environment(1, 2, run_id="x", store_port=1, error_file=tmp_path, base=environment)
+    spec = JobSpec(program=PythonProgram(str(path)), log_dir=tmp_path, workers=2)
+    ours = worker_environment(
+        spec, 1, run_id="x", master=("127.0.0.1", 1), base=environment, meeting=tmp_path / "meeting-1"
+    )
     for rank in range(2):
         record = json.loads((tmp_path / f"{rank}.json").read_text())
         assert record["total"] == 3
@@ -70,7 +74,7 @@ def test_torchrun_restarts_the_same_script_and_sets_the_variables_that_our_launc
         # TORCHELASTIC_SIGNALS_TO_HANDLE is a setting of torchrun's own process that its workers inherit; our launcher
         # alone names one start of itself, by which checkpoints know their run.
         names = set(record["names"]) - {"TORCHELASTIC_SIGNALS_TO_HANDLE"}
-        assert names | {JOB_VARIABLE} == set(ours) - set(environment)
+        assert names | {JOB_VARIABLE, MEETING_VARIABLE} == set(ours) - set(environment)
 
 
 LOST = """

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from jobs import launch
 from process_marks import marked_processes, wait_until
 from typer.testing import CliRunner
 
 from anabranch.cli.app import _app
 from anabranch.errors import RemoteError
-from anabranch.launch import Patience, RestartBudget, launch
+from anabranch.launch import Patience, RestartBudget
 from anabranch.launch.meeting.addresses import tcp_place
 from anabranch.launch.meeting.rendezvous import Rendezvous
 from anabranch.testing import LocalJob

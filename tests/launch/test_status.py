@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from jobs import launch
 
 import anabranch as ab
-from anabranch.launch import address_status, launch
+from anabranch.launch import address_status
 from anabranch.launch.address_status import Addresses
 from anabranch.launch.job_file import JobFile
 from anabranch.launch.job_status import RoleStatus, job_of, latest_job, status_of

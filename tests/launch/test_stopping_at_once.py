@@ -12,13 +12,13 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+from jobs import launch
 from process_marks import marked_processes, wait_until
 
-from anabranch.launch import launch, local
+from anabranch.launch import local
 from anabranch.launch.supervision.signals import ECHO_SECONDS, SignalBox, collect_signals
 
 Script = Callable[[str], Path]
@@ -51,19 +51,12 @@ def test_a_signal_before_anything_of_the_users_runs_ends_at_once(
 def test_a_signal_that_came_before_its_handler_ends_the_launcher_too(
     script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the picture of a job was imported Ctrl-C was collected, and looked at when all processes had started."""
-    adopted: list[bool] = []
-    adopt = local.adopt_orphans
-
-    def pressed() -> AbstractContextManager[None]:
-        os.kill(os.getpid(), signal.SIGINT)
-        adopted.append(True)
-        return adopt()
-
-    monkeypatch.setattr(local, "adopt_orphans", pressed)
+    """While a job was made ready Ctrl-C was collected, and looked at when all processes had started."""
     monkeypatch.setattr(local.Rendezvous, "wait_until_ready", lambda rendezvous: pytest.fail("it went on"))
-    outcome = launch(script("print('never')"), workers=2, log_dir=tmp_path)
-    assert (outcome.exit_code, adopted) == (130, [True])
+    with collect_signals():
+        os.kill(os.getpid(), signal.SIGINT)
+        outcome = launch(script("print('never')"), workers=2, log_dir=tmp_path)
+    assert outcome.exit_code == 130
 
 
 def test_ctrl_c_before_the_launcher_collects_signals_is_one_line(script: Script) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from anabranch.cli.standard_streams import say
@@ -12,15 +11,12 @@ from anabranch.launch.supervision.outcome import Exit, JobOutcome
 __all__ = ["show_end", "tell"]
 
 
-_ITS_OWN = r"after [\d.]+ s|at attempt \d+"
-
-
 def show_end(outcome: JobOutcome, folder: Path, *, verbose: bool) -> None:
     """Print the first failure, the failures that followed from it, and the path of the newest checkpoint."""
     first = outcome.first_failure
     if first is not None:
         failures = [exit_ for exit_ in outcome.exits if not exit_.well and not exit_.stopped]
-        alike = [exit_ for exit_ in failures if _words(exit_) == _words(first)]
+        alike = [exit_ for exit_ in failures if _reason(exit_) == _reason(first)]
         shown = alike[0] if alike else first  # rank 0's words are on the screen already
         _show_failure(shown)
         others = [exit_ for exit_ in failures if exit_ not in (shown, first, *alike)]
@@ -39,18 +35,25 @@ def show_end(outcome: JobOutcome, folder: Path, *, verbose: bool) -> None:
 
 def _lost(failure: Exit, first: Exit) -> bool:
     """Return True if it follows from the first; if that one lost a server itself, it lost no worker."""
-    return failure.blames_a_worker() or (failure.blames_another() and not first.blames_another())
+    return _blames_a_worker(failure) or (failure.is_consequence and not first.is_consequence)
 
 
-def _words(failure: Exit) -> str:
-    """Return its last words without its rank and its times."""
-    return re.sub(_ITS_OWN, "", failure.last_words().replace(f"[rank{failure.rank}]: ", ""))
+def _blames_a_worker(failure: Exit) -> bool:
+    return failure.error is not None and failure.error.blames_a_worker
+
+
+def _reason(failure: Exit) -> tuple[object, ...]:
+    """Return what failures that are alike have in common; the words of a loss differ in times."""
+    error = failure.error
+    if error is None:
+        return failure.code, failure.last_words()
+    return (error.type, error.lost) if error.is_loss else (error.type, error.message)
 
 
 def _show_failure(failure: Exit) -> None:
     words = failure.last_words()
     # Rank 0's own words have been shown as it wrote them; those about another rank were held back.
-    if words and failure.who == "rank 0" and not failure.blames_a_worker():
+    if words and failure.who == "rank 0" and not _blames_a_worker(failure):
         tell(f"{failure.describe()}. Its output is above")
     else:
         tell(f"{failure.describe()}. {'The end of its output:' if words else 'It wrote nothing.'}")

@@ -12,8 +12,7 @@ import typer
 
 from anabranch.cli.job_end import show_end, tell
 from anabranch.cli.script_arguments import Arguments, IsModule, Script
-from anabranch.launch import launch
-from anabranch.launch.python_program import PythonProgram
+from anabranch.launch import JobSpec, PythonProgram, launch
 from anabranch.launch.supervision.signals import collect_signals
 from anabranch.record.process import PLAN_VARIABLE
 
@@ -44,18 +43,16 @@ def plan(
     failed = True
     try:
         with collect_signals():
-            outcome = launch(
-                script,
-                arguments or [],
-                is_module=module,
+            job = JobSpec(
+                program=PythonProgram(script, tuple(arguments or []), is_module=module, looks_here=module),
+                log_dir=folder,
                 workers=workers,
                 servers=servers,
                 experts=experts,
-                log_dir=folder,
                 live=True,
                 environment={**os.environ, PLAN_VARIABLE: str(found)},
-                tell=tell,
             )
+            outcome = launch(job, tell)
             show_end(outcome, folder, verbose=False)
             failed = outcome.first_failure is not None
             if outcome.exit_code == 0:

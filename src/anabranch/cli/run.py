@@ -17,9 +17,8 @@ from anabranch.cli.job_end import show_end, tell
 from anabranch.cli.mistakes import plain_errors
 from anabranch.cli.script_arguments import Arguments, IsModule, Script
 from anabranch.deadline import Deadline, check_seconds
-from anabranch.launch import Durability, JobOutcome, RestartBudget, launch
+from anabranch.launch import Durability, JobOutcome, JobSpec, PythonProgram, RestartBudget, launch
 from anabranch.launch.meeting.addresses import check_directory
-from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.supervision.signals import collect_signals
 from anabranch.record.trace import check_trace_path
 from anabranch.transport.directory.redis_address import is_redis_url
@@ -173,58 +172,42 @@ def run(
     with collect_signals():
         outcome: JobOutcome | None = None
         try:
-            if engine == "ray":
-                from anabranch.launch.ray import RayError, launch_on_ray
-
-                try:
-                    outcome = launch_on_ray(
-                        PythonProgram(script, tuple(arguments or []), is_module=module, looks_here=module),
-                        workers=workers,
-                        servers=servers,
-                        experts=experts,
-                        address=address,
-                        resources=wanted,
-                        durability=durability,
-                        log_dir=logs,
-                        live=True,
-                        tell=tell,
-                        max_restarts=max_restarts,
-                        service_restarts=budget,
-                        checkpoint_seconds=checkpoint_seconds,
-                        trace=trace,
-                    )
-                except (RayError, ModuleNotFoundError) as error:
-                    tell(str(error))
-                    raise typer.Exit(1) from error
-                show_end(outcome, logs, verbose=verbose)
-                raise typer.Exit(outcome.exit_code)
-            with plain_errors("--host" if host else "SCRIPT"):  # the other options were checked as they were read
-                outcome = launch(
-                    script,
-                    arguments or [],
-                    is_module=module,
+            with plain_errors("--host" if host else "SCRIPT"):
+                job = JobSpec(
+                    program=PythonProgram(script, tuple(arguments or []), is_module=module, looks_here=module),
+                    log_dir=logs,
                     workers=workers,
                     servers=servers,
                     experts=experts,
                     durability=durability,
+                    checkpoint_seconds=checkpoint_seconds,
+                    max_restarts=max_restarts,
+                    service_restarts=budget,
                     host=host,
-                    log_dir=logs,
+                    directory=directory,
                     live=True,
                     verbose=verbose,
                     spawn=spawn,
-                    max_restarts=max_restarts,
-                    service_restarts=budget,
-                    checkpoint_seconds=checkpoint_seconds,
                     trace=trace,
-                    tell=tell,
-                    directory=directory,
+                    resources=wanted or {},
                 )
+                outcome = _launch_on_ray(job, address) if engine == "ray" else launch(job, tell)
             show_end(outcome, logs, verbose=verbose)
         finally:
             failed = outcome is not None and outcome.first_failure is not None
             if log_dir is None and not failed:
                 shutil.rmtree(logs, ignore_errors=True)
     raise typer.Exit(outcome.exit_code)
+
+
+def _launch_on_ray(job: JobSpec, address: str | None) -> JobOutcome:
+    from anabranch.launch.ray import RayError, launch_on_ray
+
+    try:
+        return launch_on_ray(job, tell, address=address)
+    except RayError as error:
+        tell(str(error))
+        raise typer.Exit(1) from error
 
 
 def _check_engine(engine: str, **given: object) -> None:

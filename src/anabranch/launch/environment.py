@@ -5,10 +5,12 @@ the services of the job are.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from anabranch.job import JOB_VARIABLE, MEETING_VARIABLE
+from anabranch.launch.spec import JobSpec
 from anabranch.transport.network.certificates import KEYS_VARIABLE
 
 __all__ = [
@@ -63,59 +65,52 @@ def service_environment(
 
 
 def expert_environment(
-    index: int,
-    experts: int,
-    workers: int,
-    *,
-    run_id: str,
-    threads: int,
-    base: Mapping[str, str],
-    listen: str | None = None,
+    spec: JobSpec, index: int, *, run_id: str, base: Mapping[str, str], listen: str | None = None
 ) -> dict[str, str]:
     """Return the whole environment of the expert process ``index``: it has its rank among the experts, but no worker's.
 
-    >>> env = expert_environment(1, 2, 1, run_id="x", threads=1, base={"MASTER_PORT": "29500"})
-    >>> env["ANABRANCH_ROLE"], env["RANK"], env["WORLD_SIZE"], "MASTER_PORT" in env
-    ('expert', '1', '2', False)
+    ``listen``: where it listens unless its script says so.
     """
     env = {name: value for name, value in base.items() if name not in _RENDEZVOUS}
     env |= {
         "ANABRANCH_ROLE": "expert",
-        "ANABRANCH_WORKERS": str(workers),
+        "ANABRANCH_WORKERS": str(spec.workers),
         LINGER_VARIABLE: str(LINGER_SECONDS),
         "RANK": str(index),
         "LOCAL_RANK": str(index),
-        "WORLD_SIZE": str(experts),
-        "LOCAL_WORLD_SIZE": str(experts),
+        "WORLD_SIZE": str(spec.experts),
+        "LOCAL_WORLD_SIZE": str(spec.experts),
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_RUN_ID": run_id,
     }
     if listen is not None:
         env[LISTEN_VARIABLE] = listen
-    env.setdefault("OMP_NUM_THREADS", str(threads))
+    env.setdefault("OMP_NUM_THREADS", str(threads_each(spec.workers + spec.experts)))
     return env
 
 
 def worker_environment(
+    spec: JobSpec,
     rank: int,
-    workers: int,
     *,
     run_id: str,
-    store_port: int,
-    error_file: Path,
+    master: tuple[str, int],
     base: Mapping[str, str],
-    experts: int = 0,
     meeting: Path | None = None,
 ) -> dict[str, str]:
     """Return the whole environment of worker ``rank``: ``base``, overridden by torchrun's variables.
 
-    >>> env = worker_environment(1, 2, run_id="x", store_port=29500, error_file=Path("/tmp/e"), base={})
-    >>> env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"], env["MASTER_PORT"]
-    ('1', '2', '1', '29500')
-
     ``OMP_NUM_THREADS`` stays as the user set it. Otherwise several workers and experts share the cores evenly, where
     torch would give each of them all cores, and torchrun one. A single worker is left to torch, as under plain
     ``python``.
+
+    Args:
+        spec: the job.
+        rank: the worker's.
+        run_id: of the attempt.
+        master: where the store listens for scripts that make their own process group.
+        base: what all processes have.
+        meeting: the file through which the workers meet; ``None`` where they do not share a machine.
     """
     env = dict(base)
     env |= {
@@ -125,23 +120,27 @@ def worker_environment(
         "ROLE_RANK": str(rank),
         "ROLE_NAME": "worker",
         JOB_VARIABLE: run_id,
-        "WORLD_SIZE": str(workers),
-        "LOCAL_WORLD_SIZE": str(workers),
+        "WORLD_SIZE": str(spec.workers),
+        "LOCAL_WORLD_SIZE": str(spec.workers),
         "GROUP_WORLD_SIZE": "1",
-        "ROLE_WORLD_SIZE": str(workers),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store_port),
+        "ROLE_WORLD_SIZE": str(spec.workers),
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": str(master[1]),
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_ERROR_FILE": str(error_file),
+        "TORCHELASTIC_ERROR_FILE": os.path.join(tempfile.gettempdir(), f"anabranch-{run_id}-{rank}.json"),
     }
-    if meeting is not None:
+    if meeting is None:  # a rank has its actor, and so its GPU, for itself
+        alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        env |= alone | {"GROUP_RANK": str(rank), "GROUP_WORLD_SIZE": str(spec.workers)}
+    else:
         env[MEETING_VARIABLE] = str(meeting)
+        env["TORCHELASTIC_ERROR_FILE"] = str(meeting.with_name(f"error-{rank}.json"))
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    if workers + experts > 1:
-        env.setdefault("OMP_NUM_THREADS", str(threads_each(workers + experts)))
+    if spec.workers + spec.experts > 1 and meeting is not None:
+        env.setdefault("OMP_NUM_THREADS", str(threads_each(spec.workers + spec.experts)))
     return env
 
 

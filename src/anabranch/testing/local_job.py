@@ -13,7 +13,7 @@ from typing import Any
 
 from anabranch.deadline import check_seconds
 from anabranch.errors import DeadlineExceeded, RemoteError
-from anabranch.launch import Durability, JobOutcome, Patience, launch
+from anabranch.launch import Durability, JobOutcome, JobSpec, Patience, PythonProgram, launch
 from anabranch.launch.forks.conditions import why_no_fork_server
 from anabranch.launch.forks.launcher_side import kept_fork_server
 
@@ -140,22 +140,20 @@ class LocalJob:
             told: list[str] = []
             environment = {**os.environ, **self._environment}
             forks = not self._spawn and why_no_fork_server(environment) is None
-            outcome = launch(
-                Path(script),
-                arguments,
+            spec = JobSpec(
+                program=PythonProgram(str(script), tuple(arguments)),
+                log_dir=Path(directory),
                 workers=self.workers,
                 servers=self.servers,
                 experts=self.experts,
                 durability=self._durability,
                 host=self._host,
-                log_dir=Path(directory),
                 environment=environment,
-                patience=self._patience,
+                patience=self._patience or Patience(),
                 seconds=self.timeout,
-                tell=told.append,
                 spawn=self._spawn,
-                server=kept_fork_server(environment) if forks else None,
             )
+            outcome = launch(spec, told.append, server=kept_fork_server(environment) if forks else None)
             return _result(outcome, told)
 
     def run_source(self, source: str, *arguments: str) -> JobResult:

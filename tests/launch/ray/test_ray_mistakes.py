@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from anabranch.launch import JobSpec
+from anabranch.launch.job import Attempt
 from anabranch.launch.job_file import JobFile
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.ray import RayError, run
 from anabranch.launch.ray.cluster import connected, import_ray
-from anabranch.launch.ray.ray_engine import _Attempt
+from anabranch.launch.ray.ray_engine import _Site
 from anabranch.launch.ray.resources import parse_resources, resources_of
 from anabranch.launch.supervision.signals import Stopped
 
@@ -59,8 +61,11 @@ class _Answering(_Failing):
         return reference
 
 
-def _attempt(ray: ModuleType, folder: Path) -> _Attempt:
-    return _Attempt(ray, PythonProgram("train.py"), 1, 0, 0, {}, "none", 300.0, JobFile(folder), {})
+def _site(ray: ModuleType, folder: Path, said: list[str] | None = None, **options: Any) -> _Site:
+    (folder / "train.py").touch()
+    spec = JobSpec(program=PythonProgram(str(folder / "train.py")), log_dir=folder, **options)
+    tell = [].append if said is None else said.append
+    return _Site(ray, Attempt(spec, 0, {}, JobFile(folder), tell, raises=False))
 
 
 def test_a_node_without_the_package_is_reported_in_one_sentence(tmp_path: Path) -> None:
@@ -68,14 +73,14 @@ def test_a_node_without_the_package_is_reported_in_one_sentence(tmp_path: Path) 
     with pytest.raises(
         RayError, match=r"a node of the cluster does not have Anabranch: pip install 'anabranch\[ray\]'"
     ):
-        _attempt(_Failing(words), tmp_path)._ask(None)
+        _site(_Failing(words), tmp_path)._ask(None)
 
 
 def test_a_signal_ends_a_wait_for_a_node_before_the_job_has_begun(tmp_path: Path) -> None:
-    attempt = _attempt(_Failing("nobody asks"), tmp_path)
-    attempt._stop(signal.SIGINT, again=False)
+    site = _site(_Failing("nobody asks"), tmp_path)
+    site._attempt.stop(signal.SIGINT)
     with pytest.raises(Stopped):
-        attempt._ask(None)
+        site._ask(None)
 
 
 def test_a_ray_of_another_version_is_named_with_the_one_that_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,10 +160,10 @@ def test_the_places_of_files_and_server_logs_are_printed(
     sees: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    attempt = _Attempt(_Answering(""), PythonProgram("train.py"), 1, 1, 0, {}, "log", 300.0, JobFile(tmp_path), {})
-    actor = SimpleNamespace(sees=SimpleNamespace(remote=lambda path: sees and Path(path).exists()))
-    attempt._actors = {("worker", 0): actor, ("parameters", 0): actor}
     said: list[str] = []
-    attempt._look_where_storage_is(said.append)
+    site = _site(_Answering(""), tmp_path, said, servers=1, durability="log")
+    actor = SimpleNamespace(sees=SimpleNamespace(remote=lambda path: sees and Path(path).exists()))
+    site._actors = {("worker", 0): actor, ("parameters", 0): actor}
+    site.look_where_storage_is()
     assert ("worker 0, parameters 0 run on nodes without access to" in said[0]) == (not sees)
     assert "--durability log on their own node's disk, which other nodes cannot read" in said[-1]

@@ -1,4 +1,4 @@
-"""An actor without Ray: a process that is followed, signalled, and killed when it is not followed."""
+"""An actor without Ray: a process that is followed, and signalled."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.ray import role_actor as role_actor_module
 from anabranch.launch.ray.role_actor import RoleActor
+from anabranch.launch.supervision.worker import ProcessSpec
 from waiting import wait_until
 
 ENVIRONMENT = {**os.environ, "TORCHELASTIC_RUN_ID": "actor-test"}
@@ -29,6 +30,11 @@ def actor(monkeypatch: pytest.MonkeyPatch) -> Iterator[RoleActor]:
 def _program(folder: Path, source: str) -> PythonProgram:
     (folder / "role.py").write_text(source)
     return PythonProgram("role.py")
+
+
+def _start(actor: RoleActor, program: PythonProgram, folder: Path, *, apart: bool = False, **environment: str) -> int:
+    spec = ProcessSpec("worker", 0, program, {**ENVIRONMENT, **environment}, Path("/on/another/machine/worker-0.log"))
+    return actor.start(spec, 0, str(folder), apart)
 
 
 def _follow_to_the_end(actor: RoleActor) -> tuple[dict[int, bytes], int]:
@@ -50,26 +56,17 @@ def test_a_role_has_its_keys_and_its_output_and_exit_code_are_reported(actor: Ro
         "print('trouble', file=sys.stderr)\n"
         "sys.exit(3)\n",
     )
-    actor.start(program, ENVIRONMENT, str(tmp_path), True)
+    _start(actor, program, tmp_path, apart=True)
     assert _follow_to_the_end(actor) == ({1: b"secret 0o600\n", 2: b"trouble\n"}, 3)
 
 
 def test_a_process_frozen_on_its_node_is_reported_until_it_resumes(actor: RoleActor, tmp_path: Path) -> None:
-    pid = actor.start(_program(tmp_path, "import time; time.sleep(600)"), ENVIRONMENT, str(tmp_path), False)
+    pid = _start(actor, _program(tmp_path, "import time; time.sleep(600)"), tmp_path)
     assert not actor.follow().stopped
     os.kill(pid, signal.SIGSTOP)
     wait_until(lambda: actor.follow().stopped)
     os.kill(pid, signal.SIGCONT)
     wait_until(lambda: not actor.follow().stopped)
-
-
-def test_a_process_that_is_not_followed_is_killed_at_the_end_of_its_lease(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(role_actor_module, "LEASE_SECONDS", 0.2)
-    with closing(RoleActor({}, "127.0.0.1")) as short:
-        pid = short.start(_program(tmp_path, "import time; time.sleep(600)"), ENVIRONMENT, str(tmp_path), False)
-        wait_until(lambda: not Path(f"/proc/{pid}").exists())
 
 
 def test_closing_kills_the_process_and_its_children(tmp_path: Path) -> None:
@@ -80,7 +77,7 @@ def test_closing_kills_the_process_and_its_children(tmp_path: Path) -> None:
             "print(child.pid, flush=True)\n"
             "time.sleep(600)\n"
         )
-        pid = actor.start(_program(tmp_path, source), ENVIRONMENT, str(tmp_path), False)
+        pid = _start(actor, _program(tmp_path, source), tmp_path)
         output: list[tuple[int, bytes]] = []
         wait_until(lambda: output.extend(actor.follow().output) or output)
         child = int(output[0][1])
@@ -90,7 +87,7 @@ def test_closing_kills_the_process_and_its_children(tmp_path: Path) -> None:
 
 def test_a_script_that_the_node_does_not_have_is_named_with_the_cure(actor: RoleActor, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"node 127\.0\.0\.1 has no 'train\.py'.*shared storage"):
-        actor.start(PythonProgram("train.py"), ENVIRONMENT, str(tmp_path), False)
+        _start(actor, PythonProgram("train.py"), tmp_path)
 
 
 def test_a_process_s_status_is_sent_once_and_its_recording_on_request(actor: RoleActor, tmp_path: Path) -> None:
@@ -103,23 +100,13 @@ def test_a_process_s_status_is_sent_once_and_its_recording_on_request(actor: Rol
         "sys.stdin.read()\n"
         "import time; time.sleep(600)\n",
     )
-    environment = {**ENVIRONMENT, "ANABRANCH_STATUS": "worker-0", "ANABRANCH_TRACE": "/on/another/machine"}
-    actor.start(program, environment, str(tmp_path), True)
-    told: list[bytes] = []
+    _start(actor, program, tmp_path, apart=True, ANABRANCH_TRACE="/on/another/machine")
+    statuses: list[bytes] = []
     said: list[tuple[int, bytes]] = []
     while not said:
         news = actor.follow()
         said += news.output
-        told += [news.told] if news.told else []
-    told += [more] if (more := actor.follow().told) else []
-    assert told == [b"{}"]
+        statuses += [news.status] if news.status else []
+    statuses += [more] if (more := actor.follow().status) else []
+    assert statuses == [b"{}"]
     assert actor.recorded() == {"worker-0.7.spans": b"spans"}
-
-
-def test_a_process_that_starts_late_is_given_a_whole_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(role_actor_module.time, "monotonic", lambda: clock[0])
-    with closing(RoleActor({}, "127.0.0.1")) as actor:
-        clock[0] = 2 * role_actor_module.LEASE_SECONDS
-        actor.start(_program(tmp_path, "import time; time.sleep(600)"), ENVIRONMENT, str(tmp_path), False)
-        assert actor._followed == clock[0]

@@ -21,49 +21,17 @@ _DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
 
 # Read when the interpreter, the C library, torch, NumPy or numba is loaded.
 _READ_AT_START = (
-    "PYTHON",
-    "LD_",
-    "GLIBC_",
-    "MALLOC_",
-    "LC_",
-    "LANG",
-    "OMP_",
-    "GOMP_",
-    "KMP_",
-    "MKL_",
-    "OPENBLAS_",
-    "GOTO_",
-    "NPY_",
-    "NUMPY_",
-    "NUMBA_",
-    "TORCH",
-    "PYTORCH",
-    "ATEN_",
-    "DNNL_",
-    "ONEDNN_",
-    "CUDA",
-    "NVIDIA_",
-    "NCCL_",
-    "HIP_",
-    "ROCR_",
-    "ASAN_",
-    "TSAN_",
-    "VIRTUAL_ENV",
+    *("PYTHON", "LD_", "GLIBC_", "MALLOC_", "LC_", "LANG", "VIRTUAL_ENV"),
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "NPY_", "NUMPY_", "NUMBA_"),
+    *("TORCH", "PYTORCH", "ATEN_", "DNNL_", "ONEDNN_", "CUDA", "NVIDIA_", "NCCL_", "HIP_", "ROCR_", "ASAN_", "TSAN_"),
 )
 # ... except for these, which are read when they are needed, or which a fork sets itself.
 _READ_LATER = (
-    "OMP_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "PYTHONFAULTHANDLER",
-    "PYTHONUNBUFFERED",
-    "TORCHELASTIC_",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    "TORCHINDUCTOR_CACHE_DIR",
-    "TORCH_HOME",
-    # # Set by importing scikit-learn: a second copy of Intel's OpenMP may be loaded, and none is set up again in a
-    # fork. Neither makes a started process differ from a fork.
-    "KMP_DUPLICATE_LIB_OK",
-    "KMP_INIT_AT_FORK",
+    *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PYTHONFAULTHANDLER", "PYTHONUNBUFFERED"),
+    *("TORCHELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHINDUCTOR_CACHE_DIR", "TORCH_HOME"),
+    # Set by importing scikit-learn: a second copy of Intel's OpenMP may be loaded, and none is set up again in a fork.
+    # Neither makes a started process differ from a fork.
+    *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),
 )
 # If these are set at all, each process is bound to processors, or monitored, from its start.
 _FROM_THE_START = ("OMP_", "GOMP_", "KMP_", "COVERAGE_PROCESS_", "COV_CORE_")

@@ -5,20 +5,19 @@ from __future__ import annotations
 import atexit
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from types import TracebackType
 
 from anabranch.deadline import Deadline
-from anabranch.launch.forks.forked_process import ForkedProcess, ignored_signals, umask
-from anabranch.launch.forks.title import ARGUMENTS_ROOM, ENVIRONMENT_ROOM
+from anabranch.launch.forks.process_state import ARGUMENTS_ROOM, ENVIRONMENT_ROOM
 from anabranch.launch.python_program import PythonProgram
-from anabranch.launch.socket_messages import receive, send
+from anabranch.launch.socket_messages import Message, receive, send
 from anabranch.record.process import STATUS_VARIABLE, TRACE_VARIABLE
 
 __all__ = ["ForkServer", "ForkServerError", "close_kept_fork_server", "kept_fork_server"]
@@ -100,22 +99,19 @@ class ForkServer:
         """
         directory = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         reader, report = os.pipe()
-        role = ForkedProcess(
-            name,
-            program,
-            dict(environment),
-            launcher=os.getpid(),
-            ignored=ignored_signals(),
-            blocked=tuple(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))),
-            umask=umask(),
-            stdio=(stdin, stdout, stderr),
-            directory=directory,
-            report=report,
-        )
+        role: Message = {
+            "name": name,
+            "program": asdict(program),
+            "environment": dict(environment),
+            "launcher": os.getpid(),
+        }
         try:
             with self._lock:
                 self._meet()
-                self._ask(role)
+                try:
+                    send(self._channel, role, (stdin, stdout, stderr, directory, report))
+                except OSError as error:
+                    raise ForkServerError(f"the fork server is gone: {error}") from None
             os.close(report)
             report = -1
             return self._reported(reader)
@@ -160,12 +156,6 @@ class ForkServer:
             raise ForkServerError(f"the fork server could not import what its forks need:\n{message['error']}")
         self._channel.settimeout(_FORK_SECONDS)
         self._ready = True
-
-    def _ask(self, role: ForkedProcess) -> None:
-        try:
-            send(self._channel, *role.to_message())
-        except OSError as error:
-            raise ForkServerError(f"the fork server is gone: {error}") from None
 
     def _reported(self, reader: int) -> int:
         deadline = Deadline.after(_FORK_SECONDS)

@@ -14,7 +14,8 @@ from pathlib import Path
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.ray.cluster import RayError
 from anabranch.launch.ray.ray_engine import launch_on_ray
-from anabranch.launch.ray.resources import Resources, check_resources
+from anabranch.launch.ray.resources import check_resources
+from anabranch.launch.spec import JobSpec, Resources
 
 __all__ = ["RayError", "launch_on_ray", "run"]
 
@@ -47,26 +48,19 @@ def run(
         RayError: the cluster cannot be reached, or cannot run the job; names the cure.
         ModuleNotFoundError: without the extra ``ray``.
     """
-    if workers < 1 or servers < 0 or experts < 0:
-        raise ValueError(
-            f"a job has at least 1 worker and at least 0 servers and experts; got {workers}, {servers}, {experts}"
-        )
     check_resources(resources or {})
-    program = PythonProgram(str(script), tuple(map(str, args)))
-    program.check()
     with tempfile.TemporaryDirectory(prefix="anabranch-logs-") as folder:
-        outcome = launch_on_ray(
-            program,
+        spec = JobSpec(
+            program=PythonProgram(str(script), tuple(map(str, args))),
+            log_dir=Path(folder),
             workers=workers,
             servers=servers,
             experts=experts,
-            address=address,
-            resources=resources,
-            log_dir=Path(folder),
-            live=True,
-            tell=_tell,
             max_restarts=max_restarts,
+            live=True,
+            resources=resources or {},
         )
+        outcome = launch_on_ray(spec, _tell, address=address)
         first = outcome.first_failure
         if first is not None:
             _tell(f"{first.describe()}\n{first.last_words()}")

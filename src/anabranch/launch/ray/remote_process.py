@@ -9,27 +9,20 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from anabranch.launch.job_file import Elsewhere
 from anabranch.launch.job_status import ahead
-from anabranch.launch.ray.role_actor import LEASE_SECONDS, RoleEvents
+from anabranch.launch.ray.role_actor import RoleEvents
 from anabranch.launch.supervision.outcome import Exit
 from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
 from anabranch.record.process import replace_text
 
-__all__ = ["RemoteProcess"]
+__all__ = ["ANSWER_SECONDS", "RemoteProcess"]
 
-
-class _LostExit(Exit):
-    """The end of a process whose node was lost; its exit status is unknown."""
-
-    __slots__ = ()
-
-    def describe(self) -> str:
-        """One line: who, and how it ended."""
-        return f"{self.who} was lost with its Ray node"
+ANSWER_SECONDS = 20.0
+"""Seconds after which an actor that does not answer is lost."""
 
 
 class RemoteProcess(RoleProcess):
@@ -44,7 +37,7 @@ class RemoteProcess(RoleProcess):
         seen: called with the process's state, on any thread, as often as it is looked at.
 
     Attributes:
-        lost_at: when an actor that was lost was last followed; ``None`` while it is there.
+        lost: whether the actor is lost.
     """
 
     def __init__(
@@ -61,7 +54,7 @@ class RemoteProcess(RoleProcess):
         self._fetch = fetch
         self._seen = seen
         self._describe(spec, restarted)
-        self.lost_at: float | None = None
+        self.lost = False
         self._code = -signal.SIGKILL
         self.pid = begin()
         self.pidfd, self._end = os.pipe()
@@ -76,10 +69,7 @@ class RemoteProcess(RoleProcess):
     @property
     def exit(self) -> Exit:
         """Its exit."""
-        found = super().exit
-        if self.lost_at is None or self.stopped:
-            return found
-        return _LostExit(**{field.name: getattr(found, field.name) for field in fields(found)})
+        return replace(super().exit, node_lost=self.lost and not self.stopped)
 
     def signal(self, number: signal.Signals) -> None:
         """Send ``number``; does nothing if the actor is lost."""
@@ -92,35 +82,31 @@ class RemoteProcess(RoleProcess):
         """Stop or continue it."""
         if self.running:
             with suppress(Exception):  # as in ``signal``
-                self._actor.signal.remote(int(number))
+                self._actor.signal_group.remote(int(number))
 
     def reap(self) -> None:
         """Take the exit code of a process that has ended."""
-        self._follower.join(LEASE_SECONDS)
+        self._follower.join(ANSWER_SECONDS)
         self.ended_at = time.time()
         self.exit_code = self._code
         os.close(self.pidfd)
-        if self.lost_at is not None:  # its place is gone with it
+        if self.lost:  # its place is gone with it
             self.spec = replace(self.spec, restarts=None)
         self._seen("gone")
 
     def abandon(self) -> None:
         """Count a process whose node does not answer as killed."""
-        if self.lost_at is None:
-            self.lost_at = time.monotonic()
+        self.lost = True
         self.ended_at = time.time()
         self.exit_code = -signal.SIGKILL
         self._seen("gone")
 
     def _follow(self) -> None:
-        followed = time.monotonic()
         log = self.log.open("ab", buffering=0)
         try:
             while True:
-                asked = time.monotonic()
-                news = self._news()
-                followed = asked
-                self._keep_told(news)
+                news: RoleEvents = self._fetch(self._actor.follow.remote(), ANSWER_SECONDS)
+                self._keep_status(news)
                 self._seen("stopped" if news.stopped else "running")
                 for stream, data in news.output:
                     with suppress(OSError):
@@ -129,7 +115,7 @@ class RemoteProcess(RoleProcess):
                     self._code = news.code
                     return
         except Exception as error:  # noqa: BLE001  of Ray, whose errors are many: the actor is lost
-            self.lost_at = followed
+            self.lost = True
             why = str(error).strip().splitlines()
             with suppress(OSError):
                 line = f"anabranch: the Ray node of {self.role} {self.rank} was lost: {why[0] if why else error!r}"
@@ -140,16 +126,12 @@ class RemoteProcess(RoleProcess):
                 os.close(descriptor)
             os.close(self._end)
 
-    def _keep_told(self, news: RoleEvents) -> None:
+    def _keep_status(self, news: RoleEvents) -> None:
         """Write the process's reported status for ``anabranch status``, in times of this machine's clock."""
-        if news.told:
-            status = ahead(json.loads(news.told), time.monotonic() - news.now)
+        if news.status:
+            status = ahead(json.loads(news.status), time.monotonic() - news.now)
             with suppress(OSError):  # a full disk, a folder that was removed
                 replace_text(self.log.with_suffix(".status"), json.dumps(status) + "\n")
-
-    def _news(self) -> RoleEvents:
-        found: RoleEvents = self._fetch(self._actor.follow.remote(), LEASE_SECONDS)
-        return found
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

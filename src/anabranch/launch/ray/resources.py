@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-__all__ = ["Resources", "check_resources", "parse_resources", "resources_of"]
+from anabranch.launch.spec import Resources
 
-Resources = Mapping[str, Mapping[str, float]]
-"""By role (``worker``, ``server``, ``expert``): the amount of each resource, by Ray's name for it."""
+__all__ = ["check_resources", "parse_resources", "resources_of"]
 
 _ROLES = ("worker", "server", "expert")
 _CPU = {"worker": 0.5, "server": 0.25, "expert": 0.25}

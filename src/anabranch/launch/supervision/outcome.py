@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["Exit", "JobOutcome", "Role", "called"]
+from anabranch.record.process import read_regular
+
+__all__ = ["EndingError", "Exit", "JobOutcome", "Role", "called", "error_of"]
 
 Role = Literal["worker", "parameters", "expert", "rendezvous"]
 """The role of a process of a job."""
@@ -17,8 +20,6 @@ _TAIL_LINES = 20
 _MOST_LINES = 200
 _TAIL_BYTES = 1 << 20
 _TRACEBACK = "Traceback (most recent call last):"
-_LOST = "anabranch.errors.PeerLost:"
-_OF_A_RANK = "(peer rank"
 _CHAINED = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
@@ -35,6 +36,39 @@ def called(role: Role, rank: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class EndingError:
+    """The uncaught error that ended a process, from its status record.
+
+    Attributes:
+        type: the name of its class.
+        message: its words, without notes.
+        at: when it was raised, in seconds since the epoch.
+        lost: the process whose loss it reports, or was caused by, if that is known; else ``None``.
+        is_loss: whether it reports the loss of another process.
+    """
+
+    type: str
+    message: str
+    at: float
+    lost: str | None = None
+    is_loss: bool = False
+
+    @property
+    def blames_a_worker(self) -> bool:
+        """True if another worker was lost, and not a server: rank 0's screen is not shown that error."""
+        return self.is_loss and (self.lost or "").startswith("rank")
+
+
+def error_of(log: Path, pid: int) -> EndingError | None:
+    """Return the error that ended the process with this log, if it has recorded one."""
+    try:
+        record = json.loads(read_regular(log.with_suffix(".status")))
+        return EndingError(**record["error"]) if record["pid"] == pid else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+@dataclass(frozen=True, slots=True)
 class Exit:
     """The end of one process.
 
@@ -48,6 +82,8 @@ class Exit:
         role: what it did.
         forgiven: whether the job continued without it.
         early: whether it ended although there was still something to do for it, a service while workers run.
+        error: the uncaught error that ended it.
+        node_lost: whether its end is not known, because its Ray node was lost.
     """
 
     rank: int
@@ -59,6 +95,8 @@ class Exit:
     role: Role = "worker"
     forgiven: bool = False
     early: bool = False
+    error: EndingError | None = None
+    node_lost: bool = False
 
     @property
     def who(self) -> str:
@@ -76,6 +114,8 @@ class Exit:
 
     def describe(self) -> str:
         """One line: who, and how it ended."""
+        if self.node_lost:
+            return f"{self.who} was lost with its Ray node"
         if self.code >= 0:
             when = " while workers still ran" if self.early else ""
             return f"{self.who} (pid {self.pid}) exited with code {self.code}{when}"
@@ -94,24 +134,19 @@ class Exit:
         start = _traceback_start(lines)
         return "\n".join(lines[-_TAIL_LINES:] if start is None else lines[start : start + _MOST_LINES])
 
+    @property
     def failed_at(self) -> float:
-        """Return the time of its failure, in seconds since the epoch.
+        """The time of its failure, in seconds since the epoch.
 
-        A worker that raised has written its traceback before it closed connections on which others may wait, and
-        closing takes a while: the time of writing, to a few milliseconds, shows which worker failed first; the exit
-        time does not.
+        A worker that raised closes connections on which others may wait, and takes a while to end: the time of the
+        error shows which worker failed first; the exit time does not.
         """
-        if self.code > 0 and _traceback_start(self._lines()) is not None:
-            return min(self.ended_at, self.log.stat().st_mtime)
-        return self.ended_at
+        return self.ended_at if self.error is None else min(self.ended_at, self.error.at)
 
-    def blames_another(self) -> bool:
-        """Return True if its last error reports that another process was lost."""
-        return any(_LOST in line for line in self.last_words().splitlines())
-
-    def blames_a_worker(self) -> bool:
-        """Return True if that was another worker, and not a server: rank 0's screen was not shown that error."""
-        return any(_LOST in line and _OF_A_RANK in line for line in self.last_words().splitlines())
+    @property
+    def is_consequence(self) -> bool:
+        """True if its error reports that another process was lost."""
+        return self.error is not None and self.error.is_loss
 
     def _lines(self) -> list[str]:
         with suppress(OSError), self.log.open("rb") as file:  # a folder that was removed
@@ -146,7 +181,7 @@ class JobOutcome:
         Clocks decide, except for one that failed because another was lost: it may be reaped before that one is.
         """
         failures = [exit_ for exit_ in (*self.exits, *self.services) if not exit_.well and not exit_.stopped]
-        return min(failures, key=lambda exit_: (exit_.blames_another(), exit_.failed_at()), default=None)
+        return min(failures, key=lambda exit_: (exit_.is_consequence, exit_.failed_at), default=None)
 
     @property
     def exit_code(self) -> int:

@@ -10,17 +10,23 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from anabranch.launch.forks.launcher_side import ForkServer
-from anabranch.launch.output.screen import Screen
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.supervision import parent_death
 from anabranch.launch.supervision.budget import RestartBudget
-from anabranch.launch.supervision.outcome import Exit, Role
+from anabranch.launch.supervision.outcome import Exit, Role, error_of
 from anabranch.record.process import STATUS_VARIABLE
 
 __all__ = ["ProcessSpec", "RoleProcess"]
+
+
+class Output(Protocol):
+    """The descriptors that take a process's output."""
+
+    stdout: int
+    stderr: int
 
 
 def _never() -> bool:
@@ -37,12 +43,13 @@ class ProcessSpec:
         program: what it runs.
         environment: the whole of it.
         log: the file for its output.
-        screen: shows the output, too.
+        screen: shows the output, too, and keeps it.
         stdin: what it reads; nothing by default, or what the launcher reads where there is a screen.
         server: forks it; a plain process is started where there is none.
         restarts: how often it is restarted when it dies; never by default.
         has_served: whether it has ever served: a service that never did is not restarted.
         endpoint: where it listens, if that is known before.
+        cwd: where it starts, of a plain process; where this process is by default.
     """
 
     role: Role
@@ -50,12 +57,13 @@ class ProcessSpec:
     program: PythonProgram
     environment: Mapping[str, str]
     log: Path
-    screen: Screen | None = None
+    screen: Output | None = None
     stdin: int | None = None
     server: ForkServer | None = None
     restarts: RestartBudget | None = None
     has_served: Callable[[], bool] = _never
     endpoint: str | None = None
+    cwd: str | None = None
 
 
 def _open_log(path: Path, *, anew: bool) -> BinaryIO:
@@ -126,7 +134,13 @@ class RoleProcess:
                 return spec.server.fork(name, spec.program, environment, stdin, stdout, stderr)
             tied = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), *spec.program.command]
             process = subprocess.Popen(
-                tied, env=environment, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
+                tied,
+                env=environment,
+                cwd=spec.cwd,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
             )
         process.returncode = 0  # reaped by `reap`, which has a pidfd; it need not be by this object
         return process.pid
@@ -144,6 +158,7 @@ class RoleProcess:
             role=self.role,
             forgiven=self.forgiven,
             early=self.early,
+            error=error_of(self.log, self.pid),
         )
 
     @property

@@ -1,0 +1,269 @@
+"""Runs a job: its roles are started at a site, watched until the last worker has ended, and started again if it fails.
+
+::
+
+    run_job ── attempt ── site (this machine, or a Ray cluster)
+                   ├── rendezvous          the store and the directory, there before all others
+                   ├── parameters 0..S-1   anabranch serve parameters
+                   ├── expert 0..N-1       SCRIPT, up to job.serve()
+                   └── worker 0..W-1       SCRIPT, a torch.distributed job
+
+The whole job restarts: workers that lost a step together with a server go back together, to the last complete
+checkpoint, which the script finds where it saved it. Parameter servers begin empty, so they hold only the state that
+the script loads.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from anabranch.held_error import HELD_ERROR_VARIABLE, move_held_error
+from anabranch.launch.environment import (
+    LINGER_SECONDS,
+    expert_environment,
+    service_environment,
+    worker_environment,
+)
+from anabranch.launch.job_file import JobFile
+from anabranch.launch.job_trace import JobTrace
+from anabranch.launch.meeting.rendezvous import expert_mark
+from anabranch.launch.output.long_waits import LongWaits
+from anabranch.launch.output.screen import Screen
+from anabranch.launch.python_program import PythonProgram
+from anabranch.launch.spec import JobSpec
+from anabranch.launch.supervision.outcome import JobOutcome
+from anabranch.launch.supervision.signals import Stopped, collect_signals
+from anabranch.launch.supervision.supervisor import Supervisor
+from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
+
+__all__ = ["Attempt", "Engine", "Site", "run_job"]
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One attempt at a job.
+
+    Attributes:
+        spec: the job.
+        number: how many there were before.
+        base: the environment that all its processes have.
+        job_file: lists its processes.
+        tell: called with each line that a user should see at once.
+        run_id: its name, in the environment of each of its processes.
+        stopped: the signal that ended it before the user's first process was started.
+        raises: whether that signal raises ``Stopped`` in its handler; where an engine loses exceptions, it calls
+            ``check`` instead.
+    """
+
+    spec: JobSpec
+    number: int
+    base: Mapping[str, str]
+    job_file: JobFile
+    tell: Callable[[str], None]
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    stopped: signal.Signals | None = None
+    raises: bool = True
+
+    def stop(self, number: signal.Signals) -> None:
+        """End at once, as nothing is lost by that: a handler."""
+        if self.stopped is None:
+            self.stopped = number
+            if self.raises:
+                raise Stopped(number)
+
+    def check(self) -> None:
+        """Raise ``Stopped`` if a signal has come."""
+        if self.stopped is not None:
+            raise Stopped(self.stopped)
+
+    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        """End of its block."""
+        return isinstance(error, Stopped)
+
+    @property
+    def run(self) -> str | None:
+        """Its name in a directory that other jobs use, too; ``None`` where it has its own."""
+        return None if self.spec.directory is None else self.run_id
+
+
+class Site(ABC):
+    """Where the roles of an attempt run, while its block lasts.
+
+    Attributes:
+        rendezvous: the process through which all meet; it is ready.
+        master: host and port of the store for scripts that make their own process group.
+        meeting: the file through which workers of one machine meet.
+        directory: the directory's endpoint; ``None`` of a job without services.
+        parameters: the endpoint of each parameter server.
+        keys: the directory of certificates, where all processes see one.
+    """
+
+    rendezvous: RoleProcess
+    master: tuple[str, int]
+    meeting: Path | None
+    directory: str | None
+    parameters: Sequence[str]
+    keys: Path | None
+
+    @abstractmethod
+    def start(self, spec: ProcessSpec, restarted: int) -> RoleProcess:
+        """Start a role, at any time; ``restarted``: how often it was started before."""
+
+    @abstractmethod
+    def state(self, shard: int) -> str:
+        """Return a folder that outlives the process of a parameter server."""
+
+    @abstractmethod
+    def expert_endpoints(self, index: int) -> tuple[str | None, str | None]:
+        """Return where an expert process listens, if that is known, and what it must be told to listen there."""
+
+    @abstractmethod
+    def is_announced(self, uid: str) -> bool:
+        """Return True if ``uid`` is in the directory."""
+
+
+class Engine(Protocol):
+    """Makes the site of each attempt."""
+
+    def site(self, attempt: Attempt) -> AbstractContextManager[Site]:
+        """Make it ready; the end of the block ends what it has started."""
+
+
+def run_job(spec: JobSpec, engine: Engine, tell: Callable[[str], None]) -> JobOutcome:
+    """Run the job, and again as long as it fails on its own and restarts are left.
+
+    When it returns, no process that the job started is left.
+    """
+    started = time.monotonic()
+    with ExitStack() as stack:
+        stack.enter_context(collect_signals())
+        job_file = JobFile(spec.log_dir, tell, trace=spec.trace)
+        base = spec.base
+        if spec.trace is not None:
+            base |= stack.enter_context(JobTrace(spec.trace, spec.log_dir, job_file.services, tell))
+        stack.callback(job_file.ended)
+        job_file.expects(spec.counts)
+        for number in range(spec.max_restarts + 1):
+            if number:
+                job_file.all_return()
+            left = None if spec.seconds is None else max(spec.seconds - (time.monotonic() - started), 0.0)
+            outcome = _run(engine, Attempt(replace(spec, seconds=left), number, base, job_file, tell))
+            failure = outcome.first_failure
+            if failure is None or outcome.interrupted is not None or outcome.timed_out or number == spec.max_restarts:
+                break
+            tell(f"{failure.describe()}; restarting the job ({number + 1} of {spec.max_restarts})")
+    return replace(outcome, seconds=time.monotonic() - started)
+
+
+def _run(engine: Engine, attempt: Attempt) -> JobOutcome:
+    spec, tell = attempt.spec, attempt.tell
+    started = time.monotonic()
+    log, held = (spec.log_dir.absolute() / f"worker-0.{name}" for name in ("log", "error"))
+    workers: list[RoleProcess] = []
+    services: list[RoleProcess] = []
+    with ExitStack() as stack:
+        stack.push(attempt.leave)
+        stack.callback(move_held_error, held, log)
+        screen = stack.enter_context(Screen(log, tell, goes_on=attempt.number > 0)) if spec.live else None
+        say = attempt.tell = screen.say if screen else tell
+        signals = stack.enter_context(collect_signals())
+        stack.callback(signals.call_on_stop, None)
+        signals.call_on_stop(attempt.stop)
+        site = stack.enter_context(engine.site(attempt))
+        signals.call_on_stop(None)  # from here on the supervisor's loop looks at them
+        attempt.check()
+        supervisor = Supervisor(
+            workers,
+            signals,
+            services=services,
+            rendezvous=site.rendezvous,
+            start=site.start,
+            returns=lambda role: attempt.job_file.returns(role.role, role.rank),
+            screen=screen,
+            monitors=[LongWaits(spec.log_dir, say)] if screen else [],
+            patience=spec.patience,
+            seconds=spec.seconds,
+            tell=say,
+        )
+        stack.callback(supervisor.kill)
+        services.extend(site.start(role, attempt.number) for role in _services(attempt, site))
+        for role in _workers(attempt, site):
+            if role.rank == 0 and screen is not None:
+                hold = {} if spec.verbose else {HELD_ERROR_VARIABLE: str(held)}
+                role = replace(role, screen=screen, environment={**role.environment, **hold})
+            workers.append(site.start(role, attempt.number))
+        if screen is not None:
+            screen.started()
+        supervisor.run()
+    if attempt.stopped is not None:
+        tell(f"{attempt.stopped.name}: stopped before all processes had started")
+        return JobOutcome((), attempt.stopped, timed_out=False, seconds=time.monotonic() - started)
+    ended = [*services, *([site.rendezvous] if site.rendezvous.early else [])]
+    return JobOutcome(
+        exits=tuple(process.exit for process in workers),
+        interrupted=supervisor.interrupted,
+        timed_out=supervisor.timed_out,
+        seconds=time.monotonic() - started,
+        services=tuple(process.exit for process in ended),
+    )
+
+
+def _services(attempt: Attempt, site: Site) -> Iterator[ProcessSpec]:
+    spec, base = attempt.spec, _base(attempt, site)
+    for shard, endpoint in enumerate(site.parameters):
+        yield ProcessSpec(
+            "parameters",
+            shard,
+            _serve_parameters(spec, shard, endpoint, site),
+            base,
+            spec.log_dir / f"parameters-{shard}.log",
+            restarts=None if spec.durability == "none" else spec.service_restarts.new(),
+            has_served=lambda: True,
+            endpoint=endpoint,
+        )
+    for index in range(spec.experts):
+        known, listen = site.expert_endpoints(index)
+        yield ProcessSpec(
+            "expert",
+            index,
+            spec.program,
+            expert_environment(spec, index, run_id=attempt.run_id, base=base, listen=listen),
+            spec.log_dir / f"expert-{index}.log",
+            restarts=spec.service_restarts.new(),
+            has_served=partial(site.is_announced, expert_mark(index, attempt.run)),
+            endpoint=known,
+        )
+
+
+def _workers(attempt: Attempt, site: Site) -> Iterator[ProcessSpec]:
+    spec, base = attempt.spec, _base(attempt, site)
+    for rank in range(spec.workers):
+        env = worker_environment(spec, rank, run_id=attempt.run_id, master=site.master, base=base, meeting=site.meeting)
+        yield ProcessSpec("worker", rank, spec.program, env, spec.log_dir / f"worker-{rank}.log")
+
+
+def _base(attempt: Attempt, site: Site) -> Mapping[str, str]:
+    base = {**attempt.base, "TORCHELASTIC_RUN_ID": attempt.run_id}
+    if site.directory is None:
+        return base
+    return service_environment(
+        site.parameters, site.directory, attempt.spec.experts, keys=site.keys, run=attempt.run, base=base
+    )
+
+
+def _serve_parameters(spec: JobSpec, shard: int, endpoint: str, site: Site) -> PythonProgram:
+    arguments = ["serve", "parameters", "--listen", endpoint, "--linger", str(LINGER_SECONDS)]
+    arguments += ["--shard", str(shard), "--shards", str(spec.servers), "--durability", spec.durability]
+    if spec.durability != "none":
+        arguments += ["--checkpoint-dir", site.state(shard), "--checkpoint-seconds", str(spec.checkpoint_seconds)]
+    return PythonProgram("anabranch.cli", tuple(arguments), is_module=True)

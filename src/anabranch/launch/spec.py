@@ -1,0 +1,111 @@
+"""``JobSpec``: a job, as it was asked for; made once, at the command line or by a caller, and passed whole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from anabranch.launch.meeting.addresses import check_directory
+from anabranch.launch.python_program import PythonProgram
+from anabranch.launch.supervision.budget import RestartBudget
+from anabranch.launch.supervision.supervisor import Patience
+from anabranch.record.process import TRACE_VARIABLE
+from anabranch.transport.network.certificates import KEYS_VARIABLE
+
+__all__ = ["Durability", "JobSpec", "Resources"]
+
+Durability = Literal["none", "checkpoint", "log"]
+
+Resources = Mapping[str, Mapping[str, float]]
+"""By role (``worker``, ``server``, ``expert``): the amount of each resource of Ray, by its name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """A script as a job: its processes, what they keep, and how they end.
+
+    Attributes:
+        program: what workers and expert processes run.
+        log_dir: an existing directory; each process's output goes to ``<role>-<rank>.log`` there, and ``job.json``
+            lists the processes, see ``job_file.py``.
+        workers: how many workers; at least 1.
+        servers: how many parameter servers.
+        experts: how many processes of the script have the role ``"expert"``, and serve in ``job.serve()``.
+        durability: what a parameter server that is restarted finds: nothing, so it is not; its last checkpoint; all
+            that it had acknowledged.
+        checkpoint_seconds: how often a parameter server writes a checkpoint, if ``durability`` keeps any.
+        max_restarts: how often a job that fails is restarted; its workers find ``TORCHELASTIC_RESTART_COUNT``.
+        service_restarts: how often a service that dies is restarted.
+        host: an address of this machine: the services listen there on TCP, under the certificates that
+            ``ANABRANCH_KEYS`` names, or else ones made for this job; by default they have Unix sockets.
+        directory: the endpoints of a directory, or the URL of a Redis, that outlives the job: its experts are announced
+            there, and experts of others found; by default the job has its own directory.
+        live: show rank 0's output on this process's stdout and stderr, too.
+        verbose: show there, too, the tracebacks of rank 0 that only say that another rank was lost, or Ctrl-C.
+        environment: the base of the processes' environment; that of this process by default.
+        patience: how long workers may take to end after a failure or a signal.
+        seconds: end the job after this time; ``None`` for as long as it takes.
+        spawn: start plain processes, none by forking.
+        trace: where a trace of all processes goes at the end of the job, however it ends; see ``record/trace.py``.
+        resources: of each role on a Ray cluster.
+
+    Raises:
+        ModuleNotFoundError: a Redis without the ``redis`` extra.
+        ValueError: an invalid number of processes, or a missing script or module.
+    """
+
+    program: PythonProgram
+    log_dir: Path
+    workers: int = 1
+    servers: int = 0
+    experts: int = 0
+    durability: Durability = "none"
+    checkpoint_seconds: float = 300.0
+    max_restarts: int = 0
+    service_restarts: RestartBudget = field(default_factory=RestartBudget)
+    host: str | None = None
+    directory: str | None = None
+    live: bool = False
+    verbose: bool = False
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    patience: Patience = field(default_factory=Patience)
+    seconds: float | None = None
+    spawn: bool = False
+    trace: Path | None = None
+    resources: Resources = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ValueError(f"a job has at least 1 worker, got workers={self.workers}")
+        if self.servers < 0 or self.experts < 0:
+            raise ValueError(
+                f"a job cannot have fewer than 0 servers or experts, got servers={self.servers}, experts={self.experts}"
+            )
+        if self.max_restarts < 0:
+            raise ValueError(f"max_restarts must be at least 0, got {self.max_restarts}")
+        if self.host is not None and not self.has_services:
+            raise ValueError(
+                f"host={self.host!r} is where servers and experts listen, but this job has none; leave it out"
+            )
+        self.program.check()
+        if self.directory is not None:
+            keys = self.environment.get(KEYS_VARIABLE)
+            check_directory(self.directory, experts=self.experts, host=self.host, keys=keys)
+
+    @property
+    def has_services(self) -> bool:
+        """Whether it has servers or experts."""
+        return bool(self.servers or self.experts)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of its processes, by role."""
+        return {"worker": self.workers, "parameters": self.servers, "expert": self.experts}
+
+    @property
+    def base(self) -> dict[str, str]:
+        """The base of its environment: a job inside a process that is recorded is no part of that process's job."""
+        return {name: value for name, value in self.environment.items() if name != TRACE_VARIABLE}
