@@ -31,6 +31,7 @@ from anabranch.autodiff.boundary.answers import FirstForward
 from anabranch.autodiff.layer_state import LayerState, StateValues
 from anabranch.autodiff.moved_parameter import Elsewhere, Switch
 from anabranch.autodiff.thread_modes import ThreadModes
+from anabranch.pipeline.parts.split_call import SplitCall
 from anabranch.pipeline.stage.deferred_batch_norm import DeferredBatchNorm
 from anabranch.pipeline.stage.device_transfers import on_device
 from anabranch.pipeline.stage.doubled import Watch, mark_doubled
@@ -93,8 +94,8 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Settings of a whole call: the caller's modes, the random stream, the microbatches that keep no activations, and
-    what its stages read past their placeholders.
+    """Settings of a whole call: the caller's modes, the random stream, the microbatches that keep no activations, what
+    its stages read past their placeholders, and the programs of a split model.
     """
 
     modes: ThreadModes
@@ -104,6 +105,7 @@ class StagePlan:
     recompute: frozenset[tuple[int, int]]
     split_backward: bool
     loose: LooseLeaves
+    split: SplitCall | None = None
 
     @property
     def records(self) -> bool:
@@ -223,6 +225,8 @@ class StageRun:
                 stack.enter_context(here.experts.current(again=again))
             store = SkipStore(self.stage.shared)
             stack.enter_context(using_store(store))
+            if plan.split is not None:
+                stack.enter_context(plan.split.current())
             watch = Watch()
             value, keywords = self._enter_all(inputs, here, store, watch)
             positional = cast("tuple[Structure, ...]", value) if self.stage.index == 0 else (value,)
