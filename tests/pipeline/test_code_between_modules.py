@@ -258,11 +258,32 @@ def test_what_a_module_leaves_behind_for_the_code_is_refused(what: str):
     model.what = what
     with Pipe(parts, [1, 1], chunks=2) as pipe:
         for call in (lambda: pipe(x), lambda: pipe.step(x, loss=lambda output, _: output.sum())):
-            with pytest.raises(CaptureError, match=r"test_code_between_modules.py:\d+ \(forward\)|passes .* a tensor"):
+            with pytest.raises(CaptureError, match=r"test_code_between_modules.py:\d+ \(forward\)"):
                 call()
         assert not any(parameter.grad is not None for parameter in model.parameters())
         model.what = ""
         torch.testing.assert_close(pipe(x), model(x))
+
+
+def test_a_view_of_a_buffer_that_crosses_a_cut_is_a_copy():
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
+            self.register_buffer("calls", torch.zeros(1, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            self.calls.add_(1)
+            view = self.calls.view(1, 1)
+            return self.b(x) * view
+
+    model, plain = Views(), Views()
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(8, 3, dtype=torch.float64)
+    with Pipe(split(model, ["b"], example=x), [1, 1], chunks=8) as pipe:
+        for _ in range(3):
+            assert close(pipe(x), torch.cat([plain(row) for row in x.split(1)]))
 
 
 def test_other_parameters_for_a_layer_are_refused():

@@ -209,9 +209,8 @@ def _keep(instruction: Instruction, result: object, slots: dict[Slot, object]) -
             "containers, shapes, dtypes or numbers; call again if its code was replaced, else return the same for all "
             "values of tensors, or give the code of the parts as glue="
         )
-    for leaf, value in zip(instruction.out_leaves, leaves, strict=True):
-        if isinstance(leaf, Slot):
-            slots[leaf] = value
+    results = zip(instruction.out_leaves, leaves, strict=True)
+    slots.update((leaf, value) for leaf, value in results if isinstance(leaf, Slot))
 
 
 def _fits(expected: object, result: object, whole: bool) -> bool:

@@ -40,6 +40,7 @@ __all__ = ["Example", "SplitModel", "SplitPart", "SplitSource", "split"]
 Example = tuple[object, ...] | Mapping[str, object] | Tensor
 """Inputs of a model: a tuple of positional ones, a mapping of keyword ones, or one tensor."""
 
+
 def split(
     model: nn.Module,
     at: Sequence[str] = (),
@@ -80,9 +81,9 @@ def split(
     ...     y = pipe(torch.tensor([1, 2, 3, 4]), scale=2.0)
 
     Modules that lie between two cuts run as they are: their modes, hooks, buffers and random numbers are their own.
-    The modules around a cut are opened: at every call the code of their ``forward`` runs on tensors without memory, once
-    before the parts, so that it reads what it would read now, and once after them: what a module changes meanwhile it
-    cannot read. All values that later parts need are handed on, and gradients come back the same way.
+    The modules around a cut are opened: at every call the code of their ``forward`` runs on tensors without memory,
+    once before the parts, so that it reads what is there now, and once after them, so that a module that changed what
+    it reads is seen. All values that later parts need are handed on, and gradients come back the same way.
 
     Args:
         model: any module. It stays usable, and shares its modules, parameters and buffers with the parts.

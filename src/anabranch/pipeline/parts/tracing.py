@@ -22,7 +22,9 @@ import contextvars
 import copy
 import dataclasses
 import enum
+import functools
 import inspect
+import itertools
 import operator
 import random
 import sys
@@ -89,6 +91,9 @@ def _form_of_input(leaf: object) -> object:
         "None, nested in dict, list, tuple and dataclass"
     )
 
+
+_Run: TypeAlias = Callable[[list[object], Tree | None, ThreadModes], object]
+"""A call, given the leaves and the containers of its arguments and the thread's modes."""
 
 Form: TypeAlias = tuple[Tree | None, tuple[object, ...]]
 """The containers of a module's result, and in them the forms and strides of its tensors, or plain values."""
@@ -215,8 +220,9 @@ class _Recorder(TorchFunctionMode):
         if cls.__call__ is nn.Module.__call__:
             # Where nn.Module keeps what compile() made of a module, and what its __call__ runs then. So the class
             # stays the user's.
+            run: Callable[..., object] = module._call_impl
             module.__dict__["_compiled_call_impl"] = lambda *args, **kwargs: self._enter(
-                path, lambda: module._call_impl(*args, **kwargs), (args, kwargs)
+                path, lambda: run(*args, **kwargs), (args, kwargs)
             )
             return
 
@@ -239,16 +245,18 @@ class _Recorder(TorchFunctionMode):
             return run()
         self.users.use(path, self._cuts.part)
         self._copy.check(path)
-        return self._record(path, lambda leaves, tree: self._returned(path, leaves, tree, given), given)
+        return self._record(path, functools.partial(self._returned, path, given), given)
 
-    def _returned(self, path: str, leaves: Sequence[object], tree: Tree | None, given: object) -> object:
+    def _returned(
+        self, path: str, given: object, leaves: Sequence[object], tree: Tree | None, modes: ThreadModes
+    ) -> object:
         """Return a result of the form remembered, or that of a first run on tensors without memory."""
         modules = list(self._model.get_submodule(path).modules())
         with torch._C.DisableTorchFunction():
             inputs = [TensorForm.of(x) if isinstance(x, Tensor) else (type(x), x) for x in leaves]
             tensors = [tensor for child in modules for tensor in _tensors_in(child)]
             state = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors]
-        key = (path, tree, ThreadModes.take(), *inputs, *state, *(child.training for child in modules))
+        key = (path, tree, modes, *inputs, *state, *(child.training for child in modules))
         form = self._forms.get(key)
         if form is None:
             results: list[object] = []
@@ -313,18 +321,14 @@ class _Recorder(TorchFunctionMode):
             dtype = cast(Tensor, args[0]).dtype
             return (_NUMBERS[func] or _number_type(dtype))(self._guess)
 
-    def _record(
-        self, target: str | Callable[..., object], run: Callable[[list[object], Tree | None], object], given: object
-    ) -> object:
+    def _record(self, target: str | Callable[..., object], run: _Run, given: object) -> object:
         self._depth += 1
         try:
             return self._write_down(target, run, given)
         finally:
             self._depth -= 1
 
-    def _write_down(
-        self, target: str | Callable[..., object], run: Callable[[list[object], Tree | None], object], given: object
-    ) -> object:
+    def _write_down(self, target: str | Callable[..., object], run: _Run, given: object) -> object:
         place = _place()
         leaves: list[object] = []
         tree = take_apart(given, leaves)
@@ -332,7 +336,8 @@ class _Recorder(TorchFunctionMode):
         named = tuple(self._named(leaf, what) for leaf in leaves) if isinstance(target, str) else ()
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         before = list(map(_version, tensors))
-        result = run(leaves, tree)
+        modes = ThreadModes.take()
+        result = run(leaves, tree, modes)
         found: list[object] = []
         out_tree = take_apart(result, found)
         makes = any(isinstance(leaf, Tensor) for leaf in found)
@@ -342,7 +347,6 @@ class _Recorder(TorchFunctionMode):
         if not isinstance(target, str):
             named = tuple(self._named(leaf, what) for leaf in leaves)
         out_leaves = tuple(self._put(leaf) if isinstance(leaf, Tensor) else leaf for leaf in found)
-        modes = ThreadModes.take()
         differing = modes if modes != self._modes else None
         self._parts[self._cuts.part].append(Instruction(target, tree, named, out_tree, out_leaves, differing, place))
         return result
@@ -427,7 +431,7 @@ _CONTAINERS = (dict, list, set)
 
 
 class _Copy:
-    """A copy of a model, without hooks: of the modules around a cut with all that they hold, and tensors without memory.
+    """A copy of a model without hooks: of the modules around a cut with all that they hold, on tensors without memory.
 
     Of another module it has, once something of the module is read, the attributes; ``whole`` is a copy that can run.
 
@@ -450,11 +454,12 @@ class _Copy:
         self._listen = listen
         self._originals = dict(model.named_modules())
         self._copies: dict[str, nn.Module] = {}
-        self._seen: list[tuple[str, object, dict[object, object]]] = []
+        self._seen: dict[str, list[tuple[object, dict[object, object]]]] = {}
         self._memo = _Memo(self)
         self._empty: dict[int, Tensor] = {}
-        self._hooks = dict.fromkeys(_HOOKS, OrderedDict[object, object]())
-        self._watch("", [self._hooks[_HOOKS[0]]])
+        no_hooks: OrderedDict[object, object] = OrderedDict()
+        self._hooks = dict.fromkeys(_HOOKS, no_hooks)
+        self._watch("", [no_hooks])
         self.path_of = {id(module): path for path, module in self._originals.items()}
         self.paths: dict[int, str] = {}
         self.names: dict[int, HeldTensor] = {}
@@ -492,7 +497,7 @@ class _Copy:
                 stride = None if isinstance(tensor, Elsewhere) else tensor.stride()
                 empty = _fake_tensor(TensorForm.of(tensor), stride, self._device, self._fake)
             if isinstance(tensor, nn.Parameter):
-                empty._is_param = True  # type: ignore[attr-defined] # what isinstance(_, nn.Parameter) asks for
+                empty._is_param = True  # what isinstance(_, nn.Parameter) asks for
             self._empty[id(tensor)] = empty
             self.names[id(empty)] = self.names[id(tensor)]
         return self._empty[id(tensor)]
@@ -509,13 +514,12 @@ class _Copy:
     # Effects that would be missed.
 
     def _watch(self, path: str, values: Sequence[object]) -> None:
-        self._seen += [(path, value, _contents(value)) for value in values]
+        self._seen.setdefault(path, []).extend((value, _contents(value)) for value in values)
 
     def check(self, within: str = "") -> None:
         """Raise for an object that holds something else now: of the model, or of one of its modules."""
-        for path, value, before in self._seen:
-            if within and not is_within(path, within):
-                continue
+        paths = [path for path in self._seen if not within or is_within(path, within)]
+        for value, before in itertools.chain.from_iterable(map(self._seen.__getitem__, paths)):
             now = _contents(value)
             if len(now) == len(before) and all(map(operator.is_, now.values(), before.values())):
                 continue

@@ -18,9 +18,9 @@ behind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
@@ -154,6 +154,8 @@ class StageRun:
         self._slots = _stand_ins(modules, stage.device) if plan.records else []
         plan.loose.placeholders.update(id(slot.stand_in) for slot in self._slots)
         self._state = LayerState(modules)
+        buffers = (buffer for child in modules for buffer in child._buffers.values())
+        self._buffers = {_memory(buffer) for buffer in buffers if type(buffer) is Tensor}
         self._norms = [child for child in modules if isinstance(child, DeferredBatchNorm)]
         self._phony = torch.empty(0, device=stage.device, requires_grad=True)
         self._passes: dict[int, _Pass] = {}
@@ -246,7 +248,8 @@ class StageRun:
             if runs_twice:
                 with torch._C.DisableTorchFunction():  # nothing is drawn here, so the mode need not look at each call
                     here.fingerprints = fingerprints([*_leaves(outputs), self.losses.get(i)])
-            return mark_doubled(outputs, watch.tensors())
+            marked = mark_doubled(outputs, watch.tensors())
+            return {target: [_apart(packet, self._buffers) for packet in packets] for target, packets in marked.items()}
 
     def _enter_all(
         self, inputs: Messages, here: _Pass, store: SkipStore, watch: Watch
@@ -403,6 +406,21 @@ def _name_of(route: Route) -> str:
     if route is None:
         return "its input"
     return f"the input {route!r}" if isinstance(route, str) else f"the skip {route[1]!r}"
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+def _apart(packet: Packet, buffers: Collection[int]) -> Packet:
+    """Return the packet with copies of views of buffers, which later microbatches may change and its receiver not."""
+    if not buffers:
+        return packet
+    views = [n for n, leaf in enumerate(packet.leaves) if type(leaf) is Tensor and _memory(leaf) in buffers]
+    if not views:
+        return packet
+    leaves = [cast(Tensor, leaf).clone() if n in views else leaf for n, leaf in enumerate(packet.leaves)]
+    return replace(packet, leaves=leaves, doubled=tuple({*packet.doubled, *views}))
 
 
 def _kept(inputs: Messages) -> Messages:
