@@ -7,6 +7,7 @@ input; stages, schedules and messages are in other files.
 from __future__ import annotations
 
 import operator
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,11 +21,11 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.autodiff.thread_modes import ThreadModes
+from anabranch.job import job
 from anabranch.pipeline.action_runner import phase_of
 from anabranch.pipeline.call_inputs import (
     NOT_GIVEN,
     HeadParts,
-    Join,
     Loss,
     Reduction,
     batch_rows,
@@ -36,10 +37,10 @@ from anabranch.pipeline.call_inputs import (
 from anabranch.pipeline.description import StageCosts, costs_of, describe
 from anabranch.pipeline.links.packet_codec import Facts, InputKind
 from anabranch.pipeline.local_ranks import LocalEngine
-from anabranch.pipeline.microbatch import gather, microbatch_sizes, open_whole
-from anabranch.pipeline.parts.input_kinds import learn, prepare
+from anabranch.pipeline.microbatch import microbatch_sizes, open_whole
 from anabranch.pipeline.parts.model_part import PartedModel
 from anabranch.pipeline.parts.split import SplitModel
+from anabranch.pipeline.parts.split_call import SplitCall
 from anabranch.pipeline.pipe_call import Inputs, PipeCall, SharedInput, Tie, Turn, TurnEngine, deliver, open_portal
 from anabranch.pipeline.ranks import RankEngine
 from anabranch.pipeline.schedule.actions import Action
@@ -66,6 +67,14 @@ from anabranch.tensors import Structure, flatten
 from anabranch.tensors.dtypes import dtype_name, dtype_named
 
 __all__ = ["Checkpoint", "Loss", "Pipe", "Reduction", "Shared", "StepResult"]
+
+
+_LEFT_OUT = cast("dist.ProcessGroup", object())
+"""No process group was passed: not even ``None``, which ``dist.group.WORLD`` is before it is initialised."""
+
+
+def _count_workers() -> int:
+    return dist.get_world_size() if dist.is_initialized() else job().workers
 
 
 _SETTINGS = frozenset({"calls", "checkpoint", "chunks", "elsewhere", "process_group", "seed", "submodules"})
@@ -139,7 +148,7 @@ class Pipe(nn.Module):
         schedule: a schedule's name, or one made by ``make_schedule``.
         process_group: the ranks to run on, one process each, in place of devices; making the pipe is then a collective.
             Every rank makes the same calls; ``x`` is read on the first stage's rank, targets on the last one's. In
-            ``module`` the parameters of other ranks are placeholders from then on.
+            ``module`` the parameters of other ranks are placeholders from then on. Left out: this process alone.
         heartbeat: seconds between two checks of ranks that are waited for.
         shared_memory: use shared memory for tensors if all ranks are on one host; else they go over gloo.
         nccl: between stages on GPUs of different ranks send tensors from device to device, if the group has NCCL beside
@@ -176,7 +185,7 @@ class Pipe(nn.Module):
         checkpoint: Checkpoint = "except_last",
         schedule: str | Schedule = "GPipe",
         deferred_batch_norm: bool = False,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | None = _LEFT_OUT,
         *,
         sample: Structure = None,
         seed: int | None = None,
@@ -186,6 +195,14 @@ class Pipe(nn.Module):
         nccl: bool = True,
     ) -> None:
         super().__init__()
+        if process_group is None and _count_workers() > 1:
+            raise ValueError(
+                f"process_group=None in a job of {_count_workers()} workers, each of which would train alone: "
+                "dist.group.WORLD is None before torch.distributed.init_process_group, so call that first, or leave "
+                "process_group out for a pipe in this process"
+            )
+        self._left_out = process_group is _LEFT_OUT
+        process_group = None if self._left_out else process_group
         check_choices(chunks, checkpoint)
         layers = flatten_layers(module)
         verify_skippables(nn.ModuleList(module.parts()) if isinstance(module, PartedModel) else module)
@@ -203,7 +220,6 @@ class Pipe(nn.Module):
         self._here = [j for j in range(len(split)) if process_group is None or rank_of[j] == self._rank]
         self._stages = place_stages(split, rank_of, devices, self._here)
         self._source = module.source if isinstance(module, SplitModel) else None
-        self._join: Join = gather if self._source is None else self._source.join
         self.process_group = process_group
         self.submodules = frozenset(name for name, _ in module.named_modules() if name)
         self.chunks = chunks
@@ -322,18 +338,16 @@ class Pipe(nn.Module):
         with self._turn("forward") as turn:
             call = self._call(turn, args, inputs, head=None)
             if call.differentiable:
+                self._warn_if_alone()
                 output = open_portal(call, turn)
             else:
                 output, _ = call.forward(turn)
-                if self._everywhere:
-                    return self._finish(turn.spread(output, self.output_rank))
+            call.check()
+            if self._everywhere and not call.differentiable:
+                return call.finish(turn.spread(output, self.output_rank))
             if call.has_output:
-                return self._finish(output)
+                return call.finish(output)
             return output if call.differentiable else torch.empty(0, device="cpu")
-
-    def _finish(self, output: Structure) -> Structure:
-        """Return the model's output, from that of the last stage."""
-        return output if self._source is None else self._source.output(output)
 
     def train(self, mode: bool = True) -> Pipe:
         """Set the mode of the layers, and of the model that was split into them, whose code may read it."""
@@ -370,6 +384,7 @@ class Pipe(nn.Module):
             ValueError: as for calling the pipe, or if the rows of ``target`` differ from those of the inputs.
             BaseException: any exception of a stage; no gradient has accumulated then.
         """
+        self._warn_if_alone()
         with self._turn("step") as turn:
             args, target = split_target(args, target)
             call, outputs, grads = self._step(turn, args, inputs, (loss, target, reduction, True, 1.0))
@@ -377,7 +392,7 @@ class Pipe(nn.Module):
         if call.records:
             deliver(call.leaves, grads)
         sizes = call.inputs.sizes
-        return StepResult(call.loss(), outputs, lambda parts: self._finish(self._join(parts, sizes)))
+        return StepResult(call.loss(), outputs, lambda parts: call.finish(call.join(parts, sizes)))
 
     def step_together(
         self,
@@ -419,15 +434,26 @@ class Pipe(nn.Module):
             mine = torch.tensor(number, dtype=dtype_named(dtype), device=self._stages[self._here[-1]].device)
         return Shared(mine, rows, [said[1] for _, said in notes])
 
+    def _warn_if_alone(self) -> None:
+        """Warn once that other workers have pipes of their own, whose gradients an Executor would share."""
+        if self._left_out and _count_workers() > 1:
+            warnings.warn(
+                f"this Pipe is in one of {_count_workers()} workers without process_group=, so each worker trains a "
+                "model of its own; pass process_group= for stages in several workers, or train it in an Executor",
+                stacklevel=3,
+            )
+        self._left_out = False
+
     @contextmanager
     def _turn(self, operation: str) -> Iterator[Turn]:
         """Take a turn that runs the layers forward."""
         with self._engine.turn(operation, self.calls) as turn:
             try:
                 yield turn
-            finally:
+            except BaseException:
                 if self._source is not None:
-                    self._source.pinned = {}
+                    self._source.forget_forms()
+                raise
 
     def _step(
         self,
@@ -440,9 +466,9 @@ class Pipe(nn.Module):
         if head[2] not in ("mean", "sum"):
             raise ValueError(f"reduction is 'mean' or 'sum', got {head[2]!r}")
         call = self._call(turn, args, inputs, head=head, expected_rows=rows)
-        if call.records:
-            return call, *call.step(turn)
-        return call, call.outputs(turn), []
+        outputs, grads = call.step(turn) if call.records else (call.outputs(turn), [])
+        call.check()
+        return call, outputs, grads
 
     @contextmanager
     def output_everywhere(self) -> Iterator[None]:
@@ -465,10 +491,11 @@ class Pipe(nn.Module):
         for root, before in zip(self._roots, self._outlines, strict=True):
             refuse_changes(before, outline(root, self._inside))
         modes = ThreadModes.take()
-        facts = turn.agree(lambda: self._facts(args, inputs, modes))
+        split = None if self._source is None else SplitCall(self._source.trace)
+        facts = turn.agree(lambda: self._facts(args, inputs, modes, split))
         self.calls = facts.step + 1
-        if self._source is not None and 0 not in self._here:
-            learn(self._source, facts.kinds)
+        if split is not None and 0 not in self._here:
+            split.learn(facts.kinds, self._rank)
         rows, m = sum(facts.sizes), len(facts.sizes)
         if expected_rows not in (None, rows):
             raise ValueError(
@@ -478,14 +505,17 @@ class Pipe(nn.Module):
         args = args if 0 in self._here else ()
         self._check_inputs(facts, args, inputs, rows)
         recompute = recomputed_actions(self.checkpoint, len(self._stages), m)
-        plan = StagePlan(modes, facts.seed, facts.step, m, recompute, self._schedules.splits_backward, LooseLeaves())
+        plan = StagePlan(
+            modes, facts.seed, facts.step, m, recompute, self._schedules.splits_backward, LooseLeaves(), split
+        )
         if plan.records != facts.records:
             raise ValueError("some ranks call the pipe with gradients and some without; call it in one mode on all")
         runs = {}
         for stage in (self._stages[j] for j in self._here):
             at_end = None
             if head and OUTSIDE in stage.targets:
-                at_end = make_head(head, facts.sizes, rows, stage, self._finish, self.module)
+                finish = None if split is None else split.output
+                at_end = make_head(head, facts.sizes, rows, stage, finish, self.module)
             runs[stage.index] = StageRun(with_keywords(stage, inputs, len(args)), plan, at_end)
         if self._others and plan.records:
             here = set(self.parameters())
@@ -497,7 +527,7 @@ class Pipe(nn.Module):
         given = Inputs(args, inputs, facts.sizes)
         shared = self._shared_inputs(facts, given)
         return PipeCall(
-            self._engine, runs, actions, facts.step, given, plan.records, self._join, self._ties, shared, self._anchor
+            self._engine, runs, actions, facts.step, given, plan.records, split, self._ties, shared, self._anchor
         )
 
     def _shared_inputs(self, facts: Facts, given: Inputs) -> list[SharedInput]:
@@ -523,14 +553,16 @@ class Pipe(nn.Module):
         layers = [(stage.index, layer) for stage in self._stages for layer in stage.layers]
         return [j for n, (j, layer) in zip(counts, layers, strict=False) if keywords_of(layer, [name], n)]
 
-    def _facts(self, args: tuple[Structure, ...], inputs: Mapping[str, Structure], modes: ThreadModes) -> Facts:
+    def _facts(
+        self, args: tuple[Structure, ...], inputs: Mapping[str, Structure], modes: ThreadModes, split: SplitCall | None
+    ) -> Facts:
         sizes = microbatch_sizes(batch_rows(args, inputs), operator.index(self.chunks))
         records = modes.grad and not modes.inference
         kinds: list[InputKind] = []
-        if self._source is not None:
+        if split is not None:
             taken = keywords_of(self._stages[0].layers[0], inputs, len(args))
             named = {name: inputs[name] for name in taken}
-            kinds = prepare(self._source, args, named, sizes, records=records, tells=self.process_group is not None)
+            kinds = split.prepare(args, named, sizes, records=records, tells=self.process_group is not None)
         needs_grad = {
             name: [
                 isinstance(leaf, Tensor) and leaf.requires_grad and records for leaf in flatten(open_whole(value)[0])[0]
