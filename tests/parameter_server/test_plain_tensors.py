@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from anabranch.transport.tensor_memory import dense_on_cpu, plain_bytes
 from torch import Tensor
 
 from anabranch.errors import SchemaError
 from anabranch.parameter_server import ParameterClient
-from anabranch.transport.tensor_memory import dense_on_cpu, plain_bytes
 
 
 def nested() -> Tensor:

@@ -38,7 +38,7 @@ from anabranch.transport import (
     Verb,
     allocate,
 )
-from anabranch.transport.frame import Hello, encode
+from anabranch.transport.frame import Hello, ReplyHeader, encode
 from waiting import wait_until
 
 
@@ -172,12 +172,12 @@ def test_a_request_is_checked_before_its_body_has_a_place() -> None:
 
 
 def test_the_asker_may_refuse_an_answer_before_it_has_a_place() -> None:
-    def refuse(headers: Sequence[TensorHeader]) -> Sequence[torch.Tensor]:
-        raise SchemaError(f"did not expect {headers[0].shape}")
+    def refuse(answer: ReplyHeader) -> None:
+        raise SchemaError(f"did not expect {answer.tensors[0].shape}")
 
     with Server([ECHO]) as server, Client() as client:
         with pytest.raises(SchemaError, match="did not expect"):
-            client.call(Request(server.endpoint, "echo", tensors=[torch.zeros(9)], allocate=refuse), soon())
+            client.call(Request(server.endpoint, "echo", tensors=[torch.zeros(9)], check=refuse), soon())
         assert client.call(Request(server.endpoint, "echo", payload=b"x"), soon()).payload == b"x"
 
 
@@ -241,7 +241,7 @@ def test_a_connection_that_stalls_in_the_middle_is_closed(said: bytes, monkeypat
     monkeypatch.setattr("anabranch.transport.server.connection._GREETING", 0.2)
     monkeypatch.setattr("anabranch.transport.server.connection._STALLED", 0.2)
     monkeypatch.setattr("anabranch.transport.server.connection._LINGER", 0.05)
-    monkeypatch.setattr("anabranch.transport.server.drivers._SWEEP", 0.05)
+    monkeypatch.setattr("anabranch.transport.server.server._SWEEP", 0.05)
     with Server([Verb("echo", echo, quick=True)]) as server, socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(60)
         sock.connect(server.endpoint.removeprefix("unix:"))
@@ -344,8 +344,8 @@ def test_connections_to_stopped_servers_are_closed(monkeypatch: pytest.MonkeyPat
         for _ in range(2):
             client.call(Request(stays.endpoint, "echo"), soon())
         assert stays.statistics().connections == 1
-        # The server's connection and the client's.
-        assert len(os.listdir("/proc/self/fd")) <= before + 3
+        # The server's connection, its loop's two descriptors, and the client's.
+        assert len(os.listdir("/proc/self/fd")) <= before + 4
 
 
 def test_small_requests_of_many_clients_are_read_by_one_thread_and_large_ones_by_their_own() -> None:
@@ -384,7 +384,7 @@ def test_a_waiting_handler_delays_no_other_request() -> None:
 
 
 def test_an_idle_connection_releases_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anabranch.transport.server.drivers._REST", 0.05)
+    monkeypatch.setattr("anabranch.transport.server.server._REST", 0.05)
     with Server([ECHO]) as server, Client() as client:
         for _ in range(3):
             assert client.call(Request(server.endpoint, "echo", payload=b"x"), soon()).payload == b"x"

@@ -6,7 +6,7 @@ import os
 import select
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import cast
 
 import pytest
@@ -24,8 +24,8 @@ from anabranch.transport import (
     client,
 )
 from anabranch.transport.frame import Hello, encode
-from anabranch.transport.network.streams import Stream
-from anabranch.transport.server import drivers
+from anabranch.transport.server import server as drivers
+from anabranch.transport.streams import Stream
 from waiting import wait_until
 
 GREETING = b"".join(encode(Hello()))
@@ -77,60 +77,49 @@ def test_requests_are_made_by_eights_before_the_first_of_them_leaves(monkeypatch
     assert log == eight + eight + ["made"] * 4 + ["sent"] * 4
 
 
-class Waiting:
-    """What ``_Waits`` needs of an exchange: a descriptor that becomes readable when it is rung."""
+class Moment:
+    """A moment that counts how often it is compared."""
 
-    def __init__(self) -> None:
-        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK)
-        self.done = False
-        self.polled = -1
-        self.asked = 0
-        self.advanced = 0
-        self.wakes = 1e9
+    def __init__(self, at: float) -> None:
+        self.at = at
+        self.compared = 0
 
-    def fileno(self) -> int:
-        return self.descriptor
+    def __lt__(self, other: float) -> bool:
+        self.compared += 1
+        return self.at < (other.at if isinstance(other, Moment) else other)
 
-    def interest(self) -> int:
-        return select.POLLIN
+    def __gt__(self, other: float) -> bool:
+        return not self < other
 
-    def wake_at(self) -> float:
-        self.asked += 1
-        return self.wakes
-
-    def wake(self, now: float) -> None:
-        self.done = True
-
-    def advance(self, *, readable: bool = True) -> None:
-        os.eventfd_read(self.descriptor)
-        self.advanced += 1
-
-
-@contextmanager
-def waiting(count: int) -> Iterator[list[Waiting]]:
-    with ExitStack() as stack:
-        found = [Waiting() for _ in range(count)]
-        for one in found:
-            stack.callback(os.close, one.descriptor)
-        yield found
+    def __le__(self, other: float) -> bool:
+        return self < other
 
 
 def test_an_event_of_one_request_does_not_ask_all_that_wait_how_long_they_will() -> None:
-    with waiting(64) as exchanges:
-        waits = client._Waits()
-        for exchange in exchanges:
-            waits.update(cast(client._Exchange, exchange))
-        before = sum(exchange.asked for exchange in exchanges)
-        for exchange in exchanges[:8]:
-            os.eventfd_write(exchange.descriptor, 1)
-            waits.wait(20.0)
-        assert [exchange.advanced for exchange in exchanges] == [1] * 8 + [0] * 56
-        assert sum(exchange.asked for exchange in exchanges) - before == 8
-        # What was remembered is asked anew when its time has come, and only then.
-        exchanges[9].wakes = 0.0
-        waits.update(cast(client._Exchange, exchanges[9]))
-        waits.wait(20.0)
-        assert [exchange.done for exchange in exchanges] == [False] * 9 + [True] + [False] * 54
+    moment = Moment(1e9)
+    with ExitStack() as stack, Client() as asker:
+        exchanges = [client._Exchange(asker, Request("memory:x", "x"), soon()) for _ in range(64)]
+        bells = [os.eventfd(0, os.EFD_NONBLOCK) for _ in exchanges]
+        advanced = [0] * 64
+
+        def steps(number: int, bell: int) -> Iterator[tuple[int, int, object]]:
+            while True:
+                yield bell, select.POLLIN, moment
+                os.eventfd_read(bell)
+                advanced[number] += 1
+
+        waits = client._Together(exchanges, soon())
+        for number, (exchange, bell) in enumerate(zip(exchanges, bells, strict=True)):
+            stack.callback(os.close, bell)
+            exchange.steps = steps(number, bell)  # type: ignore[assignment]
+            exchange.wait = next(exchange.steps)  # type: ignore[arg-type]
+            waits._update(exchange)
+        for bell in bells[:8]:
+            before = moment.compared
+            os.eventfd_write(bell, 1)
+            waits._wait(20.0)
+            assert moment.compared - before <= 6
+        assert advanced == [1] * 8 + [0] * 56
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ from typing import NoReturn
 import pytest
 
 from anabranch.errors import PeerLost
-from anabranch.transport import Client, Deadline, Request, Server, Verb
-from anabranch.transport.network import sockets
+from anabranch.transport import Client, Deadline, Request, Server, Verb, sockets
 from waiting import wait_until
 
 SLOW = Verb("slow", lambda call: call.reply(payload=b"slow"))

@@ -18,7 +18,7 @@ from anabranch.errors import PeerLost, ProtocolError, Unauthorized
 from anabranch.testing import FakeClock
 from anabranch.transport import Call, Client, Request, Server, SocketTransport, Verb, make_keys
 from anabranch.transport.frame import Hello, encode
-from anabranch.transport.network.streams import Peer
+from anabranch.transport.streams import Peer
 from programs import Programs
 
 
@@ -267,7 +267,7 @@ def test_a_live_path_cannot_be_taken_and_a_dead_one_can(tmp_path: Path, programs
 
 
 def test_a_unix_peer_of_another_user_is_rejected_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    from anabranch.transport.network import sockets
+    from anabranch.transport import sockets
 
     def stranger(owner: int) -> object:
         return original(owner + 1)

@@ -20,7 +20,7 @@ from anabranch.experts.server.expert_server import ExpertServer, ExpertServerSta
 from anabranch.experts.server.fleet_file import read_fleet
 from anabranch.experts.server.sessions.open_sessions import SessionLimits
 from anabranch.experts.uid_patterns import draw_uids, expand_uids
-from anabranch.transport.directory.redis_directory import RedisDirectory
+from anabranch.transport.redis_directory import RedisDirectory
 
 __all__ = [
     "CallStatistics",

@@ -17,7 +17,7 @@ from anabranch.tensors.dtypes import DTYPES, dtype_name
 from anabranch.tensors.packing import all_finite
 from anabranch.transport import TensorHeader
 
-__all__ = ["BLOCK", "check_parts", "check_tensors", "compress", "count_parts", "decompress", "wire_parts"]
+__all__ = ["BLOCK", "check_parts", "compress", "count_parts", "decompress", "wire_parts"]
 
 BLOCK = 256
 """Values that share a scale under ``int8``: 1.6 % more bytes, and an outlier spoils only its own block."""
@@ -93,20 +93,10 @@ def _fits(spec: TensorSpec, rows: int, shape: tuple[int, ...]) -> bool:
     return shape[:1] == (rows,) and spec.fits(shape[1:])
 
 
-def check_tensors(tensors: Sequence[Tensor], specs: Sequence[TensorSpec], names: Sequence[str]) -> int:
-    """Check the tensors of an answer and return its number of rows; a ``SchemaError`` as from ``check_parts``."""
-    return _check([(tensor.dtype, tuple(tensor.shape)) for tensor in tensors], specs, names)
-
-
 def _check(
     came: Sequence[tuple[torch.dtype, tuple[int, ...]]], specs: Sequence[TensorSpec], names: Sequence[str]
 ) -> int:
     rows = came[0][1][0] if came and came[0][1] else 0
-    if len(came) == len(specs) and all(
-        spec.compression is None and dtype is spec.dtype and _fits(spec, rows, shape)
-        for spec, (dtype, shape) in zip(specs, came, strict=True)
-    ):
-        return rows
     count = sum(map(count_parts, specs))
     if len(came) != count:
         raise SchemaError(f"expected {count} tensors ({', '.join(names)}), got {len(came)}")

@@ -7,7 +7,7 @@ import random
 import re
 from collections.abc import Callable, Collection, Sequence
 
-from anabranch.transport.directory.uids import UID, check_uid
+from anabranch.transport.announcements import UID, check_uid
 
 __all__ = ["UidPattern", "draw_uids", "expand_uids"]
 

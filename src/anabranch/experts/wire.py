@@ -18,6 +18,7 @@ The answer to a backward's retry may be ``GONE``: it was executed, but its gradi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -26,8 +27,7 @@ from anabranch.errors import SchemaError
 from anabranch.experts.compression import compress, count_parts, decompress
 from anabranch.experts.schema import Layout, Schema
 from anabranch.tensors import TensorSpec
-from anabranch.transport import RequestHeader, pack
-from anabranch.transport.frame import unpacker
+from anabranch.transport import RequestHeader, pack, unpack
 
 __all__ = [
     "BACKWARD",
@@ -76,11 +76,11 @@ _EVALUATIONS = frozenset({FORWARD_EVAL, BACKWARD_EVAL})
 
 _LONGEST_TICKET = 32
 
-_unpack_backward = unpacker(tuple[list[bool], bytes, bool])
-_unpack_answer = unpacker(tuple[bytes, int, bool])
-_unpack_gradients = unpacker(tuple[list[bool], int])
-_unpack_step = unpacker(tuple[bytes, int, int, float])
-_unpack_count = unpacker(int)
+_unpack_backward = partial(unpack, kind=tuple[list[bool], bytes, bool])
+_unpack_answer = partial(unpack, kind=tuple[bytes, int, bool])
+_unpack_gradients = partial(unpack, kind=tuple[list[bool], int])
+_unpack_step = partial(unpack, kind=tuple[bytes, int, int, float])
+_unpack_count = partial(unpack, kind=int)
 
 
 class StepHeader(NamedTuple):

@@ -47,7 +47,7 @@ from anabranch.launch.supervision.signals import Stopped, collect_signals
 from anabranch.launch.supervision.supervisor import Monitor, Patience, Supervisor
 from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
 from anabranch.record.process import PROGRESS_VARIABLE, TRACE_VARIABLE
-from anabranch.transport.network.certificates import KEYS_VARIABLE
+from anabranch.transport.certificates import KEYS_VARIABLE
 from anabranch.transport.private_folder import PrivateFolder
 
 __all__ = ["Durability", "launch"]

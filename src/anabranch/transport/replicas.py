@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, DeadlineExceeded, Overloaded, PeerLost
 from anabranch.transport.client import Answer, Client, Outcome, Request
+from anabranch.transport.endpoints import split_endpoints
 from anabranch.transport.frame import pack
-from anabranch.transport.network.endpoints import split_endpoints
 
 __all__ = ["Replicas"]
 

@@ -44,7 +44,7 @@ from anabranch.experts.server.layers import check_steps
 from anabranch.experts.server.sessions.step_tasks import makes_caches, run_steps
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.transport import Limits
-from anabranch.transport.directory.uids import check_uid
+from anabranch.transport.announcements import check_uid
 from anabranch.transport.failures import ends_the_program
 
 __all__ = ["ExpertBackend", "ExpertInfo", "info_of"]

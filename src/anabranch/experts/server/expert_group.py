@@ -35,7 +35,7 @@ from anabranch.record.spans import mark
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.tensors.dtypes import DTYPE_CODES, dtype_named
 from anabranch.tensors.spec import Compression
-from anabranch.transport.directory.redis_directory import RedisDirectory
+from anabranch.transport.redis_directory import RedisDirectory
 
 __all__ = ["ExpertGroup", "make_experts", "parse_schema"]
 

@@ -26,7 +26,7 @@ from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.supervision import parent_death
 from anabranch.launch.supervision.orphans import adopt_orphans, kill_orphans
 from anabranch.record.process import STATUS_VARIABLE, TRACE_VARIABLE
-from anabranch.transport.network.certificates import KEYS_VARIABLE
+from anabranch.transport.certificates import KEYS_VARIABLE
 from anabranch.transport.private_folder import PrivateFolder
 
 __all__ = ["LEASE_SECONDS", "RoleActor", "RoleEvents", "names_of_keys"]

@@ -33,7 +33,7 @@ from anabranch.experts.schema import Schema
 from anabranch.job import job
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.transport import Client
-from anabranch.transport.directory.uids import check_prefix
+from anabranch.transport.announcements import check_prefix
 
 __all__ = ["GatedMixture", "check_fraction", "make_finder"]
 

@@ -16,7 +16,7 @@ from anabranch.experts.server.batching.task_pool import Task, TaskPool
 from anabranch.experts.server.sessions.open_sessions import Sessions, Step
 from anabranch.experts.server.sessions.step_tasks import StepTask
 from anabranch.transport import Call, RequestHeader, TensorHeader, Verb
-from anabranch.transport.tensor_memory import bytes_of
+from anabranch.transport.frame import bytes_of
 
 __all__ = ["SessionVerbs"]
 

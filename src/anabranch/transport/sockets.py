@@ -12,14 +12,13 @@ import select
 import socket
 import ssl
 import struct
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from errno import EINPROGRESS
 from typing import Literal
 
 from anabranch.errors import ProtocolError, Unauthorized
-from anabranch.transport.network.certificates import (
+from anabranch.transport.certificates import (
     EVERY_JOB,
     client_context,
     job_of_keys,
@@ -27,8 +26,8 @@ from anabranch.transport.network.certificates import (
     resolve_keys,
     server_context,
 )
-from anabranch.transport.network.endpoints import ClaimedPath, TcpEndpoint, UnixEndpoint, parse_endpoint
-from anabranch.transport.network.streams import Listener, Peer
+from anabranch.transport.endpoints import ClaimedPath, TcpEndpoint, UnixEndpoint, parse_endpoint
+from anabranch.transport.streams import NOBODY, Listener, Peer
 
 __all__ = ["SocketListener", "SocketStream", "SocketTransport"]
 
@@ -64,28 +63,17 @@ class SocketStream:
         self._connecting = connecting
         self._secure = secure
         self._want: Literal["read", "write"] = "write" if connecting else "read"
-        self._peer: Peer | None = None
-
-    def fileno(self) -> int:
-        """Return the descriptor to poll."""
-        return self._sock.fileno()
-
-    def ready_at(self) -> float:
-        """Return 0.0: always ready."""
-        return 0.0
+        self.descriptor = sock.fileno()
+        self.ready_at = 0.0
+        self.peer = NOBODY
 
     def wants_write(self) -> bool:
         """Return True if the handshake waits to write."""
         return self._want == "write"
 
-    def peer(self) -> Peer:
-        """Return the identity of the remote side."""
-        assert self._peer is not None, "the handshake is not done"
-        return self._peer
-
     def handshake(self) -> bool:
         """Continue connecting, TLS and identifying the peer."""
-        if self._peer is not None:
+        if self.peer is not NOBODY:
             return True
         if self._connecting:
             if not _writable(self._sock):
@@ -112,7 +100,7 @@ class SocketStream:
                         peer=self._name,
                     ) from None
                 raise _explain(error, self._name) from None
-        self._peer = self._recognise(self._sock)
+        self.peer = self._recognise(self._sock)
         return True
 
     def send(self, buffers: Sequence[memoryview]) -> int:
@@ -150,24 +138,16 @@ class SocketStream:
         """Frees the descriptor."""
         self._sock.close()
 
-    def linger(self, seconds: float) -> None:
-        """Shut down our side and wait until the peer has read our data: closing at once could discard it."""
+    def finish(self) -> None:
+        """Shut down our side."""
         with suppress(OSError):
             socket.socket.shutdown(self._sock, socket.SHUT_WR)
-            until = time.monotonic() + seconds
-            while (left := until - time.monotonic()) > 0 and _poll(self._sock, select.POLLIN, left):
-                if not os.read(self._sock.fileno(), 1 << 16):
-                    break
 
 
 def _writable(sock: socket.socket) -> bool:
-    return _poll(sock, select.POLLOUT, 0.0)
-
-
-def _poll(sock: socket.socket, events: int, seconds: float) -> bool:
     poller = select.poll()
-    poller.register(sock, events)
-    return bool(poller.poll(seconds * 1000))
+    poller.register(sock, select.POLLOUT)
+    return bool(poller.poll(0))
 
 
 def _explain(error: ssl.SSLError, name: str) -> Exception:

@@ -11,8 +11,8 @@ import threading
 from collections import deque
 from itertools import count
 
-from anabranch.transport.network.sockets import SocketStream
-from anabranch.transport.network.streams import Peer
+from anabranch.transport.sockets import SocketStream
+from anabranch.transport.streams import Peer
 
 __all__ = ["MemoryListener", "MemoryTransport"]
 
