@@ -39,7 +39,7 @@ from anabranch.transport import (
     allocate,
 )
 from anabranch.transport.frame import Hello, ReplyHeader, encode
-from waiting import wait_until
+from waiting import soon, wait_until
 
 
 def echo(call: Call) -> None:
@@ -52,10 +52,6 @@ ECHO = Verb("echo", echo)
 @pytest.fixture(params=["unix", "memory"])
 def network(request: pytest.FixtureRequest) -> Transport:
     return SocketTransport() if request.param == "unix" else MemoryTransport()
-
-
-def soon() -> Deadline:
-    return Deadline.after(60.0)
 
 
 def test_an_answer_returns_to_its_caller(network: Transport) -> None:
@@ -335,7 +331,6 @@ def test_a_client_survives_its_servers_restart_without_being_notified() -> None:
 
 def test_connections_to_stopped_servers_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anabranch.transport.client._PRUNE", 0.0)
-    monkeypatch.setattr("anabranch.transport.client._FRESH", 0.0)
     with Client() as client, Server([ECHO]) as stays:
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(20):
@@ -392,50 +387,20 @@ def test_an_idle_connection_releases_its_thread(monkeypatch: pytest.MonkeyPatch)
         assert server.statistics().connections == 1
 
 
-def test_answers_that_are_gathered_leave_together_and_are_right() -> None:
+def test_draining_waits_until_long_answers_are_sent() -> None:
     gate = Gate()
     verb = Verb("gate", gate.verb.handler, quick=True)
-    with Server([verb]) as server, Client(idle=8) as client:
-        outcomes: list[Outcome] = []
-        requests = [Request(server.endpoint, "gate", payload=bytes([index])) for index in range(8)]
-        thread = in_thread(lambda: outcomes.extend(client.gather(requests, soon())))
-        gate.wait_for(8)
-        with server.gathering():
-            for call in gate.calls:
-                call.reply([torch.full((70_000,), float(call.payload[0]))], call.payload)
-        thread.join(timeout=60)
-        for index, outcome in enumerate(outcomes):
-            assert isinstance(outcome, Answer)
-            assert outcome.payload == bytes([index])
-            assert float(outcome.tensors[0][-1]) == index
-        assert len(outcomes) == 8
-
-
-def test_draining_waits_until_gathered_requests_and_long_answers_are_sent() -> None:
-    gate = Gate()
-    verb = Verb("gate", gate.verb.handler, quick=True)
-    replied, leave = threading.Event(), threading.Event()
     with Server([verb], drain_seconds=60.0) as server, Client(idle=8) as client:
         outcomes: list[Outcome] = []
         requests = [Request(server.endpoint, "gate") for _ in range(8)]
         asking = in_thread(lambda: outcomes.extend(client.gather(requests, soon())))
         gate.wait_for(8)
-
-        def answer() -> None:
-            with server.gathering():
-                for call in gate.calls:
-                    # More than a socket takes at once.
-                    call.reply([torch.ones(2_000_000)])
-                replied.set()
-                leave.wait(timeout=60)
-
-        answering = in_thread(answer)
-        assert replied.wait(timeout=60)
-        assert server.statistics().calls == 0
         assert not server.drain(0.05)
-        leave.set()
+        for call in gate.calls:
+            # More than a socket takes at once.
+            call.reply([torch.ones(2_000_000)])
+        assert server.statistics().calls == 0
         assert server.drain(60.0)
-        answering.join(timeout=60)
         server.close()
         asking.join(timeout=60)
     assert [type(outcome) for outcome in outcomes] == [Answer] * 8
@@ -447,9 +412,8 @@ def test_an_answer_after_the_end_touches_nothing() -> None:
     with Server([verb], drain_seconds=0.01) as server, Client(retries=0) as client:
         thread = in_thread(lambda: client.gather([Request(server.endpoint, "gate")] * 2, soon()))
         gate.wait_for(2)
-    with server.gathering():
-        for call in gate.calls:
-            call.reply()
+    for call in gate.calls:
+        call.reply()
     thread.join(timeout=60)
     assert not thread.is_alive()
 

@@ -50,7 +50,6 @@ def test_a_request_alone_is_sent_at_once_and_its_answer_read_as_it_came(
 ) -> None:
     counts: Counter[str] = Counter()
     monkeypatch.setattr(client, "_Together", None)
-    monkeypatch.setattr(client, "_FRESH", 1e9)
     echo = Verb("echo", lambda call: call.reply(call.tensors), quick=True)
     with Server([echo]) as server, Client(transport=Counting(counts)) as asker:
         request = Request(server.endpoint, "echo", tensors=[torch.ones(numbers)])

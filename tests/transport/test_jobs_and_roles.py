@@ -10,19 +10,15 @@ import pytest
 import torch
 
 from anabranch.cli.keys import keys as keys_command
-from anabranch.deadline import Deadline
 from anabranch.errors import Unauthorized
 from anabranch.experts import Directory, DirectoryServer
 from anabranch.parameter_server import ParameterClient, ParameterServer
 from anabranch.transport import Client, Request, Server, Verb, make_keys
 from anabranch.transport.certificates import job_of_keys
+from waiting import soon
 
 ECHO = Verb("echo", lambda call: call.reply(payload=(call.peer.job or "").encode()))
 TCP = "tcp://127.0.0.1:0"
-
-
-def soon() -> Deadline:
-    return Deadline.after(20.0)
 
 
 @pytest.fixture(scope="module")

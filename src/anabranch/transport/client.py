@@ -56,7 +56,6 @@ __all__ = ["Answer", "Client", "ClientOptions", "Outcome", "Request"]
 
 _FIRST_BACKOFF = 0.01
 _LONGEST_BACKOFF = 1.0
-_FRESH = 1.0
 # A client's first number is below; 2 ** 61 more fit the frame.
 _FIRST_NUMBERS = 1 << 61
 # Seconds between two checks for idle connections to servers that have gone.
@@ -297,10 +296,9 @@ class Client:
             if self._closed:
                 raise PeerLost("this client is closed", peer=endpoint)
             idle = self._idle[endpoint]
-            now = time.monotonic()
             while idle:
                 channel = idle.pop()
-                if not fresh and (now - channel.released < _FRESH or not channel.stale()):
+                if not fresh:
                     self._busy.add(channel)
                     return channel
                 channel.close()
@@ -317,7 +315,6 @@ class Client:
                 self._prune(now)
             idle = self._idle[endpoint]
             if reusable and not self._closed and len(idle) < self._most_idle:
-                channel.released = now
                 idle.append(channel)
                 return
         channel.close()
@@ -326,7 +323,7 @@ class Client:
         """Close idle connections to servers that have gone, in case no later request uses them."""
         self._prune_at = now + _PRUNE
         for endpoint, idle in list(self._idle.items()):
-            for channel in [channel for channel in idle if now - channel.released >= _FRESH and channel.stale()]:
+            for channel in [channel for channel in idle if channel.stale()]:
                 idle.remove(channel)
                 channel.close()
             if not idle:
@@ -372,7 +369,6 @@ class _Channel:
         self.wire = wire
         self.heartbeat = heartbeat
         self.connected = False
-        self.released = 0.0
 
     def close(self) -> None:
         """Close the connection, and free its buffers."""
@@ -380,11 +376,9 @@ class _Channel:
         self.wire.drop()
 
     def stale(self) -> bool:
-        """Return True if a connection that was idle for long has become readable, which can only mean that it has
-        ended.
+        """Return True if an idle connection has become readable, which can only mean that it has ended.
 
-        A recently used connection need not be checked: if it is stale, the request fails on it and is retried on a
-        fresh one.
+        Before a request this need not be checked: it fails on the stale connection, and is retried on a fresh one.
         """
         poller = select.poll()
         poller.register(self.wire.stream.descriptor, select.POLLIN | select.POLLRDHUP)
@@ -429,8 +423,11 @@ class _Exchange(msgspec.Struct, eq=False):
             shown, span = 1, spans.begin()
             spans.shown[self] = None
             while True:
-                now = time.monotonic()
-                wake = min(now + self.deadline.remaining(), until)
+                now, left = time.monotonic(), self.deadline.remaining()
+                if left <= 0:
+                    self.expire()
+                    return
+                wake = min(now + left, until)
                 if (descriptor, events) != polled:
                     if polled[0] >= 0:
                         poller.unregister(polled[0])
@@ -441,9 +438,6 @@ class _Exchange(msgspec.Struct, eq=False):
                 happened = poller.poll(max(0, int((wake - now) * 1000) + 1))
                 if happened:
                     descriptor, events, until = steps.send(happened[0][1])
-                elif self.deadline.expired():
-                    self.expire()
-                    return
                 elif time.monotonic() >= until:
                     descriptor, events, until = steps.send(0)
         except StopIteration:

@@ -395,8 +395,8 @@ class RedisDirectory:
         (seconds, micros), *members = self._run("active", ask)
         now = seconds * 1000 + micros // 1000
         indices: dict[str, set[int]] = {name: set() for name in names}
-        for name, found in zip(names * len(spaces), members, strict=True):
-            indices[name] |= {int(uid[len(name) + 1 :].split(b".")[0]) for uid, expires in found if expires > now}
+        for name, uids in zip(names * len(spaces), members, strict=True):
+            indices[name] |= {int(uid[len(name) + 1 :].split(b".")[0]) for uid, expires in uids if expires > now}
         return {name: sorted(some) for name, some in indices.items()}
 
     def close(self) -> None:

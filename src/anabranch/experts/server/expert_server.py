@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -171,9 +171,7 @@ class ExpertServer:
         self._not_finite: Counter[str] = Counter()
         self._round = threading.local()
         pools_by_device = self._pools_by_device()
-        self._runtimes = [
-            Runtime(pools, name=name, answering=self._gathering) for name, pools in pools_by_device.items()
-        ]
+        self._runtimes = [Runtime(pools, name=name) for name, pools in pools_by_device.items()]
         self._persistence = (
             None
             if checkpoint_dir is None
@@ -515,9 +513,6 @@ class ExpertServer:
             for runtime in self._runtimes:
                 mine = {pool: tasks for pool, tasks in aside.items() if pool in runtime}
                 runtime.submit(mine, one_of_many=of_many)
-
-    def _gathering(self) -> AbstractContextManager[None]:
-        return self._server.gathering()
 
     def _backward_again(self, call: Call) -> None:
         """Answer a retry of which only the number is known: the update is made, but its gradients are gone."""

@@ -55,7 +55,7 @@ from anabranch.transport.frame import (
 from anabranch.transport.server.once import OnceTable, RequestIdentity
 from anabranch.transport.streams import Peer, Stream
 
-__all__ = ["ALONE", "Admission", "Answer", "Call", "Connection", "Verb"]
+__all__ = ["ALONE", "Admission", "Call", "Connection", "Verb"]
 
 # The longest deadline accepted from a client, in seconds.
 _LONGEST = 24 * 3600.0
@@ -117,12 +117,10 @@ class Admission:
         heartbeat: seconds between beats.
         max_connections: of clients that have greeted.
         max_bytes: the budget.
-        only_job: the job whose peers alone are served; ``None``: those of every job.
 
     Attributes:
+        only_job: the job whose peers alone are served; ``None``: those of every job.
         lock: of everything that is counted here.
-        changed: notified, while draining, when a call ends.
-        gathering: a thread's ``answers`` set aside, to be sent together.
         connections: all that are open.
         unknown: those that have not greeted.
         calls: being served.
@@ -138,7 +136,6 @@ class Admission:
         heartbeat: float,
         max_connections: int,
         max_bytes: int,
-        only_job: str | None,
     ) -> None:
         self.verbs: dict[str, Verb] = {}
         for verb in verbs:
@@ -149,12 +146,9 @@ class Admission:
         self.heartbeat = heartbeat
         self.max_connections = max_connections
         self._max_bytes = max_bytes
-        self._only_job = only_job
+        self.only_job: str | None = None
         self.once: OnceTable[Call] = OnceTable()
-        # Condition's own `with` takes the same lock by way of two more Python functions.
         self.lock = threading.RLock()
-        self.changed = threading.Condition(self.lock)
-        self.gathering = threading.local()
         self.connections: dict[Connection, None] = {}
         self.unknown: dict[Connection, None] = {}
         self.draining = False
@@ -169,7 +163,7 @@ class Admission:
             raise NotFound(f"no verb {header.verb!r}; there are: {', '.join(sorted(self.verbs))}")
         if verb.roles is not None and peer.role is not None and peer.role not in verb.roles:
             raise Unauthorized(f"role {peer.role!r} may not call {verb.name!r}; roles {sorted(verb.roles)} may")
-        if self._only_job is not None and peer.job not in (None, self._only_job):
+        if self.only_job is not None and peer.job not in (None, self.only_job):
             raise Unauthorized(
                 f"this server's certificate is for every job, but job {peer.job!r} needs its own: give the "
                 f"server keys of that job (anabranch keys DIR --job {peer.job})"
@@ -200,8 +194,6 @@ class Admission:
         with self.lock:
             self.calls -= 1
             self.in_flight -= nbytes
-            if self.draining:
-                self.changed.notify_all()
 
     def reserve(self, nbytes: int) -> bool:
         """Reserve ``nbytes`` for an answer; false without room."""
@@ -246,25 +238,6 @@ class Call:
     ``reply`` and ``fail`` may be called from any thread; only the first call counts. A call whose client has gone is
     ``cancelled``; any code that notices may ``drop`` it.
     """
-
-    __slots__ = (
-        "_admission",
-        "_answered",
-        "_lock",
-        "_nbytes",
-        "_span",
-        "deadline",
-        "identity",
-        "once",
-        "payload",
-        "peer",
-        "recipients",
-        "schema",
-        "settled",
-        "target",
-        "tensors",
-        "verb",
-    )
 
     def __init__(
         self,
@@ -345,12 +318,8 @@ class Call:
             recipients, self.recipients = self.recipients, []
             self.close(frame if done else None)
         fault_point("transport.before_reply")
-        answers = getattr(self._admission.gathering, "answers", None)
         for connection in recipients:
-            if answers is None or connection.alone:
-                connection.answer(self, frame)
-            else:
-                answers.append((connection, self, frame))
+            connection.answer(self, frame)
 
     def close(self, frame: Sequence[memoryview] | None) -> None:
         """Mark the request as finished, with or without an answer to keep for retries; its lock is held."""
@@ -368,8 +337,6 @@ class Call:
             admission.sent += answered
             admission.calls -= 1
             admission.in_flight -= self._nbytes
-            if admission.draining:
-                admission.changed.notify_all()
         if self._span:
             facts: dict[str, object] = {"peer": self.peer.name, "received_bytes": self._nbytes, "sent_bytes": answered}
             flow: spans.Flow = "serve", str(self.identity[1])
@@ -488,9 +455,10 @@ class Connection:
                 self.wire.stream.abort()
                 self.wake(self)
 
-    def sending(self) -> bool:
-        """Return True if bytes of an answer have not left yet."""
-        return bool(self.wire.waiting) and not self.closed
+    def busy(self) -> bool:
+        """Return True if a request is being served, or bytes of an answer have not left yet."""
+        with self._lock:
+            return not self.closed and (self._call is not None or bool(self.wire.waiting))
 
     def _write(self, frame: Sequence[memoryview]) -> None:
         try:
@@ -549,13 +517,9 @@ class Connection:
 
     def turn_away(self, error: BoundaryError) -> None:
         """End the connection at once; a client that could have greeted gets the reason, if the socket allows."""
-        failure = failure_of(error)
         if self._phase in (_Phase.SHAKING, _Phase.GREETING):
-            self._admission.count(failure, refused=True)
-        if self._phase is _Phase.GREETING:
-            # None of its bytes are unread, so closing destroys nothing.
-            with self._lock, suppress(OSError, BoundaryError):
-                self.wire.send(encode(failure))
+            self._dismiss(error)
+        # None of its bytes are unread, so closing destroys nothing.
         self.end()
 
     def step(self, events: int) -> int:
@@ -685,7 +649,7 @@ class Connection:
         """Return the handler that serves the call; ``None`` if it is a retry that has already been handled."""
         once = self._admission.once
         with once.lock:
-            known = once.begin(call, settled)
+            known = once.begin(call.identity, call, settled)
             call.once = known is call
             if known is call:
                 return verb.handler
@@ -748,7 +712,3 @@ def _full(nbytes: int) -> Overloaded:
 
 def _say_done(call: Call) -> None:
     call.fail(RuntimeError("this request was executed, but its response is no longer kept"))
-
-
-Answer = tuple[Connection, Call, Sequence[memoryview]]
-"""A connection, the call to be answered on it, and the answer's frame."""

@@ -26,10 +26,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from types import TracebackType
 
 from anabranch.deadline import Deadline
@@ -39,7 +38,7 @@ from anabranch.record.spans import mark, open_spans
 from anabranch.transport.failures import note_failure
 from anabranch.transport.frame import Heartbeat, Limits, RequestHeader, encode
 from anabranch.transport.heap import give_memory_back
-from anabranch.transport.server.connection import ALONE, Admission, Answer, Call, Connection, Verb
+from anabranch.transport.server.connection import ALONE, Admission, Call, Connection, Verb
 from anabranch.transport.server.once import OnceTable
 from anabranch.transport.sockets import SocketTransport
 from anabranch.transport.streams import Listener, Transport
@@ -164,20 +163,16 @@ class Server:
     ) -> None:
         if not 0 < heartbeat < float("inf"):
             raise ValueError(f"heartbeat is a finite number of seconds above 0, got {heartbeat!r}")
+        self._admission = Admission(
+            [*verbs, Verb(STATUS, self._tell_status, check=_no_tensors)],
+            limits=limits or Limits(),
+            heartbeat=heartbeat,
+            max_connections=max_connections,
+            max_bytes=max_bytes_in_flight,
+        )
         network = transport if transport is not None else SocketTransport(role, keys=keys, insecure=insecure)
         self._listener = network.listen(listen)
-        try:
-            self._admission = Admission(
-                [*verbs, Verb(STATUS, self._tell_status, check=_no_tensors)],
-                limits=limits or Limits(),
-                heartbeat=heartbeat,
-                max_connections=max_connections,
-                max_bytes=max_bytes_in_flight,
-                only_job=self._listener.job if one_job else None,
-            )
-        except ValueError:
-            self._listener.close()
-            raise
+        self._admission.only_job = self._listener.job if one_job else None
         self.heartbeat = heartbeat
         self.healthy = healthy or (lambda: True)
         self.drain_seconds = drain_seconds
@@ -189,7 +184,6 @@ class Server:
         self._facts = facts
         self._started = time.monotonic()
         self._stack = ExitStack()
-        self._gatherings = 0
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
         self.loop = Loop(self, self._listener)
@@ -228,15 +222,14 @@ class Server:
     def drain(self, seconds: float) -> bool:
         """Decline new calls and wait, at most this many seconds, for those in flight; true if all were answered."""
         admission, until = self._admission, Deadline.after(max(seconds, 1e-3))
-        with admission.changed:
+        with admission.lock:
             admission.draining = True
-            done = admission.changed.wait_for(lambda: admission.calls == 0 and not self._gatherings, timeout=seconds)
         # Long answers are sent as fast as their clients read.
-        while done and (self.loop.has_answers() or any(map(Connection.sending, list(admission.connections)))):
+        while admission.calls or any(map(Connection.busy, list(admission.connections))):
             if until.expired() or self.closed:
                 return False
             self._stop.wait(timeout=_GLANCE)
-        return done
+        return True
 
     def close(self) -> None:
         """Close all connections and end all threads; calls in flight are cancelled."""
@@ -261,29 +254,6 @@ class Server:
                 connection.end()
         self.loop.close()
         self._listener.close()
-
-    @contextmanager
-    def gathering(self) -> Iterator[None]:
-        """Send the answers given on this thread in the block together, by the server's loop.
-
-        For a thread that answers many calls and has more to do: each answer would cost it a system call, and a thread
-        switch whenever a client is quick to send its next request.
-        """
-        answers: list[Answer] = []
-        admission = self._admission
-        admission.gathering.answers = answers
-        with admission.lock:
-            self._gatherings += 1
-        try:
-            yield
-        finally:
-            admission.gathering.answers = None
-            if answers:
-                self.loop.send(answers)
-            with admission.changed:
-                self._gatherings -= 1
-                if admission.draining:
-                    admission.changed.notify_all()
 
     def statistics(self) -> ServerStatistics:
         """Counters since the start, and the present load."""
@@ -363,7 +333,6 @@ class Loop:
             self._poller.close()
             raise
         self._connections: dict[int, Connection] = {}
-        self._answers: deque[Answer] = deque()
         self._called: deque[Connection] = deque()
         self._stopped = self._closed = False
         self._lock = threading.Lock()
@@ -381,16 +350,6 @@ class Loop:
         self._called.append(connection)
         self._ring()
 
-    def send(self, answers: Sequence[Answer]) -> None:
-        """Send many answers, at the cost of one system call for the caller; of none on the loop's own thread."""
-        self._answers.extend(answers)
-        if not self.is_here():
-            self._ring()
-
-    def has_answers(self) -> bool:
-        """Return True if answers wait to be written."""
-        return bool(self._answers)
-
     def start(self) -> threading.Thread:
         """Drive the connections on a new thread, in place of the current one."""
         thread = threading.Thread(target=self.run, name="anabranch-loop", daemon=True)
@@ -403,10 +362,6 @@ class Loop:
             self._away_since = time.monotonic()
             raise
         return thread
-
-    def is_here(self) -> bool:
-        """Return True if the calling thread drives the connections."""
-        return threading.get_ident() == self.ident
 
     def away(self, now: float) -> bool:
         """Return True if the thread has been running handlers for too long."""
@@ -463,8 +418,7 @@ class Loop:
                 # Last: closing connections to make room frees descriptor numbers that the events may still name.
                 if arrivals:
                     self._accept_all()
-                if self._answers or self._called:
-                    self._answer_calls()
+                self._watch_called()
                 # More requests may follow the first, and they are better served together. One connection carries one
                 # request at a time, so a single client has no more.
                 more = len(self._connections) > 1 and time.monotonic() < until
@@ -475,9 +429,6 @@ class Loop:
                 self._ring()
                 return
             self._away_since = float("inf")
-            if self._answers:
-                self._answer_calls()
-        self._answer_calls()
         for connection in list(self._connections.values()):
             connection.end()
         self._connections.clear()
@@ -488,12 +439,7 @@ class Loop:
         except BaseException as error:  # noqa: BLE001 - a bug there must not end the loop
             note_failure("transport.connection_failed", error)
 
-    def _answer_calls(self) -> None:
-        while self._answers:
-            connection, call, frame = self._answers[0]
-            self._guard(partial(connection.answer, call, frame))
-            # Only now, for callers that wait until all have been written.
-            self._answers.popleft()
+    def _watch_called(self) -> None:
         while self._called:
             connection = self._called.popleft()
             if connection.loop is self and not connection.closed:
@@ -514,12 +460,6 @@ class Loop:
             else:
                 # A closed descriptor has been removed from the poller automatically.
                 self._connections.pop(connection.wire.stream.descriptor, None)
-
-    def _guard(self, do: Callable[[], None]) -> None:
-        try:
-            do()
-        except BaseException as error:  # noqa: BLE001 - a bug here must not end the loop
-            note_failure("transport.connection_failed", error)
 
     def watch(self, connection: Connection) -> None:
         """Poll for the events that ``connection`` waits for now."""
@@ -641,7 +581,7 @@ class Loop:
                 "more (ulimit -n, ulimit -u), or have fewer clients",
                 self._server.endpoint, error,
             )  # fmt: skip
-        self._guard(partial(mark, "transport.accept_failed", error=str(error)))
+        mark("transport.accept_failed", error=str(error))
 
 
 def _no_tensors(header: RequestHeader) -> None:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
@@ -52,7 +52,6 @@ class Runtime:
     Args:
         pools: all on one device.
         name: of the thread.
-        answering: makes the context in which a batch's tasks are answered.
     """
 
     def __init__(
@@ -60,7 +59,6 @@ class Runtime:
         pools: Iterable[TaskPool],
         *,
         name: str = "device",
-        answering: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._pools = list(pools)
         self._lock = threading.RLock()
@@ -70,7 +68,6 @@ class Runtime:
         order = FairOrder()
         for pool in self._pools:
             pool.share(self._lock, self._filled, self._changed, order)
-        self._answering = answering
         self._stopped = False
         self._threads = torch.get_num_threads()
         self._running: Deadline | None = None
@@ -216,7 +213,7 @@ class Runtime:
             last = Deadline.after(max(last.remaining(), _LONGEST_NAP))
         self._running = last
         try:
-            pool.run(batch, self._answering)
+            pool.run(batch)
         finally:
             self._running = None
         pool.note_seconds(rows, time.monotonic() - started)

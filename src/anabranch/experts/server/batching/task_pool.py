@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from threading import RLock
 
@@ -312,11 +311,8 @@ class TaskPool:
         for task in left:
             task.finish(PeerLost(f"{self.name} is closed"))
 
-    def run(self, batch: Sequence[Task], answering: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        """Run a batch and answer its tasks; if it fails, each is run alone, so that only the faulty one fails.
-
-        ``answering`` makes the context in which several are answered.
-        """
+    def run(self, batch: Sequence[Task]) -> None:
+        """Run a batch and answer its tasks; if it fails, each is run alone, so that only the faulty one fails."""
         if not batch:
             return
         if batch[0].rows > self.max_batch_size:
@@ -345,12 +341,8 @@ class TaskPool:
                 for task in batch:
                     _finish(task, error)
             return
-        if len(batch) == 1:
-            _finish(batch[0], outputs[0])
-            return
-        with answering():
-            for task, its_outputs in zip(batch, outputs, strict=True):
-                _finish(task, its_outputs)
+        for task, its_outputs in zip(batch, outputs, strict=True):
+            _finish(task, its_outputs)
 
     def _join_and_process(self, batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
         if len(batch) == 1:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from anabranch.deadline import Deadline
 from anabranch.errors import Overloaded
 from anabranch.transport import Client, Request, Server, Verb, make_keys
 from anabranch.transport.frame import Hello, encode
+from waiting import soon, wait_until
 
 ECHO = Verb("echo", lambda call: call.reply(payload=call.payload), quick=True)
 TCP = "tcp://127.0.0.1:0"
@@ -24,17 +23,6 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("keys")
     make_keys(folder)
     return folder
-
-
-def soon() -> Deadline:
-    return Deadline.after(30.0)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @contextmanager
@@ -87,16 +75,16 @@ def test_a_stalled_handshake_is_closed(keys: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("anabranch.transport.server.server._SWEEP", 0.02)
     with Server([ECHO], listen=TCP, keys=keys) as server, silent(server, 1) as peers:
         assert peers[0].recv(1) == b""
-        until(lambda: server.statistics().connections == 0)
+        wait_until(lambda: server.statistics().connections == 0)
 
 
 def test_who_has_not_greeted_has_ten_seconds_however_it_drips() -> None:
     with Server([ECHO], listen=TCP, insecure=True) as server, silent(server, 1) as peers:
-        until(lambda: server.statistics().connections == 1)
+        wait_until(lambda: server.statistics().connections == 1)
         (connection,) = server._admission.connections
         began = connection._began
         peers[0].sendall(b"".join(bytes(part) for part in encode(Hello()))[:10])
-        until(lambda: connection._progress > began)
+        wait_until(lambda: connection._progress > began)
         assert not connection.overdue(began + 9.9)
         assert connection.overdue(began + 10.1)
 
