@@ -45,8 +45,6 @@ _PASSWORD_VARIABLE = "ANABRANCH_REDIS_PASSWORD"  # noqa: S105 - its name
 _PORT = 6379
 _SCHEMES = ("redis://", "rediss://", "unix://")
 _PAUSES = (0.05, 0.1, 0.2, 0.4, 0.8)
-# Idle seconds after which a connection is tried before it is used.
-_HEALTH_CHECK = 30
 _log = logging.getLogger("anabranch.transport")
 
 
@@ -139,8 +137,9 @@ class RedisLink:
         password = os.environ.get(_PASSWORD_VARIABLE)
         if password and urlsplit(self._url).password is None and "password=" not in self._url:
             options["password"] = password
+        # Without its health check: a lost connection is replaced, and PING would be one more right of the user.
         return Redis.from_url(
-            self._url, socket_timeout=seconds, socket_connect_timeout=seconds, health_check_interval=_HEALTH_CHECK,
+            self._url, socket_timeout=seconds, socket_connect_timeout=seconds,
             retry=Retry(NoBackoff(), 0), protocol=2, **options,
         )  # fmt: skip
 
