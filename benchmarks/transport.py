@@ -25,7 +25,7 @@ from measure import keep, machine
 
 from anabranch.deadline import Deadline
 from anabranch.transport import Call, Client, Request, Server, Verb, make_keys
-from anabranch.transport.network.certificates import client_context, server_context
+from anabranch.transport.certificates import client_context, server_context
 
 SIZES = {"64 KiB": 64 << 10, "2 MiB": 2 << 20, "8 MiB": 8 << 20}
 

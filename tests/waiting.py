@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from anabranch.deadline import Deadline
+
 PATIENCE = 60.0
 """Seconds after which a test counts as hanging; far more than a busy machine needs."""
 
@@ -24,3 +26,8 @@ def join(*threads: threading.Thread) -> None:
         thread.join(timeout=PATIENCE)
     left = [thread.name for thread in threads if thread.is_alive()]
     assert not left, f"threads did not end: {left}"
+
+
+def soon() -> Deadline:
+    """A deadline that a busy machine does not miss."""
+    return Deadline.after(PATIENCE)

@@ -21,14 +21,12 @@ from anabranch.tensors import TensorSpec
 from anabranch.transport import Client, pack
 from anabranch.transport.frame import (
     FailureFrame,
-    FrameReader,
     Hello,
-    Limits,
     ReplyHeader,
     RequestHeader,
-    allocate,
     encode,
 )
+from frame_reading import next_frame, wire_of
 from programs import Programs
 from waiting import wait_until
 
@@ -81,11 +79,10 @@ def push(server: ExpertServer, backend: ExpertBackend, sequence: int, x: torch.T
         sock.settimeout(60)
         sock.connect(server.endpoint.removeprefix("unix:"))
         sock.sendall(b"".join([*encode(Hello()), *encode(header, [x, x])]))
-        reader = FrameReader(Limits(), lambda header: allocate(header.tensors))
-        while True:
-            frame = reader.advance(SocketStream(sock))
-            if frame is not None and isinstance(frame.header, (ReplyHeader, FailureFrame)):
-                return frame.header
+        wire_there = wire_of(sock)
+        while not isinstance(answer := next_frame(wire_there).header, (ReplyHeader, FailureFrame)):
+            pass
+        return answer
 
 
 def test_an_update_that_the_state_holds_is_not_applied_again_after_a_restart(tmp_path: Path) -> None:
@@ -132,13 +129,6 @@ def test_parts_that_the_state_holds_are_not_applied_again_after_a_restart(tmp_pa
         assert restarted.updates == 1
         push(server, backend, 0, x)
         assert restarted.updates == 1
-
-
-class SocketStream:
-    """What a reader of frames reads from."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.receive_into = sock.recv_into
 
 
 def test_a_checkpoint_of_another_module_is_refused(tmp_path: Path) -> None:

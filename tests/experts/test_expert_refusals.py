@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -18,12 +18,13 @@ from anabranch.deadline import Deadline
 from anabranch.errors import (
     NonFinite,
     NotFound,
+    ProtocolError,
     SchemaError,
 )
 from anabranch.experts import ExpertBackend, ExpertServer, RemoteExpert, wire
 from anabranch.tensors import TensorSpec
 from anabranch.tensors.spec import Compression
-from anabranch.transport import Client, Request
+from anabranch.transport import Call, Client, Request, TensorHeader, allocate
 from waiting import join
 
 
@@ -304,3 +305,29 @@ def test_a_batch_that_comes_back_with_other_rows_is_refused_to_each_caller(keep:
     assert [str(error).partition(";")[0] for error in refusals] == [
         "e.0's output 0: expected 2 rows, as in the input, got 1"
     ] * 2
+
+
+@pytest.mark.parametrize("shape", [(1 << 20, 4), (2, 1 << 20), (2, 4, 1)])
+def test_the_answer_to_a_backward_is_checked_before_memory_is_taken(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gradient of 1 GB for an input of a few rows cost its caller as much memory, and then the error."""
+    reply = Call.reply
+
+    def other(call: Call, tensors: Sequence[Tensor] = (), payload: bytes = b"") -> None:
+        reply(call, [torch.zeros(shape)] if call.verb == wire.BACKWARD else tensors, payload)
+
+    taken: list[int] = []
+
+    def counted(headers: Sequence[TensorHeader]) -> list[Tensor]:
+        taken.extend(header.nbytes for header in headers)
+        return allocate(headers)
+
+    backend = ExpertBackend("ffn.0", Feedforward(), args_schema=[TensorSpec(4)])
+    with served(backend) as server:
+        y = RemoteExpert("ffn.0", server.endpoint)(torch.ones(2, 4, requires_grad=True))
+        monkeypatch.setattr(Call, "reply", other)
+        monkeypatch.setattr("anabranch.transport.client.allocate", counted)
+        with pytest.raises((ProtocolError, SchemaError), match="gradient"):
+            y.sum().backward()
+    assert sum(taken) < 1000

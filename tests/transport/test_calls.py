@@ -38,8 +38,8 @@ from anabranch.transport import (
     Verb,
     allocate,
 )
-from anabranch.transport.frame import Hello, encode
-from waiting import wait_until
+from anabranch.transport.frame import Hello, ReplyHeader, encode
+from waiting import soon, wait_until
 
 
 def echo(call: Call) -> None:
@@ -52,10 +52,6 @@ ECHO = Verb("echo", echo)
 @pytest.fixture(params=["unix", "memory"])
 def network(request: pytest.FixtureRequest) -> Transport:
     return SocketTransport() if request.param == "unix" else MemoryTransport()
-
-
-def soon() -> Deadline:
-    return Deadline.after(60.0)
 
 
 def test_an_answer_returns_to_its_caller(network: Transport) -> None:
@@ -172,12 +168,12 @@ def test_a_request_is_checked_before_its_body_has_a_place() -> None:
 
 
 def test_the_asker_may_refuse_an_answer_before_it_has_a_place() -> None:
-    def refuse(headers: Sequence[TensorHeader]) -> Sequence[torch.Tensor]:
-        raise SchemaError(f"did not expect {headers[0].shape}")
+    def refuse(answer: ReplyHeader) -> None:
+        raise SchemaError(f"did not expect {answer.tensors[0].shape}")
 
     with Server([ECHO]) as server, Client() as client:
         with pytest.raises(SchemaError, match="did not expect"):
-            client.call(Request(server.endpoint, "echo", tensors=[torch.zeros(9)], allocate=refuse), soon())
+            client.call(Request(server.endpoint, "echo", tensors=[torch.zeros(9)], check=refuse), soon())
         assert client.call(Request(server.endpoint, "echo", payload=b"x"), soon()).payload == b"x"
 
 
@@ -241,7 +237,7 @@ def test_a_connection_that_stalls_in_the_middle_is_closed(said: bytes, monkeypat
     monkeypatch.setattr("anabranch.transport.server.connection._GREETING", 0.2)
     monkeypatch.setattr("anabranch.transport.server.connection._STALLED", 0.2)
     monkeypatch.setattr("anabranch.transport.server.connection._LINGER", 0.05)
-    monkeypatch.setattr("anabranch.transport.server.drivers._SWEEP", 0.05)
+    monkeypatch.setattr("anabranch.transport.server.server._SWEEP", 0.05)
     with Server([Verb("echo", echo, quick=True)]) as server, socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(60)
         sock.connect(server.endpoint.removeprefix("unix:"))
@@ -335,7 +331,6 @@ def test_a_client_survives_its_servers_restart_without_being_notified() -> None:
 
 def test_connections_to_stopped_servers_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anabranch.transport.client._PRUNE", 0.0)
-    monkeypatch.setattr("anabranch.transport.client._FRESH", 0.0)
     with Client() as client, Server([ECHO]) as stays:
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(20):
@@ -344,8 +339,8 @@ def test_connections_to_stopped_servers_are_closed(monkeypatch: pytest.MonkeyPat
         for _ in range(2):
             client.call(Request(stays.endpoint, "echo"), soon())
         assert stays.statistics().connections == 1
-        # The server's connection and the client's.
-        assert len(os.listdir("/proc/self/fd")) <= before + 3
+        # The server's connection, its loop's two descriptors, and the client's.
+        assert len(os.listdir("/proc/self/fd")) <= before + 4
 
 
 def test_small_requests_of_many_clients_are_read_by_one_thread_and_large_ones_by_their_own() -> None:
@@ -384,7 +379,7 @@ def test_a_waiting_handler_delays_no_other_request() -> None:
 
 
 def test_an_idle_connection_releases_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anabranch.transport.server.drivers._REST", 0.05)
+    monkeypatch.setattr("anabranch.transport.server.server._REST", 0.05)
     with Server([ECHO]) as server, Client() as client:
         for _ in range(3):
             assert client.call(Request(server.endpoint, "echo", payload=b"x"), soon()).payload == b"x"
@@ -392,50 +387,20 @@ def test_an_idle_connection_releases_its_thread(monkeypatch: pytest.MonkeyPatch)
         assert server.statistics().connections == 1
 
 
-def test_answers_that_are_gathered_leave_together_and_are_right() -> None:
+def test_draining_waits_until_long_answers_are_sent() -> None:
     gate = Gate()
     verb = Verb("gate", gate.verb.handler, quick=True)
-    with Server([verb]) as server, Client(idle=8) as client:
-        outcomes: list[Outcome] = []
-        requests = [Request(server.endpoint, "gate", payload=bytes([index])) for index in range(8)]
-        thread = in_thread(lambda: outcomes.extend(client.gather(requests, soon())))
-        gate.wait_for(8)
-        with server.gathering():
-            for call in gate.calls:
-                call.reply([torch.full((70_000,), float(call.payload[0]))], call.payload)
-        thread.join(timeout=60)
-        for index, outcome in enumerate(outcomes):
-            assert isinstance(outcome, Answer)
-            assert outcome.payload == bytes([index])
-            assert float(outcome.tensors[0][-1]) == index
-        assert len(outcomes) == 8
-
-
-def test_draining_waits_until_gathered_requests_and_long_answers_are_sent() -> None:
-    gate = Gate()
-    verb = Verb("gate", gate.verb.handler, quick=True)
-    replied, leave = threading.Event(), threading.Event()
     with Server([verb], drain_seconds=60.0) as server, Client(idle=8) as client:
         outcomes: list[Outcome] = []
         requests = [Request(server.endpoint, "gate") for _ in range(8)]
         asking = in_thread(lambda: outcomes.extend(client.gather(requests, soon())))
         gate.wait_for(8)
-
-        def answer() -> None:
-            with server.gathering():
-                for call in gate.calls:
-                    # More than a socket takes at once.
-                    call.reply([torch.ones(2_000_000)])
-                replied.set()
-                leave.wait(timeout=60)
-
-        answering = in_thread(answer)
-        assert replied.wait(timeout=60)
-        assert server.statistics().calls == 0
         assert not server.drain(0.05)
-        leave.set()
+        for call in gate.calls:
+            # More than a socket takes at once.
+            call.reply([torch.ones(2_000_000)])
+        assert server.statistics().calls == 0
         assert server.drain(60.0)
-        answering.join(timeout=60)
         server.close()
         asking.join(timeout=60)
     assert [type(outcome) for outcome in outcomes] == [Answer] * 8
@@ -447,9 +412,8 @@ def test_an_answer_after_the_end_touches_nothing() -> None:
     with Server([verb], drain_seconds=0.01) as server, Client(retries=0) as client:
         thread = in_thread(lambda: client.gather([Request(server.endpoint, "gate")] * 2, soon()))
         gate.wait_for(2)
-    with server.gathering():
-        for call in gate.calls:
-            call.reply()
+    for call in gate.calls:
+        call.reply()
     thread.join(timeout=60)
     assert not thread.is_alive()
 

@@ -10,23 +10,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from anabranch.deadline import Deadline
 from anabranch.errors import ProtocolError
 from anabranch.testing import MemoryTransport
 from anabranch.transport import (
     Call,
     Client,
     Listener,
-    Peer,
     Request,
     RequestHeader,
     Server,
     Stream,
     Transport,
     Verb,
-    allocate,
 )
-from anabranch.transport.frame import FrameReader, Header, Hello, Limits, ReplyHeader, encode, frame_size
+from anabranch.transport.frame import Header, Hello, ReplyHeader, encode, frame_size
+from frame_reading import Bytes, next_frame, wire_of
+from waiting import soon
 
 OLD_HELLO = bytes.fromhex("414e4252010100000e0000000000000000000000d99c678393cb3ff0000000000000cd040090")
 OLD_FAILURE = bytes.fromhex(
@@ -34,10 +33,6 @@ OLD_FAILURE = bytes.fromhex(
 )
 OLD_BEAT = bytes.fromhex("414e42520105000002000000000000000000000030066ee59190")
 REFUSAL = "uses version 1 of the protocol, this side version 2; update one"
-
-
-def soon() -> Deadline:
-    return Deadline.after(30.0)
 
 
 def join(buffers: Sequence[memoryview]) -> bytes:
@@ -73,11 +68,9 @@ class AlteredStream:
     def __init__(self, box: Middlebox, inner: Stream) -> None:
         self._box = box
         self._inner = inner
-        self.fileno, self.handshake, self.wants_write = inner.fileno, inner.handshake, inner.wants_write
-        self.abort, self.close, self.linger, self.ready_at = inner.abort, inner.close, inner.linger, inner.ready_at
 
-    def peer(self) -> Peer:
-        return self._inner.peer()
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
 
     def send(self, buffers: Sequence[memoryview]) -> int:
         data = join(buffers)
@@ -212,47 +205,8 @@ def test_a_repeated_request_is_done_once_though_it_is_not_numbered_for_that(tmp_
 
 
 def read_frames(sock: socket.socket, count: int) -> list[Header]:
-    class Received:
-        def receive_into(self, buffer: memoryview) -> int:
-            return sock.recv_into(buffer)
-
-    reader = FrameReader(Limits(), lambda header: allocate(header.tensors))
-    found = []
-    while len(found) < count:
-        frame = reader.advance(Received())  # type: ignore[arg-type]
-        if frame is not None:
-            found.append(frame.header)
-    return found
-
-
-# --- damaged headers ---------------------------------------------------------------------------------------------
-
-
-class Bytes:
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def receive_into(self, buffer: memoryview) -> int:
-        count = min(len(buffer), len(self._data))
-        buffer[:count] = self._data[:count]
-        self._data = self._data[count:]
-        return count
-
-
-def reader() -> FrameReader:
-    return FrameReader(Limits(), lambda header: allocate(header.tensors))
-
-
-# Magic, version, kind, flags, the header's length, the body's length, the checksum, the header itself.
-@pytest.mark.parametrize(
-    ("position", "bit"), [(1, 0), (4, 0), (5, 0), (5, 5), (7, 1), (8, 1), (12, 3), (17, 7), (24, 0), (31, 2)]
-)
-def test_a_bit_changed_in_a_header_is_refused(position: int, bit: int) -> None:
-    data = bytearray(join(encode(ReplyHeader(b"p", 7), [torch.ones(3)])))
-    assert reader().advance(Bytes(bytes(data))) is not None  # type: ignore[arg-type]
-    data[position] ^= 1 << bit
-    with pytest.raises(ProtocolError):
-        reader().advance(Bytes(bytes(data)))  # type: ignore[arg-type]
+    wire = wire_of(sock)
+    return [next_frame(wire).header for _ in range(count)]
 
 
 # --- versions ----------------------------------------------------------------------------------------------------
@@ -297,4 +251,4 @@ def test_an_old_server_is_refused_in_one_sentence(said: bytes, tmp_path: Path) -
 
 def test_bytes_of_another_protocol_are_rejected_before_a_whole_preamble_arrives() -> None:
     with pytest.raises(ProtocolError, match="another protocol"):
-        reader().advance(Bytes(b"HTTP/1.1 400"))  # type: ignore[arg-type]
+        next_frame(wire_of(Bytes(b"HTTP/1.1 400")))

@@ -19,7 +19,8 @@ from anabranch.transport import (
     Server,
     Verb,
 )
-from anabranch.transport.frame import FrameReader, Heartbeat, Hello, Limits, encode
+from anabranch.transport.frame import Heartbeat, Hello, encode
+from frame_reading import next_frame, wire_of
 from networks import CountingTransport
 from waiting import join, wait_until
 
@@ -41,16 +42,8 @@ def test_a_server_beats_while_a_call_waits() -> None:
         asker.connect(server.endpoint.removeprefix("unix:"))
         asker.sendall(b"".join(encode(Hello())) + b"".join(encode(RequestHeader("wait", seconds=60.0))))
 
-        class Received:
-            def receive_into(self, buffer: memoryview) -> int:
-                return asker.recv_into(buffer)
-
-        reader = FrameReader(Limits(), lambda header: ())
-        headers = []
-        while len(headers) < 4:
-            frame = reader.advance(Received())  # type: ignore[arg-type]
-            if frame is not None:
-                headers.append(type(frame.header))
+        wire = wire_of(asker)
+        headers = [type(next_frame(wire).header) for _ in range(4)]
     assert headers == [Hello, Heartbeat, Heartbeat, Heartbeat]
 
 

@@ -10,19 +10,15 @@ import pytest
 import torch
 
 from anabranch.cli.keys import keys as keys_command
-from anabranch.deadline import Deadline
 from anabranch.errors import Unauthorized
 from anabranch.experts import Directory, DirectoryServer
 from anabranch.parameter_server import ParameterClient, ParameterServer
 from anabranch.transport import Client, Request, Server, Verb, make_keys
-from anabranch.transport.network.certificates import job_of_keys
+from anabranch.transport.certificates import job_of_keys
+from waiting import soon
 
 ECHO = Verb("echo", lambda call: call.reply(payload=(call.peer.job or "").encode()))
 TCP = "tcp://127.0.0.1:0"
-
-
-def soon() -> Deadline:
-    return Deadline.after(20.0)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +64,7 @@ def test_the_role_is_demanded_of_a_connection_that_is_used_again(keys: dict[str,
 
 def test_a_unix_socket_served_by_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with Server([ECHO]) as server, Client() as client:
-        monkeypatch.setattr("anabranch.transport.network.sockets._trusted_users", lambda: frozenset({os.geteuid() + 1}))
+        monkeypatch.setattr("anabranch.transport.sockets._trusted_users", lambda: frozenset({os.geteuid() + 1}))
         with pytest.raises(Unauthorized, match=f"user {os.geteuid()} serves this socket"):
             client.call(Request(server.endpoint, "echo"), soon())
         monkeypatch.undo()
@@ -90,7 +86,7 @@ def test_jobs_of_one_authority_are_strangers(keys: dict[str, Path]) -> None:
 def test_the_server_too_refuses_another_job(keys: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     with Server([ECHO], listen=TCP, keys=keys["a"]) as server:
         # A client that does not look whom it asks.
-        monkeypatch.setattr("anabranch.transport.network.sockets.job_of_keys", lambda keys, role: "*")
+        monkeypatch.setattr("anabranch.transport.sockets.job_of_keys", lambda keys, role: "*")
         with Client(keys=keys["b"]) as client, pytest.raises(Unauthorized, match="job 'b' does not belong to job 'a'"):
             client.call(Request(server.endpoint, "echo"), soon())
 

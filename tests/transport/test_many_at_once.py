@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import select
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from typing import cast
 
 import pytest
@@ -15,7 +12,6 @@ from anabranch.transport import (
     Answer,
     Call,
     Client,
-    Deadline,
     MemoryTransport,
     Request,
     RequestHeader,
@@ -24,15 +20,11 @@ from anabranch.transport import (
     client,
 )
 from anabranch.transport.frame import Hello, encode
-from anabranch.transport.network.streams import Stream
-from anabranch.transport.server import drivers
-from waiting import wait_until
+from anabranch.transport.server import server as drivers
+from anabranch.transport.streams import Stream
+from waiting import soon
 
 GREETING = b"".join(encode(Hello()))
-
-
-def soon() -> Deadline:
-    return Deadline.after(60.0)
 
 
 class Logging(MemoryTransport):
@@ -77,62 +69,6 @@ def test_requests_are_made_by_eights_before_the_first_of_them_leaves(monkeypatch
     assert log == eight + eight + ["made"] * 4 + ["sent"] * 4
 
 
-class Waiting:
-    """What ``_Waits`` needs of an exchange: a descriptor that becomes readable when it is rung."""
-
-    def __init__(self) -> None:
-        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK)
-        self.done = False
-        self.polled = -1
-        self.asked = 0
-        self.advanced = 0
-        self.wakes = 1e9
-
-    def fileno(self) -> int:
-        return self.descriptor
-
-    def interest(self) -> int:
-        return select.POLLIN
-
-    def wake_at(self) -> float:
-        self.asked += 1
-        return self.wakes
-
-    def wake(self, now: float) -> None:
-        self.done = True
-
-    def advance(self, *, readable: bool = True) -> None:
-        os.eventfd_read(self.descriptor)
-        self.advanced += 1
-
-
-@contextmanager
-def waiting(count: int) -> Iterator[list[Waiting]]:
-    with ExitStack() as stack:
-        found = [Waiting() for _ in range(count)]
-        for one in found:
-            stack.callback(os.close, one.descriptor)
-        yield found
-
-
-def test_an_event_of_one_request_does_not_ask_all_that_wait_how_long_they_will() -> None:
-    with waiting(64) as exchanges:
-        waits = client._Waits()
-        for exchange in exchanges:
-            waits.update(cast(client._Exchange, exchange))
-        before = sum(exchange.asked for exchange in exchanges)
-        for exchange in exchanges[:8]:
-            os.eventfd_write(exchange.descriptor, 1)
-            waits.wait(20.0)
-        assert [exchange.advanced for exchange in exchanges] == [1] * 8 + [0] * 56
-        assert sum(exchange.asked for exchange in exchanges) - before == 8
-        # What was remembered is asked anew when its time has come, and only then.
-        exchanges[9].wakes = 0.0
-        waits.update(cast(client._Exchange, exchanges[9]))
-        waits.wait(20.0)
-        assert [exchange.done for exchange in exchanges] == [False] * 9 + [True] + [False] * 54
-
-
 @pytest.mark.parametrize(
     ("seconds", "expected"), [(60.0, ["first", "second", "round"]), (0.0, ["first", "round", "second", "round"])]
 )
@@ -168,46 +104,3 @@ def test_arriving_requests_are_read_before_any_is_served_up_to_a_limit(
         asker.call(Request(server.endpoint, "take", "first"), soon())
         assert other.recv(1 << 16)
     assert order == expected
-
-
-class Counted:
-    """A poller that counts the looks that do not wait."""
-
-    def __init__(self, poller: select.epoll) -> None:
-        self._poller = poller
-        self.glances = 0
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._poller, name)
-
-    def poll(self, seconds: float) -> list[tuple[int, int]]:
-        self.glances += seconds == 0
-        return self._poller.poll(seconds)
-
-
-def test_a_client_that_is_alone_has_asked_all_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once the answers were here the test looked for the glance that follows them, which was yet to come."""
-    monkeypatch.setattr(drivers, "_ROUND", 60.0)
-    make, pollers = select.epoll, list[Counted]()
-
-    def counted_poller() -> Counted:
-        pollers.append(Counted(make()))
-        return pollers[-1]
-
-    monkeypatch.setattr(select, "epoll", counted_poller)
-    with (
-        Server([Verb("quick", lambda call: call.reply(), quick=True)]) as server,
-        socket.socket(socket.AF_UNIX) as other,
-        Client() as asker,
-    ):
-        (counted,) = pollers
-        request = Request(server.endpoint, "quick")
-        for _ in range(5):
-            asker.call(request, soon())
-        assert counted.glances == 0
-        other.settimeout(60)
-        other.connect(server.endpoint.removeprefix("unix:"))
-        other.sendall(GREETING)
-        assert other.recv(1 << 16)
-        asker.call(request, soon())
-        wait_until(lambda: counted.glances > 0)

@@ -12,16 +12,11 @@ from typing import NoReturn
 import pytest
 
 from anabranch.errors import PeerLost
-from anabranch.transport import Client, Deadline, Request, Server, Verb
-from anabranch.transport.network import sockets
-from waiting import wait_until
+from anabranch.transport import Client, Request, Server, Verb, sockets
+from waiting import soon, wait_until
 
 SLOW = Verb("slow", lambda call: call.reply(payload=b"slow"))
 QUICK = Verb("quick", lambda call: call.reply(payload=b"quick"), quick=True)
-
-
-def soon() -> Deadline:
-    return Deadline.after(60.0)
 
 
 def full(*_: object) -> NoReturn:

@@ -13,13 +13,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from anabranch.deadline import Deadline
 from anabranch.errors import PeerLost, ProtocolError, Unauthorized
 from anabranch.testing import FakeClock
 from anabranch.transport import Call, Client, Request, Server, SocketTransport, Verb, make_keys
 from anabranch.transport.frame import Hello, encode
-from anabranch.transport.network.streams import Peer
+from anabranch.transport.streams import Peer
 from programs import Programs
+from waiting import soon
 
 
 def echo(call: Call) -> None:
@@ -27,10 +27,6 @@ def echo(call: Call) -> None:
 
 
 ECHO = Verb("echo", echo)
-
-
-def soon() -> Deadline:
-    return Deadline.after(60.0)
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +263,7 @@ def test_a_live_path_cannot_be_taken_and_a_dead_one_can(tmp_path: Path, programs
 
 
 def test_a_unix_peer_of_another_user_is_rejected_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    from anabranch.transport.network import sockets
+    from anabranch.transport import sockets
 
     def stranger(owner: int) -> object:
         return original(owner + 1)

@@ -10,7 +10,7 @@ import typer
 from anabranch.cli.mistakes import plain_errors
 from anabranch.cli.standard_streams import say
 from anabranch.transport import make_keys
-from anabranch.transport.network.certificates import EVERY_JOB
+from anabranch.transport.certificates import EVERY_JOB
 
 __all__ = ["keys"]
 

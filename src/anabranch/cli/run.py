@@ -16,15 +16,13 @@ import typer
 from anabranch.cli.job_end import show_end, tell
 from anabranch.cli.mistakes import plain_errors
 from anabranch.cli.script_arguments import Arguments, IsModule, Script
-from anabranch.deadline import Deadline, check_seconds
+from anabranch.deadline import check_seconds
 from anabranch.launch import Durability, JobOutcome, JobSpec, PythonProgram, RestartBudget, launch
 from anabranch.launch.meeting.addresses import check_directory
 from anabranch.launch.supervision.signals import collect_signals
 from anabranch.record.trace import check_trace_path
-from anabranch.transport.directory.redis_address import is_redis_url
-from anabranch.transport.directory.redis_link import RedisLink
-from anabranch.transport.directory.redis_scripts import TIME
-from anabranch.transport.network.certificates import KEYS_VARIABLE
+from anabranch.transport.certificates import KEYS_VARIABLE
+from anabranch.transport.redis_directory import RedisLink, is_redis_url
 
 __all__ = ["run"]
 
@@ -224,7 +222,7 @@ def _ask_directory(directory: str, experts: int, host: str | None) -> None:
     with plain_errors("--directory"):
         check_directory(directory, experts=experts, host=host, keys=os.environ.get(KEYS_VARIABLE))
         if is_redis_url(directory):
-            RedisLink(directory).run(TIME, [], "directory.time", Deadline.after(_ASK_SECONDS))
+            RedisLink(directory, _ASK_SECONDS).run(lambda client: client.time(), "directory.time")
 
 
 def _tell_of_options(script: str, arguments: Sequence[str], missing: Mapping[str, bool]) -> None:

@@ -15,7 +15,7 @@ from anabranch.experts.server.backend import ExpertBackend, ExpertInfo
 from anabranch.experts.server.expert_server import ExpertServer, ExpertServerStatistics
 from anabranch.experts.server.layers import expand_uids
 from anabranch.experts.server.scheduler import PoolStatistics, Runtime, Task, TaskPool
-from anabranch.transport.directory.redis_directory import RedisDirectory
+from anabranch.transport.redis_directory import RedisDirectory
 
 __all__ = [
     "CallStatistics",

@@ -24,13 +24,18 @@ from anabranch.deadline import Deadline
 from anabranch.errors import SchemaError, Unauthorized
 from anabranch.job import DirectoryLike
 from anabranch.transport import Call, Client, Peer, Request, Server, ServerStatistics, Transport, Verb, pack, unpack
-from anabranch.transport.directory.announced_endpoint import check_announced
-from anabranch.transport.directory.redis_address import is_redis_url, shown_url
-from anabranch.transport.directory.redis_directory import RedisDirectory
-from anabranch.transport.directory.rules import check_kind, check_ttl, portions
-from anabranch.transport.directory.uids import check_prefix, check_uid, prefixes_of
-from anabranch.transport.network.certificates import EVERY_JOB
-from anabranch.transport.network.endpoints import parse_endpoint
+from anabranch.transport.announcements import (
+    check_announced,
+    check_kind,
+    check_prefix,
+    check_ttl,
+    check_uid,
+    portions,
+    prefixes_of,
+)
+from anabranch.transport.certificates import EVERY_JOB
+from anabranch.transport.endpoints import parse_endpoint
+from anabranch.transport.redis_directory import RedisDirectory, is_redis_url, shown_url
 
 if TYPE_CHECKING:
     from anabranch.experts.client.connections import ModuleClient

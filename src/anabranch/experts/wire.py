@@ -18,6 +18,7 @@ The answer to a backward's retry may be ``GONE``: it was executed, but its gradi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -26,8 +27,7 @@ from anabranch.errors import SchemaError
 from anabranch.experts.compression import compress, count_parts, decompress
 from anabranch.experts.schema import Layout, Schema
 from anabranch.tensors import TensorSpec
-from anabranch.transport import RequestHeader, pack
-from anabranch.transport.frame import unpacker
+from anabranch.transport import RequestHeader, pack, unpack
 
 __all__ = [
     "BACKWARD",
@@ -71,17 +71,17 @@ BACKWARDS = frozenset({BACKWARD, BACKWARD_EVAL})
 
 _LONGEST_TICKET = 32
 
-_unpack_backward = unpacker(tuple[list[bool], bytes, bool])
-read_answer = unpacker(tuple[bytes, int, bool])
+_unpack_backward = partial(unpack, kind=tuple[list[bool], bytes, bool])
+read_answer = partial(unpack, kind=tuple[bytes, int, bool])
 """Unpack a forward's answer: the ticket of activations that are kept for the backward, empty if there are none; how
 often the expert had changed before this forward; whether the forward itself has changed it.
 """
-read_gradients = unpacker(tuple[list[bool], int])
+read_gradients = partial(unpack, kind=tuple[list[bool], int])
 """Unpack a backward's answer: which gradients are present, and how often the expert had changed before it was the one
 that they belong to.
 """
-_unpack_step = unpacker(tuple[bytes, int, int, float])
-read_count = unpacker(int)
+_unpack_step = partial(unpack, kind=tuple[bytes, int, int, float])
+read_count = partial(unpack, kind=int)
 """Unpack a number of sessions."""
 
 

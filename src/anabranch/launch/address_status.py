@@ -15,9 +15,7 @@ from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, PeerLost
 from anabranch.launch.job_status import JobStatus, RoleStatus, State, ahead, job_of
 from anabranch.transport import Answer, Client, Outcome, Request
-from anabranch.transport.directory.redis_address import is_redis_url
-from anabranch.transport.directory.redis_link import RedisLink
-from anabranch.transport.directory.redis_scripts import TIME
+from anabranch.transport.redis_directory import RedisLink, is_redis_url
 from anabranch.transport.server.server import STATUS
 
 __all__ = ["Addresses"]
@@ -92,10 +90,10 @@ class Addresses:
 
 def _redis(url: str) -> RoleStatus:
     """Return the status of a Redis that keeps a directory."""
-    link = RedisLink(url)
+    link = RedisLink(url, _SECONDS)
     state: State = "running"
     try:
-        link.run(TIME, [], "directory.time", Deadline.after(_SECONDS))
+        link.run(lambda client: client.time(), "directory.time")
     except PeerLost:
         state = "gone"
     except DeadlineExceeded:

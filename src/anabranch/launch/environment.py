@@ -11,7 +11,7 @@ from pathlib import Path
 
 from anabranch.job import JOB_VARIABLE, MEETING_VARIABLE
 from anabranch.launch.spec import JobSpec
-from anabranch.transport.network.certificates import KEYS_VARIABLE
+from anabranch.transport.certificates import KEYS_VARIABLE
 
 __all__ = [
     "LINGER_SECONDS",

@@ -28,7 +28,7 @@ from anabranch.launch.supervision.orphans import adopt_orphans, kill_orphans
 from anabranch.launch.supervision.outcome import JobOutcome
 from anabranch.launch.supervision.signals import collect_signals
 from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
-from anabranch.transport.network.certificates import KEYS_VARIABLE
+from anabranch.transport.certificates import KEYS_VARIABLE
 from anabranch.transport.private_folder import PrivateFolder
 
 __all__ = ["launch"]

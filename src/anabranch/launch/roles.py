@@ -29,8 +29,8 @@ from anabranch.job import DirectoryLike, Job
 from anabranch.launch.environment import LINGER_VARIABLE, LISTEN_VARIABLE, RUN_VARIABLE
 from anabranch.launch.meeting.addresses import expert_socket
 from anabranch.launch.meeting.rendezvous import expert_mark, expert_marks
-from anabranch.transport.directory.redis_address import host_and_port, is_loopback, is_redis_url
-from anabranch.transport.network.endpoints import TcpEndpoint, parse_endpoint, split_endpoints
+from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint, split_endpoints
+from anabranch.transport.redis_directory import host_and_port, is_loopback, is_redis_url
 from anabranch.transport.server.service import serve_until_stopped
 
 __all__ = ["serve"]

@@ -13,7 +13,7 @@ from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.supervision.budget import RestartBudget
 from anabranch.launch.supervision.supervisor import Patience
 from anabranch.record.process import TRACE_VARIABLE
-from anabranch.transport.network.certificates import KEYS_VARIABLE
+from anabranch.transport.certificates import KEYS_VARIABLE
 
 __all__ = ["Durability", "JobSpec", "Resources"]
 

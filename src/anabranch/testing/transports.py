@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from anabranch.transport import Listener, MemoryTransport, Peer, Stream, Transport
+from anabranch.transport import Listener, MemoryTransport, Stream, Transport
 from anabranch.transport.frame import frame_size
 
 __all__ = ["LossyTransport", "MemoryTransport"]
@@ -103,27 +103,20 @@ class _LossyStream:
         self._greeting = b""
         self._sending = False
         self._answer_lost = self._twice = False
-        self._ready_at = 0.0
-
-    def fileno(self) -> int:
-        return self._inner.fileno()
-
-    def ready_at(self) -> float:
-        return self._ready_at
+        self.descriptor, self.peer, self.ready_at = self._inner.descriptor, self._inner.peer, 0.0
 
     def handshake(self) -> bool:
-        return self._inner.handshake()
+        done = self._inner.handshake()
+        self.peer = self._inner.peer
+        return done
 
     def wants_write(self) -> bool:
         return self._inner.wants_write()
 
-    def peer(self) -> Peer:
-        return self._inner.peer()
-
     def send(self, buffers: Sequence[memoryview]) -> int:
         if not self._sending:
             self._begin()
-        if time.monotonic() < self._ready_at:
+        if time.monotonic() < self.ready_at:
             return 0
         taken = self._inner.send(self._trim(buffers))
         left = taken
@@ -134,7 +127,7 @@ class _LossyStream:
         return taken
 
     def receive_into(self, buffer: memoryview) -> int:
-        if time.monotonic() < self._ready_at:
+        if time.monotonic() < self.ready_at:
             return 0
         if self._twice and self._sending and self._whole():
             self._twice = False
@@ -154,8 +147,8 @@ class _LossyStream:
         self._inner.close()
         self._close_twins()
 
-    def linger(self, seconds: float) -> None:
-        self._inner.linger(seconds)
+    def finish(self) -> None:
+        self._inner.finish()
 
     def _begin(self) -> None:
         self._close_twins()
@@ -164,7 +157,7 @@ class _LossyStream:
         self._sent.clear()
         fate, wait, self._twice = self._network._draw()
         self._answer_lost = self._network.drop / 2 <= fate < self._network.drop
-        self._ready_at = time.monotonic() + wait
+        self.ready_at = time.monotonic() + wait
         if fate < self._network.drop / 2:
             raise ConnectionResetError("the network lost the request")
 
@@ -176,7 +169,7 @@ class _LossyStream:
 
     def _pay(self, count: int) -> None:
         if self._network.bandwidth is not None and count:
-            self._ready_at = max(time.monotonic(), self._ready_at) + count / self._network.bandwidth
+            self.ready_at = max(time.monotonic(), self.ready_at) + count / self._network.bandwidth
 
     def _whole(self) -> bool:
         """Return True if the request has been sent to its end."""
@@ -193,7 +186,7 @@ class _LossyStream:
         rest = memoryview(self._greeting + bytes(self._sent))
         until = time.monotonic() + _PATIENCE
         poller = select.poll()
-        poller.register(twin.fileno(), select.POLLOUT)
+        poller.register(twin.descriptor, select.POLLOUT)
         with suppress(OSError):
             while not twin.handshake() and time.monotonic() < until:
                 poller.poll(10)

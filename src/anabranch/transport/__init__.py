@@ -14,13 +14,13 @@ from anabranch._lazy import lazy_names
 from anabranch.deadline import Deadline
 
 if TYPE_CHECKING:
+    from anabranch.transport.certificates import make_keys
     from anabranch.transport.client import Answer, Client, Outcome, Request
     from anabranch.transport.frame import Limits, RequestHeader, TensorHeader, allocate, pack, unpack
-    from anabranch.transport.network.certificates import make_keys
-    from anabranch.transport.network.memory_network import MemoryTransport
-    from anabranch.transport.network.sockets import SocketTransport
-    from anabranch.transport.network.streams import Listener, Peer, Stream, Transport
+    from anabranch.transport.memory_network import MemoryTransport
     from anabranch.transport.server.server import Call, Server, ServerStatistics, Verb
+    from anabranch.transport.sockets import SocketTransport
+    from anabranch.transport.streams import Listener, Peer, Stream, Transport
 
 __all__ = [
     "Answer",
@@ -51,11 +51,11 @@ if not TYPE_CHECKING:  # a type checker would accept every name as one of the pa
     __getattr__, __dir__ = lazy_names(
         "anabranch.transport",
         [
-            "network.certificates",
-            "network.streams",
+            "certificates",
+            "streams",
             "frame",
-            "network.sockets",
-            "network.memory_network",
+            "sockets",
+            "memory_network",
             "client",
             "server.server",
         ],

@@ -12,7 +12,8 @@ A connection carries one request at a time and a pool keeps the idle ones, so a 
 connection. A server that waits or computes sends beats; if it is silent for two beats, it is lost, and while it sends
 beats, the client waits until the deadline.
 
-The file is long because it is one state machine: a connection, an exchange on it, and the loop that drives many.
+An exchange is a generator: it reads like blocking code, and yields whenever it has to wait. One alone is waited for
+where it is asked; many are driven together, each as soon as its server answers.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
+from typing import TypeAlias
 
 import msgspec
 from torch import Tensor
@@ -38,26 +39,23 @@ from anabranch.record.process import process_record
 from anabranch.transport.failures import error_of
 from anabranch.transport.frame import (
     FailureFrame,
-    FrameReader,
-    FrameWriter,
     Header,
     Heartbeat,
     Hello,
     Limits,
     ReplyHeader,
     RequestHeader,
-    TensorHeader,
+    Wire,
     allocate,
     encode,
 )
-from anabranch.transport.network.sockets import SocketTransport
-from anabranch.transport.network.streams import Stream, Transport
+from anabranch.transport.sockets import SocketTransport
+from anabranch.transport.streams import Transport
 
 __all__ = ["Answer", "Client", "ClientOptions", "Outcome", "Request"]
 
 _FIRST_BACKOFF = 0.01
 _LONGEST_BACKOFF = 1.0
-_FRESH = 1.0
 # A client's first number is below; 2 ** 61 more fit the frame.
 _FIRST_NUMBERS = 1 << 61
 # Seconds between two checks for idle connections to servers that have gone.
@@ -78,7 +76,8 @@ class Request(msgspec.Struct, frozen=True, eq=False):
         schema: a hash of the schema that the client expects of the target; the verb's check may compare it.
         once: numbered, so that the server performs it exactly once however often it is retried.
         step: the step of the program, for error messages.
-        allocate: called with the specs of the answer's tensors before memory is taken; returns the memory to fill.
+        check: sees the answer's header, with each tensor's dtype and shape, before memory is taken for it; raises
+            ``ProtocolError`` or ``SchemaError`` to refuse it.
         role: the role that the server's certificate must name; ``None`` for any. A server on a Unix socket has no
             certificate: it must run as this process's user.
     """
@@ -91,7 +90,7 @@ class Request(msgspec.Struct, frozen=True, eq=False):
     schema: bytes = b""
     once: bool = False
     step: int | None = None
-    allocate: Callable[[Sequence[TensorHeader]], Sequence[Tensor]] = allocate
+    check: Callable[[ReplyHeader], None] | None = None
     role: str | None = None
 
 
@@ -147,7 +146,9 @@ class Client:
     Raises:
         ValueError: keys that are missing or damaged.
 
-    A client that has sent a request belongs to its process: in a forked child every request raises ``ForkedClient``.
+    Attributes:
+        epoch: the 16 bytes that name this client in the requests it numbers.
+        forked: true in a forked child of the process that has used the client: every request raises ``ForkedClient``.
     """
 
     def __init__(
@@ -173,13 +174,13 @@ class Client:
         self._idle: defaultdict[str, list[_Channel]] = defaultdict(list)
         self._busy: set[_Channel] = set()
         self._closed = False
-        self._epoch = os.urandom(16)
+        self.epoch = os.urandom(16)
         # Not from 0: with a relay's shared connections, another client's answer would have the same number.
         self._first = self._next = secrets.randbelow(_FIRST_NUMBERS)
         self._outstanding: set[int] = set()
         self._prune_at = 0.0
         self._process = os.getpid()
-        self._forked = False
+        self.forked = False
         _clients.add(self)
         process_record()  # tells of waits
         # A client that was never closed closes its idle connections when it is collected.
@@ -199,16 +200,6 @@ class Client:
             )
         return self._options
 
-    @property
-    def forked(self) -> bool:
-        """True in a forked child of the process that has used the client: every request raises ``ForkedClient``."""
-        return self._forked
-
-    @property
-    def epoch(self) -> bytes:
-        """The 16 bytes that name this client in the requests it numbers."""
-        return self._epoch
-
     def __enter__(self) -> Client:
         return self
 
@@ -220,7 +211,7 @@ class Client:
         with self._lock:
             self._closed = True
             for channel in self._busy:
-                channel.stream.abort()
+                channel.wire.stream.abort()
             _close_idle(self._idle)
 
     def call(self, request: Request, deadline: Deadline) -> Answer:
@@ -260,64 +251,28 @@ class Client:
                 seconds left and are then cancelled, which closes their connections.
             grace: seconds.
         """
-        if self._forked:
+        if self.forked:
             raise ForkedClient(
                 f"this client was made in process {self._process} before a fork, and its connections belong to that "
                 f"process; make a new one in this process, {os.getpid()} (also a new ParameterClient, if it belongs "
                 "to one)"
             )
-        exchanges = [_Exchange(self, request, deadline) for request in requests]
+        exchanges: list[_Exchange] = []
+        outcomes: list[Outcome] = []
+        for request in requests:
+            exchanges.append(_Exchange(self, request, deadline))  # noqa: PERF401 - a comprehension is one more call
         try:
             if len(exchanges) == 1 and enough is None:
                 exchanges[0].run()
-            else:
-                self._drive(exchanges, deadline, enough, grace)
+            elif exchanges:
+                _Together(exchanges, deadline).run(enough, grace)
         finally:
             for exchange in exchanges:
                 if not exchange.done:
                     exchange.cancel()
-        return [exchange.outcome for exchange in exchanges]
-
-    def _drive(
-        self,
-        exchanges: Sequence[_Exchange],
-        deadline: Deadline,
-        enough: Callable[[Sequence[Outcome]], bool] | None,
-        grace: float,
-    ) -> None:
-        waits = _Waits()
-        for first in range(0, len(exchanges), _SENT_TOGETHER):
-            some = exchanges[first : first + _SENT_TOGETHER]
-            for exchange in some:
-                exchange.advance(readable=False, send=False)
-            for exchange in some:
-                exchange.advance(readable=False)
-                waits.update(exchange)
-        finished = 0
-        last_call: Deadline | None = None
-        if not waits.waiting:
-            return
-        span = spans.begin()
-        spans.shown[waits] = None
-        try:
-            while waits.waiting:
-                if deadline.expired():
-                    for exchange in list(waits.waiting):
-                        exchange.expire()
-                    return
-                if enough is not None and last_call is None and len(exchanges) - len(waits.waiting) > finished:
-                    finished = len(exchanges) - len(waits.waiting)
-                    if enough([exchange.outcome for exchange in exchanges]):
-                        if grace <= 0:
-                            return
-                        last_call = deadline.sooner(grace)
-                if last_call is not None and last_call.expired():
-                    return
-                waits.wait((last_call or deadline).remaining())
-        finally:
-            spans.shown.pop(waits, None)
-            if span:
-                spans.complete(span, "wait", "wait", facts=_wait_for(exchanges))
+        for exchange in exchanges:
+            outcomes.append(exchange.outcome)  # noqa: PERF401 - see above
+        return outcomes
 
     def _after_fork(self) -> None:
         """Reset in a forked child: its requests on its parent's connections would be mistaken for the parent's."""
@@ -325,10 +280,10 @@ class Client:
         self._lock = threading.Lock()
         if self._next == self._first:
             # Never used: no server knows it, so it becomes its own client.
-            self._epoch, self._process = os.urandom(16), os.getpid()
+            self.epoch, self._process = os.urandom(16), os.getpid()
             self._first = self._next = secrets.randbelow(_FIRST_NUMBERS)
             return
-        self._forked = True
+        self.forked = True
         for channel in self._busy:
             channel.close()
         self._busy.clear()
@@ -341,16 +296,13 @@ class Client:
             if self._closed:
                 raise PeerLost("this client is closed", peer=endpoint)
             idle = self._idle[endpoint]
-            now = time.monotonic()
             while idle:
                 channel = idle.pop()
-                if not fresh and (now - channel.released < _FRESH or not channel.stale()):
-                    channel.used = True
+                if not fresh:
                     self._busy.add(channel)
                     return channel
                 channel.close()
-        stream = self._transport.connect(endpoint)
-        channel = _Channel(stream, self._limits, self._heartbeat)
+        channel = _Channel(Wire(self._transport.connect(endpoint), self._limits), self._heartbeat)
         with self._lock:
             self._busy.add(channel)
         return channel
@@ -363,8 +315,6 @@ class Client:
                 self._prune(now)
             idle = self._idle[endpoint]
             if reusable and not self._closed and len(idle) < self._most_idle:
-                channel.released = now
-                channel.allocate = allocate
                 idle.append(channel)
                 return
         channel.close()
@@ -373,24 +323,21 @@ class Client:
         """Close idle connections to servers that have gone, in case no later request uses them."""
         self._prune_at = now + _PRUNE
         for endpoint, idle in list(self._idle.items()):
-            gone = [channel for channel in idle if now - channel.released >= _FRESH and channel.stale()]
-            for channel in gone:
+            for channel in [channel for channel in idle if channel.stale()]:
                 idle.remove(channel)
                 channel.close()
             if not idle:
                 del self._idle[endpoint]
 
-    def _number(self, *, once: bool) -> int:
+    def _number(self, *, once: bool) -> tuple[int, int]:
+        """Return the number of a request, and the one below which none will be retried."""
         with self._lock:
             sequence = self._next
             self._next += 1
-            if once:
-                self._outstanding.add(sequence)
-            return sequence
-
-    def _settled(self) -> int:
-        with self._lock:
-            return min(self._outstanding, default=self._next)
+            if not once:
+                return sequence, 0
+            self._outstanding.add(sequence)
+            return sequence, min(self._outstanding)
 
     def _settle(self, sequence: int) -> None:
         with self._lock:
@@ -415,128 +362,32 @@ def _reset_clients_after_fork() -> None:
 os.register_at_fork(after_in_child=_reset_clients_after_fork)
 
 
-class _Waits:
-    """The exchanges of one ``gather`` that wait, and the events that they wait for."""
-
-    def __init__(self) -> None:
-        self.waiting: dict[_Exchange, None] = {}
-        self._poller = select.poll()
-        self._by_descriptor: dict[int, tuple[_Exchange, int]] = {}
-        # A lower bound of every ``wake_at``, not the exact minimum, because ``wake_at`` advances with every byte.
-        self._wake = float("inf")
-
-    def open_span(self) -> dict[str, object]:
-        """Say whom the caller waits for, for ``anabranch status``."""
-        waiting = list(self.waiting)
-        return waiting[0].open_span() | _wait_for(waiting) if waiting else {"name": "wait", "since": float("inf")}
-
-    def update(self, exchange: _Exchange) -> None:
-        """Poll for the events that ``exchange`` waits for now."""
-        if exchange.done:
-            self.waiting.pop(exchange, None)
-            if not self.waiting:
-                return
-        else:
-            self.waiting[exchange] = None
-            self._wake = min(self._wake, exchange.wake_at())
-        events = exchange.interest()
-        descriptor = exchange.fileno() if events else -1
-        if exchange.polled >= 0 and exchange.polled != descriptor:
-            # A closed descriptor's number may belong to another exchange by now.
-            known = self._by_descriptor.get(exchange.polled)
-            if known is not None and known[0] is exchange:
-                self._poller.unregister(exchange.polled)
-                del self._by_descriptor[exchange.polled]
-        exchange.polled = descriptor
-        if events and self._by_descriptor.get(descriptor) != (exchange, events):
-            self._poller.register(descriptor, events)
-            self._by_descriptor[descriptor] = exchange, events
-
-    def wait(self, seconds: float) -> None:
-        """Wait until one of the exchanges can continue, at most this many seconds, and let all that can proceed."""
-        now = time.monotonic()
-        if self._wake <= now:
-            self._wake = min(exchange.wake_at() for exchange in self.waiting)
-        wake = min(now + seconds, self._wake)
-        # Rounded up, or the last millisecond would be spent spinning.
-        for descriptor, events in self._poller.poll(max(0, int((wake - now) * 1000) + 1)):
-            exchange, _ = self._by_descriptor.get(descriptor, (None, 0))
-            if exchange is not None:
-                exchange.advance(readable=bool(events & ~select.POLLOUT))
-                self.update(exchange)
-        if not self.waiting or (now := time.monotonic()) < wake:
-            return
-        for exchange in list(self.waiting):
-            if exchange.wake_at() <= now:
-                exchange.wake(now)
-            self.update(exchange)
-        self._wake = min((exchange.wake_at() for exchange in self.waiting), default=float("inf"))
-
-
 class _Channel:
-    """A connection, with the bytes in progress in both directions; owned by one exchange at a time, or by the pool."""
+    """A connection to a server; owned by one exchange at a time, or by the pool."""
 
-    def __init__(self, stream: Stream, limits: Limits, heartbeat: float) -> None:
-        self.stream = stream
-        self.writer = FrameWriter()
-        self.reader = FrameReader(limits, self._accept)
+    def __init__(self, wire: Wire, heartbeat: float) -> None:
+        self.wire = wire
         self.heartbeat = heartbeat
         self.connected = False
-        self.used = False
-        self.released = 0.0
-        self.role: str | None = None
-        """The role in the server's certificate, once connected."""
-        self.expected = -1
-        """The sequence of the request that waits for its answer."""
-        self.allocate: Callable[[Sequence[TensorHeader]], Sequence[Tensor]] = allocate
-        self._poller = select.poll()
-        self._polled = -1, 0
-
-    def poll(self, events: int, milliseconds: int) -> int:
-        """Return the events that have occurred, 0 at the deadline; usually it polls for the same events as the last
-        call.
-        """
-        polled = self.stream.fileno(), events
-        if polled != self._polled:
-            if self._polled[0] not in (-1, polled[0]):
-                self._poller.unregister(self._polled[0])
-            self._poller.register(polled[0], events)
-            self._polled = polled
-        found = self._poller.poll(milliseconds)
-        return found[0][1] if found else 0
 
     def close(self) -> None:
         """Close the connection, and free its buffers."""
-        self.stream.close()
-        self.writer.waiting.clear()
-        self.reader.drop()
-        self.allocate = allocate
+        self.wire.stream.close()
+        self.wire.drop()
 
     def stale(self) -> bool:
-        """Return True if a connection that was idle for long has become readable, which can only mean that it has
-        ended.
+        """Return True if an idle connection has become readable, which can only mean that it has ended.
 
-        A recently used connection need not be checked: if it is stale, the request fails on it and is retried on a
-        fresh one.
+        Before a request this need not be checked: it fails on the stale connection, and is retried on a fresh one.
         """
         poller = select.poll()
-        poller.register(self.stream.fileno(), select.POLLIN | select.POLLRDHUP)
+        poller.register(self.wire.stream.descriptor, select.POLLIN | select.POLLRDHUP)
         return bool(poller.poll(0))
 
-    def _accept(self, header: Header) -> Sequence[Tensor] | None:
-        if isinstance(header, ReplyHeader):
-            # A duplicate of an earlier answer is skipped.
-            return self.allocate(header.tensors) if header.sequence == self.expected else None
-        if isinstance(header, RequestHeader) or header.tensors:
-            raise ProtocolError(f"a server sends no {type(header).__name__} with {len(header.tensors)} tensors")
-        return ()
 
-
-class _Phase(Enum):
-    RESTING = auto()
-    CONNECTING = auto()
-    ASKING = auto()
-    DONE = auto()
+_Wait: TypeAlias = tuple[int, int, float]
+"""What an exchange waits for: events of a descriptor (-1: of none), until a moment."""
+_READY: _Wait = (-1, 0, 0.0)
 
 
 class _Exchange(msgspec.Struct, eq=False):
@@ -546,261 +397,252 @@ class _Exchange(msgspec.Struct, eq=False):
     request: Request
     deadline: Deadline
     outcome: Outcome = None
-    phase: _Phase = _Phase.RESTING
     channel: _Channel | None = None
     sequence: int = -1
     attempts: int = 0
-    retry_at: float = 0.0
     progress: float = 0.0
     excused: float = 0.0
     """Seconds since ``progress`` that do not count as silence: this process slept, and its server may have too."""
-    fresh: bool = False
-    heard: bool = False
-    answered: bool = False
-    polled: int = -1
     last_error: Exception | None = None
     span: int = 0
     """When it began, if somebody records."""
     done: bool = False
     """True once there is an outcome, or there will never be one."""
-
-    def fileno(self) -> int:
-        """Return the descriptor to poll; only valid while ``interest`` is not 0."""
-        assert self.channel is not None
-        return self.channel.stream.fileno()
-
-    def interest(self) -> int:
-        """Return the events to poll for, 0 while only waiting can help."""
-        if self.channel is None or self.done:
-            return 0
-        ready = self.channel.stream.ready_at()
-        if ready and ready > time.monotonic():
-            return 0
-        if self.phase is _Phase.CONNECTING:
-            return select.POLLOUT if self.channel.stream.wants_write() else select.POLLIN
-        return select.POLLIN | (select.POLLOUT if self.channel.writer.waiting else 0)
-
-    def wake_at(self) -> float:
-        """Return the moment at which to act even without an event."""
-        if self.channel is None:
-            return self.retry_at
-        silent = self.progress + self.excused + 2 * self.channel.heartbeat
-        ready = self.channel.stream.ready_at()
-        return min(silent, ready) if ready else silent
-
-    def wake(self, now: float) -> None:
-        """Retry at ``wake_at``, continue, or give up on a silent server."""
-        if self.channel is None or now < (silent := self.progress + self.excused + 2 * self.channel.heartbeat):
-            self.advance()
-        elif not self.excused and now - silent > self.channel.heartbeat / 10:
-            # Nobody woke this process in time: all of this machine may have stood still. One more beat is waited for.
-            self.excused = now - self.channel.heartbeat - self.progress
-        else:
-            silence = now - self.progress
-            self._finish(
-                self._error(PeerLost, f"no beat for {silence:.2f} s: the server is frozen, or not an anabranch server")
-            )
-
-    def advance(self, *, readable: bool = True, send: bool = True) -> None:
-        """Continue as far as the connection allows; skip reading if ``readable`` is false.
-
-        Without ``send`` the request is only prepared for leaving, if it has a connection.
-        """
-        try:
-            if self.phase is _Phase.RESTING:
-                self._begin()
-            if self.phase is _Phase.CONNECTING:
-                self._connect()
-                readable = False
-            if self.phase is _Phase.ASKING and send:
-                self._transfer(readable=readable)
-        except OSError as error:
-            self._handle_lost_connection(error)
-        except BoundaryError as error:
-            self._finish(self._named(error))
-        except (ValueError, TypeError) as error:
-            self._finish(error)
+    steps: Generator[_Wait, int, None] | None = None
+    wait: _Wait = _READY
+    polled: _Wait | None = None
 
     def run(self) -> None:
         """Continue until there is an outcome; for a request that waits alone."""
-        self.advance(readable=False)
-        if self.done:
-            return
-        span = spans.begin()
-        spans.shown[self] = None
+        steps = self._steps()
+        self.steps = steps
+        poller, polled = select.poll(), (-1, 0)
+        span = shown = 0
         try:
-            self._run()
+            descriptor, events, until = next(steps)
+            shown, span = 1, spans.begin()
+            spans.shown[self] = None
+            while True:
+                now, left = time.monotonic(), self.deadline.remaining()
+                if left <= 0:
+                    self.expire()
+                    return
+                wake = min(now + left, until)
+                if (descriptor, events) != polled:
+                    if polled[0] >= 0:
+                        poller.unregister(polled[0])
+                    if descriptor >= 0:
+                        poller.register(descriptor, events)
+                    polled = descriptor, events
+                # Rounded up, or the last millisecond would be spent spinning.
+                happened = poller.poll(max(0, int((wake - now) * 1000) + 1))
+                if happened:
+                    descriptor, events, until = steps.send(happened[0][1])
+                elif time.monotonic() >= until:
+                    descriptor, events, until = steps.send(0)
+        except StopIteration:
+            pass
         finally:
-            spans.shown.pop(self, None)
+            if shown:
+                spans.shown.pop(self, None)
             if span:
                 spans.complete(span, "wait", "wait", facts=_wait_for([self]))
+
+    def advance(self, happened: int) -> None:
+        """Continue, after these events, until it has to wait again."""
+        try:
+            if self.steps is None:
+                self.steps = self._steps(together=True)
+                self.wait = next(self.steps)
+            else:
+                self.wait = self.steps.send(happened)
+        except StopIteration:
+            pass
 
     def open_span(self) -> dict[str, object]:
         """Say whom its thread waits for, for ``anabranch status``."""
         since = round(time.monotonic() - self.deadline.elapsed(), 3)
         return {"name": "wait", "since": since, **_wait_for([self])}
 
-    def _run(self) -> None:
-        while not self.done:
-            now = time.monotonic()
-            left = self.deadline.remaining()
-            if left <= 0:
-                self.expire()
-                return
-            wake = min(now + left, self.wake_at())
-            # Rounded up, or the last millisecond would be spent spinning.
-            milliseconds = max(0, int((wake - now) * 1000) + 1)
-            events = self.interest()
-            if events and self.channel is not None:
-                happened = self.channel.poll(events, milliseconds)
-                if happened:
-                    self.advance(readable=bool(happened & ~select.POLLOUT))
-            else:
-                select.poll().poll(milliseconds)
-            if not self.done and (now := time.monotonic()) >= wake and self.wake_at() <= now:
-                self.wake(now)
-
     def cancel(self) -> None:
         """Close the connection before the response has arrived."""
-        self._finish(None)
+        self._end(None)
 
     def expire(self) -> None:
         """End the exchange at its deadline."""
         lost = self.last_error
         why = f"{getattr(lost, 'strerror', None) or lost}, at attempt {self.attempts}" if lost is not None else ""
         request = self.request
-        error = self.deadline.error(peer=request.endpoint, operation=self._operation(), step=request.step, why=why)
+        error = self.deadline.error(peer=request.endpoint, operation=self.operation(), step=request.step, why=why)
         error.__cause__ = lost
-        self._finish(error)
+        self._end(error)
 
-    def _begin(self) -> None:
-        if self.sequence < 0:
-            self.sequence = self.client._number(once=self.request.once)
-            self.span = spans.begin()
-        self._advanced()
-        self.channel = self.client._channel(self.request.endpoint, fresh=self.fresh)
-        self.channel.allocate = self.request.allocate
-        self.heard = False
-        if self.channel.connected:
-            self._put_request(self.channel)
-        else:
-            self.phase = _Phase.CONNECTING
+    def _end(self, outcome: Outcome) -> None:
+        """End it from outside, wherever it waits."""
+        if self.steps is not None:
+            self.steps.close()
+        self._finish(outcome)
 
-    def _advanced(self) -> None:
-        self.progress, self.excused = time.monotonic(), 0.0
+    def _steps(self, *, together: bool = False) -> Generator[_Wait, int, None]:
+        """Ask until there is an outcome, and retry; ``together``: wait once before the request leaves."""
+        client, request = self.client, self.request
+        self.sequence, settled = client._number(once=request.once)
+        self.span = spans.begin()
+        fresh = False
+        while True:
+            used = heard = False
+            try:
+                self.progress, self.excused = time.monotonic(), 0.0
+                channel = self.channel = client._channel(request.endpoint, fresh=fresh)
+                wire = channel.wire
+                stream = wire.stream
+                used = channel.connected
+                if not used:
+                    while not stream.handshake():
+                        yield self._wait(select.POLLOUT if stream.wants_write() else select.POLLIN)
+                        self._check_silence()
+                    channel.connected = True
+                    # The request follows the greeting at once: an unauthorized client is refused anyway.
+                    wire.waiting += encode(Hello(0.0, client._limits.body))
+                if request.role is not None and stream.peer.role not in (None, request.role):
+                    raise Unauthorized(
+                        f"the server's certificate has role {stream.peer.role!r}, but role {request.role!r} was "
+                        "requested"
+                    )
+                header = RequestHeader(
+                    request.verb,
+                    request.target,
+                    client.epoch if request.once else b"",
+                    self.sequence,
+                    settled,
+                    self.deadline.remaining(),
+                    request.schema,
+                    request.payload,
+                )
+                wire.waiting += encode(header, request.tensors)
+                if together and used:
+                    yield _READY
+                answer: Header | None = None
+                tensors: Sequence[Tensor] | None = None
+                readable = 0
+                while True:
+                    received, sent, broken = wire.received, 0, None
+                    if wire.waiting:
+                        try:
+                            sent = wire.send()
+                        except OSError as error:
+                            # An error that the server sent before it closed may still be readable, and says more.
+                            broken = error.with_traceback(None)
+                    while readable or broken is not None:
+                        if answer is None:
+                            answer = wire.header()
+                            if answer is None:
+                                break
+                            tensors = ()
+                            if isinstance(answer, ReplyHeader):
+                                tensors = None  # a duplicate of an earlier answer is skipped
+                                if answer.sequence == self.sequence:
+                                    if request.check is not None:
+                                        request.check(answer)
+                                    tensors = allocate(answer.tensors)
+                            elif answer.tensors:
+                                raise ProtocolError(f"a server sends no {type(answer).__name__} with tensors")
+                        if not wire.receive(tensors):
+                            break
+                        heard = heard or not isinstance(answer, Hello)
+                        if isinstance(answer, ReplyHeader) and tensors is not None:
+                            self._finish(Answer(tensors, answer.payload), reusable=not wire.waiting and not wire.more)
+                            return
+                        failure = self._note(answer, channel)
+                        if failure is not None:
+                            self._finish(failure, reusable=not wire.waiting and not wire.more)
+                            return
+                        answer = None
+                    if broken is not None:
+                        raise broken
+                    if sent or wire.received != received:
+                        self.progress, self.excused = time.monotonic(), 0.0
+                    happened = yield self._wait(select.POLLIN | (select.POLLOUT if wire.waiting else 0))
+                    readable = happened & ~select.POLLOUT
+                    if not happened:
+                        self._check_silence()
+                        readable = bool(stream.ready_at)
+            except OSError as error:
+                # Without this the error's traceback would hold this exchange, which holds the error: a cycle.
+                self.last_error = error.with_traceback(None)
+            except BoundaryError as error:
+                self._finish(self._named(error))
+                return
+            except (ValueError, TypeError) as error:
+                self._finish(error)
+                return
+            if self.channel is not None:
+                client._release(request.endpoint, self.channel, reusable=False)
+                self.channel = None
+            fresh = True
+            if used and not heard:
+                continue  # the connection had gone stale in the pool
+            self.attempts += 1
+            lost = self.last_error
+            if self.attempts > client._retries or client._closed:
+                gone = self._error(PeerLost, f"{lost.strerror or lost}, at attempt {self.attempts}")
+                gone.__cause__ = lost
+                self._finish(gone)
+                return
+            pause = min(_FIRST_BACKOFF * 2 ** (self.attempts - 1), _LONGEST_BACKOFF)
+            spans.mark("transport.retry", peer=request.endpoint, operation=self.operation(), error=str(lost))
+            yield -1, 0, time.monotonic() + pause
 
-    def _connect(self) -> None:
+    def _wait(self, events: int) -> _Wait:
+        """Return what to wait for on the connection: these events, or the moment at which its server is silent."""
         assert self.channel is not None
-        if self.channel.stream.handshake():
-            self.channel.connected = True
-            peer = self.channel.stream.peer()
-            self.channel.role = peer.role
-            # The request follows the greeting at once: an unauthorized client is refused anyway.
-            self.channel.writer.put(encode(Hello(0.0, self.client._limits.body)))
-            self._put_request(self.channel)
+        stream = self.channel.wire.stream
+        silent = self.progress + self.excused + 2 * self.channel.heartbeat
+        if stream.ready_at > time.monotonic():
+            return -1, 0, min(stream.ready_at, silent)
+        return stream.descriptor, events, silent
 
-    def _put_request(self, channel: _Channel) -> None:
-        request = self.request
-        if request.role is not None and channel.role not in (None, request.role):
-            raise Unauthorized(
-                f"the server's certificate has role {channel.role!r}, but role {request.role!r} was requested"
-            )
-        header = RequestHeader(
-            request.verb,
-            request.target,
-            epoch=self.client.epoch if request.once else b"",
-            sequence=self.sequence,
-            settled=self.client._settled() if request.once else 0,
-            seconds=self.deadline.remaining(),
-            schema=request.schema,
-            payload=request.payload,
+    def _check_silence(self) -> None:
+        """Give up on a server that is silent for two beats."""
+        assert self.channel is not None
+        now, heartbeat = time.monotonic(), self.channel.heartbeat
+        silent = self.progress + self.excused + 2 * heartbeat
+        if now < silent:
+            return
+        if not self.excused and now - silent > heartbeat / 10:
+            # Nobody woke this process in time: all of this machine may have stood still. One more beat is waited for.
+            self.excused = now - heartbeat - self.progress
+            return
+        raise self._error(
+            PeerLost, f"no beat for {now - self.progress:.2f} s: the server is frozen, or not an anabranch server"
         )
-        channel.expected = self.sequence
-        channel.writer.put(encode(header, request.tensors))
-        self.phase = _Phase.ASKING
 
-    def _transfer(self, *, readable: bool) -> None:
-        channel = self.channel
-        assert channel is not None
-        before = channel.reader.received
-        sent = 0
-        broken: OSError | None = None
-        try:
-            if channel.writer.waiting:
-                sent = channel.writer.flush(channel.stream)
-        except OSError as error:
-            # An error that the server sent before it closed may still be readable, and is more specific.
-            broken = error.with_traceback(None)
-        while (
-            (readable or broken is not None)
-            and not self.done
-            and self.channel is channel
-            and (frame := channel.reader.advance(channel.stream)) is not None
-        ):
-            self._receive(channel, frame.header, frame.tensors or ())
-        if not self.done and (sent or channel.reader.received != before):
-            self._advanced()
-        if broken is not None and not self.done:
-            raise broken
-
-    def _receive(self, channel: _Channel, header: Header, tensors: Sequence[Tensor]) -> None:
+    def _note(self, header: Header, channel: _Channel) -> Exception | None:
+        """Take a frame that is no answer; returns the error to raise if it is a failure."""
         if isinstance(header, (ReplyHeader, FailureFrame)) and header.sequence not in (self.sequence, None):
-            spans.mark("transport.repeated_answer", peer=self.request.endpoint, operation=self._operation())
-            return
-        if isinstance(header, ReplyHeader):
-            self.heard = self.answered = True
-            self._finish(Answer(tensors, header.payload))
-            return
-        self.heard = self.heard or not isinstance(header, Hello)
-        self.answered = isinstance(header, FailureFrame)
-        if isinstance(header, Hello):
-            channel.heartbeat = min(max(header.heartbeat, 1e-3), 3600.0)
+            spans.mark("transport.repeated_answer", peer=self.request.endpoint, operation=self.operation())
         elif isinstance(header, FailureFrame):
-            self._handle_failure(header)
+            if header.code == "leaving":
+                raise ConnectionAbortedError(header.message)
+            return error_of(
+                header,
+                peer=self.request.endpoint,
+                operation=self.operation(),
+                step=self.request.step,
+                elapsed=self.deadline.elapsed(),
+            )
+        elif isinstance(header, Hello):
+            channel.heartbeat = min(max(header.heartbeat, 1e-3), 3600.0)
         elif not isinstance(header, Heartbeat):
             raise ProtocolError(f"a server sends no {type(header).__name__}")
+        return None
 
-    def _handle_failure(self, failure: FailureFrame) -> None:
-        if failure.code == "leaving":
-            self._handle_lost_connection(ConnectionAbortedError(failure.message))
-            return
-        error = error_of(
-            failure,
-            peer=self.request.endpoint,
-            operation=self._operation(),
-            step=self.request.step,
-            elapsed=self.deadline.elapsed(),
-        )
-        self._finish(error)
-
-    def _handle_lost_connection(self, error: OSError) -> None:
-        """Handle a lost or refused connection: retry, or give up."""
-        stale = self.channel is not None and self.channel.used and not self.heard
-        # Without this the error's traceback would hold this exchange, which holds the error: a cycle for every retry.
-        self.last_error = error.with_traceback(None)
-        self._release_channel(reusable=False)
-        self.fresh = True
-        if stale:
-            self.phase, self.retry_at = _Phase.RESTING, time.monotonic()
-            return
-        self.attempts += 1
-        if self.attempts > self.client._retries or self.client._closed:
-            lost = self._error(PeerLost, f"{error.strerror or error}, at attempt {self.attempts}")
-            lost.__cause__ = error
-            self._finish(lost)
-            return
-        pause = min(_FIRST_BACKOFF * 2 ** (self.attempts - 1), _LONGEST_BACKOFF)
-        self.phase, self.retry_at = _Phase.RESTING, time.monotonic() + pause
-        spans.mark("transport.retry", peer=self.request.endpoint, operation=self._operation(), error=str(error))
-
-    def _finish(self, outcome: Outcome) -> None:
-        self.outcome = outcome
-        channel = self.channel
-        # A connection is reusable only if its request was sent in full and answered.
-        self._release_channel(
-            reusable=self.answered and channel is not None and not channel.writer.waiting and channel.reader.idle()
-        )
-        self.phase, self.done = _Phase.DONE, True
+    def _finish(self, outcome: Outcome, *, reusable: bool = False) -> None:
+        """End it; its connection is reusable only if its request was sent in full and answered."""
+        self.outcome, self.done = outcome, True
+        if self.channel is not None:
+            self.client._release(self.request.endpoint, self.channel, reusable=reusable)
+            self.channel = None
         if self.request.once and self.sequence >= 0:
             self.client._settle(self.sequence)
         if self.span:
@@ -817,32 +659,111 @@ class _Exchange(msgspec.Struct, eq=False):
         if request.step is not None:
             facts["step"] = request.step
         flow: spans.Flow = "ask", str(self.sequence)
-        spans.complete(self.span, self._operation(), "crossing", track="requests", flow=flow, facts=facts)
+        spans.complete(self.span, self.operation(), "crossing", track="requests", flow=flow, facts=facts)
 
-    def _release_channel(self, *, reusable: bool) -> None:
-        if self.channel is not None:
-            self.client._release(self.request.endpoint, self.channel, reusable=reusable)
-            self.channel = None
-
-    def _operation(self) -> str:
+    def operation(self) -> str:
+        """Return the verb and its target, for errors."""
         return f"{self.request.verb} {self.request.target}".rstrip()
 
     def _error(self, kind: type[BoundaryError], message: str) -> BoundaryError:
-        return kind(
-            message,
-            peer=self.request.endpoint,
-            operation=self._operation(),
-            step=self.request.step,
-            elapsed=self.deadline.elapsed(),
-        )
+        return self._named(kind(message))
 
     def _named(self, error: BoundaryError) -> BoundaryError:
         """Return the same error, with its peer and operation filled in where they were missing."""
         error.peer = self.request.endpoint
-        error.operation = error.operation or self._operation()
+        error.operation = error.operation or self.operation()
         error.step = error.step if error.step is not None else self.request.step
         error.elapsed = error.elapsed if error.elapsed is not None else self.deadline.elapsed()
         return error
+
+
+class _Together:
+    """The exchanges of one ``gather``, each continued when its server has answered."""
+
+    def __init__(self, exchanges: Sequence[_Exchange], deadline: Deadline) -> None:
+        self._exchanges = exchanges
+        self._deadline = deadline
+        self._waiting: dict[_Exchange, None] = {}
+        self._poller = select.poll()
+        self._by_descriptor: dict[int, _Exchange] = {}
+        # A lower bound of every moment waited for, because those advance with every byte.
+        self._wake = float("inf")
+
+    def open_span(self) -> dict[str, object]:
+        """Say whom the caller waits for, for ``anabranch status``."""
+        waiting = list(self._waiting)
+        return waiting[0].open_span() | _wait_for(waiting) if waiting else {"name": "wait", "since": float("inf")}
+
+    def run(self, enough: Callable[[Sequence[Outcome]], bool] | None, grace: float) -> None:
+        """Continue until all have an outcome, or enough have one and ``grace`` seconds have passed."""
+        for first in range(0, len(self._exchanges), _SENT_TOGETHER):
+            some = self._exchanges[first : first + _SENT_TOGETHER]
+            for exchange in some:
+                exchange.advance(0)
+            for exchange in some:
+                if not exchange.done and exchange.wait is _READY:
+                    exchange.advance(0)
+                self._update(exchange)
+        if not self._waiting:
+            return
+        deadline, finished, last_call = self._deadline, 0, False
+        span = spans.begin()
+        spans.shown[self] = None
+        try:
+            while self._waiting:
+                if deadline.expired():
+                    if not last_call or self._deadline.expired():
+                        for exchange in list(self._waiting):
+                            exchange.expire()
+                    return
+                answers = len(self._exchanges) - len(self._waiting)
+                if enough is not None and not last_call and answers > finished:
+                    finished = answers
+                    if enough([exchange.outcome for exchange in self._exchanges]):
+                        if grace <= 0:
+                            return
+                        deadline, last_call = deadline.sooner(grace), True
+                self._wait(deadline.remaining())
+        finally:
+            spans.shown.pop(self, None)
+            if span:
+                spans.complete(span, "wait", "wait", facts=_wait_for(self._exchanges))
+
+    def _wait(self, seconds: float) -> None:
+        """Wait until one can continue, at most this many seconds, and let all that can do so."""
+        now = time.monotonic()
+        if self._wake <= now:
+            self._wake = min(exchange.wait[2] for exchange in self._waiting)
+        wake = min(now + seconds, self._wake)
+        for descriptor, events in self._poller.poll(max(0, int((wake - now) * 1000) + 1)):
+            exchange = self._by_descriptor.get(descriptor)
+            if exchange is not None:
+                exchange.advance(events)
+                self._update(exchange)
+        if (now := time.monotonic()) >= wake:
+            for exchange in [exchange for exchange in self._waiting if exchange.wait[2] <= now]:
+                exchange.advance(0)
+                self._update(exchange)
+
+    def _update(self, exchange: _Exchange) -> None:
+        """Poll for what ``exchange`` waits for now."""
+        descriptor, events, until = exchange.wait
+        if exchange.done:
+            self._waiting.pop(exchange, None)
+            descriptor = -1
+        else:
+            self._waiting[exchange] = None
+            self._wake = min(self._wake, until)
+        if exchange.polled is not None and exchange.polled[0] != descriptor:
+            # A closed descriptor's number may belong to another exchange by now.
+            if self._by_descriptor.get(exchange.polled[0]) is exchange:
+                self._poller.unregister(exchange.polled[0])
+                del self._by_descriptor[exchange.polled[0]]
+            exchange.polled = None
+        if descriptor >= 0 and (exchange.polled is None or exchange.polled[1] != events):
+            self._poller.register(descriptor, events)
+            self._by_descriptor[descriptor] = exchange
+            exchange.polled = exchange.wait
 
 
 def _nbytes(tensors: Sequence[Tensor], payload: bytes) -> int:
@@ -851,4 +772,4 @@ def _nbytes(tensors: Sequence[Tensor], payload: bytes) -> int:
 
 def _wait_for(exchanges: Sequence[_Exchange]) -> dict[str, object]:
     peer = ", ".join(sorted({exchange.request.endpoint for exchange in exchanges}))
-    return {"peer": peer, "operation": exchanges[0]._operation()}
+    return {"peer": peer, "operation": exchanges[0].operation()}

@@ -15,7 +15,9 @@ authenticates every record, and bytes through a Unix socket cross no wire, so bo
 
 Magic and version have the same place in every version, so peers of two versions can refuse each other. A reader
 allocates nothing unchecked: lengths are checked against ``Limits`` before the header is read, shapes against lengths
-before a tensor is made, and the caller's ``accept`` sees the header before the body is given memory.
+before a tensor is made, and whoever reads sees the header before it gives the body its memory.
+
+``Wire`` is the one place where a body is written to a stream, and the one where it is read.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import math
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Annotated, Any, TypeAlias, TypeVar, cast
@@ -35,16 +37,11 @@ from torch import Tensor
 
 from anabranch.errors import ProtocolError
 from anabranch.tensors.dtypes import DTYPE_CODES, DTYPES
-from anabranch.transport.network.streams import Stream
-from anabranch.transport.tensor_memory import bytes_of, check_bools, dense_on_cpu, plain_bytes
+from anabranch.transport.streams import Stream
 
 __all__ = [
-    "Accept",
     "FailureFrame",
-    "Frame",
     "FrameKind",
-    "FrameReader",
-    "FrameWriter",
     "Header",
     "Heartbeat",
     "Hello",
@@ -52,12 +49,14 @@ __all__ = [
     "ReplyHeader",
     "RequestHeader",
     "TensorHeader",
+    "Wire",
     "allocate",
+    "bytes_of",
     "encode",
     "frame_size",
+    "memory_to_send",
     "pack",
     "unpack",
-    "unpacker",
 ]
 
 MAGIC = b"ANBR"
@@ -180,8 +179,6 @@ class Heartbeat(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fie
 _T = TypeVar("_T")
 Header: TypeAlias = Hello | RequestHeader | ReplyHeader | FailureFrame | Heartbeat
 _HeaderT = TypeVar("_HeaderT", Hello, RequestHeader, ReplyHeader, FailureFrame, Heartbeat)
-Accept: TypeAlias = Callable[[Header], Sequence[Tensor] | None]
-"""Looks at a header before its body is read: returns the tensors to fill, ``None`` to skip the body, or raises."""
 
 _KINDS: dict[type[Header], FrameKind] = {
     Hello: FrameKind.HELLO,
@@ -220,10 +217,7 @@ def encode(header: _HeaderT, tensors: Sequence[Tensor] = ()) -> list[memoryview]
             shape = tuple(tensor.shape)
             if len(shape) > limits.dimensions:
                 raise ValueError(f"only tensors of at most {limits.dimensions} dimensions can be sent, got {shape}")
-            memory = plain_bytes(tensor)
-            if memory is None:
-                tensor = dense_on_cpu(tensor)
-                memory = bytes_of(tensor)
+            memory = memory_to_send(tensor)
             nbytes = len(memory)
             described.append(TensorHeader(DTYPE_CODES[tensor.dtype], shape, offset, nbytes))
             if nbytes:
@@ -247,13 +241,16 @@ def frame_size(data: bytes | bytearray) -> int | None:
     return _PREAMBLE.size + int(header) + int(body)
 
 
-_unpackers: dict[Any, Callable[[bytes], Any]] = {}
+_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 _making = threading.Lock()
 
 
 def allocate(headers: Sequence[TensorHeader]) -> list[Tensor]:
     """Return new tensors in main memory, with undefined contents, for the body that ``headers`` describe."""
-    return [torch.empty(header.shape, dtype=DTYPES[header.code], device="cpu") for header in headers]
+    tensors = []
+    for header in headers:
+        tensors.append(torch.empty(header.shape, dtype=DTYPES[header.code], device="cpu"))  # noqa: PERF401
+    return tensors
 
 
 def pack(value: object) -> bytes:
@@ -270,165 +267,231 @@ def unpack(payload: bytes, kind: type[_T]) -> _T:
     Raises:
         ProtocolError: it is of another kind.
     """
-    return unpacker(kind)(payload)
-
-
-def unpacker(kind: type[_T]) -> Callable[[bytes], _T]:
-    """``unpack`` prepared for one kind: making a decoder takes many times as long as using it.
-
-    Built under a lock: msgspec caches type information on a struct, and a half-built cache crashes a second thread.
-    """
-    found = _unpackers.get(kind)
-    if found is None:
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        # Making a decoder takes many times as long as using it. Under a lock: msgspec caches type information on a
+        # struct, and a half-built cache crashes a second thread.
         with _making:
-            found = _unpackers.get(kind) or _new_unpacker(kind)
-            _unpackers[kind] = found
-    return cast("Callable[[bytes], _T]", found)
+            decoder = _decoders.get(kind) or msgspec.msgpack.Decoder(kind)
+            _decoders[kind] = decoder
+    try:
+        return cast("_T", decoder.decode(payload))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"the payload is not a {kind}: {error}") from None
 
 
-def _new_unpacker(kind: type[_T]) -> Callable[[bytes], _T]:
-    decoder = msgspec.msgpack.Decoder(kind)
+# Dtypes that Python's memoryview knows: their bytes are read without another tensor.
+_PLAIN = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8})
 
-    def unpack_it(payload: bytes) -> _T:
+
+def memory_to_send(tensor: Tensor) -> memoryview:
+    """Return the bytes of ``tensor`` as they are sent: without a copy where it is plain, contiguous and on the CPU.
+
+    Raises:
+        TypeError: its layout or dtype cannot be sent.
+    """
+    if tensor.dtype in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested and tensor.is_contiguous():
+        # numpy refuses tensors on a device, conjugated or negated, memoryview those of no bytes.
         try:
-            return decoder.decode(payload)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ProtocolError(f"the payload is not a {kind}: {error}") from None
-
-    return unpack_it
-
-
-class Frame(msgspec.Struct, frozen=True, eq=False):
-    """One message as read; ``tensors`` is ``None`` if its body was skipped."""
-
-    header: Header
-    tensors: Sequence[Tensor] | None
-
-
-class FrameWriter:
-    """Outgoing frames of one stream, in order; holds the bytes that the stream has not taken yet."""
-
-    def __init__(self) -> None:
-        self.waiting: list[memoryview] = []
-        """The bytes not sent yet; other classes only read it."""
-
-    def put(self, frame: Sequence[memoryview]) -> None:
-        """Add a frame after the waiting ones."""
-        self.waiting.extend(frame)
-
-    def send(self, frame: Sequence[memoryview], stream: Stream, nbytes: int = -1) -> None:
-        """Add a frame, ``nbytes`` in total, and send as much as the stream takes."""
-        if not self.waiting:
-            taken = stream.send(frame)
-            if taken == (sum(map(len, frame)) if nbytes < 0 else nbytes):
-                return
-            self.waiting.extend(frame)
-            self._drop(taken)
-        else:
-            self.waiting.extend(frame)
-        self.flush(stream)
-
-    def flush(self, stream: Stream) -> int:
-        """Send as much as the stream takes; returns the number of bytes."""
-        total = 0
-        while waiting := self.waiting:
-            taken = stream.send(waiting)
-            if not taken:
-                break
-            total += taken
-            if taken == sum(map(len, waiting)):
-                waiting.clear()
-            else:
-                self._drop(taken)
-        return total
-
-    def _drop(self, taken: int) -> None:
-        whole = 0
-        while taken and taken >= len(self.waiting[whole]):
-            taken -= len(self.waiting[whole])
-            whole += 1
-        del self.waiting[:whole]
-        if taken:
-            self.waiting[0] = self.waiting[0][taken:]
+            return (tensor.detach() if tensor.requires_grad else tensor).numpy().data.cast("B")
+        except (RuntimeError, TypeError):
+            pass
+    if tensor.is_nested:
+        raise TypeError("a nested tensor cannot cross a boundary; send torch.nested.to_padded_tensor(tensor, 0.0)")
+    if tensor.is_meta:
+        raise TypeError("a tensor on the meta device has no values that could cross a boundary")
+    if tensor.layout is not torch.strided:
+        raise TypeError(
+            f"only strided tensors cross a boundary, got {tensor.layout}; send indices and values separately"
+        )
+    if tensor.dtype not in DTYPE_CODES:
+        raise TypeError(f"{tensor.dtype} cannot cross a boundary; allowed are {', '.join(map(str, DTYPE_CODES))}")
+    return bytes_of(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous())
 
 
-def _nothing_more(header: Header) -> None:
-    raise ConnectionResetError("the connection was closed on this side")
+def bytes_of(tensor: Tensor) -> memoryview:
+    r"""Return the memory of a contiguous tensor on the CPU, writable, without a copy.
+
+    >>> memory = bytes_of(torch.tensor([1, 2], dtype=torch.int16))
+    >>> bytes(memory)
+    b'\x01\x00\x02\x00'
+    """
+    if tensor.dtype in _PLAIN and tensor.numel() > 1:
+        return tensor.numpy().data.cast("B")
+    # A tensor of one value or none counts as contiguous whatever its strides, even 0, which no view as bytes accepts.
+    flat = tensor.reshape(-1) if tensor.numel() > 1 else tensor.as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data
 
 
-class FrameReader:
-    """Reads frames from one stream incrementally, and trusts no byte of it.
+class Wire:
+    """Frames over one stream: the place where a body is written, and the place where one is read.
+
+    ``header`` returns the next frame's header, ``receive`` fills the memory that its body was given. Neither blocks,
+    and no byte that arrives is trusted: a ``ProtocolError`` means that the stream cannot be used any more, a
+    ``ConnectionError`` that it has ended.
 
     Args:
+        stream: carries the bytes.
         limits: the sizes that the peer may send.
-        accept: sees each checked header before its body is read; it may ``postpone`` the frame.
+
+    Attributes:
+        waiting: the bytes to send that the stream has not taken yet.
+        received: bytes since the wire was made: a sign of progress for timeouts.
+        more: true after a frame if bytes of the next have come.
     """
 
-    def __init__(self, limits: Limits, accept: Accept) -> None:
+    def __init__(self, stream: Stream, limits: Limits) -> None:
+        self.stream = stream
+        self.waiting: list[memoryview] = []
+        self.received = 0
+        self.more = False
         self._limits = limits
-        self._accept = accept
         # Bytes received and not yet parsed: a small frame takes one system call, not three.
         self._ahead = bytearray(0)
         self._view = memoryview(self._ahead)
         self._start = self._end = 0
-        self.received = 0
-        """Bytes since the reader was made: a sign of progress for timeouts."""
-        self._postponed = False
-        self._restart()
-
-    def _restart(self) -> None:
-        self._header: Header | None = None
         self._body = 0
-        self._accepted = False
-        self._tensors: Sequence[Tensor] | None = ()
+        self._inside = False
+        self._empty: list[memoryview] = []
         self._skip = 0
-        self._views: list[memoryview] = []
+
+    def send(self, frame: Sequence[memoryview] = ()) -> int:
+        """Send what waits, and then ``frame``, as far as the stream takes it; returns the number of bytes."""
+        waiting = self.waiting
+        waiting.extend(frame)
+        total = 0
+        while waiting:
+            taken = self.stream.send(waiting)
+            if not taken:
+                break
+            total += taken
+            whole = 0
+            for buffer in waiting:
+                if taken < len(buffer):
+                    break
+                taken -= len(buffer)
+                whole += 1
+            del waiting[:whole]
+            if taken:
+                waiting[0] = waiting[0][taken:]
+        return total
 
     def idle(self) -> bool:
-        """Return True if the reader is between two frames, without bytes of the next."""
-        return self._header is None and self._start == self._end
-
-    def holds_more(self) -> bool:
-        """Return True if bytes were received that belong to the next frame."""
-        return self._start != self._end
+        """Return True between two frames, without bytes of the next."""
+        return not self._inside and self._start == self._end
 
     def drop(self) -> None:
-        """Free its memory, and its owner, which its ``accept`` holds in a cycle until the next collection."""
-        self._restart()
-        self._accept = _nothing_more
+        """Free all memory, of frames in either direction."""
+        self.waiting.clear()
+        self._empty = []
         self._view = memoryview(b"")
         self._ahead = bytearray(0)
         self._start = self._end = 0
 
-    def postpone(self) -> None:
-        """Postpone this frame, from ``accept``; the next ``advance`` offers it again."""
-        self._postponed = True
-
-    def advance(self, stream: Stream) -> Frame | None:
-        """Return the next frame if it is complete, ``None`` once the stream has nothing more for now, or it is
-        postponed.
-
-        Raises:
-            ProtocolError: the bytes are not a frame, or break a limit; the stream cannot be used any more.
-            ConnectionError: the stream has ended: the request or answer must be sent again.
-        """
-        header = self._header
-        if header is None:
-            header = self._header = self._read_head(stream)
-            if header is None:
+    def header(self) -> Header | None:
+        """Return the next frame's header, checked, once it has arrived; its body is then to be received."""
+        while (came := self._end - self._start) < _PREAMBLE.size:
+            if came > _VERSION_AT:
+                # Another version's preamble may be shorter, and its frame with it.
+                self._check_version()
+            if not self._fetch(_PREAMBLE.size):
                 return None
-        if not self._accepted and not self._place(header):
-            return None
-        if (self._views or self._skip) and not self._fill(stream):
-            return None
-        frame = Frame(header, self._tensors)
-        if frame.tensors:
-            self._check_content(frame.tensors)
-        # The rest is as it was when the frame began.
-        self._header, self._accepted, self._tensors = None, False, ()
-        return frame
+        magic, version, kind, flags, length, body, checksum = _PREAMBLE.unpack_from(self._ahead, self._start)
+        if magic != MAGIC or version != VERSION:
+            self._check_version()
+        if kind not in _DECODERS or flags:
+            raise ProtocolError(f"there is no frame of kind {kind} with flags {flags:#x}")
+        limits = self._limits
+        if length > limits.header:
+            raise ProtocolError(f"a header of {length} bytes is over the limit of {limits.header}")
+        if body > limits.body:
+            raise ProtocolError(f"a body of {body} bytes is over the limit of {limits.body}")
+        while self._end - self._start < _PREAMBLE.size + length:
+            if not self._fetch(_PREAMBLE.size + length):
+                # The received bytes are parsed again with the next ones.
+                return None
+        start, view = self._start, self._view
+        begin = start + _PREAMBLE.size
+        packed = view[begin : begin + length]
+        if zlib.crc32(packed, zlib.crc32(view[start : start + _CHECKED])) != checksum:
+            raise ProtocolError("the header's checksum does not match: bytes were lost or changed")
+        try:
+            header = _DECODERS[kind].decode(packed)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ProtocolError(f"the header of kind {FrameKind(kind).name} does not decode: {error}") from None
+        self._start = begin + length
+        offset = 0
+        if len(header.tensors) > limits.tensors:
+            raise ProtocolError(f"{len(header.tensors)} tensors are over the limit of {limits.tensors}")
+        for tensor in header.tensors:
+            shape, nbytes = tensor.shape, tensor.nbytes
+            dtype = DTYPES.get(tensor.code)
+            if dtype is None:
+                raise ProtocolError(f"{tensor.code} is not the number of a dtype")
+            if len(shape) > limits.dimensions:
+                raise ProtocolError(f"{len(shape)} dimensions are over the limit of {limits.dimensions}")
+            expected = math.prod(shape) * dtype.itemsize
+            if nbytes != expected or tensor.offset != offset:
+                raise ProtocolError(
+                    f"a tensor of shape {shape} and {nbytes} bytes at {tensor.offset} "
+                    f"should be {expected} bytes at {offset}"
+                )
+            offset += nbytes
+            # Huge shapes with a zero size overflow torch's strides although they hold nothing.
+            if not nbytes and math.prod(max(size, 1) for size in shape) > _MOST_BYTES:
+                raise ProtocolError(f"shape {shape} has strides that are impossible for a tensor")
+        if offset != body:
+            raise ProtocolError(f"the tensors are {offset} bytes, the body {body}")
+        self._body, self._inside = body, True
+        return header
 
-    def _fetch(self, stream: Stream, least: int) -> int:
+    def receive(self, tensors: Sequence[Tensor] | None) -> bool:
+        """Fill ``tensors``, made for the present header, with the body; true once it is whole. ``None`` skips it.
+
+        Called again, with the same tensors, it goes on.
+        """
+        empty = self._empty
+        if self._body:
+            if tensors is None:
+                self._skip = self._body
+            else:
+                for tensor in tensors:
+                    if tensor.numel():
+                        empty.append(bytes_of(tensor))
+            self._body = 0
+        while empty:
+            size = len(empty[0])
+            if not (ahead := self._end - self._start):
+                if size < _AHEAD:
+                    if not self._fetch(_AHEAD):
+                        return False
+                    continue
+                count = self.stream.receive_into(empty[0])
+                if not count:
+                    return False
+                self.received += count
+            else:
+                count = min(size, ahead)
+                empty[0][:count] = self._view[self._start : self._start + count]
+                self._start += count
+            if count == size:
+                del empty[0]
+            else:
+                empty[0] = empty[0][count:]
+        while self._skip:
+            if self._start == self._end and not self._fetch(_AHEAD):
+                return False
+            count = min(self._skip, self._end - self._start)
+            self._start += count
+            self._skip -= count
+        for tensor in tensors or ():
+            # Other bytes than 0 and 1 in a bool break torch's kernels.
+            if tensor.dtype is torch.bool and tensor.numel() and tensor.reshape(-1).view(torch.uint8).max() > 1:
+                raise ProtocolError("a bool tensor holds bytes other than 0 and 1")
+        self._inside, self.more = False, self._start != self._end
+        return True
+
+    def _fetch(self, least: int) -> int:
         """Receive all available bytes after those already buffered, in a buffer of at least ``least`` bytes."""
         start, end = self._start, self._end
         if start == end and least <= len(self._ahead):
@@ -440,7 +503,7 @@ class FrameReader:
                 self._view = memoryview(self._ahead)
             start, end = 0, end - start
             self._view[:end] = rest
-        count = stream.receive_into(self._view[end:] if end else self._view)
+        count = self.stream.receive_into(self._view[end:] if end else self._view)
         self._start, self._end = start, end + count
         self.received += count
         return count
@@ -454,125 +517,3 @@ class FrameReader:
             raise ProtocolError(
                 f"the peer uses version {version} of the protocol, this side version {VERSION}; update one"
             )
-
-    def _check_content(self, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
-            if tensor.dtype is torch.bool and not check_bools(tensor):
-                raise ProtocolError("a bool tensor holds bytes other than 0 and 1")
-
-    def _read_head(self, stream: Stream) -> Header | None:
-        """Return the next frame's header, checked; ``None`` while it is incomplete."""
-        while (came := self._end - self._start) < _PREAMBLE.size:
-            if came > _VERSION_AT:
-                # Another version's preamble may be shorter, and its frame with it.
-                self._check_version()
-            if not self._fetch(stream, _PREAMBLE.size):
-                return None
-        magic, version, kind, flags, length, body, checksum = _PREAMBLE.unpack_from(self._ahead, self._start)
-        if magic != MAGIC or version != VERSION:
-            self._check_version()
-        if kind not in _DECODERS or flags:
-            raise ProtocolError(f"there is no frame of kind {kind} with flags {flags:#x}")
-        limits = self._limits
-        if length > limits.header:
-            raise ProtocolError(f"a header of {length} bytes is over the limit of {limits.header}")
-        if body > limits.body:
-            raise ProtocolError(f"a body of {body} bytes is over the limit of {limits.body}")
-        while self._end - self._start < _PREAMBLE.size + length:
-            if not self._fetch(stream, _PREAMBLE.size + length):
-                # The received bytes are parsed again with the next ones.
-                return None
-        start, view = self._start, self._view
-        begin = start + _PREAMBLE.size
-        packed = view[begin : begin + length]
-        if zlib.crc32(packed, zlib.crc32(view[start : start + _CHECKED])) != checksum:
-            raise ProtocolError("the header's checksum does not match: bytes were lost or changed")
-        try:
-            header = _DECODERS[kind].decode(packed)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ProtocolError(f"the header of kind {FrameKind(kind).name} does not decode: {error}") from None
-        self._start = begin + length
-        if body or header.tensors:
-            self._check_layout(header.tensors, body)
-        self._body = body
-        return header
-
-    def _place(self, header: Header) -> bool:
-        """Get the body's memory from ``accept``; false if the frame is postponed."""
-        tensors = self._accept(header)
-        body = self._body
-        if self._postponed:
-            self._postponed = False
-            return False
-        self._accepted = True
-        self._tensors = tensors
-        if not body:
-            return True
-        if tensors is None:
-            self._skip = body
-        elif body <= self._end - self._start:
-            for tensor in tensors:
-                if nbytes := tensor.nbytes:
-                    bytes_of(tensor)[:] = self._view[self._start : self._start + nbytes]
-                    self._start += nbytes
-        else:
-            self._views = [bytes_of(tensor) for tensor in tensors if tensor.numel()]
-        return True
-
-    def _fill(self, stream: Stream) -> bool:
-        """Fill the body's memory; true once all of it has arrived."""
-        views = self._views
-        while views:
-            view = views[0]
-            size = len(view)
-            start = self._start
-            ahead = self._end - start
-            if not ahead and size >= _AHEAD:
-                count = stream.receive_into(view)
-                if not count:
-                    return False
-                self.received += count
-            elif ahead:
-                count = min(size, ahead)
-                view[:count] = self._view[start : start + count]
-                self._start = start + count
-            elif self._fetch(stream, _AHEAD):
-                continue
-            else:
-                return False
-            if count == size:
-                del views[0]
-            else:
-                views[0] = view[count:]
-        while self._skip:
-            if self._start == self._end and not self._fetch(stream, _AHEAD):
-                return False
-            count = min(self._skip, self._end - self._start)
-            self._start += count
-            self._skip -= count
-        return True
-
-    def _check_layout(self, headers: Sequence[TensorHeader], body: int) -> None:
-        if len(headers) > self._limits.tensors:
-            raise ProtocolError(f"{len(headers)} tensors are over the limit of {self._limits.tensors}")
-        offset = 0
-        most = self._limits.dimensions
-        for header in headers:
-            shape, nbytes = header.shape, header.nbytes
-            dtype = DTYPES.get(header.code)
-            if dtype is None:
-                raise ProtocolError(f"{header.code} is not the number of a dtype")
-            if len(shape) > most:
-                raise ProtocolError(f"{len(shape)} dimensions are over the limit of {most}")
-            expected = math.prod(shape) * dtype.itemsize
-            if nbytes != expected or header.offset != offset:
-                raise ProtocolError(
-                    f"a tensor of shape {shape} and {nbytes} bytes at {header.offset} "
-                    f"should be {expected} bytes at {offset}"
-                )
-            offset += nbytes
-            # Huge shapes with a zero size overflow torch's strides although they hold nothing.
-            if not nbytes and math.prod(max(size, 1) for size in shape) > _MOST_BYTES:
-                raise ProtocolError(f"shape {shape} has strides that are impossible for a tensor")
-        if offset != body:
-            raise ProtocolError(f"the tensors are {offset} bytes, the body {body}")

@@ -35,9 +35,10 @@ from anabranch.autodiff.boundary.crossing import Crossed, Form, cross
 from anabranch.deadline import Deadline
 from anabranch.errors import ActivationsGone, BoundaryError, NonFinite, PeerLost, ProtocolError
 from anabranch.experts import wire
-from anabranch.experts.compression import check_parts
+from anabranch.experts.compression import check_parts, wire_parts
 from anabranch.experts.schema import Schema, first_not_finite
-from anabranch.transport import Answer, Client, Outcome, Request, TensorHeader, allocate
+from anabranch.transport import Answer, Client, Outcome, Request
+from anabranch.transport.frame import ReplyHeader
 
 __all__ = [
     "Calls",
@@ -377,7 +378,7 @@ def _request_of(call: ExpertCall) -> Request:
         cast("Sequence[Tensor]", call.inputs) if as_is else wire.to_wire(call.inputs, schema.inputs),
         payload=call.ticket,
         schema=schema.hash,
-        allocate=expect(schema.output_layout, call.rows),
+        check=expect(schema.output_layout, call.rows),
         role="experts",
     )
 
@@ -480,6 +481,7 @@ class _Backward(NamedTuple):
             payload=wire.pack((wire.present(self.gradients), call.ticket, updates)),
             schema=schema.hash,
             once=True,
+            check=_expect_gradients(call, self.inputs),
             role="experts",
         )
 
@@ -533,34 +535,43 @@ def _read_gradients(backward: _Backward, outcome: Outcome, *, finite_only: bool)
             "arrived, and the server no longer has them, because it restarted or has since answered others",
             peer=call.endpoint,
         )
-    specs = call.schema.inputs
     present, changes = wire.read_gradients(outcome.payload)
-    layout = wire.gradient_layout(specs, present, "input")
-    rows = check_parts(outcome.tensors, layout)
-    if outcome.tensors and rows != call.rows:
-        raise ProtocolError(f"{call.rows} rows were sent, but gradients of {rows} were received", peer=call.endpoint)
-    gradients = wire.from_wire(outcome.tensors, specs, present)
-    for gradient, tensor in zip(gradients, backward.inputs, strict=True):
-        if gradient is not None and tensor is not None and gradient.shape != tensor.shape:
-            raise ProtocolError(
-                f"received a gradient of shape {tuple(gradient.shape)} for an input of {tuple(tensor.shape)}",
-                peer=call.endpoint,
-            )
+    gradients = wire.from_wire(outcome.tensors, call.schema.inputs, present)
     name = first_not_finite(gradients, call.schema.input_names, moderate=True) if finite_only else None
     if name is not None:
         raise NonFinite(f"{call.uid}: the gradient of {name} holds NaN, Inf or a number above 1e18")
     return gradients, changes
 
 
-def expect(layout: wire.Layout, rows: int) -> Callable[[Sequence[TensorHeader]], Sequence[Tensor]]:
-    """Return a function that allocates memory for an answer of this layout and this many rows, and refuses any
-    other.
-    """
+def expect(layout: wire.Layout, rows: int) -> Callable[[ReplyHeader], None]:
+    """Return the check of an answer that must have this layout and this many rows."""
 
-    def make(headers: Sequence[TensorHeader]) -> Sequence[Tensor]:
-        came = check_parts(headers, layout)
-        if headers and came != rows:
+    def check(answer: ReplyHeader) -> None:
+        came = check_parts(answer.tensors, layout)
+        if answer.tensors and came != rows:
             raise ProtocolError(f"{rows} rows were requested, but {came} were received")
-        return allocate(headers)
 
-    return make
+    return check
+
+
+def _expect_gradients(call: ExpertCall, inputs: Sequence[Tensor | None]) -> Callable[[ReplyHeader], None]:
+    """Return the check of an answer that must hold gradients of ``inputs``."""
+    specs = call.schema.inputs
+
+    def check(answer: ReplyHeader) -> None:
+        if answer.payload == wire.GONE and not answer.tensors:
+            return
+        present, _ = wire.read_gradients(answer.payload)
+        came = check_parts(answer.tensors, wire.gradient_layout(specs, present, "input"))
+        if answer.tensors and came != call.rows:
+            raise ProtocolError(f"{call.rows} rows were sent, but gradients of {came} were received")
+        parts = iter(answer.tensors)
+        for spec, tensor, there in zip(specs, inputs, present, strict=True):
+            if there and spec is not None and tensor is not None:
+                for _, shape in wire_parts(spec, call.rows, spec.sizes_of(tuple(tensor.shape))):
+                    if (its_shape := next(parts).shape) != shape:
+                        raise ProtocolError(
+                            f"received a gradient of shape {its_shape} for an input of {tuple(tensor.shape)}"
+                        )
+
+    return check

@@ -61,7 +61,7 @@ from anabranch.experts.schema import Schema, outline
 from anabranch.job import job
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.transport import Client
-from anabranch.transport.directory.uids import check_prefix
+from anabranch.transport.announcements import check_prefix
 from anabranch.transport.failures import printable
 
 __all__ = ["CallLimits", "GatedMixture", "check_fraction", "scores_of"]

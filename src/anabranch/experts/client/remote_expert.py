@@ -35,7 +35,7 @@ from anabranch.experts.schema import Schema, with_leading
 from anabranch.experts.server.backend import ExpertInfo, info_of
 from anabranch.tensors import Structure
 from anabranch.transport import Client, Request
-from anabranch.transport.directory.uids import check_uid
+from anabranch.transport.announcements import check_uid
 
 __all__ = ["RemoteExpert", "fetch_schema"]
 

@@ -210,7 +210,7 @@ class InferenceSession:
             wire.to_wire(tensors, schema.inputs),
             payload=wire.pack((self._id, self._steps, self.max_length, self.ttl)),
             schema=schema.hash,
-            allocate=expect(schema.output_layout, self._rows),
+            check=expect(schema.output_layout, self._rows),
             role="experts",
         )
         answer = self._expert.client.call(request, deadline)

@@ -44,7 +44,7 @@ from anabranch.experts.server.kept_activations import (
 from anabranch.experts.server.scheduler import ProcessTasks, Task, TaskPool, Unrepeatable, join_tasks, split_outputs
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.transport import Limits
-from anabranch.transport.directory.uids import check_uid
+from anabranch.transport.announcements import check_uid
 from anabranch.transport.failures import ends_the_program
 
 __all__ = ["ExpertBackend", "ExpertInfo", "info_of"]

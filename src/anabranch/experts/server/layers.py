@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from anabranch.experts.server.backend import ExpertBackend
 from anabranch.tensors import TensorSpec
-from anabranch.transport.directory.uids import check_uid
+from anabranch.transport.announcements import check_uid
 
 __all__ = ["Feedforward", "Nothing", "expand_uids", "load_function", "make_backends_of", "make_named_experts"]
 

@@ -31,7 +31,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from heapq import heapify, heappop, heappush
@@ -440,11 +440,8 @@ class TaskPool:
 
     # --- running
 
-    def run(self, batch: Sequence[Task], answering: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        """Run a batch and answer its tasks; if it fails, each is run alone, so that only the faulty one fails.
-
-        ``answering`` makes the context in which several are answered.
-        """
+    def run(self, batch: Sequence[Task]) -> None:
+        """Run a batch and answer its tasks; if it fails, each is run alone, so that only the faulty one fails."""
         if not batch:
             return
         if batch[0].rows > self.max_batch_size:
@@ -473,12 +470,8 @@ class TaskPool:
                 for task in batch:
                     _finish(task, error)
             return
-        if len(batch) == 1:
-            _finish(batch[0], outputs[0])
-            return
-        with answering():
-            for task, its_outputs in zip(batch, outputs, strict=True):
-                _finish(task, its_outputs)
+        for task, its_outputs in zip(batch, outputs, strict=True):
+            _finish(task, its_outputs)
 
     def _compute(self, batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
         if self.copies is not None:
@@ -526,7 +519,6 @@ class Runtime:
     Args:
         pools: all on one device.
         name: of the thread.
-        answering: makes the context in which a batch's tasks are answered.
     """
 
     def __init__(
@@ -534,14 +526,12 @@ class Runtime:
         pools: Iterable[TaskPool],
         *,
         name: str = "device",
-        answering: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._pools = list(pools)
         self._scheduler = _Scheduler()
         for pool in self._pools:
             pool.share(self._scheduler)
         self._name = f"anabranch-{name}"
-        self._answering = answering
         self._stopped = False
         self._threads = torch.get_num_threads()
         self._running: Deadline | None = None
@@ -693,7 +683,7 @@ class Runtime:
             last = Deadline.after(max(last.remaining(), _LONGEST_NAP))
         self._running = last
         try:
-            pool.run(batch, self._answering)
+            pool.run(batch)
         finally:
             self._running = None
         pool.note_seconds(rows, time.monotonic() - started)

@@ -14,7 +14,7 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import count
 
 import torch
@@ -29,7 +29,7 @@ from anabranch.experts.server.persistence import Persistence
 from anabranch.experts.server.scheduler import Runtime, StateSeen, Task, TaskPool, Unrepeatable
 from anabranch.experts.server.sessions import Sessions, Step
 from anabranch.transport import Call, RequestHeader, Server, TensorHeader, Verb, allocate
-from anabranch.transport.tensor_memory import bytes_of
+from anabranch.transport.frame import bytes_of
 
 __all__ = ["ExpertVerbs"]
 
@@ -62,11 +62,7 @@ class ExpertVerbs:
         by_device: dict[str, list[TaskPool]] = {}
         for backend in backends.values():
             by_device.setdefault(str(backend.device), []).extend(backend.get_pools())
-        gathering = weakref.WeakMethod(self._gathering)
-        self.runtimes = [
-            Runtime(pools, name=name, answering=lambda: gathering()())  # type: ignore[misc]
-            for name, pools in by_device.items()
-        ]
+        self.runtimes = [Runtime(pools, name=name) for name, pools in by_device.items()]
 
     def serve_by(self, server: Server) -> None:
         """Answer through ``server``."""
@@ -321,9 +317,6 @@ class ExpertVerbs:
             mine = aside if len(self.runtimes) == 1 else {pool: own for pool, own in aside.items() if pool in runtime}
             if mine:
                 runtime.submit(mine, one_of_many=one_of_many)
-
-    def _gathering(self) -> AbstractContextManager[None]:
-        return self._transport().gathering()
 
     def _transport(self) -> Server:
         server = None if self._server is None else self._server()

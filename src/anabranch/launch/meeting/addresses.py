@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from anabranch.transport import make_keys
-from anabranch.transport.directory.redis_address import is_redis_url, shown_url
-from anabranch.transport.directory.redis_link import RedisLink
-from anabranch.transport.network.certificates import KEYS_VARIABLE
-from anabranch.transport.network.endpoints import TcpEndpoint, parse_endpoint, split_endpoints
+from anabranch.transport.certificates import KEYS_VARIABLE
+from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint, split_endpoints
 from anabranch.transport.private_folder import PrivateFolder
+from anabranch.transport.redis_directory import RedisLink, is_redis_url, shown_url
 
 __all__ = ["ServiceAddresses", "check_directory", "expert_socket", "held_port", "private_place", "tcp_place"]
 
@@ -70,7 +69,7 @@ def check_directory(directory: str, *, experts: int, host: str | None, keys: str
         ModuleNotFoundError: without the ``redis`` extra.
     """
     if is_redis_url(directory):
-        shown, is_here = shown_url(directory), RedisLink(directory).is_local
+        shown, is_here = shown_url(directory), RedisLink(directory, 1.0).is_local
     else:
         shown, is_here = (
             directory,

@@ -24,7 +24,7 @@ from anabranch.launch.meeting.rendezvous import Rendezvous
 from anabranch.launch.supervision.orphans import adopt_orphans, kill_orphans
 from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
 from anabranch.record.process import TRACE_VARIABLE
-from anabranch.transport.network.certificates import KEYS_VARIABLE
+from anabranch.transport.certificates import KEYS_VARIABLE
 from anabranch.transport.private_folder import PrivateFolder
 
 __all__ = ["RoleActor", "RoleEvents", "names_of_keys"]

@@ -37,7 +37,7 @@ from anabranch.parameter_server.messages import (
     RestoreMessage,
     check_kinds,
 )
-from anabranch.parameter_server.server.durable.durability import ChangingRequest, Durability, ShardPersistence
+from anabranch.parameter_server.server.durable.durability import Durability, ShardPersistence
 from anabranch.parameter_server.server.shard import Shard
 from anabranch.parameter_server.server.shard_directory import shard_directory
 from anabranch.parameter_server.server.shard_statistics import ShardStatistics

@@ -3,152 +3,395 @@
 ::
 
     shaking hands ──> greeting ──> [ header ──> admitted? ──> body ──> handler ──> answer ] ...
-                                       │
-                                       └── needs a thread of its own: its driver hands it over (``drivers.py``)
+          │              │             │
+          └──────────────┴─────────────┴── refused ──> leaving: told the reason, until it has read it
 
-``step`` continues as far as the socket allows; its driver, a loop over many connections or a thread for this one, polls
-in between. A connection carries one request at a time, so anything that arrives while a request is served means that
-the client is leaving, and the request is cancelled. The thread that has an answer writes as much of it as the socket
-takes at once; the driver sends the rest, so a slow reader never blocks a compute thread.
+``Verb`` is an operation that a server offers, ``Call`` one request being served, ``Admission`` decides which requests
+are served, and counts them. ``Connection.step`` continues as far as the socket allows; a loop polls in between
+(``server.py``). A connection carries one request at a time, so anything that arrives while a request is served means
+that the client is leaving, and the request is cancelled. The thread that has an answer writes as much of it as the
+socket takes at once; the loop sends the rest, so a slow reader never blocks a compute thread.
 """
 
 from __future__ import annotations
 
+import os
 import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Protocol
 
 from torch import Tensor
 
-from anabranch.errors import BoundaryError, DeadlineExceeded, Overloaded, ProtocolError
+from anabranch.deadline import Deadline
+from anabranch.errors import (
+    BoundaryError,
+    DeadlineExceeded,
+    NotFound,
+    Overloaded,
+    PeerLost,
+    ProtocolError,
+    Unauthorized,
+)
 from anabranch.record import spans
+from anabranch.record.fault_points import fault_point
 from anabranch.transport.failures import ends_the_program, failure_of
 from anabranch.transport.frame import (
     FailureFrame,
-    Frame,
-    FrameReader,
-    FrameWriter,
     Header,
     Hello,
     Limits,
+    ReplyHeader,
     RequestHeader,
+    TensorHeader,
+    Wire,
+    allocate,
     encode,
 )
-from anabranch.transport.network.streams import Peer, Stream
-from anabranch.transport.server.call import Call, CallServer, Verb
+from anabranch.transport.server.once import OnceTable, RequestIdentity
+from anabranch.transport.streams import Peer, Stream
 
-__all__ = ["Answer", "Connection", "ConnectionServer", "ConnectionState", "Driver"]
+__all__ = ["ALONE", "Admission", "Call", "Connection", "Verb"]
 
+# The longest deadline accepted from a client, in seconds.
+_LONGEST = 24 * 3600.0
+# Seconds in which a peer must have greeted.
 _GREETING = 10.0
-# Seconds of silence after which an unknown peer is assumed not to want to connect.
-_HANDSHAKE = 2.0
 # Seconds without a byte sent or taken in the middle of a frame after which a peer is treated as gone.
 _STALLED = 30.0
+# Seconds that a refused client has to read why.
 _LINGER = 1.0
-# Requests of at most this many bytes are read by the shared loop.
+# Requests of at most this many bytes are read by the shared loop; answers up to it are not counted.
 _SMALL = 64 << 10
+_READS = select.POLLIN | select.POLLRDHUP
+_SENDS = _READS | select.POLLOUT
+ALONE = -1
+"""What ``Connection.step`` returns in place of events if the request needs a loop with this connection alone."""
+# Seconds after which a client that reads no byte of its answer loses it if others need the room.
+_UNREAD = 2.0
 
 
-class ConnectionState(Enum):
-    """The state of a connection after a step."""
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """One operation that a server offers.
 
-    STAYS = auto()
-    NEEDS_THREAD = auto()
-    ENDED = auto()
+    >>> Verb("echo", lambda call: call.reply(call.tensors)).once
+    False
+
+    Attributes:
+        name: what clients call it.
+        handler: serves a call: replies, or passes the call to a thread that will. An exception it raises is the
+            response.
+        check: sees the header, with each tensor's dtype and shape, before any memory is treated as the tensors; raises
+            ``SchemaError``, ``NotFound`` or ``Overloaded`` to refuse.
+        once: executed exactly once however often it is retried; the client must number these requests.
+        again: answers the retry of a request that was done but whose answer is no longer kept.
+        roles: the roles that may ask; ``None`` for every peer that was let in.
+        allocate: makes the tensors that a request is received into; pinned memory, for instance.
+        quick: handler and check never block: small requests are served on the thread that reads them for all
+            connections. Others are served on a thread for their connection.
+    """
+
+    name: str
+    handler: Callable[[Call], None]
+    check: Callable[[RequestHeader], None] | None = None
+    once: bool = False
+    again: Callable[[Call], None] | None = None
+    roles: frozenset[str] | None = None
+    allocate: Callable[[Sequence[TensorHeader]], Sequence[Tensor]] = allocate
+    quick: bool = False
 
 
-class Driver(Protocol):
-    """A loop or thread that polls a connection and calls its ``step``."""
+class Admission:
+    """The requests that a server serves: who may ask, the bytes that they take, and their counts.
 
-    alone: bool
+    One budget bounds the bytes of requests that are being served and of answers that clients have not read.
 
-    def wake(self, connection: Connection) -> None:
-        """Record that there is something to send or to end; from any thread."""
+    Args:
+        verbs: the operations that clients may request.
+        limits: the sizes accepted from a client in one frame.
+        heartbeat: seconds between beats.
+        max_connections: of clients that have greeted.
+        max_bytes: the budget.
 
+    Attributes:
+        only_job: the job whose peers alone are served; ``None``: those of every job.
+        lock: of everything that is counted here.
+        connections: all that are open.
+        unknown: those that have not greeted.
+        calls: being served.
+        in_flight: bytes of the budget that are taken.
+        dropped: bytes of requests and answers freed because their clients have gone.
+    """
 
-class ConnectionServer(CallServer, Protocol):
-    """The interface of a server that a connection needs: it decides whether a request is admitted."""
-
-    heartbeat: float
-    limits: Limits
-    max_connections: int
-
-    def recognise(self, connection: Connection) -> bool:
-        """Register ``connection``, which has greeted; false if there is no room for it."""
-
-    def reserve_answer(self, nbytes: int) -> bool:
-        """Reserves room for an answer of this many bytes that waits; false if there is none."""
-
-    def release_answer(self, nbytes: int) -> None:
-        """Free the memory of a response that was sent, or that will not be read."""
-
-    def note_dropped(self, nbytes: int) -> None:
-        """Record that an answer or a request of this many bytes was freed because its client has gone."""
-
-    def may_wait(self, verb: str) -> bool:
-        """Return True if serving ``verb`` may block a thread."""
+    def __init__(
+        self,
+        verbs: Iterable[Verb],
+        *,
+        limits: Limits,
+        heartbeat: float,
+        max_connections: int,
+        max_bytes: int,
+    ) -> None:
+        self.verbs: dict[str, Verb] = {}
+        for verb in verbs:
+            if verb.name in self.verbs:
+                raise ValueError(f"two verbs are called {verb.name!r}")
+            self.verbs[verb.name] = verb
+        self.limits = limits
+        self.heartbeat = heartbeat
+        self.max_connections = max_connections
+        self._max_bytes = max_bytes
+        self.only_job: str | None = None
+        self.once: OnceTable[Call] = OnceTable()
+        self.lock = threading.RLock()
+        self.connections: dict[Connection, None] = {}
+        self.unknown: dict[Connection, None] = {}
+        self.draining = False
+        self.calls = self.in_flight = self.served = self.refused = self.received = self.sent = self.dropped = 0
+        self.requests: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()
 
     def admit(self, peer: Peer, header: RequestHeader, nbytes: int) -> Verb:
         """Return the verb that ``header`` requests, if ``peer`` may ask it now; reserves the bytes of its body."""
+        verb = self.verbs.get(header.verb)
+        if verb is None:
+            raise NotFound(f"no verb {header.verb!r}; there are: {', '.join(sorted(self.verbs))}")
+        if verb.roles is not None and peer.role is not None and peer.role not in verb.roles:
+            raise Unauthorized(f"role {peer.role!r} may not call {verb.name!r}; roles {sorted(verb.roles)} may")
+        if self.only_job is not None and peer.job not in (None, self.only_job):
+            raise Unauthorized(
+                f"this server's certificate is for every job, but job {peer.job!r} needs its own: give the "
+                f"server keys of that job (anabranch keys DIR --job {peer.job})"
+            )
+        if verb.once and len(header.epoch) != 16:
+            raise ProtocolError(f"{verb.name} is executed exactly once: number its requests (once=True)")
+        with self.lock:
+            if self.draining:
+                raise PeerLost("the server is shutting down")
+            if self.in_flight + nbytes > self._max_bytes and not self._make_room(nbytes):
+                raise Overloaded(
+                    f"{self.in_flight} bytes of requests and answers are in flight; {nbytes} more exceed "
+                    f"{self._max_bytes}"
+                )
+            self.calls += 1
+            self.in_flight += nbytes
+        if verb.check is not None:
+            try:
+                verb.check(header)
+            except BaseException:
+                self.end_call(nbytes)
+                raise
+        self.requests[verb.name] += 1
+        return verb
 
-    def count_refusal(self, failure: FailureFrame) -> None:
-        """Count a request or a connection that was rejected."""
+    def end_call(self, nbytes: int) -> None:
+        """Record that a call whose request has ``nbytes`` is over."""
+        with self.lock:
+            self.calls -= 1
+            self.in_flight -= nbytes
 
-    def gathered(self) -> list[Answer] | None:
-        """Return the list in which this thread's answers are set aside, or ``None`` if they are sent at once."""
+    def reserve(self, nbytes: int) -> bool:
+        """Reserve ``nbytes`` for an answer; false without room."""
+        with self.lock:
+            if self.in_flight + nbytes > self._max_bytes and not self._make_room(nbytes):
+                return False
+            self.in_flight += nbytes
+            return True
 
-    def forget(self, connection: Connection) -> None:
-        """Record that ``connection`` has ended."""
+    def release(self, nbytes: int) -> None:
+        """Free the bytes of an answer that was sent, or that will not be read."""
+        with self.lock:
+            self.in_flight -= nbytes
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Cut off clients that do not read their answers, those first that have not for longest."""
+        now = time.monotonic()
+        unread = [connection for connection in self.connections if connection.unread_for(now) >= _UNREAD]
+        for connection in sorted(unread, key=lambda each: -each.unread_for(now)):
+            connection.give_answer_up()
+            if self.in_flight + nbytes <= self._max_bytes:
+                return True
+        return False
+
+    def count(self, failure: FailureFrame, *, refused: bool = False) -> None:
+        """Count an answer that was an error, or a request or connection that was refused."""
+        with self.lock:
+            self.refused += refused
+            self.errors[failure.code] += 1
+
+    def greeted(self, connection: Connection) -> None:
+        """Register that ``connection`` has greeted, if there is room."""
+        with self.lock:
+            if len(self.connections) - len(self.unknown) >= self.max_connections:
+                raise Overloaded(f"the server already has {self.max_connections} connections; try later")
+            self.unknown.pop(connection, None)
+
+
+class Call:
+    """One request being served: its contents, its client, its deadline; and the way to answer.
+
+    ``reply`` and ``fail`` may be called from any thread; only the first call counts. A call whose client has gone is
+    ``cancelled``; any code that notices may ``drop`` it.
+    """
+
+    def __init__(
+        self,
+        admission: Admission,
+        verb: Verb,
+        connection: Connection,
+        header: RequestHeader,
+        tensors: Sequence[Tensor],
+        nbytes: int,
+    ) -> None:
+        self._span = spans.begin()
+        self.verb = header.verb
+        self.target = header.target
+        self.payload = header.payload
+        self.schema = header.schema
+        self.tensors = tensors
+        self.peer = connection.wire.stream.peer
+        self.deadline = Deadline(min(max(header.seconds, 1e-3), _LONGEST))
+        self.identity: RequestIdentity = (header.epoch, header.sequence)
+        self.settled = header.settled
+        self.once = verb.once and bool(header.epoch)
+        self.recipients = [connection]
+        """The connections that wait for the answer: more than one where a retry has joined."""
+        self._admission = admission
+        self._nbytes = nbytes
+        self._lock = admission.once.lock if self.once else threading.Lock()
+        self._answered = False
+
+    @property
+    def cancelled(self) -> bool:
+        """True if the client no longer waits for the response."""
+        return not self.recipients
+
+    def make_room(self, nbytes: int) -> None:
+        """Reserve room for an answer of about this many bytes of tensors, before their memory is allocated.
+
+        Without this call a large answer is counted when it is sent, and many made at the same time exceed the server's
+        budget for a moment.
+
+        Raises:
+            Overloaded: there is no room: others wait for clients that do not read.
+        """
+        for connection in self.recipients[:1]:
+            connection.make_room(self, nbytes)
+
+    def reply(self, tensors: Sequence[Tensor] = (), payload: bytes = b"") -> None:
+        """Answers; the tensors must not change until they have been sent."""
+        try:
+            frame = encode(ReplyHeader(payload, self.identity[1]), tensors)
+        except (ValueError, TypeError) as error:
+            self.fail(error)
+        else:
+            self.answer(frame, done=True)
+
+    def fail(self, error: BaseException) -> None:
+        """Answers with an error, which the client raises."""
+        # A declined request was not executed: a retry may find room, or another server.
+        declined = isinstance(error, (DeadlineExceeded, Overloaded, PeerLost, Unauthorized))
+        failure = failure_of(error, self.identity[1])
+        self._admission.count(failure)
+        self.answer(encode(failure), done=not declined)
+
+    def drop(self) -> bool:
+        """Drop the call unanswered if the client no longer waits for it; return true if it was dropped."""
+        if self.recipients:
+            return False
+        with self._lock:
+            if self.recipients or self._answered:
+                return False
+            self.close(None)
+            return True
+
+    def answer(self, frame: Sequence[memoryview], *, done: bool) -> None:
+        """Send ``frame`` to the waiting connections; with ``done`` a retry gets the same frame."""
+        with self._lock:
+            if self._answered:
+                return
+            recipients, self.recipients = self.recipients, []
+            self.close(frame if done else None)
+        fault_point("transport.before_reply")
+        for connection in recipients:
+            connection.answer(self, frame)
+
+    def close(self, frame: Sequence[memoryview] | None) -> None:
+        """Mark the request as finished, with or without an answer to keep for retries; its lock is held."""
+        self._answered = True
+        admission, answered = self._admission, 0
+        if frame is not None:
+            answered = sum(map(len, frame)) - len(frame[0])
+        if self.once and frame is not None:
+            admission.once.finish(self.identity, frame)
+        elif self.once:
+            admission.once.abandon(self.identity)
+        with admission.lock:
+            admission.served += 1
+            admission.received += self._nbytes
+            admission.sent += answered
+            admission.calls -= 1
+            admission.in_flight -= self._nbytes
+        if self._span:
+            facts: dict[str, object] = {"peer": self.peer.name, "received_bytes": self._nbytes, "sent_bytes": answered}
+            flow: spans.Flow = "serve", str(self.identity[1])
+            name = f"{self.verb} {self.target}".rstrip()
+            spans.complete(self._span, name, "serve", track="served", flow=flow, facts=facts)
+
+    def leave(self, connection: Connection) -> None:
+        """Record that the client of ``connection`` has gone."""
+        with self._lock:
+            if connection in self.recipients:
+                self.recipients.remove(connection)
 
 
 class _Phase(Enum):
     SHAKING = auto()
     GREETING = auto()
     SERVING = auto()
+    LEAVING = auto()
 
 
 class Connection:
     """One client's connection; steps are taken by one thread at a time, answers come from any."""
 
-    def __init__(self, server: ConnectionServer, stream: Stream, driver: Driver) -> None:
-        self.stream = stream
-        self.descriptor = stream.fileno()
-        self.driver = driver
+    def __init__(self, admission: Admission, stream: Stream) -> None:
+        self.wire = Wire(stream, admission.limits)
+        self.loop: object = None
+        """The loop that drives it."""
+        self.wake: Callable[[Connection], None] = _nobody
+        """Tells that loop that there is something to send or to end; from any thread."""
+        self.alone = False
+        """True if that loop drives no other connection, so that this one may block it."""
         self.registered = 0
-        """The events that its driver polls for."""
-        self._server = server
+        """The events that the loop polls for."""
+        self.closed = False
+        self._admission = admission
         # Held for every use of the stream but poll and abort: OpenSSL allows one thread at a time.
         self._lock = threading.RLock()
-        self._writer = FrameWriter()
-        self._reader = FrameReader(server.limits, self._accept)
         self._phase = _Phase.SHAKING
-        self.closed = False
+        # The frame that is being received, and whether its body has memory; ``None`` for one that is skipped.
+        self._header: Header | None = None
+        self._accepted = False
+        self._tensors: Sequence[Tensor] | None = ()
         self._verb: Verb | None = None
-        self._reserved = 0
+        self._nbytes = 0
         self._call: Call | None = None
-        self._last_sequence, self._last_epoch = -1, b""
-        self._needs_thread = False
-        self._last_words: FailureFrame | None = None
-        self._waiting_bytes = 0
-        self._promised_bytes = 0
+        self._last: RequestIdentity = (b"", -1)
+        self._room = 0  # bytes reserved for the answer
         self._began = self._progress = time.monotonic()
+        with admission.lock:
+            admission.connections[self] = admission.unknown[self] = None
 
     # --- called from any thread
 
     def answer(self, call: Call, frame: Sequence[memoryview]) -> None:
-        """Write the answer to ``call`` as far as the socket takes it; the driver does the rest."""
-        gathered = self._server.gathered()
-        if gathered is not None and not self.driver.alone:
-            gathered.append((self, call, frame))
-            return
-        self.write_answer(call, frame)
-
-    def write_answer(self, call: Call, frame: Sequence[memoryview]) -> None:
-        """``answer`` on the present thread."""
+        """Write the answer to ``call`` as far as the socket takes it; the loop does the rest."""
         with self._lock:
             if self._call is not call or self.closed:
                 return
@@ -156,74 +399,41 @@ class Connection:
             self._call = None
             # The client's time to read begins now, however long the call took; set before other threads see the answer.
             self._progress = time.monotonic()
-            whole = 0
-            for buffer in frame:
-                whole += len(buffer)
             # The header is not counted.
-            nbytes = whole - len(frame[0])
-            if (nbytes > _SMALL or self._promised_bytes) and not self._keep_promise(nbytes):
-                frame = self._no_room(call, nbytes)
-                whole = len(frame[0])
-            self._write(frame, whole)
-            if self._waiting_bytes and not self._writer.waiting:
-                self._account()
+            nbytes = sum(map(len, frame)) - len(frame[0])
+            counted = nbytes if nbytes > _SMALL else 0
+            if counted > self._room and not self._admission.reserve(counted - self._room):
+                failure = failure_of(_full(nbytes), call.identity[1])
+                self._admission.count(failure)
+                frame, counted = encode(failure), 0
+            if counted < self._room:
+                self._admission.release(self._room - counted)
+            self._room = counted
+            self._write(frame)
 
     def make_room(self, call: Call, nbytes: int) -> None:
-        """Reserve room for the answer to ``call``, which is about to be made.
-
-        Raises:
-            Overloaded: there is none.
-        """
+        """Reserve room for the answer to ``call``, which is about to be made; raises ``Overloaded`` without room."""
         with self._lock:
             if nbytes <= _SMALL or self._call is not call or self.closed:
                 return
-            if not self._server.reserve_answer(nbytes):
+            if not self._admission.reserve(nbytes):
                 raise _full(nbytes)
-            self._promised_bytes += nbytes
+            self._room += nbytes
 
-    def _keep_promise(self, nbytes: int) -> bool:
-        """Adjust the reservation for a response to its actual size; false if there is no room."""
-        promised, self._promised_bytes = self._promised_bytes, 0
-        counted = nbytes if nbytes > _SMALL else 0
-        if counted < promised:
-            self._server.release_answer(promised - counted)
-        elif counted > promised and not self._server.reserve_answer(counted - promised):
-            self._server.release_answer(promised)
-            return False
-        self._waiting_bytes = counted
-        return True
-
-    def stalled(self, now: float) -> float:
-        """Seconds since the client took the last byte of an answer that was counted; 0 if none waits."""
-        return now - self._progress if self._waiting_bytes else 0.0
+    def unread_for(self, now: float) -> float:
+        """Seconds since the client took the last byte of an answer that is counted; 0 if none waits."""
+        return now - self._progress if self._room and self.wire.waiting else 0.0
 
     def give_answer_up(self) -> None:
         """Cuts the connection and frees its answer at once, unless it is just being written."""
         if not self._lock.acquire(blocking=False):
             return
         try:
-            if self._waiting_bytes and not self.closed:
+            if self.wire.waiting and not self.closed:
                 self._drop_answer()
                 self.abort()
         finally:
             self._lock.release()
-
-    def _account(self) -> None:
-        """Release the bytes reserved for an answer once it has been sent."""
-        if self._waiting_bytes and not self._writer.waiting:
-            self._server.release_answer(self._waiting_bytes)
-            self._waiting_bytes = 0
-
-    def _drop_answer(self) -> None:
-        """Free a response that will not be read, and the reservation for the next one."""
-        self._writer.waiting.clear()
-        dropped = self._waiting_bytes
-        self._account()
-        if self._promised_bytes:
-            self._server.release_answer(self._promised_bytes)
-            self._promised_bytes = 0
-        if dropped:
-            self._server.note_dropped(dropped)
 
     def beat(self, frame: Sequence[memoryview]) -> None:
         """Send a beat to a client that waits within its deadline."""
@@ -232,183 +442,198 @@ class Connection:
         try:
             call = self._call
             waits = call is not None and not call.deadline.expired()
-            serving = self._phase is _Phase.SERVING and not self._writer.waiting and not self.closed
-            if serving and (waits or not self._reader.idle()):
+            serving = self._phase is _Phase.SERVING and not self.wire.waiting and not self.closed
+            if serving and (waits or not self.wire.idle()):
                 self._write(frame)
         finally:
             self._lock.release()
 
     def abort(self) -> None:
-        """Cuts the connection; its driver removes it."""
+        """Cuts the connection; its loop removes it."""
         with self._lock:
             if not self.closed:
-                self.stream.abort()
-                self.driver.wake(self)
+                self.wire.stream.abort()
+                self.wake(self)
 
-    def _no_room(self, call: Call, nbytes: int) -> list[memoryview]:
-        failure = failure_of(_full(nbytes), call.identity[1])
-        self._server.count_error(failure)
-        return encode(failure)
+    def busy(self) -> bool:
+        """Return True if a request is being served, or bytes of an answer have not left yet."""
+        with self._lock:
+            return not self.closed and (self._call is not None or bool(self.wire.waiting))
 
-    def _write(self, frame: Sequence[memoryview], nbytes: int = -1) -> None:
+    def _write(self, frame: Sequence[memoryview]) -> None:
         try:
-            self._writer.send(frame, self.stream, nbytes)
+            self.wire.send(frame)
         except (OSError, BoundaryError):
             self._drop_answer()
-            self.stream.abort()
+            self.wire.stream.abort()
             return
-        if self._writer.waiting:
-            self.driver.wake(self)
+        if self.wire.waiting:
+            self.wake(self)
+        elif self._room:
+            self._free_room()
 
-    # --- called on the driver's thread
+    def _free_room(self) -> None:
+        """Release the bytes reserved for an answer once it has been sent, or given up."""
+        if self._room and self._call is None and not self.wire.waiting:
+            self._admission.release(self._room)
+            self._room = 0
+
+    def _drop_answer(self) -> None:
+        """Free an answer that will not be read, and the room reserved for one."""
+        if self.wire.waiting:
+            with self._admission.lock:
+                self._admission.dropped += self._room
+            self.wire.waiting.clear()
+        if self._room:
+            self._admission.release(self._room)
+            self._room = 0
+
+    # --- called on the loop's thread
 
     def interest(self) -> int:
-        """Return the events to poll for."""
-        if self._phase is _Phase.SHAKING and self.stream.wants_write():
+        """Return the events to poll for; none of a connection that has ended."""
+        if self.closed:
+            return 0
+        if self._phase is _Phase.SHAKING and self.wire.stream.wants_write():
             return select.POLLOUT | select.POLLRDHUP
-        return select.POLLIN | select.POLLRDHUP | (select.POLLOUT if self._writer.waiting else 0)
+        return _SENDS if self.wire.waiting else _READS
 
-    def sending(self) -> bool:
-        """Return True if bytes of an answer have not left yet."""
-        return bool(self._writer.waiting) and not self.closed
+    def rests_since(self) -> float:
+        """Return since when nothing is in flight in either direction, nor being served; infinity if something is."""
+        serving = self._phase is _Phase.SERVING and self._call is None and not self.wire.waiting
+        return self._progress if serving and self.wire.idle() else float("inf")
 
-    def resting(self) -> bool:
-        """Return True if nothing is in flight in either direction, nor being served."""
-        serving = self._phase is _Phase.SERVING and self._call is None
-        return serving and not self._writer.waiting and self._reader.idle()
-
-    def patience(self, now: float) -> float:
-        """Seconds after which to call ``give_up`` if nothing happens."""
+    def overdue(self, now: float) -> bool:
+        """Return True if its client has stalled in the middle of a frame, has not greeted, or was told to leave."""
+        if self._phase is _Phase.LEAVING:
+            return now > self._progress + _LINGER
         if self._phase is not _Phase.SERVING:
-            return min(self._progress + _HANDSHAKE, self._began + _GREETING) - now
-        waiting, reader = self._writer.waiting, self._reader
-        between = not waiting and reader.idle()
-        return 3600.0 if between else self._progress + _STALLED - now
-
-    def give_up(self) -> ConnectionState:
-        """End a connection whose client has stalled in the middle of a frame, or never greeted."""
-        return self.turn_away(DeadlineExceeded("no greeting arrived", peer="client", operation="greeting"))
-
-    def turn_away(self, error: BoundaryError) -> ConnectionState:
-        """End the connection at once; a client that could have greeted gets the reason, if the socket allows."""
-        failure = failure_of(error)
-        if self._phase is not _Phase.SERVING:
-            self._server.count_refusal(failure)
-        if self._phase is _Phase.GREETING:
-            # None of its bytes are unread, so closing destroys nothing.
-            self._say(failure)
-        self.end()
-        return ConnectionState.ENDED
+            return now > self._began + _GREETING
+        return now > self._progress + _STALLED and (bool(self.wire.waiting) or not self.wire.idle())
 
     def quiet_for(self, now: float) -> float:
         """Seconds since the client last sent something."""
         return now - self._progress
 
-    def step(self, events: int) -> ConnectionState:
-        """Continue as far as the socket allows."""
+    def turn_away(self, error: BoundaryError) -> None:
+        """End the connection at once; a client that could have greeted gets the reason, if the socket allows."""
+        if self._phase in (_Phase.SHAKING, _Phase.GREETING):
+            self._dismiss(error)
+        # None of its bytes are unread, so closing destroys nothing.
+        self.end()
+
+    def step(self, events: int) -> int:
+        """Continue as far as the socket allows.
+
+        Returns:
+            The events to poll for; 0 if it has ended, ``ALONE`` if its request needs a loop of its own.
+        """
+        wire = self.wire
         try:
             if events & select.POLLRDHUP:
                 raise ConnectionResetError("the client has disconnected")
-            if self._last_words is not None:
-                return self._dismiss(self._last_words)
-            return self._advance(readable=bool(events & ~select.POLLOUT))
+            readable = events & ~select.POLLOUT
+            if self._phase is _Phase.LEAVING:
+                if not os.read(wire.stream.descriptor, _SMALL):
+                    self.end()
+                return self.interest()
+            if self._phase is _Phase.SHAKING:
+                self._progress = time.monotonic()
+                if not wire.stream.handshake():
+                    return self.interest()
+                # Bytes that came with the end of the handshake may be in the TLS layer already, invisible to poll.
+                self._phase, readable = _Phase.GREETING, select.POLLIN
+            more = True
+            while more:
+                with self._lock:
+                    received, sent, whole = wire.received, 0, False
+                    if wire.waiting:
+                        sent = wire.send()
+                        self._free_room()
+                    if readable:
+                        if self._header is None:
+                            self._header, self._accepted = wire.header(), False
+                        if self._header is not None:
+                            if not self._accepted and not self._accept(self._header):
+                                return ALONE
+                            whole = wire.receive(self._tensors)
+                    if sent or wire.received != received:
+                        self._progress = time.monotonic()
+                if not whole:
+                    break
+                header, tensors = self._header, self._tensors
+                self._header = self._tensors = None
+                # The client waits for its answer, so the kernel has nothing more.
+                more = wire.more
+                if isinstance(header, Hello):
+                    # A request may have arrived with the greeting.
+                    self._greet()
+                    more = True
+                elif tensors is not None:  # else it was refused when its header arrived
+                    assert isinstance(header, RequestHeader)
+                    self._serve(header, tensors)
+            return _SENDS if wire.waiting else _READS
         except (BoundaryError, ValueError) as error:
-            return self._refuse(error)
+            self._dismiss(error)
+        except BlockingIOError:
+            pass
         except OSError:
             self.end()
-            return ConnectionState.ENDED
-
-    def _advance(self, *, readable: bool) -> ConnectionState:
-        if self._phase is _Phase.SHAKING:
-            self._progress = time.monotonic()
-            if not self.stream.handshake():
-                return ConnectionState.STAYS
-            # Bytes that came with the end of the handshake may be in the TLS layer already, invisible to poll.
-            self._phase, readable = _Phase.GREETING, True
-        while True:
-            with self._lock:
-                moved = 0
-                if self._writer.waiting and (moved := self._writer.flush(self.stream)):
-                    self._account()
-                frame = None
-                if readable:
-                    before = self._reader.received
-                    frame = self._reader.advance(self.stream)
-                    moved += self._reader.received - before
-            if moved:
-                self._progress = time.monotonic()
-            if self._needs_thread:
-                self._needs_thread = False
-                return ConnectionState.NEEDS_THREAD
-            if frame is None:
-                return ConnectionState.STAYS
-            if self._phase is _Phase.GREETING:
-                # A request may have arrived with the greeting.
-                self._greet()
-            else:
-                # A frame without tensors was refused when its header arrived; its body has been skipped.
-                if frame.tensors is not None:
-                    self._take(frame)
-                # The client waits for its answer, so the kernel has nothing more.
-                if not self._reader.holds_more():
-                    return ConnectionState.STAYS
+        return self.interest()
 
     def _greet(self) -> None:
-        if not self._server.recognise(self):
-            raise Overloaded(f"the server already has {self._server.max_connections} connections; try later")
+        admission = self._admission
+        admission.greeted(self)
         with self._lock:
             self._phase = _Phase.SERVING
-            self._write(encode(Hello(self._server.heartbeat, self._server.limits.body)))
+            self._write(encode(Hello(admission.heartbeat, admission.limits.body)))
 
-    def _accept(self, header: Header) -> Sequence[Tensor] | None:
-        if self._phase is not _Phase.SERVING:
+    def _accept(self, header: Header) -> bool:
+        """Give the body of a frame its memory; false if the request needs a loop of its own first."""
+        self._tensors = None
+        peer = self.wire.stream.peer
+        if self._phase is _Phase.GREETING:
             if not isinstance(header, Hello) or header.tensors:
                 raise ProtocolError("a client's first frame must be a greeting without tensors")
-            return ()
-        if not isinstance(header, RequestHeader):
+        elif not isinstance(header, RequestHeader):
             raise ProtocolError(f"a client sends requests, not {type(header).__name__}")
-        if header.sequence == self._last_sequence and header.epoch == self._last_epoch:
+        elif (header.epoch, header.sequence) == self._last:
             # A duplicate: a client retries a request only on a fresh connection.
-            spans.mark("transport.repeated_request", peer=self.stream.peer().name, operation=header.verb)
-            return None
-        if self._call is not None:
+            spans.mark("transport.repeated_request", peer=peer.name, operation=header.verb)
+        elif self._call is not None:
             raise ProtocolError("received a request while another is served; a connection carries one at a time")
-        nbytes = 0
-        for tensor in header.tensors:
-            nbytes += tensor.nbytes
-        if not self.driver.alone and (nbytes > _SMALL or self._server.may_wait(header.verb)):
-            self._needs_thread = True
-            self._reader.postpone()
-            return None
-        self._last_sequence, self._last_epoch = header.sequence, header.epoch
-        try:
-            self._verb = self._server.admit(self.stream.peer(), header, nbytes)
-        except BaseException as error:
-            if ends_the_program(error):
-                raise
-            failure = failure_of(error, header.sequence)
-            self._server.count_refusal(failure)
-            self._write(encode(failure))
-            return None
-        self._reserved = nbytes
-        try:
-            return self._verb.allocate(header.tensors)
-        except (RuntimeError, MemoryError) as error:
-            full = Overloaded(f"not enough memory for {self._reserved} bytes: {error}")
-            self._write(encode(failure_of(full, header.sequence)))
-            self._server.finished(self._reserved)
-            self._verb = None
-            return None
+        else:
+            nbytes = 0
+            for tensor in header.tensors:
+                nbytes += tensor.nbytes
+            verb = self._admission.verbs.get(header.verb)
+            if not self.alone and (nbytes > _SMALL or (verb is not None and not verb.quick)):
+                return False
+            self._last = header.epoch, header.sequence
+            try:
+                self._verb = self._admission.admit(peer, header, nbytes)
+                self._nbytes = nbytes
+                self._tensors = self._verb.allocate(header.tensors)
+            except BaseException as error:
+                if self._verb is not None:
+                    if not isinstance(error, (RuntimeError, MemoryError)):
+                        raise
+                    self._verb = None
+                    self._admission.end_call(nbytes)
+                    error = Overloaded(f"not enough memory for {nbytes} bytes: {error}")
+                elif ends_the_program(error):
+                    raise
+                failure = failure_of(error, header.sequence)
+                self._admission.count(failure, refused=True)
+                self._write(encode(failure))
+        self._accepted = True
+        return True
 
-    def _take(self, frame: Frame) -> None:
-        header, verb = frame.header, self._verb
-        assert isinstance(header, RequestHeader)
+    def _serve(self, header: RequestHeader, tensors: Sequence[Tensor]) -> None:
+        verb = self._verb
         assert verb is not None
-        assert frame.tensors is not None
-        call = Call(self._server, verb, self.stream.peer(), header, frame.tensors, self._reserved)
-        self._verb, self._reserved = None, 0
-        call.recipients.append(self)
-        self._call = call
+        call = self._call = Call(self._admission, verb, self, header, tensors, self._nbytes)
+        self._verb = None
         try:
             serve = self._choose(call, verb, header.settled) if call.once else verb.handler
             if serve is not None:
@@ -422,62 +647,63 @@ class Connection:
 
     def _choose(self, call: Call, verb: Verb, settled: int) -> Callable[[Call], None] | None:
         """Return the handler that serves the call; ``None`` if it is a retry that has already been handled."""
-        once = self._server.once
+        once = self._admission.once
         with once.lock:
-            found = once.begin(call, settled)
-            call.once = found is call
-            if found is call:
+            known = once.begin(call.identity, call, settled)
+            call.once = known is call
+            if known is call:
                 return verb.handler
-            if isinstance(found, Call):
+            if isinstance(known, Call):
                 call.recipients.clear()
                 call.close(None)
-                found.recipients.append(self)
-                self._call = found
+                known.recipients.append(self)
+                self._call = known
                 return None
-        if found is None:
+        if known is None:
             return verb.again or _say_done
-        call.answer(found, done=False)
+        call.answer(known, done=False)
         return None
 
-    def _refuse(self, error: Exception) -> ConnectionState:
-        """End the connection with an error for the client; sending may take time, so a loop leaves it to a thread."""
+    def _dismiss(self, error: Exception) -> None:
+        """Tell the client why it is refused; the connection ends once it has read that, or soon."""
         failure = failure_of(error)
-        self._server.count_refusal(failure)
-        if not self.driver.alone:
-            self._last_words = failure
-            return ConnectionState.NEEDS_THREAD
-        return self._dismiss(failure)
-
-    def _dismiss(self, failure: FailureFrame) -> ConnectionState:
+        self._admission.count(failure, refused=True)
         with self._lock:
-            self._say(failure)
-            self.stream.linger(_LINGER)
-        self.end()
-        return ConnectionState.ENDED
-
-    def _say(self, failure: FailureFrame) -> None:
-        with self._lock, suppress(OSError, BoundaryError):
-            self._writer = FrameWriter()
-            self._account()
-            self._writer.put(encode(failure))
-            self._writer.flush(self.stream)
+            call, self._call = self._call, None
+            self._drop_answer()
+            self._phase, self._progress = _Phase.LEAVING, time.monotonic()
+            with suppress(OSError, BoundaryError):
+                self.wire.send(encode(failure))
+            self.wire.drop()
+            # Its end is waited for: bytes of it that are not read would make the kernel discard ours.
+            self.wire.stream.finish()
+        if call is not None:
+            call.leave(self)
 
     def end(self) -> None:
         """Close the connection; nobody waits for its call any more."""
+        admission = self._admission
         with self._lock:
             if self.closed:
                 return
             self.closed = True
             call, self._call = self._call, None
-            self.stream.close()
+            self.wire.stream.close()
             self._drop_answer()
-            self._reader.drop()
+            self.wire.drop()
+            self._header = self._tensors = None
         if call is not None:
             call.leave(self)
         if self._verb is not None:
-            self._server.finished(self._reserved)
-            self._server.note_dropped(self._reserved)
-        self._server.forget(self)
+            admission.end_call(self._nbytes)
+        with admission.lock:
+            admission.dropped += self._nbytes if self._verb is not None else 0
+            admission.connections.pop(self, None)
+            admission.unknown.pop(self, None)
+
+
+def _nobody(connection: Connection) -> None:
+    """Wake no loop: the connection has none yet."""
 
 
 def _full(nbytes: int) -> Overloaded:
@@ -486,7 +712,3 @@ def _full(nbytes: int) -> Overloaded:
 
 def _say_done(call: Call) -> None:
     call.fail(RuntimeError("this request was executed, but its response is no longer kept"))
-
-
-Answer = tuple[Connection, Call, Sequence[memoryview]]
-"""A connection, the call to be answered on it, and the answer's frame."""

@@ -14,7 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from anabranch.errors import ProtocolError
 
@@ -24,13 +24,7 @@ RequestIdentity = tuple[bytes, int]
 """A request's name for ever: the epoch of its client, and its sequence."""
 
 
-class _Numbered(Protocol):
-    """A request with such a name."""
-
-    identity: RequestIdentity
-
-
-_Call = TypeVar("_Call", bound=_Numbered)
+_Call = TypeVar("_Call")
 
 
 @dataclass(slots=True)
@@ -69,7 +63,7 @@ class OnceTable(Generic[_Call]):
         """Bytes of the kept answers."""
         return self._kept_bytes
 
-    def begin(self, call: _Call, settled: int) -> _Call | Sequence[memoryview] | None:
+    def begin(self, identity: RequestIdentity, call: _Call, settled: int) -> _Call | Sequence[memoryview] | None:
         """Classify a request: return the call itself if it is new, the call it joins, or its old answer.
 
         ``None`` means that it was executed and its answer is not kept.
@@ -77,7 +71,7 @@ class OnceTable(Generic[_Call]):
         Raises:
             ProtocolError: the client had declared that it would never retry this.
         """
-        identity, sequence = call.identity, call.identity[1]
+        sequence = identity[1]
         with self.lock:
             epoch = self._epoch(identity[0])
             self._settle_below(identity[0], epoch, settled)
@@ -98,7 +92,7 @@ class OnceTable(Generic[_Call]):
             if epoch is None or epoch.running.pop(sequence, None) is None or sequence < epoch.settled:
                 return
             epoch.done[sequence] = answer
-            nbytes = sum(len(buffer) for buffer in answer)
+            nbytes = sum(map(len, answer))
             self._kept[identity] = nbytes
             self._kept_bytes += nbytes
             while self._kept_bytes > self._budget and len(self._kept) > 1:

@@ -3,54 +3,74 @@
 ::
 
     loop: accept, greet, read, check ──┬──> handler of a quick verb ──┬──> reply
-                                       │                              └──> queue ──> compute thread ──> reply
-                                       └──> a thread for the connection: large requests, handlers that wait
+     │ ^                               │                              └──> queue ──> compute thread ──> reply
+     │ │ rests                         └──> needs a loop of its own: large requests, handlers that wait
+     v └──────────────────────────────────────── a second loop with this one connection, on a thread
     beat thread ── a beat on every connection whose request waits or runs
 
-``call.py`` is the handler's view, ``connection.py`` shows how a request is read and answered, ``drivers.py`` on
-which thread.
+A thread for every connection costs a thread switch for each request, and as many threads compete for the interpreter as
+there are clients; on one loop, 64 clients' requests are read in a few wake-ups and reach the queue of their expert
+together. A separate thread is right for requests that take long anyway: large bodies are then copied, and decrypted, in
+parallel. A server has at most as many threads as connections, and that of an idle connection ends.
+
+``connection.py`` shows how a request is read, admitted and answered.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import select
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 
 from anabranch.deadline import Deadline
-from anabranch.errors import NotFound, Overloaded, PeerLost, ProtocolError, SchemaError, Unauthorized
+from anabranch.errors import DeadlineExceeded, Overloaded, SchemaError
 from anabranch.record.process import process_record
-from anabranch.record.spans import open_spans
+from anabranch.record.spans import mark, open_spans
 from anabranch.transport.failures import note_failure
-from anabranch.transport.frame import FailureFrame, Heartbeat, Limits, RequestHeader, encode
+from anabranch.transport.frame import Heartbeat, Limits, RequestHeader, encode
 from anabranch.transport.heap import give_memory_back
-from anabranch.transport.network.sockets import SocketTransport
-from anabranch.transport.network.streams import Peer, Stream, Transport
-from anabranch.transport.server.call import Call, Verb
-from anabranch.transport.server.connection import Answer, Connection
-from anabranch.transport.server.drivers import AcceptLoop
+from anabranch.transport.server.connection import ALONE, Admission, Call, Connection, Verb
 from anabranch.transport.server.once import OnceTable
+from anabranch.transport.sockets import SocketTransport
+from anabranch.transport.streams import Listener, Transport
 
-__all__ = ["Call", "STATUS", "Server", "ServerStatistics", "Verb"]
+__all__ = ["STATUS", "Call", "Server", "ServerStatistics", "Verb"]
 
 STATUS = "status"
 """The verb that every server has: its facts as JSON, for ``anabranch status --address``."""
 
-# Seconds after which a client that reads no byte of its answer loses it if other answers need the room.
-_UNREAD = 2.0
+_log = logging.getLogger("anabranch.transport")
+
 # Bytes of answers and requests freed for clients that have gone, after which free memory is returned to the system.
 _GIVEN_BACK = 32 << 20
 # By default Python lets a busy thread keep the interpreter for 5 ms; answers would wait that long.
 _SWITCH_INTERVAL = 5e-4
 # Seconds between two checks whether the last bytes have left.
 _GLANCE = 0.002
+# Seconds between two checks for stalled connections.
+_SWEEP = 1.0
+# Seconds to wait, rather than spin, when accepting fails, mostly for lack of descriptors or room.
+_ACCEPT_PAUSE = 0.05
+# Seconds between two lines of the log about clients for which there is no descriptor or thread.
+_LOG_AGAIN = 60.0
+# Seconds of silence after which a connection that has not greeted is closed for another; handshakes are slow on a busy
+# machine.
+_QUIET = 0.25
+# Seconds for which new requests are read before the received ones are served.
+_ROUND = 0.002
+# Seconds after which a thread that has not returned from its handlers is replaced.
+_AWAY = 0.1
+# Idle seconds after which a connection returns to the first loop and its thread ends.
+_REST = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +121,11 @@ class Server:
         transport: the network; sockets by default.
         limits: the sizes accepted from a client in one frame.
         max_connections: a client beyond it gets ``Overloaded``.
-        max_strangers: connections that have neither identified themselves nor greeted. Beyond it the oldest silent one
-            is closed; one that is silent for 2 seconds is closed anyway.
-        max_bytes_in_flight: bytes of requests received and not answered; beyond it requests get ``Overloaded``.
-        max_bytes_of_answers: bytes of answers that clients have not read yet, those up to 64 KiB not counted; beyond it
-            a client that has not read for 2 seconds is cut off, and an answer without room is ``Overloaded``
-            instead. A single answer may be larger.
+        max_unknown: connections that have neither identified themselves nor greeted. Beyond it the oldest silent one
+            is closed; one that has not greeted after 10 seconds is closed anyway.
+        max_bytes_in_flight: bytes of requests received and not answered, and of answers that clients have not read yet,
+            those up to 64 KiB not counted. Beyond it a client that has not read for 2 seconds is cut off, and if that
+            does not help, requests and answers are ``Overloaded`` instead.
         healthy: returns true while the code that serves calls is alive; when it returns false, beats stop, and clients
             take the server as lost.
         one_job: serve the certificate's job alone: where that is every job, peers whose certificates name one are
@@ -134,9 +153,8 @@ class Server:
         transport: Transport | None = None,
         limits: Limits | None = None,
         max_connections: int = 512,
-        max_strangers: int = 128,
+        max_unknown: int = 128,
         max_bytes_in_flight: int = 4 << 30,
-        max_bytes_of_answers: int = 512 << 20,
         drain_seconds: float = 5.0,
         healthy: Callable[[], bool] | None = None,
         one_job: bool = False,
@@ -145,47 +163,36 @@ class Server:
     ) -> None:
         if not 0 < heartbeat < float("inf"):
             raise ValueError(f"heartbeat is a finite number of seconds above 0, got {heartbeat!r}")
-        self._verbs: dict[str, Verb] = {}
-        for verb in (*verbs, Verb(STATUS, self._tell_status, check=_no_tensors)):
-            if verb.name in self._verbs:
-                raise ValueError(f"two verbs are called {verb.name!r}")
-            self._verbs[verb.name] = verb
-        self.once: OnceTable[Call] = OnceTable()
+        self._admission = Admission(
+            [*verbs, Verb(STATUS, self._tell_status, check=_no_tensors)],
+            limits=limits or Limits(),
+            heartbeat=heartbeat,
+            max_connections=max_connections,
+            max_bytes=max_bytes_in_flight,
+        )
+        network = transport if transport is not None else SocketTransport(role, keys=keys, insecure=insecure)
+        self._listener = network.listen(listen)
+        self._admission.only_job = self._listener.job if one_job else None
         self.heartbeat = heartbeat
-        self.limits = limits or Limits()
         self.healthy = healthy or (lambda: True)
         self.drain_seconds = drain_seconds
-        self.max_connections = max_connections
-        self._after_round = after_round
+        self.max_unknown = max_unknown
+        self.after_round = after_round or (lambda: None)
+        self.threads_of: dict[Connection, threading.Thread] = {}
+        """The threads of connections that have a loop of their own."""
         self._role = role
         self._facts = facts
         self._started = time.monotonic()
         self._stack = ExitStack()
-        self.threads_of: dict[Connection, threading.Thread] = {}
-        """The threads of connections that have one of their own."""
-        self._max_strangers = max_strangers
-        self._max_bytes = max_bytes_in_flight
-        self._max_answers = max_bytes_of_answers
-        self._answers = 0
-        self._dropped = 0
-        # Condition's own `with` takes the same lock by way of two more Python functions.
-        self._lock = threading.RLock()
-        self._state = threading.Condition(self._lock)
-        self._connections: dict[Connection, None] = {}
-        self._strangers: dict[Connection, None] = {}
-        self._calls = self._bytes = self._served = self._refused = self._received = self._sent = 0
-        self._requests: Counter[str] = Counter()
-        self._errors: Counter[str] = Counter()
-        self._gathering = threading.local()
-        self._gatherings = 0
-        self._draining = False
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
-        network = transport if transport is not None else SocketTransport(role, keys=keys, insecure=insecure)
-        self._listener = network.listen(listen)
-        self._only_job = self._listener.job if one_job else None
-        self._loop = AcceptLoop(self, self._listener)
-        self._closed = False
+        self.loop = Loop(self, self._listener)
+        self.closed = False
+
+    @property
+    def once(self) -> OnceTable[Call]:
+        """The requests that were or are being executed exactly once."""
+        return self._admission.once
 
     @property
     def endpoint(self) -> str:
@@ -193,11 +200,11 @@ class Server:
         return self._listener.endpoint
 
     def __enter__(self) -> Server:
-        if self._threads or self._closed:
+        if self._threads or self.closed:
             raise RuntimeError("a server can be entered only once; make another")
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL))
         beat = threading.Thread(target=self._beat_all, name="anabranch-beat", daemon=True)
-        self._threads += [self._loop.start(), beat]
+        self._threads += [self.loop.start(), beat]
         beat.start()
         record, status = process_record(), {self._role: self._status}
         if record is not None:
@@ -214,84 +221,64 @@ class Server:
 
     def drain(self, seconds: float) -> bool:
         """Decline new calls and wait, at most this many seconds, for those in flight; true if all were answered."""
-        until = Deadline.after(max(seconds, 1e-3))
-        with self._state:
-            self._draining = True
-            done = self._state.wait_for(lambda: self._calls == 0 and not self._gatherings, timeout=seconds)
+        admission, until = self._admission, Deadline.after(max(seconds, 1e-3))
+        with admission.lock:
+            admission.draining = True
         # Long answers are sent as fast as their clients read.
-        while done and (self._loop.has_answers() or any(map(Connection.sending, list(self._connections)))):
-            if until.expired() or self._closed:
+        while admission.calls or any(map(Connection.busy, list(admission.connections))):
+            if until.expired() or self.closed:
                 return False
             self._stop.wait(timeout=_GLANCE)
-        return done
+        return True
 
     def close(self) -> None:
         """Close all connections and end all threads; calls in flight are cancelled."""
-        if self._closed:
+        if self.closed:
             return
         self._stack.close()
-        self._closed = True
+        admission = self._admission
+        with admission.lock:
+            self.closed = admission.draining = True
         self._stop.set()
-        self._loop.stop()
+        self.loop.stop()
         patience = Deadline.after(10.0)
         for thread in self._threads:
             thread.join(timeout=patience.remaining())
         # The loop starts no more threads now; the running ones see that the server stops.
-        for connection in list(self._connections):
+        for connection in list(admission.connections):
             connection.abort()
         for thread in list(self.threads_of.values()):
             thread.join(timeout=patience.remaining())
-        for connection in list(self._connections):
+        for connection in list(admission.connections):
             if connection not in self.threads_of:
                 connection.end()
-        self._loop.close()
+        self.loop.close()
         self._listener.close()
-
-    @contextmanager
-    def gathering(self) -> Iterator[None]:
-        """Send the answers given on this thread in the block together, by the server's loop.
-
-        For a thread that answers many calls and has more to do: each answer would cost it a system call, and a thread
-        switch whenever a client is quick to send its next request.
-        """
-        answers: list[Answer] = []
-        self._gathering.answers = answers
-        with self._state:
-            self._gatherings += 1
-        try:
-            yield
-        finally:
-            self._gathering.answers = None
-            if answers:
-                self._loop.send(answers)
-            with self._state:
-                self._gatherings -= 1
-                if self._draining:
-                    self._state.notify_all()
 
     def statistics(self) -> ServerStatistics:
         """Counters since the start, and the present load."""
-        with self._state:
+        now = self._admission
+        with now.lock:
             return ServerStatistics(
-                len(self._connections),
-                self._calls,
-                self._bytes,
-                self._served,
-                self._refused,
-                dict(self._requests),
-                dict(self._errors),
-                self._received,
-                self._sent,
+                len(now.connections),
+                now.calls,
+                now.in_flight,
+                now.served,
+                now.refused,
+                dict(now.requests),
+                dict(now.errors),
+                now.received,
+                now.sent,
             )
 
     def _status(self) -> dict[str, object]:
-        found = self.statistics()
+        counts = self.statistics()
         return {
             "uptime": time.monotonic() - self._started,
-            "connections": found.connections,
-            "calls": found.calls,
-            "requests": sum(found.requests.values()),
-            "bytes": found.bytes_received + found.bytes_sent,
+            "connections": counts.connections,
+            "calls": counts.calls,
+            "requests": sum(counts.requests.values()),
+            "bytes": counts.bytes_received + counts.bytes_sent,
             **self._facts(),
         }
 
@@ -299,173 +286,302 @@ class Server:
         facts = {"pid": os.getpid(), "now": time.monotonic(), "open": open_spans(), self._role: self._status()}
         call.reply(payload=json.dumps(facts).encode())
 
-    # --- called by connections and calls
-
-    def gathered(self) -> list[Answer] | None:
-        """Return the list in which this thread's answers are set aside, or ``None`` if they are sent at once."""
-        return getattr(self._gathering, "answers", None)
-
-    def round_over(self) -> None:
-        """Record that all received requests were passed to their handlers."""
-        if self._after_round is not None:
-            self._after_round()
-
     def on_loop(self) -> bool:
-        """Return True on the one thread that reads all connections without their own thread."""
-        return self._loop.is_here()
-
-    def stopping(self) -> bool:
-        """Return True if connections are to end."""
-        return self._closed
-
-    def may_wait(self, verb: str) -> bool:
-        """Return True if serving ``verb`` may block a thread."""
-        known = self._verbs.get(verb)
-        return known is not None and not known.quick
-
-    def connect(self, stream: Stream, loop: AcceptLoop) -> Connection:
-        """Register a new connection, unknown until it has greeted."""
-        connection = Connection(self, stream, loop)
-        with self._state:
-            self._connections[connection] = self._strangers[connection] = None
-        return connection
-
-    def crowd(self) -> list[Connection]:
-        """Return the connections that have not greeted, the oldest first, if they are too many."""
-        with self._state:
-            return list(self._strangers) if len(self._strangers) > self._max_strangers else []
-
-    def recognise(self, connection: Connection) -> bool:
-        """Register ``connection``, which has greeted; false if there is no room."""
-        with self._state:
-            if len(self._connections) - len(self._strangers) >= self.max_connections:
-                return False
-            self._strangers.pop(connection, None)
-            return True
-
-    def forget(self, connection: Connection) -> None:
-        """Forgets ``connection``, which has ended."""
-        with self._state:
-            self._connections.pop(connection, None)
-            self._strangers.pop(connection, None)
-
-    def reserve_answer(self, nbytes: int) -> bool:
-        """Reserves ``nbytes`` for an answer that waits; clients that do not read lose theirs. False without room."""
-        if self._take_room(nbytes):
-            return True
-        with self._lock:
-            connections = list(self._connections)
-        now = time.monotonic()
-        unread = [connection for connection in connections if connection.stalled(now) >= _UNREAD]
-        for connection in sorted(unread, key=lambda each: -each.stalled(now)):
-            connection.give_answer_up()
-            if self._take_room(nbytes):
-                return True
-        return False
-
-    def _take_room(self, nbytes: int) -> bool:
-        with self._lock:
-            # A single answer may be larger than the budget: any answer that fits a frame can be requested.
-            if self._answers and self._answers + nbytes > self._max_answers:
-                return False
-            self._answers += nbytes
-            return True
-
-    def release_answer(self, nbytes: int) -> None:
-        """Free the memory of a response that was sent, or that will not be read."""
-        with self._lock:
-            self._answers -= nbytes
-
-    def note_dropped(self, nbytes: int) -> None:
-        """Record that an answer or a request of this many bytes was freed because its client has gone."""
-        with self._lock:
-            self._dropped += nbytes
-
-    def _give_back(self) -> None:
-        """Return the memory of dropped answers to the system, once it is worthwhile."""
-        with self._lock:
-            if self._dropped < _GIVEN_BACK:
-                return
-            self._dropped = 0
-        give_memory_back()
-
-    def admit(self, peer: Peer, header: RequestHeader, nbytes: int) -> Verb:
-        """Return the verb that ``header`` requests, if ``peer`` may ask it now; reserves the bytes of its body."""
-        verb = self._verbs.get(header.verb)
-        if verb is None:
-            raise NotFound(f"no verb {header.verb!r}; there are: {', '.join(sorted(self._verbs))}")
-        if verb.roles is not None and not peer.may(verb.roles):
-            raise Unauthorized(f"role {peer.role!r} may not call {verb.name!r}; roles {sorted(verb.roles or ())} may")
-        if self._only_job is not None and peer.job not in (None, self._only_job):
-            raise Unauthorized(
-                f"this server's certificate is for every job, but job {peer.job!r} needs its own: give the "
-                f"server keys of that job (anabranch keys DIR --job {peer.job})"
-            )
-        if verb.once and len(header.epoch) != 16:
-            raise ProtocolError(f"{verb.name} is executed exactly once: number its requests (once=True)")
-        with self._lock:
-            if self._draining or self._closed:
-                raise PeerLost("the server is shutting down")
-            if self._bytes + nbytes > self._max_bytes:
-                raise Overloaded(
-                    f"{self._bytes} bytes of requests are in flight; {nbytes} more exceed {self._max_bytes}"
-                )
-            self._calls += 1
-            self._bytes += nbytes
-        if verb.check is not None:
-            try:
-                verb.check(header)
-            except BaseException:
-                with self._lock:
-                    self._calls -= 1
-                    self._bytes -= nbytes
-                    if self._draining:
-                        self._state.notify_all()
-                raise
-        self._requests[verb.name] += 1
-        return verb
-
-    def finished(self, nbytes: int, answered: int = 0) -> None:
-        """Record that a request of ``nbytes`` has ended, with an answer of this many bytes of tensors."""
-        with self._lock:
-            self._served += 1
-            self._received += nbytes
-            self._sent += answered
-            self._calls -= 1
-            self._bytes -= nbytes
-            if self._draining:
-                self._state.notify_all()
-
-    def count_refusal(self, failure: FailureFrame) -> None:
-        """Count a request or a connection that was rejected."""
-        with self._lock:
-            self._refused += 1
-        self.count_error(failure)
-
-    def count_error(self, failure: FailureFrame) -> None:
-        """Count an answer that was an error."""
-        with self._lock:
-            self._errors[failure.code] += 1
+        """Return True on the one thread that reads all connections without their own loop."""
+        return threading.get_ident() == self.loop.ident
 
     def _beat_all(self) -> None:
         frame = encode(Heartbeat())
+        admission = self._admission
         # Twice as often as promised: a late beat on a busy machine must not look like a lost server.
         while not self._stop.wait(timeout=self.heartbeat / 2):
             try:
-                if self._loop.away(time.monotonic()):
+                if self.loop.away(time.monotonic()):
                     # However long its handler takes, the other connections are read and answered.
-                    self._threads.append(self._loop.start())
-                self._beat_once(frame)
-                self._give_back()
+                    self._threads.append(self.loop.start())
+                if self.healthy():
+                    with admission.lock:
+                        connections = list(admission.connections)
+                    for connection in connections:
+                        connection.beat(frame)
+                if admission.dropped >= _GIVEN_BACK:
+                    with admission.lock:
+                        admission.dropped = 0
+                    give_memory_back()
             except BaseException as error:  # noqa: BLE001 - without beats every client would consider the server lost
                 note_failure("transport.beat_failed", error)
 
-    def _beat_once(self, frame: Sequence[memoryview]) -> None:
-        if self.healthy():
-            with self._lock:
-                connections = list(self._connections)
-            for connection in connections:
-                connection.beat(frame)
+
+class Loop:
+    """Polls connections, and lets each that has something continue.
+
+    The first loop of a server accepts connections and has all those that need no loop of their own. Others have one
+    connection, on a thread that ends with it.
+
+    Args:
+        server: whose connections they are.
+        listener: accepts them; ``None`` for a loop with one connection.
+    """
+
+    def __init__(self, server: Server, listener: Listener | None = None) -> None:
+        self._server = server
+        self._listener = listener
+        self._poller = select.epoll()
+        try:
+            self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except OSError:
+            self._poller.close()
+            raise
+        self._connections: dict[int, Connection] = {}
+        self._called: deque[Connection] = deque()
+        self._stopped = self._closed = False
+        self._lock = threading.Lock()
+        self._accept_at = 0.0 if listener is not None else float("inf")
+        self._log_at = 0.0
+        # The thread that drives the connections; one that is busy too long is replaced, and ends when it returns.
+        self.ident: int | None = None
+        self._away_since = float("inf")
+        self._poller.register(self._bell, select.EPOLLIN)
+
+    # --- called from any thread
+
+    def wake(self, connection: Connection) -> None:
+        """Take ``connection``, which has something to send, or to end, or comes back from its own loop."""
+        self._called.append(connection)
+        self._ring()
+
+    def start(self) -> threading.Thread:
+        """Drive the connections on a new thread, in place of the current one."""
+        thread = threading.Thread(target=self.run, name="anabranch-loop", daemon=True)
+        self._away_since = float("inf")
+        self.ident = None
+        try:
+            thread.start()
+        except RuntimeError:
+            # No thread is left in the system: still marked as busy, so that the next beat retries.
+            self._away_since = time.monotonic()
+            raise
+        return thread
+
+    def away(self, now: float) -> bool:
+        """Return True if the thread has been running handlers for too long."""
+        return now - self._away_since > _AWAY and not self._stopped
+
+    def stop(self) -> None:
+        """End the thread and its connections."""
+        self._stopped = True
+        self._ring()
+
+    def close(self) -> None:
+        """Frees the descriptors; after the thread has ended."""
+        with self._lock:
+            self._closed = True
+            self._poller.close()
+            os.close(self._bell)
+
+    def _ring(self) -> None:
+        with self._lock:
+            # A closed descriptor's number may belong to another file by now.
+            if not self._closed:
+                os.eventfd_write(self._bell, 1)
+
+    # --- called on the loop's thread
+
+    def run(self) -> None:
+        """Drive the connections until it is stopped, or replaced; a single one until it ends or rests."""
+        self.ident = threading.get_ident()
+        sweep_at = time.monotonic() + _SWEEP
+        if self._listener is None:
+            # The request that needed this loop has partly arrived.
+            self._step(next(iter(self._connections.values())), select.POLLIN)
+            self._end_round()
+        while not self._stopped and not self._server.closed and (self._connections or self._listener is not None):
+            now = time.monotonic()
+            if self._accept_at <= now:
+                self._listen()
+            if sweep_at <= now:
+                sweep_at = now + _SWEEP
+                self._sweep(now)
+                continue
+            events = self._poller.poll(min(sweep_at if self._connections else now + 60.0, self._accept_at) - now)
+            until = time.monotonic() + _ROUND
+            while events:
+                arrivals = False
+                for descriptor, happened in events:
+                    connection = self._connections.get(descriptor)
+                    if connection is not None:
+                        self._step(connection, happened)
+                    elif descriptor == self._bell:
+                        os.eventfd_read(self._bell)
+                    else:
+                        arrivals = True
+                # Last: closing connections to make room frees descriptor numbers that the events may still name.
+                if arrivals:
+                    self._accept_all()
+                self._watch_called()
+                # More requests may follow the first, and they are better served together. One connection carries one
+                # request at a time, so a single client has no more.
+                more = len(self._connections) > 1 and time.monotonic() < until
+                events = self._poller.poll(0) if more else []
+            self._away_since = time.monotonic()
+            self._end_round()
+            if threading.get_ident() != self.ident:
+                self._ring()
+                return
+            self._away_since = float("inf")
+        for connection in list(self._connections.values()):
+            connection.end()
+        self._connections.clear()
+
+    def _end_round(self) -> None:
+        try:
+            self._server.after_round()
+        except BaseException as error:  # noqa: BLE001 - a bug there must not end the loop
+            note_failure("transport.connection_failed", error)
+
+    def _watch_called(self) -> None:
+        while self._called:
+            connection = self._called.popleft()
+            if connection.loop is self and not connection.closed:
+                self.watch(connection)
+
+    def _step(self, connection: Connection, events: int) -> None:
+        try:
+            events = connection.step(events)
+        except BaseException as error:  # noqa: BLE001 - a fault with one connection must not end the others
+            note_failure("transport.connection_failed", error)
+            connection.end()
+            events = 0
+        if events != connection.registered:
+            if events == ALONE:
+                self._leave_alone(connection)
+            elif events:
+                self.watch(connection)
+            else:
+                # A closed descriptor has been removed from the poller automatically.
+                self._connections.pop(connection.wire.stream.descriptor, None)
+
+    def watch(self, connection: Connection) -> None:
+        """Poll for the events that ``connection`` waits for now."""
+        descriptor, events = connection.wire.stream.descriptor, connection.interest()
+        try:
+            if connection.registered:
+                self._poller.modify(descriptor, events)
+            else:
+                connection.loop, connection.wake, connection.alone = self, self.wake, self._listener is None
+                self._poller.register(descriptor, events)
+                self._connections[descriptor] = connection
+            connection.registered = events
+        except (OSError, ValueError) as error:
+            # No memory for another descriptor in the kernel's table.
+            self._note_want(error)
+            self._connections.pop(descriptor, None)
+            connection.end()
+
+    def _unwatch(self, connection: Connection) -> None:
+        descriptor = connection.wire.stream.descriptor
+        del self._connections[descriptor]
+        self._poller.unregister(descriptor)
+        connection.registered = 0
+
+    def _leave_alone(self, connection: Connection) -> None:
+        """Give ``connection`` a loop of its own, on a thread."""
+        self._unwatch(connection)
+        server = self._server
+        try:
+            loop = Loop(server)
+        except OSError as error:
+            # No descriptor is left: this client's connection is lost, the others are still served.
+            self._note_want(error)
+            connection.end()
+            return
+        loop.watch(connection)
+        thread = threading.Thread(target=loop._run_alone, args=(connection,), name="anabranch-connection", daemon=True)
+        server.threads_of[connection] = thread
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._note_want(error)
+            connection.end()
+            server.threads_of.pop(connection)
+            loop.close()
+
+    def _run_alone(self, connection: Connection) -> None:
+        try:
+            self.run()
+        except BaseException as error:  # noqa: BLE001 - its client must not wait for a thread that has ended
+            note_failure("transport.connection_failed", error)
+            connection.end()
+        finally:
+            self.close()
+            self._server.threads_of.pop(connection, None)
+
+    def _sweep(self, now: float) -> None:
+        for connection in list(self._connections.values()):
+            if connection.overdue(now):
+                connection.turn_away(DeadlineExceeded("no greeting arrived", peer="client", operation="greeting"))
+                self._connections.pop(connection.wire.stream.descriptor, None)
+            elif self._listener is None and now - connection.rests_since() > _REST:
+                self._unwatch(connection)
+                connection.loop = self._server.loop
+                connection.wake, connection.alone = self._server.loop.wake, False
+                connection.wake(connection)
+
+    # --- accepting connections
+
+    def _listen(self) -> None:
+        assert self._listener is not None
+        self._accept_at = time.monotonic() + _ACCEPT_PAUSE
+        if self._has_room():
+            try:
+                self._poller.register(self._listener.fileno(), select.EPOLLIN)
+            except OSError as error:
+                self._note_want(error)
+                return
+            self._accept_at = float("inf")
+
+    def _accept_all(self) -> None:
+        assert self._listener is not None
+        while not self._stopped:
+            try:
+                stream = self._listener.accept()
+            except OSError as error:
+                self._note_want(error)
+                break
+            if stream is None:
+                return
+            connection = Connection(self._server._admission, stream)
+            self.watch(connection)
+            self._step(connection, select.POLLIN)
+            if not self._has_room():
+                break
+        self._poller.unregister(self._listener.fileno())
+        self._accept_at = time.monotonic() + _ACCEPT_PAUSE
+
+    def _has_room(self) -> bool:
+        """Return False if too many connections have not greeted, after closing the oldest silent one of them."""
+        admission = self._server._admission
+        with admission.lock:
+            crowd = list(admission.unknown) if len(admission.unknown) > self._server.max_unknown else []
+        now = time.monotonic()
+        for connection in crowd:
+            if connection.loop is self and connection.quiet_for(now) >= _QUIET:
+                connection.turn_away(Overloaded("too many open connections without a greeting; try later"))
+                self._connections.pop(connection.wire.stream.descriptor, None)
+                return True
+        return not crowd
+
+    def _note_want(self, error: Exception) -> None:
+        """Report that there is no descriptor, thread or room for a client; log it now and then."""
+        now = time.monotonic()
+        if self._log_at <= now:
+            self._log_at = now + _LOG_AGAIN
+            _log.warning(
+                "%s: no descriptor or thread for another client, which waits or is rejected: %s; allow this process "
+                "more (ulimit -n, ulimit -u), or have fewer clients",
+                self._server.endpoint, error,
+            )  # fmt: skip
+        mark("transport.accept_failed", error=str(error))
 
 
 def _no_tensors(header: RequestHeader) -> None:

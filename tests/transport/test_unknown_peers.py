@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from anabranch.deadline import Deadline
 from anabranch.errors import Overloaded
 from anabranch.transport import Client, Request, Server, Verb, make_keys
 from anabranch.transport.frame import Hello, encode
+from waiting import soon, wait_until
 
 ECHO = Verb("echo", lambda call: call.reply(payload=call.payload), quick=True)
 TCP = "tcp://127.0.0.1:0"
@@ -24,17 +23,6 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("keys")
     make_keys(folder)
     return folder
-
-
-def soon() -> Deadline:
-    return Deadline.after(30.0)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @contextmanager
@@ -49,7 +37,7 @@ def silent(server: Server, count: int) -> Iterator[list[socket.socket]]:
 def test_silent_peers_keep_no_one_out(keys: Path, secure: bool) -> None:
     options = {"keys": keys} if secure else {"insecure": True}
     with (
-        Server([ECHO], listen=TCP, max_connections=2, max_strangers=8, **options) as server,  # type: ignore[arg-type]
+        Server([ECHO], listen=TCP, max_connections=2, max_unknown=8, **options) as server,  # type: ignore[arg-type]
         silent(server, 40),
         Client(retries=0, heartbeat=20.0, **options) as client,  # type: ignore[arg-type]
     ):
@@ -59,9 +47,8 @@ def test_silent_peers_keep_no_one_out(keys: Path, secure: bool) -> None:
 
 def test_the_oldest_goes_first(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # None of them for standing still.
-    monkeypatch.setattr("anabranch.transport.server.connection._HANDSHAKE", 60.0)
     monkeypatch.setattr("anabranch.transport.server.connection._GREETING", 60.0)
-    with Server([ECHO], listen=TCP, max_strangers=2, keys=keys) as server, silent(server, 3) as peers:
+    with Server([ECHO], listen=TCP, max_unknown=2, keys=keys) as server, silent(server, 3) as peers:
         # Closed from the other side; the others are still waited for.
         assert peers[0].recv(1) == b""
         for peer in peers[1:]:
@@ -72,7 +59,7 @@ def test_the_oldest_goes_first(keys: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_known_peers_have_reserved_room(keys: Path) -> None:
     with (
-        Server([ECHO], listen=TCP, max_connections=1, max_strangers=2, keys=keys) as server,
+        Server([ECHO], listen=TCP, max_connections=1, max_unknown=2, keys=keys) as server,
         Client(keys=keys) as first,
         Client(keys=keys) as second,
         silent(server, 1),
@@ -84,28 +71,22 @@ def test_known_peers_have_reserved_room(keys: Path) -> None:
 
 
 def test_a_stalled_handshake_is_closed(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anabranch.transport.server.connection._HANDSHAKE", 0.1)
-    monkeypatch.setattr("anabranch.transport.server.drivers._SWEEP", 0.02)
+    monkeypatch.setattr("anabranch.transport.server.connection._GREETING", 0.1)
+    monkeypatch.setattr("anabranch.transport.server.server._SWEEP", 0.02)
     with Server([ECHO], listen=TCP, keys=keys) as server, silent(server, 1) as peers:
         assert peers[0].recv(1) == b""
-        until(lambda: server.statistics().connections == 0)
+        wait_until(lambda: server.statistics().connections == 0)
 
 
-def test_a_handshake_may_take_ten_seconds_while_it_makes_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_not_greeted_has_ten_seconds_however_it_drips() -> None:
     with Server([ECHO], listen=TCP, insecure=True) as server, silent(server, 1) as peers:
-        until(lambda: server.statistics().connections == 1)
-        (connection,) = server._connections
+        wait_until(lambda: server.statistics().connections == 1)
+        (connection,) = server._admission.connections
         began = connection._began
-        greeting = b"".join(bytes(part) for part in encode(Hello()))
-        peers[0].sendall(greeting[:10])
-        until(lambda: connection._progress > began)
-        assert connection.patience(connection._progress) == pytest.approx(2.0)
-
-        def must_have_greeted() -> bool:
-            connection._progress = began + 9.5  # however it drips; the loop may note what arrived a moment later
-            return connection.patience(began + 9.5) == pytest.approx(0.5)
-
-        until(must_have_greeted)
+        peers[0].sendall(b"".join(bytes(part) for part in encode(Hello()))[:10])
+        wait_until(lambda: connection._progress > began)
+        assert not connection.overdue(began + 9.9)
+        assert connection.overdue(began + 10.1)
 
 
 def test_a_peer_that_leaves_before_it_is_accepted_does_not_stop_others(keys: Path) -> None:

@@ -127,7 +127,7 @@ def _need_cryptography() -> None:
 
 def _authority(folder: Path, days: float) -> tuple[x509.Certificate, EllipticCurvePrivateKey]:
     from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
     certificate_path, key_path = folder / "authority.pem", folder / "authority.key"
@@ -141,16 +141,12 @@ def _authority(folder: Path, days: float) -> tuple[x509.Certificate, EllipticCur
         return x509.load_pem_x509_certificate(certificate_path.read_bytes()), key
     key = ec.generate_private_key(ec.SECP256R1())
     name = _name(f"authority {os.urandom(4).hex()}")
-    certificate = (
-        _builder(days)
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_key_usage(signs_certificates=True), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .sign(key, hashes.SHA256())
-    )
+    extensions: list[tuple[x509.ExtensionType, bool]] = [
+        (x509.BasicConstraints(ca=True, path_length=0), True),
+        (_key_usage(signs_certificates=True), True),
+        (x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False),
+    ]
+    certificate = _signed(name, key, name, key, days, extensions)
     _write_private(key_path, _private_bytes(key))
     _write_private(certificate_path, certificate.public_bytes(serialization.Encoding.PEM))
     return certificate, key
@@ -160,70 +156,64 @@ def _issue(
     role: str, job: str, authority: x509.Certificate, authority_key: EllipticCurvePrivateKey, days: float
 ) -> bytes:
     from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.x509.oid import ExtendedKeyUsageOID
 
     key = ec.generate_private_key(ec.SECP256R1())
-    certificate = (
-        _builder(days)
-        .subject_name(_name(role))
-        .issuer_name(authority.subject)
-        .public_key(key.public_key())
-        .add_extension(
-            x509.SubjectAlternativeName([x509.UniformResourceIdentifier(f"{_URI}{job}/{role}")]), critical=False
-        )
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_key_usage(signs_certificates=False), critical=True)
-        .add_extension(
-            x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False
-        )
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), critical=False)
-        .sign(authority_key, hashes.SHA256())
-    )
+    extensions: list[tuple[x509.ExtensionType, bool]] = [
+        (x509.SubjectAlternativeName([x509.UniformResourceIdentifier(f"{_URI}{job}/{role}")]), False),
+        (x509.BasicConstraints(ca=False, path_length=None), True),
+        (_key_usage(signs_certificates=False), True),
+        (x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), False),
+        (x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), False),
+    ]
+    certificate = _signed(_name(role), key, authority.subject, authority_key, days, extensions)
     return certificate.public_bytes(serialization.Encoding.PEM) + _private_bytes(key)
 
 
-def _builder(days: float) -> x509.CertificateBuilder:
+def _signed(
+    subject: x509.Name,
+    key: EllipticCurvePrivateKey,
+    issuer: x509.Name,
+    issuer_key: EllipticCurvePrivateKey,
+    days: float,
+    extensions: Sequence[tuple[x509.ExtensionType, bool]],
+) -> x509.Certificate:
     from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
 
     now = datetime.now(UTC)
     # Clocks of a cluster differ by minutes.
     start = min(now - timedelta(hours=1), now + timedelta(days=days) - timedelta(hours=1))
-    return (
+    builder = (
         x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(start)
         .not_valid_after(now + timedelta(days=days))
     )
+    for extension, critical in extensions:
+        builder = builder.add_extension(extension, critical=critical)
+    return builder.sign(issuer_key, hashes.SHA256())
 
 
 def _name(common_name: str) -> x509.Name:
     from cryptography import x509
-    from cryptography.x509.oid import NameOID
 
-    return x509.Name(
-        [
-            x509.NameAttribute(NameOID.ORGANIZATION_NAME, "anabranch"),
-            x509.NameAttribute(NameOID.COMMON_NAME, common_name),
-        ]
-    )
+    return x509.Name.from_rfc4514_string(f"CN={common_name},O=anabranch")
 
 
 def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
     from cryptography import x509
 
-    return x509.KeyUsage(
-        digital_signature=True,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=signs_certificates,
-        crl_sign=signs_certificates,
-        encipher_only=False,
-        decipher_only=False,
-    )
+    never = dict.fromkeys(
+        ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only",
+         "decipher_only"), False,
+    )  # fmt: skip
+    return x509.KeyUsage(digital_signature=True, key_cert_sign=signs_certificates, crl_sign=signs_certificates, **never)
 
 
 def _private_bytes(key: EllipticCurvePrivateKey) -> bytes:
@@ -315,8 +305,8 @@ def _check_unchanged(folder: Path) -> None:
             f"{path} has mode {mode:04o}: {who} can replace the certificates; "
             f"close it with: chmod {cure} {shlex.quote(str(path))}"
         )
-    place, authority = folder.stat(), (folder / "authority.pem").stat()
-    if place.st_mode & 0o022 and authority.st_uid not in (0, os.geteuid(), place.st_uid):
+    around, authority = folder.stat(), (folder / "authority.pem").stat()
+    if around.st_mode & 0o022 and authority.st_uid not in (0, os.geteuid(), around.st_uid):
         raise ValueError(
             f"{folder / 'authority.pem'} is in a directory that others can write to, and belongs to user "
             f"{authority.st_uid}: give keys=DIR your own directory, made with: anabranch keys DIR"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Listener", "Peer", "Stream", "Transport"]
+__all__ = ["NOBODY", "Listener", "Peer", "Stream", "Transport"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,28 +43,30 @@ class Peer:
         return roles is None or self.role is None or self.role in roles
 
 
+NOBODY = Peer("nobody")
+"""The peer of a stream whose handshake is not done."""
+
+
 class Stream(Protocol):
     """A connection that carries bytes in order, without ever blocking.
 
     A lost or refused connection raises ``ConnectionError``, a peer without permission ``Unauthorized``.
+
+    Attributes:
+        descriptor: what to poll.
+        ready_at: the ``time.monotonic`` moment before which polling is useless; 0.0 on a network that is not simulated.
+        peer: the remote side; nobody until the handshake is done.
     """
 
-    def fileno(self) -> int:
-        """Return the descriptor to poll."""
-
-    def ready_at(self) -> float:
-        """Return the ``time.monotonic`` moment before which polling is useless; 0.0 on a network that is not
-        simulated.
-        """
+    descriptor: int
+    ready_at: float
+    peer: Peer
 
     def handshake(self) -> bool:
         """Continue connecting and identifying the peer; true once that is done."""
 
     def wants_write(self) -> bool:
         """Return True if the handshake waits until the descriptor can be written to, rather than read."""
-
-    def peer(self) -> Peer:
-        """Return the identity of the remote side; known after the handshake."""
 
     def send(self, buffers: Sequence[memoryview]) -> int:
         """Take bytes from the start of ``buffers`` and return how many; 0 if it would block."""
@@ -78,8 +80,8 @@ class Stream(Protocol):
     def close(self) -> None:
         """Frees the descriptor; only for the thread that polls it."""
 
-    def linger(self, seconds: float) -> None:
-        """End our side and wait, at most this many seconds, until the remote side has read everything sent."""
+    def finish(self) -> None:
+        """End our side: the peer reads what was sent to its end, and then finds the connection closed."""
 
 
 class Listener(Protocol):

@@ -12,14 +12,13 @@ import select
 import socket
 import ssl
 import struct
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from errno import EINPROGRESS
-from typing import Literal
+from typing import Any, Literal
 
 from anabranch.errors import ProtocolError, Unauthorized
-from anabranch.transport.network.certificates import (
+from anabranch.transport.certificates import (
     EVERY_JOB,
     client_context,
     job_of_keys,
@@ -27,10 +26,10 @@ from anabranch.transport.network.certificates import (
     resolve_keys,
     server_context,
 )
-from anabranch.transport.network.endpoints import ClaimedPath, TcpEndpoint, UnixEndpoint, parse_endpoint
-from anabranch.transport.network.streams import Listener, Peer
+from anabranch.transport.endpoints import ClaimedPath, TcpEndpoint, UnixEndpoint, parse_endpoint
+from anabranch.transport.streams import NOBODY, Listener, Peer
 
-__all__ = ["SocketListener", "SocketStream", "SocketTransport"]
+__all__ = ["SocketListener", "SocketStream", "SocketTransport", "credentials"]
 
 # # The kernel doubles this: two megabytes and their header are sent in one go, so that neither side waits in between.
 _UNIX_BUFFER = 1088 << 10
@@ -55,37 +54,49 @@ class SocketStream:
     """One connected socket, possibly under TLS; see ``Stream``."""
 
     def __init__(
-        self, sock: socket.socket, recognise: Recognise, *, name: str, connecting: bool = False, secure: bool = False
+        self,
+        sock: socket.socket,
+        context: ssl.SSLContext | None,
+        recognise: Recognise,
+        name: str,
+        *,
+        connecting: bool = False,
     ) -> None:
+        sock.setblocking(False)
+        if sock.family == socket.AF_UNIX:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _UNIX_BUFFER)
+        else:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._secure = context is not None
+        if context is not None:
+            # wrap_socket asks whether the socket is connected, so a client wraps before it connects.
+            sock = context.wrap_socket(sock, server_side=not connecting, do_handshake_on_connect=False)
         self._sock = sock
         self._recognise = recognise
         self._name = name
         self._accepted = not connecting
         self._connecting = connecting
-        self._secure = secure
         self._want: Literal["read", "write"] = "write" if connecting else "read"
-        self._peer: Peer | None = None
+        self.descriptor = sock.fileno()
+        self.ready_at = 0.0
+        self.peer = NOBODY
 
-    def fileno(self) -> int:
-        """Return the descriptor to poll."""
-        return self._sock.fileno()
-
-    def ready_at(self) -> float:
-        """Return 0.0: always ready."""
-        return 0.0
+    def connect(self, address: Any) -> SocketStream:
+        """Begin to connect; ``handshake`` completes it."""
+        code = self._sock.connect_ex(address)
+        if code not in (0, EINPROGRESS):
+            self._sock.close()
+            raise ConnectionRefusedError(code, os.strerror(code))
+        return self
 
     def wants_write(self) -> bool:
         """Return True if the handshake waits to write."""
         return self._want == "write"
 
-    def peer(self) -> Peer:
-        """Return the identity of the remote side."""
-        assert self._peer is not None, "the handshake is not done"
-        return self._peer
-
     def handshake(self) -> bool:
         """Continue connecting, TLS and identifying the peer."""
-        if self._peer is not None:
+        if self.peer is not NOBODY:
             return True
         if self._connecting:
             if not _writable(self._sock):
@@ -112,7 +123,7 @@ class SocketStream:
                         peer=self._name,
                     ) from None
                 raise _explain(error, self._name) from None
-        self._peer = self._recognise(self._sock)
+        self.peer = self._recognise(self._sock)
         return True
 
     def send(self, buffers: Sequence[memoryview]) -> int:
@@ -150,24 +161,16 @@ class SocketStream:
         """Frees the descriptor."""
         self._sock.close()
 
-    def linger(self, seconds: float) -> None:
-        """Shut down our side and wait until the peer has read our data: closing at once could discard it."""
+    def finish(self) -> None:
+        """Shut down our side."""
         with suppress(OSError):
             socket.socket.shutdown(self._sock, socket.SHUT_WR)
-            until = time.monotonic() + seconds
-            while (left := until - time.monotonic()) > 0 and _poll(self._sock, select.POLLIN, left):
-                if not os.read(self._sock.fileno(), 1 << 16):
-                    break
 
 
 def _writable(sock: socket.socket) -> bool:
-    return _poll(sock, select.POLLOUT, 0.0)
-
-
-def _poll(sock: socket.socket, events: int, seconds: float) -> bool:
     poller = select.poll()
-    poller.register(sock, events)
-    return bool(poller.poll(seconds * 1000))
+    poller.register(sock, select.POLLOUT)
+    return bool(poller.poll(0))
 
 
 def _explain(error: ssl.SSLError, name: str) -> Exception:
@@ -192,15 +195,16 @@ class SocketListener:
         endpoint: str,
         context: ssl.SSLContext | None,
         recognise: Recognise,
-        claim: ClaimedPath | None,
+        release: Callable[[], object],
         job: str | None = None,
     ) -> None:
+        sock.setblocking(False)
         self.endpoint = endpoint
         self.job = job
         self._sock = sock
         self._context = context
         self._recognise = recognise
-        self._claim = claim
+        self._release = release
 
     def fileno(self) -> int:
         """Return the listening descriptor."""
@@ -212,11 +216,11 @@ class SocketListener:
             sock, address = self._sock.accept()
         except (BlockingIOError, ConnectionError):
             return None
-        name = "unix" if self._claim else f"{address[0]}:{address[1]}"
+        name = "unix" if sock.family == socket.AF_UNIX else f"{address[0]}:{address[1]}"
         try:
             # Raises if the peer has gone: wrap_socket would leave the socket open.
             sock.getpeername()
-            return _prepare(sock, self._context, self._recognise, name, server_side=True)
+            return SocketStream(sock, self._context, self._recognise, name)
         except OSError:
             # A client that has already left must not delay the others.
             sock.close()
@@ -225,29 +229,7 @@ class SocketListener:
     def close(self) -> None:
         """Stop listening; removes the socket's file."""
         self._sock.close()
-        if self._claim is not None:
-            self._claim.release()
-
-
-def _prepare(
-    sock: socket.socket,
-    context: ssl.SSLContext | None,
-    recognise: Recognise,
-    name: str,
-    *,
-    server_side: bool = False,
-    connecting: bool = False,
-) -> SocketStream:
-    sock.setblocking(False)
-    if sock.family == socket.AF_UNIX:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _UNIX_BUFFER)
-    else:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if context is not None:
-        # wrap_socket asks whether the socket is connected, so a client wraps before it connects.
-        sock = context.wrap_socket(sock, server_side=server_side, do_handshake_on_connect=False)
-    return SocketStream(sock, recognise, name=name, connecting=connecting, secure=context is not None)
+        self._release()
 
 
 class SocketTransport:
@@ -291,23 +273,28 @@ class SocketTransport:
             sock.bind(str(claim.path))
             claim.path.chmod(0o600)
             sock.listen(_BACKLOG)
-            sock.setblocking(False)
         except BaseException:
             sock.close()
             claim.release()
             raise
-        return SocketListener(sock, f"unix:{claim.path}", None, _same_user(claim.owner), claim)
+        return SocketListener(sock, f"unix:{claim.path}", None, _same_user(claim.owner), claim.release)
 
     def _listen_tcp(self, endpoint: TcpEndpoint) -> SocketListener:
         host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
         self._check_tcp(f"tcp://{host}:{endpoint.port}")
         try:
-            sock = _bound(endpoint)
+            is_ipv6 = ":" in endpoint.host
+            sock = socket.create_server(
+                (endpoint.host, endpoint.port),
+                family=socket.AF_INET6 if is_ipv6 else socket.AF_INET,
+                backlog=_BACKLOG,
+                dualstack_ipv6=is_ipv6,
+            )
         except OSError as error:
-            told = f"cannot listen on tcp://{host}:{endpoint.port}: {error.strerror or error}"
-            raise OSError(error.errno, told) from None
+            message = f"cannot listen on tcp://{host}:{endpoint.port}: {error.strerror or error}"
+            raise OSError(error.errno, message) from None
         return SocketListener(
-            sock, f"tcp://{host}:{sock.getsockname()[1]}", self._server_context, self._certified, None, self._job
+            sock, f"tcp://{host}:{sock.getsockname()[1]}", self._server_context, self._certified, _nothing, self._job
         )
 
     def connect(self, endpoint: str) -> SocketStream:
@@ -315,11 +302,16 @@ class SocketTransport:
         parsed = parse_endpoint(endpoint)
         if isinstance(parsed, UnixEndpoint):
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            return _connect(sock, str(parsed.path), None, _trusted(_trusted_users()), endpoint)
+            recognise = _trusted(_trusted_users())
+            return SocketStream(sock, None, recognise, endpoint, connecting=True).connect(str(parsed.path))
         self._check_tcp(endpoint)
-        family, _, _, _, address = _look_up(parsed)
+        try:
+            addresses = socket.getaddrinfo(parsed.host, parsed.port, type=socket.SOCK_STREAM)
+        except socket.gaierror as error:
+            raise ConnectionRefusedError(f"{parsed.host} has no address: {error}") from None
+        family, _, _, _, address = addresses[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
-        return _connect(sock, address, self._client_context, self._certified, endpoint)
+        return SocketStream(sock, self._client_context, self._certified, endpoint, connecting=True).connect(address)
 
     def _check_tcp(self, endpoint: str) -> None:
         if self._server_context is None and not self._insecure:
@@ -329,47 +321,13 @@ class SocketTransport:
             )
 
 
-def _bound(endpoint: TcpEndpoint) -> socket.socket:
-    family, _, _, _, address = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)[0]
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(_BACKLOG)
-        sock.setblocking(False)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-def _look_up(endpoint: TcpEndpoint) -> tuple[int, int, int, str, tuple[object, ...]]:
-    try:
-        family, kind, protocol, name, address = socket.getaddrinfo(
-            endpoint.host, endpoint.port, type=socket.SOCK_STREAM
-        )[0]
-    except socket.gaierror as error:
-        raise ConnectionRefusedError(f"{endpoint.host} has no address: {error}") from None
-    return family, kind, protocol, name, address
-
-
-def _connect(
-    sock: socket.socket, address: object, context: ssl.SSLContext | None, recognise: Recognise, name: str
-) -> SocketStream:
-    try:
-        stream = _prepare(sock, context, recognise, name, connecting=True)
-        code = stream._sock.connect_ex(address)  # type: ignore[arg-type]
-        if code not in (0, EINPROGRESS):
-            raise ConnectionRefusedError(code, os.strerror(code))
-    except BaseException:
-        sock.close()
-        raise
-    return stream
+def _nothing() -> None:
+    """Release nothing: a port is free again once its socket is closed."""
 
 
 def _same_user(owner: int) -> Recognise:
     def recognise(sock: socket.socket) -> Peer:
-        process, user = _credentials(sock)
+        process, user = credentials(sock)
         if user != owner:
             raise Unauthorized(f"user {user} does not own the socket's directory, user {owner} does")
         return Peer(f"process {process}")
@@ -386,7 +344,7 @@ def _trusted_users() -> frozenset[int]:
 
 def _trusted(users: frozenset[int]) -> Recognise:
     def recognise(sock: socket.socket) -> Peer:
-        _, user = _credentials(sock)
+        _, user = credentials(sock)
         if user not in users:
             raise Unauthorized(f"user {user} serves this socket, not this process's user {os.geteuid()}")
         return Peer("this host")
@@ -394,10 +352,10 @@ def _trusted(users: frozenset[int]) -> Recognise:
     return recognise
 
 
-def _credentials(sock: socket.socket) -> tuple[int, int]:
+def credentials(sock: socket.socket) -> tuple[int, int]:
     """Return the process and the user on the remote side, of the client or of the listener."""
-    found = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return int(found[0]), int(found[1])
+    process, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(process), int(user)
 
 
 def _certified(job: str) -> Recognise:

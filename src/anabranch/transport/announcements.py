@@ -1,0 +1,154 @@
+"""The rules of every directory of services: the form of a uid, who may announce it, where, and for how long.
+
+A uid is ``prefix.i[.j...]``, a point in a grid. Others must be able to connect to an announced endpoint; host names are
+not resolved, because other hosts may resolve them differently.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, ip_address
+
+from anabranch.errors import Unauthorized
+from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint
+from anabranch.transport.streams import Peer
+
+__all__ = [
+    "LONGEST_TTL",
+    "UID",
+    "check_announced",
+    "check_kind",
+    "check_prefix",
+    "check_ttl",
+    "check_uid",
+    "portions",
+    "prefixes_of",
+]
+
+UID = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(\.(0|[1-9][0-9]*))+")
+"""The form of a uid."""
+_PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(\.(0|[1-9][0-9]*))*")
+_LONGEST_UID = 100
+LONGEST_TTL = 24 * 3600.0
+"""The longest time to live of an announcement, in seconds."""
+# This many names of the greatest length fit into a header.
+_NAMES_A_REQUEST = 500
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?)*\.?")
+_LONGEST_NAME = 253
+# The C library parses this as part of an address; host names do not end like this.
+_NUMBER = re.compile(r"(\d+|0[xX][0-9a-fA-F]*)\.?")
+_THIS_NETWORK = IPv4Network("0.0.0.0/8")
+_EVERYONE = IPv4Address("255.255.255.255")
+_EVERYWHERE = "*"
+
+
+def check_uid(uid: object) -> str:
+    """Return ``uid`` if it is valid.
+
+    >>> check_uid("ffn.3.14")
+    'ffn.3.14'
+
+    Raises:
+        ValueError: it is invalid; the message shows the form.
+    """
+    if isinstance(uid, str) and len(uid) <= _LONGEST_UID and UID.fullmatch(uid):
+        return uid
+    raise ValueError(
+        f"{uid!r} is not a uid; use prefix.i or prefix.i.j..., with a name as prefix, whole numbers without leading "
+        f"zeros as indices, at most {_LONGEST_UID} characters"
+    )
+
+
+def check_prefix(prefix: object) -> str:
+    """Return ``prefix`` if it is a name, with or without indices; a ``ValueError`` otherwise."""
+    if isinstance(prefix, str) and len(prefix) <= _LONGEST_UID and _PREFIX.fullmatch(prefix):
+        return prefix
+    raise ValueError(f"{prefix!r} is not a prefix of uids; use a name, such as ffn, or one with indices, ffn.3")
+
+
+def prefixes_of(uid: str) -> Iterator[tuple[str, int]]:
+    """Each prefix of ``uid``, with the index that follows it.
+
+    >>> list(prefixes_of("ffn.3.14"))
+    [('ffn', 3), ('ffn.3', 14)]
+    """
+    parts = uid.split(".")
+    for length in range(1, len(parts)):
+        yield ".".join(parts[:length]), int(parts[length])
+
+
+def check_ttl(ttl: float) -> None:
+    """Refuse a time to live that is not a number of seconds from 0 to a day."""
+    if not 0 < ttl <= LONGEST_TTL:
+        raise ValueError(f"ttl is a number of seconds above 0 and at most {LONGEST_TTL:.0f}, got {ttl!r}")
+
+
+def check_kind(uids: Iterable[str], peer: Peer) -> None:
+    """Role experts may announce, others not; names of parameter servers are nobody's."""
+    for uid in uids:
+        if check_uid(uid).startswith("parameters."):
+            raise Unauthorized(f"nobody may announce {uid}, a name of parameter servers")
+        if peer.role not in ("experts", None):
+            raise Unauthorized(f"role {peer.role!r} may not announce {uid}")
+
+
+def portions(names: Iterable[str]) -> Iterable[Sequence[str]]:
+    """Split names into lists of which each fits into a request."""
+    every = list(names)
+    return [every[start : start + _NAMES_A_REQUEST] for start in range(0, len(every), _NAMES_A_REQUEST)]
+
+
+def check_announced(endpoint: str, peer: Peer) -> None:
+    """Refuse a Unix socket from a remote peer, and from every peer anything but an address of one host.
+
+    Raises:
+        ValueError: names what to announce instead.
+    """
+    if peer.on_this_host and endpoint.startswith("memory:"):
+        return
+    parsed = parse_endpoint(endpoint)
+    if not endpoint.isprintable():
+        raise ValueError(
+            f"{endpoint!r} holds characters that are not allowed in an endpoint; announce unix:PATH or tcp://HOST:PORT"
+        )
+    if isinstance(parsed, TcpEndpoint):
+        if why := _why_unreachable(parsed):
+            raise ValueError(f"{endpoint!r} {why}; announce its address")
+    elif not peer.on_this_host:
+        raise ValueError(
+            f"{endpoint!r} is a socket on one host, but the peer connected over a network; announce tcp://..."
+        )
+
+
+def _why_unreachable(endpoint: TcpEndpoint) -> str | None:
+    """Return why ``endpoint`` is unreachable for others; ``None`` if it may be reachable."""
+    address = _address_of(endpoint.host)
+    if address is None:
+        if endpoint.host == _EVERYWHERE:
+            return "is where a server listens, not where others find it"
+        last = endpoint.host.removesuffix(".").rpartition(".")[2]
+        fits = len(endpoint.host) <= _LONGEST_NAME and _NAME.fullmatch(endpoint.host) and not _NUMBER.fullmatch(last)
+        return None if fits and endpoint.port else "names no host and port"
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    if not endpoint.port or address.is_unspecified or (isinstance(address, IPv4Address) and address in _THIS_NETWORK):
+        return "is where a server listens, not where others find it"
+    if address.is_multicast or address == _EVERYONE:
+        return "is an address of many hosts, not of one"
+    return None
+
+
+def _address_of(host: str) -> IPv4Address | IPv6Address | None:
+    """Return ``host`` as an address, in any form that the C library accepts: ``0`` is ``0.0.0.0``."""
+    if not host.isascii() or any(letter.isspace() for letter in host):
+        return None
+    try:
+        return IPv4Address(socket.inet_aton(host))
+    except (OSError, ValueError):
+        pass
+    try:
+        return ip_address(host)
+    except ValueError:
+        return None
