@@ -69,7 +69,7 @@ from anabranch.parameter_server.server.shard_statistics import ShardStatistics
 from anabranch.tables.initial import Constant, Initial
 from anabranch.tables.optimizers.row_optimizers import Family, OptimizerFactory, RowOptimizer
 from anabranch.tables.optimizers.torch_state import ParameterState
-from anabranch.tables.row_versions import WITH_STATE
+from anabranch.tables.kernels.row_versions import WITH_STATE
 from anabranch.tables.table_spec import TableSpec, state_dtype
 from anabranch.tensors.packing import Compression, Share, acceptable, check_compression
 from anabranch.transport import Client, MemoryTransport, Request, Transport, pack, unpack
