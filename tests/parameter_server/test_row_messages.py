@@ -19,7 +19,6 @@ from anabranch.parameter_server.client.row_messages import Layout, Pull, PullRep
 from anabranch.parameter_server.messages import InitMessage, PullMessage, PullPart, PushMessage, PushPart
 from anabranch.parameter_server.server.shard import Shard
 from anabranch.tables import Constant, Family, Normal, RowOptimizer, TableSpec
-from anabranch.tables.kernels import selection as kernels_module
 from anabranch.tables.table import Table
 from anabranch.tables.kernels.row_versions import WITH_STATE
 from anabranch.testing import MemoryTransport
@@ -54,14 +53,12 @@ def shards(count: int) -> Iterator[ParameterClient]:
 
 
 @pytest.mark.quick_cases(2)
-@pytest.mark.parametrize(("count", "kind"), [(1, None), (3, None), (3, "plain")])
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("which", TABLES)
 def test_unknown_rows_are_sent_and_known_ones_are_not(
-    which: str, count: int, kind: str | None, monkeypatch: pytest.MonkeyPatch
+    which: str, count: int
 ) -> None:
-    """Against whole tables with their states, and a book of which row was changed when; with and without Numba."""
-    if kind == "plain":
-        monkeypatch.setattr(kernels_module, "_has_numba", lambda: False)
+    """Against whole tables with their states, and a book of which row was changed when."""
     specs = {spec.name: (spec, rule) for spec, rule in TABLES[which]}
     draw = torch.Generator().manual_seed(count)
     held = {name: torch.full((60,), -1) for name in specs}  # the version that is held of each row

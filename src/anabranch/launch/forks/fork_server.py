@@ -45,8 +45,8 @@ _IMPORTED = (
     "anabranch.observe",
     "anabranch.parameter_server",
     "anabranch.pipeline",
+    "anabranch.tables.table",
 )
-_IMPORTED_IF_THERE = ("anabranch.tables.kernels._compiled", "anabranch.tables.kernels._compiled_group")
 
 _started_as = sys.modules["__main__"]  # a role sets its own; the interpreter still needs this one
 
@@ -84,9 +84,6 @@ def threads() -> int:
 def _import_all() -> None:
     for name in _IMPORTED:
         import_module(name)
-    for name in _IMPORTED_IF_THERE:
-        with suppress(ModuleNotFoundError):
-            import_module(name)
 
 
 def _serve(channel: socket.socket) -> ForkedProcess:
