@@ -195,6 +195,7 @@ def test_a_row_that_evaluation_has_just_read_through_a_cache_is_in_use_when_trai
     eviction: str,
 ) -> None:
     """Trained with a cache and an evaluation before each step, the table is that without either."""
+
     def trained(cache: Cache | None) -> torch.Tensor:
         sgd = functools.partial(torch.optim.SGD, lr=0.5)
         module = RemoteEmbedding("t", None, 2, capacity=4, eviction=eviction, init=1.0, optimizer=sgd)

@@ -19,8 +19,8 @@ from anabranch.tables import (
     DenseParameter,
     Normal,
     RowOptimizer,
-    Table,
     RowWiseAdagrad,
+    Table,
     TableSpec,
 )
 from anabranch.tensors.packing import Share, join, split

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numba
 import numpy as np
+import plain_kernels
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import plain_kernels
 from anabranch.tables import (
     Constant,
     Family,

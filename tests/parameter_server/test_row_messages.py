@@ -19,8 +19,8 @@ from anabranch.parameter_server.client.row_messages import Layout, Pull, PullRep
 from anabranch.parameter_server.messages import InitMessage, PullMessage, PullPart, PushMessage, PushPart
 from anabranch.parameter_server.server.shard import Shard
 from anabranch.tables import Constant, Family, Normal, RowOptimizer, TableSpec
-from anabranch.tables.table import Table
 from anabranch.tables.kernels.row_versions import WITH_STATE
+from anabranch.tables.table import Table
 from anabranch.testing import MemoryTransport
 
 pytestmark = pytest.mark.usefixtures("compiled_for_all_dtypes")
@@ -55,9 +55,7 @@ def shards(count: int) -> Iterator[ParameterClient]:
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("which", TABLES)
-def test_unknown_rows_are_sent_and_known_ones_are_not(
-    which: str, count: int
-) -> None:
+def test_unknown_rows_are_sent_and_known_ones_are_not(which: str, count: int) -> None:
     """Against whole tables with their states, and a book of which row was changed when."""
     specs = {spec.name: (spec, rule) for spec, rule in TABLES[which]}
     draw = torch.Generator().manual_seed(count)

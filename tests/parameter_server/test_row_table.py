@@ -18,8 +18,8 @@ from anabranch.tables import (
     Normal,
     RowBlock,
     RowOptimizer,
-    Table,
     RowWiseAdagrad,
+    Table,
     TableSpec,
     Uniform,
 )
@@ -56,7 +56,7 @@ FUSED = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Ada
 
 
 def assert_same(name: str, rows: torch.Tensor, plain: torch.Tensor) -> None:
-    """The same bits; within rounding where torch has no fused form and takes a root, which it does not round as IEEE."""
+    """The same bits; within rounding where torch has no fused form and takes a root, which it rounds otherwise."""
     rounding = 1e-4 if name.startswith(("rmsprop", "centered", "ftrl")) else 0
     torch.testing.assert_close(rows, plain, rtol=rounding, atol=rounding)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from anabranch.parameter_server import ParameterClient, ParameterServer
-from anabranch.tables import Constant, RowOptimizer, Table, RowWiseAdagrad, TableSpec
+from anabranch.tables import Constant, RowOptimizer, RowWiseAdagrad, Table, TableSpec
 from anabranch.testing import MemoryTransport
 
 RULES = {

@@ -73,7 +73,7 @@ def same_answers(group: TableGroup, alone: list[Table], seed: int) -> None:
         assert torch.equal(states[:first], table.pull_with_state(some[:first]))
         assert torch.equal(rows[: len(come)], table.pull(come))
         places, states, rows = places[len(changed) :], states[first:], rows[len(come) :]
-    assert not (len(places) or len(states) or len(rows))
+    assert len(places) == len(states) == len(rows) == 0
 
 
 @pytest.mark.quick_cases(12)

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numba
+import numba.core.config
 import numpy as np
 import torch
 from llvmlite import binding
@@ -40,7 +40,7 @@ _LARGE = 4 << 20  # bytes from which on large pages are asked for
 
 
 def kind_of(spec: TableSpec, rule: RowOptimizer) -> tuple[object, ...]:
-    """What tables that share an arena have in common."""
+    """Return what tables that share an arena have in common."""
     return spec.width, spec.dtype, rule.number, rule.state_names, spec.memory_map
 
 
@@ -55,7 +55,7 @@ class Seen(NamedTuple):
     settled: bool
 
     def are(self, which: Array, ids: Array, starts: Array) -> bool:
-        """True if these are the same lookups."""
+        """Return true if these are the same lookups."""
         return (
             self.ids.size == ids.size
             and np.array_equal(self.which, which)
@@ -97,7 +97,7 @@ class Arena:
     ) -> None:
         if spec.dtype == torch.float16 and not _converts_float16():
             raise ValueError(
-                f"table {spec.name}: this processor has no F16C instructions, which tables of float16 need; use bfloat16"
+                f"table {spec.name}: this processor has no F16C instructions, which float16 needs; use bfloat16"
             )
         self.shard, self.shards, self.pool = shard, shards, pool or KernelThreads(1)
         self.width, self.dtype, self.rule = spec.width, spec.dtype, rule.number
@@ -222,7 +222,7 @@ class Arena:
 def _converts_float16() -> bool:
     if "x86" not in binding.get_process_triple():
         return True
-    features = numba.config.CPU_FEATURES
+    features = numba.core.config.CPU_FEATURES
     return "+f16c" in features if features is not None else bool(binding.get_host_cpu_features().get("f16c"))
 
 
@@ -244,12 +244,12 @@ def _memory(size: int) -> mmap.mmap:
 
 
 def _zeros(count: int, kind: type) -> Array:
-    """An array of zeros that takes no memory until it is written."""
+    """Return an array of zeros that takes no memory until it is written."""
     return np.frombuffer(_memory(max(1, count) * np.dtype(kind).itemsize), kind, count)
 
 
 def _file(directory: str | os.PathLike[str] | None) -> mmap.mmap:
-    """A file without a name that takes no room on the disk until it is written."""
+    """Return a file without a name that takes no room on the disk until it is written."""
     with tempfile.TemporaryFile(dir=directory) as file:
         os.ftruncate(file.fileno(), _FILE)
         return mmap.mmap(file.fileno(), _FILE)

@@ -112,7 +112,7 @@ class DenseParameter:
         RowWiseAdagrad._update_rows(value, self.states[0], grad, rate, group)
 
 
-# --- the update rules as torch runs them on whole tensors --------------------------------------------------------------
+# --- the update rules as torch runs them on whole tensors -------------------------------------------------------------
 # Each turns a step's constants, in the order of ``RowOptimizer.constants``, into an update in place; the gradient is
 # scratch. Rules without a fused kernel take the operations of ``torch.optim``'s single-tensor form in their order.
 

@@ -58,19 +58,17 @@ class MissedSteps:
             or bool(steps[:, _DECAY].any())
             or (sgd and bool(steps[:, _MOMENTUM].any()))
         )
-        self.may_rest = self.may_rest and not (
-            steps[:, _DECAY].any() or (adam and bool((steps[:, _EPS] <= 0).any()))
-        )
+        self.may_rest = self.may_rest and not (steps[:, _DECAY].any() or (adam and bool((steps[:, _EPS] <= 0).any())))
         moments = [_MOMENTUM] if sgd else [_SHARE, _BETA2] if adam else list(range(_SHARE, _STEP))
         changed = (steps[:, moments] != self._history[0, moments]).any() if len(steps) else False
         self.steady = self.steady and not (changed or (adam and (steps[:, _KEEP] != 1).any()))
 
     def steps(self) -> NDArray[np.float64]:
-        """The constants so far."""
+        """Return the constants so far."""
         return self._history[: self._step]
 
     def history(self) -> Tensor:
-        """A copy of the constants so far, ``[steps, CONSTANTS]``; no rows of a table that needs none."""
+        """Return a copy of the constants so far, ``[steps, CONSTANTS]``; no rows of a table that needs none."""
         return torch.from_numpy(self.steps().copy())
 
     def check(self, step: int, history: Tensor) -> None:

@@ -46,7 +46,7 @@ class Placement:
 
     @classmethod
     def of(cls, spec: TableSpec, shards: int) -> Placement:
-        """The placement of a table's rows over so many shards."""
+        """Return the placement of a table's rows over so many shards."""
         return cls(spec.rows, shards, table_key(spec.seed, spec.name))
 
     def owners(self, ids: Ids) -> Ids:

@@ -38,7 +38,7 @@ from anabranch.tables.kernels.memory import KernelThreads, as_array, working_dty
 from anabranch.tables.kernels.rule_numbers import ROW_WISE
 from anabranch.tables.kernels.vocabulary import BLOCK, LAGS, STEP
 from anabranch.tables.missed_steps import MissedSteps
-from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
+from anabranch.tables.optimizers.row_optimizers import RowOptimizer
 from anabranch.tables.row_block import RowBlock
 from anabranch.tables.shard_placement import Placement, mixed
 from anabranch.tables.table_spec import TableSpec, state_dtype
@@ -164,7 +164,7 @@ class Table:
     def push(self, ids: Tensor, grads: Tensor, squares: Tensor | None = None) -> None:
         """One optimizer step with ``grads``, ``[*ids.shape, width]``: repeated rows get their sum.
 
-        ``squares`` are of gradients that are sums over several steps, ``[len(ids)]``, as ``squares.py`` describes them.
+        ``squares`` are of gradients that are sums over several steps, ``[len(ids)]``.
 
         Raises:
             NotFound: an id outside the table; says which, and where. Nothing is changed.
@@ -442,7 +442,9 @@ class TableGroup:
         """
         flat, starts = self._lookups(ids, counts)
         versions = np.empty(flat.size, np.int64)
-        rows, _ = self._rows(flat, starts, as_array(torch.empty(0, dtype=self.arena.dtype)), versions, training=training)
+        rows, _ = self._rows(
+            flat, starts, as_array(torch.empty(0, dtype=self.arena.dtype)), versions, training=training
+        )
         evicts = np.repeat([not table.spec.stays for table in self.tables], known)
         ends, many = starts[1:], np.asarray(known)
         lookups = _ranges(ends - many, many)
@@ -479,7 +481,7 @@ class TableGroup:
     def push(self, ids: Tensor, grads: Tensor, counts: Sequence[int], squares: Tensor | None = None) -> None:
         """One optimizer step of every table with the gradients of its lookups; those of one id are summed.
 
-        ``squares`` are of gradients that are sums over several steps, one of each id, as ``squares.py`` has them.
+        ``squares`` are of gradients that are sums over several steps, one of each id.
 
         Raises:
             NotFound: an id outside its table; says which, and where. Nothing is changed.
@@ -530,7 +532,7 @@ class TableGroup:
     # --- rows of lookups --------------------------------------------------------------------------------------------
 
     def _lookups(self, ids: Tensor, counts: Sequence[int]) -> tuple[Array, Array]:
-        """The flat ids, and where each table's begin."""
+        """Return the flat ids, and where each table's begin."""
         if ids.dtype != torch.int64:
             raise SchemaError(
                 f"table {self.tables[0].spec.name}: ids must be int64, got {ids.dtype}; convert with ids.long()"
@@ -555,9 +557,7 @@ class TableGroup:
             arena.remember(self._which, flat, starts, rows, distinct, settled=False)
         return rows, distinct, settled
 
-    def _rows(
-        self, flat: Array, starts: Array, out: Array, versions: Array, *, training: bool
-    ) -> tuple[Array, bool]:
+    def _rows(self, flat: Array, starts: Array, out: Array, versions: Array, *, training: bool) -> tuple[Array, bool]:
         """Rows of lookups, up to date and copied to ``out`` if it has room; and whether they are distinct."""
         rows, distinct, settled = self._locate(flat, starts)
         if settled and training and not out.size and not versions.size:
@@ -645,5 +645,5 @@ def _ranges(firsts: Array, counts: Array) -> Array:
 
 
 def _owned(array: Array) -> Tensor:
-    """A tensor with its own memory: one over an empty array has strides that cannot be viewed as bytes."""
+    """Return a tensor with its own memory: one over an empty array has strides that cannot be viewed as bytes."""
     return torch.from_numpy(array).clone(memory_format=torch.contiguous_format)

@@ -438,8 +438,8 @@ class CacheGroup:
         found = {rule: rule.constants(step + 1) for rule in dict.fromkeys(rules)}
         constants = np.stack([found[rule] for rule in rules])
         self._kernels.write(
-            self._rule_number, self._held, self._width, members, ids, starts, grads.numpy(), step, self._cache.push_bound,
-            self._spare, constants, room,
+            self._rule_number, self._held, self._width, members, ids, starts, grads.numpy(), step,
+            self._cache.push_bound, self._spare, constants, room,
         )  # fmt: skip
         return self._left(names, members, room, step, empty=True)
 

@@ -40,9 +40,7 @@ class Distinct:
         return None if self.inverse is None or not self.is_of(ids) else self.inverse.view(ids.shape)
 
 
-def distinct_ids(
-    wanted: Mapping[str, Tensor], rows: Mapping[str, int]
-) -> dict[str, Distinct]:
+def distinct_ids(wanted: Mapping[str, Tensor], rows: Mapping[str, int]) -> dict[str, Distinct]:
     """Return the distinct ids of each table, without those outside it.
 
     >>> found = distinct_ids({"users": torch.tensor([[7, 3], [7, 7]])}, {"users": 10})["users"]

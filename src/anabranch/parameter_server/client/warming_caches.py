@@ -18,8 +18,8 @@ from anabranch.parameter_server.client.remote_embedding import RemoteEmbedding
 from anabranch.parameter_server.client.remote_tables import RemoteTables
 from anabranch.parameter_server.client.row_messages import Layout, Pull, Push, Routed
 from anabranch.tables.cache import Cache
-from anabranch.tables.optimizers.row_optimizers import RowOptimizer
 from anabranch.tables.kernels.row_versions import WITH_STATE
+from anabranch.tables.optimizers.row_optimizers import RowOptimizer
 from anabranch.tables.shard_placement import Placement
 from anabranch.tables.table_spec import TableSpec
 

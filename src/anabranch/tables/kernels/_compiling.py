@@ -107,7 +107,7 @@ def compiled(function: Function) -> Function:
 
 @functools.cache
 def _sources() -> str:
-    """Return a digest of all that kernels may call: they import nothing else of ours but what does not reach the code."""
+    """Return a digest of all that kernels may call."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())

@@ -13,8 +13,8 @@ import numpy as np
 
 from anabranch.tables.kernels.id_index import _look_ahead, _place, use
 from anabranch.tables.kernels.numbers import U, inline, kernel, prefetch
-from anabranch.tables.kernels.rules import move_row
 from anabranch.tables.kernels.row_versions import WITH_STATE
+from anabranch.tables.kernels.rules import move_row
 
 LONG_AGO = -(1 << 40)
 NEVER = 1 << 40

@@ -27,7 +27,7 @@ kernel = compiled
 
 
 def inline(function: Function) -> Function:
-    """A function that becomes part of the kernels that call it."""
+    """Return a function that becomes part of the kernels that call it."""
     return cast(Function, numba.njit(nogil=True, error_model="numpy", forceinline=True)(function))
 
 
@@ -41,7 +41,7 @@ def _overload(function: Function) -> Callable[[Function], Function]:
 
 @_instruction
 def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
-    """``a * b + c`` in one rounding."""
+    """Return ``a * b + c`` in one rounding."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.fma(*args)
@@ -109,7 +109,7 @@ def _number(memory: Any, value: Any) -> Any:
 
 
 def load(memory: Any, at: Any) -> Any:
-    """The number at ``at``, in the type that ``memory`` computes in."""
+    """Return the number at ``at``, in the type that ``memory`` computes in."""
 
 
 @_overload(load)
@@ -159,7 +159,7 @@ def _coarse(memory: Any, value: Any) -> Any:
 
 @inline
 def mix(x: Any) -> Any:
-    """A bijection of 64 bits in which every bit of ``x`` reaches every bit of the result (Stafford's mix 13)."""
+    """Return a bijection of 64 bits in which every bit of ``x`` reaches every bit of the result (Stafford's mix 13)."""
     x = (x ^ (x >> U(30))) * U(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> U(27))) * U(0x94D049BB133111EB)
     return x ^ (x >> U(31))
@@ -167,7 +167,7 @@ def mix(x: Any) -> Any:
 
 @inline
 def feistel(value: Any, half: Any, mask: Any, key: Any, forward: bool) -> Any:
-    """A keyed bijection of ``2 * half`` bits: four rounds, each half mixed into the other."""
+    """Return a keyed bijection of ``2 * half`` bits: four rounds, each half mixed into the other."""
     left, right = value >> half, value & mask
     for turn in range(4):
         if forward:

@@ -49,7 +49,7 @@ def _polynomial(x: float, row: int) -> Any:
 
 @inline
 def quantile(p: float) -> Any:
-    """The normal distribution's quantile function, after Wichura's algorithm AS 241 (1988)."""
+    """Return the normal distribution's quantile function, after Wichura's algorithm AS 241 (1988)."""
     q = p - 0.5
     if abs(q) <= 0.425:
         r = 0.180625 - q * q
@@ -63,12 +63,12 @@ def quantile(p: float) -> Any:
 
 
 @kernel
-def first_values(out: Any, at: Any, wide: Any, id: Any, key: Any, kind: Any) -> None:
-    """The first weights of an id: ``kind`` is 0 for ``kind[1]``, 1 for uniform, 2 for normal numbers.
+def first_values(out: Any, at: Any, wide: Any, id_: Any, key: Any, kind: Any) -> None:
+    """Return the first weights of an id: ``kind`` is 0 for ``kind[1]``, 1 for uniform, 2 for normal numbers.
 
     They depend on ``(key, id, column)`` only.
     """
-    word = mix(U(key) ^ mix(U(id) + U(0x9E3779B97F4A7C15)))
+    word = mix(U(key) ^ mix(U(id_) + U(0x9E3779B97F4A7C15)))
     low, high = kind[1], kind[2]
     for j in range(wide):
         value = low
@@ -89,8 +89,8 @@ def visit(
 ) -> None:  # fmt: skip
     """Copy rows to ``out`` and the steps at which they changed to ``versions``, where these have room.
 
-    Marks in ``unready`` the tables with a row that is not begun, not up to date, or another id's; in training also those
-    with ids that have no row, which are read as their first values.
+    Marks in ``unready`` the tables with a row that is not begun, not up to date, or another id's; in training also
+    those with ids without a row, which are read as their first values.
     """
     wide, pitch, pw, ow, _, _ = shape
     for k in range(which.size):
@@ -157,7 +157,7 @@ def states(
     keys: Any, firsts: Any, w: Any, x: Any, shape: Any, count: int, t: int, ids: Any, rows: Any, out: Any
 ) -> None:
     """Copy weights and ``count`` numbers of state of each row; of an id without a row the first ones."""
-    wide, pitch, pw, ow, px, ox = shape
+    wide, _, pw, ow, px, ox = shape
     whole, first = wide + U(count), np.empty(wide, w.dtype)
     for j in range(U(rows.size)):
         if rows[j] < 0:
@@ -208,7 +208,7 @@ def merge(
 ) -> int:  # fmt: skip
     """Add up the gradients of each row, in the order of the lookups; returns how many rows there are.
 
-    ``squares`` are those of each lookup, as ``squares.py`` describes them, or none. ``buckets`` is scratch, a power of
+    ``squares`` are those of each lookup, or none. ``buckets`` is scratch, a power of
     two above twice the lookups; ``totals`` has room for as many gradients. Sums are clamped to ``most``.
     """
     mask, count = U(buckets.size - 1), 0

@@ -182,13 +182,19 @@ def move_row(rule: int, w: Any, a: Any, x: Any, s: Any, wide: Any, g: Any, b: An
 def correct(
     rule: int, w: Any, a: Any, x: Any, s: Any, wide: Any, g: Any, b: Any, c: Any, squares: float, floor: float
 ) -> None:
-    """Make second moments such that the step with this gradient adds ``squares`` times its square; see ``squares.py``.
+    """Make second moments such that the step with this gradient adds ``squares`` times its square.
+
+    Adagrad and Adam scale a step by the squares of the gradients so far. Fifty equal gradients, added up, have 2,500
+    times the square of one, not 50 times: as one gradient they would slow a row down for good, most of all the most
+    used rows. So a sum is sent with its *squares*, the sum of its gradients' squares divided by the square of their
+    sum: 1 for a gradient of one step, 1/50 for 50 equal ones, 1 again for 50 in random directions. Adamax, FTRL and
+    centered RMSprop, whose state cannot be corrected this way, treat a sum as one gradient.
 
     ``floor`` is the least that ``squares`` counts as: less would be lost in the rounding of the subtraction.
     """
     decay, sign, row_wise = number(w, c[4]), number(w, c[5]), rule == ROW_WISE
     share = 1.0
-    if rule == ADAM or rule == AMSGRAD:
+    if rule in (ADAM, AMSGRAD):
         share = c[8] / c[3] if c[3] != 0 else 0.0
         s = s + wide
     elif rule == RMSPROP:
@@ -215,7 +221,7 @@ def correct(
 
 @inline
 def _stays_quiet(adam: bool, history: Any, quiet_since: int, now: int, until: int) -> bool:
-    """True if no move after step ``now`` can change a weight, given that none since ``quiet_since`` has.
+    """Return true if no move after step ``now`` can change a weight, given that none since ``quiet_since`` has.
 
     A move at ``quiet_since`` was at most half a unit in the last place of its weight. Without a gradient a move shrinks
     by momentum (Adam: by beta1 / sqrt(beta2), under amsgrad faster) a step, times what the schedule does; decoupled
@@ -265,7 +271,7 @@ def _decay_moments(adam: bool, w: Any, a: Any, x: Any, s: Any, wide: Any, c: Any
 
 @inline
 def _pushes_on(rule: int, x: Any, s: Any, wide: Any, c: Any) -> bool:
-    """True if a state moves weights without a gradient: a later, larger rate could change them."""
+    """Return true if a state moves weights without a gradient: a later, larger rate could change them."""
     first = s if rule == ADAMAX else s + wide
     moving = False
     if rule == ADAMAX or (rule == RMSPROP and c[1] > 0):
@@ -286,7 +292,7 @@ def replay(
     no bit. ``may_rest``: no step decays weights into gradients, or has nothing beside a root; ``steady``: the moments'
     constants never change, nor do weights decay. ``before`` and ``row`` are scratch.
     """
-    adam, until = rule == ADAM or rule == AMSGRAD, len(history)
+    adam, until = rule in (ADAM, AMSGRAD), len(history)
     quick, quiet, resting = adam or rule == MOMENTUM, 0, False
     for k in range(since, until):
         c = history[k]

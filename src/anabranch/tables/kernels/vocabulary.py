@@ -43,9 +43,9 @@ class Index(NamedTuple):
 
 
 @inline
-def hashed(key: Any, id: Any) -> Any:
-    """The hash of an id of the table with this key; not the one by which ids are placed on shards."""
-    return mix(U(id) ^ (U(key) + U(0x9E3779B97F4A7C15)))
+def hashed(key: Any, id_: Any) -> Any:
+    """Return the hash of an id of the table with this key; not the one by which ids are placed on shards."""
+    return mix(U(id_) ^ (U(key) + U(0x9E3779B97F4A7C15)))
 
 
 @inline
@@ -59,8 +59,8 @@ def _tag(hash_: Any) -> Any:
 
 
 @inline
-def find(index: Any, words: Any, pitch: Any, t: Any, id: Any, hash_: Any) -> Any:
-    """The place of an id's slot, or -1 - a place to put it."""
+def find(index: Any, words: Any, pitch: Any, t: Any, id_: Any, hash_: Any) -> Any:
+    """Return the place of an id's slot, or -1 - a place to put it."""
     segment, tag, room = _segment(index, hash_), _tag(hash_), np.int64(-1)
     bucket = hash_ & U(63)
     ends = False  # with the first bucket that has a free slot, anywhere in it: slots are freed in any order
@@ -69,7 +69,7 @@ def find(index: Any, words: Any, pitch: Any, t: Any, id: Any, hash_: Any) -> Any
             word = index.slots[at]
             if word >= 0:
                 row = U(word) & U(ROW)
-                if word >> 40 == tag and words[row * pitch] == id and index.owner[row // U(BLOCK)] == t:
+                if word >> 40 == tag and words[row * pitch] == id_ and index.owner[row // U(BLOCK)] == t:
                     return np.int64(at)
             else:
                 if room < 0:
@@ -81,7 +81,7 @@ def find(index: Any, words: Any, pitch: Any, t: Any, id: Any, hash_: Any) -> Any
 
 @kernel
 def find_all(index: Any, words: Any, pitch: Any, t: int, ids: Any, rows: Any) -> None:
-    """The row of each id of a dynamic table, -1 for one without."""
+    """Return the row of each id of a dynamic table, -1 for one without."""
     for i in range(ids.size):
         at = find(index, words, pitch, t, ids[i], hashed(index.keys[t], ids[i]))
         rows[i] = index.slots[at] & ROW if at >= 0 else -1
@@ -91,12 +91,13 @@ def find_all(index: Any, words: Any, pitch: Any, t: int, ids: Any, rows: Any) ->
 def locate(
     which: Any, facts: Any, shard: int, shards: int, index: Any, words: Any, pitch: Any, ids: Any, starts: Any,
     hashes: Any, rows: Any,
-) -> tuple[int, int]:  # fmt: skip
+) -> tuple[Any, Any]:  # fmt: skip
     """Rows of the ids, -1 where a dynamic table has none; but for false tags, which the row's own id shows.
 
     Returns the first lookup whose id is not of its table on this shard, or -1; and how many do not ascend.
     """
-    many, mine, falls = U(shards), U(shard), 0
+    many, mine = U(shards), U(shard)
+    falls: Any = 0
     for k in range(which.size):
         t, begin, end = which[k], U(starts[k]), U(starts[k + 1])
         base, size, key = facts[t, BASE], facts[t, SIZE], U(index.keys[t])
@@ -180,7 +181,7 @@ def _split(index: Any, words: Any, pitch: Any, hash_: Any) -> bool:
         depth = index.depths[number] + 1
         index.depths[number] = index.depths[more] = depth
         width = 1 << (index.heads[DEPTH] - depth)
-        first = ((np.int64(hash_ >> U(64 - depth)) | 1) * width)
+        first = (np.int64(hash_ >> U(64 - depth)) | 1) * width
         index.directory[first : first + width] = more
     for i in range(count):
         at = _segment(index, hashes[i]) + ((hashes[i] & U(63)) << U(3))
@@ -246,7 +247,16 @@ def rank(heap: Any, size: int, ids: Any, rows: Any, usage: Any, by_frequency: bo
 
 @kernel
 def victims(
-    heap: Any, size: int, usage: Any, step: int, by_frequency: bool, index: Any, words: Any, pitch: Any, t: int, out: Any
+    heap: Any,
+    size: int,
+    usage: Any,
+    step: int,
+    by_frequency: bool,
+    index: Any,
+    words: Any,
+    pitch: Any,
+    t: int,
+    out: Any,
 ) -> tuple[int, int]:
     """Rows to evict, as many as ``out`` has room for: the least used, but none that this step has used.
 
@@ -255,8 +265,8 @@ def victims(
     count, aside = 0, 0
     waiting = np.empty((size, 2), np.int64)
     while size and count < out.size:
-        id = heap[0, 2]
-        row = index.slots[find(index, words, pitch, t, id, hashed(index.keys[t], id))] & ROW
+        id_ = heap[0, 2]
+        row = index.slots[find(index, words, pitch, t, id_, hashed(index.keys[t], id_))] & ROW
         now = usage[row, 0] if by_frequency else 0
         if heap[0, 0] != now or heap[0, 1] != usage[row, 1]:
             heap[0, 0], heap[0, 1] = now, usage[row, 1]
@@ -265,7 +275,7 @@ def victims(
             if not by_frequency:  # the row unused longest is in use, so all are
                 break
             size = drop_top(heap, size)
-            waiting[aside, 0], waiting[aside, 1] = id, now
+            waiting[aside, 0], waiting[aside, 1] = id_, now
             aside += 1
         else:
             size = drop_top(heap, size)

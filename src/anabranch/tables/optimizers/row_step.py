@@ -8,7 +8,7 @@ from torch import Tensor
 
 from anabranch.tables.kernels.memory import as_array
 from anabranch.tables.kernels.rows import move_all
-from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
+from anabranch.tables.optimizers.row_optimizers import RowOptimizer
 
 __all__ = ["move_rows"]
 
@@ -16,6 +16,7 @@ __all__ = ["move_rows"]
 def move_rows(rows: Tensor, grads: Tensor, rule: RowOptimizer, step: int, squares: Tensor | None = None) -> Tensor:
     """``rows`` after step number ``step`` of ``rule`` with ``grads``, by the kernels that the servers run.
 
+    >>> from anabranch.tables import Family
     >>> rows = torch.tensor([[1.0, 2.0, 0.0, 0.0]])  # two weights, and Adagrad's two sums
     >>> move_rows(rows, torch.ones(1, 2), RowOptimizer(Family.ADAGRAD, lr=0.5), 1)
     tensor([[0.5000, 1.5000, 1.0000, 1.0000]])
@@ -25,7 +26,7 @@ def move_rows(rows: Tensor, grads: Tensor, rule: RowOptimizer, step: int, square
         grads: ``[n, width]``.
         rule: the update rule.
         step: from 1.
-        squares: ``[n]``, of gradients that are sums over several steps, as ``squares.py`` describes them.
+        squares: ``[n]``, of gradients that are sums over several steps.
     """
     moved = rows.contiguous().clone()
     memory, own = as_array(moved), np.empty(0, np.float32) if squares is None else squares.float().contiguous().numpy()
