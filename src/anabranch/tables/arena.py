@@ -168,12 +168,17 @@ class Arena:
         self.index.slots[: 2 * SLOTS] = vocabulary.FREE
 
     def take(self, number: int, count: int, *, together: bool = False) -> Array:
-        """Give a table ``count`` more blocks."""
-        free = [] if together else [self._free.pop() for _ in range(min(count, len(self._free)))]
-        more = count - len(free)
+        """Give a table ``count`` more blocks, neighbours if they are to be ``together``."""
+        free = np.sort(np.array(self._free, np.int64))
+        if together and count:
+            runs = np.flatnonzero(free[count - 1 :] - free[: max(free.size - count + 1, 0)] == count - 1)
+            free = free[runs[0] :] if runs.size else free[:0]
+        free = free[:count]
+        more = count - free.size
         if (self._taken + more) * BLOCK > self._rows:
             raise MemoryError(f"no addresses are left for {more * BLOCK} more rows of {self.row_bytes} bytes")
-        blocks = np.array([*free, *range(self._taken, self._taken + more)], np.int64)
+        self._free = sorted(set(self._free) - set(free.tolist()))
+        blocks = np.concatenate([free, np.arange(self._taken, self._taken + more)])
         small = self._taken * BLOCK * self.row_bytes < _LARGE
         self._taken += more
         if small and self._taken * BLOCK * self.row_bytes >= _LARGE and not self._mapped:

@@ -14,6 +14,7 @@ from anabranch.parameter_server.server.contents import ShardContents
 from anabranch.parameter_server.server.message_checks import shares_of
 from anabranch.tables.dense_parameter import DenseParameter
 from anabranch.tables.table import Table, side_by_side
+from anabranch.tables.table_spec import state_dtype
 from anabranch.tensors.packing import Share, expected, join, split
 
 __all__ = ["admit", "certain_bytes", "read"]
@@ -62,7 +63,9 @@ def certain_bytes(contents: ShardContents, message: PullMessage) -> int:
         holder = contents.holder(part.name)
         if isinstance(holder, Table):
             rows = part.count - part.known - part.with_state
-            total += part.with_state * holder.row_bytes + rows * holder.spec.width * holder.spec.dtype.itemsize
+            spec = holder.spec
+            total += part.with_state * holder.rule.row_width(spec.width) * state_dtype(spec.dtype).itemsize
+            total += rows * spec.width * spec.dtype.itemsize
         else:
             total += holder.value.nbytes
     return total
