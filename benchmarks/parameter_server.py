@@ -26,7 +26,7 @@ from torch import Tensor
 
 from anabranch.deadline import Deadline
 from anabranch.parameter_server import ParameterClient, ParameterServer
-from anabranch.tables import Normal, RowOptimizer, RowTable, TableSpec
+from anabranch.tables import Arena, Normal, RowOptimizer, Table, TableGroup, TableSpec
 from anabranch.transport import Client, Request, Server, Verb
 
 TABLES, ROWS, WIDTH, BATCH, ZIPF = 26, 100_000, 16, 2048, 1.05
@@ -58,7 +58,9 @@ def make_ids(count: int) -> list[list[Tensor]]:
 def measure(rounds: int) -> dict[str, dict[str, float]]:
     batches = make_ids(4)
     grads = [[torch.randn(len(ids), WIDTH) for ids in batch] for batch in batches]
-    tables = [RowTable(TableSpec(name, ROWS, WIDTH, initial=Normal(0, 0.01)), RULE) for name in NAMES]
+    specs = [TableSpec(name, ROWS, WIDTH, initial=Normal(0, 0.01)) for name in NAMES]
+    arena = Arena(specs[0], RULE)
+    tables = TableGroup([Table(spec, RULE, arena) for spec in specs])
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
     with tempfile.TemporaryDirectory() as directory:
@@ -82,9 +84,9 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
                     echo.call(Request(f"unix:{directory}/echo", "exchange", tensors=[ids, rows]), deadline)
 
                 def here(number: int) -> None:
-                    for table, ids, rows in zip(tables, batches[number], grads[number], strict=True):
-                        table.pull(ids, training=True)
-                        table.push(ids, rows)
+                    ids, counts = torch.cat(batches[number]), [len(some) for some in batches[number]]
+                    tables.pull(ids, counts, training=True)
+                    tables.push(ids, torch.cat(grads[number]), counts)
 
                 return alternate({"server": through_a_server, "echo": echoed, "kernels": here}, rounds)
         finally:

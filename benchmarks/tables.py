@@ -22,7 +22,7 @@ import torch
 from measure import keep, machine
 from torch import Tensor
 
-from anabranch.tables import KernelThreads, Normal, RowOptimizer, RowTable, RowWiseAdagrad, TableGroup, TableSpec
+from anabranch.tables import Arena, KernelThreads, Normal, RowOptimizer, RowWiseAdagrad, Table, TableGroup, TableSpec
 
 TABLES, ROWS, WIDTH, BATCH, ZIPF = 26, 100_000, 16, 2048, 1.05
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -48,11 +48,14 @@ def make_batches(count: int, rows: int) -> list[tuple[Tensor, Tensor]]:
 def ours(optimizer: str, threads: int) -> Step:
     rule = RowOptimizer.from_factory(OPTIMIZERS[optimizer])
     spec = functools.partial(TableSpec, rows=ROWS, width=WIDTH, initial=Normal(0, 0.01))
-    group = TableGroup([RowTable(spec(f"t{k}"), rule) for k in range(TABLES)], KernelThreads(threads))
+    arena = Arena(spec("t"), rule, pool=KernelThreads(threads))
+    group = TableGroup([Table(spec(f"t{k}"), rule, arena) for k in range(TABLES)])
+    counts = [BATCH] * TABLES
 
     def step(ids: Tensor, grads: Tensor) -> None:
-        group.pull(ids)
-        group.push(ids, grads.view(BATCH, TABLES, WIDTH))
+        rows = group.pull(ids.view(-1), counts, training=True)
+        rows.view(TABLES, BATCH, WIDTH).transpose(0, 1).contiguous()  # side by side, as a model reads them
+        group.push(ids.view(-1), grads.view(BATCH, TABLES, WIDTH).transpose(0, 1).reshape(-1, WIDTH), counts)
 
     return step
 
@@ -145,7 +148,7 @@ def growth(largest: int, rounds: int) -> list[dict[str, object]]:
     results: list[dict[str, object]] = []
     rows = 100_000
     while rows <= largest:
-        table = RowTable(TableSpec("t", rows, WIDTH, initial=Normal(0, 0.01)), rule)
+        table = Table(TableSpec("t", rows, WIDTH, initial=Normal(0, 0.01)), rule)
         batches = [torch.randint(0, rows, (20_000,), generator=generator) for _ in range(4)]
         grads = torch.randn(20_000, WIDTH)
         times = []

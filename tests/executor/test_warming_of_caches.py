@@ -11,12 +11,10 @@ import types
 import torch
 from torch import nn
 import anabranch as ab
-from anabranch.tables.kernels import _compiled_cache
-from anabranch.tables.kernels import _compiled_group
-from anabranch.tables.kernels import _compiled_routing
+from anabranch.tables.kernels import caches, routing, rows
 
 def made():
-    modules = (_compiled_cache, _compiled_routing, _compiled_group)
+    modules = (caches, routing, rows)
     kernels = {f"{m.__name__}.{name}": k for m in modules for name, k in vars(m).items() if hasattr(k, "signatures")}
     return {name: len(kernel.signatures) for name, kernel in kernels.items()}
 
@@ -26,8 +24,8 @@ step = ab.TrainStep(model, lambda m, ids: m(ids).square().mean(), optimizer)
 batches = [torch.randint(50, (9, 2)) for _ in range(8)]
 with ab.Executor(step, "Hybrid", cache=ab.Cache("LFU", 10, BOUNDS), dataloaders={"default": batches}) as executor:
     before = made()
-    assert before["anabranch.tables.kernels._compiled_cache.ask"] == 1, before
-    assert before["anabranch.tables.kernels._compiled_routing.arrange"] == 1, before
+    assert before["anabranch.tables.kernels.caches.ask"] == 1, before
+    assert before["anabranch.tables.kernels.routing.arrange"] == 1, before
     for _ in batches:
         executor.run()
     after = made()
@@ -38,6 +36,5 @@ assert after == before, {name: (before[name], after[name]) for name in after if 
 @pytest.mark.parametrize("bounds", ["3, 2", pytest.param("0, 0", marks=pytest.mark.slow)])
 def test_no_cached_step_compiles_anything(bounds: str, programs: Programs) -> None:
     """In a process of its own, for in this one the tests before have compiled everything."""
-    pytest.importorskip("numba")
     done = programs.run(SCRIPT.replace("BOUNDS", bounds), timeout=200.0)
     assert done.returncode == 0, done.stderr[-3000:]

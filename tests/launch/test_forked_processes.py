@@ -236,9 +236,7 @@ def test_a_fork_server_with_a_second_thread_forks_nothing(tmp_path: Path) -> Non
     (tmp_path / "numpy.py").write_text(
         "import threading, time; threading.Thread(target=time.sleep, args=(60,)).start()"
     )
-    code = (
-        "import anabranch.launch.forks.fork_server as f; f._IMPORTED, f._IMPORTED_IF_THERE = ('numpy',), (); f.main()"
-    )
+    code = "import anabranch.launch.forks.fork_server as f; f._IMPORTED = ('numpy',); f.main()"
     import anabranch.launch.forks.launcher_side as forks
 
     with pytest.MonkeyPatch.context() as patch:

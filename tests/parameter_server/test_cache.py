@@ -14,7 +14,7 @@ from torch import Tensor
 
 from anabranch.tables import Cache, RowCache
 from anabranch.tables.cache import SPARE
-from anabranch.tables.row_versions import WITH_STATE
+from anabranch.tables.kernels.row_versions import WITH_STATE
 
 UPDATES = 400  # columns: update k adds 1 to column k of its row, so a row shows which updates it holds, and how often
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from anabranch.parameter_server.client.cache_group import CacheGroup, Caches, CachesOneByOne
 from anabranch.parameter_server.client.parameter_client import Pulled
 from anabranch.tables import Cache, Family, RowOptimizer
-from anabranch.tables.row_versions import WITH_STATE
+from anabranch.tables.kernels.row_versions import WITH_STATE
 from covering import pairwise
 
 ROWS, WIDTH = 40, 3

@@ -25,7 +25,7 @@ from anabranch.parameter_server.server.durable.bodies import PREAMBLE_BYTES, Bod
 from anabranch.parameter_server.server.durable.push_log import PushLog
 from anabranch.record.fault_points import on_fault_point
 from anabranch.tables import Constant, Normal, RowOptimizer, TableSpec
-from anabranch.tables.row_versions import WITH_STATE
+from anabranch.tables.kernels.row_versions import WITH_STATE
 from anabranch.tensors.packing import Compression
 from anabranch.testing import MemoryTransport, faults
 from covering import slow_except

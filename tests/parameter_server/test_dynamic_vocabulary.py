@@ -12,8 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from anabranch.errors import NotFound
 from anabranch.parameter_server import ParameterClient, RemoteEmbedding, RemoteTables
-from anabranch.tables import Cache, Constant, Family, Normal, RowOptimizer, RowTable, TableSpec
-from anabranch.tables.kernels.selection import kernels
+from anabranch.tables import Cache, Constant, Family, Normal, RowOptimizer, Table, TableSpec
 
 IDS = st.lists(
     st.sampled_from([0, 1, 2, 3, 5, 8, -1, 2**53, 2**53 + 1, -(2**63) + 1, -(2**63), 2**63 - 1]), min_size=1, max_size=6
@@ -21,7 +20,7 @@ IDS = st.lists(
 
 
 class _Oracle:
-    """The same table as a dictionary of id -> [value, uses, last use, row], every rule spelled out."""
+    """The same table as a dictionary of id -> [value, uses, last use], every rule spelled out."""
 
     def __init__(self, capacity: int | None, by_frequency: bool) -> None:
         self.rows: dict[int, list[float]] = {}
@@ -35,26 +34,20 @@ class _Oracle:
         for wanted in sorted(ids):
             if wanted in self.rows:
                 continue
-            row = len(self.rows)
             if self.capacity is not None and len(self.rows) == self.capacity:
                 free = [known for known in self.rows if self.rows[known][2] != step]
                 if not free:
                     continue
-                order = {
-                    known: (self.by_frequency * uses, last, at) for known, (_, uses, last, at) in self.rows.items()
-                }
-                loser = min(free, key=order.__getitem__)
-                row = int(self.rows.pop(loser)[3])
-            self.rows[wanted] = [1.0, 1, step, row]
+                order = {known: (self.by_frequency * uses, last, known) for known, (_, uses, last) in self.rows.items()}
+                del self.rows[min(free, key=order.__getitem__)]
+            self.rows[wanted] = [1.0, 1, step]
 
 
 class _Machine(RuleBasedStateMachine):
-    kind = "compiled"
-
     @initialize(capacity=st.sampled_from([None, 1, 3, 4, 7]), eviction=st.sampled_from(["age", "frequency"]))
     def start(self, capacity: int | None, eviction: str) -> None:
         spec = TableSpec("t", None, 2, initial=Constant(1.0), capacity=capacity, eviction=eviction)
-        self.table = RowTable(spec, RowOptimizer(Family.SGD, lr=1.0), kernels_kind=self.kind)
+        self.table = Table(spec, RowOptimizer(Family.SGD, lr=1.0))
         self.oracle = _Oracle(capacity, eviction == "frequency")
 
     @rule(ids=IDS)
@@ -76,7 +69,7 @@ class _Machine(RuleBasedStateMachine):
 
     @rule()
     def save_and_load(self) -> None:
-        again = RowTable(self.table.spec, self.table.rule, kernels_kind=self.kind)
+        again = Table(self.table.spec, self.table.rule)
         for block in self.table.blocks(rows=3):
             again.restore(block)
         again.resume(self.table.step, self.table.history)
@@ -95,19 +88,13 @@ class _Machine(RuleBasedStateMachine):
             assert self.table.used == len(self.oracle.rows)
 
 
-class _PlainMachine(_Machine):
-    kind = "plain"
+TestTableAgainstADictionary = _Machine.TestCase
+TestTableAgainstADictionary.settings = settings(deadline=None, max_examples=20, stateful_step_count=25)
 
 
-TestCompiledTableAgainstADictionary = _Machine.TestCase
-TestPlainTableAgainstADictionary = _PlainMachine.TestCase
-TestCompiledTableAgainstADictionary.settings = settings(deadline=None, max_examples=20, stateful_step_count=25)
-TestPlainTableAgainstADictionary.settings = settings(deadline=None, max_examples=15, stateful_step_count=20)
-
-
-def make(kind: str | None = None, **options: object) -> RowTable:
+def make(**options: object) -> Table:
     spec = TableSpec("t", None, 4, **options)
-    return RowTable(spec, RowOptimizer(Family.ADAGRAD, lr=0.1), kernels_kind=kind)
+    return Table(spec, RowOptimizer(Family.ADAGRAD, lr=0.1))
 
 
 def test_neighbours_beyond_a_double_s_precision_are_two_rows() -> None:
@@ -128,9 +115,8 @@ def test_evaluation_admits_no_rows_and_reads_the_initial_values_of_training() ->
     assert table.used == 2
 
 
-@pytest.mark.parametrize("kind", ["compiled", "plain"])
-def test_admission_is_drawn_with_its_probability_and_the_same_for_the_pull_and_the_push_of_a_step(kind: str) -> None:
-    table = make(kind, admission=0.25)
+def test_admission_is_drawn_with_its_probability_and_the_same_for_the_pull_and_the_push_of_a_step() -> None:
+    table = make(admission=0.25)
     ids = torch.arange(4000)
     table.pull(ids, training=True)
     admitted = table.used
@@ -161,23 +147,10 @@ def test_a_million_ids_are_found_again() -> None:
     assert table.versions(ids[:5]).tolist() == [1] * 5
 
 
-def test_both_kinds_choose_the_same_rows_under_pressure() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for eviction in ("age", "frequency"):
-        tables = [make(kind, capacity=50, eviction=eviction) for kind in ("compiled", "plain")]
-        for _ in range(60):
-            ids = (torch.rand(20, generator=generator) ** 3 * 200).long()
-            for table in tables:
-                table.push(ids, torch.ones(20, 4))
-            blocks = [next(iter(table.blocks())) for table in tables]
-            assert torch.equal(blocks[0].ids, blocks[1].ids)
-            assert torch.equal(blocks[0].values, blocks[1].values)
-
-
 def test_shards_of_a_dynamic_table_share_its_ids() -> None:
     spec = TableSpec("t", None, 2)
     rule = RowOptimizer(Family.SGD, lr=1.0)
-    shards = [RowTable(spec, rule, shard=shard, shards=3) for shard in range(3)]
+    shards = [Table(spec, rule, shard=shard, shards=3) for shard in range(3)]
     ids = torch.randint(-(2**62), 2**62, (3000,))
     owners = torch.from_numpy(shards[0].placement.owners(ids.numpy()))
     for shard, table in enumerate(shards):
@@ -187,9 +160,8 @@ def test_shards_of_a_dynamic_table_share_its_ids() -> None:
             table.pull(ids[owners != shard])
 
 
-@pytest.mark.parametrize("kind", ["compiled", "plain"])
-def test_rows_restored_beyond_the_capacity_all_stay_and_a_new_id_evicts_one(kind: str) -> None:
-    whole, table = make(kind), make(kind, capacity=3)
+def test_rows_restored_beyond_the_capacity_all_stay_and_a_new_id_evicts_one() -> None:
+    whole, table = make(capacity=9), make(capacity=3)
     for step in range(5):
         whole.push(torch.tensor([step]), torch.ones(1, 4))
     for block in whole.blocks(rows=2):
@@ -203,12 +175,11 @@ def test_rows_restored_beyond_the_capacity_all_stay_and_a_new_id_evicts_one(kind
     assert not torch.equal(table.pull(everyone[:1]), whole.pull(everyone[:1]))
 
 
-@pytest.mark.parametrize("kind", ["compiled", "plain"])
 @pytest.mark.parametrize("eviction", ["age", "frequency"])
-def test_admission_and_eviction_do_not_depend_on_the_order_of_a_request(kind: str, eviction: str) -> None:
+def test_admission_and_eviction_do_not_depend_on_the_order_of_a_request(eviction: str) -> None:
     """A cache asks for what it misses first, and the table is that without one."""
     spec = TableSpec("t", None, 2, capacity=4, eviction=eviction, admission=0.9)
-    there, back = (RowTable(spec, RowOptimizer(Family.SGD, lr=0.5), kernels_kind=kind) for _ in range(2))
+    there, back = (Table(spec, RowOptimizer(Family.SGD, lr=0.5)) for _ in range(2))
     for step in range(40):
         ids = torch.randint(0, 12, (5,), generator=torch.Generator().manual_seed(step)).unique()
         for table, asked in ((there, ids), (back, ids.flip(0))):
@@ -219,15 +190,11 @@ def test_admission_and_eviction_do_not_depend_on_the_order_of_a_request(kind: st
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("kind", ["compiled", "plain"])
 @pytest.mark.parametrize("eviction", ["age", "frequency"])
 def test_a_row_that_evaluation_has_just_read_through_a_cache_is_in_use_when_training_reads_it(
-    kind: str, eviction: str, monkeypatch: pytest.MonkeyPatch
+    eviction: str,
 ) -> None:
     """Trained with a cache and an evaluation before each step, the table is that without either."""
-    if kind == "plain":
-        plain = kernels("plain")
-        monkeypatch.setattr("anabranch.parameter_server.client.remote_tables.kernels", lambda *_: plain)
 
     def trained(cache: Cache | None) -> torch.Tensor:
         sgd = functools.partial(torch.optim.SGD, lr=0.5)

@@ -19,8 +19,8 @@ from anabranch.tables import (
     DenseParameter,
     Normal,
     RowOptimizer,
-    RowTable,
     RowWiseAdagrad,
+    Table,
     TableSpec,
 )
 from anabranch.tensors.packing import Share, join, split
@@ -59,9 +59,9 @@ class RoundedLoop:
         return [self.optimizer.state[self._wide][name] for name in names]
 
 
-def half_table(rule: RowOptimizer, **changes: object) -> RowTable:
+def half_table(rule: RowOptimizer, **changes: object) -> Table:
     spec = TableSpec("t", ROWS, WIDTH, torch.float16, Normal(0, 1), **{"every_row_moves": True, **changes})
-    return RowTable(spec, rule)
+    return Table(spec, rule)
 
 
 @pytest.mark.quick_cases(3)
@@ -109,13 +109,13 @@ def test_tiny_gradients_are_not_lost_in_the_state() -> None:
 
 def test_rows_take_two_bytes_a_weight_and_four_a_number_of_state() -> None:
     table = half_table(RowOptimizer.from_factory(RULES["adam"]))
-    assert table.bytes() == ROWS * (WIDTH * (2 + 2 * 4) + 8)
+    assert table.bytes() == ROWS * (16 + WIDTH * (2 + 2 * 4))
 
 
 @pytest.mark.parametrize(("rows", "width"), [(ROWS, 5), (None, 3)])
 def test_rows_in_a_file_and_of_odd_width_are_those_in_memory(rows: int | None, width: int) -> None:
     rule = RowOptimizer.from_factory(RULES["momentum"])
-    tables = [RowTable(TableSpec("t", rows, width, torch.float16, memory_map=mapped), rule) for mapped in (False, True)]
+    tables = [Table(TableSpec("t", rows, width, torch.float16, memory_map=mapped), rule) for mapped in (False, True)]
     for _ in range(5):
         ids, grads = torch.randint(0, ROWS, (6,)), torch.randn(6, width).half()
         for table in tables:

@@ -19,9 +19,8 @@ from anabranch.parameter_server.client.row_messages import Layout, Pull, PullRep
 from anabranch.parameter_server.messages import InitMessage, PullMessage, PullPart, PushMessage, PushPart
 from anabranch.parameter_server.server.shard import Shard
 from anabranch.tables import Constant, Family, Normal, RowOptimizer, TableSpec
-from anabranch.tables.kernels import selection as kernels_module
-from anabranch.tables.row_table import RowTable
-from anabranch.tables.row_versions import WITH_STATE
+from anabranch.tables.kernels.row_versions import WITH_STATE
+from anabranch.tables.table import Table
 from anabranch.testing import MemoryTransport
 
 pytestmark = pytest.mark.usefixtures("compiled_for_all_dtypes")
@@ -54,14 +53,10 @@ def shards(count: int) -> Iterator[ParameterClient]:
 
 
 @pytest.mark.quick_cases(2)
-@pytest.mark.parametrize(("count", "kind"), [(1, None), (3, None), (3, "plain")])
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("which", TABLES)
-def test_unknown_rows_are_sent_and_known_ones_are_not(
-    which: str, count: int, kind: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Against whole tables with their states, and a book of which row was changed when; with and without Numba."""
-    if kind == "plain":
-        monkeypatch.setattr(kernels_module, "_has_numba", lambda: False)
+def test_unknown_rows_are_sent_and_known_ones_are_not(which: str, count: int) -> None:
+    """Against whole tables with their states, and a book of which row was changed when."""
     specs = {spec.name: (spec, rule) for spec, rule in TABLES[which]}
     draw = torch.Generator().manual_seed(count)
     held = {name: torch.full((60,), -1) for name in specs}  # the version that is held of each row
@@ -259,7 +254,7 @@ def test_sums_and_gradients_of_one_step_move_rows_as_the_table_alone(rule: RowOp
     draw = torch.Generator().manual_seed(3)
     names = ["a", "b", "c"]
     specs = [TableSpec(name, 30, 3, initial=Normal()) for name in names]
-    alone = {spec.name: RowTable(spec, rule) for spec in specs}
+    alone = {spec.name: Table(spec, rule) for spec in specs}
     everyone = torch.arange(30)
     with shards(count) as client:
         for spec in specs:
@@ -318,7 +313,7 @@ def test_counts_that_do_not_fit_are_refused_and_change_nothing() -> None:
 
 def test_answers_that_do_not_fit_are_refused() -> None:
     placement = TableSpec("t", 10, 2)
-    table = RowTable(placement, SGD)
+    table = Table(placement, SGD)
     layout = Layout.of({"t": (table.placement, torch.float32, 2)}, [])
 
     def take(reply: PullReply, places: Tensor, rows: int = 1) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from anabranch.errors import NonFinite, SchemaError
 from anabranch.parameter_server import ParameterClient
-from anabranch.tables import Cache, Constant, RowCache, RowOptimizer, RowTable, TableSpec
+from anabranch.tables import Cache, Constant, RowCache, RowOptimizer, Table, TableSpec
 from anabranch.tables.optimizers.row_optimizers import Family
 from anabranch.tables.optimizers.row_step import move_rows
 
@@ -26,8 +26,8 @@ RULES = {
 }
 
 
-def table(rule: RowOptimizer, dtype: torch.dtype = torch.float32) -> RowTable:
-    return RowTable(TableSpec("t", 8, WIDTH, dtype, initial=Constant(0.5)), rule)
+def table(rule: RowOptimizer, dtype: torch.dtype = torch.float32) -> Table:
+    return Table(TableSpec("t", 8, WIDTH, dtype, initial=Constant(0.5)), rule)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -104,7 +104,7 @@ def test_parts_of_one_row_have_the_mean_of_their_squares_by_size():
 
 def test_an_id_that_is_not_admitted_takes_nothing_along():
     spec = TableSpec("t", None, WIDTH, initial=Constant(0.5), capacity=1)
-    full = RowTable(spec, RULES["adagrad"])
+    full = Table(spec, RULES["adagrad"])
     full.push(torch.tensor([7, 9]), torch.ones(2, WIDTH), torch.tensor([1.0, 0.02]))
     assert full.used == 1
     assert torch.isfinite(full.pull_with_state(torch.tensor([7, 9]))).all()

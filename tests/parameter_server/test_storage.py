@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from anabranch.parameter_server import ParameterClient, ParameterServer
-from anabranch.tables import Constant, RowOptimizer, RowTable, RowWiseAdagrad, TableSpec
+from anabranch.tables import Constant, RowOptimizer, RowWiseAdagrad, Table, TableSpec
 from anabranch.testing import MemoryTransport
 
 RULES = {
@@ -25,8 +25,8 @@ def test_a_table_in_a_file_is_the_table_in_memory(name: str, rows: int | None, t
     rule = RowOptimizer.from_factory(RULES[name])
     capacity = None if rows else 2000
     make = functools.partial(TableSpec, "t", rows, 8, every_row_moves=rows is not None, capacity=capacity)
-    memory = RowTable(make(), rule)
-    file = RowTable(make(memory_map=True), rule, scratch=tmp_path)
+    memory = Table(make(), rule)
+    file = Table(make(memory_map=True), rule, scratch=tmp_path)
     for _ in range(6):
         ids, grads = torch.randint(0, 30_000, (900,)), torch.randn(900, 8)
         for table in (memory, file):

@@ -82,7 +82,7 @@ class PushPart(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fiel
 class PullPart(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """One table's or parameter's share of a pull: the number of its ids (0 for a dense parameter).
 
-    The first ``with_state`` of them come with their optimizer's state, as ``RowTable.pull_with_state`` gives it. The
+    The first ``with_state`` of them come with their optimizer's state, as ``Table.pull_with_state`` gives it. The
     last ``known`` come only if they have changed since the table's step ``since``, less each one's age.
     """
 

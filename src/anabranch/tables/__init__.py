@@ -1,23 +1,24 @@
 """Tables whose rows are read and updated by id, independent of any network.
 
 They are neither a key-value store nor a database: rows are numbers, changed by an optimizer's steps. Open
-``row_table.py`` first: a table is a vocabulary (which row has this id), a storage and an optimizer's rule;
-``stored_rows`` has the operations on rows. ``optimizers`` has the rules, ``kernels`` the loops over rows, compiled
-beside their plain forms; ``cache.py`` caches rows on workers.
+``table.py`` first: how a lookup becomes a row, and a row moves. ``arena.py`` has the memory that tables of one kind
+share, ``kernels`` the loops over rows, ``optimizers`` what torch's optimizers mean for a row; ``cache.py`` caches rows
+on workers.
 """
 
+from anabranch.tables.arena import Arena
 from anabranch.tables.cache import Cache, CacheStatistics, RowCache
 from anabranch.tables.dense_parameter import DenseParameter
 from anabranch.tables.initial import Constant, Initial, Normal, Uniform
-from anabranch.tables.kernels import KernelThreads
+from anabranch.tables.kernels.memory import KernelThreads
 from anabranch.tables.optimizers import FTRL, Family, ParameterState, RowOptimizer, RowWiseAdagrad, from_torch, to_torch
-from anabranch.tables.row_table import RowTable
+from anabranch.tables.row_block import RowBlock
 from anabranch.tables.shard_placement import Placement
-from anabranch.tables.stored_rows import RowBlock
-from anabranch.tables.table_group import TableGroup
+from anabranch.tables.table import Table, TableGroup
 from anabranch.tables.table_spec import TableSpec
 
 __all__ = [
+    "Arena",
     "Cache",
     "CacheStatistics",
     "Constant",
@@ -32,8 +33,8 @@ __all__ = [
     "RowBlock",
     "RowCache",
     "RowOptimizer",
-    "RowTable",
     "RowWiseAdagrad",
+    "Table",
     "TableGroup",
     "TableSpec",
     "Uniform",

@@ -45,8 +45,7 @@ from torch import Tensor
 
 from anabranch.choices import choice
 from anabranch.tables.id_index import IdIndex, make_index
-from anabranch.tables.kernels.selection import kernels
-from anabranch.tables.row_versions import WITH_STATE
+from anabranch.tables.kernels.row_versions import WITH_STATE
 
 __all__ = ["Cache", "CacheStatistics", "Due", "Move", "RowCache", "RowSource", "SETTLED", "spare_of"]
 
@@ -163,7 +162,7 @@ class RowCache:
             )
         self.cache = cache
         self._peer, self._move = peer, move
-        self._kind: Literal["compiled", "plain"] = kind or ("plain" if kernels() is kernels("plain") else "compiled")
+        self._kind: Literal["compiled", "plain"] = kind or "compiled"
         self._width, self._dtype, self.held = width, dtype, held or width
         self._spare = spare_of(cache)
         self._stateless = self.held == self._width

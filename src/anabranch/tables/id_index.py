@@ -72,9 +72,9 @@ def _check_new(index: IdIndex, ids: Ids) -> None:
 
 class _CompiledIndex:
     def __init__(self, capacity: int | None, by_frequency: bool, settled: int) -> None:
-        from anabranch.tables.kernels import _compiled_index
+        from anabranch.tables.kernels import id_index
 
-        self._kernels = _compiled_index
+        self._kernels = id_index
         self._capacity, self._by_frequency, self._settled = capacity, by_frequency, settled
         self._rows = 0
         self._heap_size = 0

@@ -8,12 +8,14 @@ bits of the id determine the shard. A single shard keeps its rows in the order o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.tables.kernels.selection import Kernels, kernels
+from anabranch.tables.initial import table_key
+from anabranch.tables.kernels import routing
+from anabranch.tables.table_spec import TableSpec
 
 __all__ = ["Placement", "mixed"]
 
@@ -41,7 +43,11 @@ class Placement:
     rows: int | None
     shards: int
     key: int
-    kernels: Kernels = field(default_factory=kernels, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, spec: TableSpec, shards: int) -> Placement:
+        """Return the placement of a table's rows over so many shards."""
+        return cls(spec.rows, shards, table_key(spec.seed, spec.name))
 
     def owners(self, ids: Ids) -> Ids:
         """Return the shard of each id; ids of a fixed table must be in ``range(rows)``."""
@@ -73,7 +79,7 @@ class Placement:
     def _permuted(self, values: Ids, *, forward: bool) -> Ids:
         assert self.rows is not None
         out = np.empty_like(values)
-        self.kernels.place(values, self.rows, self.half, np.uint64(self.key), out, forward)
+        routing.place(values, self.rows, self.half, np.uint64(self.key), out, forward)
         return out
 
 

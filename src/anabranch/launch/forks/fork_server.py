@@ -61,8 +61,8 @@ _IMPORTED = (
     "anabranch.observe",
     "anabranch.parameter_server",
     "anabranch.pipeline",
+    "anabranch.tables.table",
 )
-_IMPORTED_IF_THERE = ("anabranch.tables.kernels._compiled", "anabranch.tables.kernels._compiled_group")
 
 _PR_SET_PDEATHSIG = 1
 _ADOPTION_SECONDS = 20.0
@@ -105,9 +105,6 @@ def main() -> None:
 def _import_all() -> None:
     for name in _IMPORTED:
         import_module(name)
-    for name in _IMPORTED_IF_THERE:
-        with suppress(ModuleNotFoundError):
-            import_module(name)
 
 
 def threads() -> int:

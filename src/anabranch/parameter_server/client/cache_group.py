@@ -20,9 +20,10 @@ from torch import Tensor
 
 from anabranch.parameter_server.client.parameter_client import Pulled
 from anabranch.tables.cache import SETTLED, Cache, CacheStatistics, Due, RowCache, spare_of
+from anabranch.tables.kernels import caches
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
 from anabranch.tables.optimizers.row_step import move_rows
-from anabranch.tables.table_group import side_by_side
+from anabranch.tables.table import side_by_side
 
 __all__ = ["CacheGroup", "CacheQuery", "Caches", "CachesOneByOne"]
 
@@ -244,16 +245,14 @@ class CacheGroup:
         dtype: torch.dtype,
         rules: Sequence[Callable[[], RowOptimizer]],
     ) -> None:
-        from anabranch.tables.kernels import _compiled_cache, _compiled_group
-
-        self._kernels = _compiled_cache
+        self._kernels = caches
         self.names = list(names)
         self._numbers = {name: number for number, name in enumerate(self.names)}
         self._cache, self._width, self._dtype, self._rules = cache, width, dtype, list(rules)
         self._spare = spare_of(cache)
         rule = self._rules[0]()
         self._wide = rule.row_width(width) if cache.push_bound else width
-        self._kind = _compiled_group.kind_of(rule.family, rule.states)
+        self._rule_number = rule.number
         self._stateless = self._wide == width
         self._policy = (cache.policy != "LRU", SETTLED if cache.policy == "LFUOpt" else 1 << 62)
         self._counters = np.zeros((len(self.names), 5), np.int64)
@@ -439,8 +438,8 @@ class CacheGroup:
         found = {rule: rule.constants(step + 1) for rule in dict.fromkeys(rules)}
         constants = np.stack([found[rule] for rule in rules])
         self._kernels.write(
-            self._kind, self._held, self._width, members, ids, starts, grads.numpy(), step, self._cache.push_bound,
-            self._spare, constants, room,
+            self._rule_number, self._held, self._width, members, ids, starts, grads.numpy(), step,
+            self._cache.push_bound, self._spare, constants, room,
         )  # fmt: skip
         return self._left(names, members, room, step, empty=True)
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from anabranch.tables.kernels.selection import kernels
+from anabranch.tables.kernels import routing
 
 __all__ = ["Distinct", "distinct_ids", "unique_of"]
 
@@ -41,9 +40,7 @@ class Distinct:
         return None if self.inverse is None or not self.is_of(ids) else self.inverse.view(ids.shape)
 
 
-def distinct_ids(
-    wanted: Mapping[str, Tensor], rows: Mapping[str, int], kind: Literal["compiled", "plain"] | None = None
-) -> dict[str, Distinct]:
+def distinct_ids(wanted: Mapping[str, Tensor], rows: Mapping[str, int]) -> dict[str, Distinct]:
     """Return the distinct ids of each table, without those outside it.
 
     >>> found = distinct_ids({"users": torch.tensor([[7, 3], [7, 7]])}, {"users": 10})["users"]
@@ -54,20 +51,17 @@ def distinct_ids(
     Args:
         wanted: ids by table, of any shape.
         rows: the number of rows of each table.
-        kind: compiled for all tables at once, or plain; by default compiled if Numba is installed.
     """
     flat = {name: ids.detach().cpu().long().reshape(-1) for name, ids in wanted.items()}
-    if not flat or kind == "plain" or (kind is None and kernels() is kernels("plain")):
-        return {name: _one(ids.clone(), rows[name]) for name, ids in flat.items()}
-    from anabranch.tables.kernels import _compiled_group
-
+    if not flat:
+        return {}
     counts = [len(ids) for ids in flat.values()]
     starts = np.concatenate([[0], np.cumsum(counts)])
     together = torch.cat(list(flat.values()))
     out, out_starts = torch.empty_like(together), np.zeros_like(starts)
     inverse, whole = torch.empty_like(together), np.empty(len(flat), np.bool_)
     limits = np.array([rows[name] for name in flat])
-    _compiled_group.distinct_all(together.numpy(), starts, limits, out.numpy(), out_starts, inverse.numpy(), whole)
+    routing.distinct_all(together.numpy(), starts, limits, out.numpy(), out_starts, inverse.numpy(), whole)
     found = torch.split(out[: out_starts[-1]], np.diff(out_starts).tolist())
     parts = zip(flat, torch.split(together, counts), found, torch.split(inverse, counts), whole.tolist(), strict=True)
     return {name: Distinct(given, ids, places if all_of else None) for name, given, ids, places, all_of in parts}
@@ -77,9 +71,3 @@ def unique_of(ids: Tensor) -> tuple[Tensor, Tensor]:
     """Each of ``ids`` once, ascending, and the index of each among them."""
     found, inverse = torch.unique(ids.long(), return_inverse=True)
     return found, inverse
-
-
-def _one(given: Tensor, rows: int) -> Distinct:
-    ids, inverse = unique_of(given)
-    inside = ids[(ids >= 0) & (ids < rows)]
-    return Distinct(given, inside, inverse if len(inside) == len(ids) else None)

@@ -16,7 +16,6 @@ from anabranch.parameter_server.client.plain_tensors import check_plain
 from anabranch.parameter_server.client.row_messages import Layout, Routed
 from anabranch.parameter_server.client.shard_calls import ShardCalls
 from anabranch.parameter_server.messages import DropMessage, ExportMessage, InitMessage, RestoreMessage
-from anabranch.tables.initial import table_key
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
 from anabranch.tables.shard_placement import Placement
 from anabranch.tables.table_spec import TableSpec
@@ -62,7 +61,7 @@ class HeldTables:
         self._layouts: dict[tuple[str, ...], Layout] = {}
 
     def _holding_of(self, spec: TableSpec, row_shape: tuple[int, ...] | None = None) -> Holding:
-        placement = Placement(spec.rows, self.calls.shards, table_key(spec.seed, spec.name))
+        placement = Placement.of(spec, self.calls.shards)
         rows = -1 if spec.rows is None else spec.rows
         return Holding(placement, spec.dtype, (rows, *(row_shape or (spec.width,))))
 

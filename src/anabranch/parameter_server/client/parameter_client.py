@@ -68,9 +68,9 @@ from anabranch.parameter_server.messages import (
 from anabranch.parameter_server.server.shard_server import ParameterServer
 from anabranch.parameter_server.server.shard_statistics import ShardStatistics
 from anabranch.tables.initial import Constant, Initial
+from anabranch.tables.kernels.row_versions import WITH_STATE
 from anabranch.tables.optimizers.row_optimizers import Family, OptimizerFactory, RowOptimizer
 from anabranch.tables.optimizers.torch_state import ParameterState
-from anabranch.tables.row_versions import WITH_STATE
 from anabranch.tables.table_spec import TableSpec, state_dtype
 from anabranch.tensors.packing import Compression, Share, acceptable, check_compression
 from anabranch.transport import Client, MemoryTransport, Request, Transport, pack, unpack
@@ -594,7 +594,7 @@ class ParameterClient:
             weight: the weight of this worker's gradients among the workers': its rows, if they are means over them.
             mean: gradients are averaged by weight; else they are added up.
             hold: the workers' pushes wait until each has called ``release``; under ``bsp`` only.
-            squares: of tables whose gradients are sums over several steps, as ``squares.py`` describes them.
+            squares: of tables whose gradients are sums over several steps.
             unordered: apply a worker's push at once, like a bare client's, but weighted by the worker's share in the
                 last step.
             awaited: whether to count the wait in the statistics.

@@ -41,7 +41,6 @@ from anabranch.parameter_server.client.remote_embedding import RemoteEmbedding
 from anabranch.parameter_server.client.remote_weight import RemoteLookups, WeightSource
 from anabranch.record.spans import mark
 from anabranch.tables.cache import Cache, CacheStatistics, Due
-from anabranch.tables.kernels.selection import kernels
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
 from anabranch.tables.optimizers.torch_state import from_torch
 from anabranch.tables.table_spec import TableSpec
@@ -259,9 +258,8 @@ class RemoteTables:
         alike: dict[tuple[object, ...], list[_Source]] = {}
         for source in coming:
             rule, spec = source.rule(), source.spec
-            grouped = spec.dtype in (torch.float32, torch.float64) and kernels() is not kernels("plain")
-            grouped = grouped and (rule.compiled or not cache.push_bound)
-            kind = (rule.family, rule.states) if cache.push_bound else None
+            grouped = spec.dtype in (torch.float32, torch.float64)
+            kind = (rule.number, rule.state_names) if cache.push_bound else None
             alike.setdefault((spec.width, spec.dtype, kind) if grouped else (), []).append(source)
         for key, some in alike.items():
             names, rules = [source.name for source in some], [source.rule for source in some]

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.tables.kernels.selection import kernels
+from anabranch.tables.kernels import routing
 from anabranch.tables.shard_placement import Placement
 
 __all__ = ["Placements", "arrange", "owners_of"]
 
 Array = NDArray[Any]
-_Kind = Literal["compiled", "plain"] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class Placements:
         )
 
 
-def owners_of(ids: Array, starts: Array, tables: Placements, shards: int, kind: _Kind = None) -> tuple[Array, int]:
+def owners_of(ids: Array, starts: Array, tables: Placements, shards: int) -> tuple[Array, int]:
     """Return the shard of each id, and the position of the first id outside its table, or -1.
 
     >>> tables = Placements.of([Placement(10, 1, 7), Placement(None, 1, 8)])
@@ -58,23 +57,10 @@ def owners_of(ids: Array, starts: Array, tables: Placements, shards: int, kind: 
     1
     """
     out = np.empty_like(ids)
-    if not _is_plain(kind):
-        from anabranch.tables.kernels import _compiled_routing
-
-        return out, _compiled_routing.owners(ids, starts, tables.limits, tables.halves, tables.keys, shards, out)
-    for placement, first, last in zip(tables.each, starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-        some = ids[first:last]
-        if placement.rows is not None:
-            bad = placement.kernels.first_outside(some, placement.rows)
-            if bad >= 0:
-                return out, first + bad
-        out[first:last] = placement.owners(some)
-    return out, -1
+    return out, routing.owners(ids, starts, tables.limits, tables.halves, tables.keys, shards, out)
 
 
-def arrange(
-    owners: Array, kinds: Array, starts: Array, shards: int, count: int, kind: _Kind = None
-) -> tuple[Array, Array]:
+def arrange(owners: Array, kinds: Array, starts: Array, shards: int, count: int) -> tuple[Array, Array]:
     """Return the order of ids by shard, table and kind, otherwise as given; and the number of each.
 
     >>> arrange(np.array([1, 0, 1]), np.array([1, 0, 0]), np.array([0, 1, 3]), 2, 2)[0]
@@ -86,23 +72,10 @@ def arrange(
         starts: the start of each table's ids, and their end.
         shards: the number of shards.
         count: the number of kinds.
-        kind: compiled or plain; by default compiled if Numba is there.
 
     Returns:
         Places of the ids, int64; and counts ``[shards, tables, count]``.
     """
-    tables = len(starts) - 1
-    if not _is_plain(kind):
-        from anabranch.tables.kernels import _compiled_routing
-
-        counts, order = np.zeros((shards, tables, count), np.int64), np.empty(owners.size, np.int64)
-        _compiled_routing.arrange(owners, kinds, starts, counts, np.empty_like(counts), order)
-        return order, counts
-    which = np.repeat(np.arange(tables), np.diff(starts))
-    keys = (owners * tables + which) * count + kinds
-    counts = np.bincount(keys, minlength=shards * tables * count).reshape(shards, tables, count)
-    return np.argsort(keys, kind="stable"), counts
-
-
-def _is_plain(kind: _Kind) -> bool:
-    return kind == "plain" or (kind is None and kernels() is kernels("plain"))
+    counts, order = np.zeros((shards, len(starts) - 1, count), np.int64), np.empty(owners.size, np.int64)
+    routing.arrange(owners, kinds, starts, counts, np.empty_like(counts), order)
+    return order, counts

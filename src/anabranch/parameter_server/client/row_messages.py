@@ -24,9 +24,9 @@ from torch import Tensor
 from anabranch.errors import NotFound, ProtocolError, SchemaError
 from anabranch.parameter_server.client.routing import Placements, arrange, owners_of
 from anabranch.parameter_server.messages import PullPart, PullReply, PushPart
-from anabranch.tables.row_versions import OLDEST, WITH_STATE
+from anabranch.tables.kernels.row_versions import OLDEST, WITH_STATE
 from anabranch.tables.shard_placement import Placement
-from anabranch.tables.table_group import side_by_side
+from anabranch.tables.table import side_by_side
 from anabranch.tables.table_spec import state_dtype
 from anabranch.tensors.packing import Compression, Share, join, split
 

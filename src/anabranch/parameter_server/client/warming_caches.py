@@ -18,9 +18,8 @@ from anabranch.parameter_server.client.remote_embedding import RemoteEmbedding
 from anabranch.parameter_server.client.remote_tables import RemoteTables
 from anabranch.parameter_server.client.row_messages import Layout, Pull, Push, Routed
 from anabranch.tables.cache import Cache
-from anabranch.tables.kernels.selection import kernels
+from anabranch.tables.kernels.row_versions import WITH_STATE
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
-from anabranch.tables.row_versions import WITH_STATE
 from anabranch.tables.shard_placement import Placement
 from anabranch.tables.table_spec import TableSpec
 
@@ -80,8 +79,8 @@ def compile_cache_kernels(cache: Cache, rule: RowOptimizer, dtype: torch.dtype) 
     >>> from anabranch.tables import Family
     >>> compile_cache_kernels(Cache(), RowOptimizer(Family.SGD, lr=0.1), torch.float32)
     """
-    kind = (rule.family, rule.states, dtype, bool(cache.push_bound))
-    if kind in _done or kernels() is kernels("plain"):
+    kind = (rule.number, dtype, bool(cache.push_bound))
+    if kind in _done:
         return
     tables = RemoteTables(
         cast(ParameterClient, _NullClient(dtype)),

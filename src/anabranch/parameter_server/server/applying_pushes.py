@@ -14,8 +14,7 @@ from anabranch.parameter_server.server.message_checks import gradients_of
 from anabranch.parameter_server.server.worker_order import CheckedPush
 from anabranch.record import spans
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
-from anabranch.tables.row_table import RowTable
-from anabranch.tables.table_group import side_by_side
+from anabranch.tables.table import Table, side_by_side
 
 __all__ = ["apply", "squared_sum", "weighted_shares"]
 
@@ -44,7 +43,7 @@ def apply(
         holder = contents.holder(name)
         if name in rules:
             holder.rule = rules[name]
-        if isinstance(holder, RowTable):
+        if isinstance(holder, Table):
             ids[name] = side_by_side([some for some, _, _ in given])
             grads[name] = side_by_side([grad for _, grad, _ in given])
             if any(own is not None for _, _, own in given) and holder.rule.family is not Family.SGD:
@@ -87,17 +86,16 @@ def weighted_shares(
 def _push_rows(
     contents: ShardContents, ids: Mapping[str, Tensor], grads: Mapping[str, Tensor], squares: Mapping[str, Tensor]
 ) -> None:
-    for group, names in contents.groups(ids):
-        if group is None:
-            for name in names:
-                contents.tables[name].push(ids[name], grads[name], squares.get(name))
-        else:
-            everyone = side_by_side([ids[name] for name in names])
-            own = None
-            if any(name in squares for name in names):
-                own = torch.cat([squares.get(name, torch.ones(len(ids[name]), device="cpu")).float() for name in names])
-            counts = [len(ids[name]) for name in names]
-            group.push(everyone, side_by_side([grads[name] for name in names]), counts, own)
+    for group, names in contents.groups(list(ids)):
+        own = None
+        if any(name in squares for name in names):
+            own = torch.cat([squares.get(name, torch.ones(len(ids[name]), device="cpu")).float() for name in names])
+        group.push(
+            side_by_side([ids[name] for name in names]),
+            side_by_side([grads[name] for name in names]),
+            [len(ids[name]) for name in names],
+            own,
+        )
 
 
 def squared_sum(given: Sequence[_Given]) -> float:

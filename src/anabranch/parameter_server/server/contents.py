@@ -15,16 +15,18 @@ from anabranch.checkpoint import Group
 from anabranch.errors import NotFound, SchemaError
 from anabranch.parameter_server.messages import ExportMessage, InitMessage, RestoreMessage
 from anabranch.parameter_server.server.shard_statistics import Counts, TableStatistics
+from anabranch.tables.arena import Arena, kind_of
 from anabranch.tables.dense_parameter import DenseParameter
-from anabranch.tables.kernels.selection import KernelThreads
+from anabranch.tables.kernels.memory import KernelThreads
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
-from anabranch.tables.row_table import RowTable
-from anabranch.tables.stored_rows import RowBlock
-from anabranch.tables.table_group import Grouping, TableGroup
+from anabranch.tables.row_block import RowBlock
+from anabranch.tables.table import Table, TableGroup
 from anabranch.tables.table_spec import TableSpec
 
 __all__ = ["ShardContents"]
 
+_AT_ONCE = 16 << 20  # bytes
+_REMEMBERED = 64  # messages of different tables
 _BLOCK = ("ids", "values", "stamps", "sums", "usage", "history")
 
 
@@ -45,12 +47,13 @@ class ShardContents:
         self, shard: int, shards: int, pool: KernelThreads, scratch: str | os.PathLike[str] | None = None
     ) -> None:
         self.shard, self.shards = shard, shards
-        self.tables: dict[str, RowTable] = {}
+        self.tables: dict[str, Table] = {}
         self.dense: dict[str, DenseParameter] = {}
         self.counts: dict[str, Counts] = {}
         self.generation = _new_generation()
         self._pool, self._scratch = pool, scratch
-        self._grouping = Grouping(pool)
+        self._arenas: dict[tuple[object, ...], Arena] = {}
+        self._groups: dict[tuple[str, ...], list[tuple[TableGroup, list[str]]]] = {}
         self._rules: dict[RowOptimizer, RowOptimizer] = {}
 
     def is_there(self, message: InitMessage, tensors: Sequence[Tensor]) -> bool:
@@ -77,36 +80,44 @@ class ShardContents:
             raise SchemaError(f"{message.name} is kept for {rule.family} here, not for {message.rule.get('family')}")
         return True
 
-    def build(self, message: InitMessage, tensors: Sequence[Tensor]) -> RowTable | DenseParameter:
-        """Return a new table or parameter, without adding it."""
+    def check_made(self, message: InitMessage, tensors: Sequence[Tensor]) -> None:
+        """Raise the errors of ``make``; changes nothing."""
+        self._parsed(message, tensors)
+
+    def _parsed(
+        self, message: InitMessage, tensors: Sequence[Tensor]
+    ) -> tuple[TableSpec | DenseParameter, RowOptimizer]:
         rule = RowOptimizer.from_dict(message.rule)
         rule = self._rules.setdefault(rule, rule)  # one object, by which tables find work that they may share
         if message.table is None:
             if len(tensors) != 1:
                 raise SchemaError(f"parameter {message.name} has one initial tensor, got {len(tensors)}")
-            return DenseParameter(message.name, tensors[0], rule)
+            return DenseParameter(message.name, tensors[0], rule), rule
         spec = TableSpec.from_dict(message.table)
         if spec.name != message.name:
             raise SchemaError(f"a table {spec.name} under the name {message.name}")
-        return RowTable(
-            spec, rule, shard=self.shard, shards=self.shards, pool=self._pool, scratch=self._scratch
-        )  # fmt: skip
+        kind = kind_of(spec, rule)
+        if kind not in self._arenas:  # an arena takes addresses, and memory only with its first row
+            self._arenas[kind] = Arena(
+                spec, rule, shard=self.shard, shards=self.shards, pool=self._pool, scratch=self._scratch
+            )
+        return spec, rule
 
     def make(self, message: InitMessage, tensors: Sequence[Tensor]) -> None:
         """Add a table or a parameter."""
-        made = self.build(message, tensors)
-        self._grouping.forget()
-        if isinstance(made, RowTable):
-            self.tables[message.name] = made
-        else:
+        made, rule = self._parsed(message, tensors)
+        self._groups.clear()
+        if isinstance(made, DenseParameter):
             self.dense[message.name] = made
+        else:
+            self.tables[message.name] = Table(made, rule, self._arenas[kind_of(made, rule)])
         self.counts[message.name] = Counts()
 
     def check_name(self, name: str) -> None:
         """Raise ``NotFound`` for a name that is not here."""
         self.holder(name)
 
-    def holder(self, name: str) -> RowTable | DenseParameter:
+    def holder(self, name: str) -> Table | DenseParameter:
         """Return the table or the parameter of this name; raise ``NotFound`` for a name that is not here."""
         found = self.tables.get(name) or self.dense.get(name)
         if found is None:
@@ -118,25 +129,40 @@ class ShardContents:
         """Return True for a table whose ids are not fixed: reading may add rows."""
         return name in self.tables and self.tables[name].spec.rows is None
 
-    def groups(self, ids: Mapping[str, Tensor]) -> list[tuple[TableGroup | None, list[str]]]:
-        """Return the tables of these ids in groups that share their work."""
-        return self._grouping.of(self.tables, {name: some.shape[0] for name, some in ids.items()})
+    def groups(self, names: Sequence[str]) -> list[tuple[TableGroup, list[str]]]:
+        """Those of ``names`` that are tables, by arena: each in one call."""
+        key = tuple(names)
+        groups = self._groups.get(key)
+        if groups is None:
+            alike: dict[int, list[str]] = {}
+            for name in names:
+                if name in self.tables:
+                    alike.setdefault(id(self.tables[name].arena), []).append(name)
+            groups = [(TableGroup([self.tables[name] for name in some]), some) for some in alike.values()]
+            if len(self._groups) >= _REMEMBERED:
+                self._groups.clear()
+            self._groups[key] = groups
+        return groups
 
     def drop(self, name: str) -> None:
         """Drop a table or a parameter."""
         self.forget_rows()
-        self.tables.pop(name, None)
+        table = self.tables.pop(name, None)
+        if table is not None:
+            table.drop()
+            if not any(other.arena is table.arena for other in self.tables.values()):
+                self._arenas = {kind: arena for kind, arena in self._arenas.items() if arena is not table.arena}
         self.dense.pop(name, None)
         self.counts.pop(name, None)
 
     def forget_rows(self) -> None:
         """Treat rows that clients know as unknown."""
-        self._grouping.forget()
+        self._groups.clear()
         self.generation = _new_generation()
 
     def step(self) -> int:
         """Return the highest step of any table or parameter."""
-        holders: list[RowTable | DenseParameter] = [*self.tables.values(), *self.dense.values()]
+        holders: list[Table | DenseParameter] = [*self.tables.values(), *self.dense.values()]
         return max((holder.step for holder in holders), default=0)
 
     # --- saving and loading -----------------------------------------------------------------------------------------
@@ -150,14 +176,14 @@ class ShardContents:
             make_room(holder.value.nbytes + sum(state.nbytes for state in holder.states))
             return holder.step, [holder.value, *(state.clone() for state in holder.states)]
         rows = max(0, min(message.rows, holder.used - message.first))
-        make_room(rows * holder.stride * holder.spec.dtype.itemsize)
+        make_room(rows * holder.row_bytes)
         block = holder.block(message.first, message.rows)
         return holder.step, [block.ids, block.values, block.stamps, block.sums, block.usage, holder.history]
 
     def check_restored(self, message: RestoreMessage, tensors: Sequence[Tensor]) -> None:
         """Raise for tensors that do not fit their table or parameter."""
         holder = self.holder(message.name)
-        if isinstance(holder, RowTable):
+        if isinstance(holder, Table):
             if len(tensors) != 1 + len(fields(RowBlock)):
                 raise SchemaError(f"table {message.name}: ids, values, stamps, sums, usage and history expected")
             *block, history = tensors
@@ -174,7 +200,7 @@ class ShardContents:
         """Restore the checked result of ``export``."""
         self.generation = _new_generation()
         holder = self.holder(message.name)
-        if isinstance(holder, RowTable):
+        if isinstance(holder, Table):
             *block, history = tensors
             if len(block[0]):
                 holder.restore(RowBlock(*block))
@@ -189,12 +215,12 @@ class ShardContents:
         dense: list[object] = []
         for name, table in self.tables.items():
             used = max(table.used, 1)
-            each = table.rows_at_once if table.in_file else used
+            each = max(1, _AT_ONCE // table.row_bytes) if table.spec.memory_map else used
             mine: dict[str, Group] = {
                 f"table-{len(tables)}.{number}": functools.partial(_named, rows_of, ExportMessage(name, first, each))
                 for number, first in enumerate(range(0, used, each))
             }
-            groups |= mine if table.in_file else {key: read() for key, read in mine.items() if callable(read)}
+            groups |= mine if table.spec.memory_map else {key: read() for key, read in mine.items() if callable(read)}
             tables.append(
                 {
                     "spec": table.spec.to_dict(), "rule": table.rule.to_dict(), "step": table.step,

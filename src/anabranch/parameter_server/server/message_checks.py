@@ -12,8 +12,7 @@ from anabranch.errors import NonFinite, SchemaError
 from anabranch.parameter_server.messages import PullMessage, PullPart, PushMessage, PushPart, check_kinds
 from anabranch.parameter_server.server.contents import ShardContents
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
-from anabranch.tables.row_table import RowTable
-from anabranch.tables.table_group import side_by_side
+from anabranch.tables.table import Table, side_by_side
 from anabranch.tensors.packing import Share, acceptable, all_finite, expected, largest_gradient, split
 
 __all__ = ["check_pull", "check_push", "gradients_of", "numbers_of", "shares_of"]
@@ -41,13 +40,9 @@ def _check_parts(
                 wanted[part.name] = some
         elif part.count:
             raise SchemaError(f"{part.name} is a dense parameter and has no ids")
-    for group, together in contents.groups(wanted):
-        if group is None:
-            for name in together:
-                contents.tables[name].check(wanted[name])
-        else:
-            some_of = [wanted[name] for name in together]
-            group.check(side_by_side(some_of), [len(some) for some in some_of])
+    for group, together in contents.groups(list(wanted)):
+        some_of = [wanted[name] for name in together]
+        group.check(side_by_side(some_of), [len(some) for some in some_of])
     return ids
 
 
@@ -122,7 +117,7 @@ def shares_of(contents: ShardContents, message: PullMessage | PushMessage) -> li
     shares: list[Share] = []
     for part in message.parts:
         holder = contents.holder(part.name)
-        if isinstance(holder, RowTable):
+        if isinstance(holder, Table):
             shares.append(Share(holder.spec.dtype, (part.count, holder.spec.width), "rows"))
         else:
             shares.append(Share(holder.value.dtype, tuple(holder.value.shape)))

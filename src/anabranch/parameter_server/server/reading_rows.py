@@ -13,8 +13,8 @@ from anabranch.parameter_server.messages import PullMessage, PullReply
 from anabranch.parameter_server.server.contents import ShardContents
 from anabranch.parameter_server.server.message_checks import shares_of
 from anabranch.tables.dense_parameter import DenseParameter
-from anabranch.tables.row_table import RowTable
-from anabranch.tables.table_group import side_by_side
+from anabranch.tables.table import Table, side_by_side
+from anabranch.tables.table_spec import state_dtype
 from anabranch.tensors.packing import Share, expected, join, split
 
 __all__ = ["admit", "certain_bytes", "read"]
@@ -51,9 +51,9 @@ def read(
 
 def admit(contents: ShardContents, message: PullMessage, ids: Sequence[Tensor]) -> None:
     """Give rows to ids of dynamic tables, as reading them in training does."""
-    for part, some in zip(message.parts, ids, strict=True):
-        if contents.admits(part.name):
-            contents.tables[part.name].admit(some)
+    by_name = {part.name: some for part, some in zip(message.parts, ids, strict=True) if contents.admits(part.name)}
+    for group, names in contents.groups(list(by_name)):
+        group.admit(side_by_side([by_name[name] for name in names]), [len(by_name[name]) for name in names])
 
 
 def certain_bytes(contents: ShardContents, message: PullMessage) -> int:
@@ -61,10 +61,11 @@ def certain_bytes(contents: ShardContents, message: PullMessage) -> int:
     total = 0
     for part in message.parts:
         holder = contents.holder(part.name)
-        if isinstance(holder, RowTable):
+        if isinstance(holder, Table):
             rows = part.count - part.known - part.with_state
-            numbers = part.with_state * holder.stride + rows * holder.spec.width
-            total += numbers * holder.spec.dtype.itemsize
+            spec = holder.spec
+            total += part.with_state * holder.rule.row_width(spec.width) * state_dtype(spec.dtype).itemsize
+            total += rows * spec.width * spec.dtype.itemsize
         else:
             total += holder.value.nbytes
     return total
@@ -83,17 +84,11 @@ def _choose(
     wanted = {part.name: some for part, some in zip(message.parts, ids, strict=True) if part.name in contents.tables}
     since = _since(contents, message, ages)
     states, rows, places = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
-    for group, names in contents.groups(wanted):
-        if group is None:
-            for name in names:
-                states[name], rows[name], places[name] = contents.tables[name].answer(
-                    wanted[name], parts[name].with_state, since[name], training=message.training
-                )
-            continue
+    for group, names in contents.groups(list(wanted)):
         with_state, known = [parts[name].with_state for name in names], [parts[name].known for name in names]
         counts = [parts[name].count for name in names]
         some_ids, some_since = (side_by_side([of[name] for name in names]) for of in (wanted, since))
-        *came, found = group.answer(some_ids, counts, with_state, known, some_since)
+        *came, found = group.answer(some_ids, counts, with_state, known, some_since, training=message.training)
         others = (np.array(counts) - with_state - known + found).tolist()
         for into, whole, sizes in zip((states, rows, places), came, (with_state, others, found), strict=True):
             into |= zip(names, torch.split(whole, sizes), strict=True)
@@ -137,14 +132,13 @@ def _fill(contents: ShardContents, room: _ReplyBuffer, message: PullMessage, ids
             place.copy_(holder.value)
         else:
             wanted[part.name], places[part.name] = some, place
-    for group, names in contents.groups(wanted):
-        flat = None if group is None else side_by_side([places[name] for name in names])
-        if group is None or flat is None or flat.data_ptr() != places[names[0]].data_ptr():
-            for name in names:
-                contents.tables[name].pull(wanted[name], out=places[name], training=message.training)
-        else:
-            everyone = side_by_side([wanted[name] for name in names])
-            group.pull(everyone, [len(wanted[name]) for name in names], out=flat)
+    for group, names in contents.groups(list(wanted)):
+        everyone, counts = side_by_side([wanted[name] for name in names]), [len(wanted[name]) for name in names]
+        flat = side_by_side([places[name] for name in names])
+        group.pull(everyone, counts, out=flat, training=message.training)
+        if flat.data_ptr() != places[names[0]].data_ptr():  # a copy: their places are not neighbours
+            for name, rows in zip(names, torch.split(flat, counts), strict=True):
+                places[name].copy_(rows)
 
 
 def _room(contents: ShardContents, message: PullMessage) -> _ReplyBuffer:

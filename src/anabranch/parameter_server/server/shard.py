@@ -54,7 +54,7 @@ from anabranch.parameter_server.server.reading_rows import admit, certain_bytes,
 from anabranch.parameter_server.server.shard_statistics import ShardStatistics
 from anabranch.parameter_server.server.worker_order import CheckedPush, Consistency, WorkerOrder
 from anabranch.record import spans
-from anabranch.tables.kernels.selection import KernelThreads
+from anabranch.tables.kernels.memory import KernelThreads
 from anabranch.tables.table_spec import check_name
 
 __all__ = ["Shard"]
@@ -118,7 +118,7 @@ class Shard:
                 return
             if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
                 raise NonFinite(f"the initial value of parameter {message.name} holds NaN or Inf")
-            self._contents.build(message, tensors)  # a message that cannot be built must not reach the journal
+            self._contents.check_made(message, tensors)  # a message that cannot be done must not reach the journal
             self._record("init", message, tensors)
 
     def join(self, message: JoinMessage, client: bytes = b"") -> None:

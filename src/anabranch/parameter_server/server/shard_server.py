@@ -43,7 +43,7 @@ from anabranch.parameter_server.server.shard_directory import shard_directory
 from anabranch.parameter_server.server.shard_statistics import ShardStatistics
 from anabranch.periodic import periodic
 from anabranch.record.spans import mark
-from anabranch.tables.kernels.selection import KernelThreads
+from anabranch.tables.kernels.memory import KernelThreads
 from anabranch.tables.warming import compile_kernels
 from anabranch.transport import Call, RequestHeader, Server, ServerStatistics, Transport, Verb, pack, unpack
 

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from anabranch.tables.kernels import rule_numbers as rules
 from anabranch.tables.optimizers.ftrl import FTRL
 from anabranch.tables.optimizers.row_wise_adagrad import RowWiseAdagrad
 
@@ -54,9 +55,16 @@ _STATES: dict[Family, tuple[str, ...]] = {
     Family.ADAMAX: ("exp_avg", "exp_inf"),
     Family.FTRL: ("z", "n"),
 }
-_COMPILED = (
-    Family.SGD, Family.ADAGRAD, Family.ROW_WISE_ADAGRAD, Family.ADAM, Family.ADAMW, Family.SPARSE_ADAM,
-)  # fmt: skip
+_NUMBERS: dict[Family, int] = {
+    Family.ADAGRAD: rules.ADAGRAD,
+    Family.ROW_WISE_ADAGRAD: rules.ROW_WISE,
+    Family.ADAM: rules.ADAM,
+    Family.ADAMW: rules.ADAM,
+    Family.SPARSE_ADAM: rules.ADAM,
+    Family.RMSPROP: rules.RMSPROP,
+    Family.ADAMAX: rules.ADAMAX,
+    Family.FTRL: rules.FTRL,
+}
 _DECAYING = (Family.ADAM, Family.ADAMW, Family.RMSPROP, Family.ADAMAX)
 
 
@@ -130,9 +138,11 @@ class RowOptimizer:
         return 0 if self.family is Family.ROW_WISE_ADAGRAD else len(self.state_names)
 
     @property
-    def compiled(self) -> bool:
-        """True if there are compiled kernels of it; other rules run as PyTorch's operations on copies of the rows."""
-        return self.family in _COMPILED and not self.amsgrad
+    def number(self) -> int:
+        """The rule's number in ``kernels/rules.py``."""
+        if self.family is Family.SGD:
+            return rules.MOMENTUM if self.momentum else rules.SGD
+        return rules.AMSGRAD if self.amsgrad else _NUMBERS[self.family]
 
     def row_width(self, width: int) -> int:
         """Values of a row of ``width`` weights with all its state."""

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from anabranch.checkpoint.regular_file import open_regular
-from anabranch.tables.kernels.selection import as_array
+from anabranch.tables.kernels.memory import as_array
 from anabranch.tensors.dtypes import dtype_name, dtype_named
 
 _MAGIC = b"ABBODY1\n"

@@ -14,31 +14,32 @@ from typing import Any
 
 import numpy as np
 
-from anabranch.tables.kernels._compiled import U, _inline, _kernel, _mix, _prefetch
+from anabranch.tables.kernels.heap import add, drop_top, sink
+from anabranch.tables.kernels.numbers import U, inline, kernel, mix, prefetch
 
 _AHEAD = 12  # ids
 
 
-@_inline
+@inline
 def _place(keys: Any, slots: Any, wanted: Any) -> Any:
     """Return the place of ``wanted`` in the hash table, or the free place where it would go."""
     mask = U(keys.size - 1)
-    at = _mix(U(wanted)) & mask
+    at = mix(U(wanted)) & mask
     while slots[at] >= 0 and keys[at] != wanted:
         at = (at + U(1)) & mask
     return at
 
 
-@_inline
+@inline
 def _look_ahead(keys: Any, slots: Any, ids: Any, i: int) -> None:
     """Prefetches the place of the id that is looked up a little later."""
     if i + _AHEAD < ids.size:
-        at = _mix(U(ids[i + _AHEAD])) & U(keys.size - 1)
-        _prefetch(keys, at)
-        _prefetch(slots, at)
+        at = mix(U(ids[i + _AHEAD])) & U(keys.size - 1)
+        prefetch(keys, at)
+        prefetch(slots, at)
 
 
-@_kernel
+@kernel
 def find(keys: Any, slots: Any, ids: Any, out: Any) -> None:
     """Find the row of each id, -1 for one without a row."""
     for i in range(ids.size):
@@ -46,7 +47,7 @@ def find(keys: Any, slots: Any, ids: Any, out: Any) -> None:
         out[i] = slots[_place(keys, slots, ids[i])]
 
 
-@_kernel
+@kernel
 def put(keys: Any, slots: Any, ids: Any, first: int) -> None:
     """Enters distinct new ids under the rows ``first``, ``first + 1``, ..."""
     for i in range(ids.size):
@@ -55,7 +56,7 @@ def put(keys: Any, slots: Any, ids: Any, first: int) -> None:
         slots[at] = first + i
 
 
-@_inline
+@inline
 def _remove(keys: Any, slots: Any, leaving: Any) -> None:
     """Remove an id and move back those that it had pushed on, so that no search ends too early."""
     mask = U(keys.size - 1)
@@ -65,76 +66,23 @@ def _remove(keys: Any, slots: Any, leaving: Any) -> None:
         at = (at + U(1)) & mask
         if slots[at] < 0:
             break
-        home = _mix(U(keys[at])) & mask
+        home = mix(U(keys[at])) & mask
         if ((at - home) & mask) >= ((at - hole) & mask):
             keys[hole], slots[hole] = keys[at], slots[at]
             hole = at
     slots[hole] = -1
 
 
-@_inline
-def _less(heap: Any, a: Any, b: Any) -> bool:
-    for k in range(3):
-        if heap[a, k] != heap[b, k]:
-            return bool(heap[a, k] < heap[b, k])
-    return False
-
-
-@_inline
-def _swap(heap: Any, a: Any, b: Any) -> None:
-    for k in range(3):
-        heap[a, k], heap[b, k] = heap[b, k], heap[a, k]
-
-
-@_inline
-def _sink(heap: Any, size: int) -> None:
-    """Sinks the top to its place."""
-    first, second, third = heap[0, 0], heap[0, 1], heap[0, 2]
-    at = 0
-    while 2 * at + 1 < size:
-        child = 2 * at + 1
-        if child + 1 < size and _less(heap, child + 1, child):
-            child += 1
-        if not (
-            heap[child, 0] < first
-            or (
-                heap[child, 0] == first
-                and (heap[child, 1] < second or (heap[child, 1] == second and heap[child, 2] < third))
-            )
-        ):
-            break
-        heap[at, 0], heap[at, 1], heap[at, 2] = heap[child, 0], heap[child, 1], heap[child, 2]
-        at = child
-    heap[at, 0], heap[at, 1], heap[at, 2] = first, second, third
-
-
-@_inline
-def _add(heap: Any, size: int, uses: int, last_use: int, row: int) -> int:
-    heap[size, 0], heap[size, 1], heap[size, 2] = uses, last_use, row
-    at = size
-    while at and _less(heap, at, (at - 1) // 2):
-        _swap(heap, at, (at - 1) // 2)
-        at = (at - 1) // 2
-    return size + 1
-
-
-@_inline
-def _drop_top(heap: Any, size: int) -> int:
-    _swap(heap, 0, size - 1)
-    _sink(heap, size - 1)
-    return size - 1
-
-
-@_kernel
+@kernel
 def rank(heap: Any, uses: Any, last_use: Any, rows: int, by_frequency: bool) -> int:
     """Fill the heap with ``rows`` rows; returns its size."""
     size = 0
     for row in range(rows):
-        size = _add(heap, size, uses[row] if by_frequency else 0, last_use[row], row)
+        size = add(heap, size, uses[row] if by_frequency else 0, last_use[row], row)
     return size
 
 
-@_kernel
+@kernel
 def use(
     keys: Any,
     slots: Any,
@@ -189,13 +137,13 @@ def use(
                 now = uses[top] if by_frequency else 0
                 if heap[0, 0] != now or heap[0, 1] != last_use[top]:
                     heap[0, 0], heap[0, 1] = now, last_use[top]
-                    _sink(heap, heap_size)
+                    sink(heap, heap_size)
                 elif uses[top] >= settled:  # stays for good, so it need not be checked again
-                    heap_size = _drop_top(heap, heap_size)
+                    heap_size = drop_top(heap, heap_size)
                 elif last_use[top] == step:
                     if not by_frequency:  # the least recently used row is in use, so all are
                         break
-                    heap_size = _drop_top(heap, heap_size)
+                    heap_size = drop_top(heap, heap_size)
                     if aside == waiting.size:
                         waiting = np.concatenate((waiting, waiting))
                     waiting[aside] = top
@@ -215,10 +163,10 @@ def use(
         out[i] = row
         if on_top:
             heap[0, 0], heap[0, 1] = 1 if by_frequency else 0, step
-            _sink(heap, heap_size)
+            sink(heap, heap_size)
         elif heap.shape[0]:
-            heap_size = _add(heap, heap_size, 1 if by_frequency else 0, step, row)
+            heap_size = add(heap, heap_size, 1 if by_frequency else 0, step, row)
     for k in range(aside):
         row = waiting[k]
-        heap_size = _add(heap, heap_size, uses[row] if by_frequency else 0, last_use[row], row)
+        heap_size = add(heap, heap_size, uses[row] if by_frequency else 0, last_use[row], row)
     return filled, heap_size, taken

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from anabranch.tables.kernels._compiled import U, _inline, _kernel, _prefetch
-from anabranch.tables.kernels._compiled_group import move
-from anabranch.tables.kernels._compiled_index import _look_ahead, _place, use
-from anabranch.tables.row_versions import WITH_STATE
+from anabranch.tables.kernels.id_index import _look_ahead, _place, use
+from anabranch.tables.kernels.numbers import U, inline, kernel, prefetch
+from anabranch.tables.kernels.row_versions import WITH_STATE
+from anabranch.tables.kernels.rules import move_row
 
 LONG_AGO = -(1 << 40)
 NEVER = 1 << 40
@@ -53,7 +53,7 @@ class Due(NamedTuple):
     starts: Any
 
 
-@_inline
+@inline
 def _take(held: Any, t: int, slot: int, width: int, own: int, due: Any, at: int) -> None:
     """Move the gradient that waits in a slot to ``due``."""
     total = np.float32(0)
@@ -70,7 +70,7 @@ def _take(held: Any, t: int, slot: int, width: int, own: int, due: Any, at: int)
     held.counters[t, PUSHED] += 1
 
 
-@_inline
+@inline
 def _use(
     held: Any, t: int, ids: Any, step: int, by_frequency: bool, settled: int, width: int, out: Any, due: Any, at: int
 ) -> int:
@@ -93,7 +93,7 @@ def _use(
     return at
 
 
-@_kernel
+@kernel
 def start_prefetch(
     held: Any,
     members: Any,
@@ -142,7 +142,7 @@ def start_prefetch(
         ask_starts[k + 1] = count
 
 
-@_kernel
+@kernel
 def ask(
     held: Any,
     by_frequency: bool,
@@ -205,7 +205,7 @@ def ask(
         held.counters[t, HITS] += end - begin - (count - ask_starts[k])
 
 
-@_kernel
+@kernel
 def answer(
     held: Any,
     width: int,
@@ -267,7 +267,7 @@ def answer(
     return again
 
 
-@_kernel
+@kernel
 def admit(
     held: Any,
     by_frequency: bool,
@@ -288,7 +288,7 @@ def admit(
         leaving.starts[k + 1] = left
 
 
-@_kernel
+@kernel
 def mark(held: Any, members: Any, ids: Any, starts: Any) -> None:
     """Mark ``ids`` as pushed since the rows now taken in were requested."""
     for k in range(members.size):
@@ -300,7 +300,7 @@ def mark(held: Any, members: Any, ids: Any, starts: Any) -> None:
                 held.pushed[t, slot] = True
 
 
-@_kernel
+@kernel
 def finish_prefetch(
     held: Any,
     width: int,
@@ -360,7 +360,7 @@ def finish_prefetch(
     return again
 
 
-@_kernel
+@kernel
 def pass_on(held: Any, members: Any, ids: Any, starts: Any) -> None:
     """``write`` without a ``push_bound``: cached rows are asked about when they are next read."""
     for k in range(members.size):
@@ -373,7 +373,7 @@ def pass_on(held: Any, members: Any, ids: Any, starts: Any) -> None:
         held.counters[t, PUSHED] += starts[k + 1] - starts[k]
 
 
-@_kernel
+@kernel
 def count_due(due_at: Any, members: Any, limit: int) -> int:
     """Count the waiting rows that are due by the step ``limit``."""
     count = 0
@@ -384,7 +384,7 @@ def count_due(due_at: Any, members: Any, limit: int) -> int:
     return count
 
 
-@_kernel
+@kernel
 def take_due(held: Any, width: int, members: Any, limit: int, due: Any) -> None:
     """Move the gradients that are due by the step ``limit`` to ``due``."""
     at = 0
@@ -397,9 +397,9 @@ def take_due(held: Any, width: int, members: Any, limit: int, due: Any) -> None:
         due.starts[k + 1] = at
 
 
-@_kernel
+@kernel
 def write(
-    kind: Any,
+    rule: int,
     held: Any,
     width: int,
     members: Any,
@@ -414,7 +414,7 @@ def write(
 ) -> None:
     """Move the cached rows by their gradients, which wait; ``due`` takes those of other rows and those that are due.
 
-    ``kind`` is as ``step_all`` has it. Of row-wise Adagrad a row's last number is its sum.
+    ``rule`` is a number of ``rules.py``. Of row-wise Adagrad a row's last number is its sum.
     """
     at = 0
     wide, stride = U(width), U(held.rows.shape[2])
@@ -430,9 +430,9 @@ def write(
             slots[i] = places[_place(keys, places, ids[i])]
         for i in range(begin, end):
             if i + _AHEAD < end and slots[i + _AHEAD] >= 0:
-                _prefetch(storage, (base + U(slots[i + _AHEAD])) * stride)
-                _prefetch(storage, (base + U(slots[i + _AHEAD])) * stride + wide)
-                _prefetch(waiting, (base + U(slots[i + _AHEAD])) * wide)
+                prefetch(storage, (base + U(slots[i + _AHEAD])) * stride)
+                prefetch(storage, (base + U(slots[i + _AHEAD])) * stride + wide)
+                prefetch(waiting, (base + U(slots[i + _AHEAD])) * wide)
             slot = slots[i]
             here = slot >= 0 and held.versions[t, slot] >= 0
             with_state = here and held.with_state[t, slot]
@@ -454,7 +454,7 @@ def write(
                 energy += np.float32(value) * np.float32(value)
             if with_state:
                 row = (base + U(slot)) * stride
-                move(kind, storage, row, wide, storage, row + wide, own, constants[k])
+                move_row(rule, storage, row, storage, row + wide, wide, own, U(0), constants[k])
             held.energy[t, slot] += energy
             if held.due_at[t, slot] == NEVER:
                 held.due_at[t, slot] = step + push_bound - spare

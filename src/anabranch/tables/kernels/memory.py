@@ -1,0 +1,94 @@
+"""Memory of tensors as the kernels take it, and ``KernelThreads``, which run a kernel on several threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = ["KernelThreads", "as_array", "as_tensor", "working_dtype"]
+
+_KERNEL_SECONDS = 600.0  # a kernel only touches memory; one that runs longer is a bug
+_SMALL = 1 << 15  # numbers below which waking a thread costs more than it saves
+_HALVES = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}  # which Numba does not know
+
+
+def as_array(tensor: Tensor) -> NDArray[Any]:
+    """Return the memory of a contiguous CPU tensor as a flat array: bfloat16 as ``uint16``, float16 as ``int16``."""
+    flat = tensor.detach().reshape(-1)
+    return flat.view(_HALVES.get(flat.dtype, flat.dtype)).numpy()
+
+
+def as_tensor(array: NDArray[Any]) -> Tensor:
+    """Return the tensor over the memory of an array that ``as_array`` gave."""
+    tensor = torch.from_numpy(array)
+    dtype = {np.dtype(np.uint16): torch.bfloat16, np.dtype(np.int16): torch.float16}.get(array.dtype, tensor.dtype)
+    return tensor.view(dtype)
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of arithmetic on rows of ``dtype``: float32 for the half types, else the same."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+class KernelThreads:
+    """Threads that divide one kernel's work; a context manager that ends them.
+
+    >>> with KernelThreads(2) as threads:
+    ...     parts = []
+    ...     threads.run(lambda first, last: parts.append((first, last)), count=10, numbers=1 << 20)
+    >>> sorted(parts)
+    [(0, 5), (5, 10)]
+
+    The kernels release the GIL, so the parts run at once. Numba's own threads are not used: its layers abort the
+    process when two threads enter a kernel together, or after a fork.
+
+    Args:
+        threads: the most threads that work, the caller's among them; at least 1.
+    """
+
+    def __init__(self, threads: int = 1) -> None:
+        if threads < 1:
+            raise ValueError(f"at least 1 thread is needed, got {threads}")
+        self.threads = threads
+        self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+
+    def run(self, part: Callable[[int, int], None], count: int, numbers: int) -> None:
+        """Call ``part(first, last)`` on ranges that cover ``range(count)``: one if there are few ``numbers`` to do."""
+        parts = min(self.threads, count) if numbers >= _SMALL else 1
+        if parts <= 1:
+            part(0, count)
+            return
+        edges = [count * k // parts for k in range(parts + 1)]
+        futures: list[Future[None]] = [self._start().submit(part, edges[k], edges[k + 1]) for k in range(1, parts)]
+        try:
+            part(edges[0], edges[1])
+        finally:
+            for future in futures:
+                future.result(timeout=_KERNEL_SECONDS)
+
+    def _start(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self.threads - 1, thread_name_prefix="anabranch-table")
+            return self._pool
+
+    def close(self) -> None:
+        """End the threads."""
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown()
+
+    def __enter__(self) -> KernelThreads:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

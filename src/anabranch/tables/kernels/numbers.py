@@ -1,0 +1,179 @@
+"""What the kernels share: instructions without a Python equivalent, half types, and a mix of 64 bits.
+
+Half types are kept as integers, because Numba has neither: float16 as ``int16``, bfloat16 as ``uint16``. Arithmetic on
+them is float32. ``error_model="numpy"`` because a test for zero divisors stops vectorising; ``parallel=False`` because
+Numba's own thread layers abort when two threads enter a kernel, or after a fork. Offsets are unsigned, so that no index
+is tested for "counts from the end" and loops vectorise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, overload
+
+from anabranch.tables.kernels._compiling import compiled
+
+__all__ = ["U", "coarse", "feistel", "fma", "inline", "kernel", "load", "mix", "number", "prefetch", "rounded"]
+
+Function = Callable[..., Any]
+U = np.uint64
+kernel = compiled
+
+
+def inline(function: Function) -> Function:
+    """Return a function that becomes part of the kernels that call it."""
+    return cast(Function, numba.njit(nogil=True, error_model="numpy", forceinline=True)(function))
+
+
+def _instruction(function: Function) -> Function:
+    return cast(Function, intrinsic(function))
+
+
+def _overload(function: Function) -> Callable[[Function], Function]:
+    return cast(Callable[[Function], Function], overload(function, strict=False))
+
+
+@_instruction
+def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
+    """Return ``a * b + c`` in one rounding."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fma(*args)
+
+    return a(a, a, a), generate
+
+
+@_instruction
+def _bits_to_float(typing: Any, bits: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.uint32), generate
+
+
+@_instruction
+def _float_to_bits(typing: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.uint32(types.float32), generate
+
+
+@_instruction
+def _widen(typing: Any, bits: Any) -> Any:
+    # Without F16C this and the next call functions that Numba does not link; ``Arena`` refuses such a processor.
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.int16), generate
+
+
+@_instruction
+def _narrow(typing: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+
+    return types.int16(types.float32), generate
+
+
+@_instruction
+def prefetch(typing: Any, array: Any, index: Any) -> Any:
+    """Fetch the cache line that holds ``array[index]``."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        view = context.make_array(signature.args[0])(context, builder, args[0])
+        byte, word, name = ir.IntType(8).as_pointer(), ir.IntType(32), "llvm.prefetch.p0i8"
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        builder.call(function, [builder.bitcast(builder.gep(view.data, [args[1]]), byte), word(1), word(3), word(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, index), generate
+
+
+def number(memory: Any, value: Any) -> Any:
+    """``value`` in the type that ``memory`` computes in."""
+
+
+@_overload(number)
+def _number(memory: Any, value: Any) -> Any:
+    if memory.dtype == types.float64:
+        return lambda memory, value: np.float64(value)
+    return lambda memory, value: np.float32(value)
+
+
+def load(memory: Any, at: Any) -> Any:
+    """Return the number at ``at``, in the type that ``memory`` computes in."""
+
+
+@_overload(load)
+def _load(memory: Any, at: Any) -> Any:
+    if memory.dtype == types.uint16:
+        return lambda memory, at: _bits_to_float(np.uint32(memory[at]) << np.uint32(16))
+    if memory.dtype == types.int16:
+        return lambda memory, at: _widen(memory[at])
+    return lambda memory, at: memory[at]
+
+
+@inline
+def _to_bfloat16(value: Any) -> Any:
+    bits = _float_to_bits(value)
+    if value != value:
+        return np.uint16(0x7FC0)
+    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+def rounded(memory: Any, value: Any) -> Any:
+    """``value`` as ``memory`` holds it, rounded half to even."""
+
+
+@_overload(rounded)
+def _rounded(memory: Any, value: Any) -> Any:
+    if memory.dtype == types.uint16:
+        return lambda memory, value: _to_bfloat16(np.float32(value))
+    if memory.dtype == types.int16:
+        return lambda memory, value: _narrow(np.float32(value))
+    return lambda memory, value: number(memory, value)
+
+
+def coarse(memory: Any, value: Any) -> Any:
+    """``value`` rounded to bfloat16 if ``memory`` is of it, in the type that ``memory`` computes in."""
+
+
+@_overload(coarse)
+def _coarse(memory: Any, value: Any) -> Any:
+    if memory.dtype == types.uint16:
+
+        def of_bfloat16(memory: Any, value: Any) -> Any:
+            return _bits_to_float(np.uint32(_to_bfloat16(np.float32(value))) << np.uint32(16))
+
+        return of_bfloat16
+    return lambda memory, value: number(memory, value)
+
+
+@inline
+def mix(x: Any) -> Any:
+    """Return a bijection of 64 bits in which every bit of ``x`` reaches every bit of the result (Stafford's mix 13)."""
+    x = (x ^ (x >> U(30))) * U(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> U(27))) * U(0x94D049BB133111EB)
+    return x ^ (x >> U(31))
+
+
+@inline
+def feistel(value: Any, half: Any, mask: Any, key: Any, forward: bool) -> Any:
+    """Return a keyed bijection of ``2 * half`` bits: four rounds, each half mixed into the other."""
+    left, right = value >> half, value & mask
+    for turn in range(4):
+        if forward:
+            salt = key + U(turn) * U(0x9E3779B97F4A7C15)
+            left, right = right, left ^ (mix(right + salt) & mask)
+        else:
+            salt = key + U(3 - turn) * U(0x9E3779B97F4A7C15)
+            left, right = right ^ (mix(left + salt) & mask), left
+    return (left << half) | right

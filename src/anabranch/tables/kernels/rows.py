@@ -1,0 +1,257 @@
+"""Kernels over located rows: a row is one run of bytes, ``id | stamp | weights | states``.
+
+``words`` is an arena's memory as 64-bit words, ``w`` the same memory as weights and ``x`` as states, which may have
+another type. A stamp is 0 for a row that is not initialised, else 1 + the step of its table that it is up to date with.
+Lookups of several tables come together: those of table ``which[k]`` are ``starts[k]:starts[k + 1]``, and ``first`` and
+``last`` are the lookups that this thread does. Rows of -1 are ids without a row.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from anabranch.tables.kernels._quantile import QUANTILE
+from anabranch.tables.kernels.numbers import U, inline, kernel, load, mix, number, prefetch, rounded
+from anabranch.tables.kernels.rules import correct, move, move_row, replay
+from anabranch.tables.kernels.vocabulary import AHEAD, BLOCK, LAGS, SIZE, STEP
+
+# A shape is (weights, words of a row, weights from a row to the next, and before its weights, the same of states).
+
+
+# --- first values -----------------------------------------------------------------------------------------------------
+
+
+@inline
+def _logarithm(x: float) -> Any:
+    """log(x) for 0 < x < 1 from correctly rounded operations alone, so that every machine gets the same bits."""
+    exponent = 0.0
+    while x < 0.70710678118654752:
+        x *= 2.0
+        exponent -= 1.0
+    t = (x - 1.0) / (x + 1.0)
+    square = t * t
+    series = 0.0
+    for k in range(12, -1, -1):
+        series = series * square + 1.0 / (2.0 * k + 1.0)
+    return exponent * 0.6931471805599453 + 2.0 * t * series
+
+
+@inline
+def _polynomial(x: float, row: int) -> Any:
+    total = QUANTILE[row, 7]
+    for k in range(6, -1, -1):
+        total = total * x + QUANTILE[row, k]
+    return total
+
+
+@inline
+def quantile(p: float) -> Any:
+    """Return the normal distribution's quantile function, after Wichura's algorithm AS 241 (1988)."""
+    q = p - 0.5
+    if abs(q) <= 0.425:
+        r = 0.180625 - q * q
+        return q * _polynomial(r, 0) / _polynomial(r, 1)
+    r = math.sqrt(-_logarithm(p if q < 0 else 1.0 - p))
+    if r <= 5.0:
+        value = _polynomial(r - 1.6, 2) / _polynomial(r - 1.6, 3)
+    else:
+        value = _polynomial(r - 5.0, 4) / _polynomial(r - 5.0, 5)
+    return -value if q < 0 else value
+
+
+@kernel
+def first_values(out: Any, at: Any, wide: Any, id_: Any, key: Any, kind: Any) -> None:
+    """Return the first weights of an id: ``kind`` is 0 for ``kind[1]``, 1 for uniform, 2 for normal numbers.
+
+    They depend on ``(key, id, column)`` only.
+    """
+    word = mix(U(key) ^ mix(U(id_) + U(0x9E3779B97F4A7C15)))
+    low, high = kind[1], kind[2]
+    for j in range(wide):
+        value = low
+        if kind[0] != 0:
+            bits = mix(word + (j + U(1)) * U(0x9E3779B97F4A7C15))
+            uniform = (np.float64(bits >> U(12)) + 0.5) * 2.0**-52
+            value = low + (high - low) * uniform if kind[0] == 1 else low + high * quantile(uniform)
+        out[at + j] = rounded(out, number(out, value))
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+@kernel
+def visit(
+    which: Any, facts: Any, keys: Any, firsts: Any, owner: Any, words: Any, w: Any, shape: Any, training: bool,
+    ids: Any, rows: Any, starts: Any, out: Any, versions: Any, unready: Any, first: int, last: int,
+) -> None:  # fmt: skip
+    """Copy rows to ``out`` and the steps at which they changed to ``versions``, where these have room.
+
+    Marks in ``unready`` the tables with a row that is not begun, not up to date, or another id's; in training also
+    those with ids without a row, which are read as their first values.
+    """
+    wide, pitch, pw, ow, _, _ = shape
+    for k in range(which.size):
+        t = which[k]
+        dynamic, lacking = facts[t, SIZE] < 0, False
+        needed = facts[t, STEP] + 1 if facts[t, LAGS] else 1
+        end = U(min(last, starts[k + 1]))
+        for j in range(U(max(first, starts[k])), end):
+            if j + AHEAD < end:
+                ahead = U(max(rows[j + AHEAD], 0)) * pitch
+                prefetch(words, ahead)
+                prefetch(words, ahead + U(8))
+            if rows[j] < 0:
+                lacking |= training
+                if out.size:
+                    first_values(out, j * wide, wide, ids[j], keys[t], firsts[t])
+                if versions.size:
+                    versions[j] = 0
+                continue
+            row = U(rows[j])
+            stamp = words[row * pitch + U(1)]
+            lacking |= stamp < needed
+            if dynamic:
+                lacking |= words[row * pitch] != ids[j] or owner[row // U(BLOCK)] != t
+            if out.size:
+                for i in range(wide):
+                    out[j * wide + i] = w[row * pw + ow + i]
+            if versions.size:
+                versions[j] = max(stamp - 1, 0)
+        if lacking:
+            unready[k] = True
+
+
+@kernel
+def prepare(
+    rule: int, t: int, facts: Any, keys: Any, firsts: Any, words: Any, w: Any, x: Any, shape: Any, states: int,
+    history: Any, may_rest: bool, steady: bool, zeros: Any, before: Any, row_before: Any, ids: Any, rows: Any,
+    first: int, last: int,
+) -> None:  # fmt: skip
+    """Begin rows of table ``t`` that are used for the first time, and take the steps that others have missed."""
+    wide, pitch, pw, ow, px, ox = shape
+    step = facts[t, STEP]
+    for j in range(first, last):
+        if rows[j] < 0:
+            continue
+        row = U(rows[j])
+        base, a, s = row * pitch, row * pw + ow, row * px + ox
+        since = words[base + U(1)] - 1
+        if since < 0:
+            first_values(w, a, wide, ids[j], keys[t], firsts[t])
+            for i in range(s, s + U(states)):
+                x[i] = rounded(x, firsts[t, 3])
+            words[base], words[base + U(1)] = ids[j], 1
+            since = 0
+        if facts[t, LAGS] and since < step:
+            replay(
+                rule, words, base, pitch, w, a, x, s, wide, history, since, may_rest, steady, zeros, before, row_before
+            )
+            words[base + U(1)] = step + 1
+
+
+@kernel
+def states(
+    keys: Any, firsts: Any, w: Any, x: Any, shape: Any, count: int, t: int, ids: Any, rows: Any, out: Any
+) -> None:
+    """Copy weights and ``count`` numbers of state of each row; of an id without a row the first ones."""
+    wide, _, pw, ow, px, ox = shape
+    whole, first = wide + U(count), np.empty(wide, w.dtype)
+    for j in range(U(rows.size)):
+        if rows[j] < 0:
+            first_values(first, U(0), wide, ids[j], keys[t], firsts[t])
+            for i in range(wide):
+                out[j * whole + i] = rounded(out, load(first, i))
+            for i in range(wide, whole):
+                out[j * whole + i] = rounded(out, firsts[t, 3])
+        else:
+            row = U(rows[j])
+            for i in range(wide):
+                out[j * whole + i] = rounded(out, load(w, row * pw + ow + i))
+            for i in range(U(count)):
+                out[j * whole + wide + i] = rounded(out, load(x, row * px + ox + i))
+
+
+# --- moving -----------------------------------------------------------------------------------------------------------
+
+
+@kernel
+def step(
+    rule: int, which: Any, facts: Any, words: Any, w: Any, x: Any, shape: Any, constants: Any, floor: float,
+    squares: Any, rows: Any, starts: Any, grads: Any, first: int, last: int,
+) -> None:  # fmt: skip
+    """Move distinct rows by their gradients, and stamp them with the step; ``squares`` may be empty."""
+    wide, pitch, pw, ow, px, ox = shape
+    for k in range(which.size):
+        stamp, c, end = facts[which[k], STEP] + 2, constants[k], U(min(last, starts[k + 1]))
+        for j in range(U(max(first, starts[k])), end):
+            if j + AHEAD < end:
+                at = U(max(rows[j + AHEAD], 0)) * pitch
+                for line in range(at, at + pitch, U(8)):
+                    prefetch(words, line)
+                prefetch(words, at + pitch - U(1))
+            if rows[j] >= 0:
+                row = U(rows[j])
+                a, s, b = row * pw + ow, row * px + ox, j * wide
+                if squares.size and squares[j] != 1:
+                    correct(rule, w, a, x, s, wide, grads, b, c, squares[j], floor)
+                move(rule, w, a, x, s, wide, grads, b, c)
+                words[row * pitch + U(1)] = stamp
+
+
+@kernel
+def merge(
+    wide: Any, most: float, rows: Any, starts: Any, grads: Any, squares: Any, buckets: Any, totals: Any, out_rows: Any,
+    out_starts: Any, out: Any, out_squares: Any,
+) -> int:  # fmt: skip
+    """Add up the gradients of each row, in the order of the lookups; returns how many rows there are.
+
+    ``squares`` are those of each lookup, or none. ``buckets`` is scratch, a power of
+    two above twice the lookups; ``totals`` has room for as many gradients. Sums are clamped to ``most``.
+    """
+    mask, count = U(buckets.size - 1), 0
+    buckets[:] = -1
+    every, own = np.zeros(out_squares.size), np.zeros(out_squares.size)
+    for k in range(starts.size - 1):
+        out_starts[k] = count
+        for j in range(U(starts[k]), U(starts[k + 1])):
+            row = rows[j]
+            if row < 0:
+                continue
+            at = (U(row) * U(0x9E3779B97F4A7C15) >> U(20)) & mask
+            while buckets[at] >= 0 and out_rows[buckets[at]] != row:
+                at = (at + U(1)) & mask
+            if buckets[at] < 0:
+                buckets[at] = count
+                out_rows[count] = row
+                for i in range(U(count) * wide, U(count + 1) * wide):
+                    totals[i] = 0
+                count += 1
+            target, energy = U(buckets[at]), 0.0
+            for i in range(wide):
+                value = load(grads, j * wide + i)
+                totals[target * wide + i] += value
+                energy += np.float64(value) * np.float64(value)
+            if squares.size:
+                every[target] += energy
+                own[target] += energy * np.float64(squares[j])
+    out_starts[starts.size - 1] = count
+    for i in range(U(count) * wide):
+        out[i] = rounded(out, min(max(totals[i], number(out, -most)), number(out, most)))
+    for i in range(U(count) if squares.size else U(0)):
+        out_squares[i] = own[i] / every[i] if every[i] > 0 else 1.0
+    return count
+
+
+@kernel
+def move_all(
+    rule: int, w: Any, x: Any, stride: int, width: int, constants: Any, floor: float, squares: Any, grads: Any
+) -> None:
+    """Move rows that lie ``stride`` numbers apart, states behind weights, by one gradient each."""
+    wide, apart = U(width), U(stride)
+    for j in range(U(grads.size) // wide):
+        if squares.size and squares[j] != 1:
+            correct(rule, w, j * apart, x, j * apart + wide, wide, grads, j * wide, constants, squares[j], floor)
+        move_row(rule, w, j * apart, x, j * apart + wide, wide, grads, j * wide, constants)

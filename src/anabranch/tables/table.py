@@ -1,0 +1,649 @@
+"""``Table``: one shard's part of a table, with its optimizer; ``TableGroup``: those of one arena, in one call.
+
+::
+
+    ids ──locate──> rows ──settle──> admitted, begun, up to date ──visit──> pulled
+                      │                                  grads ──merge──> one a row ──step──> moved, stamped
+                      └── -1: not in the vocabulary; read as its first values, its gradient is dropped
+
+A row is initialised when it is first used, so a table of any size is created at once. A table counts its optimizer
+steps, and a row's stamp is the step it is up to date with. Under an optimizer that also changes rows without a
+gradient, the steps that a row missed are replayed when it is read, each with its own hyperparameters.
+
+In a table without a range any int64 is an id: training gives rows to new ids, evaluation reads them as their first
+values. If the table is full, a new id evicts the row unused longest, or used in the fewest steps (of equal ones that of
+the lowest id), but none that the running step has used: then the id waits for another step. The same calls give the
+same rows on every machine, so a log can be replayed: random admission is drawn from the id and the step.
+
+A kernel's fixed cost is the same for ten rows and ten thousand, and a model has dozens of tables, so those of an arena
+are worked on together; only rows that are new, or lag, are settled table by table.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from anabranch.errors import NotFound, SchemaError
+from anabranch.tables.arena import Arena
+from anabranch.tables.kernels import rows as kernels
+from anabranch.tables.kernels import vocabulary
+from anabranch.tables.kernels.memory import KernelThreads, as_array, working_dtype
+from anabranch.tables.kernels.rule_numbers import ROW_WISE
+from anabranch.tables.kernels.vocabulary import BLOCK, LAGS, STEP
+from anabranch.tables.missed_steps import MissedSteps
+from anabranch.tables.optimizers.row_optimizers import RowOptimizer
+from anabranch.tables.row_block import RowBlock
+from anabranch.tables.shard_placement import Placement, mixed
+from anabranch.tables.table_spec import TableSpec, state_dtype
+
+__all__ = ["Table", "TableGroup", "side_by_side"]
+
+Array = NDArray[Any]
+_NONE: Array = np.empty(0, np.int64)
+_NO_SQUARES: Array = np.empty(0, np.float32)
+
+
+class Table:
+    """Rows of numbers by id, and their optimizer.
+
+    >>> from anabranch.tables import Constant
+    >>> spec = TableSpec("words", rows=10, width=2, initial=Constant(1.0))
+    >>> table = Table(spec, RowOptimizer(Family.SGD, lr=0.5))
+    >>> table.push(torch.tensor([3, 5, 3]), torch.ones(3, 2))
+    >>> table.pull(torch.tensor([3, 4, 5]))
+    tensor([[0.0000, 0.0000],
+            [1.0000, 1.0000],
+            [0.5000, 0.5000]])
+
+    Args:
+        spec: the table.
+        rule: its optimizer; later numbers are set by ``rule``.
+        arena: the memory of its rows, of its kind; by default one of its own.
+        shard, shards, pool, scratch: as ``Arena`` takes them, if it is made here.
+
+    Attributes:
+        number: the table's in its arena.
+        evictions: ids that lost their row to another.
+        unadmitted: ids of pushes that found no room, counted in each step: their gradients were dropped.
+
+    Not thread-safe: a shard lets one thread in at a time.
+    """
+
+    def __init__(
+        self,
+        spec: TableSpec,
+        rule: RowOptimizer,
+        arena: Arena | None = None,
+        *,
+        shard: int = 0,
+        shards: int = 1,
+        pool: KernelThreads | None = None,
+        scratch: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.spec, self._rule = spec, rule
+        self.arena = arena or Arena(spec, rule, shard=shard, shards=shards, pool=pool, scratch=scratch)
+        self.placement = Placement.of(spec, self.arena.shards)
+        self.number, self._blocks = self.arena.add(spec, rule, self.placement)
+        self.missed = MissedSteps(spec, rule)
+        self.evictions = self.unadmitted = 0
+        self._used = 0 if spec.rows is None else self.placement.count(self.arena.shard)
+        self._capacity = None if spec.capacity is None else -(-spec.capacity // self.arena.shards)
+        self._heap, self._heap_size = np.empty((self._capacity or 0, 3), np.int64), 0
+
+    def __repr__(self) -> str:
+        """Return its name, size and rule."""
+        rows = "dynamic" if self.spec.rows is None else self.spec.rows
+        dtype = str(self.spec.dtype).removeprefix("torch.")
+        return f"Table({self.spec.name!r}, {rows} x {self.spec.width}, {dtype}, {self._rule.family.name})"
+
+    @property
+    def rule(self) -> RowOptimizer:
+        """The optimizer with the hyperparameters of the next step."""
+        return self._rule
+
+    @rule.setter
+    def rule(self, rule: RowOptimizer) -> None:
+        if rule is self._rule:
+            return
+        if not self._rule.same_layout(rule):
+            raise ValueError(
+                f"table {self.spec.name} keeps the state of {self._rule.family} with {self._rule.states} numbers per "
+                f"weight; {rule.family} with {rule.states} needs another table"
+            )
+        self._rule = rule
+        self.arena.firsts[self.number, 3] = rule.initial_state
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far."""
+        return int(self.arena.facts[self.number, STEP])
+
+    @property
+    def moves_as_one(self) -> bool:
+        """True if a step changes every row, so that all have the table's version."""
+        return self.missed.lag and self._rule.moves_quiet_rows
+
+    @property
+    def used(self) -> int:
+        """The number of rows with an id."""
+        return self._used
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row: id, stamp, weights and states."""
+        return self.arena.row_bytes
+
+    def bytes(self) -> int:
+        """Bytes of the rows with an id."""
+        return self._used * self.arena.row_bytes
+
+    # --- as a group of one ------------------------------------------------------------------------------------------
+
+    @property
+    def _alone(self) -> TableGroup:
+        return TableGroup([self])  # not kept: its reference back would keep a file open until garbage is collected
+
+    def pull(self, ids: Tensor, *, training: bool = False) -> Tensor:
+        """Return the rows of ``ids``, ``[*ids.shape, width]``, as of the last step.
+
+        ``training`` admits new ids to a dynamic table; otherwise they read as their first values.
+
+        Raises:
+            NotFound: an id outside the table; says which, and where.
+            SchemaError: ids that are not int64.
+        """
+        return self._alone.pull(ids.reshape(-1), [ids.numel()], training=training).view(*ids.shape, self.spec.width)
+
+    def push(self, ids: Tensor, grads: Tensor, squares: Tensor | None = None) -> None:
+        """One optimizer step with ``grads``, ``[*ids.shape, width]``: repeated rows get their sum.
+
+        ``squares`` are of gradients that are sums over several steps, ``[len(ids)]``.
+
+        Raises:
+            NotFound: an id outside the table; says which, and where. Nothing is changed.
+            SchemaError: ids or gradients of the wrong shape or dtype. Nothing is changed.
+        """
+        self._alone.push(ids.reshape(-1), grads, [ids.numel()], squares)
+
+    def versions(self, ids: Tensor) -> Tensor:
+        """Return the step at which each row last changed: int64 ``[len(ids)]``, 0 for one that never has."""
+        versions = torch.empty(ids.numel(), dtype=torch.int64, device="cpu")
+        self._alone.pull(ids.reshape(-1), [ids.numel()], versions=versions)
+        return versions
+
+    def pull_with_state(self, ids: Tensor) -> Tensor:
+        """Return rows with their optimizer's state: ``[len(ids), rule.row_width(width)]``."""
+        return self._alone.answer(ids, [len(ids)], [len(ids)], [0], ids[:0])[0]
+
+    # --- rows that are new, or lag ----------------------------------------------------------------------------------
+
+    def settle(self, ids: Array, rows: Array, *, training: bool, distinct: bool) -> None:
+        """Correct ``rows``, where ``ids`` are; in training give rows to ids without one. Begin them, bring them up to
+        date.
+        """
+        arena = self.arena
+        if self.spec.rows is None:
+            vocabulary.find_all(arena.index, arena.words, arena.pitch, self.number, ids, rows)
+            if training:
+                self._admit(ids, rows)
+        arena.changing(rows)
+        before, row = np.empty(self.spec.width, arena.working), np.empty(int(arena.pitch), np.int64)
+
+        def prepare(first: int, last: int) -> None:
+            kernels.prepare(
+                arena.rule, self.number, arena.facts, arena.keys, arena.firsts, arena.words, arena.w, arena.x,
+                arena.shape, arena.states, self.missed.steps(), self.missed.may_rest, self.missed.steady, arena.zeros,
+                before.copy(), row.copy(), ids, rows, first, last,
+            )  # fmt: skip
+
+        if distinct:
+            arena.pool.run(prepare, rows.size, rows.size * self.spec.width)
+        else:
+            prepare(0, rows.size)
+
+    def draw(self, ids: Array) -> Array:
+        """Those of ``ids`` that this step admits, if there is room."""
+        if self.spec.admission == 1:
+            return ids
+        chance = mixed(mixed(ids, self.placement.key).view(np.int64) + np.int64(self.step), self.placement.key)
+        return ids[(chance >> np.uint64(11)).astype(np.float64) * 2.0**-53 < self.spec.admission]
+
+    def _admit(self, ids: Array, rows: Array) -> None:
+        arena = self.arena
+        if self._capacity is not None:
+            vocabulary.use(rows, arena.usage, self.step)
+        missing = np.flatnonzero(rows < 0)
+        new = self.draw(np.unique(ids[missing]))
+        if not new.size:
+            return
+        room = new.size if self._capacity is None else self._capacity - self._used
+        fresh = min(new.size, room)
+        evicted = self._victims(new.size - fresh)
+        new = new[: fresh + evicted.size]  # the lowest ids, in whatever order they come
+        into = np.concatenate([self._more_rows(fresh), evicted])
+        arena.changing(into)
+        vocabulary.remove(arena.index, arena.words, arena.pitch, self.number, evicted)
+        self.evictions += evicted.size
+        self._enter(new, into, fresh, np.broadcast_to([1, self.step], (new.size, 2)))
+        if new.size:
+            at = np.minimum(np.searchsorted(new, ids[missing]), new.size - 1)
+            has_row = new[at] == ids[missing]
+            rows[missing[has_row]] = into[at[has_row]]
+
+    def _victims(self, count: int) -> Array:
+        if not count:
+            return _NONE
+        arena, rows = self.arena, np.empty(count, np.int64)
+        many, self._heap_size = vocabulary.victims(
+            self._heap, self._heap_size, arena.usage, self.step, self.spec.eviction == "frequency", arena.index,
+            arena.words, arena.pitch, self.number, rows,
+        )  # fmt: skip
+        return rows[:many]
+
+    def _more_rows(self, count: int) -> Array:
+        """Rows for ``count`` more ids."""
+        end = self._used + count
+        if end > self._blocks.size * BLOCK:
+            more = self.arena.take(self.number, -(-end // BLOCK) - self._blocks.size)
+            self._blocks = np.concatenate([self._blocks, more])
+        return self._rows_at(self._used, end)
+
+    def _rows_at(self, first: int, last: int) -> Array:
+        places = np.arange(first, last)
+        rows: Array = self._blocks[places // BLOCK] * BLOCK + places % BLOCK
+        return rows
+
+    def _enter(self, ids: Array, rows: Array, fresh: int, usage: Array) -> None:
+        """Give rows to new ids, of which so many are not those of evicted ids."""
+        arena, arena.seen = self.arena, None
+        if not vocabulary.enter(arena.index, arena.words, arena.pitch, self.number, ids, rows):
+            raise MemoryError(f"table {self.spec.name}: too many ids share their bits")
+        self._used += fresh
+        if self._capacity is not None:
+            arena.usage[rows] = usage
+            self._heap_size = vocabulary.rank(
+                self._heap, self._heap_size, ids, rows, arena.usage, self.spec.eviction == "frequency"
+            )
+
+    def drop(self) -> None:
+        """Give the rows back to the arena."""
+        if self.spec.rows is None:
+            rows = self._rows_at(0, self._used)
+            vocabulary.remove(self.arena.index, self.arena.words, self.arena.pitch, self.number, rows)
+        self.arena.give_back(self.number, self._blocks)
+
+    # --- saving, moving ---------------------------------------------------------------------------------------------
+
+    def blocks(self, rows: int = 1 << 16) -> Iterator[RowBlock]:
+        """All initialised rows, in the order of memory, ``rows`` at a time; ``history`` belongs to them."""
+        for first in range(0, self._used, rows):
+            block = self.block(first, rows)
+            if len(block.ids):
+                yield block
+
+    def block(self, first: int, rows: int) -> RowBlock:
+        """Return the initialised ones of the ``rows`` rows from place ``first`` on."""
+        arena = self.arena
+        part = self._rows_at(first, max(first, min(first + rows, self._used)))
+        heads = arena.words.reshape(-1, int(arena.pitch))
+        part = part[heads[part, 1] > 0]
+        ids, row_wise = heads[part, 0], arena.rule == ROW_WISE
+        sums = arena.x[part * int(arena.shape[4]) + int(arena.shape[5])] if row_wise else arena.zeros[:0]
+        usage = _NONE.reshape(0, 2)
+        if self.spec.rows is None:
+            usage = np.zeros((part.size, 2), np.int64) if self._capacity is None else arena.usage[part]
+        return RowBlock(
+            _owned(ids),
+            self._alone.copy_states(self, ids, part, 0 if row_wise else arena.states),
+            _owned(heads[part, 1]),
+            _owned(sums).to(working_dtype(self.spec.dtype)),
+            _owned(usage),
+        )
+
+    def check_block(self, block: RowBlock, step: int, history: Tensor) -> None:
+        """Raise if rows do not fit ``restore`` and ``resume``; changes nothing.
+
+        Raises:
+            NotFound: an id outside this part of the table.
+            SchemaError: anything of another shape or dtype, or stamps of no step up to ``step``.
+            ValueError: an id of a dynamic table that has a row already.
+        """
+        count, usage = block.ids.numel(), block.ids.numel() if self.spec.rows is None else 0
+        expected = {
+            "ids": ((count,), torch.int64),
+            "values": ((count, self.spec.width * (1 + self._rule.states)), state_dtype(self.spec.dtype)),
+            "stamps": ((count,), torch.int64),
+            "sums": ((count if self.arena.rule == ROW_WISE else 0,), working_dtype(self.spec.dtype)),
+            "usage": ((usage, 2), torch.int64),
+        }
+        block.check(self.spec.name, expected, step)
+        self.missed.check(step, history)
+        rows = self._alone.check(block.ids, [count])
+        if self.spec.rows is None and ((rows >= 0).any() or np.unique(block.ids.numpy()).size != count):
+            raise ValueError("an id already has a row; restore into an empty table")
+
+    def restore(self, block: RowBlock) -> None:
+        """Restore the rows of ``blocks``, state and stamp included; ids are those of this shard.
+
+        All ids of a dynamic table get a row, also beyond this shard's share of the capacity: a checkpoint's ids do not
+        spread over the shards quite evenly. From then on a new id evicts another.
+        """
+        arena, width = self.arena, self.spec.width
+        rows = self._alone.check(block.ids, [block.ids.numel()])
+        if self.spec.rows is None:
+            ids = block.ids.numpy()
+            if (rows >= 0).any() or np.unique(ids).size != ids.size:
+                raise ValueError("an id already has a row; restore into an empty table")
+            rows = self._more_rows(ids.size)
+            if self._capacity is not None and self._used + ids.size > self._capacity:
+                self._capacity = self._used + ids.size
+                self._heap = np.concatenate([self._heap, np.empty((self._capacity - len(self._heap), 3), np.int64)])
+            arena.changing(rows)
+            self._enter(ids, rows, ids.size, block.usage.numpy())
+        else:
+            arena.changing(rows)
+        arena.seen = None
+        heads, weights, states = (
+            memory.reshape(-1, int(apart))
+            for memory, apart in ((arena.words, arena.pitch), (arena.w, arena.shape[2]), (arena.x, arena.shape[4]))
+        )
+        first, behind = int(arena.shape[3]), int(arena.shape[5])
+        values = block.values[:, :width].to(self.spec.dtype)
+        weights[rows, first : first + width] = as_array(values).reshape(-1, width)
+        kept = block.sums[:, None] if arena.rule == ROW_WISE else block.values[:, width:]
+        if kept.numel():
+            states[rows, behind : behind + arena.states] = as_array(kept).reshape(-1, arena.states)
+        heads[rows, 0], heads[rows, 1] = block.ids.numpy(), block.stamps.numpy()
+
+    @property
+    def history(self) -> Tensor:
+        """Constants of each step so far, ``[step, CONSTANTS]`` float64, for rows yet to catch up; else no rows."""
+        return self.missed.history()
+
+    def resume(self, step: int, history: Tensor) -> None:
+        """Set the step count, and the constants, from which restored rows continue."""
+        self.missed.resume(step, history)
+        self.arena.facts[self.number, STEP], self.arena.facts[self.number, LAGS] = step, self.missed.lag
+        self.arena.seen = None
+
+
+class TableGroup:
+    """Tables of one arena, whose lookups of a step are known together: flat ids, and the number that each table has.
+
+    >>> from anabranch.tables import Constant
+    >>> rule, specs = RowOptimizer(Family.SGD, lr=0.5), [TableSpec(n, 10, 2, initial=Constant(1.0)) for n in "ab"]
+    >>> arena = Arena(specs[0], rule)
+    >>> tables = [Table(spec, rule, arena) for spec in specs]
+    >>> TableGroup(tables).push(torch.tensor([3, 3, 4]), torch.ones(3, 2), [2, 1])
+    >>> tables[0].pull(torch.tensor([3, 4]))
+    tensor([[0., 0.],
+            [1., 1.]])
+    """
+
+    def __init__(self, tables: Sequence[Table]) -> None:
+        self.tables, self.arena = list(tables), tables[0].arena
+        assert all(table.arena is self.arena for table in tables)
+        self._which = np.array([table.number for table in tables])
+        self._capped = np.array([table.spec.capacity is not None for table in tables])
+        self._kept = [table for table in tables if table.spec.every_row_moves]
+
+    def pull(
+        self,
+        ids: Tensor,
+        counts: Sequence[int],
+        *,
+        out: Tensor | None = None,
+        versions: Tensor | None = None,
+        training: bool = False,
+    ) -> Tensor:
+        """Return the rows of each table's ids, as of its last step; their versions too if an array for them is given.
+
+        Raises:
+            NotFound: an id outside its table; says which, and where.
+            SchemaError: ids that are not int64.
+        """
+        flat, starts = self._lookups(ids, counts)
+        if out is None:
+            out = torch.empty(len(ids), self.arena.width, dtype=self.arena.dtype, device="cpu")
+        self._rows(flat, starts, as_array(out), _NONE if versions is None else versions.numpy(), training=training)
+        if versions is not None:
+            self._move_as_one(versions.numpy(), starts)
+        return out
+
+    def answer(
+        self,
+        ids: Tensor,
+        counts: Sequence[int],
+        with_state: Sequence[int],
+        known: Sequence[int],
+        since: Tensor,
+        *,
+        training: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+        """Rows of flat ids, some of which come only if they have changed.
+
+        Args:
+            ids: flat, of all tables.
+            counts: the number of each table's ids.
+            with_state: for each table the number of its first ids that come with their state.
+            known: for each table the number of its last ids, which come only if they have changed.
+            since: for each of those the step when it was read, int64.
+            training: as in ``pull``.
+
+        Returns:
+            Rows with state; those without; places among each table's known ones; and each table's number of these.
+        """
+        flat, starts = self._lookups(ids, counts)
+        versions = np.empty(flat.size, np.int64)
+        rows, _ = self._rows(
+            flat, starts, as_array(torch.empty(0, dtype=self.arena.dtype)), versions, training=training
+        )
+        evicts = np.repeat([not table.spec.stays for table in self.tables], known)
+        ends, many = starts[1:], np.asarray(known)
+        lookups = _ranges(ends - many, many)
+        lost = evicts & (versions[lookups] == 0)  # an id that has lost its row reads as its first values, at any step
+        self._move_as_one(versions, starts)
+        lost |= evicts & np.repeat([table.moves_as_one for table in self.tables], known)
+        changed = (versions[lookups] > since.numpy()) | lost
+        come = np.ones(flat.size, np.bool_)
+        come[_ranges(starts[:-1], np.asarray(with_state))] = False
+        come[lookups] = changed
+        edges = np.append(0, np.cumsum(come))[starts]
+        out = torch.empty(int(edges[-1]), self.arena.width, dtype=self.arena.dtype, device="cpu")
+        self._visit(slice(None), flat[come], rows[come], edges, as_array(out), _NONE, training=False)
+        places = (lookups - np.repeat(ends - many, many))[changed]
+        groups = np.repeat(np.arange(len(self.tables)), many)[changed]
+        states = [
+            self.copy_states(table, flat[first : first + some], rows[first : first + some], self.arena.states)
+            for table, first, some in zip(self.tables, starts.tolist(), with_state, strict=False)
+        ]
+        return (
+            torch.cat(states), out, torch.from_numpy(places),
+            np.bincount(groups, minlength=len(self.tables)).tolist(),
+        )  # fmt: skip
+
+    def copy_states(self, table: Table, ids: Array, rows: Array, states: int) -> Tensor:
+        """Weights, and so many numbers of state, of rows of ``table``."""
+        arena = self.arena
+        out = torch.empty(rows.size, arena.width + states, dtype=state_dtype(arena.dtype), device="cpu")
+        kernels.states(
+            arena.keys, arena.firsts, arena.w, arena.x, arena.shape, states, table.number, ids, rows, as_array(out)
+        )
+        return out
+
+    def push(self, ids: Tensor, grads: Tensor, counts: Sequence[int], squares: Tensor | None = None) -> None:
+        """One optimizer step of every table with the gradients of its lookups; those of one id are summed.
+
+        ``squares`` are of gradients that are sums over several steps, one of each id.
+
+        Raises:
+            NotFound: an id outside its table; says which, and where. Nothing is changed.
+            SchemaError: ids or gradients of another shape or dtype. Nothing is changed.
+        """
+        arena = self.arena
+        flat, starts = self._lookups(ids, counts)
+        if grads.numel() != flat.size * arena.width or not grads.is_floating_point():
+            raise SchemaError(
+                f"table {self.tables[0].spec.name}: gradients of ({flat.size}, {arena.width}) {arena.dtype} expected, "
+                f"got {tuple(grads.shape)} {grads.dtype}"
+            )
+        moves = as_array(grads.detach().cpu().to(arena.dtype))
+        own = _NO_SQUARES if squares is None else squares.float().contiguous().numpy()
+        rows, distinct = self._rows(flat, starts, moves[:0], _NONE, training=True)
+        arena.seen = None
+        for k in np.flatnonzero(self._capped).tolist():
+            part = slice(starts[k], starts[k + 1])
+            if (rows[part] < 0).any():
+                self.tables[k].unadmitted += self.tables[k].draw(np.unique(flat[part][rows[part] < 0])).size
+        if own.size or not distinct:
+            rows, starts, moves, own = self._merge(rows, starts, moves, own)
+        constants = self._constants()
+        arena.changing(rows)
+
+        def step(first: int, last: int) -> None:
+            kernels.step(
+                arena.rule, self._which, arena.facts, arena.words, arena.w, arena.x, arena.shape, constants,
+                arena.least, own, rows, starts, moves, first, last,
+            )  # fmt: skip
+
+        arena.pool.run(step, rows.size, rows.size * arena.width)
+        arena.facts[self._which, STEP] += 1
+        for table in self._kept:
+            table.missed.note(constants[self.tables.index(table)])
+            arena.facts[table.number, LAGS] = table.missed.lag
+
+    def check(self, ids: Tensor, counts: Sequence[int]) -> Array:
+        """Raise the errors of ``pull`` for flat ids outside their tables; changes nothing. Returns where they are."""
+        flat, starts = self._lookups(ids, counts)
+        return self._locate(flat, starts, keep=True)[0]
+
+    def admit(self, ids: Tensor, counts: Sequence[int]) -> None:
+        """Give rows to ids as ``pull`` in training does, without the answer."""
+        flat, starts = self._lookups(ids, counts)
+        self._rows(flat, starts, as_array(torch.empty(0, dtype=self.arena.dtype)), _NONE, training=True)
+
+    # --- rows of lookups --------------------------------------------------------------------------------------------
+
+    def _lookups(self, ids: Tensor, counts: Sequence[int]) -> tuple[Array, Array]:
+        """Return the flat ids, and where each table's begin."""
+        if ids.dtype != torch.int64:
+            raise SchemaError(
+                f"table {self.tables[0].spec.name}: ids must be int64, got {ids.dtype}; convert with ids.long()"
+            )
+        starts = np.zeros(len(self.tables) + 1, np.int64)
+        np.cumsum(counts, out=starts[1:])
+        assert starts[-1] == ids.numel()
+        return np.ascontiguousarray(ids.detach().cpu().reshape(-1).numpy()), starts
+
+    def _locate(self, flat: Array, starts: Array, *, keep: bool = False) -> tuple[Array, bool, bool]:
+        """Rows, whether they are distinct, and whether they are settled."""
+        arena = self.arena
+        rows, distinct, bad = arena.locate(self._which, flat, starts)
+        if bad >= 0:
+            k = int(np.searchsorted(starts, bad, "right")) - 1
+            spec, at = self.tables[k].spec, bad - starts[k]
+            if spec.rows is not None and not 0 <= flat[bad] < spec.rows:
+                raise NotFound(f"table {spec.name} has ids 0 to {spec.rows - 1}; ids[{at}] is {flat[bad]}")
+            raise NotFound(f"table {spec.name}: ids[{at}] is {flat[bad]}, which shard {arena.shard} does not hold")
+        settled = arena.seen is not None and rows is arena.seen.rows and arena.seen.settled
+        if keep and not settled:
+            arena.remember(self._which, flat, starts, rows, distinct, settled=False)
+        return rows, distinct, settled
+
+    def _rows(self, flat: Array, starts: Array, out: Array, versions: Array, *, training: bool) -> tuple[Array, bool]:
+        """Rows of lookups, up to date and copied to ``out`` if it has room; and whether they are distinct."""
+        rows, distinct, settled = self._locate(flat, starts)
+        if settled and training and not out.size and not versions.size:
+            return rows, distinct
+        unready = self._visit(slice(None), flat, rows, starts, out, versions, training=training)
+        for k in np.flatnonzero(unready | self._capped if training else unready).tolist():
+            part = slice(int(starts[k]), int(starts[k + 1]))
+            self.tables[k].settle(flat[part], rows[part], training=training, distinct=distinct)
+            self._visit(slice(k, k + 1), flat, rows, starts[k : k + 2], out, versions, training=False)
+        if training and (out.size or versions.size):
+            self.arena.remember(self._which, flat, starts, rows, distinct, settled=True)
+        return rows, distinct
+
+    def _visit(
+        self, part: slice, flat: Array, rows: Array, starts: Array, out: Array, versions: Array, *, training: bool
+    ) -> Array:
+        arena, which = self.arena, self._which[part]
+        unready, begin = np.zeros(which.size, np.bool_), int(starts[0])
+
+        def visit(first: int, last: int) -> None:
+            kernels.visit(
+                which, arena.facts, arena.keys, arena.firsts, arena.owner, arena.words, arena.w, arena.shape, training,
+                flat, rows, starts, out, versions, unready, begin + first, begin + last,
+            )  # fmt: skip
+
+        count = int(starts[-1]) - begin
+        arena.pool.run(visit, count, count * arena.width)
+        return unready
+
+    def _move_as_one(self, versions: Array, starts: Array) -> None:
+        for table in self._kept:
+            if table.moves_as_one:
+                k = self.tables.index(table)
+                versions[starts[k] : starts[k + 1]] = table.step
+
+    def _merge(self, rows: Array, starts: Array, grads: Array, squares: Array) -> tuple[Array, Array, Array, Array]:
+        out_rows, out_starts, out = np.empty_like(rows), np.empty_like(starts), np.empty_like(grads)
+        out_squares = np.empty_like(squares)
+        totals = out if out.dtype == self.arena.working else np.empty(grads.size, self.arena.working)
+        count = kernels.merge(
+            self.arena.shape[0], self.arena.most, rows, starts, grads, squares,
+            np.empty(1 << (2 * rows.size + 1).bit_length(), np.int32), totals, out_rows, out_starts, out, out_squares,
+        )  # fmt: skip
+        return out_rows[:count], out_starts, out, out_squares
+
+    def _constants(self) -> Array:
+        """Constants of each table's next step; tables at the same step with the same rule share them."""
+        known: dict[tuple[int, int], Array] = {}
+        each = []
+        for table, step in zip(self.tables, self.arena.facts[self._which, STEP].tolist(), strict=True):
+            key = (id(table.rule), step)
+            if key not in known:
+                known[key] = table.rule.constants(step + 1)
+            each.append(known[key])
+        return np.stack(each)
+
+
+def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
+    """``torch.cat`` of contiguous tensors; without a copy where each begins in memory where the last one ends.
+
+    >>> whole = torch.arange(6)
+    >>> side_by_side(whole.split([1, 2, 3])).data_ptr() == whole.data_ptr()
+    True
+    """
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first.contiguous()
+    end, rows = first.data_ptr(), 0
+    for tensor in tensors:
+        if not tensor.is_contiguous() or (tensor.numel() and tensor.data_ptr() != end):
+            return torch.cat(list(tensors))
+        end += tensor.nbytes
+        rows += tensor.shape[0]
+    begun = next((tensor for tensor in tensors if tensor.numel()), first)
+    if begun.untyped_storage().nbytes() < begun.storage_offset() * begun.itemsize + end - begun.data_ptr():
+        return torch.cat(list(tensors))  # neighbours by chance, in memory of different owners
+    return begun.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def _ranges(firsts: Array, counts: Array) -> Array:
+    """``first .. first + count - 1`` of each, one behind the other."""
+    offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    ranges: Array = np.repeat(firsts, counts) + offsets
+    return ranges
+
+
+def _owned(array: Array) -> Tensor:
+    """Return a tensor with its own memory: one over an empty array has strides that cannot be viewed as bytes."""
+    return torch.from_numpy(array).clone(memory_format=torch.contiguous_format)
