@@ -242,9 +242,9 @@ class PushLog:
             self._records = bodies.count
             if bodies.fault is not None:
                 # A checkpoint names only files that were begun durably.
-                torn = bodies.at or (path.stat().st_size <= PREAMBLE_BYTES and (after is None or number > first))
+                cut_short = bodies.at or (path.stat().st_size <= PREAMBLE_BYTES and (after is None or number > first))
                 behind = bodies.whole_behind()
-                if not torn or behind or number < self._number or self._records < rows:
+                if not cut_short or behind or number < self._number or self._records < rows:
                     follow = f", and {behind} complete records follow it" if behind else ""
                     self._damage(f"{path} at byte {bodies.at}: {bodies.fault}{follow}", rows)
                     return
