@@ -338,7 +338,8 @@ class ParameterServer:
         message = unpack(call.payload, PullMessage)
         client = _client_of(call.schema)
         reply, tensors = self._shard.pull(message, call.tensors, call.deadline, call.make_room, client)
-        self._persistence.commit(ChangingRequest(), call.deadline)  # a step that was just applied is in the log before it is seen
+        # A step that was just applied is in the log before it is seen.
+        self._persistence.commit(ChangingRequest(), call.deadline)
         call.reply(tensors, pack(reply))
 
     def _release(self, call: Call) -> None:
