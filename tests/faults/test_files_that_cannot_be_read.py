@@ -188,16 +188,6 @@ def test_an_irregular_file_is_damage_and_set_aside_by_a_repair(
     assert os.path.lexists(saved / "set-aside" / path.name)
 
 
-def test_a_log_of_zeros_is_damaged_and_set_aside_by_a_repair(saved: Path) -> None:
-    make_zeros(newest_log(saved))
-    with pytest.raises(CheckpointError, match=rf"log is damaged: {newest_log(saved)} .*its first bytes are .*--repair"):
-        Shard(saved.parent)
-    with Shard(saved.parent, repair=True) as client:
-        assert value(client) == 3
-    with Shard(saved.parent) as client:
-        assert value(client) == 3
-
-
 def test_a_file_in_the_place_of_the_folder_set_aside_is_named_and_nothing_is_moved(saved: Path) -> None:
     make_zeros(newest_log(saved))
     before = {path.name for path in saved.glob("log-bodies-*")}

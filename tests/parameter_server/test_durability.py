@@ -565,6 +565,27 @@ def test_a_missing_or_foreign_file_is_damage(tmp_path: Path) -> None:
     assert records(mine) == [f"mine{number}" for number in range(6)]
 
 
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("size", [None, 0, 20, PREAMBLE_BYTES])
+def test_a_start_that_was_killed_anywhere_is_gone_on_from(size: int | None, again: bool, tmp_path: Path) -> None:
+    """Before its body file was there, and while it was begun, of a new log or of one with records."""
+    directory = tmp_path / "log"
+    if again:
+        commit_four(directory)
+    before = records(directory)
+    newest = body_path(directory, 1 + again)
+    if size is None:
+        newest.unlink()
+    else:
+        os.truncate(newest, size)
+    for name in ("first", "second"):
+        with PushLog(directory) as log:
+            before = before if name == "first" else [*before, "first"]
+            assert [record.verb for record, _ in log.replay()] == before
+            log.commit(log.append(Record(name, b"")), SOON())
+    assert records(directory) == [*before, "second"]
+
+
 def change_schema(path: Path) -> None:
     with sqlite3.connect(path) as database:
         database.execute("ALTER TABLE record ADD COLUMN place INTEGER")

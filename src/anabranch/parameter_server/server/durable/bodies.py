@@ -12,6 +12,7 @@ another log is detected by the next one, and by the rows of ``log.db``.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import struct
@@ -21,12 +22,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
-import numpy as np
 import torch
 from torch import Tensor
 
 from anabranch.checkpoint.regular_file import open_regular
-from anabranch.tables.kernels.selection import as_array
 from anabranch.tensors.dtypes import dtype_name, dtype_named
 
 _MAGIC = b"ABBODY1\n"
@@ -74,7 +73,8 @@ def frames(record: Record, tensors: Sequence[Tensor], number: int) -> list[bytes
     """Return the bytes of a record: its frame, its head, and the memory of its tensors."""
     described = tuple((dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in tensors)
     head = msgspec.msgpack.encode(msgspec.structs.replace(record, tensors=described))
-    memory = [as_array(tensor.contiguous()).view(np.uint8).data for tensor in tensors if tensor.numel()]
+    flat = (tensor.detach().contiguous().reshape(-1) for tensor in tensors if tensor.numel())
+    memory = [tensor.view(torch.uint8).numpy().data for tensor in flat]
     body: list[bytes | memoryview] = [_SIZE.pack(len(head)) + head, *memory]
     return [_sealed(_FRAME.pack(_MARK, number, sum(map(len, body)), 0)[:-4], body), *body]
 
@@ -191,7 +191,7 @@ def _decode(body: memoryview) -> tuple[Record, list[Tensor]]:
     record = _RECORDS.decode(body[_SIZE.size : at])
     tensors = []
     for name, shape in record.tensors:
-        dtype, count = dtype_named(name), int(np.prod(shape, dtype=np.int64))
+        dtype, count = dtype_named(name), math.prod(shape)
         memory = bytearray(body[at : at + count * dtype.itemsize])  # a copy, which is aligned
         tensors.append(
             torch.frombuffer(memory, dtype=dtype).view(shape)

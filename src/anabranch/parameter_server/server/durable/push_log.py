@@ -147,11 +147,14 @@ class PushLog:
 
     def _doubt(self, what: str) -> None:
         """Note that the database cannot be trusted; raise unless under ``repair``."""
-        self.lost = f"{self._path} {what}, so it is unknown whether the bodies beside it are complete"
+        lost = f"{self._path} {what}, so it is unknown whether the bodies beside it are complete"
+        self._lose(lost, "uses the bodies as they are")
+
+    def _lose(self, lost: str, repair: str) -> None:
+        self.lost = lost
         if not self._repair:
             raise CheckpointError(
-                f"the push log is damaged: {self.lost}. Restore the file from a copy, or start with --repair, which "
-                "uses the bodies as they are"
+                f"the push log is damaged: {lost}. Restore the file from a copy, or start with --repair, which {repair}"
             )
 
     def _connect(self, log: int | None = None) -> sqlite3.Connection:
@@ -239,9 +242,9 @@ class PushLog:
             self._records = bodies.count
             if bodies.fault is not None:
                 # A checkpoint names only files that were begun durably.
-                torn = bodies.at or (path.stat().st_size <= PREAMBLE_BYTES and (after is None or number > first))
+                cut_short = bodies.at or (path.stat().st_size <= PREAMBLE_BYTES and (after is None or number > first))
                 behind = bodies.whole_behind()
-                if not torn or behind or number < self._number or self._records < rows:
+                if not cut_short or behind or number < self._number or self._records < rows:
                     follow = f", and {behind} complete records follow it" if behind else ""
                     self._damage(f"{path} at byte {bodies.at}: {bodies.fault}{follow}", rows)
                     return
@@ -261,12 +264,8 @@ class PushLog:
     def _damage(self, what: str, rows: int) -> None:
         missing = rows - self._records
         gone = f"{missing} acknowledged changes" if missing > 0 else "An unknown number of changes"
-        self.lost = f"{what}. {gone} after record {self._records} cannot be read"
-        if not self._repair:
-            raise CheckpointError(
-                f"the push log is damaged: {self.lost}. Restore the file from a copy, or start with --repair, which "
-                f"keeps the {self._records} records before the damage and sets the log aside"
-            )
+        lost = f"{what}. {gone} after record {self._records} cannot be read"
+        self._lose(lost, f"keeps the {self._records} records before the damage and sets the log aside")
 
     def _mend(self, bodies: Bodies, again: int) -> None:
         """Cut off the end of a write that was cut short, which was never acknowledged, and write the records from
@@ -279,6 +278,7 @@ class PushLog:
             mark("parameter_server.log_cut", path=str(path), at=at)
         if not at:
             path.unlink()
+            self._number -= 1
             return
         with open(path, "r+b", buffering=0) as file:
             file.truncate(at)
@@ -290,7 +290,7 @@ class PushLog:
     def begin_anew(self, after: Position) -> None:
         """Set all files of the log aside, and begin another one behind a durable checkpoint that ends at ``after``."""
         self._database.close()
-        for path in self.directory.glob("log*"):
+        for path in self.directory.glob("log[.-]*"):
             aside = set_aside(path)
         sync_directory(self.directory)
         _log.warning("%s; the files of the log were moved to %s", self.lost, aside.parent)
