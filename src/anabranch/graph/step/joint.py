@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from anabranch.errors import CaptureError
+from anabranch.graph.crossings import crossing_of
 from anabranch.graph.dynamo.front import TracedCall
 from anabranch.graph.dynamo.traced_calls import Arguments, arrange, picker
 from anabranch.graph.effects import is_collective
@@ -98,6 +99,7 @@ class Joint:
         self._between = self._trace_between() if key.whole else None
         self._program: Program | None = None
         self._rest: Program | None = None
+        self._whole: Program | None = None
         self._reporting: Program | None = None
         self._reports: list[Report] = []
         self._given: Sequence[str] = ()
@@ -190,6 +192,9 @@ class Joint:
             return self._run_backward(step, free, report)
         if self._rest is None:
             self.take_state()
+        if self._whole is not None:
+            hold_interrupts()  # nothing in the program says when it begins to update
+            return self._finish(step, dict(zip(self.graph.outputs, self._whole.run(*free), strict=True)), later)
         results: dict[str, object] = dict(
             zip(self.backward.graph.outputs, (self._program or self._apart()).run(*free), strict=True)
         )
@@ -313,11 +318,16 @@ class Joint:
             self.graph = drop_dead_nodes(join(self.graph, update, keep))
         # Two programs: forward and backward, also by Inductor or as a CUDA graph, and the rest. An interrupt ends a
         # wait for an expert or a server at once, and the gate comes before ``between``, whose norm would spread one NaN
-        # over all gradients.
-        self._rest = rest.program() if rest is not None else Program("", lambda: ())
-        self._given = [] if rest is None else [binding.name for binding in rest.bindings if binding.bound is None]
-        self._yielded = [] if rest is None else rest.outputs
-        if not step.compile and can_replay(front):
+        # over all gradients. Else one, which costs less to call.
+        replays = not step.compile and can_replay(front)
+        self._rest = Program("", lambda: ())
+        if not (step.compile or replays or step.gate or any(crossing_of(node) for node in front.fx.nodes)):
+            self._whole = self.graph.program()
+            return
+        if rest is not None:
+            self._rest, self._yielded = rest.program(), rest.outputs
+            self._given = [binding.name for binding in rest.bindings if binding.bound is None]
+        if replays:
             read_at_once = [name in self._given and name not in self.key.gradients for name in front.outputs]
             self._program = Replayed(self._apart(), front, read_at_once)
 

@@ -6,9 +6,9 @@
                                          (forward, autograd)   |         (traced)    (unmodified optimizer)
                                                                +-- sparse rows ---------> optimizer.step on those rows
 
-The three graphs are captured separately and joined into one for ``graph``. ``run`` runs two programs, forward and
-backward and then the rest. ``backward`` and ``update`` run them separately, for a caller whose work in between cannot
-be traced.
+The three graphs are captured separately and joined into one for ``graph``. ``run`` runs it, or as two programs, forward
+and backward and then the rest, where something decides in between. ``backward`` and ``update`` run them separately, for
+a caller whose work in between cannot be traced.
 """
 
 from __future__ import annotations
