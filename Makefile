@@ -1,4 +1,4 @@
-# Each target makes .venv on first use and needs Python 3.11 and make, nothing else.
+# Each target makes .venv on first use, or adds to it what it needs; it needs Python 3.11 and make, nothing else.
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,13 +8,20 @@ RESULTS := benchmarks/results
 MINUTES ?= 10
 PEERS := benchmarks/.peers
 MODELS := .venv-models
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
+ELSEWHERE := $(addprefix --ignore ,tests/matrix tests/models tests/launch/ray tests/docs/test_conf.py tests/docs/test_types.py)
 PURELIB := import sysconfig; print(sysconfig.get_path('purelib'))
 
 .PHONY: demo test test-all test-ray test-matrix test-models soak lint types docs plots bench bench-peers clean
 
+# The package with what the demo needs; then the dependency group of each other target.
 $(STAMP): pyproject.toml constraints.txt tools/install.py
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python tools/install.py
+	@$(BIN)/python tools/install.py demo
+	@touch $@
+
+$(STAMP)-%: $(STAMP)
+	@$(BIN)/python tools/install.py $*
 	@touch $@
 
 demo: $(STAMP)
@@ -22,22 +29,22 @@ demo: $(STAMP)
 
 # Three at once on two cores: many tests wait for other processes. The empty variable: hundreds of processes would compile
 # the same sources where the environment forbids to keep that.
-test: $(STAMP)
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal --durations=10 -m "not slow" --ignore tests/matrix --ignore tests/models $(ARGS)
+test: $(STAMP)-test
+	@$(PYTEST) -n 3 --dist worksteal --durations=10 -m "not slow" $(ELSEWHERE) $(ARGS)
 
-test-all: $(STAMP)
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal --durations=10 --ignore tests/matrix --ignore tests/models $(ARGS)
+test-all: $(STAMP)-test
+	@$(PYTEST) -n 3 --dist worksteal --durations=10 $(ELSEWHERE) $(ARGS)
 
-# Jobs on a Ray cluster of three nodes of this machine, which are slow tests too: two minutes and 2 GB.
-test-ray: $(STAMP)
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 0 -q -m ray tests/launch/ray $(ARGS)
+# Jobs on a Ray cluster of three nodes of this machine: two minutes and 2 GB.
+test-ray: $(STAMP)-test $(STAMP)-ray
+	@$(PYTEST) -n 0 -q tests/launch/ray $(ARGS)
 
 # Every way in which Python may change between two steps, against the plain loop.
-test-matrix: $(STAMP)
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal -q -m matrix tests/matrix $(ARGS)
+test-matrix: $(STAMP)-test
+	@$(PYTEST) -n 2 --dist worksteal -q -m matrix tests/matrix $(ARGS)
 
 # Models and optimizers of other libraries, in a virtual environment of their own that borrows torch from ours.
-$(MODELS)/.installed: $(STAMP)
+$(MODELS)/.installed: $(STAMP)-test $(STAMP)-ray
 	@test -x $(MODELS)/bin/python || $(BIN)/python -m venv $(MODELS)
 	@$(BIN)/python -c "$(PURELIB)" > "$$($(MODELS)/bin/python -c "$(PURELIB)")/ours.pth"
 	@echo "installing the libraries into $(MODELS) (once)"
@@ -52,15 +59,18 @@ test-models: $(MODELS)/.installed
 soak: $(STAMP)
 	@$(BIN)/python tools/soak.py --minutes $(MINUTES) $(ARGS)
 
-lint: $(STAMP)
+lint: $(STAMP)-lint
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/lint-imports
 
-types: $(STAMP)
+# The sources; then examples and guides as a user's type checkers see them.
+types: $(STAMP)-test $(STAMP)-types
 	@$(BIN)/mypy
+	@$(PYTEST) -n 2 -q tests/docs/test_types.py
 
-docs: $(STAMP)
+docs: $(STAMP)-test $(STAMP)-docs
+	@$(PYTEST) -n 0 -q tests/docs/test_conf.py
 	@$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 # The pictures of docs/performance.md, from the tables in docs/benchmarks.md, and of the pipeline's schedules.

@@ -1,7 +1,8 @@
 """Compiles the kernels of parameter servers and of cached tables, so that no first job and no test waits for them.
 
-Called by `tools/install.py` with the names of dtypes. Numba keeps what it made beside the sources, or in the user's
-cache where nothing can be written there. Whatever is missing is compiled when it is needed.
+Called by `tools/install.py` with a dtype, and `caches` for those of cached tables, too. Numba keeps what it made
+beside the sources, or in the user's cache where nothing can be written there. Whatever is missing is compiled when it
+is needed.
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ RULES = (
 )
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        dtype = getattr(torch, name)
-        compile_kernels(dtype)
-        for rule, bound in product(RULES, (0, 1)):
-            compile_cache_kernels(Cache(push_bound=bound), rule, dtype)
+    dtype = getattr(torch, sys.argv[1])
+    compile_kernels(dtype)
+    for rule, bound in product(RULES, (0, 1)) if "caches" in sys.argv else ():
+        compile_cache_kernels(Cache(push_bound=bound), rule, dtype)

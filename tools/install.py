@@ -1,6 +1,6 @@
-"""Installs Anabranch and its tools into the virtual environment whose Python runs this, in one line of progress.
+"""Installs Anabranch with a dependency group into the virtual environment whose Python runs this, in one line.
 
-Called by `make`. All that pip says is in `install.log` in the environment, and shown if it fails.
+Called by `make` with the group's name. All that pip says is in `install.log` in the environment, and shown if it fails.
 """
 
 from __future__ import annotations
@@ -14,12 +14,8 @@ from pathlib import Path
 
 LOG = Path(sys.prefix, "install.log")
 PIP = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "-c", "constraints.txt"]
-STEPS = [
-    [*PIP, "--upgrade", "pip>=25.1"],  # the first that knows dependency groups
-    [*PIP, "--progress-bar", "raw", "--editable", ".", "--group", "dev"],
-]
-# At once, one process at a time for each kernel; the demo needs the first, the tests all.
-COMPILED = ["float32", "float64", "bfloat16"]
+# At once, one process at a time for each kernel.
+COMPILED = {"demo": ["float32"], "test": ["float32 caches", "float64 caches", "bfloat16 caches"]}
 MEGABYTE = 1 << 20
 LARGE = 50 * MEGABYTE
 SHOWN_LINES = 30
@@ -42,8 +38,9 @@ class Display:
             elif total >= LARGE and self._announced != self._what:
                 self._announced = self._what
                 print(f"{self._what}: {total / MEGABYTE:.0f} MB", flush=True)
-        elif found := re.match(r"\s*(Downloading|Collecting|Building|Installing|compiling)\s+(\S+)", line):
-            self._what = f"{found[1].lower()} {found[2].rsplit('/')[-1]}"
+        elif found := re.match(r"\s*(Downloading|Collecting|Building|Installing|compiling)\s+(\S+)(.*)", line):
+            rest = found[3] if found[1] == "compiling" else ""
+            self._what = f"{found[1].lower()} {found[2].rsplit('/')[-1]}{rest}"
             self._draw(self._what)
 
     def _draw(self, text: str) -> None:
@@ -56,13 +53,22 @@ class Display:
         print(f"\r{text}\x1b[K" if self._drawn else text, flush=True)
 
 
-def main() -> None:
+def steps_of(group: str) -> list[list[str]]:
+    """Return pip's commands: the first group's bring pip itself and the package."""
+    own = [*PIP, "--progress-bar", "raw", "--group", group]
+    if group != "demo":
+        return [own]
+    return [[*PIP, "--upgrade", "pip>=25.1"], [*own, "--editable", "."]]  # the first pip that knows dependency groups
+
+
+def main(group: str) -> None:
     """Run the steps; exits with 1 and the end of the log if one fails."""
     started = time.monotonic()
     display = Display()
-    print(f"installing into {Path(sys.prefix).name} (once; torch is large, this takes a minute or two)", flush=True)
-    with LOG.open("w") as log:
-        for step in STEPS:
+    size = "torch is large, this takes a minute" if group == "demo" else f"for `make {group}`"
+    print(f"installing into {Path(sys.prefix).name} (once; {size})", flush=True)
+    with LOG.open("a") as log:
+        for step in steps_of(group):
             # Through a pipe pip draws nothing of its own, and its warnings are not the reader's.
             with subprocess.Popen(step, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
                 assert process.stdout
@@ -74,10 +80,11 @@ def main() -> None:
                 display.finish(f"pip failed (exit code {process.returncode}); the end of {LOG}:")
                 lines = [line for line in LOG.read_text().splitlines() if not line.startswith("Progress ")]
                 sys.exit("\n".join(lines[-SHOWN_LINES:]))
-        display.take("compiling kernels")
+        if group in COMPILED:
+            display.take("compiling kernels (half a minute)")
         compilers = [
-            subprocess.Popen([sys.executable, "tools/compile_kernels.py", dtype], stdout=log, stderr=subprocess.STDOUT)
-            for dtype in COMPILED
+            subprocess.Popen([sys.executable, "tools/compile_kernels.py", *which.split()], stdout=log, stderr=log)
+            for which in COMPILED.get(group, ())
         ]
         for compiler in compilers:
             compiler.wait()  # what it could not compile is compiled when it is needed, or fails there with its reason
@@ -85,4 +92,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -42,7 +42,7 @@ def hold_back_errors() -> None:
 
 def move_held_error(path: Path, log: Path) -> None:
     """Append the held error to ``log``, if there is one."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):  # there is none, or the folder was removed
         text = path.read_bytes()
         path.unlink()
         with log.open("ab") as file:

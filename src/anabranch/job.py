@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 Role = Literal["worker", "expert"]
 
+MEETING_VARIABLE = "ANABRANCH_MEETING"
+"""The environment variable with the file through which the workers of ``anabranch run`` meet, in a folder that no other
+user may enter; its name ends with ``-MASTER_PORT``."""
+
 JOB_VARIABLE = "ANABRANCH_JOB"
 """The environment variable with the name of one start of ``anabranch run``, the same after restarts."""
 

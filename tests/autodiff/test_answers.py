@@ -98,7 +98,7 @@ def test_a_backward_on_another_thread_has_the_answers_of_its_forward() -> None:
     def run() -> Tensor:
         x = torch.ones(2, requires_grad=True)
         plain = boundary()
-        (out,) = cross(Counted("example", "counted", plain.function, plain.output_forms), x)
+        (out,) = cross(Counted("example", "counted", plain.function, plain.forms), x)
         return elsewhere(lambda: torch.autograd.grad(out.sum(), x)[0])
 
     backwards: list[str] = []

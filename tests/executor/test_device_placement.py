@@ -71,9 +71,10 @@ def test_each_part_runs_on_its_own_device_and_returns_to_the_outer_one(monkeypat
 
     monkeypatch.setattr(device_placement, "move_at_edges", note)
     model = Model()
-    device_placement.DevicePlacement([model], {"encoder.2": "cpu", "encoder": "meta", "head": "meta"})
+    devices = {"encoder.2": "cpu", "encoder": "meta", "head": "meta"}
+    with pytest.raises(NotImplementedError, match="meta"), device_placement.placed([model], devices):  # no way back
+        places = {name: str(tensor.device) for name, tensor in model.state_dict().items()}
     assert moves == {model.encoder[2]: ("cpu", "meta"), model.encoder: ("meta", "cpu"), model.head: ("meta", "cpu")}
-    places = {name: str(tensor.device) for name, tensor in model.state_dict().items()}
     assert {name for name, device in places.items() if device == "meta"} == {
         name for name in places if name.startswith(("encoder.0", "encoder.1", "head"))
     }

@@ -147,6 +147,8 @@ def test_the_user_s_own_numbers_reach_the_sinks_behind_the_steps_before() -> Non
             executor.log({"loss": 1.0})
         with pytest.raises(TypeError, match="got score=tensor"):
             executor.log({"score": torch.ones(2)})
+        with pytest.raises(TypeError, match="log takes a dict of numbers by name, .* got 3.0"):
+            executor.log(3.0)  # type: ignore[arg-type]
     assert [step for step, _ in sink.steps] == [1, 1, 2]
     assert sink.steps[1] == (1, {"score": 0.5, "count": 3.0})
 

@@ -194,6 +194,7 @@ def test_what_is_no_tensor_is_refused_and_the_older_export_stays(tmp_path: Path)
     with pytest.raises(ab.CheckpointError, match="x changed its number of rows"):
         exporting.export(tmp_path, {"x": Blocks(torch.float32, (3,), lambda: [torch.ones(2)])})
     assert (tmp_path / "model.safetensors").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 JOB = """

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import anabranch as ab
 from anabranch.executor import LinkCost, ModeCost, Plan, PlanRow
-from anabranch.executor.plan.planner import Planner
+from anabranch.executor.plan import planner
 from anabranch.executor.plan.survey import StepSurvey, TableRows, survey_step
 from anabranch.executor.routes import CommMode, plan_routes
 from anabranch.executor.running.window import HEADER_SIZE
@@ -65,9 +65,9 @@ def planned(
     routes = plan_routes({"train": step}, distinct_models({"train": step}), mode, None, use_sparse_pull=use_sparse_pull)
     everyone = [survey(), survey()] if surveys is None else surveys
     consistency = Consistency.parse("bsp" if merges else "asp")
-    planner = Planner(Spec({"train": step}, {"": model}, mode, routes, consistency=consistency), None)
-    monkeypatch.setattr(Planner, "_measured", lambda *_: (LINKS, everyone, rank))
-    return planner.plan("train", step, None, None)
+    monkeypatch.setattr(planner, "_measured", lambda *_: (LINKS, everyone, rank))
+    spec = Spec({"train": step}, {"": model}, mode, routes, consistency=consistency)
+    return planner.plan_step(spec, None, "train", None, None)
 
 
 @pytest.fixture

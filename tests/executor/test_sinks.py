@@ -193,7 +193,7 @@ def test_the_first_group_is_left_if_the_second_cannot_be_joined(monkeypatch: pyt
     assert line.closed
 
 
-@pytest.mark.parametrize("sinks", [[Kept], [object()], "sinks"])
+@pytest.mark.parametrize("sinks", [[Kept], [object()], "sinks", Kept()])
 def test_an_object_that_is_not_a_sink_is_refused(sinks: object) -> None:
     with pytest.raises(TypeError, match="scalars, event and close"):
         ab.Executor(make_step(), sinks=sinks)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from small_parts import Seconds
 from anabranch.executor.observing.run_facts import Curve, RunFacts
 from anabranch.executor.observing.tracking import Progress
 from anabranch.executor.statistics import TableLoads
-from anabranch.record.process import PROGRESS_VARIABLE, ProcessRecord
+from anabranch.record.process import ProcessRecord
 from programs import Programs
 
 HELLO = "[bold]hello 1 :smile: " + "x" * 100  # as it is, markup and long lines too
@@ -236,17 +236,3 @@ def test_tracked_loops_are_among_the_facts(tmp_path: Path) -> None:
             found = told(record, tmp_path)["progress"]
             assert found == [{"label": "training", "done": 3, "total": 10, "seconds": 0.75}]
         clock.now += 0.25
-
-
-def test_progress_is_drawn_by_the_configured_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv(PROGRESS_VARIABLE, "screen")
-    clock = Seconds()
-    for _ in Progress(True, None, clock).track(100, "training"):
-        clock.now += 1.0
-    assert capsys.readouterr().err == "training 100/100 100% · 1.0/s · took 1:40\n"
-    monkeypatch.setenv(PROGRESS_VARIABLE, "lines")
-    for _ in Progress(True, None, clock).track(10):
-        clock.now += 1.0
-    assert len(capsys.readouterr().err.splitlines()) == 3

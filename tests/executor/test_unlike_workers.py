@@ -47,6 +47,17 @@ def test_rank_0s_parameters_are_everyones_however_they_lie_in_memory_and_another
     assert first[1][0] == [0.0, 4.0, 8.0]
 
 
+def loaders_of_rank_0_alone() -> None:
+    model, batches = nn.Linear(3, 1), [torch.ones(2, 3)]
+    step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"rank 0 has dataloaders for the steps \['default'\], rank 1 for \[\]"):
+        ab.Executor(step, comm_mode="AllReduce", dataloaders={} if ab.job().rank else {"default": batches}, timeout=50)
+
+
+def test_loaders_for_other_steps_than_rank_0s_are_refused_on_all() -> None:
+    in_job(loaders_of_rank_0_alone, 2)
+
+
 class OneAfterAnother:
     """Stands in for the workers of one job that describe themselves one by one, in this process."""
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from anabranch.graph import Graph, StepProgram, capture, gradients
 from anabranch.graph.passes.dead_nodes import drop_dead_nodes, drop_handles
-from anabranch.graph.passes.fused_updates import spread_fused_updates
 from anabranch.graph.passes.in_place import reuse_in_place
 from covering import pairwise
 
@@ -86,16 +85,6 @@ def step_graph() -> Graph:
     program = StepProgram(model, lambda m, x: m(x).square().mean(), [optimizer])
     program.run(torch.ones(5, 4))
     return program.graph
-
-
-def test_a_fused_update_of_large_parameters_moves_to_their_gradients() -> None:
-    graph = step_graph()
-    assert operations(graph).count("_fused_adam_") == 1
-    spread = spread_fused_updates(graph, large=8)
-    assert operations(spread).count("_fused_adam_") > 1
-    assert operations(spread).index("_fused_adam_") < len(operations(spread)) - 2
-    assert operations(spread)[0] == "_foreach_add_"
-    assert_same_step(graph, spread)
 
 
 def assert_same_step(one: Graph, other: Graph) -> None:

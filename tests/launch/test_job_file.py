@@ -10,12 +10,17 @@ from pathlib import Path
 import pytest
 
 from anabranch.launch import launch
-from anabranch.launch.job_file import JobFile
+from anabranch.launch.job_file import JobFile, letter_and_start
 from anabranch.launch.job_status import status_of
 
 
 def read(folder: Path) -> dict[str, object]:
     return json.loads((folder / "job.json").read_text())
+
+
+def entry(role: str, rank: int, pid: int, endpoint: str | None) -> dict[str, object]:
+    started = letter_and_start(pid)[1]
+    return {"role": role, "rank": rank, "pid": pid, "endpoint": endpoint, "started": started}
 
 
 def test_it_lists_the_roles_in_order_and_when_they_began_and_ended(tmp_path: Path) -> None:
@@ -26,9 +31,9 @@ def test_it_lists_the_roles_in_order_and_when_they_began_and_ended(tmp_path: Pat
     record.began("expert", 0, 13, "unix:/run/expert-0")
     record.began("worker", 1, 12, None)
     record.began("worker", 0, 11, None)
-    first = {"role": "worker", "rank": 0, "pid": 11, "endpoint": None}
-    second = {"role": "worker", "rank": 1, "pid": 12, "endpoint": None}
-    expert = {"role": "expert", "rank": 0, "pid": 13, "endpoint": "unix:/run/expert-0"}
+    first = entry("worker", 0, 11, None)
+    second = entry("worker", 1, 12, None)
+    expert = entry("expert", 0, 13, "unix:/run/expert-0")
     assert read(tmp_path) == {"roles": [first, second, expert], "started": 100.0, "ended": None}
     record.returns("expert", 0)
     assert read(tmp_path)["roles"] == [first, second, {**expert, "pid": None}]

@@ -263,7 +263,7 @@ def test_ctrl_c_reports_itself_even_if_the_worker_ends_well(script: Script, tmp_
 def test_a_signal_that_arrives_twice_at_once_counts_once(
     script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("anabranch.launch.supervision.stop_requests.ECHO_SECONDS", 60.0)
+    monkeypatch.setattr("anabranch.launch.supervision.signals.ECHO_SECONDS", 60.0)
     path = script(
         """
         import os, signal, sys, time
@@ -284,8 +284,7 @@ def test_a_signal_that_arrives_twice_at_once_counts_once(
 
 
 def test_the_same_signal_again_kills_at_once(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anabranch.launch.supervision.stop_requests.ECHO_SECONDS", 0.0)
-    monkeypatch.setattr("anabranch.launch.supervision.stop_requests.BURST_SECONDS", 0.0)
+    monkeypatch.setattr("anabranch.launch.supervision.signals.ECHO_SECONDS", 0.0)
     path = script(
         """
         import os, signal, time

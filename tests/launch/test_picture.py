@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import math
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from anabranch.launch.job_status import JobStatus, RoleStatus, TrackedLoop
-from anabranch.launch.output.picture import drawn, picture, sparkline
+from anabranch.launch.output.picture import picture, sparkline
 
 WORKER = RoleStatus(
     "worker",
@@ -63,7 +65,10 @@ JOB = JobStatus(
 
 
 def shown(job: JobStatus, columns: int, before: JobStatus | None = None, lines: int | None = None) -> list[str]:
-    return drawn(picture(job, before, lines=lines), columns, color=False)
+    console = Console(file=io.StringIO(), width=columns)
+    with console.capture() as drawn:
+        console.print(picture(job, before, lines=lines))
+    return [line.rstrip() for line in drawn.get().splitlines()]
 
 
 @pytest.mark.parametrize("columns", [40, 80, 200])

@@ -185,8 +185,8 @@ def test_a_signal_ends_the_job_and_leaves_nothing(
         for rank in range(2):
             log = tmp_path / "logs" / f"worker-{rank}.log"
             wait_until(lambda log=log: log.exists() and "ready" in log.read_text())
-        # The launcher, its fork server and copier, the rendezvous, two workers, four sleepers.
-        wait_until(lambda: len(marked_processes(mark)) == 10)
+        # The launcher, its fork server, the rendezvous, two workers, four sleepers.
+        wait_until(lambda: len(marked_processes(mark)) == 9)
         os.killpg(launcher.pid, number) if to_group else os.kill(launcher.pid, number)
         assert launcher.wait(timeout=LIMIT) == code
     assert marked_processes(mark) == []
@@ -213,7 +213,7 @@ def test_rank_0_has_a_terminal_where_the_launcher_has_one(script: Script, tmp_pa
     )
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 33, 77, 0, 0))
-    with start_run("--plain", "--log-dir", tmp_path, path, stdin=theirs, stdout=theirs, stderr=theirs) as launcher:
+    with start_run("--log-dir", tmp_path, path, stdin=theirs, stdout=theirs, stderr=theirs) as launcher:
         os.close(theirs)
         shown = b""
         with suppress(OSError):  # EIO: the last holder of the terminal is gone

@@ -1,42 +1,80 @@
-"""Rank 0's screen where its log, its reader or its copier fails it."""
+"""Rank 0's screen and log: their order, and what happens where one of them fails."""
 
 from __future__ import annotations
 
 import fcntl
 import os
-import signal
-import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from anabranch.launch.output import copier
-from anabranch.launch.output.copier import Copier
 from anabranch.launch.output.screen import Screen
-from waiting import join, wait_until
+from waiting import wait_until
+
+
+def on_stderr(line: str) -> None:
+    os.write(2, f"launcher: {line}\n".encode())
+
+
+@contextmanager
+def standard_output(descriptor: int) -> Iterator[None]:
+    """Let this be the process's stdout meanwhile."""
+    before = os.dup(1)
+    os.dup2(descriptor, 1)
+    try:
+        yield
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
+
+
+def test_a_traceback_is_the_end_of_the_log_and_follows_what_was_printed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It stood hundreds of lines before its time, as the streams were copied in pieces, in turns."""
+    for attempt in range(20):
+        with Screen(tmp_path / "log") as screen:
+            for number in range(600):
+                os.write(screen.stdout, f"{number}\n".encode())
+            os.write(screen.stdout, b"no newline: ")
+            for part in ("Trace", "back\n", "  line", " 1\n"):
+                os.write(screen.stderr, part.encode())
+        expected = [*map(str, range(600)), "no newline: Traceback", "  line 1"]
+        assert (tmp_path / "log").read_text().splitlines() == expected, attempt
+        shown = capfd.readouterr()
+        assert shown.out == "".join(f"{number}\n" for number in range(600)) + "no newline: "
+        assert shown.err == "Traceback\n  line 1\n"
 
 
 def test_a_full_disk_ends_the_log_and_not_the_job(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "worker-0.log"
     log.symlink_to("/dev/full")
-    with Screen(log) as screen:
+    with Screen(log, on_stderr) as screen:
         os.write(screen.stdout, b"one\n")
         os.write(screen.stdout, b"two\n")
         os.write(screen.stderr, b"three\n")
     shown = capfd.readouterr()
     assert shown.out == "one\ntwo\n"
-    assert shown.err == "anabranch: /dev/full ends here: No space left on device\nthree\n"
+    assert sorted(shown.err.splitlines()) == [f"launcher: {log} ends here: No space left on device", "three"]
 
 
 def test_output_written_before_a_line_of_the_launcher_is_shown_before_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with Screen(tmp_path / "log") as screen:
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        on_stderr(line)
+        said.append(line)
+
+    with Screen(tmp_path / "log", say) as screen:
         for number in range(20):
             os.write(screen.stderr, f"rank 0: {number}\n".encode())
-            screen.finish_line()
-            os.write(2, f"launcher: {number}\n".encode())
+            screen.say(str(number))
+            wait_until(lambda number=number: len(said) > number)
     lines = [line for number in range(20) for line in (f"rank 0: {number}", f"launcher: {number}")]
     assert capfd.readouterr().err.splitlines() == lines
 
@@ -52,106 +90,68 @@ def test_the_log_of_an_attempt_before_stays(tmp_path: Path, capfd: pytest.Captur
     assert not (tmp_path / "log").read_text()
 
 
-def test_a_copier_that_was_killed_is_replaced_and_nothing_is_lost(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    log = tmp_path / "log"
-    with Screen(log) as screen:
-        os.write(screen.stdout, b"one\n")
-        screen.finish_line()
-        signal.pidfd_send_signal(screen.pidfd, signal.SIGKILL)
-        screen.finish_line()  # says nothing and goes on
-        os.write(screen.stdout, b"two\n")
-        screen.revive()
-        os.write(screen.stdout, b"three\n")
-        screen.finish_line()
-        signal.pidfd_send_signal(screen.pidfd, signal.SIGKILL)
-        os.waitid(os.P_PIDFD, screen.pidfd, os.WEXITED | os.WNOWAIT)
-        os.write(screen.stdout, b"four\n")
-    assert log.read_text() == capfd.readouterr().out == "one\ntwo\nthree\nfour\n"
-
-
-class Copying:
-    """A copier in a thread of this process."""
-
-    def __init__(self, log: Path, shown: int, *, terminal: bool = False) -> None:
-        self.source, self.given = os.pipe()
-        self.channel, theirs = socket.socketpair()
-        self.channel.settimeout(60)
-        self._log = log.open("wb", buffering=0)
-        self._theirs = theirs
-        copying = Copier(theirs.fileno(), self._log.fileno(), {self.source: shown}, terminal)
-        self.thread = threading.Thread(target=copying.run)
-        self.thread.start()
-
-    def order(self, letter: bytes) -> None:
-        self.channel.sendall(letter)
-        assert self.channel.recv(1) == copier.DONE
-
-    def close(self) -> None:
-        self.channel.close()
-        join(self.thread)
-        for descriptor in (self.source, self.given):
-            os.close(descriptor)
-        self._theirs.close()
-        self._log.close()
-
-
-def full_pipe() -> tuple[int, int, int]:
-    """Its two ends, and how many bytes lie in it."""
-    reader, writer = os.pipe()
-    filled = fcntl.fcntl(writer, fcntl.F_GETPIPE_SZ)
-    assert os.write(writer, b"x" * filled) == filled
-    return reader, writer, filled
-
-
 def test_a_reader_that_has_gone_does_not_end_the_log(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    copying = Copying(tmp_path / "log", writer)
-    for line in (b"one\n", b"two\n"):
-        os.write(copying.given, line)
-        copying.order(copier.FINISH_LINE)
-    copying.close()
-    os.close(writer)
+    with standard_output(writer):
+        os.close(writer)
+        with Screen(tmp_path / "log") as screen:
+            for line in (b"one\n", b"two\n"):
+                os.write(screen.stdout, line)
+                wait_until(lambda line=line: (tmp_path / "log").read_bytes().endswith(line))
     assert (tmp_path / "log").read_bytes() == b"one\ntwo\n"
 
 
 def test_a_slow_reader_delays_only_rank_0(tmp_path: Path) -> None:
-    reader, writer, filled = full_pipe()
-    copying = Copying(tmp_path / "log", writer)
-    os.write(copying.given, b"one\n")
-    copying.order(copier.FINISH_LINE)  # answers, though nothing can be shown
-    assert not (tmp_path / "log").read_bytes()
-    copying.order(copier.HIDE)
-    wait_until((tmp_path / "log").read_bytes)
-    copying.order(copier.SHOW)
-    os.write(copying.given, b"two\n")
-    assert os.read(reader, filled) == b"x" * filled
-    assert os.read(reader, 100) == b"two\n"  # what came while the screen was left alone is in the log
-    copying.close()
-    os.close(writer)
-    os.close(reader)
-    assert (tmp_path / "log").read_bytes() == b"one\ntwo\n"
-
-
-def test_a_launcher_that_was_killed_ends_the_copier_whatever_its_reader_does(tmp_path: Path) -> None:
-    reader, writer, _ = full_pipe()
-    copying = Copying(tmp_path / "log", writer)
-    os.write(copying.given, b"last\n")
-    copying.close()
-    os.close(writer)
-    os.close(reader)
-    assert (tmp_path / "log").read_bytes() == b"last\n"
-
-
-def test_a_line_of_the_launcher_begins_a_line_on_a_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Neither its log nor the launcher's lines wait."""
     reader, writer = os.pipe()
-    copying = Copying(tmp_path / "log", writer, terminal=True)
-    os.write(copying.given, b"progress 7 %")
-    copying.order(copier.FINISH_LINE)
-    copying.order(copier.FINISH_LINE)
-    assert capfd.readouterr().err == "\n"
-    copying.close()
-    os.close(writer)
+    filled = fcntl.fcntl(writer, fcntl.F_GETPIPE_SZ)
+    assert os.write(writer, b"x" * filled) == filled
+    said: list[str] = []
+    with standard_output(writer):
+        os.close(writer)
+        with Screen(tmp_path / "log", said.append) as screen:
+            os.write(screen.stdout, b"one\n")
+            wait_until(lambda: (tmp_path / "log").read_bytes() == b"one\n")
+            screen.say("a line")
+            wait_until(lambda: said == ["a line"])
+            assert os.read(reader, filled) == b"x" * filled
+        assert os.read(reader, 100) == b"one\n"
     os.close(reader)
+
+
+def test_a_line_of_the_launcher_begins_a_line_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "isatty", lambda descriptor: True)
+    reader, writer = os.pipe()
+    said: list[str] = []
+    with standard_output(writer):
+        os.close(writer)
+        with Screen(tmp_path / "log", said.append) as screen:
+            assert screen.stdout == screen.stderr
+            os.write(screen.stdout, b"progress 7 %")
+            wait_until((tmp_path / "log").read_bytes)
+            screen.say("a line")
+            wait_until(lambda: said)
+            os.write(screen.stdout, b"\x1b[?25l")
+    shown = os.read(reader, 100)
+    os.close(reader)
+    assert shown == b"progress 7 %\n\x1b[?25l\n\x1b[?25h"  # the cursor is shown again
+
+
+def test_threads_that_write_at_once_do_not_break_each_others_lines(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Screen(tmp_path / "log") as screen:
+
+        def write(descriptor: int, letter: str) -> None:
+            for _ in range(500):
+                os.write(descriptor, (letter * 40 + "\n").encode())
+
+        threads = [threading.Thread(target=write, args=pair) for pair in ((screen.stdout, "a"), (screen.stderr, "b"))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert len(lines) == 1000
+    assert set(lines) == {"a" * 40, "b" * 40}

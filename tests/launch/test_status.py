@@ -52,6 +52,30 @@ def test_the_states_of_processes(tmp_path: Path) -> None:
     assert {one.state for one in status_of(tmp_path).roles} == {"gone"}
 
 
+def test_a_pid_that_another_process_has_by_now_is_gone(tmp_path: Path) -> None:
+    JobFile(tmp_path).began("worker", 0, os.getpid(), None)
+    record = json.loads((tmp_path / "job.json").read_text())
+    record["roles"][0]["started"] -= 1
+    (tmp_path / "job.json").write_text(json.dumps(record))
+    assert status_of(tmp_path).roles[0].state == "gone"
+
+
+def test_only_regular_files_of_reasonable_size_are_read(tmp_path: Path) -> None:
+    """A FIFO made `anabranch status` wait for ever."""
+    JobFile(tmp_path).began("worker", 0, os.getpid(), None)
+    os.mkfifo(tmp_path / "worker-0.status")
+    assert status_of(tmp_path).roles[0].state == "running"
+    (tmp_path / "job.json").unlink()
+    os.mkfifo(tmp_path / "job.json")
+    with pytest.raises(ValueError, match=r"job\.json cannot be read: it is not a regular file"):
+        status_of(tmp_path)
+    (tmp_path / "job.json").unlink()
+    with (tmp_path / "job.json").open("wb") as file:
+        file.truncate((64 << 20) + 1)
+    with pytest.raises(ValueError, match="more than 67108864"):
+        status_of(tmp_path)
+
+
 def test_a_service_that_listens_no_more_does_not_start(tmp_path: Path) -> None:
     JobFile(tmp_path).began("expert", 0, os.getpid(), f"unix:{tmp_path}/socket")
     assert status_of(tmp_path).roles[0].state == "starting"

@@ -13,9 +13,8 @@ the sweep fails, none. The engine itself is torch's, unchanged: with no callback
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self, cast
 
@@ -72,7 +71,7 @@ class GradManager(sessions.Session):
         self._recording = False
         # Hooks belong to the tensors and would outlive the manager. A finalizer keeps its arguments alive, so they hold
         # no callbacks: these may lead back to the manager.
-        self._handles: dict[int, list[RemovableHandle]] = {}
+        self._handles: dict[int, RemovableHandle] = {}
         weakref.finalize(self, _remove, self._handles)
 
     def attach(
@@ -113,7 +112,7 @@ class GradManager(sessions.Session):
                 slot = self._slots[key] = _Slot(weakref.ref(tensor))
             elif not chain:
                 continue
-            for handle in self._handles.pop(key, ()):
+            if (handle := self._handles.pop(key, None)) is not None:
                 handle.remove()
             slot.callbacks += chain
             self._unprepared[key] = slot
@@ -162,9 +161,9 @@ class GradManager(sessions.Session):
         if not tensor.is_leaf:
             tensor.retain_grad()
         if self._hooked and tensor.is_leaf:
-            self._handles[key] = [self._sweep.watch_leaf(tensor, callbacks)]
+            self._handles[key] = self._sweep.watch_leaf(tensor, callbacks)
         elif callbacks:
-            self._handles[key] = [self._sweep.watch_result(tensor, callbacks)]
+            self._handles[key] = self._sweep.watch_result(tensor, callbacks)
 
     def release(self) -> None:
         """End the session without a backward; nothing happens if there is none."""
@@ -212,41 +211,38 @@ class GradManager(sessions.Session):
             self.release()
 
     def _run_hooked(self, roots: list[Tensor], gradients: list[Tensor | None], retain: bool, create: bool) -> None:
-        watched = self.attached_tensors()
-        before = [tensor.grad for tensor in watched]
-        sweep = self._sweep
-        for tensor, grad in zip(watched, before, strict=True):
-            handles = self._handles.get(id(tensor), [])
-            if grad is not None and tensor.is_leaf and tensor.requires_grad and len(handles) == 1:
-                handles.append(sweep.set_grad_aside(tensor))
+        sweep, before = self._sweep, [(tensor, tensor.grad) for tensor in self.attached_tensors()]
+        aside = [(tensor, grad) for tensor, grad in before if grad is not None and id(tensor) in self._handles]
         added: list[tuple[Tensor, Tensor]] = []
         version: int | None = None
         try:
+            for tensor, _ in aside:
+                tensor.grad = None  # else what arrives would be added to it
             sweep.begin()
             run_sweep(roots, gradients, retain, create)
             sweep.end()
             final = self._resolve() if sweep.replaced else cast("list[Tensor]", sweep.values)
-            if sweep.set_aside:
-                added = self._assign(final, create)
-                version = _version(added)
-                _add(added)
-            else:
-                for tensor, value in zip(sweep.tensors, final, strict=True):
-                    tensor.grad = value
+            for tensor, grad in aside:
+                tensor.grad = grad
+            added = self._assign(final, create, {id(tensor): grad for tensor, grad in aside})
+            version = _version(added)
+            _add(added)
         except BaseException as error:
             if version is None or version == _version(added):  # nothing was added yet
-                for tensor, grad in zip(watched, before, strict=True):
+                for tensor, grad in before:
                     tensor.grad = grad
             abandon(sweep.values, error)
             raise
         finally:
             sweep.clear()
 
-    def _assign(self, final: Sequence[Tensor], create: bool) -> list[tuple[Tensor, Tensor]]:
+    def _assign(
+        self, final: Sequence[Tensor], create: bool, aside: Mapping[int, Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
         """Write gradients to ``.grad``; return those to be added in place, each after what it is added to."""
         added: list[tuple[Tensor, Tensor]] = []
         for tensor, value in zip(self._sweep.tensors, final, strict=True):
-            before = self._sweep.set_aside.get(id(tensor))
+            before = aside.get(id(tensor))
             if before is None:
                 tensor.grad = value
             elif create or before.requires_grad or value.requires_grad or (before.is_sparse and not value.is_sparse):
@@ -259,18 +255,16 @@ class GradManager(sessions.Session):
 
     def _resolve(self) -> list[Tensor]:
         """Wait for all futures and collect the callbacks' final results, before anything is written."""
-        deadline: Deadline | None = None
-        results: list[Tensor] = []
-        for value in self._sweep.values:
+        deadline = Deadline.after(self._timeout)
+
+        def resolved(value: object) -> Tensor:
             if isinstance(value, Tensor):
-                results.append(value)
-                continue
+                return value
             if not is_future(value):
                 raise TypeError(f"a callback returns a tensor, a future or None, got {value!r}")
-            deadline = deadline or Deadline.after(self._timeout)
-            peer = "a callback's future"
-            results.append(result_of(value, deadline, peer=peer, operation="GradManager.backward"))
-        return results
+            return result_of(value, deadline, peer="a callback's future", operation="GradManager.backward")
+
+        return [*map(resolved, self._sweep.values)]
 
     def __enter__(self) -> Self:
         self.record()
@@ -341,6 +335,6 @@ def _version(pairs: Sequence[tuple[Tensor, Tensor]]) -> int:
     return pairs[0][0]._version if pairs else 0
 
 
-def _remove(handles: dict[int, list[RemovableHandle]]) -> None:
-    for handle in itertools.chain.from_iterable(handles.values()):
+def _remove(handles: dict[int, RemovableHandle]) -> None:
+    for handle in handles.values():
         handle.remove()

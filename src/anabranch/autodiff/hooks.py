@@ -7,9 +7,8 @@ Modules have ``record_outputs``. A leaf's gradient passes three places::
 
 At (1), a tensor hook, it is the engine's own buffer, which two tensors may share. At (2) torch steals the buffer, or
 copies one that is shared or laid out unlike the leaf. So ``Sweep.watch_leaf`` takes it at (3), out of ``.grad``, at no
-cost beyond torch's own, and puts back at once what ``.grad`` held before; only where it held something must that be
-set aside at (1), or (2) would add to it. If the sweep ends between (1) and (3), by an interrupt or another's hook, its
-owner puts it back. Results of operations have (1) alone.
+cost beyond torch's own; what ``.grad`` held before, to which (2) would add, the sweep's owner sets aside and puts back.
+Results of operations have (1) alone.
 
 Hooks are set once and stay from step to step; outside their own sweep they do nothing. All tensors with the same
 callbacks share one hook and no object is made per tensor: between two steps everything here falls out of the
@@ -46,7 +45,6 @@ class Sweep:
         running: whether the hooks act.
         tensors: the tensors reached so far, in order.
         values: their gradients, as the callbacks left them.
-        set_aside: by the tensor's id, what ``.grad`` held.
         replaced: whether a callback has returned anything, which may be a future.
     """
 
@@ -54,7 +52,6 @@ class Sweep:
         self.running = False
         self.tensors: list[Tensor] = []
         self.values: list[Gradient] = []
-        self.set_aside: dict[int, Tensor] = {}
         self.replaced = False
         self._chains: list[tuple[Callback, ...]] = []
         self._hooks: dict[tuple[Callback, ...], Callable[[Tensor], None]] = {}
@@ -79,10 +76,9 @@ class Sweep:
         self.running = False
         self.tensors.clear()
         self.values.clear()
-        self.set_aside.clear()
 
     def watch_leaf(self, leaf: Tensor, callbacks: tuple[Callback, ...]) -> RemovableHandle:
-        """Run ``callbacks`` on the leaf's final gradient, taken at (3), and leave ``.grad`` unchanged."""
+        """Run ``callbacks`` on the leaf's final gradient, taken at (3) out of ``.grad``, which is None then."""
         hook = self._hooks.get(callbacks)
         if hook is None:
             hook = self._hooks[callbacks] = self._hook_at_3(callbacks)
@@ -94,17 +90,14 @@ class Sweep:
 
         def hook(leaf: Tensor) -> None:
             sweep = sweep_ref()
-            if sweep is not None and sweep.running:
-                sweep._take(leaf, sweep._chains[number])
+            if sweep is not None and sweep.running and (grad := leaf.grad) is not None:
+                leaf.grad = None
+                sweep._take(leaf, grad, sweep._chains[number])
 
         return hook
 
-    def _take(self, tensor: Tensor, callbacks: tuple[Callback, ...]) -> None:
-        """Run ``callbacks`` on the gradient in ``.grad``, and put back what it held before."""
-        grad = tensor.grad
-        tensor.grad = self.set_aside.get(id(tensor)) if self.set_aside else None
-        if grad is None:
-            return
+    def _take(self, tensor: Tensor, grad: Tensor, callbacks: tuple[Callback, ...]) -> None:
+        """Run ``callbacks`` on a final gradient."""
         self.tensors.append(tensor)
         value: Gradient = grad
         try:
@@ -116,18 +109,6 @@ class Sweep:
         finally:  # a future that one callback returned before another raised must not be lost
             self.values.append(value)
 
-    def set_grad_aside(self, leaf: Tensor) -> RemovableHandle:
-        """Keep a watched leaf's ``.grad`` out of the accumulation, at (1)."""
-        sweep_ref = weakref.ref(self)
-
-        def look(leaf: Tensor | None, _: Tensor) -> None:
-            sweep = sweep_ref()
-            if sweep is not None and sweep.running and leaf is not None and leaf.grad is not None:
-                sweep.set_aside[id(leaf)] = leaf.grad
-                leaf.grad = None
-
-        return watch_result(leaf, look)
-
     def watch_result(self, result: Tensor, callbacks: tuple[Callback, ...]) -> RemovableHandle:
         """Run ``callbacks`` on the final gradient, at (1), of a tensor that an operation made."""
         sweep_ref = weakref.ref(self)
@@ -135,10 +116,7 @@ class Sweep:
         def look(tensor: Tensor | None, grad: Tensor) -> None:
             sweep = sweep_ref()
             if sweep is not None and sweep.running and tensor is not None:
-                if tensor.grad is not None:
-                    sweep.set_aside[id(tensor)] = tensor.grad
-                tensor.grad = grad
-                sweep._take(tensor, callbacks)
+                sweep._take(tensor, grad, callbacks)
 
         return watch_result(result, look)
 

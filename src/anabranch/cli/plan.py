@@ -14,7 +14,7 @@ from anabranch.cli.job_end import show_end, tell
 from anabranch.cli.script_arguments import Arguments, IsModule, Script
 from anabranch.launch import launch
 from anabranch.launch.python_program import PythonProgram
-from anabranch.launch.supervision.signals import hold_signals
+from anabranch.launch.supervision.signals import collect_signals
 from anabranch.record.process import PLAN_VARIABLE
 
 __all__ = ["plan"]
@@ -43,7 +43,7 @@ def plan(
     found = folder / "plan.txt"
     failed = True
     try:
-        with hold_signals():
+        with collect_signals():
             outcome = launch(
                 script,
                 arguments or [],

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,8 +20,7 @@ from anabranch.deadline import Deadline, check_seconds
 from anabranch.launch import Durability, JobOutcome, RestartBudget, launch
 from anabranch.launch.meeting.addresses import check_directory
 from anabranch.launch.python_program import PythonProgram
-from anabranch.launch.supervision.signals import hold_signals
-from anabranch.record.process import PROGRESS_VARIABLE
+from anabranch.launch.supervision.signals import collect_signals
 from anabranch.record.trace import check_trace_path
 from anabranch.transport.directory.redis_address import is_redis_url
 from anabranch.transport.directory.redis_link import RedisLink
@@ -123,9 +123,6 @@ def run(
             show_default=False,
         ),
     ] = None,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="Do not draw the status of the job below rank 0's output on a terminal.")
-    ] = False,
     verbose: Annotated[
         bool,
         typer.Option(
@@ -136,9 +133,9 @@ def run(
 ) -> None:
     """Run SCRIPT in N processes that form one torch.distributed job, with the servers it uses.
 
-    The workers find the same environment as under torchrun. Rank 0 is live on the screen; on a terminal a picture below
-    it says how far the job is and how each process is. When a process fails, its rank and traceback are shown and the
-    others stopped; Ctrl-C stops all. No process is left behind.
+    The workers find the same environment as under torchrun. Rank 0 is live on the screen; `anabranch status --watch`
+    shows how far the job is and how each process is. When a process fails, its rank and traceback are shown and the
+    others stopped; Ctrl-C stops all, Ctrl-Z pauses all. No process is left behind.
 
     An expert process that dies is restarted, and the job continues meanwhile with those that answer.
 
@@ -173,7 +170,7 @@ def run(
         script, arguments or [], {"--workers": workers == 1, "--servers": not servers, "--experts": not experts}
     )
     logs = _log_directory(log_dir)
-    with hold_signals():
+    with collect_signals():
         outcome: JobOutcome | None = None
         try:
             if engine == "ray":
@@ -201,37 +198,28 @@ def run(
                     raise typer.Exit(1) from error
                 show_end(outcome, logs, verbose=verbose)
                 raise typer.Exit(outcome.exit_code)
-            outcome = launch(
-                script,
-                arguments or [],
-                is_module=module,
-                workers=workers,
-                servers=servers,
-                experts=experts,
-                durability=durability,
-                host=host,
-                log_dir=logs,
-                live=True,
-                picture=not plain and _can_draw(),
-                verbose=verbose,
-                environment={**os.environ, PROGRESS_VARIABLE: "lines"} if plain else None,
-                spawn=spawn,
-                max_restarts=max_restarts,
-                service_restarts=budget,
-                checkpoint_seconds=checkpoint_seconds,
-                trace=trace,
-                tell=tell,
-                directory=directory,
-            )
+            with plain_errors("--host" if host else "SCRIPT"):  # the other options were checked as they were read
+                outcome = launch(
+                    script,
+                    arguments or [],
+                    is_module=module,
+                    workers=workers,
+                    servers=servers,
+                    experts=experts,
+                    durability=durability,
+                    host=host,
+                    log_dir=logs,
+                    live=True,
+                    verbose=verbose,
+                    spawn=spawn,
+                    max_restarts=max_restarts,
+                    service_restarts=budget,
+                    checkpoint_seconds=checkpoint_seconds,
+                    trace=trace,
+                    tell=tell,
+                    directory=directory,
+                )
             show_end(outcome, logs, verbose=verbose)
-        except ValueError as error:
-            if host is None:
-                raise
-            # The other options were checked as they were read.
-            raise typer.BadParameter(str(error), param_hint="--host") from error
-        except KeyboardInterrupt:  # before the launcher collects signals
-            tell("SIGINT: stopped before anything had started")
-            raise typer.Exit(130) from None
         finally:
             failed = outcome is not None and outcome.first_failure is not None
             if log_dir is None and not failed:
@@ -263,19 +251,27 @@ def _tell_of_options(script: str, arguments: Sequence[str], missing: Mapping[str
             tell(f"{name} comes after {script}, so the script gets it; options of `anabranch run` go before the script")
 
 
-def _log_directory(wanted: Path | None) -> Path:
-    if wanted is None:
+def _log_directory(folder: Path | None) -> Path:
+    """Return a folder for the logs that no running job has, and hold it until this process ends."""
+    if folder is None:
         return Path(tempfile.mkdtemp(prefix="anabranch-logs-"))
-    try:
-        wanted.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise typer.BadParameter(
-            f"cannot make the directory {wanted}: {error.strerror}", param_hint="--log-dir"
-        ) from error
-    return wanted
-
-
-def _can_draw() -> bool:
-    """Return True if there is a terminal that supports more than text."""
-    encoding = (sys.stdout.encoding or "").lower().replace("-", "")
-    return os.environ.get("TERM", "dumb") not in ("", "dumb") and encoding == "utf8"
+    for number in itertools.count(1):
+        logs = folder if number == 1 else folder.with_name(f"{folder.name}.{number}")
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(logs, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise typer.BadParameter(
+                f"cannot make the directory {logs}: {error.strerror}", param_hint="--log-dir"
+            ) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            continue
+        except OSError:  # a file system without locks
+            os.close(descriptor)
+        if logs != folder:
+            tell(f"a running job writes to {folder}; the logs of this one: {logs}")
+        return logs
+    raise AssertionError("numbers do not end")

@@ -54,6 +54,14 @@ _Heartbeat = Annotated[
         help="Seconds between heartbeats to waiting clients; after twice that without one, a peer counts as lost.",
     ),
 ]
+_Linger = Annotated[
+    float,
+    typer.Option(
+        min=0.0,
+        metavar="S",
+        help="After the first signal serve for up to S seconds while clients are connected; the next one ends it.",
+    ),
+]
 
 
 @serve.command()
@@ -113,6 +121,7 @@ def experts(
     insecure: _Insecure = False,
     heartbeat: _Heartbeat = 1.0,
     metrics: _Metrics = None,
+    linger: _Linger = 0.0,
 ) -> None:
     """Serve experts that train themselves: those of a function, or one of each name in a pattern."""
     # Here, as in the others: with torch, which the rest of the command line does without.
@@ -147,7 +156,7 @@ def experts(
             insecure=insecure,
             heartbeat=heartbeat,
         )
-        serve_until_stopped(server, _beside(metrics, expert_metrics))
+        serve_until_stopped(server, _beside(metrics, expert_metrics), linger=linger)
 
 
 @serve.command()
@@ -157,6 +166,7 @@ def directory(
     insecure: _Insecure = False,
     heartbeat: _Heartbeat = 1.0,
     metrics: _Metrics = None,
+    linger: _Linger = 0.0,
 ) -> None:
     """Serve a directory: the server of each expert."""
     from anabranch.experts import DirectoryServer
@@ -165,7 +175,7 @@ def directory(
 
     with plain_errors():
         server = partial(DirectoryServer, listen, keys=keys, insecure=insecure, heartbeat=heartbeat)
-        serve_until_stopped(server, _beside(metrics, directory_metrics))
+        serve_until_stopped(server, _beside(metrics, directory_metrics), linger=linger)
 
 
 @serve.command()
@@ -195,10 +205,13 @@ def parameters(
     insecure: _Insecure = False,
     heartbeat: _Heartbeat = 1.0,
     metrics: _Metrics = None,
+    linger: _Linger = 0.0,
 ) -> None:
     """Serve one shard of the tables and parameters."""
     from anabranch.observe import parameter_metrics
     from anabranch.parameter_server import ParameterServer
+    from anabranch.record.process import process_record
+    from anabranch.record.spans import Lasting
     from anabranch.tables.warming import compile_kernels
     from anabranch.transport.server.service import serve_until_stopped
 
@@ -214,7 +227,9 @@ def parameters(
     if shard >= shards:
         raise typer.BadParameter(f"--shard {shard} is out of range for --shards {shards}; the first is 0")
     _show_compiling()
-    compile_kernels()  # takes a minute at first; a signal may still end it, since nothing is lost
+    process_record()  # a launcher is told, too
+    with Lasting("compile", "compute"):
+        compile_kernels()  # takes a minute at first; a signal may still end it, since nothing is lost
     with plain_errors():
         server = partial(
             ParameterServer,
@@ -230,7 +245,7 @@ def parameters(
             insecure=insecure,
             heartbeat=heartbeat,
         )
-        serve_until_stopped(server, _beside(metrics, parameter_metrics))
+        serve_until_stopped(server, _beside(metrics, parameter_metrics), linger=linger)
 
 
 class _OnStderr(logging.Handler):
@@ -242,7 +257,7 @@ class _OnStderr(logging.Handler):
 
 
 def _show_compiling() -> None:
-    """Show why nothing happens while the kernels of tables are compiled; `anabranch run` looks for this line."""
+    """Show why nothing happens while the kernels of tables are compiled."""
     logger = logging.getLogger("anabranch.compiling")
     logger.setLevel(logging.INFO)
     logger.addHandler(_OnStderr())

@@ -65,8 +65,8 @@ def _page(path: Path) -> str:
             )
         trace = trace_of(path)
         return _run(path.absolute().name, job=job_data(path), trace=None if trace is None else read_trace(trace))
-    if not path.exists():
-        raise ValueError(f"there is no {path}; give a job's log folder (--log-dir), a trace or a saved graph")
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}; give a job's log folder (--log-dir), a trace or a saved graph")
     with path.open("rb") as file:
         start = file.read(256).lstrip()
     if start[:1] in (b"{", b"[") or not start or is_packed(start):

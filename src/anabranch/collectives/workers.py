@@ -77,57 +77,50 @@ class Pending:
 class _Comparison:
     """Compares a long wait with that of the next rank: where they are in other calls, one was made alone.
 
-    On a thread, since a store whose process is frozen never answers.
+    On threads, since a store whose process is frozen never answers.
     """
 
     def __init__(self, workers: Workers, number: int, operation: str) -> None:
         self._workers, self._number, self._operation = workers, number, operation
+        self._next = workers.ranks[(workers.rank + 1) % len(workers.ranks)]
         self._began = time.monotonic()
-        self._over = threading.Event()
         self._answer: Future[str] | None = None
 
     def __call__(self) -> Mapping[int, str]:
         """Raise ``BoundaryError`` if the next rank waits in another call; the result names nobody lost."""
-        if self._answer is None and self._workers.store is not None and time.monotonic() - self._began >= SAID_AFTER:
-            self._answer = begin_call(self._look, "anabranch-comparison")[1]
         if self._answer is not None and self._answer.done():
-            self._raise(self._answer.result(timeout=0))
+            self._raise(self._answer)
+        elif self._answer is None and time.monotonic() - self._began >= SAID_AFTER:
+            self._answer = self._look()
         return {}
 
     def last(self) -> None:
         """Raise ``BoundaryError`` if the rank that is lost, or has left, was in another call."""
-        if self._workers.store is not None:
-            self._over.set()
-            answer = begin_call(self._look, "anabranch-comparison")[1]
-            if wait([answer], timeout=1.0).done:
-                self._raise(answer.result(timeout=0))
+        answer = self._look()
+        if answer is not None and wait([answer], timeout=1.0).done:
+            self._raise(answer)
 
-    def end(self) -> None:
-        self._over.set()
-
-    def _raise(self, there: str) -> None:
-        if there:
+    def _raise(self, answer: Future[str]) -> None:
+        self._answer = None  # another look behind one that has seen nothing
+        if there := answer.result(timeout=0):
             raise self._workers.apart(self._next, self._operation, f"waits in {there!r}") from None
 
-    @property
-    def _next(self) -> int:
-        ranks = self._workers.ranks
-        return ranks[(self._workers.rank + 1) % len(ranks)]
+    def _look(self) -> Future[str] | None:
+        """Begin to look for the call of the next rank that is not this one."""
+        store, mine, theirs = self._workers.store, f"waits/{self._workers.peers.rank}", f"waits/{self._next}"
+        if store is None:
+            return None
 
-    def _look(self) -> str:
-        """Return the call of the next rank that is not this one; nothing once this wait is over."""
-        store, pause = self._workers.store, 0.1
-        with suppress(RuntimeError):  # the process that holds the store has ended
-            while store is not None:
-                store.set(f"waits/{self._workers.peers.rank}", f"{self._number} {self._operation}")
-                if store.check([f"waits/{self._next}"]):
-                    number, _, there = store.get(f"waits/{self._next}").decode().partition(" ")
+        def look() -> str:
+            with suppress(RuntimeError):  # the process that holds the store has ended
+                store.set(mine, f"{self._number} {self._operation}")
+                if store.check([theirs]):
+                    number, _, there = store.get(theirs).decode().partition(" ")
                     if number == str(self._number) and there != self._operation:
                         return there
-                if self._over.wait(pause):
-                    break
-                pause = min(2 * pause, 5.0)
-        return ""
+            return ""
+
+        return begin_call(look, "anabranch-comparison")[1]
 
 
 class Workers(Group):
@@ -287,10 +280,6 @@ class Workers(Group):
         for pending in several:
             pending.finish()
 
-    def barrier(self, *, operation: str = "barrier") -> None:
-        """Return when every worker has called it."""
-        self.all_reduce(torch.zeros(1, device=self.device), operation=operation)
-
     # Waits and their outcomes.
 
     def check_present(self) -> None:
@@ -340,9 +329,6 @@ class Workers(Group):
         except BaseException:  # the deadline, or Ctrl-C: gloo goes on
             self.has_left_work = True
             raise
-        finally:
-            if comparison is not None:
-                comparison.end()
         self.wait_seconds += time.monotonic() - began
 
     def _end(self) -> None:

@@ -12,8 +12,8 @@ of the model need not know. The tape records the transfers, and a captured graph
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,13 @@ from anabranch.autodiff.hooks import move_at_edges
 from anabranch.autodiff.moved_parameter import Switch
 
 
-class DevicePlacement:
-    """The modules named in ``devices`` moved there, until it is closed.
+@contextmanager
+def placed(
+    models: Sequence[nn.Module],
+    devices: Mapping[str, str | torch.device],
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+) -> Iterator[None]:
+    """Move the modules named in ``devices`` there until the block ends.
 
     Args:
         models: contain the modules.
@@ -33,69 +38,54 @@ class DevicePlacement:
     Raises:
         ValueError: a name that no model has.
     """
+    where = {name: torch.device(device) for name, device in devices.items()}
+    known = [dict(model.named_modules()) for model in models]
+    for name in where:
+        if not name or not any(name in modules for modules in known):
+            others = ", ".join(sorted(filter(None, set().union(*known))))
+            raise ValueError(f"devices= names {name!r}; the modules are: {others or 'none; use model.to(device)'}")
 
-    def __init__(
-        self,
-        models: Sequence[nn.Module],
-        devices: Mapping[str, str | torch.device],
-        optimizers: Iterable[torch.optim.Optimizer] = (),
-    ) -> None:
-        self._optimizers = list(optimizers)
-        self._undo = ExitStack()
-        self._devices = {name: torch.device(device) for name, device in devices.items()}
-        known = [dict(model.named_modules()) for model in models]
-        for name in self._devices:
-            if not name or not any(name in modules for modules in known):
-                others = ", ".join(sorted(filter(None, set().union(*known))))
-                raise ValueError(f"devices= names {name!r}; the modules are: {others or 'none; use model.to(device)'}")
-        placed: set[nn.Module] = set()
+    def around(name: str) -> str | None:
+        """Return the nearest of the named modules that the one of this name, or a part of it, is in."""
+        return max((prefix for prefix in where if name.startswith(f"{prefix}.")), key=len, default=None)
+
+    done: set[nn.Module] = set()
+    with ExitStack() as undo:
+        undo.callback(_move_state, optimizers)
         for model, modules in zip(models, known, strict=True):
-            home = self.home(model, devices)
-            for name in self._devices:
-                if name in modules and modules[name] not in placed:
-                    placed.add(modules[name])
-                    self._place(name, modules, home)
-        self._move_optimizer_state()
+            for name in [name for name in where if name in modules and modules[name] not in done]:
+                done.add(modules[name])
+                for inner, module in modules.items():  # without other placed modules inside it
+                    if around(f"{inner}.") == name:
+                        tensors = (*module._parameters.values(), *module._buffers.values())
+                        before = next((tensor.device for tensor in tensors if tensor is not None), where[name])
+                        _move(module, where[name])
+                        undo.callback(_move, module, before)
+                outer = around(name)
+                home = home_of(model, devices) if outer is None else where[outer]
+                undo.enter_context(move_at_edges(modules[name], where[name], home))
+        _move_state(optimizers)
+        yield
 
-    @staticmethod
-    def home(model: nn.Module, devices: Mapping[str, str | torch.device]) -> torch.device:
-        """Return the device for batches: the device of the modules that were not placed."""
-        tensors = [*model.named_parameters(), *model.named_buffers()]
-        for name, tensor in tensors:
-            if not any(name.startswith(f"{prefix}.") for prefix in devices):
-                return tensor.device
-        return tensors[0][1].device if tensors else torch.device("cpu")
 
-    def _place(self, name: str, modules: Mapping[str, nn.Module], home: torch.device) -> None:
-        """Move the contents of the module of this name, without other placed modules inside it."""
-        device = self._devices[name]
-        for inner, module in modules.items():
-            if self._prefix(f"{inner}.") == name:
-                tensors = (*module._parameters.values(), *module._buffers.values())
-                before = next((tensor.device for tensor in tensors if tensor is not None), device)
-                _move(module, device)
-                self._undo.callback(_move, module, before)
-        outer = self._prefix(name)
-        around = home if outer is None else self._devices[outer]
-        self._undo.enter_context(move_at_edges(modules[name], device, around))
-
-    def _prefix(self, name: str) -> str | None:
-        """Return the nearest placed module that the module or parameter of this name is in."""
-        return max((prefix for prefix in self._devices if name.startswith(f"{prefix}.")), key=len, default=None)
-
-    def _move_optimizer_state(self) -> None:
-        for optimizer in self._optimizers:
-            for parameter, state in optimizer.state.items():
-                for key, value in state.items():
-                    if isinstance(value, Tensor) and type(parameter) is not Switch and value.shape == parameter.shape:
-                        state[key] = value.to(parameter.device)
-
-    def close(self) -> None:
-        """Everything goes back to where it was."""
-        self._undo.close()
-        self._move_optimizer_state()
+def home_of(model: nn.Module, devices: Mapping[str, str | torch.device]) -> torch.device:
+    """Return the device for batches: the device of the modules that were not placed."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in tensors:
+        if not any(name.startswith(f"{prefix}.") for prefix in devices):
+            return tensor.device
+    return tensors[0][1].device if tensors else torch.device("cpu")
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
     """Move the module's own parameters and buffers, which stay the objects that they are if they are parameters."""
     module._apply(lambda tensor: tensor.to(device), recurse=False)  # type: ignore[no-untyped-call]
+
+
+def _move_state(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Move the optimizers' state to where their parameters are."""
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and type(parameter) is not Switch and value.shape == parameter.shape:
+                    state[key] = value.to(parameter.device)

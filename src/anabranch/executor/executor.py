@@ -26,7 +26,7 @@ from anabranch.checkpoint.storage import Place, as_place
 from anabranch.collectives import Workers
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError
-from anabranch.executor.device_placement import DevicePlacement
+from anabranch.executor.device_placement import home_of, placed
 from anabranch.executor.engines.engine import Engine, Fetch
 from anabranch.executor.engines.graph_engine import GraphEngine
 from anabranch.executor.engines.pipe_engine import PipeEngine, check_pipes, join_pipelines
@@ -49,7 +49,7 @@ from anabranch.executor.observing.watching import (
     rates_of,
 )
 from anabranch.executor.own_state import OwnState
-from anabranch.executor.plan import Plan, Planner
+from anabranch.executor.plan import Plan, plan_step
 from anabranch.executor.plan.survey import check_planned
 from anabranch.executor.routes import CommMode, Routes
 from anabranch.executor.running.remote import RemotePart
@@ -217,11 +217,11 @@ class Executor:
                 for model in spec.models.values():
                     if isinstance(model, Pipe):
                         model.seed = seed + rank
-            self._devices = {name: DevicePlacement.home(one.model, devices or {}) for name, one in spec.steps.items()}
+            self._devices = {name: home_of(one.model, devices or {}) for name, one in spec.steps.items()}
             if devices:
                 optimizers = [one for step in spec.training.values() for one in step.optimizers]
                 models = list(dict.fromkeys(step.model for step in spec.steps.values()))
-                self._parts.callback(DevicePlacement(models, devices, optimizers).close)
+                self._parts.enter_context(placed(models, devices, optimizers))
             if self._workers is not None and self._workers.size > 1:
                 assert spec.comm_mode is not None
                 check_alike(self._workers, spec.comm_mode, spec.steps, spec.routes, dataloaders or {})
@@ -253,7 +253,6 @@ class Executor:
         except BaseException as error:
             self._end(error)
             raise
-        self._planner = Planner(spec, self._workers)
         self._progress = Progress(shown=self._rank == 0)
         facts = None
         if (record := process_record()) is not None:
@@ -268,7 +267,7 @@ class Executor:
         timeout, heartbeat, workers, stages = self._spec.timeout, self._spec.heartbeat, None, 1
         alone = group is None and not dist.is_initialized() and job().world_size == 1
         if self.comm_mode is not None and not alone:
-            device = DevicePlacement.home(next(iter(self._steps.values())).model, {})
+            device = home_of(next(iter(self._steps.values())).model, {})
             workers = Workers(group, device=device, timeout=timeout, heartbeat=heartbeat)
             self._parts.callback(workers.close)
         everyone = workers
@@ -377,7 +376,7 @@ class Executor:
             batch = self._batches.loaders[name].first()
         batch = None if batch is None else as_tensors(batch, self._devices[name])
         with self._reporting_failures():
-            return self._planner.plan(name, step, batch, self._remote)
+            return plan_step(self._spec, self._workers, name, batch, self._remote)
 
     def _leave_plan(self, name: str, batch: Structure | None) -> None:
         """Leave the plan of the first training run's batch for ``anabranch plan``, and end."""
@@ -859,7 +858,7 @@ class Executor:
             executor.log({"validation/loss": scores["loss"]})
 
         Raises:
-            TypeError: a value is neither a number nor a tensor of one element.
+            TypeError: no dict, or a value that is neither a number nor a tensor of one element.
             ValueError: a name that the step reports itself.
         """
         self._check_open()

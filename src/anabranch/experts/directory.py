@@ -342,6 +342,9 @@ class DirectoryServer:
         """Counters of its requests and connections since it started."""
         return self._server.statistics()
 
+    def checkpoint(self) -> None:
+        """Nothing: experts announce themselves again to a directory that was restarted."""
+
     def __enter__(self) -> DirectoryServer:
         self._server.__enter__()
         return self

@@ -8,10 +8,12 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from anabranch.job import JOB_VARIABLE
+from anabranch.job import JOB_VARIABLE, MEETING_VARIABLE
 from anabranch.transport.network.certificates import KEYS_VARIABLE
 
 __all__ = [
+    "LINGER_SECONDS",
+    "LINGER_VARIABLE",
     "LISTEN_VARIABLE",
     "RUN_VARIABLE",
     "expert_environment",
@@ -20,6 +22,12 @@ __all__ = [
     "worker_environment",
 ]
 
+LINGER_SECONDS = 25.0
+"""Seconds for which a service of a job serves on after its first signal while workers are connected."""
+
+LINGER_VARIABLE = "ANABRANCH_LINGER"
+"""The environment variable with these seconds, of an expert process."""
+
 LISTEN_VARIABLE = "ANABRANCH_LISTEN"
 """The environment variable that says where an expert process listens, where its script does not."""
 
@@ -27,7 +35,7 @@ RUN_VARIABLE = "ANABRANCH_RUN"
 """The environment variable that tells a job from others that use the same directory; unset where it has its own."""
 
 # The variables of members of the workers' process group, which experts are not.
-_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", MEETING_VARIABLE)
 
 
 def service_environment(
@@ -74,6 +82,7 @@ def expert_environment(
     env |= {
         "ANABRANCH_ROLE": "expert",
         "ANABRANCH_WORKERS": str(workers),
+        LINGER_VARIABLE: str(LINGER_SECONDS),
         "RANK": str(index),
         "LOCAL_RANK": str(index),
         "WORLD_SIZE": str(experts),
@@ -96,6 +105,7 @@ def worker_environment(
     error_file: Path,
     base: Mapping[str, str],
     experts: int = 0,
+    meeting: Path | None = None,
 ) -> dict[str, str]:
     """Return the whole environment of worker ``rank``: ``base``, overridden by torchrun's variables.
 
@@ -127,6 +137,8 @@ def worker_environment(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_ERROR_FILE": str(error_file),
     }
+    if meeting is not None:
+        env[MEETING_VARIABLE] = str(meeting)
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if workers + experts > 1:
         env.setdefault("OMP_NUM_THREADS", str(threads_each(workers + experts)))

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 from anabranch.record.process import replace_text
 
-__all__ = ["Elsewhere", "JOB_FILE", "JobFile"]
+__all__ = ["Elsewhere", "JOB_FILE", "JobFile", "letter_and_start"]
 
 Elsewhere: TypeAlias = Literal["running", "stopped", "gone"]
 
@@ -25,18 +25,29 @@ def _since_epoch() -> float:
     return time.time()
 
 
+def letter_and_start(pid: int) -> tuple[str, int]:
+    """Return the state letter of a process of this machine and the time of its start; ``("X", 0)`` of none."""
+    try:
+        # The name in parentheses may hold anything; the state follows the last of them.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], int(fields[19])
+    except (OSError, IndexError):
+        return "X", 0
+
+
 class JobFile:
     """Keeps ``job.json`` up to date; replaced whole at each change, so that readers never see half of it.
 
     ::
 
-        {"roles": [{"role": "worker", "rank": 0, "pid": 4711, "endpoint": null}, ...],
+        {"roles": [{"role": "worker", "rank": 0, "pid": 4711, "endpoint": null, "started": 811512}, ...],
          "started": 1764000000.0, "ended": null}
 
     Times are seconds since the epoch. ``endpoint`` is where a service listens: ``null`` of a worker, and of an expert
     on TCP, which takes any port. ``pid`` is ``null`` while a process is to be restarted, and before its first start,
-    marked by ``"begun": false``. Of a process on another machine ``"elsewhere"`` says whether it is ``"running"``,
-    ``"stopped"`` or ``"gone"``. Of a job that writes a trace at its end, ``"trace"`` says where.
+    marked by ``"begun": false``. ``"started"`` is the time of its start in ``/proc/PID/stat``, which with the pid names
+    a process: the pid alone may be another's by now. Of a process on another machine ``"elsewhere"`` says whether it is
+    ``"running"``, ``"stopped"`` or ``"gone"``. Of a job that writes a trace at its end, ``"trace"`` says where.
 
     Args:
         folder: the job's log folder.
@@ -76,7 +87,8 @@ class JobFile:
     def began(self, role: str, rank: int, pid: int, endpoint: str | None, *, elsewhere: bool = False) -> None:
         """Record a process that was started, or restarted; ``elsewhere`` is on another machine."""
         if role in _ORDER:
-            entry = {"role": role, "rank": rank, "pid": pid, "endpoint": endpoint}
+            started = None if elsewhere else letter_and_start(pid)[1]
+            entry = {"role": role, "rank": rank, "pid": pid, "endpoint": endpoint, "started": started}
             with self._changed():
                 self._roles[role, rank] = entry | ({"elsewhere": "running"} if elsewhere else {})
 

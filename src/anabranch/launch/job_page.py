@@ -11,6 +11,7 @@ from typing import Any
 
 from anabranch.launch.job_file import JOB_FILE
 from anabranch.launch.job_status import JobStatus, RoleStatus, status_of
+from anabranch.record.process import read_regular
 from anabranch.record.words import in_words
 
 __all__ = ["job_data", "trace_of"]
@@ -38,7 +39,7 @@ def job_data(folder: Path) -> dict[str, Any]:
 def trace_of(folder: Path) -> Path | None:
     """Return the job's trace (``--trace``), if the file exists."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        path = Path(json.loads((folder / JOB_FILE).read_text())["trace"])
+        path = Path(json.loads(read_regular(folder / JOB_FILE))["trace"])
         if path.is_file():
             return path
     return None

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from anabranch.launch.job_file import JOB_FILE, Elsewhere
+from anabranch.launch.job_file import JOB_FILE, Elsewhere, letter_and_start
+from anabranch.record.process import read_regular
 from anabranch.record.words import ACTIVITIES
 
 __all__ = [
@@ -138,7 +139,7 @@ def status_of(folder: Path) -> JobStatus:
     """
     path = folder / JOB_FILE
     try:
-        record = json.loads(path.read_text())
+        record = json.loads(read_regular(path))
         ended = record["ended"]
         found = [_read_role(folder, ended is not None, **entry) for entry in record["roles"]]
         return job_of(found, float(record["started"]), ended)
@@ -186,7 +187,7 @@ def _kept_folders() -> Iterator[tuple[float, Path]]:
     for path in Path(tempfile.gettempdir()).glob(f"anabranch-logs-*/{JOB_FILE}"):
         try:
             if path.stat().st_uid == os.getuid():
-                yield float(json.loads(path.read_text())["started"]), path.parent
+                yield float(json.loads(read_regular(path))["started"]), path.parent
         except (OSError, ValueError, KeyError, TypeError):  # of a job that ends just now, or of something else
             continue
 
@@ -199,6 +200,7 @@ def _read_role(
     rank: int,
     pid: int | None,
     endpoint: str | None,
+    started: int | None = None,
     begun: bool = True,
     elsewhere: State | None = None,
 ) -> tuple[RoleStatus, Mapping[str, Any]]:
@@ -206,7 +208,7 @@ def _read_role(
     if ended or pid is None:
         state = "gone" if ended else "restarting" if begun else "starting"
     else:
-        state = elsewhere or _state_of(pid, endpoint)
+        state = elsewhere or _state_of(pid, started, endpoint)
     told = _told(folder / f"{role}-{rank}.status", pid)
     if state == "starting" and any(service in told for service in _SERVICES):
         state = "running"  # it no longer listens, because the job ends
@@ -216,24 +218,27 @@ def _read_role(
 def _told(path: Path, pid: int | None) -> Mapping[str, Any]:
     """Return the process's status file, unless it was written by its predecessor."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(read_regular(path))
     except (OSError, ValueError):
         return {}
     return found if pid is not None and found["pid"] == pid else {}
 
 
-def process_state(pid: int) -> Elsewhere:
-    """Return the state of a process of this machine; ``"stopped"`` is frozen, by SIGSTOP or a debugger."""
-    try:
-        # The name in parentheses may hold anything; the state follows the last of them.
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
+def process_state(pid: int, started: int | None = None) -> Elsewhere:
+    """Return the state of a process of this machine; ``"stopped"`` is frozen, by SIGSTOP or a debugger.
+
+    Args:
+        pid: its number.
+        started: the time of its start, if that is known: another process may have the number by now.
+    """
+    letter, at = letter_and_start(pid)
+    if letter in "ZXx" or started not in (None, at):
         return "gone"
-    return "gone" if letter in "ZXx" else "stopped" if letter in "Tt" else "running"
+    return "stopped" if letter in "Tt" else "running"
 
 
-def _state_of(pid: int, endpoint: str | None) -> State:
-    state = process_state(pid)
+def _state_of(pid: int, started: int | None, endpoint: str | None) -> State:
+    state = process_state(pid, started)
     if state != "running":
         return state
     listens = endpoint is None or not endpoint.startswith("unix:") or Path(endpoint.removeprefix("unix:")).exists()
@@ -251,7 +256,7 @@ def _with_facts(role: RoleStatus, facts: Mapping[str, Any]) -> RoleStatus:
     service: dict[str, Any] = {}
     for name in _SERVICES:
         service.update(facts.get(name, {}))
-    doing = next((one for one in reversed(opened) if one["name"] in ACTIVITIES), None)
+    doing = next((one for one in opened if one["name"] in ACTIVITIES), None)
     if doing is not None:
         role = replace(role, doing=ACTIVITIES[doing["name"]], doing_seconds=_seconds_since(doing))
     longest = next((one for one in opened if one["name"] == "wait"), None)

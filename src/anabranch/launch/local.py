@@ -28,7 +28,13 @@ from types import TracebackType
 from typing import Literal
 
 from anabranch.held_error import HELD_ERROR_VARIABLE, move_held_error
-from anabranch.launch.environment import expert_environment, service_environment, threads_each, worker_environment
+from anabranch.launch.environment import (
+    LINGER_SECONDS,
+    expert_environment,
+    service_environment,
+    threads_each,
+    worker_environment,
+)
 from anabranch.launch.forks.conditions import why_no_fork_server, why_not_forked
 from anabranch.launch.forks.launcher_side import ForkServer, ForkServerError
 from anabranch.launch.job_file import JobFile
@@ -37,16 +43,15 @@ from anabranch.launch.meeting.addresses import check_directory, private_place, t
 from anabranch.launch.meeting.rendezvous import PROGRAM, Rendezvous, expert_mark
 from anabranch.launch.output.long_waits import LongWaits
 from anabranch.launch.output.screen import Screen
-from anabranch.launch.output.slow_starts import SlowStarts
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.supervision.attempts import run_attempts
 from anabranch.launch.supervision.budget import RestartBudget
 from anabranch.launch.supervision.orphans import adopt_orphans, kill_orphans
 from anabranch.launch.supervision.outcome import JobOutcome
-from anabranch.launch.supervision.signals import Stopped, collect_signals
+from anabranch.launch.supervision.signals import SignalBox, Stopped, collect_signals
 from anabranch.launch.supervision.supervisor import Monitor, Patience, Supervisor
 from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
-from anabranch.record.process import PROGRESS_VARIABLE, TRACE_VARIABLE
+from anabranch.record.process import TRACE_VARIABLE
 from anabranch.transport.network.certificates import KEYS_VARIABLE
 from anabranch.transport.private_folder import PrivateFolder
 
@@ -68,7 +73,6 @@ def launch(
     host: str | None = None,
     log_dir: Path,
     live: bool = False,
-    picture: bool = False,
     verbose: bool = False,
     environment: Mapping[str, str] | None = None,
     patience: Patience | None = None,
@@ -105,7 +109,6 @@ def launch(
         log_dir: an existing directory; each process's output goes to ``<role>-<rank>.log`` there, and ``job.json``
             lists the processes, see ``job_file.py``.
         live: show rank 0's output on this process's stdout and stderr, too.
-        picture: show below it, where that is a terminal, how the job is; the job's scripts then draw no progress.
         verbose: show there, too, the tracebacks of rank 0 that only say that another rank was lost, or Ctrl-C.
         environment: the base of the workers' environment; ``os.environ`` by default.
         patience: how long workers may take to end after a failure or a signal.
@@ -143,6 +146,7 @@ def launch(
         if name != TRACE_VARIABLE
     }
     with ExitStack() as stack:
+        signals = stack.enter_context(collect_signals())
         job_file = JobFile(log_dir, tell, trace=trace)
         if trace is not None:
             recorded = stack.enter_context(JobTrace(trace, log_dir, job_file.services, tell))
@@ -170,9 +174,9 @@ def launch(
                 log_dir=log_dir,
                 job_file=job_file,
                 live=live,
-                picture=picture and live and os.isatty(1) and os.isatty(2),
                 verbose=verbose,
                 base=base,
+                signals=signals,
                 patience=patience,
                 seconds=None if seconds is None else max(seconds - (time.monotonic() - started), 0.0),
                 tell=tell,
@@ -197,9 +201,9 @@ def _attempt(
     log_dir: Path,
     job_file: JobFile,
     live: bool,
-    picture: bool,
     verbose: bool,
     base: Mapping[str, str],
+    signals: SignalBox,
     patience: Patience | None,
     seconds: float | None,
     tell: Callable[[str], None],
@@ -222,24 +226,15 @@ def _attempt(
             base = service_environment(place.parameters, asked, experts, keys=place.keys, run=run, base=base)
         log, held = log_dir.absolute() / "worker-0.log", log_dir.absolute() / "worker-0.error"
         stack.callback(move_held_error, held, log)
-        screen = stack.enter_context(Screen(log, goes_on=number > 0, pictures=picture)) if live else None
-        signals = stack.enter_context(collect_signals())  # before any thread, otherwise their senders stay unknown
-        if screen and picture:
-            from anabranch.launch.output.live_picture import LivePicture  # imports rich
-
-            stack.enter_context(LivePicture(log_dir, screen))
-            base = {**base, PROGRESS_VARIABLE: "screen"}
+        screen = stack.enter_context(Screen(log, tell, goes_on=number > 0)) if live else None
         running: list[RoleProcess] = []
         services: list[RoleProcess] = []
         stack.enter_context(adopt_orphans())
 
-        def say(line: str) -> None:
-            if screen:
-                screen.finish_line()
-            tell(line)
-
-        stopping = _StopSignals(running, services)
+        say = screen.say if screen else tell
+        stopping = _StopSignals()
         stack.push(stopping.leave)
+        stack.callback(signals.call_on_stop, None)
         signals.call_on_stop(stopping.stop)
         start = _Starter(server, say, job_file)
         stack.callback(lambda: kill_orphans(f"TORCHELASTIC_RUN_ID={run_id}", start.sessions))
@@ -253,13 +248,10 @@ def _attempt(
                 stdin=rendezvous.descriptor,
             )
         )
-        stopping.rendezvous = meeting_place
-        stack.callback(_end, meeting_place, rendezvous)
+        stack.callback(_end, meeting_place, rendezvous, stopping)
         rendezvous.started()
         rendezvous.wait_until_ready()
-        monitors: list[Monitor] = [SlowStarts(services, say)] if screen else []
-        if screen and not picture:
-            monitors.append(LongWaits(log_dir, say))
+        monitors: list[Monitor] = [LongWaits(log_dir, say)] if screen else []
         supervisor = Supervisor(
             running,
             signals,
@@ -274,7 +266,7 @@ def _attempt(
             tell=say,
         )
         stack.callback(supervisor.kill)
-        stopping.may_lose = True
+        signals.call_on_stop(None)  # from here on the supervisor's loop looks at them
         threads = threads_each(workers + experts)
         for shard, endpoint in enumerate(place.parameters):
             services.append(
@@ -318,6 +310,7 @@ def _attempt(
             )
             for index in range(experts)
         )
+        meeting = scratch / f"meeting-{rendezvous.port}"
         for rank in range(workers):
             env = worker_environment(
                 rank,
@@ -327,6 +320,7 @@ def _attempt(
                 error_file=scratch / f"error-{rank}.json",
                 base=base,
                 experts=experts,
+                meeting=meeting,
             )
             if rank == 0 and screen and not verbose:
                 env[HELD_ERROR_VARIABLE] = str(held)
@@ -340,11 +334,10 @@ def _attempt(
             )
         if screen:
             screen.started()
-        stopping.begun = True
         supervisor.run()
     if stopping.stopped is not None:
         tell(f"{stopping.stopped.name}: stopped before all processes had started")
-        return stopping.outcome(time.monotonic() - started)
+        return JobOutcome((), stopping.stopped, timed_out=False, seconds=time.monotonic() - started)
     return JobOutcome(
         exits=tuple(process.exit for process in running),
         interrupted=supervisor.interrupted,
@@ -355,46 +348,19 @@ def _attempt(
 
 
 class _StopSignals:
-    """Handle a signal at once, wherever the launcher is: while processes start, and when it came a second time.
+    """Ends a job at once at a signal that comes before any of the user's processes: nothing is lost by that."""
 
-    Before any user code runs, nothing is lost by ending. Once the supervisor's loop has begun, it handles the first
-    signal; the second one kills in the handler, because the loop may be seconds late on a busy machine.
-    """
+    stopped: signal.Signals | None = None
 
-    def __init__(self, workers: Sequence[RoleProcess], services: Sequence[RoleProcess]) -> None:
-        self._workers = workers
-        self._services = services
-        self.rendezvous: RoleProcess | None = None
-        self.may_lose = False  # before the user's first process starts: it may be short
-        self.begun = False
-        self.stopped: signal.Signals | None = None
-
-    def stop(self, number: signal.Signals, again: bool) -> None:
-        """Handle a received signal."""
-        if not again and self.may_lose:
-            return
-        rendezvous = () if self.rendezvous is None else (self.rendezvous,)
-        for process in (*self._workers, *self._services, *rendezvous):
-            with suppress(ProcessLookupError):
-                process.signal(signal.SIGKILL)
-        if not self.begun:
-            self.begun = True
+    def stop(self, number: signal.Signals) -> None:
+        """Leave the block that makes the job ready; a handler."""
+        if self.stopped is None:
+            self.stopped = number
             raise Stopped(number)
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
-        """At the end of the job: processes stopped before it began have ended too."""
-        self.begun = True
-        if isinstance(error, Stopped):
-            self.stopped = error.number
+        """At the end of the block."""
         return isinstance(error, Stopped)
-
-    def outcome(self, seconds: float) -> JobOutcome:
-        """Of a job that was stopped before it began."""
-        for process in (*self._workers, *self._services):
-            if process.running:  # killed, and reaped with all others that the job left
-                process.abandon()
-        exits, services = ([process.exit for process in some] for some in (self._workers, self._services))
-        return JobOutcome(tuple(exits), self.stopped, timed_out=False, seconds=seconds, services=tuple(services))
 
 
 class _Starter:
@@ -433,15 +399,18 @@ class _Starter:
             return None
 
 
-def _end(process: RoleProcess, rendezvous: Rendezvous) -> None:
+def _end(process: RoleProcess, rendezvous: Rendezvous, stopping: _StopSignals) -> None:
     """End the rendezvous process, which exits when ``rendezvous`` is closed."""
     rendezvous.__exit__(None, None, None)
+    if stopping.stopped is not None:  # it may still import
+        process.signal(signal.SIGKILL)
     if process.running:
         if not select.select([process.pidfd], [], [], _END_SECONDS)[0]:
             process.signal(signal.SIGKILL)
         process.reap()
-    if not process.early and not process.log.stat().st_size:  # shown for one that was lost
-        process.log.unlink()
+    with suppress(OSError):
+        if not process.early and not process.log.stat().st_size:  # shown for one that was lost
+            process.log.unlink()
 
 
 def _serve_parameters(
@@ -449,6 +418,7 @@ def _serve_parameters(
 ) -> PythonProgram:
     arguments = ["serve", "parameters", "--listen", endpoint]
     arguments += ["--shard", str(shard), "--shards", str(shards), "--durability", durability]
+    arguments += ["--linger", str(LINGER_SECONDS)]
     if durability != "none":
         arguments += ["--checkpoint-dir", str(state), "--checkpoint-seconds", str(checkpoint_seconds)]
     return PythonProgram("anabranch.cli", tuple(arguments), is_module=True)

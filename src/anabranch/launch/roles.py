@@ -26,7 +26,7 @@ from anabranch.errors import DeadlineExceeded
 from anabranch.experts import Directory, ExpertBackend, ExpertServer
 from anabranch.experts.directory import as_directory
 from anabranch.job import DirectoryLike, Job
-from anabranch.launch.environment import LISTEN_VARIABLE, RUN_VARIABLE
+from anabranch.launch.environment import LINGER_VARIABLE, LISTEN_VARIABLE, RUN_VARIABLE
 from anabranch.launch.meeting.addresses import expert_socket
 from anabranch.launch.meeting.rendezvous import expert_mark, expert_marks
 from anabranch.transport.directory.redis_address import host_and_port, is_loopback, is_redis_url
@@ -124,7 +124,8 @@ def _serve_here(
             keys=keys,
             insecure=insecure,
             heartbeat=heartbeat,
-        )
+        ),
+        linger=float(os.environ.get(LINGER_VARIABLE) or 0.0),
     )
     sys.exit(0)
 

@@ -22,9 +22,11 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # defined in C++
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from anabranch.job import MEETING_VARIABLE
 from anabranch.record.process import flush, process_record
 from anabranch.record.spans import Lasting
 
@@ -66,7 +68,7 @@ def meet_peers(backend: str, timeout: timedelta) -> None:
     prefix = f"anabranch/{attempt}/{next(_meetings)}"
 
     def meet() -> None:
-        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        store, rank, size = _place(timeout)
         if device is not None:
             torch.cuda.set_device(device)  # a thread's own
         keys = PrefixStore(prefix, store)
@@ -80,6 +82,17 @@ def meet_peers(backend: str, timeout: timedelta) -> None:
     process_record()
     with Lasting("connect", "wait"):
         interruptible(meet, waiting)
+
+
+def _place(timeout: timedelta) -> tuple[Store, int, int]:
+    """Return the store through which the workers meet, this one's rank, and how many they are."""
+    path = os.environ.get(MEETING_VARIABLE, "")
+    if path.endswith(f"-{os.environ.get('MASTER_PORT')}"):  # a job inside of that job has another port
+        store = FileStore(path)
+        store.set_timeout(timeout)
+        return store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    place: tuple[Store, int, int] = next(rendezvous("env://", timeout=timeout))
+    return place
 
 
 def begin_call(call: Callable[[], _T], thread_name: str) -> tuple[threading.Thread, Future[_T]]:

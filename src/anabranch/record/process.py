@@ -13,8 +13,10 @@ With ``--trace``, ``ROLE-RANK.PID.spans`` in another folder has the closed spans
 from __future__ import annotations
 
 import atexit
+import errno
 import json
 import os
+import stat
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,10 +36,7 @@ TRACE_VARIABLE = "ANABRANCH_TRACE"
 PLAN_VARIABLE = "ANABRANCH_PLAN"
 """Set by ``anabranch plan``: the file for the plan of the first training step, before which the script ends."""
 
-PROGRESS_VARIABLE = "ANABRANCH_PROGRESS"
-"""Set by ``anabranch run``: ``"screen"`` if its screen shows how far loops are, ``"lines"`` if no line is to be drawn
-in its place."""
-
+_MOST_BYTES = 64 << 20
 _EVERY = 0.5  # seconds between two writings
 
 
@@ -160,6 +159,22 @@ def process_name() -> str:
     """Return the role and rank that a launcher has given this process, such as ``"worker 0"``; else its number."""
     stem = os.environ.get(STATUS_VARIABLE)
     return " ".join(Path(stem).name.rsplit("-", 1)) if stem else f"process {os.getpid()}"
+
+
+def read_regular(path: Path) -> bytes:
+    """Return the content of a regular file of at most 64 MB.
+
+    Raises:
+        OSError: it cannot be read, or is another kind of file: opening a FIFO would wait for a writer.
+        ValueError: it is larger.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        if status.st_size > _MOST_BYTES:
+            raise ValueError(f"{path} has {status.st_size} bytes, more than {_MOST_BYTES}")
+        return file.read()
 
 
 def replace_text(path: Path, text: str) -> None:

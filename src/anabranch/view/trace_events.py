@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from anabranch.record.process import read_regular
+
 __all__ = ["Event", "TraceFile", "is_packed", "read_events"]
 
 Event: TypeAlias = dict[str, Any]
@@ -67,7 +69,7 @@ def read_events(path: Path) -> TraceFile:
 
 
 def _read(path: Path) -> TraceFile:
-    raw = path.read_bytes()
+    raw = read_regular(path)
     text = (gzip.decompress(raw) if is_packed(raw) else raw).decode()
     if not text.strip():
         raise ValueError("it is empty")

@@ -338,17 +338,13 @@ class RecordedBoundary:
         name: as ``Boundary``.
         function: takes the entry token (``None`` without a backward) and the inputs, returns the outputs. What it
             crosses itself it gives the entry to.
-        output_forms: as ``Boundary.forms``.
+        forms: as ``Boundary.forms``.
     """
 
     kind: str
     name: str
     function: Callable[..., Sequence[Tensor]]
-    output_forms: Callable[[Tensors], Sequence[Form]]
-
-    def forms(self, inputs: Tensors) -> Sequence[Form]:
-        """Return the outputs' forms."""
-        return self.output_forms(inputs)
+    forms: Callable[[Tensors], Sequence[Form]]
 
     def forward(self, inputs: Tensors, wants: Sequence[bool] | None) -> Crossed:
         """Run the function, recording it if a gradient may come."""

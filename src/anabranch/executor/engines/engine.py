@@ -64,8 +64,8 @@ class Fetch:
         model: has the submodules and parameters.
 
     Attributes:
-        modules: the submodules whose outputs are requested.
-        gradients: the gradients requested, as ``<parameter>.grad``.
+        modules: the submodules whose outputs are requested, by name.
+        gradients: the parameters whose gradients are requested, by ``<parameter>.grad``.
         wants_norm: the norm of the gradients is requested, unless the step itself returns something of that name.
         norm: the norm of all gradients before clipping, where it was requested and the step took one.
     """
@@ -79,14 +79,13 @@ class Fetch:
         self.wants_norm = self.names is not None and NORM in self.names
         self._model = model
         self._recorded: Mapping[str, Structure] = {}
-        self._modules: dict[str, nn.Module] = {}
-        self._gradients: dict[str, nn.Parameter] = {}
+        self.modules: dict[str, nn.Module] = {}
+        self.gradients: dict[str, nn.Parameter] = {}
         if self.names:
             modules = dict(model.named_modules())
             gradients = {f"{name}.grad": parameter for name, parameter in model.named_parameters()}
-            self._modules = {name: modules[name] for name in self.names if name and name in modules}
-            self._gradients = {name: gradients[name] for name in self.names if name in gradients}
-        self.modules, self.gradients = list(self._modules), list(self._gradients)
+            self.modules = {name: modules[name] for name in self.names if name and name in modules}
+            self.gradients = {name: gradients[name] for name in self.names if name in gradients}
 
     def record(self, values: Mapping[str, Structure]) -> None:
         """Take submodules' outputs from an engine that has them, and gradients from one that leaves no ``.grad``."""
@@ -94,18 +93,18 @@ class Fetch:
 
     def recording(self) -> AbstractContextManager[None]:
         """Record the outputs of the submodules requested while the block runs forward."""
-        return self._recording() if self._modules else nullcontext()
+        return self._recording() if self.modules else nullcontext()
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
-        with record_outputs(self._modules) as outputs:
+        with record_outputs(self.modules) as outputs:
             yield
         self._recorded = outputs
 
     def check(self, returned: Mapping[str, object]) -> None:
         """Raise ``ValueError`` for an unknown name, before the step changes anything."""
         for name in self.names or ():
-            if name in ("loss", NORM) or name in returned or name in self._modules or name in self._gradients:
+            if name in ("loss", NORM) or name in returned or name in self.modules or name in self.gradients:
                 continue
             raise ValueError(
                 f"fetch names {name!r}, which is neither 'loss', nor a key that the step returns ({sorted(returned)}), "
@@ -125,8 +124,8 @@ class Fetch:
         for values in (returned, self._recorded):
             if name in values:
                 return values[name]
-        if name in self._gradients:
-            gradient = self._gradients[name].grad
+        if name in self.gradients:
+            gradient = self.gradients[name].grad
             # .grad may be a view of a bucket that the next step overwrites.
             return None if gradient is None else gradient.detach().clone()
         return self.norm if name == NORM else None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-import msgspec
 from torch import Tensor
 
 from anabranch.collectives import Workers
+from anabranch.executor.likeness import exchange
 from anabranch.executor.loaders.loading import ENDED, NOTHING, BoundLoader
 from anabranch.record import spans
 from anabranch.tensors import Structure, as_tensors, map_structure
@@ -46,21 +46,24 @@ class Batches:
         for name, loader in dataloaders.items():
             self.loaders[name] = BoundLoader(loader, worker=self.worker, looks_ahead=prefetch)
         self._lengths = {name: loader.length() for name, loader in self.loaders.items()}
-        if workers is not None and size > 1 and self.loaders:
-            mine = {name: (self._lengths[name], loader.facts()) for name, loader in self.loaders.items()}
-            texts = workers.all_gather_bytes(msgspec.json.encode(mine), operation="all_gather of batch_num")
-            everyone = [msgspec.json.decode(text, type=dict[str, tuple[int | None, str]]) for text in texts]
-            for name, (_, facts) in mine.items():
-                for rank, theirs in enumerate(everyone):
-                    if theirs[name][1] != facts:
-                        raise ValueError(
-                            f"the loader of {name!r} is {facts or 'no GlobalBatches'} here and "
-                            f"{theirs[name][1] or 'no GlobalBatches'} on rank {rank}, which are not one order to "
-                            "share out: give all workers the same data and arguments"
-                        )
-                lengths = [theirs[name][0] for theirs in everyone]
-                known = [length for length in lengths if length is not None]
-                self._lengths[name] = max(known) if len(known) == len(lengths) else None
+        mine = {name: (self._lengths[name], loader.facts()) for name, loader in self.loaders.items()}
+        everyone = exchange(workers, mine, dict[str, tuple[int | None, str]], "all_gather of batch_num")
+        for rank, theirs in enumerate(everyone):
+            if {*theirs} != {*everyone[0]}:
+                raise ValueError(
+                    f"rank 0 has dataloaders for the steps {sorted(everyone[0])}, rank {rank} for {sorted(theirs)}; "
+                    "give all workers loaders for the same steps"
+                )
+        for name, (_, facts) in mine.items():
+            for rank, theirs in enumerate(everyone):
+                if theirs[name][1] != facts:
+                    raise ValueError(
+                        f"the loader of {name!r} is {facts or 'no GlobalBatches'} here and "
+                        f"{theirs[name][1] or 'no GlobalBatches'} on rank {rank}, which are not one order to share "
+                        "out: give all workers the same data and arguments"
+                    )
+            lengths = [theirs[name][0] for theirs in everyone]
+            self._lengths[name] = None if None in lengths else max(filter(None, lengths), default=0)
 
     def worker(self) -> tuple[int, int]:
         """Return this worker's rank and the number of workers."""
@@ -70,7 +73,7 @@ class Batches:
         """Return the step's loader; ``ValueError`` if it has none."""
         if name not in self.loaders:
             raise ValueError(
-                f"run({name!r}) was given no batch and the step has no loader; pass a batch, or "
+                f"step {name!r} has no loader, and was given no batches; pass them, or make the Executor with "
                 f"dataloaders={{{name!r}: ...}}"
             )
         return self.loaders[name]

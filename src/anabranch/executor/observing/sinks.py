@@ -70,10 +70,9 @@ def check_sinks(sinks: Iterable[Sink]) -> tuple[Sink, ...]:
     Raises:
         TypeError: it is not an iterable of sinks.
     """
-    every = tuple(sinks)
-    for sink in every:
-        if isinstance(sink, type) or not isinstance(sink, Sink):
-            raise TypeError(f"sinks is a list of objects with scalars, event and close, got {sink!r}")
+    every = tuple(sinks) if isinstance(sinks, Iterable) else (None,)
+    if any(isinstance(sink, type) or not isinstance(sink, Sink) for sink in every):
+        raise TypeError(f"sinks is a list of objects with scalars, event and close, got {sinks!r}")
     return every
 
 

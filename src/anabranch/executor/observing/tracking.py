@@ -1,14 +1,12 @@
 """``Executor.track``: the progress of a loop, on one line of the terminal, or without one a line every few seconds.
 
 Rank 0 writes to its stderr, which ``anabranch run`` shows. On a terminal rich redraws the line in place, and output of
-the script goes above it. Where ``anabranch run`` draws its own screen the line is part of that, and nothing is written
-here.
+the script goes above it.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import random
 import sys
 import time
@@ -18,7 +16,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
 from anabranch.deadline import minutes_and_seconds
-from anabranch.record.process import PROGRESS_VARIABLE
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -73,7 +70,6 @@ class Progress:
         self._loops: list[_Loop] = []
         self._next = 0.0
         self._live: Live | None = None
-        self._style = os.environ.get(PROGRESS_VARIABLE, "")
 
     def loops(self) -> list[dict[str, object]]:
         """Return how far the loops are, for the process's record."""
@@ -101,7 +97,7 @@ class Progress:
     def _rounds(self, items: Iterable[object], label: str | None) -> Iterator[object]:
         loop = _Loop(label, _length(items), self._clock())
         if not self._loops:
-            self._live = None if self._style else _live(self._stream)
+            self._live = _live(self._stream)
             self._next = loop.started + (0.0 if self._live is not None else _REPEAT)
         self._loops.append(loop)
         try:
@@ -119,18 +115,15 @@ class Progress:
         if loop is self._loops[0]:
             del self._loops[1:]
             if self._live is not None or self._clock() - loop.started >= _REPEAT:
-                self._show(ends=True)
+                self._show()
             live, self._live = self._live, None
             with suppress(OSError, ValueError):
                 if live is not None:
                     live.stop()
         self._loops.remove(loop)
 
-    def _show(self, *, ends: bool = False) -> None:
+    def _show(self) -> None:
         now = self._clock()
-        if self._style == "screen" and not ends:
-            self._next = math.inf
-            return
         line = " · ".join([*(loop.count() for loop in self._loops[:-1]), self._loops[-1].line(now)])
         self._next = now + (_REPEAT if self._live is None else _REDRAW)
         try:

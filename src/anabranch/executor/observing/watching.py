@@ -187,6 +187,8 @@ class Watching:
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
         """Pass on the user's numbers at once."""
+        if not isinstance(values, Mapping):
+            raise TypeError(f"log takes a dict of numbers by name, such as {{'accuracy': 0.9}}, got {values!r}")
         numbers: dict[str, float] = {}
         for name, value in values.items():
             if isinstance(value, Tensor) and _single(value):

@@ -4,7 +4,7 @@
 ``planner.py`` computes a plan from it, from where the parameters live, and from the measured speed of the links.
 """
 
-from anabranch.executor.plan.planner import Planner
+from anabranch.executor.plan.planner import plan_step
 from anabranch.executor.plan.step_plan import LinkCost, ModeCost, Plan, PlanRow
 
-__all__ = ["LinkCost", "ModeCost", "Plan", "PlanRow", "Planner"]
+__all__ = ["LinkCost", "ModeCost", "Plan", "PlanRow", "plan_step"]

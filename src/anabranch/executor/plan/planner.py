@@ -1,4 +1,4 @@
-"""``Planner``: the plan of a step: bytes from where its parameters live, seconds from what all workers have measured.
+"""``plan_step``: the plan of a step: bytes from where its parameters live, seconds from what all workers have measured.
 
 ::
 
@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import cast
@@ -53,99 +53,92 @@ _SIZES = 1 << 10, 4 << 20  # bytes that are summed to measure the workers
 _ROWS = 4096  # read to measure the servers
 
 
-@dataclass(frozen=True, slots=True)
-class Planner:
-    """Makes plans; every worker calls ``plan`` at the same place.
+def plan_step(
+    spec: Spec, workers: Workers | None, name: str, batch: Structure | None, remote: RemotePart | None
+) -> Plan:
+    """Return the plan of a training step; every worker calls it at the same place.
 
-    Attributes:
+    Args:
         spec: of the executor.
         workers: of the job; ``None`` is alone.
+        name: the step's.
+        batch: this worker's; ``None`` if none has been seen.
+        remote: the servers' side; ``None`` if nothing is served.
     """
+    mode, step = spec.comm_mode, spec.training[name]
+    links, surveys, rank = _measured(spec, workers, step, batch, remote)
+    survey, servers = surveys[rank], len(job().servers) or int(remote is not None)
+    costs = {
+        each: _Costs(spec, step, routes, surveys, rank, links)
+        for each in (None, *COMM_MODES)
+        if (routes := spec.routes if each == mode else spec.others.get(each)) is not None
+    }
+    used = costs[mode]
+    notes = ["without a batch, compute time and table lookups are not included"] if survey is None else [*survey.notes]
+    if spec.cache is not None and spec.routes.at(Place.ROWS):
+        notes.append("cached rows are not sent again, so the servers' figures are upper bounds")
+    if links.keys() == {"servers"} and (remote is None or not remote.is_open):
+        notes.append("nothing is on the servers yet, so their bandwidth is not measured")
+    modes = tuple(ModeCost(each, cost.bytes, sum(cost.parts.values())) for each, cost in costs.items())
+    crossed = {boundary: link for boundary, link in links.items() if boundary in used.bytes}
+    lines = tuple(used.rows), used.bytes, used.parts
+    return Plan(name, mode, len(surveys), servers, *lines, crossed, modes, tuple(notes))
 
-    spec: Spec
-    workers: Workers | None
 
-    def plan(self, name: str, step: TrainStep, batch: Structure | None, remote: RemotePart | None) -> Plan:
-        """Return the plan of ``step``.
+def _measured(
+    spec: Spec, workers: Workers | None, step: TrainStep, batch: Structure | None, remote: RemotePart | None
+) -> tuple[Mapping[str, LinkCost], Sequence[StepSurvey | None], int]:
+    """Return rank 0's links, every worker's survey, and this worker's rank."""
+    with nullcontext() if workers is None else _uncounted(workers):
+        exchange(workers, None, type(None), "plan")  # all begin to measure together
+        mine = _links(spec, workers, remote), _survey(step, batch, spec.routes)
+        everyone = exchange(workers, mine, tuple[dict[str, LinkCost], StepSurvey | None], "plan")
+    return everyone[0][0], [survey for _, survey in everyone], 0 if workers is None else workers.rank
 
-        Args:
-            name: the step's.
-            step: which.
-            batch: this worker's; ``None`` if none has been seen.
-            remote: the servers' side; ``None`` if nothing is served.
-        """
-        mode, routes, others = self.spec.comm_mode, self.spec.routes, self.spec.others
-        links, surveys, rank = self._measured(step, batch, routes, remote)
-        survey, servers = surveys[rank], len(job().servers) or int(remote is not None)
-        costs = {
-            each: _Costs(self.spec, step, there, surveys, rank, links)
-            for each in (None, *COMM_MODES)
-            if (there := routes if each == mode else others.get(each)) is not None
-        }
-        used = costs[mode]
-        notes = (
-            ["without a batch, compute time and table lookups are not included"] if survey is None else [*survey.notes]
-        )
-        if self.spec.cache is not None and routes.at(Place.ROWS):
-            notes.append("cached rows are not sent again, so the servers' figures are upper bounds")
-        if links.keys() == {"servers"} and (remote is None or not remote.is_open):
-            notes.append("nothing is on the servers yet, so their bandwidth is not measured")
-        modes = tuple(ModeCost(each, cost.bytes, sum(cost.parts.values())) for each, cost in costs.items())
-        crossed = {boundary: link for boundary, link in links.items() if boundary in used.bytes}
-        lines = tuple(used.rows), used.bytes, used.parts
-        return Plan(name, mode, len(surveys), servers, *lines, crossed, modes, tuple(notes))
 
-    def _measured(
-        self, step: TrainStep, batch: Structure | None, routes: Routes, remote: RemotePart | None
-    ) -> tuple[Mapping[str, LinkCost], Sequence[StepSurvey | None], int]:
-        """Return rank 0's links, every worker's survey, and this worker's rank."""
-        with nullcontext() if self.workers is None else _uncounted(self.workers):
-            exchange(self.workers, None, type(None), "plan")  # all begin to measure together
-            mine = self._links(routes, remote), self._survey(step, batch, routes)
-            everyone = exchange(self.workers, mine, tuple[dict[str, LinkCost], StepSurvey | None], "plan")
-        rank = 0 if self.workers is None else self.workers.rank
-        return everyone[0][0], [survey for _, survey in everyone], rank
+def _survey(step: TrainStep, batch: Structure | None, routes: Routes) -> StepSurvey | None:
+    if batch is None or not rows_of(step, batch):
+        return None
+    if isinstance(step.model, Pipe):
+        return survey_pipe(step, step.model, batch)
+    tables: dict[Tensor, tuple[str, bool]] = {
+        route.tensor: (route.parameter, route.place is Place.ROWS) for route in routes if route.tensor is not None
+    }
+    return survey_step(step, batch, tables)
 
-    def _survey(self, step: TrainStep, batch: Structure | None, routes: Routes) -> StepSurvey | None:
-        if batch is None or not rows_of(step, batch):
-            return None
-        if isinstance(step.model, Pipe):
-            return survey_pipe(step, step.model, batch)
-        tables: dict[Tensor, tuple[str, bool]] = {
-            route.tensor: (route.parameter, route.place is Place.ROWS) for route in routes if route.tensor is not None
-        }
-        return survey_step(step, batch, tables)
 
-    # The links, measured by all workers at the same time.
+# The links, measured by all workers at the same time.
 
-    def _links(self, routes: Routes, remote: RemotePart | None) -> dict[str, LinkCost]:
-        links = {}
-        if self.workers is not None and self.workers.size > 1:
-            few, many = (torch.zeros(size, dtype=torch.uint8, device=self.workers.device) for size in _SIZES)
-            reduce = partial(self.workers.all_reduce, operation="plan: measure the workers' link")
-            links["workers"] = _link(partial(reduce, few), partial(reduce, many), many.nbytes - few.nbytes)
-        if remote is not None:
-            with remote.client.uncounted():
-                links["servers"] = self._servers(remote.client, routes if remote.is_open else [], links)
-        elif self.spec.others:
-            with ParameterClient(timeout=self.spec.timeout) as client:
-                links["servers"] = self._servers(client, [], links)
-        return links
 
-    def _servers(self, client: ParameterClient, routes: Iterable[Route], links: Mapping[str, LinkCost]) -> LinkCost:
-        """Measure by reading what is largest on the servers; without that the bandwidth is the workers'."""
-        largest = max((route for route in routes if route.place.served), key=lambda route: route.bytes, default=None)
-        if largest is None:
-            link = _link(client.wait_until_served, client.wait_until_served, 1)
-            return replace(link, seconds_per_byte=links["workers"].seconds_per_byte if "workers" in links else 0.0)
-        few: Callable[[], object] = client.wait_until_served
-        count, size = 0, largest.bytes
-        if largest.place is not Place.WHOLE:
-            count = _ROWS if largest.shape[0] < 0 else min(largest.shape[0], _ROWS)
-            size = _row_bytes(largest, count - 1, self.spec.row_compression, short=_has_short_ids(largest))
-            few = partial(client.pull_many, {largest.parameter: torch.zeros(1, dtype=torch.int64, device="cpu")})
-        ids = torch.arange(count, device="cpu")
-        return _link(few, partial(client.pull_many, {largest.parameter: ids}), max(1, size))
+def _links(spec: Spec, workers: Workers | None, remote: RemotePart | None) -> dict[str, LinkCost]:
+    links = {}
+    if workers is not None and workers.size > 1:
+        few, many = (torch.zeros(size, dtype=torch.uint8, device=workers.device) for size in _SIZES)
+        reduce = partial(workers.all_reduce, operation="plan: measure the workers' link")
+        links["workers"] = _link(partial(reduce, few), partial(reduce, many), many.nbytes - few.nbytes)
+    if remote is not None:
+        with remote.client.uncounted():
+            links["servers"] = _servers(spec, remote.client, spec.routes if remote.is_open else [], links)
+    elif spec.others:
+        with ParameterClient(timeout=spec.timeout) as client:
+            links["servers"] = _servers(spec, client, [], links)
+    return links
+
+
+def _servers(spec: Spec, client: ParameterClient, routes: Iterable[Route], links: Mapping[str, LinkCost]) -> LinkCost:
+    """Measure by reading what is largest on the servers; without that the bandwidth is the workers'."""
+    largest = max((route for route in routes if route.place.served), key=lambda route: route.bytes, default=None)
+    if largest is None:
+        link = _link(client.wait_until_served, client.wait_until_served, 1)
+        return replace(link, seconds_per_byte=links["workers"].seconds_per_byte if "workers" in links else 0.0)
+    few: Callable[[], object] = client.wait_until_served
+    count, size = 0, largest.bytes
+    if largest.place is not Place.WHOLE:
+        count = _ROWS if largest.shape[0] < 0 else min(largest.shape[0], _ROWS)
+        size = _row_bytes(largest, count - 1, spec.row_compression, short=_has_short_ids(largest))
+        few = partial(client.pull_many, {largest.parameter: torch.zeros(1, dtype=torch.int64, device="cpu")})
+    ids = torch.arange(count, device="cpu")
+    return _link(few, partial(client.pull_many, {largest.parameter: ids}), max(1, size))
 
 
 def _link(few: Callable[[], object], many: Callable[[], object], more: int) -> LinkCost:

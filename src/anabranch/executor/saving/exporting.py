@@ -41,10 +41,15 @@ def export(folder: Path, state: Mapping[str, Any], most: int = _MOST) -> None:
     names = (
         [_NAME] if len(files) == 1 else [f"model-{k + 1:05}-of-{len(files):05}.safetensors" for k in range(len(files))]
     )
-    for file, members in zip(names, files, strict=True):
-        with (folder / f".{file}.new").open("wb", buffering=0) as new:
-            write_tensors(new, {name: state[name] for name in members}, "model")
-            os.fsync(new.fileno())
+    try:
+        for file, members in zip(names, files, strict=True):
+            with (folder / f".{file}.new").open("wb", buffering=0) as new:
+                write_tensors(new, {name: state[name] for name in members}, "model")
+                os.fsync(new.fileno())
+    except BaseException:
+        for file in names:
+            (folder / f".{file}.new").unlink(missing_ok=True)
+        raise
     places = {name: file for file, members in zip(names, files, strict=True) for name in members}
     index = msgspec.json.format(
         msgspec.json.encode({"metadata": {"total_size": sum(sizes.values())}, "weight_map": places})

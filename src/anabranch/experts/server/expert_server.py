@@ -221,6 +221,15 @@ class ExpertServer:
             self._sessions.nbytes,
         )
 
+    def transport_statistics(self) -> ServerStatistics:
+        """Counters of its requests and connections since it started."""
+        return self._server.statistics()
+
+    def checkpoint(self) -> None:
+        """Save every expert that was updated since it was last saved, if there is a directory for that."""
+        if (persistence := self._verbs.persistence) is not None:
+            persistence.save()
+
     # --- announcing
 
     def _announce(self) -> None:

@@ -11,6 +11,7 @@ import errno
 import logging
 import os
 import socket
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
@@ -62,6 +63,7 @@ class Persistence:
         self._directory = directory
         self._backends = backends
         self._paused = paused
+        self._saving = threading.Lock()  # the saver, and a server that lingers
         self._applied: dict[str, dict[RequestIdentity, None]] = {uid: {} for uid in backends}
         self._saved: dict[str, int] = {}
         self._saver = periodic(self._save_if_possible, every, name="anabranch-checkpoint", patience=60.0)
@@ -119,16 +121,17 @@ class Persistence:
         Raises:
             CheckpointError: the disk is full or failing; earlier checkpoints are untouched.
         """
-        for uid, backend in self._backends.items():
-            if self._saved.get(uid) == backend.updates:
-                continue
-            with self._paused():
-                updates = backend.updates
-                state, tensors = split({"backend": backend.state_dict(), "applied": list(self._applied[uid])})
-                copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-            fault_point("experts.copied")
-            write(self._directory / uid, {_GROUP: copies}, state, step=updates)
-            self._saved[uid] = updates
+        with self._saving:
+            for uid, backend in self._backends.items():
+                if self._saved.get(uid) == backend.updates:
+                    continue
+                with self._paused():
+                    updates = backend.updates
+                    state, tensors = split({"backend": backend.state_dict(), "applied": list(self._applied[uid])})
+                    copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+                fault_point("experts.copied")
+                write(self._directory / uid, {_GROUP: copies}, state, step=updates)
+                self._saved[uid] = updates
 
     def __enter__(self) -> Persistence:
         self._saver.__enter__()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias, cast
 
 import torch
@@ -60,10 +60,6 @@ class Backward:
     def reported(self) -> list[str]:
         """The names of the results that a ``Report`` gets."""
         return ["loss", *(f"{name}.grad" for name in self.dense)]
-
-    def improved(self, improve: Callable[[Graph], Graph]) -> Backward:
-        """Return this backward with ``improve`` applied to the graph."""
-        return replace(self, graph=improve(self.graph))
 
     def sort(self, results: Mapping[str, object]) -> Gradients:
         """Sort the graph's results into ``Gradients``."""

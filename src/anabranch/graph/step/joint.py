@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, fx
 
 from anabranch.errors import CaptureError
-from anabranch.graph.crossings import crossing_of
 from anabranch.graph.dynamo.front import TracedCall
 from anabranch.graph.dynamo.traced_calls import Arguments, arrange, picker
 from anabranch.graph.graph import Graph
 from anabranch.graph.passes.dead_nodes import drop_dead_nodes
-from anabranch.graph.passes.fused_updates import spread_fused_updates
 from anabranch.graph.passes.join import join
 from anabranch.graph.run.codegen import Program
 from anabranch.graph.run.cuda_graphs import Replayed, can_replay
@@ -35,7 +32,6 @@ from anabranch.graph.step.backward import (
 from anabranch.graph.step.lookups import as_sparse_gradient
 from anabranch.graph.step.shared_memory import SharedMemory, written_inputs
 from anabranch.graph.step.step_state import SparseGradients, StepState
-from anabranch.graph.step.update import has_state
 from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, build
 from anabranch.interrupts import hold_interrupts
 
@@ -83,10 +79,10 @@ class Joint:
             arguments = arrange(call, args, step.tensors, names, fix_numbers=True)
             self.backward = self._captured(call, arguments, args)
         self._bind(call, arguments, args)
-        self._arguments = arguments
-        self.backward = self.backward.improved(recompute_marked)
+        graph = recompute_marked(self.backward.graph)
         if step.activation_budget is not None:
-            self.backward = self.backward.improved(partial(_fitted, budget_bytes=step.activation_budget))
+            graph = _fitted(graph, step.activation_budget)
+        self.backward = replace(self.backward, graph=graph)
         parameters = step.parameters
         self._gradient_names = [f"{name}.grad" for name in self.backward.dense]
         # No gradient adds to an existing one, and none is sparse.
@@ -94,16 +90,16 @@ class Joint:
         self._all_held = dense_only and all(parameters[name] in step.names for name in self.backward.dense)
         kept = self.backward.kept
         self._plain = [i for i, n in enumerate(self._outputs) if n.startswith("result.") and i not in kept]
-        self._look_at(written_inputs(self.backward.graph))
+        written = written_inputs(self.backward.graph)
+        self.memory = SharedMemory(arguments, written) if any(s.name in written for s in arguments.sources) else None
         self._between = self._trace_between() if key.whole else None
         self._program: Program | None = None
-        self._backward_program: Program | None = None
         self._rest: Program | None = None
         self._reporting: Program | None = None
         self._reports: list[Report] = []
         self._given: Sequence[str] = ()
         self._yielded: Sequence[str] = ()
-        self._own = False
+        self._own = _own_memory(self.backward.graph)
         self.graph = self.backward.graph
 
     @property
@@ -123,11 +119,6 @@ class Joint:
         every = not self.key.whole or step.between is not None or step.leaves_gradients
         named = step.parameters.items()
         return [n for n, p in named if p.requires_grad and (every or n in asked or p in step.names)]
-
-    def _look_at(self, written: Collection[str]) -> None:
-        """Compare the memory of all arguments before each run, if the program writes to some."""
-        names = {source.name for source in self._arguments.sources}
-        self.memory = SharedMemory(self._arguments, written) if not names.isdisjoint(written) else None
 
     def _bind(self, call: TracedCall, arguments: Arguments, args: Sequence[object]) -> None:
         """Keep what the values of Dynamo's placeholders are compared with, and pick the program's arguments."""
@@ -194,27 +185,37 @@ class Joint:
             begin(self.backward.outputs)
         if not self.key.whole:
             return self._run_backward(step, free, report)
-        if self._program is None and self._ready():
-            self._join()
-        if self._program is None:
-            return self._run_apart(step, free, later)
         if self._rest is None:
-            hold_interrupts()  # nothing in the program says when it begins to update
-            results: dict[str, object] = dict(zip(self.graph.outputs, self._program.run(*free), strict=True))
-            return self._finish(step, results, later)
-        results = dict(zip(self.backward.graph.outputs, self._program.run(*free), strict=True))
-        if not self._admitted(results, own=self._own):
+            self.take_state()
+        results: dict[str, object] = dict(zip(self.backward.graph.outputs, self._apart().run(*free), strict=True))
+        if not self._admitted(results):
             return self._finish(step, results)
-        results.update(zip(self._yielded, self._rest.run(*[results[name] for name in self._given]), strict=True))
-        return self._finish(step, results, later)
+        if self._rest is not None:
+            given = [results[name] for name in self._given]
+            results.update(zip(self._yielded, self._rest.run(*given), strict=True))
+            return self._finish(step, results, later)
+        # The first time, when optimizers have no state yet, and where they step outside the graph.
+        if self._between is not None:
+            given = [results[b.name] for b in self._between.bindings if b.bound is None]
+            results |= dict(zip(self._between.outputs, self._between.program().run(*given), strict=True))
+        names = [name for name in self.backward.dense if step.parameters[name] in step.names]
+        gradients = {name: cast(Tensor, results[f"{name}.grad"]) for name in names}
+        sparse = self.backward.sparse_of(results)
 
-    def _admitted(self, results: Mapping[str, object], *, own: bool) -> bool:
+        def step_on() -> None:
+            step.step_eagerly(gradients, sparse)
+            self.take_state()
+
+        later.append(step_on)
+        return self._finish(step, results)
+
+    def _admitted(self, results: Mapping[str, object]) -> bool:
         """Return True if the optimizers step on the gradients among the ``results``."""
         gate = self._step.gate
         if gate is not None:
             dense = [cast(Tensor, results[name]) for name in self._gradient_names]
             sparse = self.backward.sparse_of(results) if self.backward.lookups else {}
-            if not gate(dense, self.backward.dense, sparse, own):
+            if not gate(dense, self.backward.dense, sparse, self._own):
                 return False
         hold_interrupts()
         return True
@@ -225,12 +226,10 @@ class Joint:
 
     def _run_backward(self, step: StepState, free: Sequence[object], report: Report | None) -> dict[str, object]:
         reports, backward = self._reports, self.backward
-        if report is None or step.compile:
-            program = self._apart()
-        elif self._reporting is None:
-            program = self._reporting = backward.graph.reporting_program(backward.reported, lambda *r: reports[0](*r))
-        else:
-            program = self._reporting
+        if report is not None and not step.compile and self._reporting is None:
+            self._reporting = backward.graph.reporting_program(backward.reported, lambda *r: reports[0](*r))
+        program = self._apart() if report is None or step.compile else self._reporting
+        assert program is not None
         reports[:] = [] if report is None else [report]
         try:
             results = dict(zip(backward.graph.outputs, program.run(*free), strict=True))
@@ -241,29 +240,9 @@ class Joint:
                 report(name, cast(Tensor, results[name]))
         return results
 
-    def _run_apart(self, step: StepState, free: Sequence[object], later: list[Callable[[], None]]) -> dict[str, object]:
-        """Run part by part: the first time, when optimizers have no state yet, and when they step outside the graph."""
-        backward = self.backward
-        results: dict[str, object] = dict(zip(backward.graph.outputs, self._apart().run(*free), strict=True))
-        if not self._admitted(results, own=False):
-            return self._finish(step, results)
-        if self._between is not None:
-            given = [results[b.name] for b in self._between.bindings if b.bound is None]
-            results |= dict(zip(self._between.outputs, self._between.program().run(*given), strict=True))
-        names = [name for name in backward.dense if step.parameters[name] in step.names]
-        gradients = {name: cast(Tensor, results[f"{name}.grad"]) for name in names}
-        sparse = backward.sparse_of(results)
-
-        def step_on() -> None:
-            step.step_eagerly(gradients, sparse)
-            self.take_state()
-
-        later.append(step_on)
-        return self._finish(step, results)
-
     def take_state(self) -> None:
         """Capture the update once there is optimizer state."""
-        if self.key.whole and self._program is None and self._ready():
+        if self.key.whole and self._rest is None and self._step.refused_update is None:
             self._join()
 
     def _finish(
@@ -295,17 +274,11 @@ class Joint:
 
     # --- making
 
-    def _ready(self) -> bool:
-        """Return True if the update can be captured: the optimizers' state exists, and no refusal was met."""
-        step = self._step
-        dense = [step.parameters[name] for name in self.backward.dense if step.parameters[name] in step.names]
-        return step.refused_update is None and has_state(step.optimizers, dense)
-
     def _apart(self) -> Program:
-        if self._backward_program is None:
+        if self._program is None:
             graph = self.backward.graph
-            self._backward_program = compiled(graph) if self._step.compile else graph.program()
-        return self._backward_program
+            self._program = compiled(graph) if self._step.compile else graph.program()
+        return self._program
 
     def _join(self) -> None:
         step, backward = self._step, self.backward
@@ -319,41 +292,26 @@ class Joint:
             example = examples.get(f"{name}.grad")
             if isinstance(example, Tensor) and step.parameters[name] in step.names:
                 dense[name] = example
-        try:
-            update = step.update_graph(dense) if dense else None
-        except CaptureError as error:
-            step.refused_update = error
-            self.key = replace(self.key, numbers=None)  # the optimizers read them directly
+        update = step.captured_update(dense) if dense else None
+        if dense and update is None:
+            if step.refused_update is not None:
+                self.key = replace(self.key, numbers=None)  # the optimizers read them directly
             return
-        # An interrupt ends a wait for an expert or a server at once. The gate comes before ``between``, whose norm
-        # would spread one NaN over all gradients.
-        crosses = any(crossing_of(node) is not None for node in front.fx.nodes)
-        split = step.compile or can_replay(front) or step.gate is not None or crosses
-        self._own = _own_memory(front)
         self.graph, rest = front, update
         if between is not None:
             self.graph = join(front, between, [name for name in keep if name not in between.outputs])
             rest = between if update is None else join(between, update, keep)
         if update is not None:
             self.graph = drop_dead_nodes(join(self.graph, update, keep))
-        if split:
-            self._split(front, rest)
-            return
-        spread = spread_fused_updates(self.graph)
-        if spread is not self.graph:  # parameters are written to in another order, and while backward continues
-            self._look_at({*written_inputs(front), *dense})
-        self.graph = spread
-        self._program = spread.program()
-
-    def _split(self, front: Graph, rest: Graph | None) -> None:
-        """Run two programs: forward and backward, also by Inductor or as a CUDA graph, and the rest."""
+        # Two programs: forward and backward, also by Inductor or as a CUDA graph, and the rest. An interrupt ends a
+        # wait for an expert or a server at once, and the gate comes before ``between``, whose norm would spread one NaN
+        # over all gradients.
         self._rest = rest.program() if rest is not None else Program("", lambda: ())
         self._given = [] if rest is None else [binding.name for binding in rest.bindings if binding.bound is None]
         self._yielded = [] if rest is None else rest.outputs
-        self._program = self._apart()
-        if not self._step.compile and can_replay(front):
+        if not step.compile and can_replay(front):
             read_at_once = [name in self._given and name not in self.key.gradients for name in front.outputs]
-            self._program = Replayed(self._program, front, read_at_once)
+            self._program = Replayed(self._apart(), front, read_at_once)
 
     def _trace_between(self) -> Graph | None:
         between, backward = self._step.between, self.backward

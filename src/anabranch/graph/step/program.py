@@ -6,16 +6,16 @@
                                          (forward, autograd)   |         (traced)    (unmodified optimizer)
                                                                +-- sparse rows ---------> optimizer.step on those rows
 
-The three graphs are captured separately and joined into one for ``graph``. ``run`` runs it, or as two programs, forward
-and backward and then the rest, where something decides in between. ``backward`` and ``update`` run them separately, for
-a caller whose work in between cannot be traced.
+The three graphs are captured separately and joined into one for ``graph``. ``run`` runs two programs, forward and
+backward and then the rest. ``backward`` and ``update`` run them separately, for a caller whose work in between cannot
+be traced.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -164,7 +164,7 @@ class StepProgram(StepState):
     def run(
         self,
         batch: Structure,
-        fetch: Sequence[str] = (),
+        fetch: Collection[str] = (),
         begin: Callable[[Sequence[str]], None] | None = None,
         *,
         may_trace: bool = True,
@@ -181,20 +181,15 @@ class StepProgram(StepState):
         """
         gradients = tuple([name for name in fetch if name.endswith(".grad")]) if fetch else ()
         modules = tuple([name for name in fetch if name not in gradients]) if fetch else ()
-        for name in gradients:
-            if name.removesuffix(".grad") not in self.parameters:
-                raise ValueError(f"{name!r} cannot be fetched: no parameter has that name")
         task = _Task(self._key(True, gradients), begin, None)
-        found, outputs = self._through_front(task, batch, modules, may_trace)
+        outputs = self._through_front(task, batch, modules, may_trace)
         assert task.results is not None
-        for name in gradients:
-            outputs[name] = task.results.get(name)
-        return found | outputs
+        return outputs | {name: task.results.get(name) for name in gradients}
 
     def backward(
         self,
         batch: Structure,
-        fetch: Sequence[str] = (),
+        fetch: Collection[str] = (),
         begin: Callable[[Sequence[str]], None] | None = None,
         report: Report | None = None,
         *,
@@ -210,13 +205,12 @@ class StepProgram(StepState):
             may_trace: as for ``run``.
         """
         task = _Task(self._key(False, ()), begin, report)
-        found, outputs = self._through_front(task, batch, tuple(fetch), may_trace)
+        outputs = self._through_front(task, batch, tuple(fetch), may_trace)
         assert task.joint is not None
         assert task.results is not None
-        sorted_ = task.joint.backward.sort(task.results)
-        return Gradients({**found, **outputs}, sorted_.dense, sorted_.sparse)
+        return replace(task.joint.backward.sort(task.results), outputs=outputs)
 
-    def prepare(self, batch: Structure, fetch: Sequence[str] = (), *, whole: bool) -> Prepared:
+    def prepare(self, batch: Structure, fetch: Collection[str] = (), *, whole: bool) -> Prepared:
         """Capture the step for this batch without running it.
 
         Args:
@@ -251,14 +245,12 @@ class StepProgram(StepState):
 
     def _through_front(
         self, task: _Task, batch: Structure, modules: tuple[str, ...], may_trace: bool
-    ) -> tuple[dict[str, Structure], dict[str, Structure]]:
+    ) -> dict[str, Structure]:
         (loss, extras), outputs = self._call(task, batch, modules, may_trace)
         for optimizer in self.optimizers if task.key.whole else ():
             optimizer._opt_called = True  # type: ignore[attr-defined]
-        found: dict[str, Structure] = {"loss": loss.detach()}
-        for name, value in extras.items():
-            found[name] = value.detach() if isinstance(value, Tensor) else value
-        return found, outputs
+        named = {name: value.detach() if isinstance(value, Tensor) else value for name, value in extras.items()}
+        return {"loss": loss.detach(), **named, **outputs}
 
     def _call(
         self, task: _Task, batch: Structure, modules: tuple[str, ...], may_trace: bool
@@ -365,7 +357,7 @@ class EvalProgram(StepProgram):
         return JointKey(False, self.epoch, None, ())
 
     def evaluate(
-        self, batch: Structure, fetch: Sequence[str] = (), *, may_trace: bool = True
+        self, batch: Structure, fetch: Collection[str] = (), *, may_trace: bool = True
     ) -> tuple[Any, dict[str, Structure]]:
         """Return the result of ``outputs``, and the outputs of the submodules ``fetch``; to be called under
         ``no_grad``.

@@ -43,12 +43,9 @@ class SharedMemory:
         bound = [position for index, position in first.items() if arguments.sources[index].state]
         free = [position for position in first.values() if position not in bound]
         self._pick_bound, self._pick_free = picker(bound), picker(free)
-        self._bound_written = [position in changed for position in bound]
-        self._free_written = [position in changed for position in free]
+        self._written = [position in changed for position in (*bound, *free)]
         self._places: list[int] | None = None
         self._ranges: list[_Range] = []
-        self._storages: set[int] = set()
-        self._overlap = False
 
     def check(self, args: Sequence[object]) -> None:
         """Raise if an argument that is written to shares memory with another one.
@@ -56,32 +53,17 @@ class SharedMemory:
         Raises:
             Raises: it does; nothing has happened.
         """
-        if self._clash(args):
+        bound: Sequence[Tensor] = self._pick_bound(args)  # type: ignore[assignment]
+        free: Sequence[Tensor] = self._pick_free(args)  # type: ignore[assignment]
+        places = list(map(Tensor.data_ptr, bound))
+        if places != self._places:
+            self._places, self._ranges = places, list(map(_range, bound))
+        if ranges_overlap([*self._ranges, *map(_range, free)], self._written):
             raise Raises(  # autograd may: a value that it has kept is written to
                 "a tensor that the step changes in place shares memory with another of its inputs (views of one "
                 "tensor in the batch, or '.data' of one buffer given to another), which a graph would not notice; "
                 "clone one of them, or use engine='tape'"
             )
-
-    def _clash(self, args: Sequence[object]) -> bool:
-        bound: Sequence[Tensor] = self._pick_bound(args)  # type: ignore[assignment]
-        places = list(map(Tensor.data_ptr, bound))
-        if places != self._places:
-            self._places, self._ranges = places, list(map(_range, bound))
-            self._storages = set(map(_storage, bound))
-            self._overlap = ranges_overlap(self._ranges, self._bound_written)
-        if self._overlap:
-            return True
-        free: Sequence[Tensor] = self._pick_free(args)  # type: ignore[assignment]
-        storages = set(map(_storage, free))
-        if storages.isdisjoint(self._storages) and (len(storages) == len(free) or not any(self._free_written)):
-            return False
-        ranges = [*self._ranges, *map(_range, free)]
-        return ranges_overlap(ranges, [*self._bound_written, *self._free_written])
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def ranges_overlap(ranges: Sequence[_Range], written: Sequence[bool]) -> bool:

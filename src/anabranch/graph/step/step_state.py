@@ -97,12 +97,19 @@ class StepState:
         self._seeds.append(torch.full((), self._seed, dtype=loss.dtype, device=loss.device))
         return self._seeds[-1]
 
-    def update_graph(self, dense: Mapping[str, Tensor]) -> Graph:
-        """Return the optimizers' step on dense gradients like these."""
+    def captured_update(self, dense: Mapping[str, Tensor]) -> Graph | None:
+        """Return the optimizers' step on dense gradients like these; ``None`` without state, or if it is refused."""
+        parameters = [self.parameters[name] for name in dense]
+        if self.refused_update is not None or not has_state(self.optimizers, parameters):
+            return None
         key = (tuple(dense), self._group_numbers.current())
         if key not in self._updates:
             self._state.note_optimizer_state()
-            self._updates[key] = capture_update(self.optimizers, dense, self.rates, self.names)
+            try:
+                self._updates[key] = capture_update(self.optimizers, dense, self.rates, self.names)
+            except CaptureError as error:
+                self.refused_update = error
+                return None
         return self._updates[key]
 
     def update(self, dense: Mapping[str, Tensor], sparse: Mapping[str, Sequence[SparseRows]] | None = None) -> None:
@@ -111,25 +118,16 @@ class StepState:
             self._bind()
         dense = {name: gradient for name, gradient in dense.items() if self.parameters[name] in self.names}
         if dense:
-            ready = has_state(self.optimizers, [self.parameters[name] for name in dense])
-            if not ready or not self._can_capture_update(dense):
+            graph = self.captured_update(dense)
+            if graph is None:
                 self.step_eagerly(dense, sparse or {})
                 return
             self.rates.refresh()
-            self.update_graph(dense).program().run(*dense.values())
+            graph.program().run(*dense.values())
         if sparse:
             self.step_eagerly({}, sparse)
         for optimizer in self.optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]
-
-    def _can_capture_update(self, dense: Mapping[str, Tensor]) -> bool:
-        if self.refused_update is not None:
-            return False
-        try:
-            self.update_graph(dense)
-        except CaptureError as error:
-            self.refused_update = error
-        return self.refused_update is None
 
     def step_eagerly(self, dense: Mapping[str, Tensor], sparse: Mapping[str, Sequence[SparseRows]]) -> None:
         """Let the optimizers step eagerly on these gradients."""

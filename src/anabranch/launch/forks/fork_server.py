@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import socket
 import sys
 import traceback
@@ -56,6 +57,8 @@ def main() -> None:
     shared: list[str] = []
     keep_shared_modules(shared)
     set_title("fork-server", ["anabranch: fork server"])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the launcher ends it; a fork has its own handlers
+        signal.signal(number, signal.SIG_IGN)
     channel = socket.socket(fileno=0)
     try:
         _import_all()

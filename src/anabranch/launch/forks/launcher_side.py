@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +19,6 @@ from anabranch.launch.forks.forked_process import ForkedProcess, ignored_signals
 from anabranch.launch.forks.title import ARGUMENTS_ROOM, ENVIRONMENT_ROOM
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.socket_messages import receive, send
-from anabranch.launch.supervision.signals import inherited_mask
 from anabranch.record.process import STATUS_VARIABLE, TRACE_VARIABLE
 
 __all__ = ["ForkServer", "ForkServerError", "close_kept_fork_server", "kept_fork_server"]
@@ -106,7 +106,7 @@ class ForkServer:
             dict(environment),
             launcher=os.getpid(),
             ignored=ignored_signals(),
-            blocked=tuple(inherited_mask()),
+            blocked=tuple(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))),
             umask=umask(),
             stdio=(stdin, stdout, stderr),
             directory=directory,

@@ -62,6 +62,14 @@ class Rendezvous:
         # No port is guessed, and by default no other host reaches it.
         self._listening = socket.create_server((host, 0), backlog=_BACKLOG)
         self.port = int(self._listening.getsockname()[1])
+        try:
+            with socket.socket(self._listening.family, socket.SOCK_DGRAM) as probe:
+                probe.connect((host, self.port))  # sends nothing; gloo would look for minutes
+        except OSError as error:
+            self._listening.close()
+            raise ConnectionError(
+                f"this machine does not reach its own address {host}: {error.strerror}; is its loopback interface up?"
+            ) from None
         self._channel, self._theirs = socket.socketpair()
         self.descriptor = self._theirs.fileno()
 

@@ -25,7 +25,7 @@ _ASK_SECONDS = 4.0  # less than the launcher waits for the answer
 
 def main() -> None:
     """Serve until the launcher closes the channel on stdin."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the job decides when it ends
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the job decides when it ends
         signal.signal(number, signal.SIG_IGN)
     with suppress(ConnectionError), socket.socket(fileno=os.dup(0)) as channel, ExitStack() as stack:
         received = receive(channel)

@@ -33,7 +33,7 @@ class LongWaits:
         self._tell = tell
         self._look_at = look_at
         self._next = 0.0
-        self._due_doings: dict[str, float] = {}
+        self._due_doings: dict[tuple[str, str], float] = {}
         self._due: dict[str, float] = {}  # for each reported process, the wait at which the next line is due
 
     def next_check(self) -> float | None:
@@ -59,20 +59,21 @@ class LongWaits:
             self._due.update({role.name: _AGAIN * _seconds(role) for role in alike})
 
     def _look_at_doings(self, roles: Sequence[RoleStatus]) -> None:
-        """Report long activities of workers: each once, and again when it takes three times as long."""
-        busy = [role for role in roles if role.role == "worker" and role.doing and role.state == "running"]
+        """Report long activities: each once, and again when it takes three times as long."""
+        busy = [role for role in roles if role.doing and role.state in ("running", "starting")]
         due = [role for role in busy if role.doing_seconds >= self._due_doings.get(_doing(role), _LONG)]
         for doing, group in groupby(sorted(due, key=_doing), key=_doing):
             alike = sorted(group, key=lambda role: role.rank)
             seconds = max(role.doing_seconds for role in alike)
             self._due_doings[doing] = _AGAIN * seconds
             ranks = ", ".join(str(role.rank) for role in alike)
-            who = f"rank {ranks}" if len(alike) == 1 else f"each of ranks {ranks}"
-            self._tell(f"{who} {doing} ({seconds:.0f} s)")
+            name = alike[0].role.replace("worker", "rank")
+            who = f"{name} {ranks}" if len(alike) == 1 else f"each of {name.removesuffix('s')}s {ranks}"
+            self._tell(f"{who} {doing[1]} ({seconds:.0f} s)")
 
 
-def _doing(role: RoleStatus) -> str:
-    return role.doing or ""
+def _doing(role: RoleStatus) -> tuple[str, str]:
+    return role.role, role.doing or ""
 
 
 def _seconds(role: RoleStatus) -> float:

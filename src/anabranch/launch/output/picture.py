@@ -1,4 +1,4 @@
-"""The status display of a job: a ``JobStatus`` as a ``rich`` renderable, for both ``anabranch run`` and ``status``.
+"""The status display of a job: a ``JobStatus`` as a ``rich`` renderable, for ``anabranch status``.
 
 ::
 
@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,7 +29,7 @@ from anabranch.deadline import minutes_and_seconds
 from anabranch.launch.job_status import JobStatus, RoleStatus, TrackedLoop
 from anabranch.record.words import in_words
 
-__all__ = ["drawn", "picture", "sparkline"]
+__all__ = ["picture", "sparkline"]
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _NOT_FINITE = "×"
@@ -63,24 +62,6 @@ def picture(job: JobStatus, before: JobStatus | None = None, *, lines: int | Non
         parts.append(line)
     parts.append(_roles(job, shown, before))
     return Group(*parts)
-
-
-def drawn(what: RenderableType, columns: int, *, color: bool = True) -> list[str]:
-    """Return the lines that draw ``what``, none wider than ``columns``.
-
-    >>> drawn(Text("loss 0.5"), 80, color=False)
-    ['loss 0.5']
-    """
-    file = io.StringIO()
-    console = Console(
-        file=file,
-        width=columns,
-        force_terminal=color,
-        color_system="standard" if color else None,
-        legacy_windows=False,
-    )
-    console.print(what)
-    return [line.rstrip() for line in file.getvalue().splitlines()]
 
 
 def sparkline(values: Sequence[float], columns: int) -> str:

@@ -1,17 +1,16 @@
-"""Rank 0's output, live on the launcher's screen and in its log.
+"""The output of rank 0, live on the launcher's screen and in its log.
 
 ::
 
-    worker 0 ──stdout, stderr──> terminal or pipe ──> copier ──> the launcher's stdout, stderr
-                                                         └─────> worker-0.log
+    worker 0 ──stdout, stderr──> terminal or pipes ──> a thread ──> worker-0.log, then the launcher's stdout, stderr
 
 Where the launcher writes to a terminal the worker gets a terminal too (a pty of the same size, passing bytes through
 unchanged), so that progress bars draw as they would without a launcher. Elsewhere it gets pipes, one for each stream,
-so that ``anabranch run ... > file`` keeps stdout and stderr apart.
+so that ``anabranch run ... > out 2> err`` keeps stdout and stderr apart; what a process writes to one and then to the
+other comes to the log in that order, a line at a time.
 
-A slow reader (``| less``) blocks rank 0, as it would without a launcher. The launcher never does, even when stopped:
-copying is done by another process, see ``copier.py``. The launcher has the sources open too, so that nothing is lost
-when the copier is killed: another one continues.
+A slow reader (``| less``) blocks rank 0, as it would without a launcher, and not the launcher's own thread. A screen
+whose reader has gone (``| head``) is forgotten: the log goes on.
 """
 
 from __future__ import annotations
@@ -20,180 +19,212 @@ import fcntl
 import os
 import pty
 import select
-import signal
-import socket
-import struct
-import subprocess
-import sys
 import termios
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-
-from anabranch.launch.output import copier
 
 __all__ = ["Screen"]
 
 _OUTPUT_FLAGS = 1  # index in the list of tcgetattr
 _LOCAL_FLAGS = 3
-_SIZE = "HHHH"  # lines, columns, and the same in pixels
-_ANSWER_SECONDS = 2.0
-_LATE_ANSWERS = 64
+_READ = 1 << 20  # more than a pipe holds
+_WRITE = select.PIPE_BUF  # what a pipe that is ready takes without blocking
+_SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it, and a killed one does not show it again
+
+
+class _Stream:
+    """One stream of the worker.
+
+    Attributes:
+        source: where its output is read.
+        target: where it is shown; ``None`` once that has no reader.
+        rest: the beginning of a line.
+    """
+
+    def __init__(self, source: int, target: int) -> None:
+        os.set_blocking(source, False)
+        self.source = source
+        self.target: int | None = target
+        self.rest = b""
+        self.ended = False
+
+    def read(self) -> bytes:
+        """Return what has come; nothing at the end."""
+        try:
+            data = b"" if self.ended else os.read(self.source, _READ)
+            self.ended = not data
+        except BlockingIOError:
+            return b""
+        except OSError:  # a terminal that no process has open
+            self.ended = True
+            return b""
+        return data
 
 
 class Screen:
-    """Copies one worker's output to this process's stdout and stderr, and to a log; a context manager.
+    """Copies one worker's output to a log, and to this process's stdout and stderr; a context manager.
 
     Leaving it copies all pending output.
 
     Args:
         log: the file, made again.
-        goes_on: keep its content.
-        pictures: whether ``draw`` is to be used; on a terminal alone.
+        tell: shows a line of the launcher.
+        goes_on: keep the log's content.
 
     Attributes:
         stdout: the worker's stdout.
         stderr: the worker's stderr.
-        log: the path of the log.
-        pidfd: of the copier; readable when that has ended, and ``revive`` is due.
     """
 
-    def __init__(self, log: Path, *, goes_on: bool = False, pictures: bool = False) -> None:
-        self.log = str(log)
+    def __init__(self, log: Path, tell: Callable[[str], None] = lambda line: None, *, goes_on: bool = False) -> None:
         self._terminal = os.isatty(1) and os.isatty(2)
         if self._terminal:
             source, self.stdout = pty.openpty()
             self.stderr = self.stdout
             _pass_through(self.stdout)
-            self._targets = {source: 1}
+            self._streams = [_Stream(source, 1)]
         else:
             out, self.stdout = os.pipe()
             err, self.stderr = os.pipe()
-            self._targets = {out: 1, err: 2}
-        self._given = {self.stdout, self.stderr}
-        if not goes_on:
-            log.write_bytes(b"")
-        self._log = log.open("ab", buffering=0)
-        self._picture_lines = 0
-        self._pictures = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) if pictures else None
-        for end in self._pictures or ():
-            end.setblocking(False)
-        self._copier, self._channel = self._start()
-        self.pidfd = os.pidfd_open(self._copier.pid)
+            self._streams = [_Stream(out, 1), _Stream(err, 2)]
+        self._ends = {self.stdout, self.stderr}
+        self._log: int | None = None
+        with suppress(OSError):  # the folder was removed: a job needs no log to go on
+            self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if goes_on else os.O_TRUNC))
+        self._name = log
+        self._tell = tell
+        self._lines: deque[str] = deque()
+        self._wakes, self._wake = os.pipe()
+        self._ending = False
+        self._mid_line = False
+        self._thread = threading.Thread(target=self._run, name="anabranch-screen", daemon=True)
         self.fit()
-
-    def revive(self) -> None:
-        """Start another copier in place of one that was killed."""
-        self._channel.close()
-        os.close(self.pidfd)
-        self._reap()
-        self._copier, self._channel = self._start()
-        self.pidfd = os.pidfd_open(self._copier.pid)
 
     def fit(self) -> None:
         """Give the worker's terminal the size of ours."""
-        if not self._terminal:
-            return
         with suppress(OSError):  # ours was closed
-            lines, *others = struct.unpack(_SIZE, fcntl.ioctl(1, termios.TIOCGWINSZ, bytes(8)))
-            size = struct.pack(_SIZE, max(lines - self._picture_lines, 0), *others)
-            for source in self._targets:
-                fcntl.ioctl(source, termios.TIOCSWINSZ, size)
-
-    def draw(self, lines: Sequence[str]) -> None:
-        """Keep these lines at the bottom of the terminal and the worker's output above them; on any thread.
-
-        Skipped if the copier has not taken the last ones yet.
-        """
-        assert self._pictures is not None, "made without pictures"
-        with suppress(OSError):
-            self._pictures[0].send("\n".join(lines).encode())
-        if len(lines) > self._picture_lines:
-            self._picture_lines = len(lines)
-            self.fit()
+            if self._terminal:
+                size = fcntl.ioctl(1, termios.TIOCGWINSZ, bytes(8))
+                fcntl.ioctl(self._streams[0].source, termios.TIOCSWINSZ, size)
 
     def started(self) -> None:
         """Close the worker's ends here: from now on their last holder's death is the end of the stream."""
-        for descriptor in self._given:
+        for descriptor in self._ends:
             os.close(descriptor)
-        self._given = set()
+        self._ends = set()
 
-    @contextmanager
-    def unattended(self) -> Iterator[None]:
-        """While the block runs, output goes only to the log, and this process is stopped."""
-        self._order(copier.HIDE)
-        try:
-            yield
-        finally:
-            self._order(copier.SHOW)
-            self.fit()
+    def say(self, line: str) -> None:
+        """Show a line of the launcher after the output that was written before; does not wait for it."""
+        self._lines.append(line)
+        os.write(self._wake, b"\0")
 
-    def finish_line(self) -> None:
-        """Show pending output, and start a new line if the worker left one unfinished, such as a progress bar."""
-        self._order(copier.FINISH_LINE)
-
-    def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        ours, theirs = socket.socketpair()
-        ours.settimeout(_ANSWER_SECONDS)
-        log = self._log.fileno()
-        pictures = -1 if self._pictures is None else self._pictures[1].fileno()
-        drawn = str(int(self._picture_lines > 0))
-        pairs = [str(number) for pair in self._targets.items() for number in pair]
-        with theirs:
-            process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-I",
-                    "-S",
-                    copier.__file__,
-                    str(log),
-                    str(int(self._terminal)),
-                    str(pictures),
-                    drawn,
-                    *pairs,
-                ],
-                stdin=theirs.fileno(),
-                pass_fds=(log, *self._targets, *filter(lambda number: number >= 0, [pictures])),
-                start_new_session=True,
-            )
-        return process, ours
-
-    def _order(self, letter: bytes) -> None:
-        # A killed one is revived by the supervisor; a slow one is not waited for.
-        with suppress(OSError):
-            if select.select([self._channel], [], [], 0)[0]:
-                self._channel.recv(_LATE_ANSWERS)
-            self._channel.sendall(letter)
-            self._channel.recv(1)
-
-    def _reap(self) -> None:
+    def _run(self) -> None:
+        poller = select.poll()
+        for descriptor in (self._wakes, *(stream.source for stream in self._streams)):
+            poller.register(descriptor, select.POLLIN)
         while True:
-            with suppress(subprocess.TimeoutExpired):
-                self._copier.wait(_ANSWER_SECONDS)
+            ending = self._ending  # what was written before that is there by now
+            if self._copy():
+                continue
+            self._finish_lines()
+            if self._lines:
+                self._say_all()
+            elif ending:
                 return
+            for stream in self._streams:
+                if stream.ended:
+                    with suppress(KeyError):
+                        poller.unregister(stream.source)
+            for descriptor, _ in poller.poll():
+                if descriptor == self._wakes:
+                    os.read(self._wakes, _WRITE)
+
+    def _copy(self) -> bool:
+        """Copy what has come; return True if anything has.
+
+        The last stream is read first: what the worker wrote to stdout before is then in the pipe.
+        """
+        read = [stream.read() for stream in reversed(self._streams)][::-1]
+        for number, (stream, data) in enumerate(zip(self._streams, read, strict=True)):
+            data = stream.rest + data
+            whole = len(data) if self._terminal or any(read[number + 1 :]) else data.rfind(b"\n") + 1
+            stream.rest = data[whole:]
+            self._write(stream, data[:whole])
+        return any(read)
+
+    def _finish_lines(self) -> None:
+        for stream in self._streams:
+            self._write(stream, stream.rest)
+            stream.rest = b""
+
+    def _write(self, stream: _Stream, data: bytes) -> None:
+        if not data:
+            return
+        self._mid_line = not data.endswith(b"\n")
+        if self._log is not None:
+            try:
+                _write_all(self._log, data)
+            except OSError as error:
+                os.close(self._log)
+                self._log = None
+                self._lines.append(f"{self._name} ends here: {error.strerror}")
+        view = memoryview(data)
+        while view and stream.target is not None:
+            try:
+                if self._has_room(stream.target):
+                    view = view[os.write(stream.target, view[:_WRITE]) :]
+            except BlockingIOError:  # another process that shares it has made it non-blocking
+                continue
+            except OSError:  # a pipe without a reader, a closed terminal, a full disk
+                stream.target = None
+
+    def _has_room(self, target: int) -> bool:
+        """Wait until the reader takes more; meanwhile the launcher's lines are shown."""
+        poller = select.poll()
+        poller.register(target, select.POLLOUT)
+        poller.register(self._wakes, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poller.poll()}
+        if target not in ready:
+            os.read(self._wakes, _WRITE)
+            self._say_all()
+        return target in ready
+
+    def _say_all(self) -> None:
+        if self._mid_line and self._terminal and (target := self._streams[0].target) is not None:
+            with suppress(OSError):
+                os.write(target, b"\n")
+        self._mid_line = False
+        while self._lines:
+            self._tell(self._lines.popleft())
 
     def __enter__(self) -> Screen:
+        self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            self.started()
-            if self._copier.poll() is not None:
-                self.revive()
+        self.started()
+        self._ending = True
+        os.write(self._wake, b"\0")
+        self._thread.join()  # as long as the screen's reader takes
+        if self._terminal:
             with suppress(OSError):
-                self._channel.sendall(copier.END)
-            self._copier.send_signal(signal.SIGCONT)  # one that was frozen
-            self._reap()  # as long as the screen's reader takes
-        finally:
-            self._channel.close()
-            for end in self._pictures or ():
-                end.close()
-            for descriptor in (self.pidfd, *self._targets):
-                os.close(descriptor)
-            self._log.close()
+                os.write(1, (b"\n" if self._mid_line else b"") + _SHOW_CURSOR)
+        for descriptor in (self._wake, self._wakes, *(stream.source for stream in self._streams)):
+            os.close(descriptor)
+        if self._log is not None:
+            os.close(self._log)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
 
 
 def _pass_through(terminal: int) -> None:

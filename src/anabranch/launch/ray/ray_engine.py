@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from anabranch.launch.environment import expert_environment, service_environment, worker_environment
+from anabranch.launch.environment import LINGER_SECONDS, expert_environment, service_environment, worker_environment
 from anabranch.launch.job_file import JobFile
 from anabranch.launch.job_trace import JobTrace
 from anabranch.launch.local import Durability
@@ -151,13 +151,9 @@ class _Attempt:
             signals = stack.enter_context(collect_signals())
             signals.call_on_stop(self._stop)
             stack.push(_leave_where_stopped)
-            screen = stack.enter_context(Screen(log_dir / "worker-0.log", goes_on=number > 0)) if live else None
+            screen = stack.enter_context(Screen(log_dir / "worker-0.log", tell, goes_on=number > 0)) if live else None
 
-            def say(line: str) -> None:
-                if screen:
-                    screen.finish_line()
-                tell(line)
-
+            say = screen.say if screen else tell
             places = stack.enter_context(ExitStack())  # the last to go: Ray kills what is in a place that it takes back
             stack.callback(self._give_back)
             stack.callback(self._collect_recorded)
@@ -281,7 +277,7 @@ class _Attempt:
             services=tuple(process.exit for process in (*services, *filter(lambda lost: lost.early, [rendezvous]))),
         )
 
-    def _stop(self, number: signal.Signals, again: bool) -> None:
+    def _stop(self, number: signal.Signals) -> None:
         """Record a received signal; Ray loses exceptions raised while it waits."""
         if self._stopped is None:
             self._stopped = number
@@ -361,7 +357,7 @@ class _Attempt:
 
     def _serve(self, shard: int, shards: int, endpoint: str, state: str) -> PythonProgram:
         arguments = ["serve", "parameters", "--listen", endpoint, "--shard", str(shard), "--shards", str(shards)]
-        arguments += ["--durability", self._durability]
+        arguments += ["--durability", self._durability, "--linger", str(LINGER_SECONDS)]
         if self._durability != "none":
             arguments += ["--checkpoint-dir", state, "--checkpoint-seconds", str(self._checkpoint_seconds)]
         return PythonProgram("anabranch.cli", tuple(arguments), is_module=True)

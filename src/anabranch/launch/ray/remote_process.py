@@ -88,6 +88,12 @@ class RemoteProcess(RoleProcess):
             with suppress(Exception):  # Ray's errors are many, and the follower sees the loss
                 self._actor.signal.remote(int(number))
 
+    def signal_group(self, number: int) -> None:
+        """Stop or continue it."""
+        if self.running:
+            with suppress(Exception):  # as in ``signal``
+                self._actor.signal.remote(int(number))
+
     def reap(self) -> None:
         """Take the exit code of a process that has ended."""
         self._follower.join(LEASE_SECONDS)

@@ -168,11 +168,12 @@ class RoleActor:
         return b""
 
     def signal(self, number: int) -> None:
-        """Send ``number`` to the process; a frozen one is woken to see it."""
+        """Send ``number`` to the process; a frozen one is woken to see it, unless this is to freeze it."""
         running = self._running
         if running is not None and running.poll() is None:
             running.send_signal(number)
-            running.send_signal(signal.SIGCONT)
+            if number != signal.SIGSTOP:
+                running.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         """Kill what runs here, and give everything back."""
@@ -206,7 +207,7 @@ class RoleActor:
         started = threading.Event()
         failed: list[OSError] = []
         self._code, self._running, self._followed = None, None, time.monotonic()
-        command = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), "", *program.command]
+        command = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), *program.command]
 
         def live() -> None:
             # The kernel ties the process to the thread that has started it: this one lives as long.

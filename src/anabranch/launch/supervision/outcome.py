@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -113,9 +114,10 @@ class Exit:
         return any(_LOST in line and _OF_A_RANK in line for line in self.last_words().splitlines())
 
     def _lines(self) -> list[str]:
-        with self.log.open("rb") as file:
+        with suppress(OSError), self.log.open("rb") as file:  # a folder that was removed
             file.seek(max(0, self.log.stat().st_size - _TAIL_BYTES))
             return file.read().decode(errors="replace").rstrip().splitlines()
+        return []
 
 
 @dataclass(frozen=True, slots=True)

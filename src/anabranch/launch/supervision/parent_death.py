@@ -23,9 +23,8 @@ def prctl(option: int, value: int) -> None:
         raise OSError(code, f"prctl({option}, {value}): {os.strerror(code)}")
 
 
-def main(parent: int, blocked: list[int], command: list[str]) -> None:
-    """Becomes ``command``, which blocks these signals, killed by the kernel when the process ``parent`` ends."""
-    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+def main(parent: int, command: list[str]) -> None:
+    """Becomes ``command``, killed by the kernel when the process ``parent`` ends."""
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the switch was set
         sys.exit(f"the launcher (pid {parent}) is gone")
@@ -33,4 +32,4 @@ def main(parent: int, blocked: list[int], command: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), [int(number) for number in sys.argv[2].split(",") if number], sys.argv[3:])
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -28,7 +28,6 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, MutableSequence, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -43,6 +42,7 @@ __all__ = ["Monitor", "Patience", "Supervisor"]
 
 # How long SIGKILL may take: longer only for a process in an uninterruptible system call, a broken disk's or driver's.
 _KERNEL_SECONDS = 10.0
+_LINGER_SECONDS = 1.0  # for which services may see that the last worker has gone
 
 
 class Monitor(Protocol):
@@ -62,7 +62,7 @@ class Patience:
     Attributes:
         failure: for the others after one failed, before they are asked to stop.
         stop: for those asked to stop, before they and all they have started are killed.
-        drain: the same when the launcher itself was sent SIGTERM: time to finish a step and save. Services have it
+        drain: the same when the launcher itself was sent a signal: time to finish a step and save. Services have it
             too when the workers have ended well.
     """
 
@@ -181,7 +181,6 @@ class Supervisor:
         """Return when every process has ended and was reaped."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._signals.descriptor, selectors.EVENT_READ, self._on_signal)
-            self._watch_copier(selector)
             for process in (*self._workers.processes, *self._services, *filter(None, [self._rendezvous])):
                 self._watch(selector, process)
             while self._workers.running() or self._service_ending.running():
@@ -200,19 +199,12 @@ class Supervisor:
     def _watch(self, selector: selectors.BaseSelector, process: RoleProcess) -> None:
         selector.register(process.pidfd, selectors.EVENT_READ, partial(self._on_end, selector, process))
 
-    def _watch_copier(self, selector: selectors.BaseSelector) -> None:
-        if self._screen:
-            selector.register(self._screen.pidfd, selectors.EVENT_READ, partial(self._on_copier_end, selector))
-
-    def _on_copier_end(self, selector: selectors.BaseSelector) -> None:
-        assert self._screen
-        selector.unregister(self._screen.pidfd)
-        self._screen.revive()
-        self._watch_copier(selector)
-
     def _on_end(self, selector: selectors.BaseSelector, process: RoleProcess) -> None:
         selector.unregister(process.pidfd)
         process.reap()
+        self._on_signal()  # one that was sent to all processes at once ended this one
+        if self.interrupted is not None and process.exit_code == -self.interrupted:
+            process.stopped = True
         if process is self._rendezvous:
             process.early = True
             self._fail(process)
@@ -227,7 +219,8 @@ class Supervisor:
         spec, exit_ = service.spec, service.exit
         if self.interrupted:  # the workers drain: too late for another
             service.forgiven = True
-            self._tell(exit_.describe())
+            if exit_.code:
+                self._tell(exit_.describe())
         elif (pause := self._pause_before(service)) is not None:
             assert spec.restarts is not None
             when = f" in {pause:g} s" if pause else ""
@@ -280,10 +273,13 @@ class Supervisor:
             self._workers.end_by(now + self._patience.failure + self._patience.stop)
 
     def _stop_services(self) -> None:
-        """Request that they finish, save and exit: no worker is left to call them."""
+        """Request that they finish, save and exit: no worker is left to call them.
+
+        The second signal is for those that linger, because somebody from elsewhere is connected.
+        """
         self._service_ending.send(signal.SIGTERM)
-        hurried = self._failed or self.timed_out or self.interrupted not in (None, signal.SIGTERM)
-        patience = self._patience.stop if hurried else self._patience.drain
+        self._service_ending.plan(time.monotonic() + _LINGER_SECONDS, signal.SIGTERM)
+        patience = self._patience.stop if self._failed or self.timed_out else self._patience.drain
         self._service_ending.end_by(time.monotonic() + patience)
 
     def _on_signal(self) -> None:
@@ -305,15 +301,18 @@ class Supervisor:
                 self._tell(f"{number.name}: stopping the workers (send it again to kill them)")
                 self._workers.send(number)
                 self._workers.clear()
-                patience = self._patience.drain if number == signal.SIGTERM else self._patience.stop
-                self._workers.end_by(time.monotonic() + patience)
+                self._workers.end_by(time.monotonic() + self._patience.drain)
 
     def _pause(self) -> None:
-        """Ctrl-Z: stop only this process, not those that it has started."""
-        seen = f"; meanwhile the output of rank 0 goes to {self._screen.log}" if self._screen else ""
-        self._tell(f"the launcher is paused and the job continues{seen}. `fg` brings the screen back")
-        with self._screen.unattended() if self._screen else nullcontext():
-            signal_box.suspend()
+        """Ctrl-Z: stop all processes, and this one, until the shell lets it continue."""
+        everyone = [*self._workers.processes, *self._services, *filter(None, [self._rendezvous])]
+        for process in everyone:
+            process.signal_group(signal.SIGSTOP)
+        signal_box.suspend()
+        for process in everyone:
+            process.signal_group(signal.SIGCONT)
+        if self._screen:
+            self._screen.fit()
 
     def _next_moment(self) -> float | None:
         moments = [*self._workers.moments(), *self._service_ending.moments(), *(due for due, _ in self._returning)]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from anabranch.launch.forks.launcher_side import ForkServer
 from anabranch.launch.output.screen import Screen
@@ -17,7 +18,6 @@ from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.supervision import parent_death
 from anabranch.launch.supervision.budget import RestartBudget
 from anabranch.launch.supervision.outcome import Exit, Role
-from anabranch.launch.supervision.signals import inherited_mask
 from anabranch.record.process import STATUS_VARIABLE
 
 __all__ = ["ProcessSpec", "RoleProcess"]
@@ -56,6 +56,17 @@ class ProcessSpec:
     restarts: RestartBudget | None = None
     has_served: Callable[[], bool] = _never
     endpoint: str | None = None
+
+
+def _open_log(path: Path, *, anew: bool) -> BinaryIO:
+    """Open a log to append to, or nothing where its folder was removed: a job needs no log to go on."""
+    try:
+        file = path.open("ab")
+    except OSError:
+        return open(os.devnull, "ab")
+    if anew:
+        file.truncate(0)
+    return file
 
 
 class RoleProcess:
@@ -104,10 +115,8 @@ class RoleProcess:
             "TORCHELASTIC_RESTART_COUNT": str(self.restarted),
             STATUS_VARIABLE: str(self.log.absolute().with_suffix("")),
         }
-        if not screen and not self.restarted:
-            self.log.write_bytes(b"")
         # Appending, so that a log that is emptied meanwhile continues at its beginning.
-        with self.log.open("ab") as file, open(os.devnull, "rb") as nothing:
+        with _open_log(self.log, anew=not screen and not self.restarted) as file, open(os.devnull, "rb") as nothing:
             shared = 0 if screen and sys.__stdin__ is not None else nothing.fileno()
             stdin = shared if spec.stdin is None else spec.stdin
             stdout = screen.stdout if screen else file.fileno()
@@ -115,8 +124,7 @@ class RoleProcess:
             if spec.server is not None:
                 name = f"{self.role}-{self.rank}"
                 return spec.server.fork(name, spec.program, environment, stdin, stdout, stderr)
-            blocked = ",".join(map(str, inherited_mask()))
-            tied = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), blocked, *spec.program.command]
+            tied = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), *spec.program.command]
             process = subprocess.Popen(
                 tied, env=environment, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
             )
@@ -154,6 +162,11 @@ class RoleProcess:
         # The number cannot be another's by now: until reap() the worker, running or zombie, keeps it taken.
         os.kill(self.pid, number)
         os.kill(self.pid, signal.SIGCONT)
+
+    def signal_group(self, number: int) -> None:
+        """Stop or continue it, and the processes that it has started."""
+        if self.running:
+            os.killpg(self.pid, number)
 
     def reap(self) -> None:
         """Take the exit code of a worker that has ended."""

@@ -4,6 +4,8 @@
 
     SIGTERM, SIGINT, SIGHUP ──> the server's block is left: it refuses new calls, finishes those in flight, saves
 
+One that lingers saves at the first signal, and leaves the block when the last client has gone: a signal to every
+process of a job at once, as SLURM and systemd send it, leaves the workers their servers until they have saved too.
 A closed terminal sends SIGHUP.
 """
 
@@ -12,15 +14,19 @@ from __future__ import annotations
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
+from anabranch.deadline import Deadline
+from anabranch.errors import CheckpointError
 from anabranch.transport.heap import keep_one_heap
+from anabranch.transport.server.server import ServerStatistics
 
 __all__ = ["Service", "serve_until_stopped"]
 
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_GLANCE = 0.1  # seconds between two looks whether the last client has gone
 
 
 class Service(Protocol):
@@ -29,6 +35,14 @@ class Service(Protocol):
     @property
     def endpoint(self) -> str:
         """The address of its clients."""
+        ...
+
+    def transport_statistics(self) -> ServerStatistics:
+        """Its connections, among others."""
+        ...
+
+    def checkpoint(self) -> None:
+        """Write its state, if it has a place to."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -42,7 +56,10 @@ _S = TypeVar("_S", bound=Service)
 
 
 def serve_until_stopped(
-    make: Callable[[], _S], beside: Callable[[_S], AbstractContextManager[object]] | None = None
+    make: Callable[[], _S],
+    beside: Callable[[_S], AbstractContextManager[object]] | None = None,
+    *,
+    linger: float = 0.0,
 ) -> None:
     """Print ``listening on ENDPOINT``, and serve until SIGTERM, SIGINT or SIGHUP, in the main thread.
 
@@ -51,12 +68,26 @@ def serve_until_stopped(
     Args:
         make: makes the server; no thread was started before.
         beside: makes a context that lives as long as the server.
+        linger: seconds after the first signal for which it serves on while clients are connected; the next one ends it.
     """
     keep_one_heap()
     with _signals() as come, make() as server, nullcontext() if beside is None else beside(server):
         print(f"listening on {server.endpoint}", flush=True)
-        while not set(come.recv(64)) & set(_STOPS):
-            pass
+        _wait_for_stop(come)
+        if linger:
+            with suppress(CheckpointError):  # written again at the end, which reports the reason
+                server.checkpoint()
+            until = Deadline.after(linger)
+            come.settimeout(_GLANCE)
+            while server.transport_statistics().connections and not until.expired():
+                with suppress(TimeoutError):
+                    _wait_for_stop(come)
+                    break
+
+
+def _wait_for_stop(come: socket.socket) -> None:
+    while not set(come.recv(64)) & set(_STOPS):
+        pass
 
 
 @contextmanager

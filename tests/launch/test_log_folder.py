@@ -1,0 +1,80 @@
+"""The folder of a job's logs: one running job has it, and no file in it is needed for the job to end well."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from process_marks import wait_until
+
+from anabranch.launch import launch
+from anabranch.launch.meeting.rendezvous import Rendezvous
+from launched import run, start_run
+
+Script = Callable[[str], Path]
+
+
+def test_a_second_job_gets_a_folder_of_its_own(script: Script, tmp_path: Path) -> None:
+    """It wrote over the first one's logs, and ended with an error of the launcher."""
+    logs, go = tmp_path / "logs", tmp_path / "go"
+    path = script(
+        """
+        import pathlib, sys, time
+        print(sys.argv[2], flush=True)
+        while not pathlib.Path(sys.argv[1]).exists():
+            time.sleep(0.01)
+        """
+    )
+    with start_run("--log-dir", logs, path, go, "first") as first:
+        wait_until(lambda: (logs / "worker-0.log").exists() and "first" in (logs / "worker-0.log").read_text())
+        with start_run("--log-dir", logs, path, go, "second") as second:
+            wait_until((tmp_path / "logs.2" / "worker-0.log").exists)
+            go.touch()
+            _, err = second.communicate(60.0)
+        first.communicate(60.0)
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert err == f"anabranch: a running job writes to {logs}; the logs of this one: {logs}.2\n"
+    assert (logs / "worker-0.log").read_text() == "first\n"
+    assert (tmp_path / "logs.2" / "worker-0.log").read_text() == "second\n"
+
+
+def test_a_folder_that_a_cleaner_removes_does_not_fail_the_job(script: Script, tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    done = run("--workers", 2, "--log-dir", logs, script(f"import shutil; shutil.rmtree({str(logs)!r}, True)"))
+    assert done.returncode == 0, done.stderr
+
+
+def test_workers_meet_through_a_file_that_no_other_user_can_reach(script: Script, tmp_path: Path) -> None:
+    """Anybody on the machine could overwrite the addresses in the store of a starting job."""
+    path = script(
+        """
+        import os, pathlib, stat
+        import anabranch as ab, torch
+        from torch.distributed.distributed_c10d import _get_default_store
+        ab.job().grid(data=2, pipeline=1)
+        meeting = pathlib.Path(os.environ["ANABRANCH_MEETING"])
+        assert meeting.stat().st_size > 0
+        assert stat.S_IMODE(meeting.parent.stat().st_mode) == 0o700
+        store = _get_default_store()
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        print(type(store).__name__)
+        """
+    )
+    outcome = launch(path, workers=2, log_dir=tmp_path)
+    assert (outcome.exit_code, (tmp_path / "worker-1.log").read_text()) == (0, "FileStore\n")
+
+
+def test_a_machine_without_a_loopback_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = socket.socket.connect
+
+    def unreachable(self: socket.socket, address: tuple[str, int]) -> None:
+        if self.type == socket.SOCK_DGRAM:
+            raise OSError(101, "Network is unreachable")
+        connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", unreachable)
+    with pytest.raises(ConnectionError, match=r"its own address 127\.0\.0\.1: Network is unreachable"):
+        Rendezvous(None)
