@@ -31,7 +31,7 @@ from anabranch.errors import ActivationsGone, NonFinite, SchemaError
 from anabranch.experts.compression import count_parts
 from anabranch.experts.nesting import Mismatch, nesting_of
 from anabranch.experts.schema import Schema, all_finite, infer_specs, outline, specs_of
-from anabranch.experts.server.batch_gradients import Gradients
+from anabranch.experts.server.batch_gradients import ParameterGradients
 from anabranch.experts.server.batches import cut, join_padded, make_mask, split_padded
 from anabranch.experts.server.device_copies import DeviceCopies
 from anabranch.experts.server.kept_activations import (
@@ -150,7 +150,7 @@ class ExpertBackend:
         self.changes = 0
         """How often its parameters, or buffers that are no norm's statistics, have changed, as answers say it."""
         self.kept = KeptActivations(keep_activations)
-        self._gradients = Gradients(module)
+        self._gradients = ParameterGradients(module)
         self.device = next((tensor.device for tensor in module.state_dict().values()), torch.device("cpu"))
         arguments, keywords = tuple(args_schema), dict(sorted((kwargs_schema or {}).items()))
         _check_inputs(uid, arguments, keywords)

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from anabranch.autodiff.moved_parameter import parameters_here
 
-__all__ = ["Gradients"]
+__all__ = ["ParameterGradients"]
 
 
-class Gradients:
+class ParameterGradients:
     """The gradients of a module's parameters: a batch's own, in ``.grad``, and those of earlier batches beside them.
 
     Attributes:
