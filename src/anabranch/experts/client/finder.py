@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from anabranch.deadline import Deadline
-from anabranch.errors import BoundaryError
+from anabranch.errors import ProtocolError
 from anabranch.experts import wire
 from anabranch.experts.client.connections import ModuleClient
 from anabranch.experts.directory import DirectoryLike, within
@@ -102,11 +102,12 @@ class ExpertFinder:
         # An expert that does not send its schema cannot be called; half of the time is left for the others.
         patience = deadline.sooner(max(deadline.remaining() / 2, 1e-3))
         for uid, outcome in zip(unknown, self.client.gather(requests, patience) if requests else (), strict=True):
+            if not isinstance(outcome, Answer):
+                self.backoff.failed(uid, seconds=getattr(outcome, "elapsed", None) or 0.0)
+                continue
             try:
-                if not isinstance(outcome, Answer):
-                    raise outcome or BoundaryError("cancelled")
                 self._schemas[uid, endpoints[uid]] = Schema.unpack(outcome.payload)
-            except (BoundaryError, ValueError):
+            except ProtocolError:
                 self.backoff.failed(uid)
         return {
             uid: (endpoint, self._schemas[uid, endpoint])

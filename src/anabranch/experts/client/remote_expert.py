@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -164,24 +164,13 @@ class RemoteExpert(RemoteModule):
 
     def forward(self, *args: object, **kwargs: object) -> Structure:
         """Return the expert's outputs for these inputs."""
-        if torch.compiler.is_dynamo_compiling():
-            if self._schema is None:  # a compiler that is not this library's
-                return cast(Structure, whole_calls.beside(self._call_nested, args, kwargs))
-            # Dynamo guards what it reads itself: the mode, and whether it is frozen.
-            modes = self.training, self.weights_there.requires_grad
-            return self._schema.nest_outputs(whole_calls.call(self._handle, (*modes, *args), kwargs))
-        return self._call_nested(*args, **kwargs)
-
-    def _call_nested(self, *args: object, **kwargs: object) -> Structure:
-        schema, outputs = self._call(args, kwargs, evaluating=not self.training)
+        if torch.compiler.is_dynamo_compiling() and self._schema is None:  # a compiler that is not this library's
+            return cast(Structure, whole_calls.beside(RemoteExpert.forward, (self, *args), kwargs))
+        schema, outputs = self._behind(args, kwargs)
         return schema.nest_outputs(outputs)
 
-    def call_whole(self, training: bool, trained: bool, *args: object, **kwargs: object) -> Sequence[Tensor]:
-        """``forward``, as one call that Dynamo does not trace into."""
-        return self._call(args, kwargs, evaluating=not training)[1]
-
-    def _call(
-        self, args: tuple[object, ...], kwargs: dict[str, object], *, evaluating: bool
+    def _cross(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, evaluating: bool
     ) -> tuple[Schema, Sequence[Tensor]]:
         deadline = Deadline.after(self.forward_timeout)
         known = self._known

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from anabranch.autodiff.boundary import whole_calls
 from anabranch.autodiff.moved_parameter import Switch
@@ -38,19 +40,37 @@ class RemoteModule(nn.Module):
         super().__init__()
         self.weights_there = Switch(f"weights_there stands for the parameters of {served} on servers", _CURE)
         self._schema: Schema | None = None  # once a capture has asked for it, by ``learn_form``
-        self._handle = whole_calls.handle_of(self)  # type: ignore[arg-type]
+        self._handle = whole_calls.handle_of(self)
 
     def _keep(self, schema: Schema) -> None:
         """Keep it with what nesting outputs takes: Dynamo cannot follow the lock of a property's first reading."""
         _ = schema.gives_one, schema.output_nesting, schema.output_specs
         self._schema = schema
 
+    def _behind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Schema, Sequence[Tensor]]:
+        """Cross the boundary, which Dynamo sees as one call; it guards what it reads itself: the modes."""
+        if torch.compiler.is_dynamo_compiling():
+            assert self._schema is not None
+            modes = self.training, self.weights_there.requires_grad
+            return self._schema, whole_calls.call(self._handle, (*modes, *args), kwargs)
+        return self._cross(args, kwargs, evaluating=not self.training)
+
+    def call_whole(self, training: bool, trained: bool, *args: Any, **kwargs: Any) -> Sequence[Tensor]:
+        """Cross the boundary, as one call that Dynamo does not trace into."""
+        return self._cross(args, kwargs, evaluating=not training)[1]
+
+    def _cross(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, evaluating: bool
+    ) -> tuple[Schema, Sequence[Tensor]]:
+        """Return the schema of the experts that answered, and their outputs."""
+        raise NotImplementedError
+
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "_handle"}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._handle = whole_calls.handle_of(self)  # type: ignore[arg-type]
+        self._handle = whole_calls.handle_of(self)
 
     # Servers save the experts' parameters.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn, Protocol
 
 from torch import Tensor
 
@@ -22,16 +22,29 @@ from anabranch.experts.client.calls import expect
 from anabranch.experts.schema import RowInputs, Schema, with_leading
 from anabranch.record.spans import mark
 from anabranch.tensors import Structure
-from anabranch.transport import Request
+from anabranch.transport import Client, Request
 
-if TYPE_CHECKING:
-    from anabranch.experts.client.remote_expert import RemoteExpert
-
-__all__ = ["InferenceSession"]
+__all__ = ["InferenceSession", "SessionExpert"]
 
 _ID_BYTES = 16
 # Seconds for telling the server that the session has ended; otherwise the session expires there.
 _FAREWELL = 5.0
+
+
+class SessionExpert(Protocol):
+    """The part of ``RemoteExpert`` that a session uses."""
+
+    uid: str
+    forward_timeout: float
+
+    @property
+    def client(self) -> Client: ...
+
+    def find(self, deadline: Deadline) -> tuple[str, Schema]:
+        """Return the endpoint and the schema of the expert."""
+
+    def forget_if_changed(self, error: Exception, deadline: Deadline) -> bool:
+        """Return True if a retry may help."""
 
 
 class InferenceSession:
@@ -64,7 +77,7 @@ class InferenceSession:
     may be requested again with the same inputs: it is never taken twice.
     """
 
-    def __init__(self, expert: RemoteExpert, max_length: int, ttl: float = 60.0) -> None:
+    def __init__(self, expert: SessionExpert, max_length: int, ttl: float = 60.0) -> None:
         if isinstance(max_length, bool) or not isinstance(max_length, int) or not 1 <= max_length < 1 << 62:
             raise ValueError(f"max_length is a whole number of positions above 0, got {max_length!r}")
         check_seconds(ttl=ttl)

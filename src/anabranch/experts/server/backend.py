@@ -31,7 +31,7 @@ from anabranch.errors import ActivationsGone, NonFinite, SchemaError
 from anabranch.experts.compression import count_parts
 from anabranch.experts.nesting import Mismatch, nesting_of
 from anabranch.experts.schema import Schema, all_finite, infer_specs, outline, specs_of
-from anabranch.experts.server.batch_gradients import BatchGradients, WaitingGradients
+from anabranch.experts.server.batch_gradients import ParameterGradients
 from anabranch.experts.server.batches import cut, join_padded, make_mask, split_padded
 from anabranch.experts.server.device_copies import DeviceCopies
 from anabranch.experts.server.kept_activations import (
@@ -150,7 +150,7 @@ class ExpertBackend:
         self.changes = 0
         """How often its parameters, or buffers that are no norm's statistics, have changed, as answers say it."""
         self.kept = KeptActivations(keep_activations)
-        self._gradients = WaitingGradients(module)
+        self._gradients = ParameterGradients(module)
         self.device = next((tensor.device for tensor in module.state_dict().values()), torch.device("cpu"))
         arguments, keywords = tuple(args_schema), dict(sorted((kwargs_schema or {}).items()))
         _check_inputs(uid, arguments, keywords)
@@ -266,10 +266,10 @@ class ExpertBackend:
         Raises:
             NonFinite: a parameter's gradient is NaN or Inf; nothing was updated.
         """
-        with self._gradients.of_batch() as batch:
+        with self._gradients.of_batch():
             answers, moved = self._recompute(inputs)
             if moved:
-                self._update(batch)
+                self._update()
         return answers
 
     def apply_gradients(self) -> None:
@@ -441,7 +441,7 @@ class ExpertBackend:
         kept = {id(task): self._find_kept(task) for task in batch if task.ticket}
         answers: dict[int, Sequence[Tensor | None]] = {}
         moved = False
-        with self._gradients.of_batch() as gathered:
+        with self._gradients.of_batch():
             if plain:
                 with self._with_mask(plain) if self.schema.pads else _as_it_is:
                     gradients, moved = self._recompute(self._join(plain))
@@ -459,7 +459,7 @@ class ExpertBackend:
                     if task.ticket:
                         self.kept.drop(task.ticket)
                 if moved:
-                    self._update(gathered)
+                    self._update()
         return [answers[id(task)] for task in batch]
 
     def _refuse_another_mask(self) -> None:
@@ -589,14 +589,14 @@ class ExpertBackend:
                 why = " because the module's own output holds NaN or Inf" if of_module else ""
                 raise NonFinite(f"{self.uid}: the gradient of {name} is NaN or Inf{why}; nothing was updated")
 
-    def _update(self, gathered: BatchGradients) -> None:
+    def _update(self) -> None:
         tasks = self.backward_pool.tasks_in_batch
         if self.gradient_reduction == "mean" and tasks > 1:
             for parameter in self.module.parameters():
                 if parameter.grad is not None:
                     parameter.grad /= tasks
         try:
-            with gathered.applied(overridden=type(self).apply_gradients is not ExpertBackend.apply_gradients):
+            with self._gradients.added(overridden=type(self).apply_gradients is not ExpertBackend.apply_gradients):
                 self.apply_gradients()
             self.updates += 1
         except BaseException as error:
@@ -604,7 +604,7 @@ class ExpertBackend:
                 raise
             raise Unrepeatable(f"{self.uid}: the update failed: {type(error).__name__}: {error}") from error
         finally:
-            self.changes += gathered.stepped
+            self.changes += self._gradients.stepped
 
     def _undoing(self, batch: Sequence[Task]) -> AbstractContextManager[None]:
         """Return a context that undoes what a forward that fails has changed: each of its tasks then runs alone."""

@@ -18,29 +18,59 @@ from torch import Tensor, nn
 
 from anabranch.autodiff.moved_parameter import parameters_here
 
-__all__ = ["BatchGradients", "WaitingGradients"]
+__all__ = ["ParameterGradients"]
 
 
-class WaitingGradients:
-    """The gradients of a module's parameters that wait for a step.
+class ParameterGradients:
+    """The gradients of a module's parameters: a batch's own, in ``.grad``, and those of earlier batches beside them.
 
     Attributes:
         applied: they have been used in an update; set by the update itself if it may leave the parameters unchanged.
+        stepped: the batch's update has changed parameters.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self.applied = False
+        self.applied = self.stepped = self._summed = False
+        self._parameters: list[nn.Parameter] = []
+        self._earlier: list[Tensor | None] = []
 
     @contextmanager
-    def of_batch(self) -> Iterator[BatchGradients]:
+    def of_batch(self) -> Iterator[None]:
         """Set aside those of earlier batches while a batch's are computed; restore them if it fails or has none."""
-        batch = BatchGradients(self, self._module)
+        self._parameters = list(parameters_here(self._module).values())
+        self._earlier = [parameter.grad for parameter in self._parameters]
+        self.stepped = self._summed = False
+        for parameter in self._parameters:
+            parameter.grad = None
         try:
-            yield batch
+            yield
         finally:
-            if not batch.summed:
-                batch.put_back()
+            if not self._summed:
+                for parameter, gradient in zip(self._parameters, self._earlier, strict=True):
+                    parameter.grad = gradient
+            self._parameters, self._earlier = [], []
+
+    @contextmanager
+    def added(self, *, overridden: bool) -> Iterator[None]:
+        """Add the earlier gradients to the batch's for an update in the block; clear them if it was made.
+
+        An update that fails before it has changed anything discards only this batch. ``overridden``: it may leave them
+        for later, or change parameters in ways visible only in their values.
+        """
+        for parameter, gradient in zip(self._parameters, self._earlier, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else _sum(gradient, parameter.grad)
+        before = self._marks() if overridden else None
+        self.applied = not overridden
+        try:
+            yield
+            self._summed = True
+        finally:
+            if self.applied or before != self._marks():
+                self._summed = self.stepped = True
+                for parameter in self._parameters:
+                    parameter.grad = None
 
     def state_dict(self) -> dict[str, object]:
         """Return the gradients by parameter; empty if none waits."""
@@ -54,49 +84,6 @@ class WaitingGradients:
         """Load the gradients from ``state_dict``."""
         for name, parameter in self._module.named_parameters():
             parameter.grad = _unpacked(state[name], parameter) if name in state else None
-
-
-class BatchGradients:
-    """One batch's gradients, in ``.grad``, and those of earlier batches beside them."""
-
-    def __init__(self, owner: WaitingGradients, module: nn.Module) -> None:
-        self._owner = owner
-        self._parameters = list(parameters_here(module).values())
-        self._earlier = [parameter.grad for parameter in self._parameters]
-        self.summed = False
-        self.stepped = False
-        """The update has changed parameters."""
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    def put_back(self) -> None:
-        """Discard the batch's gradients."""
-        for parameter, gradient in zip(self._parameters, self._earlier, strict=True):
-            parameter.grad = gradient
-
-    @contextmanager
-    def applied(self, *, overridden: bool) -> Iterator[None]:
-        """Add the earlier gradients to the batch's for an update in the block; clear them if it was made.
-
-        An update that fails before it has changed anything discards only this batch. ``overridden``: it may leave them
-        for later, or change parameters in ways visible only in their values.
-        """
-        for parameter, gradient in zip(self._parameters, self._earlier, strict=True):
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else _sum(gradient, parameter.grad)
-        before = self._marks() if overridden else None
-        self._owner.applied = not overridden
-        failed = True
-        try:
-            yield
-            failed = False
-        finally:
-            if self._owner.applied or before != self._marks():
-                self.summed = self.stepped = True
-                for parameter in self._parameters:
-                    parameter.grad = None
-            else:
-                self.summed = not failed
 
     def _marks(self) -> tuple[list[int], list[float]]:
         """Return what changes when a parameter does: its version, or through ``.data`` only its values."""

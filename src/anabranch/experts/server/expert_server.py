@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TypedDict, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -62,12 +62,6 @@ class ExpertServerStatistics:
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
-
-
-class _ClientOptions(TypedDict):
-    keys: str | os.PathLike[str] | None
-    insecure: bool
-    transport: Transport | None
 
 
 class ExpertServer:
@@ -141,7 +135,9 @@ class ExpertServer:
         self._directory = (
             None if directory is None else as_directory(directory, role="experts", keys=keys, insecure=insecure)
         )
-        self._as_client = _ClientOptions(keys=keys, insecure=insecure, transport=transport)
+        self._make_client = partial(
+            Client, role="experts", retries=0, keys=keys, insecure=insecure, transport=transport
+        )
         self._ttl = ttl
         self._sessions = Sessions(session_bytes, clock)
         self._verbs = ExpertVerbs(self._backends, self._sessions)
@@ -251,7 +247,7 @@ class ExpertServer:
                 uids_at.setdefault(endpoint, []).append(uid)
         # Well before the announcements are to be renewed.
         deadline = Deadline.after(min(_GLANCE, self._ttl / _RENEWALS / 2))
-        with Client(role="experts", retries=0, **self._as_client) as client:
+        with self._make_client() as client:
             requests = [Request(endpoint, wire.INFO, uids[0], role="experts") for endpoint, uids in uids_at.items()]
             outcomes = client.gather(requests, deadline) if requests else []
         for (endpoint, uids), outcome in zip(uids_at.items(), outcomes, strict=True):

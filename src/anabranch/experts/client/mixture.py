@@ -16,7 +16,7 @@ and so are its gradients. Rows left with too few answers ask the next best exper
 others is left out before it is called. The experts asked depend on the gate's values, so all of that is behind one
 boundary: the tape and a captured graph see one operation whose outputs have the form given by the experts' schema.
 
-``GatedMixture`` is the gate and the caller; ``mixtures.py`` has the two modules that extend it.
+``switch_mixture.py`` extends it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -57,14 +57,14 @@ from anabranch.experts.client.finder import ExpertFinder, Phase
 from anabranch.experts.client.remote_module import RemoteModule
 from anabranch.experts.directory import DirectoryLike, as_directory, within
 from anabranch.experts.nesting import flatten
-from anabranch.experts.schema import Schema, outline
+from anabranch.experts.schema import Schema, outline, with_leading
 from anabranch.job import job
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.transport import Client
 from anabranch.transport.announcements import check_prefix
 from anabranch.transport.failures import printable
 
-__all__ = ["CallLimits", "GatedMixture", "check_fraction", "scores_of"]
+__all__ = ["RemoteMixtureOfExperts", "check_fraction", "scores_of"]
 
 _log = logging.getLogger("anabranch.experts")
 
@@ -81,36 +81,6 @@ _LOOK_SECONDS = 2.0
 Rows = NDArray[np.int64]
 Experts = dict[str, tuple[str, Schema]]
 """The endpoint and schema of each uid."""
-
-
-@dataclass(frozen=True, slots=True)
-class CallLimits:
-    """Counts, timeouts and the experts that must answer, from the modules' arguments."""
-
-    k_best: int
-    k_min: int
-    forward_timeout: float
-    timeout_after_k_min: float | None
-    backward_k_min: int
-    backward_timeout: float
-    allow_zero_outputs: bool
-    detect_anomalies: bool
-
-    def check(self) -> None:
-        """Raise ``TypeError`` or ``ValueError`` for values that contradict each other."""
-        for name in ("k_best", "k_min", "backward_k_min"):
-            count = getattr(self, name)
-            if isinstance(count, bool) or not isinstance(count, int):
-                raise TypeError(f"{name} is a whole number of experts, got {count!r}")
-        if self.k_best < 1 or not 0 <= self.k_min <= self.k_best or not 0 <= self.backward_k_min <= self.k_best:
-            raise ValueError(
-                f"0 <= k_min, backward_k_min <= k_best and k_best >= 1, got k_best={self.k_best}, k_min={self.k_min}, "
-                f"backward_k_min={self.backward_k_min}"
-            )
-        check_seconds(forward_timeout=self.forward_timeout, backward_timeout=self.backward_timeout)
-        # None and 0, which does not wait, are fine.
-        if self.timeout_after_k_min:
-            check_seconds(timeout_after_k_min=self.timeout_after_k_min)
 
 
 @dataclass(slots=True)
@@ -176,8 +146,60 @@ class _Forward:
         return zip(self.calls, self.rows, self.outputs, strict=True)
 
 
-class GatedMixture(RemoteModule):
-    """A gate, and the experts of a grid that it chooses for each row, called and weighted as one call."""
+class RemoteMixtureOfExperts(RemoteModule):
+    """Calls the best experts of a grid for each row, and mixes the answers received.
+
+    >>> from anabranch.experts import Directory, ExpertBackend, ExpertServer
+    >>> from anabranch.tensors import TensorSpec
+    >>> directory = Directory()
+    >>> backends = [ExpertBackend(f"same.{i}", torch.nn.Identity(), args_schema=[TensorSpec(4)]) for i in range(3)]
+    >>> with ExpertServer(backends, directory=directory):
+    ...     mixture = RemoteMixtureOfExperts(4, [3], directory, "same", k_best=2)
+    ...     torch.allclose(mixture(torch.ones(5, 4)), torch.ones(5, 4))
+    True
+
+    Args:
+        in_features: of the gate: the last size of the input.
+        grid_size: sizes of the grid; experts are called ``uid_prefix.i[.j...]`` with indices below them.
+        directory: finds the experts: a ``Directory``, the endpoint of a ``DirectoryServer``, or the URL of a Redis.
+        uid_prefix: of the experts' uids.
+        k_best: experts called for each row.
+        k_min: answers that each row needs, or ``BoundaryError`` is raised. Rows with fewer ask the next best experts
+            before it is.
+        forward_timeout: seconds for all of a forward, beam search included.
+        timeout_after_k_min: seconds for which stragglers are waited for once every row has ``k_min`` answers; ``None``:
+            as long as ``forward_timeout``.
+        backward_k_min: gradients that each row needs (all of those that answered it, if they are fewer, leaving out
+            those whose process has died since: the log ``anabranch.experts`` tells of them).
+        backward_timeout: seconds for a backward.
+        allow_zero_outputs: rows with fewer than ``k_min`` answers are mixed from the answers there are, zeros without
+            any, instead of raising.
+        detect_anomalies: treats an answer that holds NaN, Inf or a number above 1e18 (6e4 in float16) as missing.
+        grid_dropout: in train mode each index of each dimension is left out of a call with this probability, so that
+            other experts are tried too; a dimension that would lose all its indices keeps them.
+        client: sends the requests; shared by the process's mixtures by default, with ``keys`` and ``insecure``.
+
+    Raises:
+        ValueError: a grid without sizes, counts that contradict each other, an invalid prefix or time.
+        TypeError: a count, time or probability that is not a number.
+
+    Called with an input of shape (rows, ..., in_features), and further arguments that the experts take, all with as
+    many rows; returns what an expert returns. The gate is one ``nn.Linear``. Dimensions before those of the experts'
+    first input are rows, and the outputs have them too: experts of ``TensorSpec(in_features)`` take (batch, sequence,
+    in_features) and are chosen for each position. Experts of ``TensorSpec(None, in_features)`` are chosen for each
+    sequence, by a gate that sees the mean over the dimensions between. In eval mode the experts run in eval mode, and
+    under autocast floating inputs are cast to their dtypes.
+    An expert that fails twice in a row is avoided for a while: forwards, backwards and stragglers that were cut off are
+    counted apart. One whose schema is not that of most of those first called is left out, with a warning in the log
+    ``anabranch.experts``; the next best is called. A mixture can be copied, and pickled if its directory
+    can.
+
+    Raises, when called: BoundaryError, if too few answer; SchemaError, for arguments that do not fit; NonFinite, if the
+    gate's scores are not finite.
+
+    Source: Ryabinin and Gusev, "Towards Crowdsourced Training of Large Neural Networks using Decentralized
+    Mixture-of-Experts", 2020; product keys after Lample et al., 2019.
+    """
 
     def __init__(
         self,
@@ -185,11 +207,19 @@ class GatedMixture(RemoteModule):
         grid_size: Sequence[int],
         directory: DirectoryLike | str,
         uid_prefix: str,
-        limits: CallLimits,
-        grid_dropout: float,
-        client: Client | None,
-        keys: str | os.PathLike[str] | None,
-        insecure: bool,
+        *,
+        k_best: int = 4,
+        k_min: int = 1,
+        forward_timeout: float = 30.0,
+        timeout_after_k_min: float | None = None,
+        backward_k_min: int = 1,
+        backward_timeout: float = 30.0,
+        allow_zero_outputs: bool = False,
+        detect_anomalies: bool = True,
+        grid_dropout: float = 0.0,
+        client: Client | None = None,
+        keys: str | os.PathLike[str] | None = None,
+        insecure: bool = False,
     ) -> None:
         super().__init__(f"the experts {uid_prefix!r}")
         check_fraction("grid_dropout", grid_dropout)
@@ -197,17 +227,38 @@ class GatedMixture(RemoteModule):
         self.grid_size = tuple(grid_size)
         if not self.grid_size or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in self.grid_size):
             raise ValueError(f"grid_size is one size above 0 per dimension, got {grid_size!r}")
-        limits.check()
-        self._limits = limits
-        self.k_best = limits.k_best
+        for name, count in (("k_best", k_best), ("k_min", k_min), ("backward_k_min", backward_k_min)):
+            if isinstance(count, bool) or not isinstance(count, int):
+                raise TypeError(f"{name} is a whole number of experts, got {count!r}")
+        if k_best < 1 or not 0 <= k_min <= k_best or not 0 <= backward_k_min <= k_best:
+            raise ValueError(
+                f"0 <= k_min, backward_k_min <= k_best and k_best >= 1, got k_best={k_best}, k_min={k_min}, "
+                f"backward_k_min={backward_k_min}"
+            )
+        check_seconds(forward_timeout=forward_timeout, backward_timeout=backward_timeout)
+        if timeout_after_k_min:  # None and 0, which does not wait, are fine
+            check_seconds(timeout_after_k_min=timeout_after_k_min)
+        self.k_best, self.k_min, self.backward_k_min = k_best, k_min, backward_k_min
+        self.forward_timeout, self.backward_timeout = forward_timeout, backward_timeout
+        self.timeout_after_k_min = timeout_after_k_min
+        self.allow_zero_outputs, self.detect_anomalies = allow_zero_outputs, detect_anomalies
         self.uid_prefix = check_prefix(uid_prefix)
         self.gate = nn.Linear(in_features, sum(self.grid_size))
         module_client = ModuleClient(client, keys=keys, insecure=insecure, retries=_RETRIES)
         self._finder = ExpertFinder(as_directory(directory, keys=keys, insecure=insecure), module_client)
         self._counts = CallCounts()
         self._dimensions = 1
-        if job().experts and not limits.allow_zero_outputs:  # they have announced themselves, and can be asked
-            self._warn_of_one_process(limits.k_min)
+        if job().experts and not allow_zero_outputs:  # they have announced themselves, and can be asked
+            self._warn_of_one_process(k_min)
+
+    def forward(self, x: Tensor, *args: Structure, **kwargs: Structure) -> Structure:
+        """Return the mixture's output for ``x``."""
+        if torch.compiler.is_dynamo_compiling() and self._schema is None:  # a compiler that is not this library's
+            return cast(Structure, whole_calls.beside(RemoteMixtureOfExperts.forward, (self, x, *args), kwargs))
+        leading = self._leading_sizes(x)
+        gated = self._gate_logits(x, leading)
+        schema, outputs = self._mixed(gated, (x, *args), kwargs)
+        return schema.nest_outputs(with_leading(outputs, leading))
 
     def _warn_of_one_process(self, k_min: int) -> None:
         """Warn if one process serves so many of the job's experts that too few are left without it."""
@@ -225,7 +276,7 @@ class GatedMixture(RemoteModule):
                 f"one process serves {most} of the {len(endpoints)} experts of {self.uid_prefix!r}: if it dies, rows "
                 f"have fewer than k_min={k_min} answers and the step fails. Start more (anabranch run --experts N), or "
                 "give allow_zero_outputs=True",
-                stacklevel=4,
+                stacklevel=3,
             )
 
     def extra_repr(self) -> str:
@@ -294,28 +345,15 @@ class GatedMixture(RemoteModule):
         self, gated: Tensor, args: tuple[Structure, ...], kwargs: dict[str, Structure]
     ) -> tuple[Schema, Sequence[Tensor]]:
         """Return the experts' schema and everything after the gate."""
-        drawn = self._draw_kept(gated)
-        if torch.compiler.is_dynamo_compiling():  # it guards what it reads itself
-            assert self._schema is not None
-            modes = self.training, self.weights_there.requires_grad
-            return self._schema, whole_calls.call(self._handle, (*modes, gated, drawn, *args), kwargs)
-        return self._cross(gated, drawn, args, kwargs, evaluating=not self.training)
-
-    def call_whole(
-        self, training: bool, trained: bool, gated: Tensor, drawn: Tensor | None, *args: Structure, **kwargs: Structure
-    ) -> Sequence[Tensor]:
-        """Everything after the gate, as one call that Dynamo does not trace into."""
-        return self._cross(gated, drawn, args, kwargs, evaluating=not training)[1]
+        return self._behind((gated, self._draw_kept(gated), *args), kwargs)
 
     def _cross(
-        self,
-        gated: Tensor,
-        drawn: Tensor | None,
-        args: tuple[Structure, ...],
-        kwargs: dict[str, Structure],
-        *,
-        evaluating: bool,
-    ) -> tuple[Schema, list[Tensor]]:
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, evaluating: bool
+    ) -> tuple[Schema, Sequence[Tensor]]:
+        gated: Tensor
+        drawn: Tensor | None
+        gated, drawn, *rest = args
+        args = tuple(rest)
         leaves, nesting = flatten((args, kwargs))
         for leaf in leaves:
             if leaf is not None and not isinstance(leaf, Tensor):
@@ -327,7 +365,7 @@ class GatedMixture(RemoteModule):
             # The experts read mappings and tuples of any class by their own schema.
             whole = nesting.rebuild(inputs, plain=True)
             its_args, its_kwargs = cast("tuple[tuple[Structure, ...], dict[str, Structure]]", whole)
-            deadline = Deadline.after(self._limits.forward_timeout)
+            deadline = Deadline.after(self.forward_timeout)
             return _Forward(its_args, its_kwargs, evaluating, casting, deadline, entry, [], [], [])
 
         def run(entry: Tensor | None, gated: Tensor, drawn: Tensor | None, *inputs: Tensor | None) -> list[Tensor]:
@@ -359,9 +397,11 @@ class GatedMixture(RemoteModule):
         leaves = cast("list[Tensor | None]", schema.input_nesting.leaves_of((forward.args, forward.kwargs)))
         with outside_tracing():
             experts = self._finder.find(self._announced(forward.deadline), forward.deadline)
-            uid, (endpoint, schema) = next(one for one in experts.items() if _same_form(one[1][1], schema))
-            client = self._finder.client
-            return schema, sample_forms(client, uid, endpoint, schema, leaves, rows, forward.deadline)
+            for uid, (endpoint, its) in experts.items():
+                if _same_form(its, schema):
+                    client = self._finder.client
+                    return its, sample_forms(client, uid, endpoint, its, leaves, rows, forward.deadline)
+        raise _no_schema(forward.deadline)
 
     def _mix(self, forward: _Forward, gated: Tensor, drawn: Tensor | None) -> tuple[list[Tensor], Schema]:
         """Return the outputs, and the schema of the experts that gave them."""
@@ -405,7 +445,7 @@ class GatedMixture(RemoteModule):
         schemas = [schema for _, schema in (experts or {}).values()]
         if finder.form is not None and (experts is None or any(_same_form(one, finder.form) for one in schemas)):
             return finder.form
-        deadline = Deadline.after(self._limits.forward_timeout) if forward is None else forward.deadline
+        deadline = Deadline.after(self.forward_timeout) if forward is None else forward.deadline
         candidates = [] if finder.form or forward is None else [one for one in schemas if forward.accepted_by(one)]
         if not candidates:
             with outside_tracing():
@@ -483,21 +523,21 @@ class GatedMixture(RemoteModule):
 
     def _call_chosen(self, forward: _Forward, scores: Sequence[Tensor], kept: Sequence[Tensor] | None) -> Choices:
         """Call the best experts, and the next best ones for rows with too few answers; return those of each row."""
-        limits, deadline = self._limits, forward.deadline
+        deadline = forward.deadline
         choices, experts = self._choose(forward, scores, kept, ())
         self._call(forward, choices, choices.slots >= 0, experts)
         failed: set[str] = set()
         for _ in range(_ROUNDS - 1):
-            short = forward.present(choices).sum(axis=1) < limits.k_min
+            short = forward.present(choices).sum(axis=1) < self.k_min
             silent = forward.failed(choices) - failed
-            if not silent or not short.any() or limits.allow_zero_outputs or deadline.expired():
+            if not silent or not short.any() or self.allow_zero_outputs or deadline.expired():
                 break
             failed |= silent
             others, experts = self._choose(forward, scores, kept, failed)
             choices = choices.with_rows_of(others, short)
             self._call(forward, choices, short[:, None] & (choices.slots >= 0) & ~forward.present(choices), experts)
-        short = forward.present(choices).sum(axis=1) < limits.k_min
-        if short.any() and not limits.allow_zero_outputs:
+        short = forward.present(choices).sum(axis=1) < self.k_min
+        if short.any() and not self.allow_zero_outputs:
             errors = [call.error for call in forward.calls]
             raise self._too_few("forward", forward.calls, errors, short.sum(), deadline.elapsed())
         return choices
@@ -516,9 +556,8 @@ class GatedMixture(RemoteModule):
                 rows.append(mine)
         if not calls:
             return
-        limits = self._limits
         total = len(choices.slots)
-        least = np.minimum(_count_answers(total, rows), limits.k_min)
+        least = np.minimum(_count_answers(total, rows), self.k_min)
 
         def enough(now: Sequence[ExpertCall]) -> bool:
             counts = _count_answers(total, [mine for call, mine in zip(now, rows, strict=True) if call.answered])
@@ -529,12 +568,12 @@ class GatedMixture(RemoteModule):
             Calls(
                 self._finder.client,
                 calls,
-                limits.forward_timeout,
-                limits.backward_timeout,
-                enough=None if limits.timeout_after_k_min is None else enough,
-                grace=limits.timeout_after_k_min,
+                self.forward_timeout,
+                self.backward_timeout,
+                enough=None if self.timeout_after_k_min is None else enough,
+                grace=self.timeout_after_k_min,
                 check_backward=lambda asked: self._check_backward(asked, [rows_of[id(call)] for call in asked], total),
-                finite_only=limits.detect_anomalies,
+                finite_only=self.detect_anomalies,
                 deadline=forward.deadline,
                 counts=self._counts,
             ),
@@ -542,7 +581,7 @@ class GatedMixture(RemoteModule):
         )
         for call in calls:
             if not call.answered and call.error is None:
-                self._finder.backoff.failed(call.uid, "cut off", seconds=limits.timeout_after_k_min or 0.0)
+                self._finder.backoff.failed(call.uid, "cut off", seconds=self.timeout_after_k_min or 0.0)
             else:
                 self._note(call.uid, "forward", call.error)
             if isinstance(call.error, SchemaError):
@@ -606,7 +645,7 @@ class GatedMixture(RemoteModule):
         came = _count_answers(total, [mine for mine, error in zip(rows, errors, strict=True) if error is None])
         lost = sorted({call.uid for call in asked if isinstance(call.gradient_error, PeerLost)})
         alive = [mine for mine, error in zip(rows, errors, strict=True) if not isinstance(error, PeerLost)]
-        least = np.minimum(_count_answers(total, alive), self._limits.backward_k_min)
+        least = np.minimum(_count_answers(total, alive), self.backward_k_min)
         if (came < least).any():
             raise self._too_few("backward", asked, errors, (came < least).sum())
         if lost:
@@ -631,7 +670,7 @@ class GatedMixture(RemoteModule):
         short: int,
         elapsed: float | None = None,
     ) -> BoundaryError:
-        least = self._limits.k_min if phase == "forward" else self._limits.backward_k_min
+        least = self.k_min if phase == "forward" else self.backward_k_min
         causes = [f"{call.uid}: {error}" for call, error in zip(calls, errors, strict=True) if error is not None]
         why = "; ".join(causes[:3]) or "the directory lists too few"
         if phase == "backward":
