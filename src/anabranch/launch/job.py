@@ -97,7 +97,7 @@ class Attempt:
 
 
 class Site(ABC):
-    """Where the roles of an attempt run, while its block lasts.
+    """The place of an attempt's roles, this machine or the nodes of a cluster, while its block lasts.
 
     Attributes:
         rendezvous: the process through which all meet; it is ready.
