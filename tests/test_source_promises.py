@@ -81,6 +81,7 @@ def registered_hooks(tree: ast.AST) -> Iterator[tuple[int, str]]:
 # Files that ask for the date: of a certificate, of a checkpoint, of a job, of the time since that began, and of an end
 # that is compared with a log's.
 DATES = {
+    "held_error.py",
     "transport/certificates.py",
     "checkpoint/writing.py",
     "launch/job_file.py",

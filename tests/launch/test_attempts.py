@@ -25,7 +25,7 @@ def test_a_job_that_fails_is_run_again_until_it_succeeds_or_no_restart_is_left(
     monkeypatch.setattr(job, "_run", run)
     (tmp_path / "script.py").touch()
     spec = JobSpec(program=PythonProgram(str(tmp_path / "script.py")), log_dir=tmp_path, max_restarts=restarts)
-    assert job.run_job(spec, cast(job.Engine, None), told.append).exit_code == code
+    assert job.run_job(spec, cast(job.Sites, None), told.append).exit_code == code
     assert [line.partition("; ")[2] for line in told] == [
         f"restarting the job ({number} of {restarts})" for number in range(1, lives)
     ]

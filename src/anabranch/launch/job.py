@@ -46,7 +46,7 @@ from anabranch.launch.supervision.signals import Stopped, collect_signals
 from anabranch.launch.supervision.supervisor import Supervisor
 from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
 
-__all__ = ["Attempt", "Engine", "Site", "run_job"]
+__all__ = ["Attempt", "Sites", "Site", "run_job"]
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class Attempt:
 
 
 class Site(ABC):
-    """Where the roles of an attempt run, while its block lasts.
+    """The place of an attempt's roles, this machine or the nodes of a cluster, while its block lasts.
 
     Attributes:
         rendezvous: the process through which all meet; it is ready.
@@ -132,14 +132,14 @@ class Site(ABC):
         """Return True if ``uid`` is in the directory."""
 
 
-class Engine(Protocol):
+class Sites(Protocol):
     """Makes the site of each attempt."""
 
     def site(self, attempt: Attempt) -> AbstractContextManager[Site]:
         """Make it ready; the end of the block ends what it has started."""
 
 
-def run_job(spec: JobSpec, engine: Engine, tell: Callable[[str], None]) -> JobOutcome:
+def run_job(spec: JobSpec, sites: Sites, tell: Callable[[str], None]) -> JobOutcome:
     """Run the job, and again as long as it fails on its own and restarts are left.
 
     When it returns, no process that the job started is left.
@@ -157,7 +157,7 @@ def run_job(spec: JobSpec, engine: Engine, tell: Callable[[str], None]) -> JobOu
             if number:
                 job_file.all_return()
             left = None if spec.seconds is None else max(spec.seconds - (time.monotonic() - started), 0.0)
-            outcome = _run(engine, Attempt(replace(spec, seconds=left), number, base, job_file, tell))
+            outcome = _run(sites, Attempt(replace(spec, seconds=left), number, base, job_file, tell))
             failure = outcome.first_failure
             if failure is None or outcome.interrupted is not None or outcome.timed_out or number == spec.max_restarts:
                 break
@@ -165,7 +165,7 @@ def run_job(spec: JobSpec, engine: Engine, tell: Callable[[str], None]) -> JobOu
     return replace(outcome, seconds=time.monotonic() - started)
 
 
-def _run(engine: Engine, attempt: Attempt) -> JobOutcome:
+def _run(sites: Sites, attempt: Attempt) -> JobOutcome:
     spec, tell = attempt.spec, attempt.tell
     started = time.monotonic()
     log, held = (spec.log_dir.absolute() / f"worker-0.{name}" for name in ("log", "error"))
@@ -179,7 +179,7 @@ def _run(engine: Engine, attempt: Attempt) -> JobOutcome:
         signals = stack.enter_context(collect_signals())
         stack.callback(signals.call_on_stop, None)
         signals.call_on_stop(attempt.stop)
-        site = stack.enter_context(engine.site(attempt))
+        site = stack.enter_context(sites.site(attempt))
         signals.call_on_stop(None)  # from here on the supervisor's loop looks at them
         attempt.check()
         supervisor = Supervisor(

@@ -97,7 +97,7 @@ class JobSpec:
 
     @property
     def has_services(self) -> bool:
-        """Whether it has servers or experts."""
+        """True if it has servers or experts."""
         return bool(self.servers or self.experts)
 
     @property

@@ -7,7 +7,7 @@ import os
 import runpy
 import sys
 from importlib.machinery import SourceFileLoader
-from types import ModuleType, TracebackType
+from types import CodeType, ModuleType, TracebackType
 
 from anabranch.launch.python_program import PythonProgram
 
@@ -20,6 +20,13 @@ _OURS = (
     "<frozen importlib._bootstrap>",
     "<frozen importlib._bootstrap_external>",
 )
+
+
+class _ScriptLoader(SourceFileLoader):
+    """Compiles a script each time: a script's code is not cached, as a module's is."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def run_as_main(program: PythonProgram) -> None:
@@ -45,15 +52,15 @@ def _run_file(target: str) -> None:
     if not sys.flags.safe_path:
         sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
     module = ModuleType("__main__")
-    loader = SourceFileLoader("__main__", path)
+    loader = _ScriptLoader("__main__", path)
     vars(module).update(__file__=path, __cached__=None, __loader__=loader, __builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = module
     try:
-        source = loader.get_data(path)
+        loader.get_data(path)
     except OSError as error:
         print(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr)
         sys.exit(2)
-    exec(loader.source_to_code(source, path), vars(module))  # noqa: S102  the user's script
+    loader.exec_module(module)
 
 
 def _show_from_the_script_on(error: BaseException) -> None:

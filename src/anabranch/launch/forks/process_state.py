@@ -1,4 +1,4 @@
-"""What a fork of the fork server sets, or leaves, so that it is like a started process: title, threads, exit.
+"""The title, threads and exit of a fork, as those of a started process.
 
 **Title.** The kernel shows the memory in which it once placed the arguments and the environment. A fork of a server has
 the server's; so the server is started with room to spare, and each fork writes its own arguments and environment there.

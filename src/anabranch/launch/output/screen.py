@@ -31,6 +31,7 @@ __all__ = ["Screen"]
 
 _OUTPUT_FLAGS = 1  # index in the list of tcgetattr
 _LOCAL_FLAGS = 3
+_LOOK_SECONDS = 2.0
 _READ = 1 << 20  # more than a pipe holds
 _WRITE = select.PIPE_BUF  # what a pipe that is ready takes without blocking
 _SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it, and a killed one does not show it again
@@ -211,7 +212,8 @@ class Screen:
         self.started()
         self._ending = True
         os.write(self._wake, b"\0")
-        self._thread.join()  # as long as the screen's reader takes
+        while self._thread.is_alive():  # as long as the screen's reader takes
+            self._thread.join(_LOOK_SECONDS)
         if self._terminal:
             with suppress(OSError):
                 os.write(1, (b"\n" if self._mid_line else b"") + _SHOW_CURSOR)

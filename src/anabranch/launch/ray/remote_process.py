@@ -24,6 +24,8 @@ __all__ = ["ANSWER_SECONDS", "RemoteProcess"]
 ANSWER_SECONDS = 20.0
 """Seconds after which an actor that does not answer is lost."""
 
+_STOPPED_SECONDS = 1.0  # what a call takes longer than it may where the process stood still
+
 
 class RemoteProcess(RoleProcess):
     """A process in an actor; a thread follows the actor, writes what comes to the log and the screen, and sees the end.
@@ -105,7 +107,7 @@ class RemoteProcess(RoleProcess):
         log = self.log.open("ab", buffering=0)
         try:
             while True:
-                news: RoleEvents = self._fetch(self._actor.follow.remote(), ANSWER_SECONDS)
+                news = self._news()
                 self._keep_status(news)
                 self._seen("stopped" if news.stopped else "running")
                 for stream, data in news.output:
@@ -125,6 +127,18 @@ class RemoteProcess(RoleProcess):
             for descriptor in self._screen.values():
                 os.close(descriptor)
             os.close(self._end)
+
+    def _news(self) -> RoleEvents:
+        """Return what came since the last call; asks again if this process was stopped (Ctrl-Z) in between."""
+        asked = time.monotonic()
+        news: RoleEvents
+        try:
+            news = self._fetch(self._actor.follow.remote(), ANSWER_SECONDS)
+        except Exception:
+            if time.monotonic() - asked < ANSWER_SECONDS + _STOPPED_SECONDS:
+                raise
+            news = self._fetch(self._actor.follow.remote(), ANSWER_SECONDS)
+        return news
 
     def _keep_status(self, news: RoleEvents) -> None:
         """Write the process's reported status for ``anabranch status``, in times of this machine's clock."""
