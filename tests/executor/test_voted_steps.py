@@ -95,9 +95,9 @@ def die_at(point: str, executor: ab.Executor) -> None:
             die()
 
     def tell_one() -> None:
-        client._untold = {1}
+        client._uninformed = {1}
 
-    def die_when_told() -> None:
+    def die_when_turn_for() -> None:
         client.end_telling()
         die()
 
@@ -110,9 +110,9 @@ def die_at(point: str, executor: ab.Executor) -> None:
     elif point == "updated":
         around(part, "decide", die, nothing)
     elif point == "half told":
-        around(part, "decide", nothing, lambda scale: (tell_one(), client.tell(), die_when_told()))
+        around(part, "decide", nothing, lambda scale: (tell_one(), client.tell(), die_when_turn_for()))
     else:
-        around(part, "decide", nothing, lambda scale: (client.tell(), die_when_told()))
+        around(part, "decide", nothing, lambda scale: (client.tell(), die_when_turn_for()))
 
 
 def lose_one(mode: str, point: str) -> dict[str, object]:
@@ -226,7 +226,7 @@ def test_a_push_that_one_shard_refuses_is_raised_on_all_workers_and_applied_nowh
     assert (steps, state) == (3, plainly(3))
 
 
-def test_a_worker_tells_each_shard_once_that_nothing_else_has_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_tells_each_shard_once_that_nothing_else_has_turn_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dense parameters are read after the step, which tells it; shards with rows alone get a word of their own."""
     words = []
     with job_servers(2, monkeypatch) as servers:

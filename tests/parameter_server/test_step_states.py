@@ -106,41 +106,41 @@ class Walk:
 
     def moves(self) -> list[tuple[object, ...]]:
         """What can happen next without a fault."""
-        found: list[tuple[object, ...]] = [("late", index) for index in range(len(self.late))]
+        possible: list[tuple[object, ...]] = [("late", index) for index in range(len(self.late))]
         newest = self.members[-1]
         present = [one for one in newest if self.workers[one].alive and self.workers[one].phase != "closed"]
         lost = [self.workers[one] for one in newest if one not in present]
         meets = any(self.workers[one].phase == "meet" for one in present)
         if present and lost and (meets or not all(one.alive for one in lost)):
-            found.append(("regroup", tuple(present)))
+            possible.append(("regroup", tuple(present)))
         for who, me in enumerate(self.workers):
             if not me.alive or me.phase == "closed":
                 continue
             done = len(me.steps)
             if me.number < len(self.members) - 1 and who in newest:
-                found.append(("interrupt", who))
+                possible.append(("interrupt", who))
             if me.phase == "voted" and len(self.votes[me.number, done]) == len(self.members[me.number]):
-                found.append(("result", who))
+                possible.append(("result", who))
             elif me.phase == "meet":
                 reports = [one for i in self.members[me.number] if (one := self.workers[i]).number >= me.number]
                 if len(reports) == len(self.members[me.number]):
-                    found.append(("met", who))
+                    possible.append(("met", who))
             elif me.phase == "work":
                 for at in range(len(self.shards)):
                     job = self.shards[at].shard._job
                     assert job is not None
                     again = job.number < me.number or job.released[self.members[me.number].index(who)] < done
                     if at not in me.sent or (me.sent[at] == "released" and again):
-                        found.append(("tell", who, at))
+                        possible.append(("tell", who, at))
                 told = len(me.sent) == len(self.shards) and self.there(done)
                 unpushed = [at for at, sent in me.sent.items() if sent != "pushed"]
                 if told and done < STEPS:
-                    found += [("push", who, at) for at in unpushed]
+                    possible += [("push", who, at) for at in unpushed]
                     if not unpushed or me.refuses:
-                        found.append(("vote", who))
+                        possible.append(("vote", who))
                 elif told:
-                    found.append(("close", who))
-        return found
+                    possible.append(("close", who))
+        return possible
 
     def move(self, kind: object, *what: object) -> None:
         if kind == "late":

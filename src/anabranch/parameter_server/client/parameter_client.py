@@ -188,7 +188,7 @@ class ParameterClient:
         self.pushed = 0
         self._joins = -1
         self._turn = Turn()
-        self._untold: set[int] = set()  # shards that have not heard of it
+        self._uninformed: set[int] = set()  # shards that have not heard of it
         self._telling: threading.Thread | None = None
         self._client = self._stack.enter_context(
             Client(
@@ -523,7 +523,7 @@ class ParameterClient:
             parts = [*pull.parts(shard), *(PullPart(name) for name in dense)]
             if parts:
                 message = PullMessage(
-                    parts, training, clocks[shard][0], *self._order(step), compression, self._told(shard, step)
+                    parts, training, clocks[shard][0], *self._order(step), compression, self._turn_for(shard, step)
                 )
                 request = self._calls.request(shard, "pull", pack(message), pull.tensors(shard), step=step)
                 requests.append((shard, request, dense))
@@ -634,7 +634,7 @@ class ParameterClient:
                 order = (self.rank, -1) if unordered and self._worker is not None else self._order(step)
                 numbers = [rule.to_dict() for rule in kinds]
                 message = PushMessage(
-                    parts, numbers, *order, weight, mean, hold, self._compression, self._told(shard, step)
+                    parts, numbers, *order, weight, mean, hold, self._compression, self._turn_for(shard, step)
                 )
                 tensors = push.tensors(shard, dense)
                 requests.append(self._calls.request(shard, "push", pack(message), tensors, step=step))
@@ -693,7 +693,7 @@ class ParameterClient:
         """Return the sum of squares of the held merged gradients of ``step``, over all shards."""
         rank, _ = self._order(step)
         requests = [
-            self._calls.request(shard, "norm", pack(NormMessage(rank, step, self._told(shard, step))), step=step)
+            self._calls.request(shard, "norm", pack(NormMessage(rank, step, self._turn_for(shard, step))), step=step)
             for shard in range(self.shards)
         ]
         answers = self._calls.in_turn(requests, Deadline.after(self._calls.timeout))
@@ -708,13 +708,13 @@ class ParameterClient:
         """Release ``step`` with the next message to each shard: to be applied, times ``scale``, or dropped."""
         last, factor = (self._turn.last, self._turn.scale) if scale is None else (step, scale)
         self._turn = Turn(self._turn.number, self._turn.world, step + 1, last, factor)
-        self._untold = set(range(self.shards))
+        self._uninformed = set(range(self.shards))
 
     def tell(self) -> None:
         """Send what was decided to the shards that no message has told, without waiting for their answers."""
-        if self._untold:
+        if self._uninformed:
             self.end_telling()
-            words = [self._word(shard) for shard in sorted(self._untold)]
+            words = [self._word(shard) for shard in sorted(self._uninformed)]
             # A word that does not arrive is repeated by the next message.
             tell = functools.partial(self._calls.outcomes, words, Deadline.after(self._calls.timeout))
             self._telling = threading.Thread(target=tell, name="anabranch-release", daemon=True)
@@ -737,14 +737,14 @@ class ParameterClient:
             self._calls.all([self._calls.request(shard, "release", word) for shard in range(self.shards)])
 
     def _word(self, shard: int) -> Request:
-        message = ReleaseMessage(self.rank, self._told(shard, self._turn.done) or self._turn)
+        message = ReleaseMessage(self.rank, self._turn_for(shard, self._turn.done) or self._turn)
         return self._calls.request(shard, "release", pack(message))
 
-    def _told(self, shard: int, step: int | None) -> Turn | None:
+    def _turn_for(self, shard: int, step: int | None) -> Turn | None:
         """Return what a message to ``shard`` says of this worker."""
         if step is None or self._worker is None:
             return None
-        self._untold.discard(shard)
+        self._uninformed.discard(shard)
         return self._turn
 
     # --- the job ----------------------------------------------------------------------------------------------------
@@ -765,7 +765,7 @@ class ParameterClient:
             self._calls.acknowledged[endpoint].life = unpack(life.payload, int)
         self._joins += 1  # so that late messages of before are of a lower number
         self._turn = Turn(self._joins, worker.world, step)
-        self._untold.clear()
+        self._uninformed.clear()
         message = pack(JoinMessage(worker.rank, worker.world, worker.consistency, step, self._joins))
         self._calls.all([self._calls.request(shard, "join", message) for shard in range(self.shards)])
 
@@ -779,7 +779,7 @@ class ParameterClient:
         none = torch.empty(0, dtype=torch.int64, device="cpu")
         requests = []
         for shard in range(self.shards):
-            message = PullMessage([], False, 0, *self._order(step), None, self._told(shard, step))
+            message = PullMessage([], False, 0, *self._order(step), None, self._turn_for(shard, step))
             requests.append(self._calls.request(shard, "pull", pack(message), [none], step=step))
         self._calls.in_turn(requests, Deadline.after(self._calls.timeout))
 
