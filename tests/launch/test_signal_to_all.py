@@ -23,8 +23,6 @@ import anabranch as ab
 
 folder = pathlib.Path({folder!r})
 job = ab.job()
-stop = []
-signal.signal({number}, lambda *_: stop.append(True))
 
 
 def make(index, count):
@@ -35,7 +33,8 @@ expert = ab.RemoteExpert("double.0", job.serve(make))
 model = torch.nn.Sequential(ab.RemoteEmbedding("rows", 10, 2), torch.nn.Linear(2, 2))
 step = ab.TrainStep(model, lambda model, ids: expert(model(ids)).sum(), torch.optim.SGD(model.parameters(), lr=0.1))
 with ab.Executor(step, comm_mode="Hybrid") as executor:
-    while not stop:
+    signal.signal({number}, lambda *_: executor.request_stop())
+    while not executor.stopping:
         executor.run(batch=torch.arange(4))
         (folder / f"ready-{{job.rank}}").touch()
     time.sleep(1.0)  # by now a service that obeyed at once is gone
