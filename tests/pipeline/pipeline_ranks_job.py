@@ -6,6 +6,7 @@ JSON with what it found, or dies with a traceback.
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import json
 import os
@@ -23,12 +24,14 @@ from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from pipeline_models import LAYERS, changing_model, close, reference, skipping_model, tied_table
 from safetensors.torch import load_file, save_file
 from split_models import Language
+from test_code_between_modules import CHANGES, Change, Reads
 from torch import Tensor, nn
 
 import anabranch as ab
@@ -372,8 +375,44 @@ def modes_differ(model: nn.Module, ids: Tensor) -> dict:
         with make(split(model, at), balance=[1] * WORLD) as pipe:
             caught = raised_by(lambda: pipe(ids))
         assert isinstance(caught, ab.CaptureError if RANK == WORLD - 1 else ab.PipelineError), caught
-        assert "the models of the ranks differ" in str(caught)
+        assert f"calls something else on rank {WORLD - 1} than" in str(caught)
     return {}
+
+
+def code_between() -> dict:
+    """What the code between the modules reads is what it is at each call, and must be the same on all ranks."""
+    for change in CHANGES.values():
+        contextvars.copy_context().run(changed_code, change)
+    return {}
+
+
+def changed_code(change: Change) -> None:
+    torch.manual_seed(4)
+    model = Reads()
+    plain = copy.deepcopy(model)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    parts = split(model, ["b", "c"][: WORLD - 1], example=x)
+    with make(parts, balance=[1] * len(parts), chunks=2) as pipe, pytest.MonkeyPatch.context() as patch:
+        for changes in (False, True):
+            for one in (model, plain) if changes else ():
+                change(one, patch)
+            result = pipe.step(x, target=None, loss=mean_square)
+            expected = mean_square(plain(x), None)
+            expected.backward()
+            assert result.loss is None or close(result.loss, expected)
+            same_gradients(pipe, plain)
+            for one in (pipe, plain):
+                one.zero_grad()
+        if RANK == WORLD - 1:
+            patch.setattr(Reads, "factor", 3.0)
+        caught = raised_by(partial(pipe.step, x, target=None, loss=mean_square))
+        assert isinstance(caught, ab.CaptureError if RANK == WORLD - 1 else ab.PipelineError), caught
+        assert f"on rank {WORLD - 1} than" in str(caught)
+        assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+def mean_square(output: Tensor, _: object) -> Tensor:
+    return output.square().mean()
 
 
 def split_draws() -> dict:

@@ -33,6 +33,12 @@ def test_ranks_are_the_unsplit_module(ranks: int):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_code_between_modules_is_read_at_every_call_on_every_rank(ranks: int):
+    LocalJob(ranks).run(SCRIPT, "code_between").check()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("what", [("exact:all", "mistakes"), ("failures:1F1B,ZBV",)], ids=str)
 def test_so_they_are_over_gloo_alone(what: tuple[str, ...]):
     """As between hosts."""

@@ -15,7 +15,6 @@ from anabranch.tensors import Structure, map_structure
 
 __all__ = [
     "HeadParts",
-    "Join",
     "Loss",
     "NOT_GIVEN",
     "Reduction",
@@ -32,8 +31,6 @@ NOT_GIVEN: Structure = object()
 
 Loss: TypeAlias = Callable[[Structure, Structure], Tensor]
 """A function from output and target to one number."""
-Join: TypeAlias = Callable[[Sequence[Structure], Sequence[int]], Structure]
-"""A function from the outputs of microbatches and their numbers of rows to the whole batch's output."""
 Reduction: TypeAlias = Literal["mean", "sum"]
 """Reduction of the loss over the rows of a batch."""
 HeadParts: TypeAlias = tuple[Loss, Structure, Reduction, bool, float]
@@ -83,7 +80,7 @@ def make_head(
     sizes: Sequence[int],
     rows: int,
     stage: Stage,
-    finish: Callable[[Structure], Structure],
+    finish: Callable[[Structure], Structure] | None,
     model: nn.Module,
 ) -> Head:
     """Return the loss of each microbatch, as the last stage computes it."""
@@ -98,4 +95,4 @@ def make_head(
     if isinstance(loss, nn.Module):
         layers = set(model.modules())
         own = [module for module in loss.modules() if module not in layers]
-    return Head(loss, on_device, weights, keeps_output, finish, seed, own)
+    return Head(loss, on_device, weights, keeps_output, finish or (lambda output: output), seed, own)

@@ -24,7 +24,6 @@ from anabranch.pipeline.action_runner import phase_of
 from anabranch.pipeline.call_inputs import (
     NOT_GIVEN,
     HeadParts,
-    Join,
     Loss,
     Reduction,
     batch_rows,
@@ -36,10 +35,10 @@ from anabranch.pipeline.call_inputs import (
 from anabranch.pipeline.description import StageCosts, costs_of, describe
 from anabranch.pipeline.links.packet_codec import Facts, InputKind
 from anabranch.pipeline.local_ranks import LocalEngine
-from anabranch.pipeline.microbatch import gather, microbatch_sizes, open_whole
-from anabranch.pipeline.parts.input_kinds import learn, prepare
+from anabranch.pipeline.microbatch import microbatch_sizes, open_whole
 from anabranch.pipeline.parts.model_part import PartedModel
 from anabranch.pipeline.parts.split import SplitModel
+from anabranch.pipeline.parts.split_call import SplitCall
 from anabranch.pipeline.pipe_call import Inputs, PipeCall, SharedInput, Tie, Turn, TurnEngine, deliver, open_portal
 from anabranch.pipeline.ranks import RankEngine
 from anabranch.pipeline.schedule.actions import Action
@@ -203,7 +202,6 @@ class Pipe(nn.Module):
         self._here = [j for j in range(len(split)) if process_group is None or rank_of[j] == self._rank]
         self._stages = place_stages(split, rank_of, devices, self._here)
         self._source = module.source if isinstance(module, SplitModel) else None
-        self._join: Join = gather if self._source is None else self._source.join
         self.process_group = process_group
         self.submodules = frozenset(name for name, _ in module.named_modules() if name)
         self.chunks = chunks
@@ -325,15 +323,12 @@ class Pipe(nn.Module):
                 output = open_portal(call, turn)
             else:
                 output, _ = call.forward(turn)
-                if self._everywhere:
-                    return self._finish(turn.spread(output, self.output_rank))
+            call.check()
+            if self._everywhere and not call.differentiable:
+                return call.finish(turn.spread(output, self.output_rank))
             if call.has_output:
-                return self._finish(output)
+                return call.finish(output)
             return output if call.differentiable else torch.empty(0, device="cpu")
-
-    def _finish(self, output: Structure) -> Structure:
-        """Return the model's output, from that of the last stage."""
-        return output if self._source is None else self._source.output(output)
 
     def train(self, mode: bool = True) -> Pipe:
         """Set the mode of the layers, and of the model that was split into them, whose code may read it."""
@@ -377,7 +372,7 @@ class Pipe(nn.Module):
         if call.records:
             deliver(call.leaves, grads)
         sizes = call.inputs.sizes
-        return StepResult(call.loss(), outputs, lambda parts: self._finish(self._join(parts, sizes)))
+        return StepResult(call.loss(), outputs, lambda parts: call.finish(call.join(parts, sizes)))
 
     def step_together(
         self,
@@ -425,9 +420,10 @@ class Pipe(nn.Module):
         with self._engine.turn(operation, self.calls) as turn:
             try:
                 yield turn
-            finally:
+            except BaseException:
                 if self._source is not None:
-                    self._source.pinned = {}
+                    self._source.forget_forms()
+                raise
 
     def _step(
         self,
@@ -440,9 +436,9 @@ class Pipe(nn.Module):
         if head[2] not in ("mean", "sum"):
             raise ValueError(f"reduction is 'mean' or 'sum', got {head[2]!r}")
         call = self._call(turn, args, inputs, head=head, expected_rows=rows)
-        if call.records:
-            return call, *call.step(turn)
-        return call, call.outputs(turn), []
+        outputs, grads = call.step(turn) if call.records else (call.outputs(turn), [])
+        call.check()
+        return call, outputs, grads
 
     @contextmanager
     def output_everywhere(self) -> Iterator[None]:
@@ -465,10 +461,11 @@ class Pipe(nn.Module):
         for root, before in zip(self._roots, self._outlines, strict=True):
             refuse_changes(before, outline(root, self._inside))
         modes = ThreadModes.take()
-        facts = turn.agree(lambda: self._facts(args, inputs, modes))
+        split = None if self._source is None else SplitCall(self._source.trace)
+        facts = turn.agree(lambda: self._facts(args, inputs, modes, split))
         self.calls = facts.step + 1
-        if self._source is not None and 0 not in self._here:
-            learn(self._source, facts.kinds)
+        if split is not None and 0 not in self._here:
+            split.learn(facts.kinds, self._rank)
         rows, m = sum(facts.sizes), len(facts.sizes)
         if expected_rows not in (None, rows):
             raise ValueError(
@@ -478,14 +475,17 @@ class Pipe(nn.Module):
         args = args if 0 in self._here else ()
         self._check_inputs(facts, args, inputs, rows)
         recompute = recomputed_actions(self.checkpoint, len(self._stages), m)
-        plan = StagePlan(modes, facts.seed, facts.step, m, recompute, self._schedules.splits_backward, LooseLeaves())
+        plan = StagePlan(
+            modes, facts.seed, facts.step, m, recompute, self._schedules.splits_backward, LooseLeaves(), split
+        )
         if plan.records != facts.records:
             raise ValueError("some ranks call the pipe with gradients and some without; call it in one mode on all")
         runs = {}
         for stage in (self._stages[j] for j in self._here):
             at_end = None
             if head and OUTSIDE in stage.targets:
-                at_end = make_head(head, facts.sizes, rows, stage, self._finish, self.module)
+                finish = None if split is None else split.output
+                at_end = make_head(head, facts.sizes, rows, stage, finish, self.module)
             runs[stage.index] = StageRun(with_keywords(stage, inputs, len(args)), plan, at_end)
         if self._others and plan.records:
             here = set(self.parameters())
@@ -497,7 +497,7 @@ class Pipe(nn.Module):
         given = Inputs(args, inputs, facts.sizes)
         shared = self._shared_inputs(facts, given)
         return PipeCall(
-            self._engine, runs, actions, facts.step, given, plan.records, self._join, self._ties, shared, self._anchor
+            self._engine, runs, actions, facts.step, given, plan.records, split, self._ties, shared, self._anchor
         )
 
     def _shared_inputs(self, facts: Facts, given: Inputs) -> list[SharedInput]:
@@ -523,14 +523,16 @@ class Pipe(nn.Module):
         layers = [(stage.index, layer) for stage in self._stages for layer in stage.layers]
         return [j for n, (j, layer) in zip(counts, layers, strict=False) if keywords_of(layer, [name], n)]
 
-    def _facts(self, args: tuple[Structure, ...], inputs: Mapping[str, Structure], modes: ThreadModes) -> Facts:
+    def _facts(
+        self, args: tuple[Structure, ...], inputs: Mapping[str, Structure], modes: ThreadModes, split: SplitCall | None
+    ) -> Facts:
         sizes = microbatch_sizes(batch_rows(args, inputs), operator.index(self.chunks))
         records = modes.grad and not modes.inference
         kinds: list[InputKind] = []
-        if self._source is not None:
+        if split is not None:
             taken = keywords_of(self._stages[0].layers[0], inputs, len(args))
             named = {name: inputs[name] for name in taken}
-            kinds = prepare(self._source, args, named, sizes, records=records, tells=self.process_group is not None)
+            kinds = split.prepare(args, named, sizes, records=records, tells=self.process_group is not None)
         needs_grad = {
             name: [
                 isinstance(leaf, Tensor) and leaf.requires_grad and records for leaf in flatten(open_whole(value)[0])[0]

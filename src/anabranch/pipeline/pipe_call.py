@@ -23,11 +23,11 @@ from torch import Tensor
 
 from anabranch.autodiff.boundary.crossing import reaches
 from anabranch.autodiff.grad_sessions import boundary_entry
-from anabranch.pipeline.call_inputs import Join
 from anabranch.pipeline.description import Observed
 from anabranch.pipeline.links.exchange import Message
 from anabranch.pipeline.links.packet_codec import Facts
-from anabranch.pipeline.microbatch import cut_rows, open_whole
+from anabranch.pipeline.microbatch import cut_rows, gather, open_whole
+from anabranch.pipeline.parts.split_call import SplitCall
 from anabranch.pipeline.schedule.actions import Action, Kind
 from anabranch.pipeline.stage.packet import Gradients, Packet
 from anabranch.pipeline.stage.stage import OUTSIDE, StageRun
@@ -187,7 +187,7 @@ class PipeCall:
         number: the call's.
         inputs: the caller's; only those parts that these stages take are used.
         records: true if a backward may follow.
-        join: makes the last stage's output of those of the microbatches.
+        split: the call's programs of a split model.
         ties: parameters that other ranks train too.
         shared: inputs that other ranks have too.
         anchor: a leaf that makes the call differentiable on a rank without inputs or parameters that require grad.
@@ -200,7 +200,7 @@ class PipeCall:
     number: int
     inputs: Inputs
     records: bool
-    join: Join
+    split: SplitCall | None = None
     ties: Sequence[Tie] = ()
     shared: Sequence[SharedInput] = ()
     anchor: Tensor | None = None
@@ -229,6 +229,19 @@ class PipeCall:
     def has_output(self) -> bool:
         """True if the last stage is in this process."""
         return any(OUTSIDE in run.stage.targets for run in self.runs.values())
+
+    def join(self, parts: Sequence[Structure], sizes: Sequence[int]) -> Structure:
+        """Return the last stage's output from those of microbatches of ``sizes`` rows."""
+        return gather(parts, sizes) if self.split is None else self.split.join(parts, sizes)
+
+    def finish(self, output: Structure) -> Structure:
+        """Return the model's output, from that of the last stage."""
+        return output if self.split is None else self.split.output(output)
+
+    def check(self) -> None:
+        """Refuse a call whose modules changed what the code between them reads."""
+        if self.split is not None:
+            self.split.check()
 
     def loss(self) -> Tensor | None:
         """Return the sum of the microbatches' losses; ``None`` without a loss here."""

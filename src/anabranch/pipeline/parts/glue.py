@@ -8,8 +8,7 @@ from typing import TypeAlias
 
 from torch import nn
 
-from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, has_state
-from anabranch.pipeline.parts.names import is_within
+from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, has_state, is_within
 from anabranch.pipeline.stage.keywords import accepted_keywords
 
 __all__ = ["Glue", "GluedModel"]

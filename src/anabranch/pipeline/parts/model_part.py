@@ -15,7 +15,7 @@ from torch import nn
 from anabranch.pipeline.parts.part_program import HeldTensor
 from anabranch.pipeline.stage.skips import declaration_of
 
-__all__ = ["ModelPart", "PartedModel", "has_state", "join_parts"]
+__all__ = ["ModelPart", "PartedModel", "has_state", "is_within", "join_parts"]
 
 
 class ModelPart(nn.Module, ABC):
@@ -145,3 +145,8 @@ def has_state(module: nn.Module) -> bool:
     """Return True if two stages cannot run ``module`` at once."""
     tensors = any(child._parameters or child._buffers for child in module.modules())
     return tensors or any(declaration_of(child) is not None for child in module.modules())
+
+
+def is_within(path: str, unit: str) -> bool:
+    """Return True if the module named ``path`` is ``unit`` or inside it."""
+    return path == unit or path.startswith(f"{unit}.")

@@ -11,19 +11,33 @@ crosses the cut. They are kept in slots, numbered in the order of creation.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.errors import CaptureError
 from anabranch.pipeline.parts.trees import Tree, build, take_apart
 
-__all__ = ["HeldTensor", "Instruction", "PartProgram", "Slot", "is_plain"]
+__all__ = ["HeldTensor", "Instruction", "PartProgram", "Slot", "TensorForm", "is_plain"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorForm:
+    """What the code between modules may read of a tensor before it has values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorForm:
+        """Return the form of ``tensor``."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +45,12 @@ class Slot:
     """A value of an input or an earlier instruction."""
 
     index: int
+    form: TensorForm
 
 
 @dataclass(frozen=True, slots=True)
 class HeldTensor:
-    """A parameter, a buffer or another tensor of the model: the module's name and the attribute's."""
+    """A parameter or a buffer of the model: the module's name and the attribute's."""
 
     module: str
     name: str
@@ -65,7 +80,7 @@ class Instruction:
 
     def __str__(self) -> str:
         name = self.target if isinstance(self.target, str) else getattr(self.target, "__qualname__", "function")
-        return f"{_shown(self.out_leaves)} = {name}{_shown(self.leaves)}"
+        return f"{_shown(self.out_leaves)} = {name}{self.tree}{_shown(self.leaves)} {self.out_tree} {self.modes}"
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
@@ -85,46 +100,63 @@ def _shown(leaves: Sequence[object]) -> str:
 
 @dataclass(slots=True)
 class PartProgram:
-    """A model's forward for inputs of one kind.
+    """A model's forward for inputs of one form.
 
     Attributes:
-        key: of the kind of inputs.
         inputs: the slots of the tensors in the inputs.
         parts: the instructions of each part.
         carried: for each part except the last the slots passed to the next.
         out_tree: the containers of the model's output.
         out_leaves: what is in them: ``Slot``, ``HeldTensor`` or a constant.
         device: where it was traced; a part on another device uses its own instead.
+        loose: tensors that belong to no module, which its code reads, and their versions.
     """
 
-    key: str
-    inputs: tuple[int, ...]
+    inputs: tuple[Slot, ...]
     parts: tuple[tuple[Instruction, ...], ...]
     out_tree: Tree | None
     out_leaves: tuple[object, ...]
     device: torch.device
-    carried: tuple[tuple[int, ...], ...] = field(init=False)
-    token: str = field(init=False)
+    loose: list[tuple[Tensor, int]]
+    carried: tuple[tuple[Slot, ...], ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        needed = {leaf.index for leaf in self.out_leaves if isinstance(leaf, Slot)}
-        carried: list[tuple[int, ...]] = []
+        needed = {leaf for leaf in self.out_leaves if isinstance(leaf, Slot)}
+        carried: list[tuple[Slot, ...]] = []
         for instructions in reversed(self.parts):
             for instruction in reversed(instructions):
-                needed -= {leaf.index for leaf in instruction.out_leaves if isinstance(leaf, Slot)}
-                needed |= {leaf.index for leaf in instruction.leaves if isinstance(leaf, Slot)}
-            carried.append(tuple(sorted(needed)))
+                needed -= {leaf for leaf in instruction.out_leaves if isinstance(leaf, Slot)}
+                needed |= {leaf for leaf in instruction.leaves if isinstance(leaf, Slot)}
+            carried.append(tuple(sorted(needed, key=lambda slot: slot.index)))
         self.carried = tuple(reversed(carried[:-1]))
-        text = "\n".join(str(instruction) for part in self.parts for instruction in part)
-        digest = hashlib.blake2b(f"{self.carried}{_shown(self.out_leaves)}{text}".encode(), digest_size=8).hexdigest()
-        self.token = f"{self.key}:{digest}"
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Return each instruction, and the output, as a string that is the same in every process, and its place."""
+        code = [(f"{n} {one}", one.place) for n, part in enumerate(self.parts) for one in part]
+        return [*code, (f"{self.out_tree}{_shown(self.out_leaves)}", "the model's output")]
+
+    def digest(self) -> str:
+        """Return a short string that differs for another program."""
+        text = "\n".join(line for line, _ in self.lines())
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    def place_of_difference(self, other: PartProgram) -> str | None:
+        """Return the line of the model's code at which ``other`` takes another way or reads another loose tensor."""
+        mine, its = self.lines(), other.lines()
+        for (line, place), (other_line, _) in zip(mine, its, strict=False):
+            if line != other_line:
+                return place
+        if len(mine) != len(its):
+            return mine[-1][1]
+        for (tensor, version), (its_tensor, its_version) in zip(self.loose, other.loose, strict=True):
+            if tensor is not its_tensor or version != its_version:
+                code = (one for part in self.parts for one in part)
+                reads = (one.place for one in code if any(leaf is tensor for leaf in one.leaves))
+                return next(reads, "the model's output")
+        return None
 
     def run(
-        self,
-        part: int,
-        values: Sequence[object],
-        modules: Mapping[str, Callable[..., object]],
-        held: Callable[[HeldTensor], object],
+        self, part: int, values: Sequence[object], model: nn.Module, held: Callable[[HeldTensor], object]
     ) -> tuple[object, ...]:
         """Run one part on its values; return those for the next, or the tensors of the output."""
         last = part == len(self.parts) - 1
@@ -133,7 +165,7 @@ class PartProgram:
 
         def look_up(leaf: object) -> object:
             if isinstance(leaf, Slot):
-                return slots[leaf.index]
+                return slots[leaf]
             if isinstance(leaf, HeldTensor):
                 return held(leaf)
             return here if isinstance(leaf, torch.device) and leaf == self.device else leaf
@@ -141,12 +173,13 @@ class PartProgram:
         for instruction in self.parts[part]:
             given = build(instruction.tree, iter([look_up(leaf) for leaf in instruction.leaves]))
             args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", given)
-            target = modules[instruction.target] if isinstance(instruction.target, str) else instruction.target
+            target = instruction.target
+            call = model.get_submodule(target) if isinstance(target, str) else target
             with nullcontext() if instruction.modes is None else instruction.modes.entered():
-                _keep(instruction, target(*args, **kwargs), slots)
+                _keep(instruction, call(*args, **kwargs), slots)
         if last:
             return tuple(look_up(leaf) for leaf in self.out_leaves if isinstance(leaf, Slot | HeldTensor))
-        return tuple(slots[index] for index in self.carried[part])
+        return tuple(slots[slot] for slot in self.carried[part])
 
     def constants(self) -> list[object]:
         """Return the containers of the model's output, and its values that are no tensors, to be compared."""
@@ -157,30 +190,30 @@ class PartProgram:
 
     def output(self, values: Sequence[object]) -> object:
         """Return the model's output from the values of the last part."""
-        given = iter(values)
-        leaves = [next(given) if isinstance(leaf, Slot | HeldTensor) else leaf for leaf in self.out_leaves]
+        tensors = iter(values)
+        leaves = [next(tensors) if isinstance(leaf, Slot | HeldTensor) else leaf for leaf in self.out_leaves]
         return build(self.out_tree, iter(leaves))
 
 
-def _keep(instruction: Instruction, result: object, slots: dict[int, object]) -> None:
-    if isinstance(result, Tensor) and instruction.out_tree is None:
-        found: list[object] = [result]
-        tree = None
-    else:
-        found = []
-        tree = take_apart(result, found)
-    if tree != instruction.out_tree or not all(map(_fits, instruction.out_leaves, found)):
-        what = repr(instruction.target) if isinstance(instruction.target, str) else str(instruction.target)
+def _keep(instruction: Instruction, result: object, slots: dict[Slot, object]) -> None:
+    leaves: list[object] = []
+    tree = take_apart(result, leaves)
+    by_module = isinstance(instruction.target, str)
+    fits = tree == instruction.out_tree and all(
+        _fits(*pair, whole=by_module) for pair in zip(instruction.out_leaves, leaves, strict=True)
+    )
+    if not fits:
+        what = repr(instruction.target) if by_module else str(instruction.target)
         raise CaptureError(
-            f"{what} returned a different result than when the model was traced ({instruction.place}); return the same "
-            "structure and numbers for all tensor values, or do not cut around it"
+            f"{what} returned a different form of result than when the code around it ran ({instruction.place}): other "
+            "containers, shapes, dtypes or numbers; call again if its code was replaced, else return the same for all "
+            "values of tensors, or give the code of the parts as glue="
         )
-    for leaf, value in zip(instruction.out_leaves, found, strict=True):
-        if isinstance(leaf, Slot):
-            slots[leaf.index] = value
+    results = zip(instruction.out_leaves, leaves, strict=True)
+    slots.update((leaf, value) for leaf, value in results if isinstance(leaf, Slot))
 
 
-def _fits(expected: object, found: object) -> bool:
+def _fits(expected: object, result: object, whole: bool) -> bool:
     if isinstance(expected, Slot):
-        return isinstance(found, Tensor)
-    return not isinstance(found, Tensor) and (not is_plain(expected) or expected == found)
+        return isinstance(result, Tensor) and (not whole or TensorForm.of(result) == expected.form)
+    return not isinstance(result, Tensor) and (not is_plain(expected) or expected == result)

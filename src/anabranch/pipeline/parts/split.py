@@ -12,12 +12,12 @@ tensors that the code between them reads, under the same names::
     ├── norm   LayerNorm
     └── head   Linear
 
-The code between the modules is traced once for each new kind of inputs, and the parts run their share of it.
+The code between the modules runs at every call, on tensors without memory, and the parts run their share of what it
+called.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar, cast
@@ -27,23 +27,18 @@ from torch import Tensor, nn
 
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.errors import CaptureError
-from anabranch.pipeline.microbatch import gather
 from anabranch.pipeline.parts.glue import Glue, GluedModel
-from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, has_state
-from anabranch.pipeline.parts.names import is_within
+from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, has_state, is_within
 from anabranch.pipeline.parts.part_program import HeldTensor, PartProgram
-from anabranch.pipeline.parts.signature import Signature, key_of, signature_of, state_of
-from anabranch.pipeline.parts.tracing import Traced, Users, trace, users_by_fx
+from anabranch.pipeline.parts.split_call import SplitCall, current_call
+from anabranch.pipeline.parts.tracing import Form, Signature, Users, signature_of, trace, users_by_fx
 from anabranch.pipeline.parts.trees import take_apart
 from anabranch.pipeline.stage.keywords import accepted_keywords
-from anabranch.tensors import Structure
 
 __all__ = ["Example", "SplitModel", "SplitPart", "SplitSource", "split"]
 
 Example = tuple[object, ...] | Mapping[str, object] | Tensor
 """Inputs of a model: a tuple of positional ones, a mapping of keyword ones, or one tensor."""
-
-_MOST_PROGRAMS = 256
 
 
 def split(
@@ -86,9 +81,9 @@ def split(
     ...     y = pipe(torch.tensor([1, 2, 3, 4]), scale=2.0)
 
     Modules that lie between two cuts run as they are: their modes, hooks, buffers and random numbers are their own.
-    The modules around a cut are opened: the code of their ``forward`` is run once on tensors without memory for each
-    kind of inputs, and again when a mode or a plain value of the model changes. All values that later parts need are
-    handed on, and gradients come back the same way.
+    The modules around a cut are opened: at every call the code of their ``forward`` runs on tensors without memory,
+    once before the parts, so that it reads what is there now, and once after them, so that a module that changed what
+    it reads is seen. All values that later parts need are handed on, and gradients come back the same way.
 
     Args:
         model: any module. It stays usable, and shares its modules, parameters and buffers with the parts.
@@ -127,7 +122,16 @@ class SplitModel(PartedModel):
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the parts one after the other."""
-        return self.source.output(super().forward(*args, **kwargs))
+        call = SplitCall(self.source.trace)
+        try:
+            call.add(signature_of(args, kwargs))
+            with call.current():
+                value = super().forward(*args, **kwargs)
+            call.check()
+        except BaseException:
+            self.source.forget_forms()
+            raise
+        return call.output(value)
 
 
 def _checked(model: nn.Module, at: Sequence[str]) -> list[str]:
@@ -155,13 +159,12 @@ class SplitSource:
         self.at = at
         self.units: list[list[str]] = [[] for _ in range(len(at) + 1)]
         self.held: list[list[HeldTensor]] = [[] for _ in range(len(at) + 1)]
-        self._programs: OrderedDict[str, tuple[str, PartProgram]] = OrderedDict()
-        self._by_token: dict[str, PartProgram] = {}
-        self.pinned: dict[Signature, PartProgram] = {}
+        self.forms: dict[object, Form] = {}
+        self.alone: SplitCall | None = None
         self._assign(_example_of(model, example))
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_programs": OrderedDict(), "_by_token": {}, "pinned": {}}
+        return {**self.__dict__, "forms": {}, "alone": None}
 
     # Assignment to parts.
 
@@ -207,7 +210,9 @@ class SplitSource:
                 if example is None:
                     yield users_by_fx(self.model, self.at)
                 else:
-                    yield trace(self.model, self.at, signature_of(*example), "", _plain_modes(), self._device()).users
+                    yield trace(
+                        self.model, self.at, signature_of(*example), _plain_modes(), self._device(), self.forms
+                    )[1]
         finally:
             for module, flag in flags:
                 module.training = flag
@@ -236,28 +241,18 @@ class SplitSource:
 
     # Programs.
 
-    def state(self) -> str:
-        """Return the state of the model that determines what its code does."""
-        return state_of(self.model, _plain_modes())
+    def trace(self, signature: Signature) -> PartProgram:
+        """Return the program of the model's code, as it is now, for inputs of this form."""
+        program, users = trace(self.model, self.at, signature, _plain_modes(), self._device(), self.forms)
+        self._check_owners(users)
+        return program
 
-    def prepare(self, signature: Signature, key: str | None = None) -> PartProgram:
-        """Return the program for inputs of this kind, traced if it is the first time; ``key`` is another rank's."""
-        state = self.state()
-        name = key_of(signature, state) if key is None else key
-        if name in self._programs and self._programs[name][0] == state:
-            self._programs.move_to_end(name)
-            return self._programs[name][1]
-        traced = trace(self.model, self.at, signature, name, _plain_modes(), self._device())
-        self._check_owners(traced)
-        self._programs[name] = state, traced.program
-        self._by_token[traced.program.token] = traced.program
-        while len(self._programs) > _MOST_PROGRAMS:
-            _, (_, old) = self._programs.popitem(last=False)
-            self._by_token.pop(old.token, None)
-        return traced.program
+    def forget_forms(self) -> None:
+        """Forget the forms of the modules' results: after a failure one of them may be another's."""
+        self.forms.clear()
 
-    def _check_owners(self, traced: Traced) -> None:
-        for path, parts in traced.users.modules.items():
+    def _check_owners(self, users: Users) -> None:
+        for path, parts in users.modules.items():
             if not has_state(self.model.get_submodule(path)):
                 continue
             for part in parts:
@@ -267,7 +262,7 @@ class SplitSource:
                         f"with these inputs {path!r} is called by part {part}, but it is in part {owner}; split the "
                         "model with example= inputs of this kind"
                     )
-        for tensor, parts in traced.users.held.items():
+        for tensor, parts in users.held.items():
             for part in parts:
                 units = self.units[part]
                 if tensor not in self.held[part] and not any(is_within(tensor.module, unit) for unit in units):
@@ -275,27 +270,6 @@ class SplitSource:
                         f"with these inputs {tensor.module}.{tensor.name} is read by part {part}, which does not "
                         "hold it; split the model with example= inputs of this kind"
                     )
-
-    def program(self, token: object) -> PartProgram:
-        """Return the program that an earlier part of this call ran."""
-        found = self._by_token.get(cast(str, token))
-        if found is None:
-            raise CaptureError(
-                "the previous part ran a different program than this process has for these inputs: the models of the "
-                "ranks differ in a mode or a plain value; use the same model in the same mode on all of them"
-            )
-        return found
-
-    def join(self, values: Sequence[Structure], sizes: Sequence[int]) -> Structure:
-        """Return the value of the last part from those of microbatches of ``sizes`` rows."""
-        tokens = [value[0] for value in values]
-        gather([self.program(token).constants() for token in tokens], sizes, lists=True)
-        return (tokens[0], *gather([value[1:] for value in values], sizes, lists=True))
-
-    def output(self, value: object) -> object:
-        """Return the model's output from the value of the last part."""
-        token, *tensors = cast("tuple[object, ...]", value)
-        return self.program(token).output(tensors)
 
 
 class SplitPart(ModelPart):
@@ -332,14 +306,19 @@ class SplitPart(ModelPart):
     def forward(self, *args: object, **kwargs: object) -> tuple[object, ...]:
         """Run this part's share of the model's forward; the first one takes the model's inputs."""
         source = self.source
+        call = current_call()
+        if call is None:  # one part alone, or the parts one by one
+            call = source.alone = source.alone if self.index and source.alone else SplitCall(source.trace)
         if self.index:
-            token, *values = cast("tuple[object, ...]", args[0])
-            program = source.program(token)
+            number, *values = cast("tuple[object, ...]", args[0])
+            program = call.program(number)
         else:
             signature = signature_of(args, kwargs)
-            program = source.pinned.get(signature) or source.prepare(signature)
+            if call is source.alone:
+                call.add(signature)
+            number, program = call.start(signature)
             values = _tensors_of(args, kwargs)
-        return program.token, *program.run(self.index, values, _Modules(source.model), self._held)
+        return number, *program.run(self.index, values, source.model, self._held)
 
     def _held(self, tensor: HeldTensor) -> object:
         holder = self.holders.get(tensor.module)
@@ -347,22 +326,6 @@ class SplitPart(ModelPart):
             if holder is not None and tensor.name in holder.__dict__[kind]:
                 return holder.__dict__[kind][tensor.name]
         return getattr(self.source.model.get_submodule(tensor.module), tensor.name)
-
-
-class _Modules(Mapping[str, nn.Module]):
-    """The modules of a model, by name."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def __getitem__(self, name: str) -> nn.Module:
-        return self._model.get_submodule(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name, _ in self._model.named_modules())
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
 
 def _tensors_of(args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[object]:

@@ -1,12 +1,16 @@
-"""Records the code between a model's modules while it runs on tensors without memory.
+"""Runs the code between a model's modules on tensors without memory, and records it.
 
-Only the modules around a cut are opened: their ``forward`` runs here, on a copy of the model whose tensors have shapes
-but no values, and each PyTorch function that it calls is recorded. Every other module is one instruction: it is called
-unchanged when the program runs, with its own mode, hooks, buffers and random numbers::
+At every call the ``forward`` of the modules around a cut runs here, the user's own Python with whatever it reads then,
+on a copy of the model whose tensors have shapes but no values; each PyTorch function that it calls is recorded. Every
+other module is one instruction: it is called unchanged when the program runs, with its own mode, hooks, buffers and
+random numbers::
 
     GPT2Model.forward          opened: wte, wpe, the mask, h.0 ... h.3 ... are its instructions
       h.3                      a cut begins here
         h.3.attn, h.3.mlp      not seen
+
+Only the form of what a module returns is remembered, by the forms of its inputs: the first time it runs here, too, and
+whenever it really runs its result must have that form.
 
 Code whose effects such a run cannot see is refused, with the line of the model's code: a branch on a tensor's values,
 state that the code leaves on its modules, a random number that is not PyTorch's, a tensor of unknown origin.
@@ -14,18 +18,24 @@ state that the code leaves on its modules, a random number that is not PyTorch's
 
 from __future__ import annotations
 
+import contextvars
 import copy
+import dataclasses
 import enum
+import functools
 import inspect
+import itertools
+import operator
 import random
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,19 +45,58 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedFakeTensorException,
+    unset_fake_temporarily,
 )
 from torch.overrides import TorchFunctionMode
 
 from anabranch.autodiff.moved_parameter import Elsewhere, Switch
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.errors import CaptureError
-from anabranch.pipeline.parts.names import is_within
-from anabranch.pipeline.parts.part_program import HeldTensor, Instruction, PartProgram, Slot, is_plain
-from anabranch.pipeline.parts.signature import Signature, TensorFacts, seen_in
-from anabranch.pipeline.parts.trees import build, take_apart
-from anabranch.pipeline.stage.skips import SkipStore, using_store
+from anabranch.pipeline.parts.model_part import is_within
+from anabranch.pipeline.parts.part_program import HeldTensor, Instruction, PartProgram, Slot, TensorForm, is_plain
+from anabranch.pipeline.parts.trees import Tree, build, take_apart
+from anabranch.pipeline.stage.skips import SkipStore, declaration_of, using_store
 
-__all__ = ["Traced", "Users", "WrongCut", "trace", "users_by_fx"]
+__all__ = ["Form", "Signature", "Users", "WrongCut", "signature_of", "trace", "users_by_fx"]
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The containers of ``(args, kwargs)``, and in them forms of tensors and plain values."""
+
+    tree: Tree | None
+    leaves: tuple[object, ...]
+
+
+def signature_of(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Signature:
+    """Return the form of these inputs.
+
+    Raises:
+        TypeError: one that is not a tensor, number, string or ``None``.
+    """
+    leaves: list[object] = []
+    tree = take_apart((tuple(args), dict(sorted(kwargs.items()))), leaves)
+    return Signature(tree, tuple(map(_form_of_input, leaves)))
+
+
+def _form_of_input(leaf: object) -> object:
+    if isinstance(leaf, Tensor):
+        if leaf.layout is not torch.strided:
+            raise TypeError(f"a {leaf.layout} tensor cannot be an input of a split model; make it dense")
+        return TensorForm.of(leaf)
+    if is_plain(leaf) or isinstance(leaf, torch.dtype):
+        return leaf
+    raise TypeError(
+        f"a {type(leaf).__name__} cannot be an input of a split model; pass tensors, numbers, strings and "
+        "None, nested in dict, list, tuple and dataclass"
+    )
+
+
+_Run: TypeAlias = Callable[[list[object], Tree | None, ThreadModes], object]
+"""A call, given the leaves and the containers of its arguments and the thread's modes."""
+
+Form: TypeAlias = tuple[Tree | None, tuple[object, ...]]
+"""The containers of a module's result, and in them the forms and strides of its tensors, or plain values."""
 
 
 @dataclass(slots=True)
@@ -72,123 +121,175 @@ class Users:
             parts.append(part)
 
 
-@dataclass(frozen=True, slots=True)
-class Traced:
-    """Results of a trace: the model's code, and the parts that use its modules and tensors."""
-
-    program: PartProgram
-    users: Users
-
-
 def trace(
-    model: nn.Module, at: Sequence[str], signature: Signature, key: str, modes: ThreadModes, device: torch.device
-) -> Traced:
-    """Return the program of ``model``'s forward for inputs of this kind.
+    model: nn.Module,
+    at: Sequence[str],
+    signature: Signature,
+    modes: ThreadModes,
+    device: torch.device,
+    forms: dict[object, Form],
+) -> tuple[PartProgram, Users]:
+    """Return the program of ``model``'s forward for inputs of this form, and what its parts use.
 
     Raises:
         CaptureError: the code between the modules cannot be seen from outside; says where and why.
     """
-    recorder = _Recorder(model, at, modes)
-    result: list[Traced] = []
+    recorder = _Recorder(model, at, modes, device, forms)
+    result: list[PartProgram] = []
     error: list[BaseException] = []
 
     def run() -> None:
         try:
-            result.append(recorder.run(signature, key, device))
+            result.append(recorder.run(signature))
         except BaseException as caught:  # noqa: BLE001 - raised again in the caller's thread
             error.append(caught)
 
-    # In its own thread, where no mode of the caller's is on.
-    thread = threading.Thread(target=run, name="anabranch-split")
+    # In its own thread, where no mode of the caller's is on; its context variables are read by the model's code.
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name="anabranch-split")
     thread.start()
     while thread.is_alive():  # the caller's own work, done there; looked at so that an interrupt comes through
         thread.join(0.5)
     if error:
         raise error[0]
-    return result[0]
+    return result[0], recorder.users
 
 
 class _Recorder(TorchFunctionMode):
     """The instructions so far, and which tensor is in which slot."""
 
-    def __init__(self, model: nn.Module, at: Sequence[str], modes: ThreadModes) -> None:
+    def __init__(
+        self, model: nn.Module, at: Sequence[str], modes: ThreadModes, device: torch.device, forms: dict[object, Form]
+    ) -> None:
         super().__init__()
         self._model = model
-        self._at = list(at)
         self._modes = modes
+        self._device = device
+        self._forms = forms
         self._opened = {name for cut in at for name in _around(cut)}
         self._cuts = _Cuts(at)
-        self._originals = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._anchor = torch.empty(0, requires_grad=True, device="meta")
         self._depth = 0
+        self._guess: int | None = None
+        self._classes: dict[type[nn.Module], type[nn.Module]] = {}
         self._slots: dict[int, Slot] = {}
         self._alive: list[object] = []
         self._count = 0
-        self._names: dict[int, HeldTensor] = {}
+        self._loose: dict[int, tuple[Tensor, int]] = {}
         self._parts: list[list[Instruction]] = [[] for _ in range(len(at) + 1)]
-        self._storages = _Storages()
-        self._users = Users()
+        self.users = Users()
 
-    def run(self, signature: Signature, key: str, device: torch.device) -> Traced:
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
+    def run(self, signature: Signature) -> PartProgram:
         with _none_drawn_elsewhere(), self._modes.entered(), using_store(SkipStore()):
             self._modes = ThreadModes.take()
-            copied, self._names, named = _without_memory(self._model, device, fake)
-            self._alive += named  # a module may drop its own, and another tensor would get the same id
-            kept = [
-                (HeldTensor(path, name), tensor, tensor._version)
-                for path, module in copied.named_modules()
-                for name, tensor in (*module._parameters.items(), *module._buffers.items())
-                if tensor is not None
-            ]
-            for path, module in list(copied.named_modules()):
-                module.__class__ = _listening(type(module), self, path)
-            with fake:
-                leaves = [_empty(leaf, device) if isinstance(leaf, TensorFacts) else leaf for leaf in signature.leaves]
+            self._copy = _Copy(self._model, self._opened, self._device, self._fake, self._listen)
+            leaves = [self._without_memory(leaf) if isinstance(leaf, TensorForm) else leaf for leaf in signature.leaves]
             args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", build(signature.tree, iter(leaves)))
-            inputs = tuple(self._put(leaf).index for leaf in leaves if isinstance(leaf, Tensor))
-            before = self._states(copied)
-            with fake, _seeing_functions(self), self:
-                output = self._called(copied, args, kwargs)
-            self._check_states(before, self._states(copied))
+            inputs = tuple(self._put(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+            with self._fake, self:
+                output = self._called(args, kwargs)
+            self._copy.check()
         self._cuts.close()
-        found: list[object] = []
-        tree = take_apart(output, found)
-        out_leaves = tuple(self._named(leaf, "the model's output") for leaf in found)
-        program = PartProgram(key, inputs, tuple(map(tuple, self._parts)), tree, out_leaves, device)
-        self._storages.check(program.carried, self._at)
-        self._check_changed({held: tensor for held, tensor, version in kept if tensor._version != version}, program)
-        return Traced(program, self._users)
+        out_leaves: list[object] = []
+        tree = take_apart(output, out_leaves)
+        named = tuple(self._named(leaf, "the model's output") for leaf in out_leaves)
+        parts = tuple(map(tuple, self._parts))
+        return PartProgram(inputs, parts, tree, named, self._device, list(self._loose.values()))
 
-    def _called(self, copied: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def _called(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         try:
-            return copied(*args, **kwargs)
+            return self._copy.module("")(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise CaptureError(f"{_line_of(error)} {_READS_VALUES}") from error
         except UnsupportedFakeTensorException as error:
             raise CaptureError(f"{_line_of(error)} cannot run on tensors without memory: {error}") from error
 
-    # The copy.
+    def _without_memory(self, form: TensorForm, stride: Sequence[int] | None = None) -> Tensor:
+        plain = dataclasses.replace(form, requires_grad=False) if form.requires_grad else form
+        tensor = _fake_tensor(plain, stride, self._device, self._fake)
+        if not form.requires_grad:
+            return tensor
+        with torch.enable_grad():  # not a leaf: the code may change it in place
+            return cast(Tensor, _Result.apply(self._anchor, [tensor]))  # type: ignore[no-untyped-call]
 
-    def called(self, path: str, module: nn.Module, run: Callable[[], object], given: object) -> object:
+    # Modules.
+
+    def _listen(self, path: str, module: nn.Module) -> None:
+        """Let calls of a copied module come to ``_enter``."""
+        cls = type(module)
+        if cls.__call__ is nn.Module.__call__:
+            # Where nn.Module keeps what compile() made of a module, and what its __call__ runs then. So the class
+            # stays the user's.
+            run: Callable[..., object] = module._call_impl
+            module.__dict__["_compiled_call_impl"] = lambda *args, **kwargs: self._enter(
+                path, lambda: run(*args, **kwargs), (args, kwargs)
+            )
+            return
+
+        def call(module: nn.Module, *args: object, **kwargs: object) -> object:
+            path = self._copy.paths[id(module)]
+            return self._enter(path, lambda: cls.__call__(module, *args, **kwargs), (args, kwargs))
+
+        if cls not in self._classes:
+            names = {"__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+            self._classes[cls] = types.new_class(cls.__name__, (cls,), exec_body=lambda body: body.update(names))
+        module.__class__ = self._classes[cls]
+
+    def _enter(self, path: str, run: Callable[[], object], given: object) -> object:
         """Record a call of a module, or open it."""
         if self._depth:
             return run()
         self._cuts.enter(path)
         if path in self._opened:
-            _refuse_hooks(path or type(self._model).__name__, module)
+            _refuse_hooks(path or type(self._model).__name__, self._model.get_submodule(path))
             return run()
-        self._users.use(path, self._part)
-        try:
-            return self._record(path, run, given)
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise CaptureError(
-                f"the module {path!r} at {_line_of(error)} depends on the values of a tensor, so the shapes of its "
-                "results are not known before it runs; pass the code of the parts to split as glue="
-            ) from error
+        self.users.use(path, self._cuts.part)
+        self._copy.check(path)
+        return self._record(path, functools.partial(self._returned, path, given), given)
 
-    @property
-    def _part(self) -> int:
-        return self._cuts.part
+    def _returned(
+        self, path: str, given: object, leaves: Sequence[object], tree: Tree | None, modes: ThreadModes
+    ) -> object:
+        """Return a result of the form remembered, or that of a first run on tensors without memory."""
+        modules = list(self._model.get_submodule(path).modules())
+        with torch._C.DisableTorchFunction():
+            inputs = [TensorForm.of(x) if isinstance(x, Tensor) else (type(x), x) for x in leaves]
+            tensors = [tensor for child in modules for tensor in _tensors_in(child)]
+            state = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors]
+        key = (path, tree, modes, *inputs, *state, *(child.training for child in modules))
+        form = self._forms.get(key)
+        if form is None:
+            results: list[object] = []
+            out_tree = take_apart(self._first_run(path, given), results)
+            form = out_tree, tuple((TensorForm.of(x), x.stride()) if isinstance(x, Tensor) else x for x in results)
+            plain = all(isinstance(x, Tensor | None) for x in results)  # numbers may be others the next time
+            if plain and not any(map(declaration_of, modules)):
+                if len(self._forms) >= _MOST_FORMS:
+                    self._forms.clear()
+                self._forms[key] = form
+        return build(form[0], iter([self._without_memory(*x) if isinstance(x, tuple) else x for x in form[1]]))
+
+    def _first_run(self, path: str, given: object) -> object:
+        """Run a module as it is, without its hooks, on a copy of it."""
+        args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", given)
+        error: Exception | None = None
+        for self._guess in (0, 1):
+            self._guessed = False
+            try:
+                return self._copy.whole(path)(*args, **kwargs)
+            except (DataDependentOutputException, DynamicOutputShapeException) as raised:
+                raise CaptureError(
+                    f"the module {path!r} at {_line_of(raised)} depends on the values of a tensor, so the shapes of "
+                    "its results are not known before it runs; pass the code of the parts to split as glue="
+                ) from raised
+            except Exception as raised:
+                if not self._guessed:
+                    raise
+                error = error or raised
+            finally:
+                self._guess = None
+        assert error is not None
+        raise error
 
     # The code.
 
@@ -201,67 +302,76 @@ class _Recorder(TorchFunctionMode):
     ) -> object:
         kwargs = kwargs or {}
         if self._depth:
-            return func(*args, **kwargs)
+            return self._inside(func, args, kwargs)
         if func in _READS:
             raise CaptureError(f"{_place()} {_READS_VALUES}")
-        return self._record(func, lambda: func(*args, **kwargs), (args, kwargs))
+        return self._record(func, lambda *_: func(*args, **kwargs), (args, kwargs))
 
-    def _record(self, target: str | Callable[..., object], run: Callable[[], object], given: object) -> object:
-        if self._depth:
-            return run()
+    def _inside(self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Run a function in a module that stays whole; where it reads a number, that is guessed.
+
+        The form that comes of it is compared when the module really runs.
+        """
+        try:
+            return func(*args, **kwargs)
+        except DataDependentOutputException:
+            if func not in _NUMBERS or self._guess is None:
+                raise
+            self._guessed = True
+            dtype = cast(Tensor, args[0]).dtype
+            return (_NUMBERS[func] or _number_type(dtype))(self._guess)
+
+    def _record(self, target: str | Callable[..., object], run: _Run, given: object) -> object:
         self._depth += 1
         try:
             return self._write_down(target, run, given)
         finally:
             self._depth -= 1
 
-    def applied(self, function: type[torch.autograd.Function], run: Callable[[], object], given: object) -> object:
-        """Record a call of a function with its own backward."""
-        return self._record(_apply.__get__(None, function), run, given)
-
-    def _write_down(self, target: str | Callable[..., object], run: Callable[[], object], given: object) -> object:
+    def _write_down(self, target: str | Callable[..., object], run: _Run, given: object) -> object:
+        place = _place()
         leaves: list[object] = []
         tree = take_apart(given, leaves)
+        what = f"{target!r}" if isinstance(target, str) else getattr(target, "__name__", str(target))
+        named = tuple(self._named(leaf, what) for leaf in leaves) if isinstance(target, str) else ()
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        before = [tensor._version for tensor in tensors]
-        result = run()
-        changed = [tensor for tensor, version in zip(tensors, before, strict=True) if tensor._version != version]
+        before = list(map(_version, tensors))
+        modes = ThreadModes.take()
+        result = run(leaves, tree, modes)
         found: list[object] = []
         out_tree = take_apart(result, found)
         makes = any(isinstance(leaf, Tensor) for leaf in found)
-        if not (isinstance(target, str) or makes or changed or target in _EFFECTS):
+        changes = list(map(_version, tensors)) != before
+        if not (isinstance(target, str) or makes or changes or target in _EFFECTS):
             return result
-        what = f"{target!r}" if isinstance(target, str) else getattr(target, "__name__", str(target))
-        named = tuple(self._named(leaf, what) for leaf in leaves)
-        for tensor in changed:
-            self._storages.change(tensor, self._part, _place())
+        if not isinstance(target, str):
+            named = tuple(self._named(leaf, what) for leaf in leaves)
         out_leaves = tuple(self._put(leaf) if isinstance(leaf, Tensor) else leaf for leaf in found)
-        modes = ThreadModes.take()
         differing = modes if modes != self._modes else None
-        self._parts[self._part].append(Instruction(target, tree, named, out_tree, out_leaves, differing, _place()))
+        self._parts[self._cuts.part].append(Instruction(target, tree, named, out_tree, out_leaves, differing, place))
         return result
 
     def _put(self, tensor: Tensor) -> Slot:
-        slot = self._slots[id(tensor)] = Slot(self._count)
+        slot = self._slots[id(tensor)] = Slot(self._count, TensorForm.of(tensor))
         self._count += 1
         self._alive.append(tensor)
-        self._storages.add(slot.index, tensor)
         return slot
 
     def _named(self, leaf: object, what: str) -> object:
         """Return the place of a tensor, or the constant itself."""
         if isinstance(leaf, Tensor):
-            held = self._names.get(id(leaf))
-            if held is not None:
-                self._users.use(held, self._part)
-                return held
+            name = self._copy.names.get(id(leaf))
+            if name is not None:
+                self.users.use(name, self._cuts.part)
+                return name
             return self._slots[id(leaf)] if id(leaf) in self._slots else self._constant(leaf, what)
         if is_plain(leaf) or (isinstance(leaf, _CONSTANTS) and not _holds_something(leaf)):
             return leaf
         hint = "; set use_cache=False" if "Cache" in type(leaf).__name__ else ""
         raise CaptureError(
             f"{_place()} passes a {type(leaf).__name__} to {what}, which may change from call to call{hint}; pass "
-            "tensors, numbers, strings and containers of them between the modules around a cut"
+            "tensors, numbers, strings and containers of them between the modules around a cut, or give the code of "
+            "the parts as glue="
         )
 
     def _constant(self, tensor: Tensor, what: str) -> Tensor:
@@ -273,88 +383,229 @@ class _Recorder(TorchFunctionMode):
             )
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             raise CaptureError(f"{_place()} runs inside a torch.func transform; put that into its own module")
-        if id(tensor) in self._originals:
-            raise CaptureError(
-                f"{_place()} reaches a module of the model other than through its attributes (for example a closure), "
-                "so that a copy of the model does too; call it as self.<name>"
-            )
         if tensor.requires_grad:
-            raise CaptureError(f"{_place()} trains a tensor that is not a parameter of the model; register it as one")
-        self._alive.append(tensor)
+            raise CaptureError(
+                f"{_place()} trains a tensor that is not a parameter of the model; register it as one, or return it "
+                "from the module that makes it"
+            )
+        self._loose[id(tensor)] = tensor, _version(tensor)
         return tensor
+
+
+class _Result(torch.autograd.Function):
+    """A tensor as the result of an operation, without the time that one takes on tensors without memory."""
+
+    @staticmethod
+    def forward(ctx: object, anchor: Tensor, box: list[Tensor]) -> Tensor:
+        return box[0]
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _tensors_in(module: nn.Module) -> Iterator[Tensor]:
+    """Return the parameters and buffers of this module alone."""
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None and type(tensor) is not Switch:
+            yield tensor
+
+
+def _fake_tensor(
+    form: TensorForm, stride: Sequence[int] | None, device: torch.device, fake: FakeTensorMode
+) -> FakeTensor:
+    # Made directly: an operation of the mode takes thirty times as long.
+    with torch._C.DisableTorchFunction(), unset_fake_temporarily():
+        meta = torch.empty(form.shape, dtype=form.dtype, device="meta")
+        if stride is not None and tuple(stride) != meta.stride():
+            meta = torch.empty_strided(form.shape, stride, dtype=form.dtype, device="meta")
+        return FakeTensor(fake, meta.requires_grad_(form.requires_grad), device)
+
+
+_HOOKS = [name for name, value in vars(nn.Module()).items() if "_hooks" in name and isinstance(value, dict)]
+_CONTAINERS = (dict, list, set)
+
+
+class _Copy:
+    """A copy of a model without hooks: of the modules around a cut with all that they hold, on tensors without memory.
+
+    Of another module it has, once something of the module is read, the attributes; ``whole`` is a copy that can run.
+
+    Attributes:
+        paths: the names of the copied modules, by their ids.
+        names: the names of parameters and buffers, by the ids of the model's own and of the copy's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        opened: Collection[str],
+        device: torch.device,
+        fake: FakeTensorMode,
+        listen: Callable[[str, nn.Module], None] = lambda path, module: None,
+    ) -> None:
+        self._opened = opened
+        self._device = device
+        self._fake = fake
+        self._listen = listen
+        self._originals = dict(model.named_modules())
+        self._copies: dict[str, nn.Module] = {}
+        self._seen: dict[str, list[tuple[object, dict[object, object]]]] = {}
+        self._memo = _Memo(self)
+        self._empty: dict[int, Tensor] = {}
+        no_hooks: OrderedDict[object, object] = OrderedDict()
+        self._hooks = dict.fromkeys(_HOOKS, no_hooks)
+        self._watch("", [no_hooks])
+        self.path_of = {id(module): path for path, module in self._originals.items()}
+        self.paths: dict[int, str] = {}
+        self.names: dict[int, HeldTensor] = {}
+        for path, module in self._originals.items():
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None and type(tensor) is not Switch:
+                    self.names.setdefault(id(tensor), HeldTensor(path, name))
+        for path in opened:
+            self._memo.update((id(t), self._without_memory(t)) for t in _tensors_in(self._originals[path]))
+
+    def module(self, path: str) -> nn.Module:
+        """Return the copy of a module."""
+        if path not in self._copies:
+            original = self._originals[path]
+            self._copies[path] = module = nn.Module.__new__(type(original))
+            self.paths[id(module)] = path
+            state = vars(module)
+            state |= vars(original)
+            state |= self._hooks
+            state["_modules"] = _Children(self, original._modules)
+            before = {id(self._memo), *self._memo}  # under its own id, deepcopy keeps the originals alive
+            for name, value in vars(original).items():
+                if path in self._opened and name not in (*_HOOKS, "_modules") and not is_plain(value):
+                    state[name] = _deep_copy(value, self._memo)
+                elif type(value) in _CONTAINERS and name != "_modules":
+                    state[name] = copy.copy(value)
+            self._listen(path, module)
+            kept = [value for value in state.values() if type(value) in (*_CONTAINERS, _Children)]
+            self._watch(path, [state, *kept, *(value for key, value in self._memo.items() if key not in before)])
+        return self._copies[path]
+
+    def _without_memory(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._empty:
+            with torch._C.DisableTorchFunction():
+                stride = None if isinstance(tensor, Elsewhere) else tensor.stride()
+                empty = _fake_tensor(TensorForm.of(tensor), stride, self._device, self._fake)
+            if isinstance(tensor, nn.Parameter):
+                empty._is_param = True  # what isinstance(_, nn.Parameter) asks for
+            self._empty[id(tensor)] = empty
+            self.names[id(empty)] = self.names[id(tensor)]
+        return self._empty[id(tensor)]
+
+    def whole(self, path: str) -> nn.Module:
+        """Return a new copy of a module with all that it holds."""
+        module = self._originals[path]
+        memo: dict[int, object] = {}
+        for child in module.modules():
+            memo.update((id(tensor), self._without_memory(tensor)) for tensor in _tensors_in(child))
+            memo.update((id(getattr(child, name)), OrderedDict()) for name in _HOOKS)
+        return cast(nn.Module, _deep_copy(module, memo))
 
     # Effects that would be missed.
 
-    def _states(self, copied: nn.Module) -> dict[tuple[str, str], tuple[object, str]]:
-        opened = ((path, module) for path, module in copied.named_modules() if path in self._opened)
-        return {
-            (path, name): (value, seen_in(value))
-            for path, module in opened
-            for name, value in (
-                *vars(module).items(),
-                *module._parameters.items(),
-                *module._buffers.items(),
-                *module._modules.items(),
-            )
-        }
+    def _watch(self, path: str, values: Sequence[object]) -> None:
+        self._seen.setdefault(path, []).extend((value, _contents(value)) for value in values)
 
-    def _check_states(
-        self, before: Mapping[tuple[str, str], tuple[object, str]], after: Mapping[tuple[str, str], tuple[object, str]]
-    ) -> None:
-        gone: tuple[object, str] = (object(), "")
-        for path, name in {**before, **after}:
-            (old, was), (new, now) = before.get((path, name), gone), after.get((path, name), gone)
-            if was != now or (old is not new and not is_plain(old)):
-                where = path or type(self._model).__name__
-                raise CaptureError(
-                    f"the forward of {where!r} sets its attribute {name!r}, which its parts could not share; keep "
-                    "it in a submodule, change a buffer in place, or return it"
-                )
-
-    def _check_changed(self, changed: Mapping[HeldTensor, Tensor], program: PartProgram) -> None:
-        for held, tensor in changed.items():
-            parts = set(self._users.held.get(held, ()))
-            for path, users in self._users.modules.items():
-                parts.update(users if is_within(held.module, path) else ())
-            for part, slots in enumerate(program.carried):
-                parts.update((part, part + 1) if self._storages.has(tensor, slots) else ())
-            if len(parts) > 1:
-                raise CaptureError(
-                    f"{held.module}.{held.name} is changed in place, but it is used by the parts {sorted(parts)}, "
-                    "which run different microbatches at the same time; use it in one part only, or pass on a copy"
-                )
-
-
-def _without_memory(
-    model: nn.Module, device: torch.device, fake: FakeTensorMode
-) -> tuple[nn.Module, dict[int, HeldTensor], list[Tensor]]:
-    """Return a copy of ``model`` whose parameters and buffers have no memory, its tensors' names, and the tensors."""
-    memo: dict[int, object] = {}
-    names: dict[int, HeldTensor] = {}
-    named: list[Tensor] = []
-    for path, module in model.named_modules():
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is None or id(tensor) in memo or type(tensor) is Switch:
+    def check(self, within: str = "") -> None:
+        """Raise for an object that holds something else now: of the model, or of one of its modules."""
+        paths = [path for path in self._seen if not within or is_within(path, within)]
+        for value, before in itertools.chain.from_iterable(map(self._seen.__getitem__, paths)):
+            now = _contents(value)
+            if len(now) == len(before) and all(map(operator.is_, now.values(), before.values())):
                 continue
-            with fake:
-                stride = torch.empty(tensor.size(), device="meta") if isinstance(tensor, Elsewhere) else tensor
-                empty = torch.empty_strided(tensor.size(), stride.stride(), dtype=tensor.dtype, device=device)
-                if isinstance(tensor, nn.Parameter):
-                    empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-            memo[id(tensor)] = empty
-            names[id(empty)] = HeldTensor(path, name)
-            named.append(empty)
+            for key in {**before, **now}:
+                if not _unchanged(before.get(key, before), now.get(key, now)):
+                    raise CaptureError(
+                        f"the code around {self._owner(value, key)}, which its parts could not share; keep it in a "
+                        "submodule, change a buffer in place, return it, or give the code of the parts as glue="
+                    )
+
+    def _owner(self, value: object, key: object) -> str:
+        for path, module in self._copies.items():
+            where = path or type(module).__name__
+            for name, part in vars(module).items():
+                if part is value:
+                    return f"{where!r} sets its attribute {key if name in _TENSORS else name!r}"
+            if vars(module) is value:
+                return f"{where!r} sets its attribute {key!r}"
+        return f"the cuts changes a {type(value).__name__} that the model holds"
+
+
+class _Children(dict[str, "nn.Module | None"]):
+    """The children of a copied module, which are copied at the first look."""
+
+    def __init__(self, copied: _Copy, children: Mapping[str, nn.Module | None]) -> None:
+        super().__init__(children)
+        self._copied = copied
+
+    def __getitem__(self, name: str) -> nn.Module | None:
+        child = super().__getitem__(name)
+        path = self._copied.path_of.get(id(child))
+        return child if path is None else self._copied.module(path)
+
+    def items(self) -> Iterator[tuple[str, nn.Module | None]]:  # type: ignore[override]
+        return ((name, self[name]) for name in self)
+
+    def values(self) -> Iterator[nn.Module | None]:  # type: ignore[override]
+        return (self[name] for name in self)
+
+
+class _Memo(dict[int, object]):
+    """deepcopy's memo, which it asks for the copy of an object before it makes one."""
+
+    def __init__(self, copied: _Copy) -> None:
+        super().__init__()
+        self._copied = copied
+
+    def get(self, key: int, default: object = None) -> object:
+        path = self._copied.path_of.get(key)
+        return super().get(key, default) if path is None else self._copied.module(path)
+
+
+_TENSORS = ("_parameters", "_buffers", "_modules")
+
+
+def _deep_copy(value: object, memo: dict[int, object]) -> object:
     try:
-        copied = copy.deepcopy(model, memo)
+        with _SharingTensors():
+            return copy.deepcopy(value, memo)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise CaptureError(f"{type(model).__name__} cannot be copied for tracing: {error}") from error
-    for path, module in model.named_modules():
-        twin = vars(copied.get_submodule(path))
-        for name, kept in list(vars(module).items()):
-            if isinstance(kept, Tensor) and isinstance(twin.get(name), Tensor):
-                names[id(twin[name])] = HeldTensor(path, name)
-                named.append(twin[name])
-    return copied, names, named
+        raise CaptureError(f"a {type(value).__name__} that the model holds cannot be copied: {error}") from error
+
+
+class _SharingTensors(TorchFunctionMode):
+    """Copies share the tensors that are neither parameters nor buffers."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        return args[0] if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
+
+
+def _contents(value: object) -> dict[object, object]:
+    if isinstance(value, dict):
+        return dict(dict.items(value))
+    if isinstance(value, list | set | deque):
+        return dict(enumerate(value))
+    return dict(getattr(value, "__dict__", {}))
+
+
+def _unchanged(before: object, now: object) -> bool:
+    return before is now or (is_plain(before) and type(before) is type(now) and before == now)
 
 
 class WrongCut(ValueError):
@@ -390,7 +641,8 @@ def users_by_fx(model: nn.Module, at: Sequence[str]) -> Users:
     """
     tracer = _Symbolic(at)
     # On a copy: symbolic tracing runs what needs no input, and leaves constants on the model.
-    copied, *_ = _without_memory(model, torch.device("cpu"), FakeTensorMode(allow_non_fake_inputs=True))
+    names = dict(model.named_modules())
+    copied = _Copy(model, names, torch.device("cpu"), FakeTensorMode(allow_non_fake_inputs=True)).module("")
     try:
         parameters = inspect.signature(model.forward).parameters.values()
         graph = tracer.trace(copied, {p.name: p.default for p in parameters if p.default is not p.empty})
@@ -455,9 +707,25 @@ _READS: frozenset[Callable[..., object]] = frozenset({Tensor.numpy, Tensor.__arr
 """Functions that hand a tensor's values to code that is not PyTorch's."""
 
 _READS_VALUES = (
-    "depends on the values of a tensor, which are not known before the parts run; put it into its own module, or "
-    "move the cut so that it is inside one"
+    "depends on the values of a tensor, which are not known before the parts run; put it into its own module, "
+    "move the cut so that it is inside one, or give the code of the parts as glue="
 )
+
+_NUMBERS: Mapping[object, Callable[[int], object] | None] = {
+    Tensor.item: None,
+    Tensor.__bool__: bool,
+    Tensor.__int__: int,
+    Tensor.__float__: float,
+    Tensor.__index__: int,
+}
+"""Functions that read a number, and its type; ``None`` for that of the tensor's."""
+
+
+def _number_type(dtype: torch.dtype) -> Callable[[int], object]:
+    return bool if dtype is torch.bool else complex if dtype.is_complex else float if dtype.is_floating_point else int
+
+
+_MOST_FORMS = 4096
 
 _EFFECTS: frozenset[Callable[..., object]] = frozenset({Tensor.register_hook, torch._assert})
 """Functions that return no tensor and are called for what they do."""
@@ -475,61 +743,10 @@ def _holds_something(function: object) -> bool:
     )
 
 
-class _Active(threading.local):
-    recorder: _Recorder | None = None
-
-
-_active = _Active()
-_watching = threading.Lock()
-_watchers = 0
-_apply = torch.autograd.Function.__dict__["apply"]
-
-
-def _seen_apply(cls: type[torch.autograd.Function], /, *args: object, **kwargs: object) -> object:
-    def run() -> object:
-        return _apply.__get__(None, cls)(*args, **kwargs)
-
-    return run() if _active.recorder is None else _active.recorder.applied(cls, run, (args, kwargs))
-
-
-@contextmanager
-def _seeing_functions(recorder: _Recorder) -> Iterator[None]:
-    """Let ``recorder`` record this thread's calls of ``torch.autograd.Function``: no mode sees them."""
-    global _watchers
-    with _watching:
-        _watchers += 1
-        torch.autograd.Function.apply = classmethod(_seen_apply)  # type: ignore[assignment, method-assign]
-    _active.recorder = recorder
-    try:
-        yield
-    finally:
-        _active.recorder = None
-        with _watching:
-            _watchers -= 1
-            if not _watchers:
-                torch.autograd.Function.apply = _apply  # type: ignore[method-assign]
-
-
 def _around(cut: str) -> Iterator[str]:
     """Return the names of the modules that a cut is in, the model's own first."""
     names = cut.split(".")
     return (".".join(names[:n]) for n in range(len(names)))
-
-
-def _empty(facts: TensorFacts, device: torch.device) -> Tensor:
-    tensor = torch.empty(facts.shape, dtype=facts.dtype, device=device)
-    # Not a leaf: the model may change its inputs in place, like those of a stage.
-    return tensor.requires_grad_().clone() if facts.requires_grad else tensor
-
-
-def _listening(cls: type[nn.Module], recorder: _Recorder, path: str) -> type[nn.Module]:
-    """Return ``cls`` with calls that go through the recorder; only the copy's modules become of it."""
-
-    def call(self: nn.Module, *args: object, **kwargs: object) -> object:
-        return recorder.called(path, self, lambda: cls.__call__(self, *args, **kwargs), (args, kwargs))
-
-    names = {"__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return types.new_class(cls.__name__, (cls,), exec_body=lambda body: body.update(names))
 
 
 def _refuse_hooks(path: str, module: nn.Module) -> None:
@@ -555,52 +772,33 @@ def _none_drawn_elsewhere() -> Iterator[None]:
         )
 
 
-class _Storages:
-    """The memory of the values, and its writers: two that share it cannot cross a cut to be changed after it."""
-
-    def __init__(self) -> None:
-        self._of: dict[int, int] = {}
-        self._changed: dict[int, list[tuple[int, str]]] = {}
-
-    def add(self, slot: int, tensor: Tensor) -> None:
-        self._of[slot] = _storage(tensor)
-
-    def change(self, tensor: Tensor, part: int, place: str) -> None:
-        self._changed.setdefault(_storage(tensor), []).append((part, place))
-
-    def has(self, tensor: Tensor, slots: Sequence[int]) -> bool:
-        """Return True if one of the slots shares memory with ``tensor``."""
-        return any(self._of[slot] == _storage(tensor) for slot in slots)
-
-    def check(self, carried: Sequence[Sequence[int]], at: Sequence[str]) -> None:
-        for part, slots in enumerate(carried):
-            sharing: dict[int, int] = {}
-            for slot in slots:
-                storage = self._of[slot]
-                sharing[storage] = sharing.get(storage, 0) + 1
-            for storage, count in sharing.items():
-                later = [place for changed, place in self._changed.get(storage, ()) if changed > part]
-                if count > 1 and later:
-                    raise CaptureError(
-                        f"{later[0]} changes in place one of {count} views of the same memory that cross the cut at "
-                        f"{at[part]!r} separately; make it out of place"
-                    )
-
-
-def _storage(tensor: Tensor) -> int:
-    with torch._C.DisableTorchFunction():
-        return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
-
-
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
 def _place() -> str:
-    """Return the innermost line of code that is neither PyTorch's nor ours."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((*_OURS, "<")):
+    """Return the innermost line of code that is neither PyTorch's nor ours.
+
+    Raises:
+        CaptureError: it is inside the forward of a function with a backward of its own.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    place = applied = None
+    while frame is not None:
+        code = frame.f_code
+        if code is _APPLY:  # no mode sees such a call, only what its forward calls
+            applied, place = frame.f_locals["cls"], None
+        elif place is None and not code.co_filename.startswith((*_OURS, "<")):
+            place = f"{code.co_filename}:{frame.f_lineno} ({code.co_name})"
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+    if applied is not None:
+        raise CaptureError(
+            f"{place} calls {applied.__qualname__}.apply, whose backward cannot be cut; put the call into a module of "
+            "its own, which stays whole, or give the code of the parts as glue="
+        )
+    return place or "the model's forward"
 
 
 def _line_of(error: BaseException) -> str:

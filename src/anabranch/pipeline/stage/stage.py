@@ -18,9 +18,9 @@ behind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
@@ -31,6 +31,7 @@ from anabranch.autodiff.boundary.answers import FirstForward
 from anabranch.autodiff.layer_state import LayerState, StateValues
 from anabranch.autodiff.moved_parameter import Elsewhere, Switch
 from anabranch.autodiff.thread_modes import ThreadModes
+from anabranch.pipeline.parts.split_call import SplitCall
 from anabranch.pipeline.stage.deferred_batch_norm import DeferredBatchNorm
 from anabranch.pipeline.stage.device_transfers import on_device
 from anabranch.pipeline.stage.doubled import Watch, mark_doubled
@@ -93,8 +94,8 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Settings of a whole call: the caller's modes, the random stream, the microbatches that keep no activations, and
-    what its stages read past their placeholders.
+    """Settings of a whole call: the caller's modes, the random stream, the microbatches that keep no activations, what
+    its stages read past their placeholders, and the programs of a split model.
     """
 
     modes: ThreadModes
@@ -104,6 +105,7 @@ class StagePlan:
     recompute: frozenset[tuple[int, int]]
     split_backward: bool
     loose: LooseLeaves
+    split: SplitCall | None = None
 
     @property
     def records(self) -> bool:
@@ -152,6 +154,8 @@ class StageRun:
         self._slots = _stand_ins(modules, stage.device) if plan.records else []
         plan.loose.placeholders.update(id(slot.stand_in) for slot in self._slots)
         self._state = LayerState(modules)
+        buffers = (buffer for child in modules for buffer in child._buffers.values())
+        self._buffers = {_memory(buffer) for buffer in buffers if type(buffer) is Tensor}
         self._norms = [child for child in modules if isinstance(child, DeferredBatchNorm)]
         self._phony = torch.empty(0, device=stage.device, requires_grad=True)
         self._passes: dict[int, _Pass] = {}
@@ -223,6 +227,8 @@ class StageRun:
                 stack.enter_context(here.experts.current(again=again))
             store = SkipStore(self.stage.shared)
             stack.enter_context(using_store(store))
+            if plan.split is not None:
+                stack.enter_context(plan.split.current())
             watch = Watch()
             value, keywords = self._enter_all(inputs, here, store, watch)
             positional = cast("tuple[Structure, ...]", value) if self.stage.index == 0 else (value,)
@@ -242,7 +248,8 @@ class StageRun:
             if runs_twice:
                 with torch._C.DisableTorchFunction():  # nothing is drawn here, so the mode need not look at each call
                     here.fingerprints = fingerprints([*_leaves(outputs), self.losses.get(i)])
-            return mark_doubled(outputs, watch.tensors())
+            marked = mark_doubled(outputs, watch.tensors())
+            return {target: [_apart(packet, self._buffers) for packet in packets] for target, packets in marked.items()}
 
     def _enter_all(
         self, inputs: Messages, here: _Pass, store: SkipStore, watch: Watch
@@ -399,6 +406,21 @@ def _name_of(route: Route) -> str:
     if route is None:
         return "its input"
     return f"the input {route!r}" if isinstance(route, str) else f"the skip {route[1]!r}"
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+def _apart(packet: Packet, buffers: Collection[int]) -> Packet:
+    """Return the packet with copies of views of buffers, which later microbatches may change and its receiver not."""
+    if not buffers:
+        return packet
+    views = [n for n, leaf in enumerate(packet.leaves) if type(leaf) is Tensor and _memory(leaf) in buffers]
+    if not views:
+        return packet
+    leaves = [cast(Tensor, leaf).clone() if n in views else leaf for n, leaf in enumerate(packet.leaves)]
+    return replace(packet, leaves=leaves, doubled=tuple({*packet.doubled, *views}))
 
 
 def _kept(inputs: Messages) -> Messages:

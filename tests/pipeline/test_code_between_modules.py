@@ -1,0 +1,316 @@
+"""The code between a split model's modules runs at every call: whatever it reads is what it is then."""
+
+from __future__ import annotations
+
+import contextvars
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from pipeline_models import assert_same_gradients, close
+from torch import Tensor, nn
+
+from anabranch import Executor, TrainStep
+from anabranch.errors import CaptureError
+from anabranch.pipeline import Pipe, split
+
+NUMBER = 1.0
+VARIABLE = contextvars.ContextVar("VARIABLE", default=1.0)
+
+
+def helper() -> float:
+    return 1.0
+
+
+class Config:
+    scale = 1.0
+
+
+class Child(nn.Module):
+    """A layer whose class has a method that the model's code calls, and a forward that may be replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+    def factor(self) -> float:
+        return 1.0
+
+
+class Reads(nn.Module):
+    factor = other = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = Child(), Child(), Child()
+        self.config, self.number, self.array = Config(), 1.0, np.ones(1)
+        self.settings = SimpleNamespace(scale=1.0)
+        self.deep = {"a": {"b": {"c": {"d": {"e": 1.0}}}}}
+
+    def method(self) -> float:
+        return 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        scale = self.factor * type(self).other * self.config.scale * self.number * float(self.array[0])
+        scale *= self.settings.scale * self.deep["a"]["b"]["c"]["d"]["e"] * self.method() * helper() * NUMBER
+        scale *= float(os.environ.get("ANABRANCH_TEST_SCALE", "1")) * VARIABLE.get() * self.b.factor()
+        x = self.b(x * scale)
+        return self.c(torch.tanh(x) * scale)
+
+
+def change_the_array(model: Reads, patch: pytest.MonkeyPatch) -> None:
+    model.array[0] = 2.0
+
+
+def change_deep_inside(model: Reads, patch: pytest.MonkeyPatch) -> None:
+    model.deep["a"]["b"]["c"]["d"]["e"] = 2.0
+
+
+def set_the_variable(model: Reads, patch: pytest.MonkeyPatch) -> None:
+    VARIABLE.set(2.0)
+
+
+Change = Callable[[Reads, pytest.MonkeyPatch], None]
+CHANGES: dict[str, Change] = {
+    "class attribute by self": lambda model, patch: patch.setattr(Reads, "factor", 2.0),
+    "class attribute by type": lambda model, patch: patch.setattr(Reads, "other", 2.0),
+    "attribute of a class of settings": lambda model, patch: patch.setattr(Config, "scale", 2.0),
+    "attribute of an object of settings": lambda model, patch: patch.setattr(model.settings, "scale", 2.0),
+    "attribute": lambda model, patch: patch.setattr(model, "number", 2.0),
+    "NumPy array": change_the_array,
+    "dict five deep": change_deep_inside,
+    "method replaced on its class": lambda model, patch: patch.setattr(Reads, "method", lambda self: 2.0),
+    "method replaced on the class of a child": lambda model, patch: patch.setattr(Child, "factor", lambda self: 2.0),
+    "forward replaced on the class of a child": lambda model, patch: patch.setattr(
+        Child, "forward", lambda self, x: x @ self.weight * 2
+    ),
+    "helper replaced": lambda model, patch: patch.setitem(globals(), "helper", lambda: 2.0),
+    "global": lambda model, patch: patch.setitem(globals(), "NUMBER", 2.0),
+    "environment": lambda model, patch: patch.setenv("ANABRANCH_TEST_SCALE", "2"),
+    "context variable": set_the_variable,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_changes_between_two_calls_is_seen(change: Change, monkeypatch: pytest.MonkeyPatch):
+    model, plain = Reads(), Reads()
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(4, 3, dtype=torch.float64)
+
+    def compare() -> None:
+        with Pipe(parts, [1, 1], chunks=3, checkpoint="always") as pipe:
+            for _ in range(2):
+                pipe(x).square().sum().backward()
+                expected = plain(x)
+                expected.square().sum().backward()
+                assert_same_gradients(model, plain)
+                result = pipe.step(x, loss=lambda output, _: output.square().sum(), reduction="sum")
+                assert close(result.loss, expected.square().sum())
+                model.zero_grad()
+                plain.zero_grad()
+                assert close(parts(x), expected)
+
+    parts = split(model, ["b"], example=x)
+
+    def run() -> None:
+        compare()
+        for one in (model, plain):
+            change(one, monkeypatch)
+        before = plain(x)
+        compare()
+        assert not torch.equal(before, x @ plain.a.weight @ plain.b.weight)
+
+    contextvars.copy_context().run(run)
+
+
+def test_an_annealed_class_attribute_trains_as_in_the_plain_loop(monkeypatch: pytest.MonkeyPatch):
+    model, plain = Reads(), Reads()
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(4, 3, dtype=torch.float64)
+    loss = lambda output, _: output.square().mean()  # noqa: E731
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    with Pipe(split(model, ["b"], example=x), [1, 1], chunks=2) as pipe:
+        step = TrainStep(pipe, loss, torch.optim.SGD(pipe.parameters(), 0.1))
+        with Executor({"train": step}) as executor:
+            for factor in (1.0, 0.8, 0.6):
+                monkeypatch.setattr(Reads, "factor", factor)
+                value = executor.run("train", (x, None))["loss"]
+                optimizer.zero_grad()
+                expected = loss(plain(x), None)
+                expected.backward()
+                optimizer.step()
+                assert close(value, expected)
+
+
+def test_a_replaced_module_may_return_another_form_after_one_refusal(monkeypatch: pytest.MonkeyPatch):
+    model = Reads()
+    x = torch.randn(4, 3, dtype=torch.float64)
+    parts = split(model, ["b"], example=x)
+    with Pipe(parts, [1, 1], chunks=2) as pipe:
+        pipe(x)
+        monkeypatch.setattr(Child, "forward", lambda self, x: (x.double() @ self.weight).float())
+        with pytest.raises(CaptureError, match="returned a different form of result"):
+            pipe(x)
+        assert not any(parameter.grad is not None for parameter in model.parameters())
+        torch.testing.assert_close(pipe(x), model(x))
+
+
+def test_modes_and_frozen_parameters_change_forms_without_a_refusal():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.GRU(3, 3, batch_first=True), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y, _ = self.a(x)
+            return self.b(y * 2 if y.requires_grad else y)
+
+    model = Model()
+    x = torch.randn(2, 4, 3)
+    parts = split(model, ["b"], example=x)
+    for change in (lambda: None, lambda: model.a.requires_grad_(False), model.double, model.eval):
+        change()
+        x = x.to(model.b.weight.dtype)
+        torch.testing.assert_close(parts(x), model(x))
+
+
+class Loud(nn.Module):
+    """Prints, reads a number, and takes a branch by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.numbers: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.isnan(x).any():
+            raise ValueError("not a number")
+        self.numbers.append(x.abs().max().item())
+        print(f"largest {self.numbers[-1]:.3f}")
+        return self.linear(x) * (2.0 if x.sum() > 0 else 1.0)
+
+
+def test_a_module_between_cuts_is_the_users_own_python(capsys: pytest.CaptureFixture[str]):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.loud, self.b = nn.Linear(3, 3), Loud(), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(torch.relu(self.loud(self.a(x))))
+
+    model = Model()
+    outputs: list[Tensor] = []
+    model.loud.register_forward_hook(lambda module, args, output: outputs.append(output.detach().numpy()))
+    x = torch.randn(4, 3)
+    parts = split(model, ["b"], example=x)
+    assert not outputs
+    with Pipe(parts, [1, 1], chunks=4, checkpoint="never") as pipe:
+        capsys.readouterr()
+        pipe(x)
+        pipe(x).sum().backward()
+        assert len(outputs) == len(model.loud.numbers) == 8
+        printed = capsys.readouterr().out.splitlines()
+        assert printed[-8:] == [f"largest {number:.3f}" for number in model.loud.numbers]
+    expected = torch.cat([model.loud(model.a(row)) for row in x.split(1)]).detach()
+    torch.testing.assert_close(torch.from_numpy(np.concatenate(outputs[:4])), expected)
+
+
+class Auxiliary(nn.Module):
+    """The code between its modules reads what one of them left behind."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.a, self.block, self.b, self.what = nn.Linear(3, 3), Counts(), nn.Linear(3, 3), what
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(self.a(x))
+        if self.what == "number":
+            x = x * self.block.count
+        elif self.what == "tensor" and self.block.aux is not None:
+            x = x + self.block.aux
+        return self.b(x)
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.aux = 1, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.aux = x.detach() * 2
+        return x
+
+
+@pytest.mark.parametrize("what", ["number", "tensor"])
+def test_what_a_module_leaves_behind_for_the_code_is_refused(what: str):
+    model = Auxiliary("")
+    x = torch.randn(4, 3)
+    parts = split(model, ["b"], example=x)
+    model.what = what
+    with Pipe(parts, [1, 1], chunks=2) as pipe:
+        for call in (lambda: pipe(x), lambda: pipe.step(x, loss=lambda output, _: output.sum())):
+            with pytest.raises(CaptureError, match=r"test_code_between_modules.py:\d+ \(forward\)"):
+                call()
+        assert not any(parameter.grad is not None for parameter in model.parameters())
+        model.what = ""
+        torch.testing.assert_close(pipe(x), model(x))
+
+
+def test_a_view_of_a_buffer_that_crosses_a_cut_is_a_copy():
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
+            self.register_buffer("calls", torch.zeros(1, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            self.calls.add_(1)
+            view = self.calls.view(1, 1)
+            return self.b(x) * view
+
+    model, plain = Views(), Views()
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(8, 3, dtype=torch.float64)
+    with Pipe(split(model, ["b"], example=x), [1, 1], chunks=8) as pipe:
+        for _ in range(3):
+            assert close(pipe(x), torch.cat([plain(row) for row in x.split(1)]))
+
+
+def test_other_parameters_for_a_layer_are_refused():
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            doubled = {name: parameter * 2 for name, parameter in self.a.named_parameters()}
+            return self.b(torch.func.functional_call(self.a, doubled, (x,)))
+
+    with pytest.raises(CaptureError, match=r"'a' sets its attribute 'weight'.*glue="):
+        split(Functional(), ["b"], example=torch.randn(2, 3))
+
+
+def test_attributes_of_a_layer_set_for_one_call_are_refused():
+    class Sets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = Counts(), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.a.scale = 2.0
+            x = self.a(x)
+            del self.a.scale
+            return self.b(x)
+
+    with pytest.raises(CaptureError, match="'a' sets its attribute 'scale'"):
+        split(Sets(), ["b"], example=torch.randn(2, 3))
