@@ -544,9 +544,9 @@ def test_a_call_with_another_control_flow_than_the_example_is_refused():
             return x @ self.a.weight if weight else x
 
     parts = split(Either(), ["b"], example=torch.zeros(1, 2))
-    with pytest.raises(CaptureError, match="'a' is called by part 1, but it is in part 0"):
+    with pytest.raises(CaptureError, match="'a' is used by part 1, but it is in part 0"):
         parts(torch.zeros(1, 2), late=True)
-    with pytest.raises(CaptureError, match=r"a.weight is read by part 1, which does not hold it"):
+    with pytest.raises(CaptureError, match=r"a.weight is used by part 1, but it is in part 0"):
         parts(torch.zeros(1, 2), weight=True)
 
 

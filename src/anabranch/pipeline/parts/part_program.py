@@ -135,6 +135,19 @@ class PartProgram:
         code = [(f"{n} {one}", one.place) for n, part in enumerate(self.parts) for one in part]
         return [*code, (f"{self.out_tree}{_shown(self.out_leaves)}", "the model's output")]
 
+    def uses(self) -> dict[str | HeldTensor, list[int]]:
+        """Return for each module called, and each parameter and buffer read, the parts that do."""
+        uses: dict[str | HeldTensor, list[int]] = {}
+        for part, instructions in enumerate(self.parts):
+            output = self.out_leaves if part == len(self.parts) - 1 else ()
+            modules = [one.target for one in instructions if isinstance(one.target, str)]
+            leaves = [leaf for one in instructions for leaf in one.leaves]
+            tensors = [leaf for leaf in (*leaves, *output) if isinstance(leaf, HeldTensor)]
+            names: list[str | HeldTensor] = [*modules, *tensors]
+            for name in dict.fromkeys(names):
+                uses.setdefault(name, []).append(part)
+        return uses
+
     def digest(self) -> str:
         """Return a short string that differs for another program."""
         text = "\n".join(line for line, _ in self.lines())

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from anabranch.pipeline.parts.glue import Glue, GluedModel
 from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, has_state, is_within
 from anabranch.pipeline.parts.part_program import HeldTensor, PartProgram
 from anabranch.pipeline.parts.split_call import SplitCall, current_call
-from anabranch.pipeline.parts.tracing import Form, Signature, Users, signature_of, trace, users_by_fx
+from anabranch.pipeline.parts.tracing import Form, Signature, Uses, signature_of, trace, uses_by_fx
 from anabranch.pipeline.parts.trees import take_apart
 from anabranch.pipeline.stage.keywords import accepted_keywords
 
@@ -169,12 +169,11 @@ class SplitSource:
     # Assignment to parts.
 
     def _assign(self, example: tuple[tuple[object, ...], dict[str, object]] | None) -> None:
-        parts_of: dict[str, list[int]] = {}
-        held: dict[HeldTensor, list[int]] = {}
-        for users in self._in_both_modes(example):
-            _merge(parts_of, users.modules)
-            _merge(held, users.held)
-        for path, parts in parts_of.items():
+        uses: Uses = {}
+        for name, parts in (pair for found in self._in_both_modes(example) for pair in found.items()):
+            uses[name] = list(dict.fromkeys([*uses.get(name, []), *parts]))
+        modules = {path: parts for path, parts in uses.items() if isinstance(path, str)}
+        for path, parts in modules.items():
             if len(parts) > 1 and has_state(self.model.get_submodule(path)):
                 raise CaptureError(
                     f"{path!r} is called by the parts {parts}, but its parameters and buffers can be in only one; call "
@@ -182,11 +181,14 @@ class SplitSource:
                 )
             self.units[parts[0]].append(path)
         self._drop_nested()
-        for tensor, parts in held.items():
+        for tensor, parts in uses.items():
             for part in parts:
-                if not any(is_within(tensor.module, unit) for unit in self.units[part]):
+                if isinstance(tensor, HeldTensor) and not self._owns(part, tensor.module):
                     self.held[part].append(tensor)
         self._assign_the_rest()
+
+    def _owns(self, part: int, path: str) -> bool:
+        return any(is_within(path, unit) for unit in self.units[part])
 
     def _drop_nested(self) -> None:
         """Leave out modules inside others of their part; refuse those inside a module of another part."""
@@ -201,18 +203,16 @@ class SplitSource:
                         )
                     self.units[part] = [one for one in self.units[part] if one != unit]
 
-    def _in_both_modes(self, example: tuple[tuple[object, ...], dict[str, object]] | None) -> Iterator[Users]:
+    def _in_both_modes(self, example: tuple[tuple[object, ...], dict[str, object]] | None) -> Iterator[Uses]:
         flags = [(module, module.training) for module in self.model.modules()]
         try:
             for mode in (True, False):
                 for module, _ in flags:
                     module.training = mode
                 if example is None:
-                    yield users_by_fx(self.model, self.at)
+                    yield uses_by_fx(self.model, self.at)
                 else:
-                    yield trace(
-                        self.model, self.at, signature_of(*example), _plain_modes(), self._device(), self.forms
-                    )[1]
+                    yield self._trace(signature_of(*example)).uses()
         finally:
             for module, flag in flags:
                 module.training = flag
@@ -243,32 +243,28 @@ class SplitSource:
 
     def trace(self, signature: Signature) -> PartProgram:
         """Return the program of the model's code, as it is now, for inputs of this form."""
-        program, users = trace(self.model, self.at, signature, _plain_modes(), self._device(), self.forms)
-        self._check_owners(users)
+        program = self._trace(signature)
+        self._check_owners(program.uses())
         return program
+
+    def _trace(self, signature: Signature) -> PartProgram:
+        return trace(self.model, self.at, signature, _plain_modes(), self._device(), self.forms)
 
     def forget_forms(self) -> None:
         """Forget the forms of the modules' results: after a failure one of them may be another's."""
         self.forms.clear()
 
-    def _check_owners(self, users: Users) -> None:
-        for path, parts in users.modules.items():
-            if not has_state(self.model.get_submodule(path)):
+    def _check_owners(self, uses: Uses) -> None:
+        for name, parts in uses.items():
+            path, what = (name, repr(name)) if isinstance(name, str) else (name.module, f"{name.module}.{name.name}")
+            if isinstance(name, str) and not has_state(self.model.get_submodule(path)):
                 continue
             for part in parts:
-                if not any(is_within(path, unit) for unit in self.units[part]):
-                    owner = next((p for p, units in enumerate(self.units) if path in units), None)
+                if name not in self.held[part] and not self._owns(part, path):
+                    owner = next((p for p in range(len(self.units)) if self._owns(p, path)), None)
                     raise CaptureError(
-                        f"with these inputs {path!r} is called by part {part}, but it is in part {owner}; split the "
-                        "model with example= inputs of this kind"
-                    )
-        for tensor, parts in users.held.items():
-            for part in parts:
-                units = self.units[part]
-                if tensor not in self.held[part] and not any(is_within(tensor.module, unit) for unit in units):
-                    raise CaptureError(
-                        f"with these inputs {tensor.module}.{tensor.name} is read by part {part}, which does not "
-                        "hold it; split the model with example= inputs of this kind"
+                        f"with these inputs {what} is used by part {part}, but it is in part {owner}; split the model "
+                        "with example= inputs of this kind"
                     )
 
 
@@ -338,15 +334,6 @@ def _plain_modes() -> ThreadModes:
     """Return the thread's modes; without gradients, inference mode makes no difference to a model's code."""
     modes = ThreadModes.take()
     return replace(modes, inference=False, grad=modes.grad and not modes.inference)
-
-
-_Key = TypeVar("_Key")
-
-
-def _merge(into: dict[_Key, list[int]], found: Mapping[_Key, list[int]]) -> None:
-    for name, parts in found.items():
-        known = into.setdefault(name, [])
-        known += [part for part in parts if part not in known]
 
 
 def _example_of(model: nn.Module, example: Example | None) -> tuple[tuple[object, ...], dict[str, object]] | None:

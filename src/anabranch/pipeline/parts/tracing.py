@@ -24,7 +24,6 @@ import dataclasses
 import enum
 import functools
 import inspect
-import itertools
 import operator
 import random
 import sys
@@ -33,7 +32,7 @@ import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias, cast
 
@@ -57,7 +56,7 @@ from anabranch.pipeline.parts.part_program import HeldTensor, Instruction, PartP
 from anabranch.pipeline.parts.trees import Tree, build, take_apart
 from anabranch.pipeline.stage.skips import SkipStore, declaration_of, using_store
 
-__all__ = ["Form", "Signature", "Users", "WrongCut", "signature_of", "trace", "users_by_fx"]
+__all__ = ["Form", "Signature", "Uses", "WrongCut", "signature_of", "trace", "uses_by_fx"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,30 +94,11 @@ def _form_of_input(leaf: object) -> object:
 _Run: TypeAlias = Callable[[list[object], Tree | None, ThreadModes], object]
 """A call, given the leaves and the containers of its arguments and the thread's modes."""
 
+Uses: TypeAlias = dict[str | HeldTensor, list[int]]
+"""For each module called, and each parameter and buffer read, the parts that do."""
+
 Form: TypeAlias = tuple[Tree | None, tuple[object, ...]]
 """The containers of a module's result, and in them the forms and strides of its tensors, or plain values."""
-
-
-@dataclass(slots=True)
-class Users:
-    """The parts that call or read the model's modules and tensors.
-
-    Attributes:
-        modules: for each module called, by name, the parts that call it.
-        held: for each tensor of the model that its code reads, the parts that do.
-    """
-
-    modules: dict[str, list[int]] = field(default_factory=dict)
-    held: dict[HeldTensor, list[int]] = field(default_factory=dict)
-
-    def use(self, name: str | HeldTensor, part: int) -> None:
-        """Record a use by ``part``."""
-        if isinstance(name, str):
-            parts = self.modules.setdefault(name, [])
-        else:
-            parts = self.held.setdefault(name, [])
-        if part not in parts:
-            parts.append(part)
 
 
 def trace(
@@ -128,8 +108,8 @@ def trace(
     modes: ThreadModes,
     device: torch.device,
     forms: dict[object, Form],
-) -> tuple[PartProgram, Users]:
-    """Return the program of ``model``'s forward for inputs of this form, and what its parts use.
+) -> PartProgram:
+    """Return the program of ``model``'s forward for inputs of this form.
 
     Raises:
         CaptureError: the code between the modules cannot be seen from outside; says where and why.
@@ -151,7 +131,7 @@ def trace(
         thread.join(0.5)
     if error:
         raise error[0]
-    return result[0], recorder.users
+    return result[0]
 
 
 class _Recorder(TorchFunctionMode):
@@ -177,7 +157,6 @@ class _Recorder(TorchFunctionMode):
         self._count = 0
         self._loose: dict[int, tuple[Tensor, int]] = {}
         self._parts: list[list[Instruction]] = [[] for _ in range(len(at) + 1)]
-        self.users = Users()
 
     def run(self, signature: Signature) -> PartProgram:
         with _none_drawn_elsewhere(), self._modes.entered(), using_store(SkipStore()):
@@ -243,7 +222,6 @@ class _Recorder(TorchFunctionMode):
         if path in self._opened:
             _refuse_hooks(path or type(self._model).__name__, self._model.get_submodule(path))
             return run()
-        self.users.use(path, self._cuts.part)
         self._copy.check(path)
         return self._record(path, functools.partial(self._returned, path, given), given)
 
@@ -318,8 +296,9 @@ class _Recorder(TorchFunctionMode):
             if func not in _NUMBERS or self._guess is None:
                 raise
             self._guessed = True
-            dtype = cast(Tensor, args[0]).dtype
-            return (_NUMBERS[func] or _number_type(dtype))(self._guess)
+            tensor = cast(Tensor, args[0])
+            with torch._C.DisableTorchFunction(), unset_fake_temporarily():
+                return func(torch.full(tensor.shape, self._guess, dtype=tensor.dtype, device="cpu"))
 
     def _record(self, target: str | Callable[..., object], run: _Run, given: object) -> object:
         self._depth += 1
@@ -360,11 +339,8 @@ class _Recorder(TorchFunctionMode):
     def _named(self, leaf: object, what: str) -> object:
         """Return the place of a tensor, or the constant itself."""
         if isinstance(leaf, Tensor):
-            name = self._copy.names.get(id(leaf))
-            if name is not None:
-                self.users.use(name, self._cuts.part)
-                return name
-            return self._slots[id(leaf)] if id(leaf) in self._slots else self._constant(leaf, what)
+            name = self._copy.names.get(id(leaf)) or self._slots.get(id(leaf))
+            return self._constant(leaf, what) if name is None else name
         if is_plain(leaf) or (isinstance(leaf, _CONSTANTS) and not _holds_something(leaf)):
             return leaf
         hint = "; set use_cache=False" if "Cache" in type(leaf).__name__ else ""
@@ -454,12 +430,12 @@ class _Copy:
         self._listen = listen
         self._originals = dict(model.named_modules())
         self._copies: dict[str, nn.Module] = {}
-        self._seen: dict[str, list[tuple[object, dict[object, object]]]] = {}
+        self._seen: dict[str, list[tuple[str, object, dict[object, object]]]] = {}
         self._memo = _Memo(self)
         self._empty: dict[int, Tensor] = {}
         no_hooks: OrderedDict[object, object] = OrderedDict()
         self._hooks = dict.fromkeys(_HOOKS, no_hooks)
-        self._watch("", [no_hooks])
+        self._watch("", "hooks", [no_hooks])
         self.path_of = {id(module): path for path, module in self._originals.items()}
         self.paths: dict[int, str] = {}
         self.names: dict[int, HeldTensor] = {}
@@ -480,15 +456,16 @@ class _Copy:
             state |= vars(original)
             state |= self._hooks
             state["_modules"] = _Children(self, original._modules)
-            before = {id(self._memo), *self._memo}  # under its own id, deepcopy keeps the originals alive
             for name, value in vars(original).items():
+                before = {id(self._memo), *self._memo}  # under its own id, deepcopy keeps the originals alive
                 if path in self._opened and name not in (*_HOOKS, "_modules") and not is_plain(value):
                     state[name] = _deep_copy(value, self._memo)
+                    self._watch(path, name, [value for key, value in self._memo.items() if key not in before])
                 elif type(value) in _CONTAINERS and name != "_modules":
                     state[name] = copy.copy(value)
+                    self._watch(path, name, [state[name]])
             self._listen(path, module)
-            kept = [value for value in state.values() if type(value) in (*_CONTAINERS, _Children)]
-            self._watch(path, [state, *kept, *(value for key, value in self._memo.items() if key not in before)])
+            self._watch(path, "", [state, state["_modules"]])
         return self._copies[path]
 
     def _without_memory(self, tensor: Tensor) -> Tensor:
@@ -513,32 +490,23 @@ class _Copy:
 
     # Effects that would be missed.
 
-    def _watch(self, path: str, values: Sequence[object]) -> None:
-        self._seen.setdefault(path, []).extend((value, _contents(value)) for value in values)
+    def _watch(self, path: str, name: str, values: Sequence[object]) -> None:
+        self._seen.setdefault(path, []).extend((name, value, _contents(value)) for value in values)
 
     def check(self, within: str = "") -> None:
         """Raise for an object that holds something else now: of the model, or of one of its modules."""
         paths = [path for path in self._seen if not within or is_within(path, within)]
-        for value, before in itertools.chain.from_iterable(map(self._seen.__getitem__, paths)):
+        for owner, (name, value, before) in ((path, one) for path in paths for one in self._seen[path]):
             now = _contents(value)
             if len(now) == len(before) and all(map(operator.is_, now.values(), before.values())):
                 continue
             for key in {**before, **now}:
                 if not _unchanged(before.get(key, before), now.get(key, now)):
+                    where, what = owner or type(self.module("")).__name__, key if name in _OF_MODULES else name
                     raise CaptureError(
-                        f"the code around {self._owner(value, key)}, which its parts could not share; keep it in a "
-                        "submodule, change a buffer in place, return it, or give the code of the parts as glue="
+                        f"the code around {where!r} sets its attribute {what!r}, which its parts could not share; keep "
+                        "it in a submodule, change a buffer in place, return it, or give the code of the parts as glue="
                     )
-
-    def _owner(self, value: object, key: object) -> str:
-        for path, module in self._copies.items():
-            where = path or type(module).__name__
-            for name, part in vars(module).items():
-                if part is value:
-                    return f"{where!r} sets its attribute {key if name in _TENSORS else name!r}"
-            if vars(module) is value:
-                return f"{where!r} sets its attribute {key!r}"
-        return f"the cuts changes a {type(value).__name__} that the model holds"
 
 
 class _Children(dict[str, "nn.Module | None"]):
@@ -572,7 +540,7 @@ class _Memo(dict[int, object]):
         return super().get(key, default) if path is None else self._copied.module(path)
 
 
-_TENSORS = ("_parameters", "_buffers", "_modules")
+_OF_MODULES = ("", "_parameters", "_buffers")
 
 
 def _deep_copy(value: object, memo: dict[int, object]) -> object:
@@ -633,7 +601,7 @@ class _Cuts:
             raise WrongCut(f"{self._at[self.part]!r} is not called by the model's forward, so no stage starts there")
 
 
-def users_by_fx(model: nn.Module, at: Sequence[str]) -> Users:
+def uses_by_fx(model: nn.Module, at: Sequence[str]) -> Uses:
     """Return the parts that use the model's modules and tensors, traced by ``torch.fx`` without inputs.
 
     Raises:
@@ -656,15 +624,15 @@ def users_by_fx(model: nn.Module, at: Sequence[str]) -> Users:
     for node in graph.nodes:
         if node.op == "get_attr":
             module, _, name = str(node.target).rpartition(".")
-            tracer.users.use(HeldTensor(module, name), tracer.part_of.get(node, 0))
-    return tracer.users
+            tracer.uses.setdefault(HeldTensor(module, name), []).append(tracer.part_of.get(node, 0))
+    return tracer.uses
 
 
 class _Symbolic(torch.fx.Tracer):
     def __init__(self, at: Sequence[str]) -> None:
         super().__init__()
         self.cuts = _Cuts(at)
-        self.users = Users()
+        self.uses: Uses = {}
         self.part_of: dict[torch.fx.Node, int] = {}
         self._opened = {name for cut in at for name in _around(cut)}
 
@@ -677,7 +645,7 @@ class _Symbolic(torch.fx.Tracer):
         path = self.path_of_module(m)
         self.cuts.enter(path)
         if self.is_leaf_module(m, path):
-            self.users.use(path, self.cuts.part)
+            self.uses.setdefault(path, []).append(self.cuts.part)
         return super().call_module(m, forward, args, kwargs)
 
     def create_node(self, *args: object, **kwargs: object) -> torch.fx.Node:
@@ -711,19 +679,10 @@ _READS_VALUES = (
     "move the cut so that it is inside one, or give the code of the parts as glue="
 )
 
-_NUMBERS: Mapping[object, Callable[[int], object] | None] = {
-    Tensor.item: None,
-    Tensor.__bool__: bool,
-    Tensor.__int__: int,
-    Tensor.__float__: float,
-    Tensor.__index__: int,
-}
-"""Functions that read a number, and its type; ``None`` for that of the tensor's."""
-
-
-def _number_type(dtype: torch.dtype) -> Callable[[int], object]:
-    return bool if dtype is torch.bool else complex if dtype.is_complex else float if dtype.is_floating_point else int
-
+_NUMBERS: frozenset[Callable[..., object]] = frozenset(
+    {Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__}
+)
+"""Functions that read a number."""
 
 _MOST_FORMS = 4096
 
