@@ -145,3 +145,21 @@ def test_encoders(name: str):
         expected.square().sum().backward()
         torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-12)
         assert_same(pipe, plain)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
+@pytest.mark.parametrize(("reentrant", "schedule"), [(False, "GPipe"), (False, "ZB1P"), (True, "1F1B")])
+def test_gpt2_that_checkpoints_its_blocks_replays_their_dropout(reentrant: bool, schedule: str):
+    torch.manual_seed(0)
+    model = gpt2(n_layer=4, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1).double()
+    ids = batch_of(3)["input_ids"]
+    gradients = []
+    for checkpoints in (False, True):
+        if checkpoints:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model.zero_grad()
+        parts = split(model, ["transformer.h.2"])
+        with Pipe(parts, [1, 1], chunks=2, schedule=schedule, checkpoint="never", seed=5) as pipe:
+            pipe.step(input_ids=ids, use_cache=False, target=None, loss=lambda y, _: y.logits.square().mean())
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert all(torch.allclose(one, other, rtol=1e-9, atol=1e-12) for one, other in zip(*gradients, strict=True))

@@ -207,3 +207,21 @@ def test_a_layer_knows_that_it_is_recomputed(checkpoint: str, again: int):
         pipe.step(torch.randn(3, 2), torch.randn(3, 2), loss=F.mse_loss)
     assert sorted(seen) == [False] * 6 + [True] * 2 * again
     assert not is_recomputing()
+
+
+def test_process_group_none_and_left_out_are_told_apart(monkeypatch: pytest.MonkeyPatch):
+    """``dist.group.WORLD`` is None before ``init_process_group``: each worker would train alone."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    Pipe(model, [1, 1], process_group=None).close()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"process_group=None in a job of 2 workers.*init_process_group"):
+        Pipe(model, [1, 1], process_group=torch.distributed.group.WORLD)
+    x = torch.randn(4, 2)
+    with Pipe(model, [1, 1]) as pipe:
+        with torch.no_grad():
+            pipe(x)
+        with pytest.warns(UserWarning, match="one of 2 workers without process_group="):
+            pipe.step(x, loss=lambda y, _: y.sum())
+        pipe.step(x, loss=lambda y, _: y.sum())
+        pipe(x).sum().backward()
+        assert pipe.process_group is None

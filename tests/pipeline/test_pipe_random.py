@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from pipeline_models import close
 from torch import nn
+from torch.utils import checkpoint as recomputation
 
 from anabranch import Pipe
 from anabranch.pipeline.stage.random_streams import _GiveGenerator, _Stream, drawing_from
@@ -144,3 +145,78 @@ def test_the_mask_is_that_of_the_stage_and_microbatch():
     for i, part in enumerate(y.chunk(2)):
         with drawing_from(3, 0, 1, i):
             assert close(part, F.dropout(x[:2], 0.5))
+
+
+class Checkpointed(nn.Module):
+    """A layer with dropout that keeps no activations: PyTorch's own recomputation."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.reentrant = nn.Linear(4, 4), nn.Linear(4, 4), reentrant
+        self.keeps = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.dropout(x, 0.5)
+        run = (
+            self._run if self.keeps else lambda x: recomputation.checkpoint(self._run, x, use_reentrant=self.reentrant)
+        )
+        return F.dropout(run(x), 0.5)
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(F.dropout(self.first(x), 0.5)))
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZB1P"])
+@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_inside_a_layer_replays_the_masks_of_its_stage(reentrant: bool, mode: str, schedule: str):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Checkpointed(reentrant), Checkpointed(reentrant)).double()
+    x = torch.randn(6, 4, dtype=torch.float64)
+    before = torch.get_rng_state()
+    functions = (
+        torch.get_rng_state,
+        torch.set_rng_state,
+        recomputation.get_device_states,
+        recomputation.set_device_states,
+    )
+    gradients = []
+    for keeps in (True, False):
+        for layer in model[1:]:
+            layer.keeps = keeps
+        model.zero_grad()
+        with Pipe(model, [1, 2], chunks=3, checkpoint=mode, schedule=schedule, seed=1) as pipe:
+            if reentrant and not keeps and schedule == "ZB1P":
+                with pytest.raises(RuntimeError, match="reentrant"):
+                    pipe.step(x, loss=lambda y, _: y.square().mean())
+                return
+            pipe.step(x, loss=lambda y, _: y.square().mean())
+            pipe(x).square().mean().backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert all(map(close, *gradients))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert functions[:2] == [torch.get_rng_state, torch.set_rng_state]
+    assert functions[2:] == [recomputation.get_device_states, recomputation.set_device_states]
+
+
+@pytest.mark.parametrize("place", ["softsign", "dropout"])
+def test_a_users_wrapper_of_a_function_is_applied_once(place: str, monkeypatch: pytest.MonkeyPatch):
+    original = getattr(F, place)
+    calls = []
+
+    def wrapper(x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        calls.append(place)
+        return original(x, *args, **kwargs) * 2
+
+    monkeypatch.setattr(F, place, wrapper)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Softsign() if place == "softsign" else nn.Dropout(0.5)).double()
+    x = torch.randn(4, 3, dtype=torch.float64)
+    before = torch.get_rng_state()
+    with Pipe(model, [1, 1], chunks=1, seed=3) as pipe:
+        y = pipe(x)
+    assert len(calls) == 1
+    assert torch.equal(torch.get_rng_state(), before), "drawn from the stage's stream"
+    if place == "softsign":
+        assert close(y, model(x))
+    else:
+        assert set((y / model[0](x)).round().flatten().tolist()) <= {0.0, 4.0}

@@ -7,6 +7,7 @@ input; stages, schedules and messages are in other files.
 from __future__ import annotations
 
 import operator
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.autodiff.thread_modes import ThreadModes
+from anabranch.job import job
 from anabranch.pipeline.action_runner import phase_of
 from anabranch.pipeline.call_inputs import (
     NOT_GIVEN,
@@ -65,6 +67,14 @@ from anabranch.tensors import Structure, flatten
 from anabranch.tensors.dtypes import dtype_name, dtype_named
 
 __all__ = ["Checkpoint", "Loss", "Pipe", "Reduction", "Shared", "StepResult"]
+
+
+_LEFT_OUT = cast("dist.ProcessGroup", object())
+"""No process group was passed: not even ``None``, which ``dist.group.WORLD`` is before it is initialised."""
+
+
+def _count_workers() -> int:
+    return dist.get_world_size() if dist.is_initialized() else job().workers
 
 
 _SETTINGS = frozenset({"calls", "checkpoint", "chunks", "elsewhere", "process_group", "seed", "submodules"})
@@ -138,7 +148,7 @@ class Pipe(nn.Module):
         schedule: a schedule's name, or one made by ``make_schedule``.
         process_group: the ranks to run on, one process each, in place of devices; making the pipe is then a collective.
             Every rank makes the same calls; ``x`` is read on the first stage's rank, targets on the last one's. In
-            ``module`` the parameters of other ranks are placeholders from then on.
+            ``module`` the parameters of other ranks are placeholders from then on. Left out: this process alone.
         heartbeat: seconds between two checks of ranks that are waited for.
         shared_memory: use shared memory for tensors if all ranks are on one host; else they go over gloo.
         nccl: between stages on GPUs of different ranks send tensors from device to device, if the group has NCCL beside
@@ -175,7 +185,7 @@ class Pipe(nn.Module):
         checkpoint: Checkpoint = "except_last",
         schedule: str | Schedule = "GPipe",
         deferred_batch_norm: bool = False,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | None = _LEFT_OUT,
         *,
         sample: Structure = None,
         seed: int | None = None,
@@ -185,6 +195,14 @@ class Pipe(nn.Module):
         nccl: bool = True,
     ) -> None:
         super().__init__()
+        if process_group is None and _count_workers() > 1:
+            raise ValueError(
+                f"process_group=None in a job of {_count_workers()} workers, each of which would train alone: "
+                "dist.group.WORLD is None before torch.distributed.init_process_group, so call that first, or leave "
+                "process_group out for a pipe in this process"
+            )
+        self._left_out = process_group is _LEFT_OUT
+        process_group = None if self._left_out else process_group
         check_choices(chunks, checkpoint)
         layers = flatten_layers(module)
         verify_skippables(nn.ModuleList(module.parts()) if isinstance(module, PartedModel) else module)
@@ -320,6 +338,7 @@ class Pipe(nn.Module):
         with self._turn("forward") as turn:
             call = self._call(turn, args, inputs, head=None)
             if call.differentiable:
+                self._warn_if_alone()
                 output = open_portal(call, turn)
             else:
                 output, _ = call.forward(turn)
@@ -365,6 +384,7 @@ class Pipe(nn.Module):
             ValueError: as for calling the pipe, or if the rows of ``target`` differ from those of the inputs.
             BaseException: any exception of a stage; no gradient has accumulated then.
         """
+        self._warn_if_alone()
         with self._turn("step") as turn:
             args, target = split_target(args, target)
             call, outputs, grads = self._step(turn, args, inputs, (loss, target, reduction, True, 1.0))
@@ -413,6 +433,16 @@ class Pipe(nn.Module):
             number, dtype = cast("tuple[float, str]", next(said[0] for _, said in notes if said[0] is not None))
             mine = torch.tensor(number, dtype=dtype_named(dtype), device=self._stages[self._here[-1]].device)
         return Shared(mine, rows, [said[1] for _, said in notes])
+
+    def _warn_if_alone(self) -> None:
+        """Warn once that other workers have pipes of their own, whose gradients an Executor would share."""
+        if self._left_out and _count_workers() > 1:
+            warnings.warn(
+                f"this Pipe is in one of {_count_workers()} workers without process_group=, so each worker trains a "
+                "model of its own; pass process_group= for stages in several workers, or train it in an Executor",
+                stacklevel=3,
+            )
+        self._left_out = False
 
     @contextmanager
     def _turn(self, operation: str) -> Iterator[Turn]:

@@ -14,13 +14,18 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Iterable, Iterator
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["drawing_from", "refuse_undrawable"]
@@ -40,8 +45,13 @@ def drawing_from(seed: int, step: int, stage: int, microbatch: int) -> Iterator[
     True
     """
     digest = hashlib.blake2b(struct.pack("<Q3q", seed % 2**64, step, stage, microbatch), digest_size=8).digest()
-    with _Catch(_Stream(int.from_bytes(digest, "little") >> 1)) as catch:
-        yield catch.hooked
+    stream, before = _Stream(int.from_bytes(digest, "little") >> 1), _here.stream
+    with _states_of_streams(), _Catch(stream) as catch:
+        _here.stream = stream
+        try:
+            yield catch.hooked
+        finally:
+            _here.stream = before
 
 
 class _Stream:
@@ -55,6 +65,69 @@ class _Stream:
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
         return self._generators[device]
+
+
+class _Here(threading.local):
+    stream: _Stream | None = None
+
+
+_here = _Here()
+_entering = threading.Lock()
+_entered = 0
+
+
+def _get_state() -> Tensor:
+    return _PROCESS[0]() if _here.stream is None else _here.stream.on(torch.device("cpu")).get_state()
+
+
+def _set_state(state: Tensor) -> None:
+    if _here.stream is None:
+        _PROCESS[1](state)
+    else:
+        _here.stream.on(torch.device("cpu")).set_state(state)
+
+
+def _get_device_states(*args: object) -> tuple[list[int], list[Tensor]]:
+    devices, states = _PROCESS[2](*args)
+    if _here.stream is not None:
+        kind = checkpoint._infer_device_type(*args)  # type: ignore[no-untyped-call]
+        states = [_here.stream.on(torch.device(kind, index)).get_state() for index in devices]
+    return devices, states
+
+
+def _set_device_states(devices: Sequence[int], states: Sequence[Tensor], *, device_type: str | None = None) -> None:
+    if _here.stream is None:
+        _PROCESS[3](devices, states, device_type=device_type)
+        return
+    kind = device_type or checkpoint.DefaultDeviceType.get_device_type()
+    for index, state in zip(devices, states, strict=True):
+        _here.stream.on(torch.device(kind, index)).set_state(state)
+
+
+_PLACES = [(torch, "get_rng_state"), (torch, "set_rng_state")]
+_PLACES += [(checkpoint, "get_device_states"), (checkpoint, "set_device_states")]
+_PROCESS = [getattr(*place) for place in _PLACES]
+_STREAMS = [_get_state, _set_state, _get_device_states, _set_device_states]
+
+
+@contextmanager
+def _states_of_streams() -> Iterator[None]:
+    """Let ``torch.utils.checkpoint`` save and restore the stream of its thread: it reads the process's generator else.
+
+    Other threads' calls reach the process's functions as before.
+    """
+    global _entered
+    with _entering:
+        _entered += 1
+        for (module, name), function in zip(_PLACES, _STREAMS, strict=True):
+            setattr(module, name, function)
+    try:
+        yield
+    finally:
+        with _entering:
+            _entered -= 1
+            for (module, name), function in zip(_PLACES, () if _entered else _PROCESS, strict=False):
+                setattr(module, name, function)
 
 
 _DROPOUTS = "dropout alpha_dropout feature_alpha_dropout feature_dropout"
@@ -91,6 +164,7 @@ class _Catch(TorchFunctionMode):
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
+        func = _original(func)
         if func in _DRAWING:
             with _GiveGenerator(self._stream):
                 return func(*args, **(kwargs or {}))
@@ -99,6 +173,25 @@ class _Catch(TorchFunctionMode):
             if node is not None:
                 self.hooked.add(node._sequence_nr())
         return func(*args, **(kwargs or {}))
+
+
+def _original(func: Callable[..., object]) -> Callable[..., object]:
+    """Return PyTorch's own function where a user's wrapper has its name.
+
+    In Python PyTorch's functions hand themselves to a mode by their names; the wrapper, which has called this one,
+    would run a second time.
+    """
+    frame = sys._getframe(2)
+    if type(func) is types.FunctionType and frame.f_code is _HANDLE and frame.f_back is not None:
+        code = frame.f_back.f_code
+        if code is not func.__code__ and not func.__code__.co_filename.startswith(_TORCH):
+            return _PYTHON.get(code) or types.FunctionType(code, frame.f_back.f_globals)
+    return func
+
+
+_TORCH = str(Path(torch.__file__).parent)
+_HANDLE = handle_torch_function.__code__
+_PYTHON = {one.__code__: one for one in (*vars(F).values(), *vars(nn.init).values()) if type(one) is types.FunctionType}
 
 
 class _GiveGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -41,7 +41,7 @@ from anabranch.pipeline.stage.partition import Layer, Route
 from anabranch.pipeline.stage.random_streams import drawing_from
 from anabranch.pipeline.stage.recomputing import Fingerprints, fingerprints, recomputing, same
 from anabranch.pipeline.stage.skips import SkipName, SkipStore, using_store
-from anabranch.pipeline.stage.weight_split import SplitBackward
+from anabranch.pipeline.stage.weight_split import SplitBackward, sweep
 from anabranch.tensors import Structure, flatten, map_structure
 
 __all__ = ["GradientMessages", "Head", "Messages", "Stage", "StagePlan", "StageRun"]
@@ -307,26 +307,35 @@ class StageRun:
         for boxes in here.boxes.values():
             for box in boxes:
                 box[:] = [None] * len(box)
-        # On this thread alone: torch's thread of a device may be the very one that waits for this pipe.
-        with torch.autograd.set_multithreading_enabled(False):
+        with self._sweeping(i):
             if edges and not self.updates:
                 here_alone = [self._phony, *(slot.stand_in for slot in self._slots)]
-                torch.autograd.backward(edges, grads, retain_graph=keep, inputs=here_alone)
+                sweep(edges, grads, keep=keep, inputs=here_alone)
             elif edges and self.plan.split_backward:
                 here.split = SplitBackward(edges, grads, self._phony, here.hooked)
                 here.split.inputs()
             elif edges:
-                torch.autograd.backward(edges, grads, retain_graph=keep)
+                sweep(edges, grads, keep=keep)
         answers = {source: [list(box) for box in boxes] for source, boxes in here.boxes.items()}
         if not self.plan.split_backward:
             self._done(i, keep)
         return answers
 
+    @contextmanager
+    def _sweeping(self, i: int) -> Iterator[None]:
+        """Run backward on this thread alone: torch's thread of a device may be the very one that waits for this pipe.
+
+        A layer that is checkpointed in itself runs again here, with its random numbers.
+        """
+        plan = self.plan
+        with torch.autograd.set_multithreading_enabled(False), drawing_from(plan.seed, plan.step, self.stage.index, ~i):
+            yield
+
     def weights(self, i: int, *, keep: bool) -> None:
         """Run the weights' part of microbatch ``i``, left by ``backward``."""
         here = self._passes[i]
         if here.split is not None:
-            with torch.autograd.set_multithreading_enabled(False):
+            with self._sweeping(i):
                 here.split.weights(keep=keep)
             here.split = None
         self._done(i, keep)

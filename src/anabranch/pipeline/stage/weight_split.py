@@ -26,11 +26,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
 
 from anabranch.autodiff.hooks import watch_node
 
-__all__ = ["SplitBackward"]
+__all__ = ["SplitBackward", "sweep"]
+
+
+def sweep(edges: Sequence[GradientEdge], grads: Sequence[Tensor], *, keep: bool, inputs: Sequence[Tensor] = ()) -> None:
+    """Accumulate gradients into ``inputs``, or all leaves.
+
+    Not by ``torch.autograd.backward``, which with inputs leaves the thread's function mode: a layer that is
+    checkpointed in itself runs again in a sweep, and draws its random numbers through the mode.
+    """
+    options = {"allow_unreachable": True, "accumulate_grad": True}
+    _engine_run_backward(tuple(edges), tuple(grads), keep, False, tuple(inputs), **options)
 
 
 @dataclass(slots=True)
@@ -81,7 +91,7 @@ class SplitBackward:
         self._split_points, shared = graph.split_points()
         hooks = [watch_node(split_point.node, _noting(split_point)) for split_point in self._split_points]
         try:
-            torch.autograd.backward(self.edges, self.grads, retain_graph=True, inputs=[self.start, *shared])
+            sweep(self.edges, self.grads, keep=True, inputs=[self.start, *shared])
         finally:
             for hook in hooks:
                 hook.remove()
@@ -89,7 +99,7 @@ class SplitBackward:
     def weights(self, *, keep: bool = False) -> None:
         """W: accumulates into the weights; ``keep`` leaves the graph ready for another backward."""
         if self._whole:
-            torch.autograd.backward(self.edges, self.grads, retain_graph=keep)
+            sweep(self.edges, self.grads, keep=keep)
         for split_point in self._split_points:
             reached = [(k, grad) for k, grad in enumerate(split_point.arrived) if grad is not None]
             if not reached:
@@ -98,7 +108,7 @@ class SplitBackward:
             if leaves:
                 edges = [GradientEdge(split_point.node, k) for k, _ in reached]
                 # Retained: a node of the weight side may serve several split points. All are freed with this object.
-                torch.autograd.backward(edges, [grad for _, grad in reached], retain_graph=True, inputs=leaves)
+                sweep(edges, [grad for _, grad in reached], keep=True, inputs=leaves)
 
 
 def _without_matrix(split_point: _SplitPoint) -> list[Tensor]:
