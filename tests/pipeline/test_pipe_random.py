@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -157,10 +159,8 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = F.dropout(x, 0.5)
-        run = (
-            self._run if self.keeps else lambda x: recomputation.checkpoint(self._run, x, use_reentrant=self.reentrant)
-        )
-        return F.dropout(run(x), 0.5)
+        run = functools.partial(recomputation.checkpoint, self._run, use_reentrant=self.reentrant)
+        return F.dropout((self._run if self.keeps else run)(x), 0.5)
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(torch.tanh(F.dropout(self.first(x), 0.5)))
@@ -174,12 +174,8 @@ def test_checkpointing_inside_a_layer_replays_the_masks_of_its_stage(reentrant: 
     model = nn.Sequential(nn.Linear(4, 4), Checkpointed(reentrant), Checkpointed(reentrant)).double()
     x = torch.randn(6, 4, dtype=torch.float64)
     before = torch.get_rng_state()
-    functions = (
-        torch.get_rng_state,
-        torch.set_rng_state,
-        recomputation.get_device_states,
-        recomputation.set_device_states,
-    )
+    functions = [torch.get_rng_state, torch.set_rng_state]
+    functions += [recomputation.get_device_states, recomputation.set_device_states]
     gradients = []
     for keeps in (True, False):
         for layer in model[1:]:
