@@ -10,18 +10,16 @@ import torch.nn.functional as F
 from pipeline_models import assert_same_gradients, close, reference, skipping_model
 
 from anabranch import Pipe
-from anabranch.launch import Patience
 from anabranch.pipeline.stage.device_transfers import on_device
 from anabranch.testing import LocalJob
 
-SCRIPT = Path(__file__).with_name("direct_links_job.py")
+SCRIPT = Path(__file__).with_name("pipeline_ranks_job.py")
 
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-nccl = pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="this PyTorch has no NCCL")
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZB1P"])
@@ -90,23 +88,5 @@ def test_a_pipe_computes_on_its_callers_streams():
     torch.testing.assert_close(y, model(x))
 
 
-@nccl
-@two_devices
-def test_tensors_of_two_ranks_go_from_device_to_device():
-    for found in LocalJob(2).run(SCRIPT, "on_cuda:0,1").check().results:
-        assert found["sent"] > 0
-
-
-@nccl
-def test_two_ranks_that_share_a_device_go_over_the_host():
-    """NCCL refuses to connect them."""
-    for found in LocalJob(2).run(SCRIPT, "on_cuda:0,0").check().results:
-        assert found["sent"] == 0
-
-
-@nccl
-@two_devices
-def test_a_killed_rank_is_named_by_a_rank_with_a_device_waiting_for_it():
-    result = LocalJob(2, patience=Patience(failure=60.0)).run(SCRIPT, "killed_on_cuda")
-    assert result.exit_codes[1] == -9
-    assert "rank 1 is lost" in result.results[0]["text"]
+def test_two_ranks_on_one_device_are_the_unsplit_module():
+    LocalJob(2).run(SCRIPT, "on_cuda").check()

@@ -57,7 +57,6 @@ from anabranch.pipeline.stage.stage_placement import (
     count_places,
     describe_split,
     find_balance,
-    find_neighbours,
     find_ties,
     leave_to_others,
     part_of,
@@ -151,8 +150,6 @@ class Pipe(nn.Module):
             ``module`` the parameters of other ranks are placeholders from then on. Left out: this process alone.
         heartbeat: seconds between two checks of ranks that are waited for.
         shared_memory: use shared memory for tensors if all ranks are on one host; else they go over gloo.
-        nccl: between stages on GPUs of different ranks send tensors from device to device, if the group has NCCL beside
-            gloo (``"cpu:gloo,cuda:nccl"``); else they go over the host.
         deferred_batch_norm: make the running statistics of BatchNorm those of the whole batch; not of a subclass with
             a forward of its own (``SyncBatchNorm`` too), which is refused.
         sample: a batch of the size of a microbatch, for ``balance="time"`` and ``"size"``.
@@ -192,7 +189,6 @@ class Pipe(nn.Module):
         timeout: float = 1800.0,
         heartbeat: float = 1.0,
         shared_memory: bool = True,
-        nccl: bool = True,
     ) -> None:
         super().__init__()
         if process_group is None and _count_workers() > 1:
@@ -245,10 +241,8 @@ class Pipe(nn.Module):
             self._engine = LocalEngine(rank_of, timeout)
         else:
             likeness = describe_split(split, self._schedules, self._here)
-            self._engine = ranks = RankEngine(
-                process_group, rank_of, timeout, heartbeat, shared_memory, likeness,
-                device=self._stages[self._here[0]].device, neighbours=find_neighbours(self._stages, rank_of), nccl=nccl,
-            )  # fmt: skip
+            ranks = RankEngine(process_group, rank_of, timeout, heartbeat, shared_memory, likeness)
+            self._engine = ranks
             self._ties = find_ties(split, rank_of, ranks)
             leave_to_others(split, rank_of, self._others, process_group)
 

@@ -11,8 +11,7 @@ So a receiver always knows whether another message is due: it stops at the end o
 are at the same place in the stream when the next turn begins. No rank ends a turn before all have done their work.
 
 Messages are sent over a ``Channel``: in shared memory if all ranks are on one host, else over the group's gloo. A wait
-for messages has a deadline, and checks the peers' heartbeats meanwhile. Tensors between stages on GPUs are sent
-separately, over NCCL, if the group has it: see ``links/direct.py``.
+for messages has a deadline, and checks the peers' heartbeats meanwhile. Tensors of GPUs go over the host.
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ import atexit
 import hashlib
 import itertools
 import logging
-import math
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import monotonic
@@ -41,12 +39,10 @@ from anabranch.liveness.meeting import end_without_waiting, interruptible
 from anabranch.liveness.peers import Identity, peers_of_job
 from anabranch.pipeline.action_runner import ActionFailure, Runner, phase_of
 from anabranch.pipeline.description import Observed
-from anabranch.pipeline.links.communicators import connect
-from anabranch.pipeline.links.direct import DirectLinks, Receipt, announce, guard
 from anabranch.pipeline.links.exchange import Aborted, Message
 from anabranch.pipeline.links.gloo_channel import GlooChannel
 from anabranch.pipeline.links.inbox import Channel, Inbox
-from anabranch.pipeline.links.packet_codec import Facts, Header, PacketFault, pack, unpack
+from anabranch.pipeline.links.packet_codec import Facts, Header, PacketFault, pack
 from anabranch.pipeline.links.shared_memory_channel import SharedMemoryChannel, meet
 from anabranch.pipeline.local_ranks import annotate
 from anabranch.pipeline.pipe_call import CallOutcome
@@ -64,9 +60,7 @@ _MOST_WORDS = 1 << 16
 _CONNECT_SECONDS = 30.0
 _FAREWELL_SECONDS = 0.5
 _LAST_SECONDS = 2.0
-_PAUSE = 0.0005
 _FIRST_TAG = 0x70697065
-_CPU = torch.device("cpu")
 # Pipes on one group are separated by their tags; ranks make them in the same order.
 _tags: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 
@@ -83,14 +77,10 @@ class RankEngine:
         heartbeat: seconds between the two checks after which a stopped rank is lost.
         shared_memory: true if ranks that are all on one host exchange tensors there.
         likeness: a string that must be equal on all ranks; of long ones the beginning is shown.
-        device: of this rank's stages.
-        neighbours: the pairs of ranks whose stages exchange tensors.
-        nccl: true if tensors may go from device to device, where the group has NCCL for them.
 
     Attributes:
         peers: the other ranks.
         inbox: the messages that have arrived.
-        links: the ways for tensors from device to device, if there are any.
         bytes_sent: of all tensors sent.
 
     Raises:
@@ -105,9 +95,6 @@ class RankEngine:
         heartbeat: float = 1.0,
         shared_memory: bool = True,
         likeness: str = "",
-        device: torch.device = _CPU,
-        neighbours: Iterable[tuple[int, int]] = (),
-        nccl: bool = True,
     ) -> None:
         if not heartbeat > 0:
             raise ValueError(f"heartbeat is a number of seconds above 0, got {heartbeat!r}")
@@ -127,14 +114,8 @@ class RankEngine:
         self._check_alike(likeness)
         identities = [Identity.decode(text) for text in self._gather(peers.identity.encode())]
         peers.know(dict(zip(self._members.ranks, identities, strict=True)), heartbeat)
-        store = dist.distributed_c10d._get_default_store()
-        backends = dict(pair.split(":") for pair in str(dist.get_backend_config(group)).split(","))
-        backend = backends.get(device.type, "") if nccl else ""
-        ends = connect(self.rank, neighbours, device, backend, self._gather, store, 2 * timeout, _CONNECT_SECONDS)
-        self.links = DirectLinks(self.rank, device, ends, self.inbox, 2 * heartbeat)
         # Nothing that holds this engine: its threads end when the last reference to it goes.
-        self._noticed = partial(_noticed, self._members, self.inbox, self.links)
-        unguard = guard(self.links, partial(_lost, self._members, self._noticed), heartbeat / 2) if ends else None
+        self._noticed = partial(_noticed, self._members, self.inbox)
         tag = next(_tags.setdefault(group, itertools.count(_FIRST_TAG)))
         self.name = f"pipe {','.join(map(str, self._members.ranks))}/{tag}"
         on_one_host = len({identity.host for identity in identities}) == 1
@@ -148,7 +129,7 @@ class RankEngine:
         self.bytes_sent = 0
         self.wait_seconds = 0.0
         leave = partial(_exit_without_lost_ranks, self._channel)
-        self._end = weakref.finalize(self, _end, self._channel, leave, self.links, unguard)
+        self._end = weakref.finalize(self, _end, self._channel, leave)
         atexit.register(leave)  # after the finalizer's own, so called before it
 
     @property
@@ -191,15 +172,12 @@ class RankEngine:
         self._turns += 1
         self.inbox.begin(self._turns, operation)
         deadline = Deadline.after(self._timeout)
-        self.links.begin(deadline)
         turn = RankTurn(self, self._turns, operation, step, deadline)
         try:
             yield turn
-            turn.wait_for_arrivals()
             turn.end(None)
             turn.wait_for_all_ends()
             self.flush(self._timeout)
-            self.links.finish()
         except Aborted:
             fault = self.inbox.fault
             assert fault is not None
@@ -234,11 +212,7 @@ class RankEngine:
     def send(self, rank: int, header: Header, tensors: Sequence[Tensor] = ()) -> None:
         """Send a message to ``rank``; ``tensors`` are flat bytes."""
         self.bytes_sent += sum(tensor.numel() for tensor in tensors)
-        if self.links.carry(rank, header, tensors):
-            self._channel.send(rank, announce(header))
-            self.links.send(rank, tensors)
-        else:
-            self._channel.send(rank, header, [tensor.cpu() for tensor in tensors])
+        self._channel.send(rank, header, [tensor.cpu() for tensor in tensors])
 
     def wait(
         self,
@@ -247,16 +221,13 @@ class RankEngine:
         operation: str,
         step: int,
         peers: Sequence[int],
-        pause: float = math.inf,
     ) -> None:
-        """Wait for ``found()``, which looks at the inbox, or again every ``pause`` seconds; ``peers`` are the ranks it
-        depends on.
-        """
+        """Wait for ``found()``, which looks at the inbox; ``peers`` are the ranks it depends on."""
         inbox, began = self.inbox, monotonic()
 
         def done(seconds: float) -> bool:
             ends = lambda: found() or bool(inbox.fault or inbox.lost or inbox.other_operation)  # noqa: E731
-            self._channel.wait_for(ends, min(seconds, pause))
+            self._channel.wait_for(ends, seconds)
             with inbox.changed:
                 if found():
                     return True
@@ -286,15 +257,10 @@ class RankEngine:
         self._end()
 
 
-def _noticed(members: Group, inbox: Inbox, links: DirectLinks) -> dict[int, str]:
+def _noticed(members: Group, inbox: Inbox) -> dict[int, str]:
     """Return the ranks, by their numbers in the job, that are lost by what connections to them say."""
     with inbox.changed:
-        return {members.ranks[rank]: why for rank, why in (links.lost() | inbox.lost).items()}
-
-
-def _lost(members: Group, noticed: Callable[[], Mapping[int, str]]) -> dict[int, str]:
-    """Return all ranks that are lost, by their rank in the group: a turn needs every one of them."""
-    return {members.ranks.index(rank): why for rank, why in members.lost(noticed).items()}
+        return {members.ranks[rank]: why for rank, why in inbox.lost.items()}
 
 
 def _exit_without_lost_ranks(channel: Channel) -> None:
@@ -304,10 +270,7 @@ def _exit_without_lost_ranks(channel: Channel) -> None:
         end_without_waiting()
 
 
-def _end(channel: Channel, leave: Callable[[], None], links: DirectLinks, unguard: Callable[[], None] | None) -> None:
-    if unguard is not None:
-        unguard()
-    links.close()
+def _end(channel: Channel, leave: Callable[[], None]) -> None:
     channel.close()
     if not channel.is_stuck():
         atexit.unregister(leave)
@@ -353,7 +316,6 @@ class RankTurn:
         self._has_ended = False
         self._word: object = None
         self._observed = Observed()
-        self._receipts: dict[tuple[str, int, int, int], Receipt] = {}
 
     def agree(self, make: Callable[[], Facts]) -> Facts:
         """Return the call's facts, made on the rank of the first stage and sent to all others."""
@@ -379,11 +341,9 @@ class RankTurn:
         runner = Runner(runs, outside, self, keep=keep)
         try:
             runner.run(actions[self._engine.rank])
-        except BaseException as error:
+        except BaseException:
             for run in runs.values():
                 run.abandon()
-            if isinstance(error, ActionFailure):
-                self._check_links()
             raise
         outcome = CallOutcome()
         self._observed = runner.observed
@@ -443,41 +403,13 @@ class RankTurn:
         assert action.peer is not None
         sent = Action(_SENT_AS[action.kind], action.peer, action.microbatch, action.stage)
         key, data = _key(sent), self._engine.inbox.data
-
-        def is_here() -> bool:
-            self._begin_to_receive()
-            return key in data or key in self._receipts
-
-        self._wait(is_here, str(action), [self._engine.rank_of(action.peer)])
-        if key in self._receipts:
-            receipt = self._receipts.pop(key)
-            self._engine.links.take_up(receipt)
-            self._check_links()
-            return unpack(sent.kind, receipt.header.body, receipt.tensors)
+        self._wait(lambda: key in data, str(action), [self._engine.rank_of(action.peer)])
         with self._engine.inbox.changed:
             return data.pop(key)
-
-    def _begin_to_receive(self) -> None:
-        for receipt in self._engine.links.receive():
-            header = receipt.header
-            self._receipts[header.kind, header.stage, header.peer, header.microbatch] = receipt
-
-    def _check_links(self) -> None:
-        """Raise the reason if incoming tensors were abandoned, rather than an error that follows from it."""
-        if self._engine.links.gave_up():
-            self._engine.links.note_cut_off()
-            self._wait(lambda: False, "tensors in transit", self._engine.peers)
-
-    def wait_for_arrivals(self) -> None:
-        """Wait until all tensors that streams wait for have arrived."""
-        links = self._engine.links
-        if not links.all_arrived():
-            self._wait(links.all_arrived, "tensors in transit", self._engine.peers, _PAUSE)
 
     def check(self) -> None:
         """Raise ``Aborted`` once another rank's fault has arrived."""
         self._engine.look()
-        self._begin_to_receive()
         if self._engine.inbox.fault is not None:
             raise Aborted
 
@@ -489,7 +421,6 @@ class RankTurn:
             for peer in self._engine.peers:
                 self._engine.send(peer, Header(self._number, self._operation, "end", body=body, fault=fault))
             if fault is not None:
-                self._engine.links.fail(self._engine.peers)
                 self._engine.flush(_FAREWELL_SECONDS)
 
     def wait_for_all_ends(self) -> None:
@@ -502,11 +433,10 @@ class RankTurn:
         for body in engine.inbox.bodies.values():
             engine.observed.add(Observed.from_plain(cast("list[object]", body)[1]))
 
-    def _wait(self, found: Callable[[], bool], what: str, peers: Sequence[int], pause: float = math.inf) -> None:
-        self._engine.wait(found, self._deadline, f"{self._operation} {what}", self._step, peers, pause)
+    def _wait(self, found: Callable[[], bool], what: str, peers: Sequence[int]) -> None:
+        self._engine.wait(found, self._deadline, f"{self._operation} {what}", self._step, peers)
 
 
-_CARRIED = frozenset({Kind.SEND_F.value, Kind.SEND_B.value})
 _SENT_AS = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
@@ -22,7 +21,6 @@ class Inbox:
 
     Attributes:
         faulted: the peers whose fault in some turn has arrived.
-        carried: the headers, with their peers, whose tensors are sent by another path.
     """
 
     def __init__(self, peers: Sequence[int]) -> None:
@@ -41,7 +39,6 @@ class Inbox:
             self._operation = operation
             self.other_operation: tuple[int, str] | None = None
             self.data: dict[tuple[str, int, int, int], Message] = {}
-            self.carried: deque[tuple[int, Header]] = deque()
             self.shares: dict[tuple[int, int], Tensor | None] = {}
             self.spread: dict[int, Message] = {}
             self.bodies: dict[int, object] = {}
@@ -80,8 +77,6 @@ class Inbox:
                 ]
             case "spread":
                 self.spread[peer] = unpack(Kind.SEND_F, header.body, tensors)
-            case _ if header.carried:
-                self.carried.append((peer, header))
             case kind:
                 key = (kind, header.stage, header.peer, header.microbatch)
                 self.data[key] = unpack(Kind(kind), header.body, tensors)

@@ -72,10 +72,7 @@ class PacketFault(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Header(msgspec.Struct, array_like=True, frozen=True):
-    """A message's header: a sending action's data, the facts of a call, shares of tied gradients, or a turn's end.
-
-    ``tensors`` follow the header on the channel, ``carried`` ones go by another way.
-    """
+    """A message's header: a sending action's data, the facts of a call, shares of tied gradients, or a turn's end."""
 
     turn: int
     operation: str
@@ -87,7 +84,6 @@ class Header(msgspec.Struct, array_like=True, frozen=True):
     tensors: list[tuple[str, list[int]]] = []
     facts: Facts | None = None
     fault: PacketFault | None = None
-    carried: list[tuple[str, list[int]]] = []
 
 
 def encode_header(header: Header) -> list[Tensor]:

@@ -87,11 +87,6 @@ def describe_split(split: Sequence[Sequence[Layer]], schedules: PipeSchedules, h
     return f"{list(map(len, split))} layers under {schedules.name}: {names} {schedules.rank_of} {schedules.given}"
 
 
-def find_neighbours(stages: Sequence[Stage], rank_of: Sequence[int]) -> set[tuple[int, int]]:
-    """Return the pairs of ranks whose stages exchange tensors."""
-    return {(rank_of[s.index], rank_of[target]) for s in stages for target in s.targets if target != OUTSIDE}
-
-
 def part_of(module: nn.Module, stages: Sequence[Sequence[Layer]]) -> nn.Module:
     """Return the layers of ``stages`` in nested ``nn.Sequential`` like those they come from, so that names stay."""
     layers = [layer for layers in stages for layer in layers]
