@@ -486,7 +486,11 @@ class _Copy:
         for child in module.modules():
             memo.update((id(tensor), self._without_memory(tensor)) for tensor in _tensors_in(child))
             memo.update((id(getattr(child, name)), OrderedDict()) for name in _HOOKS)
-        return cast(nn.Module, _deep_copy(module, memo))
+        whole = cast(nn.Module, _deep_copy(module, memo))
+        for child in whole.modules():
+            if "_orig_mod" in child._modules:  # of torch.compile, whose code knows no tensors without memory
+                vars(child)["forward"] = child._orig_mod
+        return whole
 
     # Effects that would be missed.
 
@@ -548,7 +552,10 @@ def _deep_copy(value: object, memo: dict[int, object]) -> object:
         with _SharingTensors():
             return copy.deepcopy(value, memo)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise CaptureError(f"a {type(value).__name__} that the model holds cannot be copied: {error}") from error
+        raise CaptureError(
+            f"a {type(value).__name__} that the model holds cannot be copied ({error}); keep it elsewhere, or give the "
+            "code of the parts as glue="
+        ) from error
 
 
 class _SharingTensors(TorchFunctionMode):
