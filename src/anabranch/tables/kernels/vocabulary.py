@@ -104,7 +104,7 @@ def locate(
         for i in range(begin + U(1), end):
             falls += ids[i] <= ids[i - U(1)]
         if size >= 0:
-            outside = 0
+            outside: Any = 0
             for i in range(begin, end):
                 outside += U(ids[i]) >= U(size)
             if outside:
