@@ -227,7 +227,7 @@ class Arena:
 def _converts_float16() -> bool:
     if "x86" not in binding.get_process_triple():
         return True
-    features = numba.core.config.CPU_FEATURES  # type: ignore[attr-defined]
+    features = getattr(numba.core.config, "CPU_FEATURES", None)
     return "+f16c" in features if features is not None else bool(binding.get_host_cpu_features().get("f16c"))
 
 
