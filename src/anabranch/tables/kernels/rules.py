@@ -1,4 +1,4 @@
-"""The optimizers' rules, a row at a time: a number each, and one function with a branch, which costs nothing.
+"""The optimizers' rules, a row at a time: a number each.
 
 ``w`` holds the weights of a row from ``a`` on and ``x`` its states from ``s`` on, ``wide`` numbers each (row-wise
 Adagrad's is one number); ``g`` holds the gradient from ``b`` on, in the type of the weights. ``c`` are the constants of
@@ -28,14 +28,14 @@ def _gradient(w: Any, a: Any, g: Any, b: Any, decay: Any, sign: Any) -> Any:
 
 
 @inline
-def _sgd(w: Any, a: Any, wide: Any, g: Any, b: Any, c: Any) -> None:
+def sgd(w: Any, a: Any, x: Any, s: Any, wide: Any, g: Any, b: Any, c: Any) -> None:
     lr, decay, sign = number(w, -c[0]), number(w, c[4]), number(w, c[5])
     for j in range(wide):
         w[a + j] = rounded(w, fma(lr, _gradient(w, a + j, g, b + j, decay, sign), load(w, a + j)))
 
 
 @inline
-def _momentum(w: Any, a: Any, x: Any, s: Any, wide: Any, g: Any, b: Any, c: Any) -> None:
+def momentum(w: Any, a: Any, x: Any, s: Any, wide: Any, g: Any, b: Any, c: Any) -> None:
     lr, momentum, fresh = number(w, -c[0]), number(w, c[1]), number(w, c[2])
     decay, sign = number(w, c[4]), number(w, c[5])
     nesterov, first = c[3] != 0, c[6] != 0
@@ -48,7 +48,7 @@ def _momentum(w: Any, a: Any, x: Any, s: Any, wide: Any, g: Any, b: Any, c: Any)
 
 
 @inline
-def _adagrad(w: Any, a: Any, x: Any, s: Any, wide: Any, g: Any, b: Any, c: Any) -> None:
+def adagrad(w: Any, a: Any, x: Any, s: Any, wide: Any, g: Any, b: Any, c: Any) -> None:
     lr = coarse(w, c[0])  # torch rounds Adagrad's rate, and no other's, to bfloat16
     eps, decay, sign = number(w, c[1]), number(w, c[4]), number(w, c[5])
     for j in range(wide):
@@ -59,7 +59,7 @@ def _adagrad(w: Any, a: Any, x: Any, s: Any, wide: Any, g: Any, b: Any, c: Any) 
 
 
 @inline
-def _row_wise(w: Any, a: Any, x: Any, s: Any, wide: Any, g: Any, b: Any, c: Any) -> None:
+def row_wise(w: Any, a: Any, x: Any, s: Any, wide: Any, g: Any, b: Any, c: Any) -> None:
     decay, sign, squares = number(w, c[4]), number(w, c[5]), 0.0
     for j in range(wide):
         grad = (load(g, b + j) + number(w, 0.0)) * sign + load(w, a + j) * decay
@@ -73,7 +73,7 @@ def _row_wise(w: Any, a: Any, x: Any, s: Any, wide: Any, g: Any, b: Any, c: Any)
 
 
 @inline
-def _adam(w: Any, a: Any, x: Any, s: Any, wide: Any, amsgrad: bool, g: Any, b: Any, c: Any) -> None:
+def _adam(w: Any, a: Any, x: Any, s: Any, wide: Any, largest: bool, g: Any, b: Any, c: Any) -> None:
     step, root, share, beta2 = number(w, c[0]), number(w, c[1]), number(w, c[2]), number(w, c[3])
     decay, sign, eps, keep = number(w, c[4]), number(w, c[5]), number(w, c[6]), number(w, c[7])
     share2, rest = number(w, c[8]), number(w, 1.0) - share
@@ -84,14 +84,24 @@ def _adam(w: Any, a: Any, x: Any, s: Any, wide: Any, amsgrad: bool, g: Any, b: A
         mean = fma(share, grad - mean, mean) if near else fma(mean - grad, rest, grad)
         squares = fma(share2 * grad, grad, squares * beta2)
         x[s + j], x[s + wide + j] = rounded(x, mean), rounded(x, squares)
-        if amsgrad:
+        if largest:
             squares = max(squares, load(x, s + wide + wide + j))
             x[s + wide + wide + j] = rounded(x, squares)
         w[a + j] = rounded(w, load(w, a + j) * keep + step * mean / (np.sqrt(squares) / root + eps))
 
 
 @inline
-def _rmsprop(w: Any, a: Any, x: Any, s: Any, wide: Any, g: Any, b: Any, c: Any) -> None:
+def adam(w: Any, a: Any, x: Any, s: Any, wide: Any, g: Any, b: Any, c: Any) -> None:
+    _adam(w, a, x, s, wide, False, g, b, c)
+
+
+@inline
+def amsgrad(w: Any, a: Any, x: Any, s: Any, wide: Any, g: Any, b: Any, c: Any) -> None:
+    _adam(w, a, x, s, wide, True, g, b, c)
+
+
+@inline
+def rmsprop(w: Any, a: Any, x: Any, s: Any, wide: Any, g: Any, b: Any, c: Any) -> None:
     lr, momentum, alpha, eps = number(w, -c[0]), number(w, c[1]), number(w, c[2]), number(w, c[6])
     decay, sign, rest = number(w, c[4]), number(w, c[5]), number(w, 1 - c[2])
     buffered, centered, last = c[1] > 0, c[3] != 0, s + (wide + wide if c[1] > 0 else wide)
@@ -114,7 +124,7 @@ def _rmsprop(w: Any, a: Any, x: Any, s: Any, wide: Any, g: Any, b: Any, c: Any) 
 
 
 @inline
-def _adamax(w: Any, a: Any, x: Any, s: Any, wide: Any, g: Any, b: Any, c: Any) -> None:
+def adamax(w: Any, a: Any, x: Any, s: Any, wide: Any, g: Any, b: Any, c: Any) -> None:
     lr, share, beta2, eps = number(w, -c[0]), number(w, 1 - c[2]), number(w, c[3]), number(w, c[6])
     decay, sign, near = number(w, c[4]), number(w, c[5]), 1 - c[2] < 0.5
     rest = number(w, 1.0) - share
@@ -128,7 +138,7 @@ def _adamax(w: Any, a: Any, x: Any, s: Any, wide: Any, g: Any, b: Any, c: Any) -
 
 
 @inline
-def _ftrl(w: Any, a: Any, x: Any, s: Any, wide: Any, g: Any, b: Any, c: Any) -> None:
+def ftrl(w: Any, a: Any, x: Any, s: Any, wide: Any, g: Any, b: Any, c: Any) -> None:
     # ``optimizers.ftrl.follow`` has the reasons.
     lr, beta, l1, l2, sign = number(w, c[0]), number(w, c[2]), number(w, c[3]), number(w, c[6]), number(w, c[5])
     zero = number(w, 0.0)
@@ -146,33 +156,27 @@ def _ftrl(w: Any, a: Any, x: Any, s: Any, wide: Any, g: Any, b: Any, c: Any) -> 
         x[s + wide + j] = rounded(x, squares)
 
 
-@inline
-def move(rule: int, w: Any, a: Any, x: Any, s: Any, wide: Any, g: Any, b: Any, c: Any) -> None:
-    """One step of one row."""
-    if rule == SGD:
-        _sgd(w, a, wide, g, b, c)
-    elif rule == MOMENTUM:
-        _momentum(w, a, x, s, wide, g, b, c)
-    elif rule == ADAGRAD:
-        _adagrad(w, a, x, s, wide, g, b, c)
-    elif rule == ROW_WISE:
-        _row_wise(w, a, x, s, wide, g, b, c)
-    elif rule == ADAM:
-        _adam(w, a, x, s, wide, False, g, b, c)
-    elif rule == AMSGRAD:
-        _adam(w, a, x, s, wide, True, g, b, c)
-    elif rule == RMSPROP:
-        _rmsprop(w, a, x, s, wide, g, b, c)
-    elif rule == ADAMAX:
-        _adamax(w, a, x, s, wide, g, b, c)
-    else:
-        _ftrl(w, a, x, s, wide, g, b, c)
-
-
 @kernel
 def move_row(rule: int, w: Any, a: Any, x: Any, s: Any, wide: Any, g: Any, b: Any, c: Any) -> None:
-    """``move``, called: where the rules would take longer to compile than they save."""
-    move(rule, w, a, x, s, wide, g, b, c)
+    """One step of one row."""
+    if rule == SGD:
+        sgd(w, a, x, s, wide, g, b, c)
+    elif rule == MOMENTUM:
+        momentum(w, a, x, s, wide, g, b, c)
+    elif rule == ADAGRAD:
+        adagrad(w, a, x, s, wide, g, b, c)
+    elif rule == ROW_WISE:
+        row_wise(w, a, x, s, wide, g, b, c)
+    elif rule == ADAM:
+        adam(w, a, x, s, wide, g, b, c)
+    elif rule == AMSGRAD:
+        amsgrad(w, a, x, s, wide, g, b, c)
+    elif rule == RMSPROP:
+        rmsprop(w, a, x, s, wide, g, b, c)
+    elif rule == ADAMAX:
+        adamax(w, a, x, s, wide, g, b, c)
+    else:
+        ftrl(w, a, x, s, wide, g, b, c)
 
 
 # --- gradients that are sums over several steps -----------------------------------------------------------------------
