@@ -66,7 +66,7 @@ SERVERS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: ab.ParameterServer(durability="log", checkpoint_dir="/dev/null"),
         ab.CheckpointError,
-        "/dev/null/shard-0-of-1 cannot be used: .*Not a directory.*; give a directory that can be created",
+        "/dev/null/shard-0-of-1 cannot be used: .*; let user .* or give a directory on another local disk",
     ),
     (lambda: ab.ParameterClient("x"), TypeError, "endpoints is a list of strings .* got 'x'"),
     (lambda: ab.ParameterClient([3]), TypeError, "an endpoint is a string .* got 3"),

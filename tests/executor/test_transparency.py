@@ -331,7 +331,8 @@ def pipe_of_workers(stages: int) -> float:
 
     plain = layers()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
-    pipe = ab.Pipe(layers(), [2, 1], chunks=1, process_group=grid.pipeline_group if stages > 1 else None)
+    group = {"process_group": grid.pipeline_group} if stages > 1 else {}
+    pipe = ab.Pipe(layers(), [2, 1], chunks=1, **group)
     step = ab.TrainStep(pipe, of_all, torch.optim.SGD(pipe.parameters(), lr=0.5))
     with ab.Executor(step, "AllReduce", process_group=grid.data_group, timeout=60) as executor:
         for number in range(4):

@@ -79,6 +79,14 @@ def test_output_written_before_a_line_of_the_launcher_is_shown_before_it(
     assert capfd.readouterr().err.splitlines() == lines
 
 
+def test_the_last_line_of_the_launcher_may_come_with_the_end(tmp_path: Path) -> None:
+    said: list[str] = []
+    for number in range(100):
+        with Screen(tmp_path / "log", said.append) as screen:
+            screen.say(str(number))
+    assert said == [str(number) for number in range(100)]
+
+
 def test_the_log_of_an_attempt_before_stays(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A job that was started again had lost what rank 0 had written the first time."""
     for attempt in range(2):

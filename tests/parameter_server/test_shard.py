@@ -26,7 +26,7 @@ from anabranch.parameter_server.messages import (
     PushPart,
     ReleaseMessage,
     RestoreMessage,
-    Turn,
+    WorkerProgress,
 )
 from anabranch.parameter_server.server import shard as shard_module
 from anabranch.parameter_server.server.durable.bodies import Record
@@ -143,7 +143,7 @@ def test_mutated_messages_are_refused_change_nothing_and_leave_no_record(tmp_pat
         "init": (InitMessage("t", SGD.to_dict(), SPEC.to_dict()), []),
         "join": (JoinMessage(0, 1, "bsp"), []),
         "restore": (RestoreMessage("t", 1), [ids, torch.zeros(2, 2), ids, *nothing]),
-        "release": (ReleaseMessage(0, Turn(0, 1, 1, 0)), []),
+        "release": (ReleaseMessage(0, WorkerProgress(0, 1, 1, 0)), []),
         "norm": (NormMessage(0, 0), []),
     }
     outcomes: dict[str, int] = {}

@@ -25,7 +25,7 @@ from anabranch.parameter_server.messages import (
     PushMessage,
     PushPart,
     ReleaseMessage,
-    Turn,
+    WorkerProgress,
 )
 from anabranch.tables import Family, RowOptimizer
 
@@ -77,17 +77,17 @@ class Walk:
         self.members = [tuple(range(workers))]
         self.workers = [Worker() for _ in range(workers)]
         self.votes: dict[tuple[int, int], dict[int, bool]] = {}
-        self.late: list[tuple[int, int, Turn, bool]] = []
+        self.late: list[tuple[int, int, WorkerProgress, bool]] = []
         for one in self.shards:
             one.shard.init(InitMessage("p", SGD.to_dict()), [torch.zeros(STEPS, SAMPLES, dtype=torch.float64)])
             for rank in range(workers):
                 one.shard.join(JoinMessage(rank, workers, "bsp"))
 
-    def turn(self, worker: Worker) -> Turn:
+    def turn(self, worker: Worker) -> WorkerProgress:
         last = max((step for step, doing in enumerate(worker.steps) if doing != DROPPED), default=-1)
-        return Turn(worker.number, len(self.members[worker.number]), len(worker.steps), last)
+        return WorkerProgress(worker.number, len(self.members[worker.number]), len(worker.steps), last)
 
-    def deliver(self, at: int, who: int, turn: Turn, push: bool) -> None:
+    def deliver(self, at: int, who: int, turn: WorkerProgress, push: bool) -> None:
         rank, shard = self.members[turn.number].index(who), self.shards[at].shard
         if not push:
             shard.release(ReleaseMessage(rank, turn))

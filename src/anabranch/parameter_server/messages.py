@@ -41,7 +41,7 @@ __all__ = [
     "ReleaseMessage",
     "RestoreMessage",
     "StepMessage",
-    "Turn",
+    "WorkerProgress",
     "check_kinds",
 ]
 
@@ -51,7 +51,7 @@ _World = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 _Number = Annotated[int, msgspec.Meta(ge=-1, le=1 << 62)]
 
 
-class Turn(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+class WorkerProgress(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """How far a worker is, in every message that it sends as one; releases all steps before ``done``.
 
     ``number`` counts the memberships: a shard takes no message of a lower one, and the first of a higher one sets its
@@ -130,14 +130,14 @@ class NormMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 
     rank: _Rank
     step: _Count
-    turn: Turn | None = None
+    turn: WorkerProgress | None = None
 
 
 class ReleaseMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """Says how far a worker is, and nothing else; a negative rank says it of all: their job has ended there."""
 
     rank: _Number
-    turn: Turn
+    turn: WorkerProgress
 
 
 class StepMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -156,7 +156,7 @@ class BarrierMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknow
 
 
 class JoinMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Registers a worker of a job, with the order of the job's steps; ``number`` as in ``Turn``."""
+    """Registers a worker of a job, with the order of the job's steps; ``number`` as in ``WorkerProgress``."""
 
     rank: _Rank
     world: _World
@@ -178,7 +178,7 @@ class PullMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     rank: _Number = -1
     step: _Number = -1
     compression: Compression | None = None
-    turn: Turn | None = None
+    turn: WorkerProgress | None = None
 
     def knows(self) -> int:
         """Return the number of known ids."""
@@ -213,7 +213,7 @@ class PushMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 
     ``weight`` is the weight of the worker's gradients among the workers': its rows, if they are means over them.
     A worker's push with ``step`` -1 is outside the order of steps: it is done at once, by the worker's share in the
-    last one. With ``hold`` the workers' gradients are kept until every worker's ``Turn`` releases the step.
+    last one. With ``hold`` the workers' gradients are kept until every worker's ``WorkerProgress`` releases the step.
     """
 
     parts: list[PushPart]
@@ -224,7 +224,7 @@ class PushMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     mean: bool = True
     hold: bool = False
     compression: Compression | None = None
-    turn: Turn | None = None
+    turn: WorkerProgress | None = None
 
     def sums(self) -> int:
         """Return the number of gradients that are sums over several steps."""

@@ -103,7 +103,7 @@ class Arena:
         self.width, self.dtype, self.rule = spec.width, spec.dtype, rule.number
         self.states = 1 if rule.number == ROW_WISE else spec.width * rule.states
         self.state_dtype = sums_dtype(spec.dtype) if rule.number == ROW_WISE else state_dtype(spec.dtype)
-        kinds = [as_array(torch.empty(0, dtype=dtype)).dtype for dtype in (self.dtype, self.state_dtype)]
+        kinds = [as_array(torch.empty(0, dtype=dtype, device="cpu")).dtype for dtype in (self.dtype, self.state_dtype)]
         weight, state = (kind.itemsize for kind in kinds)
         behind = -(-(16 + self.width * weight) // state)  # numbers of states' size before a row's states
         pitch = -(-(behind + self.states) * state // 8)
@@ -120,7 +120,7 @@ class Arena:
         self.least = 2.0**-7 if spec.dtype == torch.bfloat16 else 2.0**-16
         self.most = float(torch.finfo(spec.dtype).max) if weight == 2 else math.inf
         self.zeros = np.zeros(self.width, kinds[0])
-        self.working = as_array(torch.empty(0, dtype=working_dtype(self.dtype))).dtype
+        self.working = as_array(torch.empty(0, dtype=working_dtype(self.dtype), device="cpu")).dtype
         self.facts: Array = np.zeros((1, 5), np.int64)  # table 0 is nobody's
         self.keys: Array = np.zeros(1, np.uint64)
         self.firsts: Array = np.zeros((1, 4))

@@ -53,7 +53,7 @@ _NO_SQUARES: Array = np.empty(0, np.float32)
 class Table:
     """Rows of numbers by id, and their optimizer.
 
-    >>> from anabranch.tables import Constant
+    >>> from anabranch.tables import Constant, Family
     >>> spec = TableSpec("words", rows=10, width=2, initial=Constant(1.0))
     >>> table = Table(spec, RowOptimizer(Family.SGD, lr=0.5))
     >>> table.push(torch.tensor([3, 5, 3]), torch.ones(3, 2))
@@ -377,7 +377,7 @@ class Table:
 class TableGroup:
     """Tables of one arena, whose lookups of a step are known together: flat ids, and the number that each table has.
 
-    >>> from anabranch.tables import Constant
+    >>> from anabranch.tables import Constant, Family
     >>> rule, specs = RowOptimizer(Family.SGD, lr=0.5), [TableSpec(n, 10, 2, initial=Constant(1.0)) for n in "ab"]
     >>> arena = Arena(specs[0], rule)
     >>> tables = [Table(spec, rule, arena) for spec in specs]
@@ -443,7 +443,7 @@ class TableGroup:
         flat, starts = self._lookups(ids, counts)
         versions = np.empty(flat.size, np.int64)
         rows, _ = self._rows(
-            flat, starts, as_array(torch.empty(0, dtype=self.arena.dtype)), versions, training=training
+            flat, starts, as_array(torch.empty(0, dtype=self.arena.dtype, device="cpu")), versions, training=training
         )
         evicts = np.repeat([not table.spec.stays for table in self.tables], known)
         ends, many = starts[1:], np.asarray(known)
@@ -527,7 +527,7 @@ class TableGroup:
     def admit(self, ids: Tensor, counts: Sequence[int]) -> None:
         """Give rows to ids as ``pull`` in training does, without the answer."""
         flat, starts = self._lookups(ids, counts)
-        self._rows(flat, starts, as_array(torch.empty(0, dtype=self.arena.dtype)), _NONE, training=True)
+        self._rows(flat, starts, as_array(torch.empty(0, dtype=self.arena.dtype, device="cpu")), _NONE, training=True)
 
     # --- rows of lookups --------------------------------------------------------------------------------------------
 

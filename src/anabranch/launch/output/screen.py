@@ -134,7 +134,8 @@ class Screen:
             self._finish_lines()
             if self._lines:
                 self._say_all()
-            elif ending:
+                continue  # not to the poll: the end may have come with these lines, and wakes it once
+            if ending:
                 return
             for stream in self._streams:
                 if stream.ended:

@@ -63,7 +63,7 @@ from anabranch.parameter_server.messages import (
     PushMessage,
     PushPart,
     ReleaseMessage,
-    Turn,
+    WorkerProgress,
 )
 from anabranch.parameter_server.server.shard_server import ParameterServer
 from anabranch.parameter_server.server.shard_statistics import ShardStatistics
@@ -187,7 +187,7 @@ class ParameterClient:
         self._torn: int | None = None
         self.pushed = 0
         self._joins = -1
-        self._turn = Turn()
+        self._turn = WorkerProgress()
         self._uninformed: set[int] = set()  # shards that have not heard of it
         self._telling: threading.Thread | None = None
         self._client = self._stack.enter_context(
@@ -707,7 +707,7 @@ class ParameterClient:
     def decide(self, step: int, scale: float | None) -> None:
         """Release ``step`` with the next message to each shard: to be applied, times ``scale``, or dropped."""
         last, factor = (self._turn.last, self._turn.scale) if scale is None else (step, scale)
-        self._turn = Turn(self._turn.number, self._turn.world, step + 1, last, factor)
+        self._turn = WorkerProgress(self._turn.number, self._turn.world, step + 1, last, factor)
         self._uninformed = set(range(self.shards))
 
     def tell(self) -> None:
@@ -730,7 +730,7 @@ class ParameterClient:
 
         That all shards hold it whole was agreed before anybody had the outcome.
         """
-        heard = [unpack(shard["turn"], Turn) for shard in self._calls.describe() if shard["turn"]]
+        heard = [unpack(shard["turn"], WorkerProgress) for shard in self._calls.describe() if shard["turn"]]
         if heard:
             furthest = max(heard, key=lambda turn: (turn.number, turn.done))
             word = pack(ReleaseMessage(-1, furthest))
@@ -740,7 +740,7 @@ class ParameterClient:
         message = ReleaseMessage(self.rank, self._turn_for(shard, self._turn.done) or self._turn)
         return self._calls.request(shard, "release", pack(message))
 
-    def _turn_for(self, shard: int, step: int | None) -> Turn | None:
+    def _turn_for(self, shard: int, step: int | None) -> WorkerProgress | None:
         """Return what a message to ``shard`` says of this worker."""
         if step is None or self._worker is None:
             return None
@@ -764,7 +764,7 @@ class ParameterClient:
         for endpoint, life in zip(self._calls.endpoints, lives, strict=True):
             self._calls.acknowledged[endpoint].life = unpack(life.payload, int)
         self._joins += 1  # so that late messages of before are of a lower number
-        self._turn = Turn(self._joins, worker.world, step)
+        self._turn = WorkerProgress(self._joins, worker.world, step)
         self._uninformed.clear()
         message = pack(JoinMessage(worker.rank, worker.world, worker.consistency, step, self._joins))
         self._calls.all([self._calls.request(shard, "join", message) for shard in range(self.shards)])

@@ -17,7 +17,7 @@ from anabranch.choices import choice
 from anabranch.job import job
 from anabranch.parameter_server.client.distinct_ids import unique_of
 from anabranch.parameter_server.client.parameter_client import ParameterClient
-from anabranch.parameter_server.client.remote_weight import Table, WeightSource, look_up, look_up_bags
+from anabranch.parameter_server.client.remote_weight import TableFacts, WeightSource, look_up, look_up_bags
 from anabranch.parameter_server.client.saved_tables import for_optimizer
 from anabranch.tables.initial import Constant, Initial, Normal
 from anabranch.tables.optimizers.row_optimizers import OptimizerFactory, RowOptimizer
@@ -153,7 +153,7 @@ class RemoteEmbedding(nn.Module):
         self, ids: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None, trained: bool
     ) -> list[Tensor]:
         """``forward``, as one call that Dynamo does not trace into; constants if it is not ``trained``."""
-        table = Table(self.name, self.spec.width, self.spec.dtype)
+        table = TableFacts(self.name, self.spec.width, self.spec.dtype)
         recorded = trained or (per_sample_weights is not None and per_sample_weights.requires_grad)
         with nullcontext() if recorded else torch.no_grad():
             if self.mode is None:

@@ -27,7 +27,7 @@ from anabranch.autodiff.boundary.crossing import Crossed, Form, RecordedBoundary
 from anabranch.autodiff.moved_parameter import MovedParameter
 from anabranch.errors import SchemaError
 
-__all__ = ["RemoteLookups", "Table", "WeightSource", "look_up", "look_up_bags"]
+__all__ = ["RemoteLookups", "TableFacts", "WeightSource", "look_up", "look_up_bags"]
 
 
 class WeightSource(Protocol):
@@ -46,7 +46,7 @@ class WeightSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class TableFacts:
     """The facts about a table that are needed before its rows arrive."""
 
     name: str
@@ -54,14 +54,14 @@ class Table:
     dtype: torch.dtype
 
 
-def _check_dtype(table: Table, ids: Tensor) -> None:
+def _check_dtype(table: TableFacts, ids: Tensor) -> None:
     if ids.dtype not in (torch.int64, torch.int32):  # as torch.nn.functional.embedding takes them
         raise SchemaError(f"table {table.name}: ids are int64 or int32, got {ids.dtype}; convert them with ids.long()")
 
 
 def look_up(
     source: Callable[[], WeightSource],
-    table: Table,
+    table: TableFacts,
     ids: Tensor,
     padding_id: int | None = None,
     *,
@@ -79,7 +79,7 @@ class _Rows:
     """The boundary of a lookup of rows; bags, whose backward is more complex, are recorded by torch's own tape."""
 
     source: Callable[[], WeightSource]
-    table: Table
+    table: TableFacts
     padding_id: int | None
     scale_grad_by_freq: bool
 
@@ -121,7 +121,7 @@ _merge = torch.ops.aten.embedding_dense_backward.default
 
 def look_up_bags(
     source: Callable[[], WeightSource],
-    table: Table,
+    table: TableFacts,
     ids: Tensor,
     offsets: Tensor | None = None,
     per_sample_weights: Tensor | None = None,
@@ -223,7 +223,7 @@ class RemoteLookups:
 
     def __init__(self, source: WeightSource, shape: torch.Size, dtype: torch.dtype) -> None:
         self.source, self.name, self._count = source, source.name, shape[0]
-        self._table = Table(source.name, shape[1], dtype)
+        self._table = TableFacts(source.name, shape[1], dtype)
         self._handle = whole_calls.handle_of(self)
 
     def rows(

@@ -45,7 +45,7 @@ from anabranch.parameter_server.messages import (
     ReleaseMessage,
     RestoreMessage,
     StepMessage,
-    Turn,
+    WorkerProgress,
 )
 from anabranch.parameter_server.server.applying_pushes import apply, squared_sum, weighted_shares
 from anabranch.parameter_server.server.contents import ShardContents
@@ -173,7 +173,7 @@ class Shard:
                 self._apply_due()
                 self._job.held.clear()
 
-    def _hear(self, rank: int, turn: Turn | None, client: bytes) -> None:
+    def _hear(self, rank: int, turn: WorkerProgress | None, client: bytes) -> None:
         """Take note of how far the worker is that sends a message, and apply what is due."""
         if rank >= 0:
             self.check_client(rank, client)

@@ -6,8 +6,8 @@ then is it *applied*, and the shards apply the same steps although none of them 
     push, held ──> push, held ──> all shards have all pushes, the workers vote ──> released by each ──> applied
                                                                      └ dropped, if any shard refused a push
 
-Every message of a worker carries its ``Turn``, which releases the steps that it has the outcome of. A worker that has
-one may die before its message; so the steps that it releases stay as they are, and whoever goes on decides.
+Every message of a worker carries its ``WorkerProgress``, which releases the steps that it has the outcome of. A worker
+that has one may die before its message; so the steps that it releases stay as they are, and whoever goes on decides.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from anabranch.errors import NonFinite, SchemaError
-from anabranch.parameter_server.messages import PushMessage, Turn
+from anabranch.parameter_server.messages import PushMessage, WorkerProgress
 
 __all__ = ["CheckedPush", "Consistency", "HeldStep", "WorkerOrder"]
 
@@ -109,7 +109,7 @@ class WorkerOrder:
         self.clocks, self.released, self.applied = [step] * world, [step] * world, step
         self.held: dict[int, HeldStep] = {}
         self.scales: dict[int, float] = {}
-        self.turn = Turn(number, world, step)
+        self.turn = WorkerProgress(number, world, step)
         self.total: float | None = None
 
     def join(self, rank: int, step: int, number: int) -> None:
@@ -117,13 +117,13 @@ class WorkerOrder:
         self.number, self.applied = number, step
         self.clocks[rank] = self.released[rank] = step
         self.scales.clear()
-        self.turn = Turn(number, self.world, step)
+        self.turn = WorkerProgress(number, self.world, step)
         for held in self.held.values():
             held.pushes.pop(rank, None)
             held.norm = None
         self.held = {at: held for at, held in self.held.items() if at >= step and held.pushes}
 
-    def hear(self, rank: int, turn: Turn) -> None:
+    def hear(self, rank: int, turn: WorkerProgress) -> None:
         """Take note of how far a worker is.
 
         Raises:
