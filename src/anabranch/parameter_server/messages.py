@@ -52,7 +52,7 @@ _Number = Annotated[int, msgspec.Meta(ge=-1, le=1 << 62)]
 
 
 class WorkerProgress(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """How far a worker is, in every message that it sends as one; releases all steps before ``done``.
+    """A worker's progress, in every message that it sends as one; releases all steps before ``done``.
 
     ``number`` counts the memberships: a shard takes no message of a lower one, and the first of a higher one sets its
     ``world`` of members. ``done`` is the number of steps whose outcome the worker has. ``last`` is the newest of them

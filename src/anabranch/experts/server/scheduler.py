@@ -180,7 +180,7 @@ class _Queue:
 
 
 class _Scheduler:
-    """What waits for one device. All methods are called with the lock held."""
+    """The tasks that wait for one device. All methods are called with the lock held."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()

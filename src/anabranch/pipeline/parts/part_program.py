@@ -28,7 +28,7 @@ __all__ = ["HeldTensor", "Instruction", "PartProgram", "Slot", "TensorForm", "is
 
 @dataclass(frozen=True, slots=True)
 class TensorForm:
-    """What the code between modules may read of a tensor before it has values."""
+    """The facts that code between modules may read of a tensor before it has values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

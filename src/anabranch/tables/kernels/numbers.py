@@ -1,4 +1,4 @@
-"""What the kernels share: instructions without a Python equivalent, half types, and a mix of 64 bits.
+"""Numbers of all kernels: instructions without a Python equivalent, half types, and a mix of 64 bits.
 
 Half types are kept as integers, because Numba has neither: float16 as ``int16``, bfloat16 as ``uint16``. Arithmetic on
 them is float32. ``error_model="numpy"`` because a test for zero divisors stops vectorising; ``parallel=False`` because
