@@ -175,6 +175,38 @@ def test_rows_restored_beyond_the_capacity_all_stay_and_a_new_id_evicts_one() ->
     assert not torch.equal(table.pull(everyone[:1]), whole.pull(everyone[:1]))
 
 
+def twin(table: Table, id_: int) -> int:
+    """Return the id in whose place of the index ``id_`` is, with the same tag: bit 40 of the hash is in neither."""
+    salt, every = int(table.arena.keys[table.number]) + 0x9E3779B97F4A7C15, (1 << 64) - 1
+    steps = [(30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)]
+    hash_ = (id_ ^ salt) & every
+    for shift, factor in steps:
+        hash_ = (hash_ ^ hash_ >> shift) * factor & every
+    hash_ ^= 1 << 40
+    for shift, factor in reversed(steps):
+        hash_ = hash_ * pow(factor, -1, 1 << 64) & every
+        hash_ ^= hash_ >> shift ^ hash_ >> 2 * shift
+    back = (hash_ ^ salt) & every
+    return back - (back >> 63 << 64)
+
+
+def test_an_id_whose_tag_another_has_is_restored_and_one_that_is_there_is_not() -> None:
+    whole, table = make(), make()
+    ids = torch.tensor([5, twin(table, 5)])
+    whole.push(ids[:1], torch.ones(1, 4))
+    assert whole._alone.check(ids[1:], [1]).tolist() == [0]  # as located, by the tag alone
+    whole.push(ids[1:], torch.ones(1, 4))
+    for block in whole.blocks(rows=1):
+        table.check_block(block, whole.step, whole.history)
+        table.restore(block)
+    table.resume(whole.step, whole.history)
+    assert torch.equal(table.pull(ids), whole.pull(ids))
+    assert table.versions(ids).tolist() == [1, 2]
+    for refuse in (table.restore, lambda block: table.check_block(block, whole.step, whole.history)):
+        with pytest.raises(ValueError, match="an id already has a row"):
+            refuse(block)
+
+
 @pytest.mark.parametrize("eviction", ["age", "frequency"])
 def test_admission_and_eviction_do_not_depend_on_the_order_of_a_request(eviction: str) -> None:
     """A cache asks for what it misses first, and the table is that without one."""

@@ -17,6 +17,7 @@ from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, DeadlineExceeded, NonFinite, NotFound, RemoteError, SchemaError
 from anabranch.parameter_server import Consistency, ParameterClient, ParameterServer, Shard
 from anabranch.parameter_server.messages import (
+    ExportMessage,
     InitMessage,
     JoinMessage,
     NormMessage,
@@ -222,6 +223,21 @@ def test_a_record_that_cannot_be_done_again_does_not_keep_a_shard_from_starting(
         assert client.sparse_pull("t", ids).tolist() == [[0.0, 0.0]]
     refused = [facts for name, *_, facts, _ in told if name == "parameter_server.record_refused"]
     assert [facts and facts["verb"] for facts in refused] == ["push"]
+
+
+def test_a_shard_does_not_start_without_rows_that_were_restored(tmp_path: Path) -> None:
+    spec = TableSpec("t", None, 2)
+    shard = Shard()
+    shard.init(InitMessage("t", SGD.to_dict(), spec.to_dict()))
+    shard.push(PushMessage([PushPart("t", 1)], []), [torch.tensor([1]), torch.ones(2)])
+    step, rows = shard.export(ExportMessage("t"))
+    with PushLog(tmp_path / "shard-0-of-1") as log:
+        assert not list(log.replay())
+        log.append(Record("init", msgspec.msgpack.encode(InitMessage("t", SGD.to_dict(), spec.to_dict()))))
+        for _ in range(2):
+            log.append(Record("restore", msgspec.msgpack.encode(RestoreMessage("t", step))), rows)
+    with pytest.raises(ValueError, match="an id already has a row"):
+        ParameterServer(transport=MemoryTransport(), durability="log", checkpoint_dir=tmp_path)
 
 
 def test_ids_are_admitted_as_in_a_replay_where_there_is_no_memory_for_the_answer(

@@ -325,8 +325,16 @@ class Table:
         }
         block.check(self.spec.name, expected, step)
         self.missed.check(step, history)
-        rows = self._alone.check(block.ids, [count])
-        if self.spec.rows is None and ((rows >= 0).any() or np.unique(block.ids.numpy()).size != count):
+        self._alone.check(block.ids, [count])
+        self._check_new(block.ids.numpy())
+
+    def _check_new(self, ids: Array) -> None:
+        """Raise ``ValueError`` if a dynamic table cannot give a row to each of these ids."""
+        if self.spec.rows is not None:
+            return
+        arena, rows = self.arena, np.empty_like(ids)
+        vocabulary.find_all(arena.index, arena.words, arena.pitch, self.number, ids, rows)  # no false tags, as located
+        if (rows >= 0).any() or np.unique(ids).size != ids.size:
             raise ValueError("an id already has a row; restore into an empty table")
 
     def restore(self, block: RowBlock) -> None:
@@ -339,8 +347,7 @@ class Table:
         rows = self._alone.check(block.ids, [block.ids.numel()])
         if self.spec.rows is None:
             ids = block.ids.numpy()
-            if (rows >= 0).any() or np.unique(ids).size != ids.size:
-                raise ValueError("an id already has a row; restore into an empty table")
+            self._check_new(ids)
             rows = self._more_rows(ids.size)
             if self._capacity is not None and self._used + ids.size > self._capacity:
                 self._capacity = self._used + ids.size

@@ -50,7 +50,8 @@ _log = logging.getLogger("anabranch.parameter_server")
 # Changes that clients do not request again after a restart: logged under "checkpoint" too.
 _ALWAYS_LOGGED = frozenset({"init", "join", "drop", "restore"})
 # Errors of a change that failed the first time too, and was not acknowledged: no reason to refuse to start. A pull may
-# also lack memory; without it, a later push admits its own ids.
+# also lack memory; without it, a later push admits its own ids. A restore was checked before it was logged: one that
+# fails would leave a table without rows that it had.
 _REFUSED = (ValueError, TypeError, ArithmeticError)
 _REFUSED_PULL = (*_REFUSED, MemoryError, RuntimeError, OSError)
 # Under "checkpoint": changes that are not in the log may be acknowledged from here on.
@@ -174,7 +175,9 @@ class ShardPersistence:
         if record.verb == _UNLOGGED:
             self._unlogged = True
             return
-        refused = _REFUSED_PULL if record.verb == "pull" else _REFUSED
+        refused: tuple[type[Exception], ...] = _REFUSED_PULL if record.verb == "pull" else _REFUSED
+        if record.verb == "restore":
+            refused = ()
         try:
             self._shard.replay(record.verb, record.message, tensors, record.client)
         except refused as error:
