@@ -265,6 +265,36 @@ def test_a_restarted_shard_holds_what_it_held_and_is_told_again_of_releases(
     torch.testing.assert_close(found, -0.5 * moved)
 
 
+@pytest.mark.parametrize("scale", [0.5, None])
+@pytest.mark.parametrize("way", ["killed", "stopped"])
+def test_a_restarted_shard_knows_of_the_step_that_it_has_applied_and_another_still_holds(
+    way: str, scale: float | None, tmp_path: Path
+) -> None:
+    """A worker dies when one of two shards has heard of its step; that one restarts, and a job takes over."""
+    network, ids = MemoryTransport(), torch.arange(10)
+    with ExitStack() as stack:
+        durable = functools.partial(ParameterServer, transport=network, durability="log")
+        other = stack.enter_context(durable(1, 2, checkpoint_dir=tmp_path / "state"))
+        with durable(0, 2, checkpoint_dir=tmp_path / "state") as server:
+            endpoints = [server.endpoint, other.endpoint]
+            client = stack.enter_context(ParameterClient(endpoints, worker=Worker(0, 1), transport=network))
+            client.init("t", (10, 1), kind="rows", optimizer=functools.partial(torch.optim.SGD, lr=1.0))
+            for step, outcome in enumerate([1.0, scale]):
+                client.push_many({"t": (ids, -torch.ones(10, 1))}, step=step, hold=True)
+                client.decide(step, outcome)
+                if step == 0:
+                    client.tell()
+                    client.end_telling()
+                    client.wait_for_turn(1)
+            client._calls.all([client._word(0)])
+            shutil.copytree(tmp_path / "state" / "shard-0-of-2", tmp_path / "aside" / "shard-0-of-2")
+        directory = tmp_path / ("aside" if way == "killed" else "state")
+        stack.enter_context(durable(0, 2, listen=endpoints[0], checkpoint_dir=directory))
+        with ParameterClient(endpoints, transport=network) as successor:
+            successor.settle()
+            assert successor.pull("t").unique().tolist() == [1.0 + (scale or 0.0)]
+
+
 @pytest.mark.parametrize("way", ["killed", "stopped"])
 def test_a_replaced_worker_stays_replaced_when_its_server_restarts(way: str, tmp_path: Path) -> None:
     network = MemoryTransport()

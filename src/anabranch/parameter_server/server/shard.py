@@ -195,7 +195,7 @@ class Shard:
     def _do_step(self, job: WorkerOrder, step: int, scale: float | None) -> None:
         if scale is not None:
             apply(self._contents, job.held[step].in_order(), scale)
-        job.past(step)
+        job.past(step, scale)
 
     def joined_as(self, rank: int) -> bytes:
         """Return the last client to join as worker ``rank``, if it is known. Without the lock, as ``numbers_of``."""
@@ -522,7 +522,7 @@ class Shard:
                         clocks[rank] = min(clocks[rank], step)
                 state["job"] = {
                     "world": job.world, "number": job.number, "consistency": job.consistency.name, "clocks": clocks,
-                    "applied": job.applied, "total": job.total,
+                    "applied": job.applied, "total": job.total, "turn": msgspec.structs.astuple(job.turn),
                 }  # fmt: skip
             return state, groups
 
@@ -543,6 +543,7 @@ class Shard:
                 consistency = Consistency.parse(job["consistency"])
                 self._job = WorkerOrder(job["world"], consistency, job["applied"], job["number"])
                 self._job.clocks, self._job.total = list(job["clocks"]), job["total"]
+                self._job.turn = WorkerProgress(*job["turn"])
 
     def statistics(self) -> ShardStatistics:
         """Counters since the start."""

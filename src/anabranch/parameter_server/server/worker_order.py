@@ -100,7 +100,7 @@ class WorkerOrder:
         applied: the steps that are applied or dropped (bsp).
         held: by step.
         scales: the factors of released steps that are to be applied.
-        turn: the one that is furthest, of all that were heard.
+        turn: the one that is furthest, of all that were heard; at least that of the last held step that is done.
         total: the sum of the weights of the workers' pushes in the last step.
     """
 
@@ -171,9 +171,12 @@ class WorkerOrder:
             raise SchemaError(f"step {self.applied} was released, but not every worker's push of it is on this shard")
         return held, scale
 
-    def past(self, step: int) -> None:
+    def past(self, step: int, scale: float | None) -> None:
         """Go on to the step after ``step``, and over those that are dropped and never came here."""
         held = self.held.pop(step, None)
+        if held is not None and held.waits and self.turn.done <= step:  # the log has the step, and no word of a release
+            last, scale = (self.turn.last, self.turn.scale) if scale is None else (step, scale)
+            self.turn = WorkerProgress(self.number, self.world, step + 1, last, scale)
         if held is not None:
             self.total = sum(push.message.weight for push in held.pushes.values()) or self.total
         self.scales.pop(step, None)
