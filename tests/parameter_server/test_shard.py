@@ -80,6 +80,20 @@ def test_a_worker_of_another_job_is_refused() -> None:
         shard.push(msgspec.structs.replace(push, rank=2), [ids, grad])
 
 
+def test_a_held_push_that_comes_after_the_word_of_its_outcome_is_refused() -> None:
+    shard = Shard()
+    shard.join(JoinMessage(0, 1, "bsp"))
+    shard.init(InitMessage("t", SGD.to_dict(), SPEC.to_dict()))
+    push = PushMessage([PushPart("t", 1)], [], 0, 0, hold=True, turn=WorkerProgress(0, 1, 0))
+    shard.release(ReleaseMessage(0, WorkerProgress(0, 1, 1)))  # the worker has dropped the step
+    with pytest.raises(SchemaError, match="pushes step 0, which it has the outcome of"):
+        shard.push(push, [torch.tensor([1]), torch.ones(2)])
+    following = msgspec.structs.replace(push, step=1, turn=WorkerProgress(0, 1, 1))
+    shard.push(following, [torch.tensor([1]), torch.ones(2)])
+    assert shard._job is not None
+    assert list(shard._job.held) == [1]
+
+
 def test_a_restarted_worker_pushes_its_step_again() -> None:
     shard = Shard()
     shard.init(InitMessage("t", SGD.to_dict(), SPEC.to_dict()))

@@ -325,6 +325,8 @@ class Shard:
         if message.rank < 0:
             return
         job = self._joined(message.rank)
+        if message.hold and 0 <= message.step < max(job.applied, job.released[message.rank]):  # held for ever
+            raise SchemaError(f"worker {message.rank} pushes step {message.step}, which it has the outcome of")
         # Of a step that another shard refused, this one may never have heard.
         ahead = message.hold and message.step == job.released[message.rank] > job.clocks[message.rank]
         if 0 <= message.step != job.clocks[message.rank] and not ahead:

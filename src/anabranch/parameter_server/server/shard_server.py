@@ -347,10 +347,13 @@ class ParameterServer:
 
     def _norm(self, call: Call) -> None:
         message = unpack(call.payload, NormMessage)
-        call.reply(payload=pack(self._shard.squared_norm(message, call.deadline, _client_of(call.schema))))
+        norm = self._shard.squared_norm(message, call.deadline, _client_of(call.schema))
+        self._persistence.commit_step(call.deadline)
+        call.reply(payload=pack(norm))
 
     def _export(self, call: Call) -> None:
         step, tensors = self._shard.export(unpack(call.payload, ExportMessage), call.make_room)
+        self._persistence.commit_step(call.deadline)
         call.reply(tensors, pack(step))
 
     def _barrier(self, call: Call) -> None:
@@ -360,7 +363,9 @@ class ParameterServer:
         call.reply()
 
     def _describe(self, call: Call) -> None:
-        _reply_at_length(call, pack(self._shard.describe()))
+        facts = self._shard.describe()
+        self._persistence.commit_step(call.deadline)
+        _reply_at_length(call, pack(facts))
 
     def _life(self, call: Call) -> None:
         call.reply(payload=pack(self._persistence.life))
