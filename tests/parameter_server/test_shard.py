@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from anabranch.deadline import Deadline
-from anabranch.errors import BoundaryError, DeadlineExceeded, NonFinite, NotFound, RemoteError, SchemaError
+from anabranch.errors import BoundaryError, DeadlineExceeded, NonFinite, NotFound, Overloaded, RemoteError, SchemaError
 from anabranch.parameter_server import Consistency, ParameterClient, ParameterServer, Shard
 from anabranch.parameter_server.messages import (
+    DropMessage,
     ExportMessage,
     InitMessage,
     JoinMessage,
@@ -92,6 +93,36 @@ def test_a_held_push_that_comes_after_the_word_of_its_outcome_is_refused() -> No
     shard.push(following, [torch.tensor([1]), torch.ones(2)])
     assert shard._job is not None
     assert list(shard._job.held) == [1]
+
+
+@pytest.mark.parametrize("fails", ["admission", "optimizer", "dropped"])
+def test_a_held_step_that_fails_is_not_applied_twice(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    shard = Shard(journal=lambda verb, message, tensors: log.append(verb))
+    shard.join(JoinMessage(0, 1, "bsp"))
+    shard.init(InitMessage("w", SGD.to_dict()), [torch.zeros(1)])
+    for name, width in (("a", 2), ("b", 3)):
+        shard.init(InitMessage(name, SGD.to_dict(), TableSpec(name, None, width).to_dict()))
+    push = PushMessage([PushPart("w"), PushPart("a", 1), PushPart("b", 1)], [], 0, 0, hold=True)
+    shard.push(push, [torch.tensor([1, 1]), torch.ones(6)])
+
+    def no_memory(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    table = shard._contents.tables["b"]
+    if fails == "dropped":
+        shard.drop(DropMessage("b"))
+    else:
+        monkeypatch.setattr(*((table.arena, "take") if fails == "admission" else (table, "_rule")), no_memory)
+    told = []
+    for _ in range(3):
+        with pytest.raises((MemoryError, AttributeError, Overloaded, NotFound)) as raised:
+            shard.release(ReleaseMessage(0, WorkerProgress(0, 1, 1, 0)))
+        told.append(raised.type)
+    begun = fails == "optimizer"
+    assert told[1:] == ([Overloaded] if begun else told[:1]) * 2
+    assert log.count("step") == begun
+    assert shard._contents.dense["w"].value.tolist() == [-1.0 if begun else 0.0]
 
 
 def test_a_restarted_worker_pushes_its_step_again() -> None:

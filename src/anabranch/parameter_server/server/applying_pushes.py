@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -22,11 +22,16 @@ _Given = tuple[Tensor, Tensor, Tensor | None]  # ids, gradients and, of sums ove
 
 
 def apply(
-    contents: ShardContents, pushes: Sequence[CheckedPush], scale: float = 1.0, total: float | None = None
+    contents: ShardContents,
+    pushes: Sequence[CheckedPush],
+    scale: float = 1.0,
+    total: float | None = None,
+    begin: Callable[[], None] = lambda: None,
 ) -> None:
     """One optimizer step for each table and parameter that any of the pushes names.
 
-    ``total`` is the sum of weights to divide by, by default that of these pushes.
+    ``total`` is the sum of weights to divide by, by default that of these pushes. ``begin`` is called when all new ids
+    have found room, and before any number is changed.
     """
     rules: dict[str, RowOptimizer] = {}
     for push in pushes:
@@ -54,6 +59,12 @@ def apply(
             dense[name] = given[0][1]
             for _, grad, _ in given[1:]:
                 dense[name] = torch.nan_to_num(dense[name] + grad)  # a sum may pass what float16 holds
+    groups = contents.groups(list(ids))
+    if len(groups) > 1 or dense:  # else the one group admits its ids before it moves
+        for group, names in groups:
+            if any(contents.admits(name) for name in names):
+                group.admit(side_by_side([ids[name] for name in names]), [len(ids[name]) for name in names])
+    begin()
     with spans.span("optimizer", "compute", pushes=len(pushes)):
         for name, grad in dense.items():
             contents.dense[name].push(grad)

@@ -177,6 +177,7 @@ class Shard:
         """Take note of how far the worker is that sends a message, and apply what is due."""
         if rank >= 0:
             self.check_client(rank, client)
+            self._joined(rank).check_whole()
             if turn is not None:
                 self._joined(rank).hear(rank, turn)
                 self._apply_due()
@@ -186,16 +187,31 @@ class Shard:
         job, before = self._job, None if self._job is None else self._job.applied
         while job is not None and job.consistency.merges and (due := job.due()) is not None:
             held, scale = due
-            if held is not None and held.waits:
-                self._journal("step", StepMessage(job.applied, scale), ())
-            self._do_step(job, job.applied, scale)
+            job.check_whole()
+            if held is None or not held.waits:
+                self._do_step(job, job.applied, scale)
+            else:
+                self._do_step(job, job.applied, scale, self._begin_step)
         if job is not None and job.applied != before:
             self._state.notify_all()
 
-    def _do_step(self, job: WorkerOrder, step: int, scale: float | None) -> None:
-        if scale is not None:
-            apply(self._contents, job.held[step].in_order(), scale)
+    def _begin_step(self, job: WorkerOrder, step: int, scale: float | None) -> None:
+        self._journal("step", StepMessage(step, scale), ())
+        job.broken = f"step {step} was applied in part"
+
+    def _do_step(
+        self,
+        job: WorkerOrder,
+        step: int,
+        scale: float | None,
+        begin: Callable[[WorkerOrder, int, float | None], None] = lambda job, step, scale: None,
+    ) -> None:
+        if scale is None:
+            begin(job, step, scale)
+        else:
+            apply(self._contents, job.held[step].in_order(), scale, begin=lambda: begin(job, step, scale))
         job.past(step, scale)
+        job.broken = ""
 
     def joined_as(self, rank: int) -> bytes:
         """Return the last client to join as worker ``rank``, if it is known. Without the lock, as ``numbers_of``."""
@@ -515,6 +531,8 @@ class Shard:
         them, and ``journal_pending`` journals them again.
         """
         with self._state:
+            if self._job is not None:
+                self._job.check_whole()
             state, groups = self._contents.snapshot(lambda message: self.export(message)[1])
             state["job"], state["clients"] = None, dict(self._clients)
             if (job := self._job) is not None:

@@ -299,7 +299,7 @@ class ParameterServer:
             except (ValueError, TypeError, KeyError) as error:  # an invalid spec or optimizer
                 raise SchemaError(f"{call.verb}: {error}") from error
             except (MemoryError, OverflowError) as error:
-                raise Overloaded(f"{call.verb}: this shard does not have enough memory for it: {error}") from error
+                raise _without_memory(call, error) from error
             self._persistence.commit(request, call.deadline)
             call.reply(payload=pack(PushReply(request.place, full or [])))
 
@@ -337,12 +337,18 @@ class ParameterServer:
     def _pull(self, call: Call) -> None:
         message = unpack(call.payload, PullMessage)
         client = _client_of(call.schema)
-        reply, tensors = self._shard.pull(message, call.tensors, call.deadline, call.make_room, client)
+        try:
+            reply, tensors = self._shard.pull(message, call.tensors, call.deadline, call.make_room, client)
+        except MemoryError as error:
+            raise _without_memory(call, error) from error
         self._persistence.commit_step(call.deadline)
         call.reply(tensors, pack(reply))
 
     def _release(self, call: Call) -> None:
-        self._shard.release(unpack(call.payload, ReleaseMessage), _client_of(call.schema))
+        try:
+            self._shard.release(unpack(call.payload, ReleaseMessage), _client_of(call.schema))
+        except MemoryError as error:
+            raise _without_memory(call, error) from error
         call.reply()
 
     def _norm(self, call: Call) -> None:
@@ -372,6 +378,10 @@ class ParameterServer:
 
     def _statistics(self, call: Call) -> None:
         _reply_at_length(call, pack(self._shard.statistics()))
+
+
+def _without_memory(call: Call, error: Exception) -> Overloaded:
+    return Overloaded(f"{call.verb}: this shard does not have enough memory for it: {error}")
 
 
 def _client_of(schema: bytes) -> bytes:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from anabranch.errors import NonFinite, SchemaError
+from anabranch.errors import NonFinite, Overloaded, SchemaError
 from anabranch.parameter_server.messages import PushMessage, WorkerProgress
 
 __all__ = ["CheckedPush", "Consistency", "HeldStep", "WorkerOrder"]
@@ -102,6 +102,7 @@ class WorkerOrder:
         scales: the factors of released steps that are to be applied.
         turn: the one that is furthest, of all that were heard; at least that of the last held step that is done.
         total: the sum of the weights of the workers' pushes in the last step.
+        broken: why no step may follow, if the last one failed after it had begun.
     """
 
     def __init__(self, world: int, consistency: Consistency, step: int = 0, number: int = 0) -> None:
@@ -111,6 +112,12 @@ class WorkerOrder:
         self.scales: dict[int, float] = {}
         self.turn = WorkerProgress(number, world, step)
         self.total: float | None = None
+        self.broken = ""
+
+    def check_whole(self) -> None:
+        """Raise ``Overloaded`` if a step was applied in part: it must not be applied again, nor another."""
+        if self.broken:
+            raise Overloaded(f"{self.broken}, as this server lacked memory; restart it, and the job from a checkpoint")
 
     def join(self, rank: int, step: int, number: int) -> None:
         """Count the steps of ``rank`` from ``step``; what others hold from there on stays, as they may be ahead."""
