@@ -276,3 +276,10 @@ def test_text_of_an_expert_has_no_control_characters() -> None:
         moe = RemoteMixtureOfExperts(8, [1], directory, "ffn", k_best=1)
         with pytest.raises(BoundaryError, match=r"\?\[2J\? no luck\n twice"):
             moe(torch.randn(3, 8))
+
+
+def test_too_few_experts_name_those_left_out() -> None:
+    with serving(*(linear(index) for index in range(3)), linear(3, 8, 12)) as directory:
+        moe = RemoteMixtureOfExperts(8, [4], directory, "ffn", k_best=4, k_min=4)
+        with pytest.raises(BoundaryError, match=r"ffn\.3 at .* is left out of the mixture: it takes .*k_min=4"):
+            moe(torch.randn(6, 8))

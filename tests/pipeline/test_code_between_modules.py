@@ -314,3 +314,112 @@ def test_attributes_of_a_layer_set_for_one_call_are_refused():
 
     with pytest.raises(CaptureError, match="'a' sets its attribute 'scale'"):
         split(Sets(), ["b"], example=torch.randn(2, 3))
+
+
+OUTSIDE = torch.zeros(3)
+
+
+class Changes(nn.Module):
+    """The code between its modules changes a tensor in place that it does not read as its module's buffer."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.a, self.bn, self.b, self.what = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), what
+        self.register_buffer("n", torch.zeros(3))
+        n = self.n
+        self.plain, self.tick, self.norm = torch.zeros(3), lambda: n.add_(1), lambda x: self.bn(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        if self.what == "buffer in a closure":
+            self.tick()
+        elif self.what == "module in a closure":
+            x = self.norm(x)
+        elif self.what == "attribute":
+            self.plain.add_(1)
+        elif self.what == "view":
+            OUTSIDE[0] = 1
+        elif self.what == "out":
+            torch.add(self.n, 1, out=OUTSIDE)
+        return self.b(x) * self.n
+
+
+@pytest.mark.parametrize("what", ["buffer in a closure", "module in a closure", "attribute", "view", "out"])
+def test_a_tensor_outside_the_copy_is_not_changed_but_refused(what: str):
+    model, x = Changes(what), torch.randn(4, 3)
+    tensors = [model.n, model.plain, model.bn.num_batches_tracked, OUTSIDE]
+    versions = [tensor._version for tensor in tensors]
+    with pytest.raises(CaptureError, match=r"test_code_between_modules.py:\d+ .* in place .*glue="):
+        split(model, ["b"], example=x)
+    assert [tensor._version for tensor in tensors] == versions
+    assert not any(tensor.any() for tensor in tensors)
+
+
+def test_symbolic_tracing_changes_no_tensor_of_the_user():
+    model = Changes("buffer in a closure")
+    with pytest.raises(CaptureError, match="in place"):
+        split(model, ["b"])
+    assert model.n._version == 0
+    assert not model.n.any()
+
+
+def test_a_module_that_changes_a_plain_tensor_does_so_once_a_call():
+    class Ticks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = torch.zeros(1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.calls.add_(1)
+
+    model, x = nn.Sequential(nn.Linear(3, 3), Ticks(), nn.Linear(3, 3)), torch.randn(4, 3)
+    parts = split(model, ["2"], example=x)
+    assert model[1].calls == 0
+    assert model[1].calls._version == 0
+    parts(x)
+    assert model[1].calls == 1
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_seeding_between_modules_is_refused_and_undone(forked: bool):
+    class Seeds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            with torch.random.fork_rng(devices=[], enabled=forked):
+                torch.manual_seed(torch.initial_seed() + 1)
+                x = x * torch.rand(3)
+            return self.b(x)
+
+    model = Seeds()
+    state = torch.get_rng_state()
+    with pytest.raises(CaptureError, match=r"test_code_between_modules.py:\d+ .*seeded between the modules.*glue="):
+        split(model, ["b"], example=torch.ones(2, 3))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_mask_that_a_cache_kept_from_a_trace_is_named():
+    cache: dict[int, Tensor] = {}
+
+    def mask(n: int) -> Tensor:
+        if n not in cache:
+            cache[n] = torch.ones(n, n).tril()
+        return cache[n]
+
+    class Masks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(mask(len(x)) @ self.a(x))
+
+    model, x = Masks(), torch.randn(4, 3)
+    with pytest.raises(CaptureError, match="a cache outside the model .* clear the cache"):
+        split(model, ["b"], example=x)
+    cache.clear()
+    expected = model(x)
+    assert torch.equal(split(model, ["b"], example=x)(x), expected)

@@ -29,7 +29,7 @@ import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, cast
 
@@ -96,6 +96,7 @@ class _Forward:
         calls: those of the best experts, then those in place of lost ones.
         rows: the rows of each call.
         outputs: its answer; ``None`` if there was none.
+        misfits: why experts were left out because of their form.
     """
 
     args: tuple[Structure, ...]
@@ -107,6 +108,7 @@ class _Forward:
     calls: list[ExpertCall]
     rows: list[Rows]
     outputs: list[list[Tensor | None] | None]
+    misfits: list[str] = field(default_factory=list)
 
     def accepted_by(self, schema: Schema) -> bool:
         """Return True if the inputs fit ``schema``."""
@@ -490,6 +492,7 @@ class RemoteMixtureOfExperts(RemoteModule):
                 f"{uid} at {endpoint} is left out of the mixture: it takes {_inputs_of(schema)} and returns "
                 f"{outline(schema.outputs)}, the others take {_inputs_of(form)} and return {outline(form.outputs)}"
             )
+            forward.misfits.append(says)
             self._counts.failure(SchemaError(says))
             self._finder.backoff.failed(uid, "form")
             if uid not in self._finder.warned:
@@ -539,7 +542,7 @@ class RemoteMixtureOfExperts(RemoteModule):
         short = forward.present(choices).sum(axis=1) < self.k_min
         if short.any() and not self.allow_zero_outputs:
             errors = [call.error for call in forward.calls]
-            raise self._too_few("forward", forward.calls, errors, short.sum(), deadline.elapsed())
+            raise self._too_few("forward", forward.calls, errors, short.sum(), deadline.elapsed(), forward.misfits)
         return choices
 
     def _call(self, forward: _Forward, choices: Choices, wanted: NDArray[np.bool_], experts: Experts) -> None:
@@ -669,9 +672,11 @@ class RemoteMixtureOfExperts(RemoteModule):
         errors: Sequence[Exception | None],
         short: int,
         elapsed: float | None = None,
+        misfits: Sequence[str] = (),
     ) -> BoundaryError:
         least = self.k_min if phase == "forward" else self.backward_k_min
         causes = [f"{call.uid}: {error}" for call, error in zip(calls, errors, strict=True) if error is not None]
+        causes += misfits
         why = "; ".join(causes[:3]) or "the directory lists too few"
         if phase == "backward":
             cures = f"with backward_k_min={least - 1} the step continues without these gradients"

@@ -95,14 +95,20 @@ class _Ending:
         """Send ``number`` then."""
         self._steps.append((moment, number))
 
-    def end_by(self, moment: float) -> None:
-        """Kill those that still run then."""
+    def end_by(self, moment: float, what: str = "did not stop in time") -> None:
+        """Kill those that still run then; ``what`` says what they did."""
+        self._what = what
         self._steps.append((moment, signal.SIGKILL))
         self._given_up_at = moment + _KERNEL_SECONDS
 
     def clear(self) -> None:
         self._steps.clear()
         self._given_up_at = None
+
+    def postpone(self, seconds: float) -> None:
+        self._steps = deque((moment + seconds, number) for moment, number in self._steps)
+        if self._given_up_at is not None:
+            self._given_up_at += seconds
 
     def moments(self) -> list[float]:
         """Return the time at which ``act`` has something to do."""
@@ -114,7 +120,7 @@ class _Ending:
             number = self._steps.popleft()[1]
             if number == signal.SIGKILL:
                 for process in self.running():
-                    self._tell(f"{called(process.role, process.rank)} did not stop in time; killing it")
+                    self._tell(f"{called(process.role, process.rank)} {self._what}; killing it")
             self.send(number)
         if self._given_up_at is not None and now >= self._given_up_at:
             for process in self.running():
@@ -295,7 +301,7 @@ class Supervisor:
                 self._tell(f"{number.name} again: killing the workers")
                 for ending in (self._workers, self._service_ending):
                     ending.clear()
-                    ending.end_by(time.monotonic())
+                    ending.end_by(time.monotonic(), "did not stop")
             else:
                 self.interrupted = number
                 self._tell(f"{number.name}: stopping the workers (send it again to kill them)")
@@ -304,13 +310,20 @@ class Supervisor:
                 self._workers.end_by(time.monotonic() + self._patience.drain)
 
     def _pause(self) -> None:
-        """Ctrl-Z: stop all processes, and this one, until the shell lets it continue."""
+        """Ctrl-Z: stop all processes, and this one, until the shell lets it continue; that time is nobody's."""
         everyone = [*self._workers.processes, *self._services, *filter(None, [self._rendezvous])]
         for process in everyone:
             process.signal_group(signal.SIGSTOP)
+        before = time.monotonic()
         signal_box.suspend()
+        stopped = time.monotonic() - before
         for process in everyone:
             process.signal_group(signal.SIGCONT)
+        self._workers.postpone(stopped)
+        self._service_ending.postpone(stopped)
+        self._returning = [(moment + stopped, service) for moment, service in self._returning]
+        if self._ends is not None:
+            self._ends += stopped
         if self._screen:
             self._screen.fit()
 

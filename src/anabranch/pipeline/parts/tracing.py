@@ -47,6 +47,8 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from anabranch.autodiff.moved_parameter import Elsewhere, Switch
 from anabranch.autodiff.thread_modes import ThreadModes
@@ -147,7 +149,7 @@ class _Recorder(TorchFunctionMode):
         self._forms = forms
         self._opened = {name for cut in at for name in _around(cut)}
         self._cuts = _Cuts(at)
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake = _WithoutMemory()
         self._anchor = torch.empty(0, requires_grad=True, device="meta")
         self._depth = 0
         self._guess: int | None = None
@@ -155,6 +157,7 @@ class _Recorder(TorchFunctionMode):
         self._slots: dict[int, Slot] = {}
         self._alive: list[object] = []
         self._count = 0
+        self._seed = torch.initial_seed()
         self._loose: dict[int, tuple[Tensor, int]] = {}
         self._parts: list[list[Instruction]] = [[] for _ in range(len(at) + 1)]
 
@@ -167,6 +170,7 @@ class _Recorder(TorchFunctionMode):
             inputs = tuple(self._put(leaf) for leaf in leaves if isinstance(leaf, Tensor))
             with self._fake, self:
                 output = self._called(args, kwargs)
+            self._check_seed()
             self._copy.check()
         self._cuts.close()
         out_leaves: list[object] = []
@@ -254,7 +258,8 @@ class _Recorder(TorchFunctionMode):
         for self._guess in (0, 1):
             self._guessed = False
             try:
-                return self._copy.whole(path)(*args, **kwargs)
+                with self._fake.changing_twins():
+                    return self._copy.whole(path)(*args, **kwargs)
             except (DataDependentOutputException, DynamicOutputShapeException) as raised:
                 raise CaptureError(
                     f"the module {path!r} at {_line_of(raised)} depends on the values of a tensor, so the shapes of "
@@ -301,11 +306,21 @@ class _Recorder(TorchFunctionMode):
                 return func(torch.full(tensor.shape, self._guess, dtype=tensor.dtype, device="cpu"))
 
     def _record(self, target: str | Callable[..., object], run: _Run, given: object) -> object:
+        self._check_seed()
         self._depth += 1
         try:
             return self._write_down(target, run, given)
         finally:
             self._depth -= 1
+
+    def _check_seed(self) -> None:
+        """Refuse a seeding: the parts would draw from the generators of the pipe, or from the one left as it was."""
+        if torch.initial_seed() != self._seed:
+            raise CaptureError(
+                f"{_place()} runs after PyTorch's generator was seeded between the modules (torch.manual_seed, "
+                "torch.set_rng_state), which its parts could not repeat; seed inside a module, draw with a generator "
+                "of your own there, or give the code of the parts as glue="
+            )
 
     def _write_down(self, target: str | Callable[..., object], run: _Run, given: object) -> object:
         place = _place()
@@ -314,6 +329,12 @@ class _Recorder(TorchFunctionMode):
         what = f"{target!r}" if isinstance(target, str) else getattr(target, "__name__", str(target))
         named = tuple(self._named(leaf, what) for leaf in leaves) if isinstance(target, str) else ()
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if any(isinstance(tensor, FakeTensor) and tensor.fake_mode is not self._fake for tensor in tensors):
+            raise CaptureError(
+                f"{_place()} passes {what} a tensor that a cache outside the model (a global dictionary "
+                "or functools.lru_cache) has kept from an earlier run without values; clear the cache and call the "
+                "model once before split, or make the tensor a buffer"
+            )
         before = list(map(_version, tensors))
         modes = ThreadModes.take()
         result = run(leaves, tree, modes)
@@ -368,6 +389,89 @@ class _Recorder(TorchFunctionMode):
         return tensor
 
 
+class _WithoutMemory(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Runs operations on tensors without memory, and never changes a real one that the user's code reaches."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._versions: dict[int, tuple[Tensor, int]] | None = None
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        for tensor in _written(func, args, kwargs):
+            if not isinstance(tensor, FakeTensor):
+                if self._versions is None:
+                    raise _changes_in_place()
+                if not tensor.is_inference():
+                    self._versions.setdefault(id(tensor), (tensor, tensor._version))
+                args, kwargs = tree_map_only(Tensor, self._twin, (args, kwargs))
+        return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[arg-type]
+
+    def _twin(self, tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self.fake_tensor_converter.from_real_tensor(self, tensor)
+
+    @contextmanager
+    def changing_twins(self) -> Iterator[None]:
+        """In a module that stays whole, changes in place of real tensors are lost: it will run again."""
+        self._versions = {}
+        try:
+            yield
+        finally:
+            for tensor, version in self._versions.values():
+                torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+            self._versions = None
+
+
+class _OnlyItsOwn(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses changes in place of tensors that were there before."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        for tensor in _written(func, args, kwargs):
+            if not isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata not in self._made:
+                raise _changes_in_place()
+        result = func(*args, **kwargs)
+        before = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        made = [leaf.untyped_storage() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self._made |= {storage._cdata: storage for storage in made if storage._cdata not in before}
+        return result
+
+
+def _written(func: object, args: Sequence[object], kwargs: Mapping[str, object]) -> Iterator[Tensor]:
+    """Return the tensors that an operation changes, of a view its base."""
+    if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
+        for index, argument in enumerate(func._schema.arguments):
+            if argument.is_write:
+                value = args[index] if index < len(args) else kwargs.get(argument.name)
+                for leaf in value if isinstance(value, list | tuple) else [value]:
+                    if isinstance(leaf, Tensor):
+                        yield leaf if leaf._base is None else leaf._base
+
+
+def _changes_in_place() -> CaptureError:
+    return CaptureError(
+        f"{_place()} changes a tensor in place that is no parameter or buffer read from its module, but a plain "
+        "attribute, a global variable or held by a closure; register it as a buffer and read it in a method, or give "
+        "the code of the parts as glue="
+    )
+
+
 class _Result(torch.autograd.Function):
     """A tensor as the result of an operation, without the time that one takes on tensors without memory."""
 
@@ -392,7 +496,7 @@ def _tensors_in(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _fake_tensor(
-    form: TensorForm, stride: Sequence[int] | None, device: torch.device, fake: FakeTensorMode
+    form: TensorForm, stride: Sequence[int] | None, device: torch.device, fake: _WithoutMemory
 ) -> FakeTensor:
     # Made directly: an operation of the mode takes thirty times as long.
     with torch._C.DisableTorchFunction(), unset_fake_temporarily():
@@ -421,7 +525,7 @@ class _Copy:
         model: nn.Module,
         opened: Collection[str],
         device: torch.device,
-        fake: FakeTensorMode,
+        fake: _WithoutMemory,
         listen: Callable[[str, nn.Module], None] = lambda path, module: None,
     ) -> None:
         self._opened = opened
@@ -617,11 +721,12 @@ def uses_by_fx(model: nn.Module, at: Sequence[str]) -> Uses:
     tracer = _Symbolic(at)
     # On a copy: symbolic tracing runs what needs no input, and leaves constants on the model.
     names = dict(model.named_modules())
-    copied = _Copy(model, names, torch.device("cpu"), FakeTensorMode(allow_non_fake_inputs=True)).module("")
+    copied = _Copy(model, names, torch.device("cpu"), _WithoutMemory()).module("")
     try:
         parameters = inspect.signature(model.forward).parameters.values()
-        graph = tracer.trace(copied, {p.name: p.default for p in parameters if p.default is not p.empty})
-    except WrongCut:
+        with torch.random.fork_rng(devices=[]), _OnlyItsOwn():
+            graph = tracer.trace(copied, {p.name: p.default for p in parameters if p.default is not p.empty})
+    except (WrongCut, CaptureError):
         raise
     except Exception as error:
         raise CaptureError(
@@ -726,10 +831,15 @@ def _refuse_hooks(path: str, module: nn.Module) -> None:
 
 @contextmanager
 def _none_drawn_elsewhere() -> Iterator[None]:
-    """Refuse code that draws from Python's or NumPy's generators."""
+    """Refuse code that draws from Python's or NumPy's generators, and leave PyTorch's as it is."""
     numpy = sys.modules.get("numpy")
     before = (random.getstate(), numpy.random.get_state()[1].tobytes() if numpy else None)
-    yield
+    seed, state = torch.initial_seed(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        if torch.initial_seed() != seed:  # draws on tensors without memory leave it as it is, a seeding does not
+            torch.set_rng_state(state)
     after = (random.getstate(), numpy.random.get_state()[1].tobytes() if numpy else None)
     if before != after:
         raise CaptureError(
