@@ -53,7 +53,9 @@ html_theme = "furo"
 html_title = "Anabranch"
 html_static_path = ["_static"]
 html_css_files = ["pictures.css"]
-html_baseurl = os.environ.get("DOCS_URL", "")  # where the pages will lie; cards on other sites need it
+html_baseurl = os.environ.get(
+    "DOCS_URL", ""
+)  # where the pages will lie; cards on other sites need it
 HERE = Path(__file__).parent
 CARD = "card.png"  # drawn from _static/card.svg
 # What readers type into the search box first, and the page that they are to find.
@@ -73,7 +75,11 @@ REFERENCE = HERE / "reference"
 def write_reference(app: Sphinx) -> None:
     """Writes the pages of the reference, leaving those that are as they should be."""
     REFERENCE.mkdir(exist_ok=True)
-    names = [module.name for module in pkgutil.iter_modules(anabranch.__path__) if not module.name.startswith("_")]
+    names = [
+        module.name
+        for module in pkgutil.iter_modules(anabranch.__path__)
+        if not module.name.startswith("_")
+    ]
     pages = {f"{name}.md": page(name) for name in names}
     pages["_names.md"] = table_of_names()
     for stale in {path.name for path in REFERENCE.glob("*.md")} - set(pages):
@@ -87,15 +93,31 @@ def write_reference(app: Sphinx) -> None:
 def page(name: str) -> str:
     """The page of one package; what it hands on from another package is described there and named here."""
     module = importlib.import_module(f"anabranch.{name}")
-    own = [each for each, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
-    exports = getattr(module, "__all__", [each for each in own if not each.startswith("_")])
-    home = {exported: getattr(getattr(module, exported), "__module__", name) for exported in exports}
-    foreign = {exported: where.split(".")[1] for exported, where in home.items() if _is_foreign(where, name)}
+    own = [
+        each
+        for each, value in vars(module).items()
+        if getattr(value, "__module__", "") == module.__name__
+    ]
+    exports = getattr(
+        module, "__all__", [each for each in own if not each.startswith("_")]
+    )
+    home = {
+        exported: getattr(getattr(module, exported), "__module__", name)
+        for exported in exports
+    }
+    foreign = {
+        exported: where.split(".")[1]
+        for exported, where in home.items()
+        if _is_foreign(where, name)
+    }
     lines = [f"# {name}", "", "```{eval-rst}", f".. automodule:: anabranch.{name}"]
     if own := [exported for exported in home if exported not in foreign]:
         lines += [f"   :members: {', '.join(own)}", "   :show-inheritance:"]
     lines += ["```", ""]
-    lines += [f"- `{exported}`: see [{package}]({package}.md)" for exported, package in foreign.items()]
+    lines += [
+        f"- `{exported}`: see [{package}]({package}.md)"
+        for exported, package in foreign.items()
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -104,15 +126,25 @@ def table_of_names() -> str:
     lines = ["| `ab.` | |", "|---|---|"]
     for name in sorted(anabranch.__all__, key=str.lower):
         found = getattr(anabranch, name)
-        home = f"{found.__module__.split('.')[1]}.{name}" if hasattr(found, "__module__") else name
+        home = (
+            f"{found.__module__.split('.')[1]}.{name}"
+            if hasattr(found, "__module__")
+            else name
+        )
         role = "obj" if hasattr(found, "__module__") else "mod"
-        first = " ".join((found.__doc__ or "").split("\n\n")[0].split()).replace("|", "\\|").replace("``", "`")
+        first = (
+            " ".join((found.__doc__ or "").split("\n\n")[0].split())
+            .replace("|", "\\|")
+            .replace("``", "`")
+        )
         lines.append(f"| {{py:{role}}}`{name} <anabranch.{home}>` | {first} |")
     return "\n".join(lines) + "\n"
 
 
 def _is_foreign(where: str, package: str) -> bool:
-    return where.startswith("anabranch.") and not f"{where}.".startswith(f"anabranch.{package}.")
+    return where.startswith("anabranch.") and not f"{where}.".startswith(
+        f"anabranch.{package}."
+    )
 
 
 class Picture(SphinxDirective):
@@ -126,7 +158,9 @@ class Picture(SphinxDirective):
         path = HERE / "pictures" / self.arguments[0]
         self.env.note_dependency(str(path))
         label = html.escape(self.options["alt"])
-        drawn = path.read_text().replace('role="img"', f'role="img" aria-label="{label}"', 1)
+        drawn = path.read_text().replace(
+            'role="img"', f'role="img" aria-label="{label}"', 1
+        )
         figure = nodes.figure(classes=["picture"])
         figure += nodes.raw("", drawn, format="html")
         words, _ = self.parse_inline(" ".join(self.content))
@@ -134,12 +168,24 @@ class Picture(SphinxDirective):
         return [figure]
 
 
-def add_card(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None) -> None:
+def add_card(
+    app: Sphinx,
+    page: str,
+    template: str,
+    context: dict[str, Any],
+    doctree: nodes.document | None,
+) -> None:
     """Give a page what other sites show of a link to it: its title, its first paragraph and the project's picture."""
     if doctree is None:
         return
-    first = next((node.astext() for node in doctree.findall(nodes.paragraph)), "").replace("\n", " ")
-    image = f"{html_baseurl}_static/{CARD}" if html_baseurl else context["pathto"](f"_static/{CARD}", 1)
+    first = next(
+        (node.astext() for node in doctree.findall(nodes.paragraph)), ""
+    ).replace("\n", " ")
+    image = (
+        f"{html_baseurl}_static/{CARD}"
+        if html_baseurl
+        else context["pathto"](f"_static/{CARD}", 1)
+    )
     facts = {
         "og:type": "article",
         "og:site_name": project,
@@ -148,7 +194,10 @@ def add_card(app: Sphinx, page: str, template: str, context: dict[str, Any], doc
         "og:image": image,
         "twitter:card": "summary_large_image",
     }
-    tags = [f'<meta property="{name}" content="{html.escape(value)}">' for name, value in facts.items()]
+    tags = [
+        f'<meta property="{name}" content="{html.escape(value)}">'
+        for name, value in facts.items()
+    ]
     tags.append(f'<meta name="description" content="{html.escape(first[:200])}">')
     context["metatags"] = "\n".join([str(context.get("metatags", "")), *tags])
 
@@ -161,8 +210,12 @@ def check_searches(app: Sphinx, failure: Exception | None) -> None:
     for words, wanted in SEARCHES.items():
         for word in words.split():
             stem = index.lang.stem(word)
-            if wanted not in index._mapping.get(stem, set()) | index._title_mapping.get(stem, set()):
-                logging.getLogger(__name__).warning("searching for %r does not find %s", words, wanted)
+            if wanted not in index._mapping.get(stem, set()) | index._title_mapping.get(
+                stem, set()
+            ):
+                logging.getLogger(__name__).warning(
+                    "searching for %r does not find %s", words, wanted
+                )
 
 
 def setup(app: Sphinx) -> None:
