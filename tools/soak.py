@@ -34,7 +34,7 @@ ROLES = ("worker", "parameters", "expert", "rendezvous")
 RECOVERY_SECONDS = 60.0
 """The longest that a job may be without a step: a whole restart, on a machine that others use, too."""
 
-SETTLED_SECONDS = 15.0
+SETTLED_SECONDS = 25.0
 SHORTEST_WATCHED_SECONDS = 20.0
 MORE_DESCRIPTORS = 8
 MORE_THREADS = 4

@@ -131,7 +131,7 @@ class Piped:
             chunks=case.get("chunks", 3),
             schedule=case.get("schedule", "1F1B"),
             checkpoint=case.get("checkpoint", "except_last"),
-            process_group=lines[self.row] if lines else None,
+            **({"process_group": lines[self.row]} if lines else {}),
         )
         optimizers = optimizers_of(self.pipe)
         reduction = case["reduction"]

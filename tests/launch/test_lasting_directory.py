@@ -143,7 +143,7 @@ def test_a_redis_is_queried_at_its_address(redis: RealRedis) -> None:
 @pytest.mark.slow
 def test_an_expert_server_of_the_command_line_is_found_by_status_and_by_name(redis: RealRedis) -> None:
     command = [sys.executable, "-m", "anabranch.cli"]
-    serving = ["serve", "experts", "--uids", "ffn.[0:2]", "--module", "nop", "--features", "4"]
+    serving = ["serve", "experts", "--uids", "ffn.[0:2]", "--module", "nop:4"]
     with subprocess.Popen([*command, *serving, "--directory", redis.url], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -48,6 +48,7 @@ _SHORT = 1 << 31  # the most rows of a table whose ids travel as 32 bits
 _FLAGS = 1  # numbers per summed gradient beside its own
 _ALONE_BYTES = 8 * HEADER_SIZE  # a header in its own message
 _SKIP_BYTES = 4  # whether a worker skips the step
+_VOTE_BYTES = 8  # whether a worker and all servers have their part of it
 _TIMES = 5  # of each message that is measured, after one that warms up
 _SIZES = 1 << 10, 4 << 20  # bytes that are summed to measure the workers
 _ROWS = 4096  # read to measure the servers
@@ -198,6 +199,7 @@ class _Costs:
         )
         short = all(map(_has_short_ids, mine.at(Place.ROWS)))
         self.rows = [self._row(route, pushes_short=short) for route in mine]
+        self._votes = spec.consistency.merges and (spec.cache is None or spec.cache.push_bound == 0)
         if not self._alone and spec.run_together(routes):
             self._add_headers(mine)
         if mine.served:
@@ -260,6 +262,8 @@ class _Costs:
         size = header + alone * _ALONE_BYTES
         if self._step.skip_nonfinite and routes.served:
             size, messages = size + _SKIP_BYTES, messages + 1
+        if self._votes and routes.served:
+            size, messages = size + _VOTE_BYTES, messages + 1
         self._add("workers", size, messages=messages)
 
     def _is_summed(self, route: Route) -> bool:
