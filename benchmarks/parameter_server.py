@@ -26,7 +26,8 @@ from torch import Tensor
 
 from anabranch.deadline import Deadline
 from anabranch.parameter_server import ParameterClient, ParameterServer
-from anabranch.tables import Arena, Normal, RowOptimizer, Table, TableGroup, TableSpec
+from anabranch.tables import Normal, RowOptimizer, Table, TableGroup, TableSpec
+from anabranch.tables.arena import Arena
 from anabranch.transport import Client, Request, Server, Verb
 
 TABLES, ROWS, WIDTH, BATCH, ZIPF = 26, 100_000, 16, 2048, 1.05

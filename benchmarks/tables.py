@@ -22,7 +22,8 @@ import torch
 from measure import keep, machine
 from torch import Tensor
 
-from anabranch.tables import Arena, KernelThreads, Normal, RowOptimizer, RowWiseAdagrad, Table, TableGroup, TableSpec
+from anabranch.tables import KernelThreads, Normal, RowOptimizer, RowWiseAdagrad, Table, TableGroup, TableSpec
+from anabranch.tables.arena import Arena
 
 TABLES, ROWS, WIDTH, BATCH, ZIPF = 26, 100_000, 16, 2048, 1.05
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -6,7 +6,6 @@ share, ``kernels`` the loops over rows, ``optimizers`` what torch's optimizers m
 on workers.
 """
 
-from anabranch.tables.arena import Arena
 from anabranch.tables.cache import Cache, CacheStatistics, RowCache
 from anabranch.tables.dense_parameter import DenseParameter
 from anabranch.tables.initial import Constant, Initial, Normal, Uniform
@@ -18,7 +17,6 @@ from anabranch.tables.table import Table, TableGroup
 from anabranch.tables.table_spec import TableSpec
 
 __all__ = [
-    "Arena",
     "Cache",
     "CacheStatistics",
     "Constant",

@@ -74,7 +74,8 @@ class Arena:
         scratch: the directory of the file, if tables are mapped.
 
     Attributes:
-        rule, states: the number of the update rule, and how many numbers of state a row has.
+        rule: the number of the update rule.
+        states: how many numbers of state a row has.
         words, w, x: the memory, as 64-bit words, weights and states.
         shape: where the numbers of a row are, as ``kernels/rows.py`` takes it.
         facts, keys, firsts, index, usage: as the kernels take them; facts, keys and firsts have a row for each table.
