@@ -90,20 +90,6 @@ def test_redis_expires_entries_that_are_not_renewed(redis: RealRedis, directory:
     assert directory.active(["ffn", "ffn.0", "gone"]) == {"ffn": [], "ffn.0": [], "gone": []}
 
 
-def test_a_claim_lasts_until_it_is_announced_released_or_over(directory: RedisDirectory) -> None:
-    uids = [f"ffn.{index}" for index in range(4)]
-    directory.announce(["ffn.0"], AT, ttl=60.0)
-    assert directory.claim(uids, "one", ttl=60.0) == directory.claim(uids, "one", ttl=60.0) == uids[1:]
-    assert directory.claim(uids, "other", ttl=60.0) == []
-    assert directory.lookup(uids) == {"ffn.0": AT}
-    directory.release(uids, "other")
-    directory.release(["ffn.1"], "one")
-    directory.announce(["ffn.2"], AT, ttl=60.0)
-    directory.withdraw(["ffn.2"], AT)
-    assert directory.claim(uids, "other", ttl=0.001) == ["ffn.1", "ffn.2"]
-    wait_until(lambda: directory.claim(uids, "last", ttl=60.0) == ["ffn.1", "ffn.2"])
-
-
 def test_more_names_than_fit_into_one_question(directory: RedisDirectory) -> None:
     uids = [f"ffn.{index // 40}.{index % 40}" for index in range(1200)]
     directory.announce(uids, AT, ttl=60.0)
@@ -280,8 +266,6 @@ def test_the_rights_that_its_user_needs(redis: RealRedis) -> None:
     directory.announce(UIDS, AT, ttl=60.0)
     assert directory.lookup(UIDS) == dict.fromkeys(UIDS, AT)
     assert directory.active(["ffn"]) == {"ffn": [0, 2]}
-    assert directory.claim(["ffn.7"], "me", ttl=60.0) == ["ffn.7"]
-    directory.release(["ffn.7"], "me")
     directory.withdraw(UIDS, AT)
     assert directory.active(["ffn"]) == {"ffn": []}
 
@@ -372,12 +356,9 @@ def test_an_announced_expert_is_found_by_its_job_only(redis: RealRedis, keys: di
     assert of("weekly").lookup([UID, "shared.0"]) == {UID: THERE, "shared.0": THERE}
     assert of("every").active(["ffn", "shared"]) == {"ffn": [0], "shared": [0]}
     assert RedisDirectory(redis.url).lookup([UID]) == {}, "without keys there is a space of its own"
-    assert of("weekly", "experts").claim([UID, "ffn.1"], "me", ttl=60.0) == ["ffn.1"], "every job finds that one"
     for role, uid in (("experts", "parameters.0"), ("parameters", UID), ("worker", UID), ("directory", UID)):
         with pytest.raises(Unauthorized, match=f"may (not )?announce {uid}"):
             of("nightly", role).announce([uid], HERE, ttl=30.0)
-        with pytest.raises(Unauthorized, match=f"may (not )?announce {uid}"):
-            of("nightly", role).claim([uid], "me", ttl=30.0)
     again = pickle.loads(pickle.dumps(of("nightly")))
     assert again.lookup([UID]) == copy.deepcopy(again).lookup([UID]) == {UID: HERE}
 

@@ -207,12 +207,12 @@ class Schema:
         """
         if self.takes_one and not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
             spec = cast("TensorSpec", self.arguments[0])
-            given = args[0]
-            if given.dtype is spec.dtype and given.ndim == 1 + len(spec.shape) and given.shape[1:] == spec.shape:
-                return RowInputs([given], (given.shape[0],))
-            given = cast("Tensor", _autocast(given, spec, casting))
-            leading = _leading(given, spec, self.input_names[0])
-            return RowInputs([given if len(leading) == 1 else _as_rows(given, leading)], leading)
+            rows = args[0]
+            if rows.dtype is spec.dtype and rows.ndim == 1 + len(spec.shape) and rows.shape[1:] == spec.shape:
+                return RowInputs([rows], (rows.shape[0],))
+            rows = cast("Tensor", _autocast(rows, spec, casting))
+            leading = _leading(rows, spec, self.input_names[0])
+            return RowInputs([rows if len(leading) == 1 else _as_rows(rows, leading)], leading)
         try:
             leaves = self.input_nesting.leaves_of((tuple(args), dict(kwargs)))
         except Mismatch:

@@ -8,7 +8,6 @@
     SPACE:uid:ffn.3.14     text     the endpoint                                  expires with the announcement
     SPACE:below:ffn        sorted   ffn.3.14, by the time at which it expires     expires with the last
     SPACE:below:ffn.3      sorted   ffn.3.14
-    SPACE:claim:ffn.3.14   text     the claimer                                   expires with the claim
 
 ``SPACE`` is a name in braces, so that a cluster would keep all of it in one place. Times are milliseconds by Redis'
 own clock. The sets answer "which indices follow this prefix" without a walk over all keys; what has expired is left out
@@ -223,7 +222,6 @@ local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 for i = 4, #ARGV do
   redis.call('SET', space .. ':uid:' .. ARGV[i], endpoint, 'PX', ttl)
-  redis.call('DEL', space .. ':claim:' .. ARGV[i])
   for _, prefix in ipairs(prefixes(ARGV[i])) do
     local below = space .. ':below:' .. prefix
     redis.call('ZADD', below, string.format('%d', now + ttl), ARGV[i])
@@ -250,29 +248,6 @@ end
 return 0
 """
 )
-# (space, the space of every job, claimer, ttl, then uids) -> those that are now the claimer's
-_CLAIM = """
-local space, shared, claimer, ttl = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
-local free = {}
-for i = 5, #ARGV do
-  local taken = redis.call('EXISTS', space .. ':uid:' .. ARGV[i], shared .. ':uid:' .. ARGV[i]) > 0
-  local claim = space .. ':claim:' .. ARGV[i]
-  local before = redis.call('GET', claim)
-  if not taken and (not before or before == claimer) then
-    redis.call('SET', claim, claimer, 'PX', ttl)
-    free[#free + 1] = ARGV[i]
-  end
-end
-return free
-"""
-# (space, claimer, then uids)
-_RELEASE = """
-for i = 3, #ARGV do
-  local claim = ARGV[1] .. ':claim:' .. ARGV[i]
-  if redis.call('GET', claim) == ARGV[2] then redis.call('DEL', claim) end
-end
-return 0
-"""
 
 
 class RedisDirectory:
@@ -344,23 +319,6 @@ class RedisDirectory:
         """Announce that ``endpoint`` no longer serves ``uids``."""
         for some in portions(uids):
             self._eval("withdraw", _WITHDRAW, self._parts.own, endpoint, *some)
-
-    def claim(self, uids: Iterable[str], claimer: str, ttl: float) -> list[str]:
-        """Claim for ``claimer`` those of ``uids`` that are neither announced nor claimed, and return them."""
-        check_ttl(ttl)
-        parts = self._parts
-        checked = [check_uid(uid) for uid in uids]
-        check_kind(checked, parts.peer)
-        free: list[str] = []
-        for some in portions(checked):
-            words = parts.own, parts.spaces[0], claimer, max(1, round(ttl * 1000)), *some
-            free += [uid.decode() for uid in self._eval("claim", _CLAIM, *words)]
-        return free
-
-    def release(self, uids: Iterable[str], claimer: str) -> None:
-        """Release those of ``uids`` that ``claimer`` has claimed."""
-        for some in portions(uids):
-            self._eval("release", _RELEASE, self._parts.own, claimer, *some)
 
     def lookup(self, uids: Iterable[str]) -> dict[str, str]:
         """Return the endpoint of each of ``uids`` that is announced; the others are left out."""

@@ -56,7 +56,7 @@ _TICKET_BYTES = 16
 _log = logging.getLogger("anabranch")
 
 _changes_by_us: dict[tuple[str, str], int] = {}
-"""How often this process has changed the expert of an endpoint and a uid: several modules may call one expert."""
+"""This process's changes of the expert of an endpoint and a uid: several modules may call one expert."""
 _warned: set[tuple[str, str]] = set()
 _ours = threading.Lock()
 """Of both: several threads may call one expert, too."""

@@ -319,7 +319,7 @@ class RemoteMixtureOfExperts(RemoteModule):
         """Return the input as the gate gets it."""
         return x
 
-    def _draw_kept(self, gated: Tensor) -> Tensor | None:
+    def _draw_columns(self, gated: Tensor) -> Tensor | None:
         """Return which of the gate's columns may be chosen in this call; ``None`` for all."""
         if not (self.training and self.grid_dropout):
             return None
@@ -347,7 +347,7 @@ class RemoteMixtureOfExperts(RemoteModule):
         self, gated: Tensor, args: tuple[Structure, ...], kwargs: dict[str, Structure]
     ) -> tuple[Schema, Sequence[Tensor]]:
         """Return the experts' schema and everything after the gate."""
-        return self._behind((gated, self._draw_kept(gated), *args), kwargs)
+        return self._behind((gated, self._draw_columns(gated), *args), kwargs)
 
     def _cross(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, evaluating: bool
@@ -413,16 +413,16 @@ class RemoteMixtureOfExperts(RemoteModule):
         if not len(gated):
             return self._mix_no_rows(forward, gated)
         scores = list(torch.split(gated, list(self.grid_size), dim=-1))
-        kept = None
+        columns = None
         if drawn is not None:
-            kept = [mask | ~mask.any() for mask in torch.split(drawn, list(self.grid_size))]
-        choices = self._call_chosen(forward, scores, kept)
+            columns = [mask | ~mask.any() for mask in torch.split(drawn, list(self.grid_size))]
+        choices = self._call_chosen(forward, scores, columns)
         schema = self._finder.form
         if schema is None:
             raise _no_schema(forward.deadline)
         outputs = self._answers(forward, choices, schema, gated.device)
-        if kept is not None:
-            scores = [grid.masked_fill(~mask, float("-inf")) for grid, mask in zip(scores, kept, strict=True)]
+        if columns is not None:
+            scores = [grid.masked_fill(~mask, float("-inf")) for grid, mask in zip(scores, columns, strict=True)]
         weights = self._weights(scores, choices, torch.from_numpy(forward.present(choices)).to(gated.device))
         mixed = [_weighted_sum(weights, answers) for answers in outputs if answers is not None]
         return [*mixed, *self._extra_outputs(choices, gated)], schema
@@ -505,7 +505,7 @@ class RemoteMixtureOfExperts(RemoteModule):
     # --- the calls
 
     def _choose(
-        self, forward: _Forward, scores: Sequence[Tensor], kept: Sequence[Tensor] | None, failed: Collection[str]
+        self, forward: _Forward, scores: Sequence[Tensor], columns: Sequence[Tensor] | None, failed: Collection[str]
     ) -> tuple[Choices, Experts]:
         """Return the best experts of each row by the gate's scores, without those avoided, ``failed``, or of another
         form; and those of them that can be reached.
@@ -513,7 +513,7 @@ class RemoteMixtureOfExperts(RemoteModule):
         arrays = [grid.detach().double().cpu().numpy() for grid in scores]
         if not all(np.isfinite(array).all() for array in arrays):
             raise NonFinite("the gate's scores hold NaN or Inf; check its inputs and weights")
-        masks = None if kept is None else [mask.cpu().numpy() for mask in kept]
+        masks = None if columns is None else [mask.cpu().numpy() for mask in columns]
         directory = within(self._finder.directory, forward.deadline)
         avoid = self._finder.backoff.now().union(failed)
         while True:
@@ -524,10 +524,10 @@ class RemoteMixtureOfExperts(RemoteModule):
                 return choices, experts
             avoid |= misfits
 
-    def _call_chosen(self, forward: _Forward, scores: Sequence[Tensor], kept: Sequence[Tensor] | None) -> Choices:
+    def _call_chosen(self, forward: _Forward, scores: Sequence[Tensor], columns: Sequence[Tensor] | None) -> Choices:
         """Call the best experts, and the next best ones for rows with too few answers; return those of each row."""
         deadline = forward.deadline
-        choices, experts = self._choose(forward, scores, kept, ())
+        choices, experts = self._choose(forward, scores, columns, ())
         self._call(forward, choices, choices.slots >= 0, experts)
         failed: set[str] = set()
         for _ in range(_ROUNDS - 1):
@@ -536,7 +536,7 @@ class RemoteMixtureOfExperts(RemoteModule):
             if not silent or not short.any() or self.allow_zero_outputs or deadline.expired():
                 break
             failed |= silent
-            others, experts = self._choose(forward, scores, kept, failed)
+            others, experts = self._choose(forward, scores, columns, failed)
             choices = choices.with_rows_of(others, short)
             self._call(forward, choices, short[:, None] & (choices.slots >= 0) & ~forward.present(choices), experts)
         short = forward.present(choices).sum(axis=1) < self.k_min

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -59,11 +60,11 @@ class RemoteModule(nn.Module):
         """Cross the boundary, as one call that Dynamo does not trace into."""
         return self._cross(args, kwargs, evaluating=not training)[1]
 
+    @abstractmethod
     def _cross(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, evaluating: bool
     ) -> tuple[Schema, Sequence[Tensor]]:
-        """Return the schema of the experts that answered, and their outputs."""
-        raise NotImplementedError
+        """Return the schema of the experts that answered, and their outputs; each caller's own."""
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "_handle"}

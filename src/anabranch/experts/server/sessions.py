@@ -36,7 +36,7 @@ from anabranch.record.spans import mark
 __all__ = ["Sessions", "Step", "bytes_held"]
 
 LEAST_BYTES = 1 << 16
-"""What a session counts with at least: that of its record here, and of what its module keeps unseen."""
+"""The least that a session counts with, for its record here and its module's own, which is not measured."""
 
 # Seconds that a caller may ask to keep an idle session for.
 _LONGEST_TTL = 3600.0

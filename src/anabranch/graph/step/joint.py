@@ -102,7 +102,7 @@ class Joint:
         self._whole: Program | None = None
         self._reporting: Program | None = None
         self._reports: list[Report] = []
-        self._given: Sequence[str] = ()
+        self._rest_reads: Sequence[str] = ()
         self._yielded: Sequence[str] = ()
         self._own = _own_memory(self.backward.graph)
         self.graph = self.backward.graph
@@ -201,13 +201,13 @@ class Joint:
         if not self._admitted(step, results):
             return self._finish(step, results)
         if self._rest is not None:
-            given = [results[name] for name in self._given]
-            results.update(zip(self._yielded, self._rest.run(*given), strict=True))
+            inputs = [results[name] for name in self._rest_reads]
+            results.update(zip(self._yielded, self._rest.run(*inputs), strict=True))
             return self._finish(step, results, later)
         # The first time, when optimizers have no state yet, and where they step outside the graph.
         if self._between is not None:
-            given = [results[b.name] for b in self._between.bindings if b.bound is None]
-            results |= dict(zip(self._between.outputs, self._between.program().run(*given), strict=True))
+            inputs = [results[b.name] for b in self._between.bindings if b.bound is None]
+            results |= dict(zip(self._between.outputs, self._between.program().run(*inputs), strict=True))
         names = [name for name in self.backward.dense if step.parameters[name] in step.names]
         gradients = {name: cast(Tensor, results[f"{name}.grad"]) for name in names}
         sparse = self.backward.sparse_of(results)
@@ -326,9 +326,9 @@ class Joint:
             return
         if rest is not None:
             self._rest, self._yielded = rest.program(), rest.outputs
-            self._given = [binding.name for binding in rest.bindings if binding.bound is None]
+            self._rest_reads = [binding.name for binding in rest.bindings if binding.bound is None]
         if replays:
-            read_at_once = [name in self._given and name not in self.key.gradients for name in front.outputs]
+            read_at_once = [name in self._rest_reads and name not in self.key.gradients for name in front.outputs]
             self._program = Replayed(self._apart(), front, read_at_once)
 
     def _trace_between(self) -> Graph | None:
