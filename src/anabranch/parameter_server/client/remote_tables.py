@@ -555,15 +555,6 @@ class RemoteTables:
         aside.end(_LAST_WAIT)
         return answer
 
-    def squared_norm(self) -> float:
-        """Return the sum of squares of all workers' merged gradients of this step, which are held; for clipping."""
-        return self._client.squared_norm(self._step)
-
-    def release(self, scale: float = 1.0) -> None:
-        """Apply the step's held gradients, times ``scale``, the same on all workers."""
-        self._client.release(self._step, scale)
-        self.end(self._step + 1)
-
     def flush(self) -> None:
         """Push gradients waiting in the caches, at once and outside the order of steps: before saving and closing."""
         self._arrive()
