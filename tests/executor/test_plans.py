@@ -31,6 +31,7 @@ LINKS = {"workers": LinkCost(1024.0, 1.0), "servers": LinkCost(16.0, 2.0)}
 HEADER = 8 * HEADER_SIZE  # bytes of a header in its own message
 BUCKET = (3 + 1 + HEADER_SIZE) * 4  # elements, flag, header
 ROW = 4 + 16  # bytes: an id and four numbers
+VOTE = 8  # bytes: whether a worker and all servers have their part of a step
 
 
 class Parts(nn.Module):
@@ -92,7 +93,7 @@ def test_runs_that_are_accumulated_compute_each_and_tell_their_rows(plan: Any) -
 
 def test_rows_on_servers_are_read_and_moved_by_their_number(plan: Any) -> None:
     found = plan(Parts(), "Hybrid", accumulate=2, clip_grad_norm=1.0)
-    assert found.bytes == {"workers": 2 * HEADER, "servers": 2 * 10 * ROW + 9 * ROW}
+    assert found.bytes == {"workers": 2 * HEADER + VOTE, "servers": 2 * 10 * ROW + 9 * ROW}
     messages = 2 + 1 + 2  # reads, a push, the norm and its release
     assert found.parts["servers"] == messages * 16.0 + 2 * found.bytes["servers"]
 
@@ -124,7 +125,7 @@ def test_sparse_gradients_travel_as_long_as_the_longest_workers(plan: Any) -> No
 
 def test_without_a_batch_a_plan_says_which_parts_it_leaves_out(plan: Any) -> None:
     found = plan(Parts(head=True), "Hybrid", surveys=[None, None])
-    assert found.bytes == {"workers": BUCKET}
+    assert found.bytes == {"workers": BUCKET + VOTE}
     assert [row.bytes for row in found.rows] == [16, None]
     assert "without a batch" in str(found)
 

@@ -11,7 +11,6 @@ import torch
 
 from anabranch.errors import NotFound, SchemaError
 from anabranch.tables import (
-    Arena,
     Family,
     KernelThreads,
     Normal,
@@ -21,6 +20,7 @@ from anabranch.tables import (
     TableGroup,
     TableSpec,
 )
+from anabranch.tables.arena import Arena
 
 ROWS = (50, 7, 300, None)
 WIDTH = 5

@@ -85,7 +85,7 @@ class RoleActor:
         if host is None:
             from ray.util import get_node_ip_address
 
-            host = str(get_node_ip_address())  # type: ignore[no-untyped-call]
+            host = str(get_node_ip_address())  # type: ignore[no-untyped-call, unused-ignore]
         self._stack = ExitStack()
         self._host = host
         self._folder = self._stack.enter_context(PrivateFolder())
