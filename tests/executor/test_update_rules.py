@@ -124,7 +124,7 @@ def test_float16_steps_as_grad_scaler_does() -> None:
     model, plain = model_of(), model_of()
     optimizer, reference = (torch.optim.Adam(one.parameters(), lr=0.01) for one in (model, plain))
     scaler = torch.amp.GradScaler("cpu")  # type: ignore[attr-defined]
-    step = ab.TrainStep(model, loss_of, optimizer, precision="float16", clip_grad_norm=1.0)
+    step = ab.TrainStep(model, loss_of, optimizer, precision=torch.float16, clip_grad_norm=1.0)
     with ab.Executor(step) as executor:
         for index in range(8):
             batch = batch_of(index)

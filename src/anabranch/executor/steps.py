@@ -78,9 +78,10 @@ class TrainStep(StepDescription):
             ``Executor.routes()`` shows: ``{"users.weight": batch.users % 1000}``. It is called ahead, with the next
             batch too, so that rows are there in time; the executor learns ids that are in the batch as they are by
             itself. Other ids than the step's cost bytes, and change no number.
-        precision: ``"bfloat16"`` or ``"float16"`` computes the loss under ``torch.autocast`` with that type;
-            ``"float16"`` also scales the loss so that small gradients are not lost, as ``torch.amp.GradScaler`` does,
-            skips steps whose gradients overflow, and runs on the tape. Parameters keep their own type.
+        precision: ``"bfloat16"`` or ``"float16"``, or torch's types of these names, computes the loss under
+            ``torch.autocast`` with that type; ``"float16"`` also scales the loss so that small gradients are not lost,
+            as ``torch.amp.GradScaler`` does, skips steps whose gradients overflow, and runs on the tape. Parameters
+            keep their own type.
         skip_nonfinite: how to handle a step whose gradients hold NaN or an infinity. ``False``: it raises
             ``NonFinite`` and updates nothing; ``True``: it is skipped and counted, on all workers
             (``Executor.statistics().skipped_steps``); ``None``: there is no check, and it is applied as in a plain
@@ -114,7 +115,7 @@ class TrainStep(StepDescription):
         accumulate: int = 1,
         rows: Callable[[Structure], float] | None = None,
         ids: Callable[[Structure], Mapping[str, Tensor]] | None = None,
-        precision: Literal["bfloat16", "float16"] | None = None,
+        precision: Literal["bfloat16", "float16"] | torch.dtype | None = None,
         skip_nonfinite: bool | None = False,
         clip_grad_value: float | None = None,
         on_gradients: Callable[[dict[str, Tensor]], object] | None = None,
@@ -137,13 +138,14 @@ class TrainStep(StepDescription):
         _check_bound("clip_grad_value", clip_grad_value)
         if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
             raise ValueError(f"accumulate is a number of runs, an int of at least 1, got {accumulate!r}")
-        precision = choice("precision", precision, (None, "bfloat16", "float16"))
+        reduced = str(precision).removeprefix("torch.") if isinstance(precision, torch.dtype) else precision
+        reduced = choice("precision", reduced, (None, *_PRECISIONS))
         if not isinstance(skip_nonfinite, bool | None):
             raise TypeError(f"skip_nonfinite is True, False, or None to check no gradients, got {skip_nonfinite!r}")
-        if activation_budget is not None and (isinstance(model, Pipe) or precision == "float16"):
+        if activation_budget is not None and (isinstance(model, Pipe) or reduced == "float16"):
             what = "a Pipe" if isinstance(model, Pipe) else "precision='float16'"
             raise ValueError(f"activation_budget needs a graph, but {what} runs without one; leave one of them out")
-        if precision == "float16":
+        if reduced == "float16":
             parts = model.named_modules()
             experts = [name or "the model" for name, part in parts if getattr(type(part), "steps_there", False)]
             if isinstance(model, Pipe) or experts:
@@ -156,15 +158,15 @@ class TrainStep(StepDescription):
                 )
         flush = choice("flush", flush, ("keep", "step", "drop"))
         self.model, loss = beside(model, loss)
-        self.loss = loss if precision is None or isinstance(model, Pipe) else _cast(loss, model, _PRECISIONS[precision])
+        self.loss = loss if reduced is None or isinstance(model, Pipe) else _cast(loss, model, _PRECISIONS[reduced])
         self.optimizers = _optimizers(optimizer, self.model)
         self.schedulers = _schedulers(scheduler, self.optimizers)
         self.reduction = reduction
         self.clip_grad_norm = clip_grad_norm
         self.accumulate = accumulate
         self.rows, self.ids = rows, ids
-        self.precision = precision
-        self.skip_nonfinite = True if precision == "float16" else skip_nonfinite
+        self.precision = reduced
+        self.skip_nonfinite = True if reduced == "float16" else skip_nonfinite
         self.clip_grad_value = clip_grad_value
         self.on_gradients = on_gradients
         self.flush = flush
