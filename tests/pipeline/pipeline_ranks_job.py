@@ -117,6 +117,8 @@ def exact(cases: str = "") -> dict:
     return {
         "done": done,
         **keywords(),
+        **output_on_all_ranks(),
+        **padded(),
         **(split_model() | split_draws() if WORLD > 1 else {}),  # one rank has no cut
         **ties_of_some(),
         **changes_in_place(),
@@ -270,27 +272,75 @@ class Scale(nn.Module):
 
 
 def keywords() -> dict:
-    """A keyword input reaches the layers that name it on every rank, and has its whole gradient on each."""
+    """A keyword input reaches the layers that name it on every rank; one that requires gradients is refused."""
     model = nn.Sequential(*(layer for _ in range(2 * WORLD) for layer in (nn.Linear(3, 3), Scale()))).double()
     plain = reference(model)
     x = torch.randn(5, 3, dtype=torch.float64)
-    ours, theirs = (torch.linspace(1, 2, 5, dtype=torch.float64)[:, None].requires_grad_() for _ in range(2))
+    factor = torch.linspace(1, 2, 5, dtype=torch.float64)[:, None]
+    trained = factor.clone().requires_grad_()
     with make(model, balance=[4] * WORLD, chunks=3) as pipe:
-        pipe(x, factor=ours).sum().backward()
-        total = ours.grad.clone()
+        pipe(x, factor=factor).sum().backward()
         if WORLD > 1:
-            where = raised_by(lambda: pipe(x, factor=ours if WORLD - 1 == RANK else ours.detach()))
+            where = raised_by(lambda: pipe(x, factor=trained if WORLD - 1 == RANK else factor))
             assert isinstance(where, ValueError if WORLD - 1 == RANK else ab.PipelineError), where
-            assert "requires gradients, but not on the first stage's rank" in str(where)
-        without = raised_by(lambda: pipe(x, **({} if WORLD - 1 == RANK else {"factor": ours})))
+            assert "'factor' requires gradients" in str(where)
+            with torch.no_grad():
+                pipe(x, factor=trained)
+        without = raised_by(lambda: pipe(x, **({} if WORLD - 1 == RANK else {"factor": factor})))
         if WORLD > 1:
             expected = ValueError if WORLD - 1 == RANK else ab.PipelineError
             assert isinstance(without, expected), without
             assert "takes the keyword input 'factor'" in str(without)
     for layer in plain:
-        x = layer(x, theirs) if isinstance(layer, Scale) else layer(x)
+        x = layer(x, factor) if isinstance(layer, Scale) else layer(x)
     x.sum().backward()
-    assert close(total, theirs.grad)
+    same_gradients(pipe, plain)
+    return {}
+
+
+def output_on_all_ranks() -> dict:
+    """Every rank evaluates, generates and trains by the same lines as one process."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Embedding(9, 4), *(nn.Linear(4, 4) for _ in range(2 * WORLD)), nn.Linear(4, 9)).double()
+    plain = reference(model)
+    ids = expected = torch.tensor([[1, 2], [3, 4], [5, 6]])
+    with make(model, balance=[*[2] * (WORLD - 1), 4], chunks=2, output="all") as pipe:
+        for _ in range(3):
+            with torch.no_grad():
+                ids = torch.cat([ids, pipe(ids)[:, -1:].argmax(-1)], 1)
+                expected = torch.cat([expected, plain(expected)[:, -1:].argmax(-1)], 1)
+        assert ids.tolist() == expected.tolist()
+        loss = pipe(ids).square().sum()
+        loss.backward()
+        expected_loss = plain(ids).square().sum()
+        expected_loss.backward()
+        assert close(loss, expected_loss)
+        same_gradients(pipe, plain)
+        if WORLD > 1:
+            pipe.output = "all" if RANK == 0 else "last"
+            assert "pipe.output is 'all' on the first" in str(raised_by(lambda: pipe(ids)))
+        pipe.output = "last"
+        assert pipe(ids).numel() == (ids.numel() * 9 if pipe.output_rank == RANK else 0)
+    return {}
+
+
+def padded() -> dict:
+    """A mean over tokens: each microbatch weighs by its tokens, one of padding alone by none."""
+    torch.manual_seed(2)
+    model = nn.Sequential(
+        nn.Embedding(9, 4), *(nn.Linear(4, 4) for _ in range(2 * WORLD - 2)), nn.Linear(4, 9)
+    ).double()
+    plain = reference(model)
+    ids = torch.randint(0, 9, (6, 4))
+    target = ids.masked_fill(torch.arange(4) >= torch.tensor([4, 1, 0, 0, 2, 1])[:, None], -100)
+
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(y.flatten(0, 1), target.flatten())
+
+    with make(model, balance=[2] * WORLD, chunks=3) as pipe:
+        pipe.step(ids if RANK == 0 else None, target, loss=loss, rows=lambda x, target: (target >= 0).sum())
+    loss(plain(ids), target).backward()
+    same_gradients(pipe, plain)
     return {}
 
 
@@ -355,8 +405,10 @@ def split_model() -> dict:
                 (y["loss"] if isinstance(y, dict) else y).sum().backward()
                 same_gradients(pipe, plain)
                 pipe.eval()
-                with torch.no_grad(), pipe.output_everywhere():
+                pipe.output = "all"
+                with torch.no_grad():
                     assert close(pipe(*first)["logits"], plain(ids)["logits"])
+                pipe.output = "last"
                 pipe.train()
             for module in (model, plain):
                 module.zero_grad()

@@ -12,11 +12,10 @@ so that hooks, accumulation and graphs before ``x`` behave as with the unsplit m
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -33,14 +32,11 @@ from anabranch.pipeline.stage.packet import Gradients, Packet
 from anabranch.pipeline.stage.stage import OUTSIDE, StageRun
 from anabranch.tensors import Structure, flatten, paths, unflatten
 
-__all__ = ["CallOutcome", "Inputs", "PipeCall", "SharedInput", "Tie", "Turn", "TurnEngine", "deliver", "open_portal"]
+__all__ = ["CallOutcome", "Inputs", "PipeCall", "Tie", "Turn", "TurnEngine", "deliver", "open_portal"]
 
 
 Tie: TypeAlias = tuple[int, Tensor, Sequence[int]]
 """A parameter whose gradient comes from several ranks: a number, the same on all of them, itself, and those ranks."""
-
-SharedInput: TypeAlias = tuple[int, int, Sequence[int]]
-"""An input whose gradient does: its number, its place among the inputs that require grad, and those ranks."""
 
 
 class Inputs:
@@ -58,15 +54,6 @@ class Inputs:
             leaf for given in self._given.values() for leaf, _ in given
             if isinstance(leaf, Tensor) and leaf.requires_grad
         ]  # fmt: skip
-
-    def places_of(self, name: str) -> list[int | None]:
-        """Return for each leaf of a keyword input its place in ``leaves``; ``None`` if it requires no gradient."""
-        counter = itertools.count()
-        places = {
-            key: [next(counter) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf, _ in given]
-            for key, given in self._given.items()
-        }
-        return places.get(name, [])
 
     def messages(self, routes: Sequence[str | None]) -> list[list[Packet]]:
         """For each microbatch the packets of ``routes``."""
@@ -189,8 +176,8 @@ class PipeCall:
         records: true if a backward may follow.
         split: the call's programs of a split model.
         ties: parameters that other ranks train too.
-        shared: inputs that other ranks have too.
         anchor: a leaf that makes the call differentiable on a rank without inputs or parameters that require grad.
+        output_rank: the rank with the output, if the others get it too.
         switches: leaves for what its stages train elsewhere: a sweep that reaches none of them trains nothing there.
     """
 
@@ -202,8 +189,8 @@ class PipeCall:
     records: bool
     split: SplitCall | None = None
     ties: Sequence[Tie] = ()
-    shared: Sequence[SharedInput] = ()
     anchor: Tensor | None = None
+    output_rank: int | None = None
     switches: list[Tensor] = field(default_factory=list)
     _parameters: dict[int, Tensor] = field(init=False)
     _open: bool = True
@@ -249,15 +236,23 @@ class PipeCall:
         return _sum(losses)
 
     def forward(self, turn: Turn) -> tuple[Structure, list[bool]]:
-        """Run the F half. Returns the output, and for each of its leaves whether it is differentiable."""
+        """Run the F half. Returns the output, and for each of its leaves whether it is differentiable.
+
+        Where all ranks have the output, gradients of it count on the last stage's rank.
+        """
         half = [[action for action in actions if action.kind in _FORWARD] for actions in self.actions]
         packets = self._collect(turn.run(self.runs, half, self._outside()))
-        if not packets:
-            return None, []
-        output = self.join([packet.structure() for packet in packets], self.inputs.sizes)
-        _refuse_hidden_gradients(output)
-        self._outputs = [[_rows(leaf) for leaf in packet.leaves] for packet in packets]
-        needs_grad = [any(needs) for needs in zip(*(packet.needs_grad for packet in packets), strict=True)]
+        output: Structure = None
+        needs_grad: list[bool] = []
+        if packets:
+            output = self.join([packet.structure() for packet in packets], self.inputs.sizes)
+            _refuse_hidden_gradients(output)
+            self._outputs = [[_rows(leaf) for leaf in packet.leaves] for packet in packets]
+            needs_grad = [any(needs) for needs in zip(*(packet.needs_grad for packet in packets), strict=True)]
+        if self.output_rank is not None:
+            output, needs_grad = cast(
+                "tuple[Structure, list[bool]]", turn.spread((output, needs_grad), self.output_rank)
+            )
         return output, needs_grad
 
     def backward(self, grads: Sequence[Tensor | None], *, keep: bool) -> list[Tensor | None]:
@@ -321,8 +316,6 @@ class PipeCall:
                 gathered.setdefault(id(parameter), []).append(grad)
         grads = {key: _sum(parts) for key, parts in gathered.items()}
         of_inputs = self.inputs.gradients(answers)
-        for number, place, ranks in self.shared:
-            of_inputs[place] = _sum(turn.share(number, of_inputs[place], ranks))
         for number, parameter, ranks in self.ties:
             grads[id(parameter)] = _sum(turn.share(number, grads.get(id(parameter)), ranks))
         # A tied parameter is on one of its stages' devices.
@@ -359,7 +352,7 @@ class _Portal(torch.autograd.Function):
         ctx: torch.autograd.function.FunctionCtx, call: PipeCall, turn: Turn, box: list[Structure], *_: Tensor
     ) -> tuple[Tensor, ...]:
         output, needs_grad = call.forward(turn)
-        if not call.has_output:
+        if not call.has_output and call.output_rank is None:
             output, needs_grad = torch.empty(0, device="cpu"), [True]
         leaves, treedef = flatten(output)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
