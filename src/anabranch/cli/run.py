@@ -157,7 +157,7 @@ def run(
         _ask_directory(directory, experts, host)
     wanted = None
     if resources is not None:
-        from anabranch.launch.ray.resources import parse_resources
+        from anabranch.launch.ray.cluster import parse_resources
 
         try:
             wanted = parse_resources(resources)
