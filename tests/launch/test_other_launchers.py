@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from jobs import launch
 
 from anabranch.job import JOB_VARIABLE, MEETING_VARIABLE

@@ -139,7 +139,8 @@ def run_job(spec: JobSpec, sites: Sites, tell: Callable[[str], None]) -> JobOutc
     started = time.monotonic()
     with ExitStack() as stack:
         stack.enter_context(collect_signals())
-        job_file = JobFile(spec.log_dir, tell, trace=spec.trace)
+        trace = None if spec.trace is None else str(spec.trace.absolute())
+        job_file = JobFile(spec.log_dir, tell, script=spec.program.target, trace=trace)
         base = spec.base
         if spec.trace is not None:
             base |= stack.enter_context(JobTrace(spec.trace, spec.log_dir, job_file.services, tell))

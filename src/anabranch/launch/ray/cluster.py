@@ -89,8 +89,8 @@ def _check_answers(address: str | None) -> None:
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdecimal():
         raise RayError(
-            f"--address {address!r} is not HOST:PORT of a head node, such as 10.0.0.1:6379, as `ray start --head` shows "
-            "it; Ray Client and job addresses cannot place a job's roles"
+            f"--address {address!r} is not HOST:PORT of a head node, such as 10.0.0.1:6379; `ray start --head` shows "
+            "it. Ray Client and job addresses cannot place a job's roles"
         )
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS).close()

@@ -1,8 +1,8 @@
 """``RoleActor``: starts a role on a node of the Ray cluster, as its one child process, by the code of one machine.
 
 Runs inside a Ray actor, and is an ordinary class. The launcher *follows* it: each call brings the output since the last
-one, from files. The kernel kills the process when the actor ends, however it does, and Ray ends the actors of a launcher
-that has gone and of a node that it has lost.
+one, read from files. The kernel kills the process when the actor ends, however it does, and Ray ends the actors of a
+launcher that has gone and of a node that it has lost.
 """
 
 from __future__ import annotations
