@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from anabranch.cli import standard_streams
+from anabranch.cli import messages
 from waiting import wait_until
 
 PROGRAM = """
 import os, runpy, sys
 runpy.run_path(sys.argv[1])["open_standard_streams"]()
-print("to stdout", flush=True)
-print("to stderr", file=sys.stderr, flush=True)
-assert sys.stdin.read() == ""
+os.write(1, b"to stdout\\n")
+os.write(2, b"to stderr\\n")
+assert os.read(0, 1) == b""
 assert all(os.get_inheritable(descriptor) for descriptor in range(3))
 first = os.open(os.devnull, os.O_RDONLY)
 sys.exit(first if first > 2 else 1)
@@ -27,7 +27,7 @@ sys.exit(first if first > 2 else 1)
 
 @pytest.mark.parametrize("closed", ["", ">&-", "2>&-", "<&-", "<&- >&-", "<&- >&- 2>&-"])
 def test_a_closed_stream_leads_nowhere(closed: str) -> None:
-    command = ["sh", "-c", f'exec "$0" "$@" {closed}', sys.executable, "-c", PROGRAM, standard_streams.__file__]
+    command = ["sh", "-c", f'exec "$0" "$@" {closed}', sys.executable, "-c", PROGRAM, messages.__file__]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode > 2, done.stderr
     assert done.stdout == ("" if " >&-" in f" {closed}" else "to stdout\n")
@@ -51,7 +51,7 @@ def test_output_of_the_command_line_to_a_full_disk_is_not_an_error() -> None:
     program = "import runpy, sys; say = runpy.run_path(sys.argv[1])['say']; say('one'); say('two'); print('here')"
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-c", program, standard_streams.__file__],
+            [sys.executable, "-c", program, messages.__file__],
             stdout=subprocess.PIPE,
             stderr=full,
             text=True,

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from jobs import launch
 
-from anabranch.launch.job_file import JobFile, letter_and_start
+from anabranch.launch.job_file import JobFile
 from anabranch.launch.job_status import status_of
+from anabranch.record.process import process_stat
 
 
 def read(folder: Path) -> dict[str, object]:
@@ -19,7 +20,7 @@ def read(folder: Path) -> dict[str, object]:
 
 
 def entry(role: str, rank: int, pid: int, endpoint: str | None) -> dict[str, object]:
-    started = letter_and_start(pid)[1]
+    started = process_stat(pid)[1]
     return {"role": role, "rank": rank, "pid": pid, "endpoint": endpoint, "started": started}
 
 
@@ -86,7 +87,7 @@ def test_a_file_that_cannot_be_written_ends_no_job(tmp_path: Path) -> None:
 
 
 def test_it_says_where_the_trace_will_be(tmp_path: Path) -> None:
-    record = JobFile(tmp_path, trace=tmp_path / "out.json")
+    record = JobFile(tmp_path, trace=str(tmp_path / "out.json"))
     record.began("worker", 0, 1, None)
     assert read(tmp_path)["trace"] == str(tmp_path / "out.json")
 

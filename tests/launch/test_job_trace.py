@@ -142,7 +142,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_anything_starts(
         main()
     assert caught.value.code == 2
     told = capsys.readouterr().err
-    assert "--trace" in told
+    assert "no trace can be written to" in told
     assert word in told
 
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from jobs import launch
 
 from anabranch.job import JOB_VARIABLE, MEETING_VARIABLE
-from anabranch.launch import JobSpec, PythonProgram
-from anabranch.launch.environment import worker_environment
+from anabranch.record.process import STATUS_VARIABLE
 
 Script = Callable[[str], Path]
 LIMIT = 200.0
@@ -63,10 +63,9 @@ def test_torchrun_restarts_the_same_script_and_sets_the_variables_that_our_launc
         check=True,
         capture_output=True,
     )
-    spec = JobSpec(program=PythonProgram(str(path)), log_dir=tmp_path, workers=2)
-    ours = worker_environment(
-        spec, 1, run_id="x", master=("127.0.0.1", 1), base=environment, meeting=tmp_path / "meeting-1"
-    )
+    path.write_text("import json, os; print(json.dumps([*os.environ]))")
+    launch(path, workers=2, log_dir=tmp_path, environment=environment, spawn=True)
+    ours = json.loads((tmp_path / "worker-1.log").read_text())
     for rank in range(2):
         record = json.loads((tmp_path / f"{rank}.json").read_text())
         assert record["total"] == 3
@@ -74,7 +73,7 @@ def test_torchrun_restarts_the_same_script_and_sets_the_variables_that_our_launc
         # TORCHELASTIC_SIGNALS_TO_HANDLE is a setting of torchrun's own process that its workers inherit; our launcher
         # alone names one start of itself, by which checkpoints know their run.
         names = set(record["names"]) - {"TORCHELASTIC_SIGNALS_TO_HANDLE"}
-        assert names | {JOB_VARIABLE, MEETING_VARIABLE} == set(ours) - set(environment)
+        assert names | {JOB_VARIABLE, MEETING_VARIABLE} == set(ours) - set(environment) - {STATUS_VARIABLE}
 
 
 LOST = """

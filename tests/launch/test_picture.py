@@ -85,17 +85,17 @@ def test_the_whole_picture_at_80_columns() -> None:
     assert bar.endswith("412/800 51% · 10.0/s · 0:39 left")
     assert loss.startswith("loss 0.25 █")
     assert loss.endswith("12.3 steps/s")
-    assert first.split("  ")[0] == "worker 0"
-    assert "waiting  3.2 s for parameters 0 (pull users)  step 412 · cache 93%" in first
-    assert second.split() == ["worker", "1", "running", "step", "412", "·", "cache", "93%"]
-    assert server == "parameters 0  running  1.2M rows · stale 2 of 3 steps · 500 kB/s"
-    assert expert == "expert 0      running  queue 5 · busy 42% · 15 rows/s · 0 B/s"
+    assert first == "worker 0      11  waiting  3.2 s for parameters 0 (pull users)  step 412 · cach…"
+    assert second == "worker 1      11  running  step 412 · cache 93%"
+    assert server == "parameters 0  12  running  1.2M rows · stale 2 of 3 steps · 500 kB/s"
+    assert expert == "expert 0      13  running  ffn.0, ffn.1 · queue 5 · busy 42% · 15 rows/s · 0 B/s"
     assert crossing == "crossing  workers 2.0 MB/s"
 
 
 def test_at_200_columns_nothing_is_cut() -> None:
     lines = shown(JOB, 200)
     assert not any("…" in line for line in lines)
+    assert shown(replace(JOB, script="train.py", folder="logs"), 80)[1] == "train.py · logs"
     assert lines[5].endswith("stale 2 of 3 steps · 500 kB/s")
 
 
@@ -117,13 +117,13 @@ def test_roles_that_run_well_make_room_for_those_that_do_not() -> None:
     roles = (*roles, RoleStatus("expert", 0, 9, None, "stopped"))
     lines = shown(replace(JOB, roles=roles), 80, lines=12)
     assert len(lines) <= 12
-    assert any(line.split() == ["expert", "0", "stopped"] for line in lines)
+    assert any(line.split() == ["expert", "0", "9", "stopped"] for line in lines)
     assert lines[-1].split() == ["15", "more", "15", "running"]
 
 
 def test_unknown_values_are_left_out() -> None:
     lines = shown(JobStatus((RoleStatus("worker", 0, 1, None, "starting"),), None, None), 80)
-    assert [line.split() for line in lines[1:]] == [["worker", "0", "starting"]]
+    assert [line.split() for line in lines[1:]] == [["worker", "0", "1", "starting"]]
     ended = JobStatus((RoleStatus("worker", 0, 1, None, "gone"),), 1.0, 2.0, 1.0)
     assert "0:01 · ended" in shown(ended, 80)[0]
     endless = replace(JOB, progress=(TrackedLoop(None, 7, None, 2.0),))
@@ -151,12 +151,3 @@ def test_names_cannot_move_the_cursor() -> None:
     lines = shown(replace(JOB, roles=(replace(evil), evil), progress=(TrackedLoop("l\r\x1b[A", 1, 2, 1.0),)), 120)
     assert len(lines) == 6
     assert not any("\x1b" in line or "\x9b" in line or "\r" in line for line in lines)
-
-
-def test_traffic_has_two_lines_and_parts_without_room_are_counted() -> None:
-    rates = {f"table of.a.long.name.{number}": 2e6 - number * 1e5 for number in range(7)}
-    lines = shown(replace(JOB, roles=(replace(WORKER, crossing=rates),)), 80)
-    assert lines[-2:] == [
-        "crossing  table of.a.long.name.0 2.0 MB/s · table of.a.long.name.1 1.9 MB/s",
-        "          table of.a.long.name.2 1.8 MB/s · table of.a.long.name.3 1.7 MB/s · 3…",
-    ]

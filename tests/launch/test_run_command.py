@@ -63,6 +63,8 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (["run", "-m", "http.server.x"], "'http.server' is a module, not a package"),
         (["run", "-m", "anabranch"], "'anabranch' is a package without a __main__.py"),
         (["run", "-m", "train.py"], "there is no module 'train'"),
+        (["run", "-n", "2", __file__], "the number of workers is --workers 2"),
+        (["plan", "--nproc-per-node=4", __file__], "the number of workers is --workers 4"),
         (["run", "--workers", "0", __file__], "1"),
         (["run", "--workers", "two", __file__], "--workers"),
         (["run", "--checkpoint-seconds", "inf", __file__], "finite number of seconds above 0, got inf"),

@@ -114,7 +114,7 @@ def test_a_job_of_executors_reports_its_steps(tmp_path: Path, script: Callable[[
 def test_the_command_prints_a_table_and_refuses_anything_but_a_job(tmp_path: Path) -> None:
     JobFile(tmp_path).began("worker", 0, os.getpid(), None)
     done = subprocess.run([*STATUS, str(tmp_path)], capture_output=True, text=True, timeout=200, check=True)
-    assert done.stdout.splitlines()[1].split() == ["worker", "0", "running"]
+    assert done.stdout.splitlines()[2].split() == ["worker", "0", str(os.getpid()), "running"]
     done = subprocess.run([*STATUS, str(tmp_path / "no")], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 2
     assert "log folder" in done.stderr
@@ -196,7 +196,7 @@ def test_of_many_that_are_waited_for_those_are_named_that_hold_the_others_up() -
         return {"open": [{"name": "wait", "since": 0.0, "peer": peer, "operation": "barrier"}]}
 
     def named(*found: tuple[RoleStatus, dict[str, object]]) -> list[str | None]:
-        return [one.waiting_for for one in job_of(found, None, None).roles]
+        return [one.waiting_for for one in job_of(found).roles]
 
     assert named((role(0), waiting(1, 2)), (role(1), waiting(0, 2)), (role(2), {})) == ["worker 2", "worker 2", None]
     assert named((role(0), waiting(1, 2)), (role(1, "stopped"), {}), (role(2), {})) == ["worker 1", None, None]

@@ -11,7 +11,8 @@ from time import monotonic
 import pytest
 from torch.distributed import HashStore
 
-from anabranch.liveness.peers import Identity, Peers, _process_status
+from anabranch.liveness.peers import Identity, Peers
+from anabranch.record.process import process_stat
 from waiting import wait_until
 
 
@@ -32,7 +33,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def identity_of(pid: int) -> Identity:
-    return Identity(Identity.of_this_process().host, pid, _process_status(pid)[1])
+    return Identity(Identity.of_this_process().host, pid, process_stat(pid)[1])
 
 
 def watching(
@@ -50,7 +51,7 @@ def watching(
 
 
 def wait_for_state(pid: int, letters: str) -> None:
-    wait_until(lambda: _process_status(pid)[0] in letters)
+    wait_until(lambda: process_stat(pid)[0] in letters)
 
 
 def test_a_stopped_peer_is_lost_once_seen_stopped_for_a_heartbeat(child: subprocess.Popen[bytes]) -> None:

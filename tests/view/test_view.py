@@ -41,11 +41,13 @@ def job(folder: Path, **more: object) -> Path:
     roles = [
         {"role": "worker", "rank": 0, "pid": 4, "endpoint": None},
         {"role": "parameters", "rank": 0, "pid": 5, "endpoint": "unix:/x"},
+        {"role": "expert", "rank": 0, "pid": 6, "endpoint": None},
     ]
     folder.mkdir()
     (folder / "job.json").write_text(json.dumps({"roles": roles, "started": 1.0, "ended": 61.0, **more}))
     run = {"bytes": {"table users": 4096}, "tables": {}, "loss": 0.25, "curve": [1.0, 0.5, 0.25], "pace": [10.0, 12.0]}
     (folder / "worker-0.status").write_text(json.dumps({"pid": 4, "run": run}))
+    (folder / "expert-0.status").write_text(json.dumps({"pid": 6, "experts": {"bytes": 512}}))
     return folder
 
 
@@ -90,7 +92,10 @@ def test_a_job_shows_its_pace_its_bytes_and_the_trace_it_wrote(tmp_path: Path) -
     data = data_of(made(job(tmp_path / "logs", trace=str(path)), "--out", tmp_path / "page.html"))
     found = data["job"]
     assert found["pace"] == [10.0, 12.0]  # type: ignore[index]
-    assert found["crossings"] == [{"from": "worker 0", "to": "parameters", "name": "table users", "bytes": 4096}]  # type: ignore[index]
+    assert found["crossings"] == [  # type: ignore[index]
+        {"from": "worker 0", "to": "parameters 0", "name": "table users", "bytes": 4096},
+        {"from": "worker 0", "to": "expert 0", "name": "experts", "bytes": 512},
+    ]
     assert len(data["trace"]["lanes"]) == 1  # type: ignore[index]
 
 
@@ -117,7 +122,7 @@ def test_texts_of_the_data_stay_texts(tmp_path: Path) -> None:
         ("absent.json", None, "there is no"),
         ("text.json", "{}", "is not a trace in Chrome's format"),
         ("graph.safetensors", "nonsense", "nor a graph written by Graph.save"),
-        ("folder", "", "there is no job.json in"),
+        ("folder", "", "give a job's log folder (--log-dir)"),
     ],
 )
 def test_any_other_path_is_refused_in_one_sentence(name: str, content: str | None, said: str, tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 
 from anabranch.cli.keys import keys
+from anabranch.cli.messages import open_standard_streams, tell
 from anabranch.cli.plan import plan
 from anabranch.cli.run import run
 from anabranch.cli.serve import serve
-from anabranch.cli.standard_streams import open_standard_streams, say
 from anabranch.cli.status import status
 from anabranch.cli.view import view
 
@@ -37,7 +37,7 @@ _app = typer.Typer(
 
 `anabranch serve experts --help`""",
     invoke_without_command=True,
-    rich_markup_mode="markdown",
+    rich_markup_mode=None,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -66,7 +66,7 @@ def _options(
 def main() -> None:
     """Run the command that ``sys.argv`` names, and exit with its code."""
     open_standard_streams()
-    if len(sys.argv) > 1 and (given := sys.argv[1]).endswith(".py"):
-        say(f"anabranch: {given!r} is a script, not a command; start it with: anabranch run {shlex.quote(given)}")
+    if len(sys.argv) > 1 and (word := sys.argv[1]).endswith(".py"):
+        tell(f"{word!r} is a script, not a command; start it with: anabranch run {shlex.quote(word)}")
         sys.exit(2)
     _app(prog_name="anabranch")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from anabranch.cli.standard_streams import say
+from anabranch.cli.messages import say, tell
 from anabranch.launch.job_status import status_of
 from anabranch.launch.supervision.outcome import Exit, JobOutcome
 
-__all__ = ["show_end", "tell"]
+__all__ = ["show_end"]
 
 
 def show_end(outcome: JobOutcome, folder: Path, *, verbose: bool) -> None:
@@ -70,8 +70,3 @@ def _show_checkpoint(folder: Path) -> None:
     steps = next((role.steps for role in found.roles if role.name == "worker 0"), None)
     if found.saved is not None:
         tell(f"the last checkpoint: {found.saved}" + ("" if steps is None else f" (the job was at step {steps})"))
-
-
-def tell(line: str) -> None:
-    """Print a line of the launcher on stderr."""
-    say(f"anabranch: {line}")

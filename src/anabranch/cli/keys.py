@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from anabranch.cli.mistakes import plain_errors
-from anabranch.cli.standard_streams import say
+from anabranch.cli.messages import plain_errors, tell
 from anabranch.transport import make_keys
 from anabranch.transport.certificates import EVERY_JOB
 
@@ -16,19 +15,16 @@ __all__ = ["keys"]
 
 
 def keys(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="The folder to write to; created with mode 0700.", show_default=False)
-    ],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write to; created with mode 0700.")],
     days: Annotated[float, typer.Option(min=0.001, metavar="N", help="How long the certificates are valid.")] = 365.0,
     job: Annotated[
         str, typer.Option(metavar="NAME", help="The job for which they are valid; `*` is every job of the authority.")
     ] = EVERY_JOB,
     authority: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Sign with the authority of this directory.", show_default=False),
+        Path | None, typer.Option(metavar="DIR", help="Sign with the authority of this directory.")
     ] = None,
 ) -> None:
-    """Make a private authority and a certificate with its key for each role.
+    """Make a private authority, and certificates for each role.
 
     DIR/authority.pem belongs on every host, DIR/ROLE.pem (worker, parameters, experts, directory) on the hosts of that
     role. DIR/authority.key signs further certificates: keep it where no server runs.
@@ -39,7 +35,7 @@ def keys(
         for path in make_keys(directory, days=days, job=job, authority=authority).values():
             typer.echo(path)
     if job == EVERY_JOB:
-        say(
-            "anabranch: these certificates are valid for every job of this authority ('*'); "
+        tell(
+            "these certificates are valid for every job of this authority ('*'); "
             "--job NAME makes them valid for one only"
         )

@@ -6,14 +6,13 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from anabranch.cli.job_end import show_end, tell
-from anabranch.cli.script_arguments import Arguments, IsModule, Script
+from anabranch.cli.job_end import show_end
+from anabranch.cli.messages import plain_errors, tell
+from anabranch.cli.options import Arguments, Experts, IsModule, OfTorchrun, Script, Servers, Workers
 from anabranch.launch import JobSpec, PythonProgram, launch
-from anabranch.launch.supervision.signals import collect_signals
 from anabranch.record.process import PLAN_VARIABLE
 
 __all__ = ["plan"]
@@ -23,48 +22,42 @@ def plan(
     script: Script,
     arguments: Arguments = None,
     module: IsModule = False,
-    workers: Annotated[int, typer.Option(min=1, metavar="N", help="How many worker processes to plan for.")] = 1,
-    servers: Annotated[int, typer.Option(min=0, metavar="N", help="How many parameter servers.")] = 0,
-    experts: Annotated[int, typer.Option(min=0, metavar="N", help="How many expert processes.")] = 0,
+    of_torchrun: OfTorchrun = None,
+    workers: Workers = 1,
+    servers: Servers = 0,
+    experts: Experts = 0,
 ) -> None:
-    """Print where each parameter of SCRIPT would be kept, what a step exchanges, and its estimated time.
+    """Print what a step of SCRIPT would exchange, and its time.
 
-    SCRIPT is started as by `anabranch run`, up to its first training step. There the workers measure their links for a
-    moment, try the first batch, print the plan and end: nothing is trained, and servers are only read.
+    It says where each parameter would be kept, too. SCRIPT is started as by `anabranch run`, up to its first training
+    step. There the workers measure their links for a moment, try the first batch, print the plan and end: nothing is
+    trained, and servers are only read.
 
     Exit code: 0 if there is a plan, 1 if SCRIPT failed or ended without a training step, 2 for wrong arguments.
     """
-    try:
-        PythonProgram(script, is_module=module, looks_here=module).check()
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="SCRIPT") from error
     folder = Path(tempfile.mkdtemp(prefix="anabranch-plan-"))
-    found = folder / "plan.txt"
-    failed = True
+    text = folder / "plan.txt"
+    failed = False
     try:
-        with collect_signals():
-            job = JobSpec(
+        with plain_errors():
+            spec = JobSpec(
                 program=PythonProgram(script, tuple(arguments or []), is_module=module, looks_here=module),
                 log_dir=folder,
                 workers=workers,
                 servers=servers,
                 experts=experts,
                 live=True,
-                environment={**os.environ, PLAN_VARIABLE: str(found)},
+                environment={**os.environ, PLAN_VARIABLE: str(text)},
             )
-            outcome = launch(job, tell)
-            show_end(outcome, folder, verbose=False)
-            failed = outcome.first_failure is not None
-            if outcome.exit_code == 0:
-                _show(found, script)
+        outcome = launch(spec, tell)
+        failed = outcome.first_failure is not None
+        show_end(outcome, folder, verbose=False)
+        if outcome.exit_code == 0:
+            if not text.exists():
+                tell(f"{script} ended before it ran a training step of an Executor, so there is nothing to plan")
+                raise typer.Exit(1)
+            typer.echo(text.read_text(), nl=False)
         raise typer.Exit(outcome.exit_code)
     finally:
         if not failed:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _show(found: Path, script: str) -> None:
-    if not found.exists():
-        tell(f"{script} ended before it ran a training step of an Executor, so there is nothing to plan")
-        raise typer.Exit(1)
-    typer.echo(found.read_text(), nl=False)

@@ -8,20 +8,17 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from anabranch.cli.job_end import show_end, tell
-from anabranch.cli.mistakes import plain_errors
-from anabranch.cli.script_arguments import Arguments, IsModule, Script
-from anabranch.deadline import check_seconds
+from anabranch.cli.job_end import show_end
+from anabranch.cli.messages import plain_errors, tell
+from anabranch.cli.options import Arguments, Experts, IsModule, OfTorchrun, Script, Servers, Workers
 from anabranch.launch import Durability, JobOutcome, JobSpec, PythonProgram, RestartBudget, launch
-from anabranch.launch.meeting.addresses import check_directory
 from anabranch.launch.supervision.signals import collect_signals
-from anabranch.record.trace import check_trace_path
-from anabranch.transport.certificates import KEYS_VARIABLE
 from anabranch.transport.redis_directory import RedisLink, is_redis_url
 
 __all__ = ["run"]
@@ -33,33 +30,62 @@ def run(
     script: Script,
     arguments: Arguments = None,
     module: IsModule = False,
-    workers: Annotated[int, typer.Option(min=1, metavar="N", help="How many worker processes to start.")] = 1,
-    servers: Annotated[int, typer.Option(min=0, metavar="N", help="How many parameter servers to start.")] = 0,
-    experts: Annotated[
-        int, typer.Option(min=0, metavar="N", help="How many additional processes run SCRIPT to serve experts.")
-    ] = 0,
+    of_torchrun: OfTorchrun = None,
+    workers: Workers = 1,
+    servers: Servers = 0,
+    experts: Experts = 0,
     durability: Annotated[
         Durability, typer.Option(help="What is restored when a parameter server dies; `none` ends the job.")
     ] = "none",
+    checkpoint_seconds: Annotated[
+        float, typer.Option(min=0.001, metavar="S", help="How often parameter servers write a checkpoint.")
+    ] = 300.0,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Restart a failed job N times, from its last complete checkpoint.")
+    ] = 0,
+    service_restarts: Annotated[
+        str, typer.Option(metavar="N/SECONDSs", help="Restart a dead server or expert up to N times in any SECONDS.")
+    ] = "3/600s",
     host: Annotated[
         str | None,
         typer.Option(
             metavar="ADDRESS",
             help="Address of this machine where servers and experts listen on TCP, with certificates; by default they "
             "use Unix sockets.",
-            show_default=False,
         ),
     ] = None,
+    directory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ENDPOINT",
+            help="Announce the experts in this directory, and look others up there: endpoints of `anabranch serve "
+            "directory`, or a Redis URL. By default the job has its own.",
+        ),
+    ] = None,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Keep each process's output here, as ROLE-RANK.log. By default logs are kept only after a failure.",
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a trace of all processes here at the end, for ui.perfetto.dev."),
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show the errors of all processes, also those that follow from another.")
+    ] = False,
+    spawn: Annotated[
+        bool, typer.Option("--spawn", help="Start processes from scratch, not as forks of one that has imported torch.")
+    ] = False,
     engine: Annotated[
-        Literal["local", "ray"],
-        typer.Option(help="Run the processes on this machine, or on the nodes of a Ray cluster."),
+        Literal["local", "ray"], typer.Option(help="Run on this machine, or on the nodes of a Ray cluster.")
     ] = "local",
     address: Annotated[
         str | None,
         typer.Option(
-            metavar="HOST:PORT",
-            help="The head node of the Ray cluster; by default RAY_ADDRESS, or a cluster on this machine.",
-            show_default=False,
+            metavar="HOST:PORT", help="Ray's head node; by default RAY_ADDRESS, or a cluster on this machine."
         ),
     ] = None,
     resources: Annotated[
@@ -68,67 +94,10 @@ def run(
             metavar="JSON",
             help='Ray resources of each role, such as \'{"worker": {"CPU": 2, "GPU": 1}}\'; roles are worker, '
             "server, expert.",
-            show_default=False,
         ),
     ] = None,
-    spawn: Annotated[
-        bool,
-        typer.Option(
-            "--spawn", help="Start every process from scratch instead of forking it from one that has imported torch."
-        ),
-    ] = False,
-    max_restarts: Annotated[
-        int,
-        typer.Option(
-            min=0, metavar="N", help="Restart a failed job this many times, from its last complete checkpoint."
-        ),
-    ] = 0,
-    service_restarts: Annotated[
-        str,
-        typer.Option(
-            metavar="N/SECONDSs",
-            help="Restart a server or expert that dies, up to N times in any SECONDS, after a pause.",
-        ),
-    ] = "3/600s",
-    checkpoint_seconds: Annotated[
-        float, typer.Option(min=0.001, metavar="S", help="How often parameter servers write a checkpoint.")
-    ] = 300.0,
-    directory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ENDPOINT",
-            help="Announce the experts in this directory, and look others up there: endpoints of `anabranch serve "
-            "directory`, or a Redis URL. By default the job has its own.",
-            show_default=False,
-        ),
-    ] = None,
-    log_dir: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            file_okay=False,
-            writable=True,
-            help="Keep each process's output here, as ROLE-RANK.log. By default logs are kept only after a failure.",
-            show_default=False,
-        ),
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Record a trace of all processes and write it here at the end, for ui.perfetto.dev.",
-            show_default=False,
-        ),
-    ] = None,
-    verbose: Annotated[
-        bool,
-        typer.Option(
-            "--verbose",
-            help="Show the errors of all processes, including those that only follow from another.",
-        ),
-    ] = False,
 ) -> None:
-    """Run SCRIPT in N processes that form one torch.distributed job, with the servers it uses.
+    """Run SCRIPT as one torch.distributed job, with its servers.
 
     The workers find the same environment as under torchrun. Rank 0 is live on the screen; `anabranch status --watch`
     shows how far the job is and how each process is. When a process fails, its rank and traceback are shown and the
@@ -138,62 +107,44 @@ def run(
 
     Exit code: 0 if all succeeded, 1 if one failed, 130 on Ctrl-C, 2 for wrong arguments.
     """
-    try:
-        budget = RestartBudget.parse(service_restarts)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--service-restarts") from error
-    with plain_errors("--checkpoint-seconds"):
-        check_seconds(checkpoint_seconds=checkpoint_seconds)
-    try:
-        PythonProgram(script, is_module=module, looks_here=module).check()
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="SCRIPT") from error
-    try:
-        trace = None if trace is None else check_trace_path(trace)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--trace") from error
     _check_engine(engine, address=address, resources=resources, host=host, spawn=spawn, directory=directory)
-    if directory is not None:
-        _ask_directory(directory, experts, host)
-    wanted = None
-    if resources is not None:
-        from anabranch.launch.ray.resources import parse_resources
+    with plain_errors():
+        spec = JobSpec(
+            program=PythonProgram(script, tuple(arguments or []), is_module=module, looks_here=module),
+            log_dir=Path(),
+            workers=workers,
+            servers=servers,
+            experts=experts,
+            durability=durability,
+            checkpoint_seconds=checkpoint_seconds,
+            max_restarts=max_restarts,
+            service_restarts=RestartBudget.parse(service_restarts),
+            host=host,
+            directory=directory,
+            live=True,
+            verbose=verbose,
+            spawn=spawn,
+            trace=trace,
+        )
+        if resources is not None:
+            from anabranch.launch.ray.cluster import parse_resources
 
-        try:
-            wanted = parse_resources(resources)
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--resources") from error
+            spec = replace(spec, resources=parse_resources(resources))
+        if directory is not None and is_redis_url(directory):
+            RedisLink(directory, _ASK_SECONDS).run(lambda client: client.time(), "directory.time")
     _tell_of_options(
         script, arguments or [], {"--workers": workers == 1, "--servers": not servers, "--experts": not experts}
     )
     logs = _log_directory(log_dir)
+    outcome: JobOutcome | None = None
     with collect_signals():
-        outcome: JobOutcome | None = None
         try:
-            with plain_errors("--host" if host else "SCRIPT"):
-                job = JobSpec(
-                    program=PythonProgram(script, tuple(arguments or []), is_module=module, looks_here=module),
-                    log_dir=logs,
-                    workers=workers,
-                    servers=servers,
-                    experts=experts,
-                    durability=durability,
-                    checkpoint_seconds=checkpoint_seconds,
-                    max_restarts=max_restarts,
-                    service_restarts=budget,
-                    host=host,
-                    directory=directory,
-                    live=True,
-                    verbose=verbose,
-                    spawn=spawn,
-                    trace=trace,
-                    resources=wanted or {},
-                )
-                outcome = _launch_on_ray(job, address) if engine == "ray" else launch(job, tell)
+            with plain_errors():
+                spec = replace(spec, log_dir=logs)
+                outcome = _launch_on_ray(spec, address) if engine == "ray" else launch(spec, tell)
             show_end(outcome, logs, verbose=verbose)
         finally:
-            failed = outcome is not None and outcome.first_failure is not None
-            if log_dir is None and not failed:
+            if log_dir is None and (outcome is None or outcome.first_failure is None):
                 shutil.rmtree(logs, ignore_errors=True)
     raise typer.Exit(outcome.exit_code)
 
@@ -208,21 +159,13 @@ def _launch_on_ray(job: JobSpec, address: str | None) -> JobOutcome:
         raise typer.Exit(1) from error
 
 
-def _check_engine(engine: str, **given: object) -> None:
+def _check_engine(engine: str, **options: object) -> None:
     """Refuse options that mean nothing to the engine."""
     others = ("host", "spawn", "directory") if engine == "ray" else ("address", "resources")
     for name in others:
-        if given[name]:
+        if options[name]:
             cure = "leave it out" if engine == "ray" else "give --engine ray, too"
             raise typer.BadParameter(f"--engine {engine} does not use it; {cure}", param_hint=f"--{name}")
-
-
-def _ask_directory(directory: str, experts: int, host: str | None) -> None:
-    """Refuse a directory that cannot be used, before anything is started."""
-    with plain_errors("--directory"):
-        check_directory(directory, experts=experts, host=host, keys=os.environ.get(KEYS_VARIABLE))
-        if is_redis_url(directory):
-            RedisLink(directory, _ASK_SECONDS).run(lambda client: client.time(), "directory.time")
 
 
 def _tell_of_options(script: str, arguments: Sequence[str], missing: Mapping[str, bool]) -> None:

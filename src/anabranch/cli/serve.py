@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import typer
 
-from anabranch.cli.mistakes import plain_errors
-from anabranch.cli.standard_streams import say
-
-if TYPE_CHECKING:
-    from anabranch.observe import Metric
+from anabranch.cli.messages import plain_errors, tell
+from anabranch.cli.options import Insecure, Keys
 
 __all__ = ["directory", "experts", "parameters", "serve"]
 
 serve = typer.Typer(help="Run one long-lived service. It prints 'listening on ENDPOINT' first and drains on a signal.")
 """The commands under ``anabranch serve``."""
+
+_MOST_UIDS = 8
 
 
 @serve.callback()
@@ -31,28 +29,16 @@ def _speak() -> None:
 
 
 _Listen = Annotated[
-    str | None,
-    typer.Option(metavar="ENDPOINT", help="unix:PATH or tcp://HOST:PORT; by default a new socket.", show_default=False),
-]
-_Keys = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Certificates, from `anabranch keys`.", show_default=False)
+    str | None, typer.Option(metavar="ENDPOINT", help="unix:PATH or tcp://HOST:PORT; by default a new socket.")
 ]
 _Metrics = Annotated[
     str | None,
     typer.Option(
-        metavar="HOST:PORT",
-        help="Serve Prometheus metrics at http://HOST:PORT/metrics; :PORT is on the loopback address.",
-        show_default=False,
+        metavar="HOST:PORT", help="Serve Prometheus metrics at http://HOST:PORT/metrics; :PORT is on loopback."
     ),
 ]
-_Insecure = Annotated[bool, typer.Option("--insecure", help="Allow TCP without certificates.")]
 _Heartbeat = Annotated[
-    float,
-    typer.Option(
-        min=0.001,
-        metavar="S",
-        help="Seconds between heartbeats to waiting clients; after twice that without one, a peer counts as lost.",
-    ),
+    float, typer.Option(min=0.001, metavar="S", help="Seconds between heartbeats; a peer without two is lost.")
 ]
 _Linger = Annotated[
     float,
@@ -71,7 +57,6 @@ def experts(
         typer.Argument(
             metavar="[FILE_OR_MODULE:FUNCTION]",
             help="A function (index, count) that returns a list of ExpertBackend, such as train.py:make_backends.",
-            show_default=False,
         ),
     ] = None,
     index: Annotated[int, typer.Option(min=0, metavar="I", help="The function's index: which server this is.")] = 0,
@@ -79,56 +64,44 @@ def experts(
         int, typer.Option(min=1, metavar="N", help="The function's count: how many servers there are.")
     ] = 1,
     uids: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATTERN", help="In place of a function: uids such as ffn.[0:4].[0:8].", show_default=False
-        ),
+        str | None, typer.Option(metavar="PATTERN", help="In place of a function: uids such as ffn.[0:4].[0:8].")
     ] = None,
     module: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="ffn[:WIDTH], nop[:WIDTH], or pkg.mod:function, which returns arguments of "
-            "ExpertBackend; by default ffn:512.",
-            show_default=False,
+            help="ffn[:WIDTH], nop[:WIDTH], or pkg.mod:function, which returns arguments of ExpertBackend; by default "
+            "ffn:512.",
         ),
     ] = None,
     optimizer: Annotated[
         Literal["sgd", "adam", "adamw", "adagrad", "none"] | None,
-        typer.Option(help="By default adam, or the function's.", show_default=False),
+        typer.Option(help="By default adam, or the function's."),
     ] = None,
-    lr: Annotated[
-        float | None,
-        typer.Option(min=0.0, metavar="X", help="The learning rate; by default 0.001.", show_default=False),
-    ] = None,
+    lr: Annotated[float | None, typer.Option(min=0.0, metavar="X", help="The learning rate; by default 0.001.")] = None,
     device: Annotated[
-        str | None, typer.Option(metavar="D", help="The device of the experts; by default theirs.", show_default=False)
+        str | None, typer.Option(metavar="D", help="The device of the experts; by default theirs.")
     ] = None,
     max_batch_size: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="The most rows of a batch; by default 4096.", show_default=False),
+        int | None, typer.Option(min=1, metavar="N", help="The most rows of a batch; by default 4096.")
     ] = None,
     checkpoint_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Where experts are saved and loaded from.", show_default=False),
+        Path | None, typer.Option(metavar="DIR", help="Where experts are saved and loaded from.")
     ] = None,
     directory: Annotated[
-        str | None,
-        typer.Option(metavar="ENDPOINT", help="The directory to announce them in, or a Redis URL.", show_default=False),
+        str | None, typer.Option(metavar="ENDPOINT", help="The directory to announce them in, or a Redis URL.")
     ] = None,
     listen: _Listen = None,
-    keys: _Keys = None,
-    insecure: _Insecure = False,
+    keys: Keys = None,
+    insecure: Insecure = False,
     heartbeat: _Heartbeat = 1.0,
     metrics: _Metrics = None,
     linger: _Linger = 0.0,
 ) -> None:
-    """Serve experts that train themselves: those of a function, or one of each name in a pattern."""
+    """Serve experts: those of a function, or one of each name in a pattern."""
     # Here, as in the others: with torch, which the rest of the command line does without.
     from anabranch.experts import ExpertServer
     from anabranch.experts.server.layers import make_backends_of, make_named_experts
-    from anabranch.observe import expert_metrics
-    from anabranch.transport.server.service import serve_until_stopped
 
     if (make is None) == (uids is None):
         raise typer.BadParameter(
@@ -145,37 +118,43 @@ def experts(
         else:
             assert uids is not None
             backends = make_named_experts(uids, module or "ffn", optimizer, lr, device, max_batch_size)
-        server = partial(
-            ExpertServer,
-            backends,
-            listen=listen,
-            directory=directory,
-            checkpoint_dir=checkpoint_dir,
-            device=device,
-            keys=keys,
-            insecure=insecure,
-            heartbeat=heartbeat,
+        names = [backend.uid for backend in backends]
+        saved = [name for name in names if checkpoint_dir is not None and (checkpoint_dir / name).is_dir()]
+        more = f" and {len(names) - _MOST_UIDS} more" if len(names) > _MOST_UIDS else ""
+        tell(f"serving {', '.join(names[:_MOST_UIDS])}{more}: {_state(saved, names)}")
+        _serve(
+            partial(
+                ExpertServer,
+                backends,
+                listen=listen,
+                directory=directory,
+                checkpoint_dir=checkpoint_dir,
+                device=device,
+                keys=keys,
+                insecure=insecure,
+                heartbeat=heartbeat,
+            ),
+            "expert_metrics",
+            metrics,
+            linger,
         )
-        serve_until_stopped(server, _beside(metrics, expert_metrics), linger=linger)
 
 
 @serve.command()
 def directory(
     listen: _Listen = None,
-    keys: _Keys = None,
-    insecure: _Insecure = False,
+    keys: Keys = None,
+    insecure: Insecure = False,
     heartbeat: _Heartbeat = 1.0,
     metrics: _Metrics = None,
     linger: _Linger = 0.0,
 ) -> None:
     """Serve a directory: the server of each expert."""
     from anabranch.experts import DirectoryServer
-    from anabranch.observe import directory_metrics
-    from anabranch.transport.server.service import serve_until_stopped
 
     with plain_errors():
-        server = partial(DirectoryServer, listen, keys=keys, insecure=insecure, heartbeat=heartbeat)
-        serve_until_stopped(server, _beside(metrics, directory_metrics), linger=linger)
+        make = partial(DirectoryServer, listen, keys=keys, insecure=insecure, heartbeat=heartbeat)
+        _serve(make, "directory_metrics", metrics, linger)
 
 
 @serve.command()
@@ -186,8 +165,7 @@ def parameters(
         Literal["none", "checkpoint", "log"], typer.Option(help="What is restored when the shard is restarted.")
     ] = "none",
     checkpoint_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Where the shard stores it; needs --durability.", show_default=False),
+        Path | None, typer.Option(metavar="DIR", help="Where the shard stores it; needs --durability.")
     ] = None,
     checkpoint_seconds: Annotated[
         float, typer.Option(min=0.001, metavar="S", help="How often to write a checkpoint.")
@@ -195,35 +173,29 @@ def parameters(
     repair: Annotated[
         bool,
         typer.Option(
-            "--repair",
-            help="Keep the valid part of a damaged log or checkpoint, report the loss, set the rest aside, and serve.",
+            "--repair", help="Keep the valid part of damaged files, report the loss, set the rest aside, and serve."
         ),
     ] = False,
     threads: Annotated[int, typer.Option(min=1, metavar="N", help="Threads that share the work of a request.")] = 1,
     listen: _Listen = None,
-    keys: _Keys = None,
-    insecure: _Insecure = False,
+    keys: Keys = None,
+    insecure: Insecure = False,
     heartbeat: _Heartbeat = 1.0,
     metrics: _Metrics = None,
     linger: _Linger = 0.0,
 ) -> None:
     """Serve one shard of the tables and parameters."""
-    from anabranch.observe import parameter_metrics
     from anabranch.parameter_server import ParameterServer
     from anabranch.record.process import process_record
     from anabranch.record.spans import Lasting
     from anabranch.tables.warming import compile_kernels
-    from anabranch.transport.server.service import serve_until_stopped
 
-    if durability != "none" and checkpoint_dir is None:
-        raise typer.BadParameter(f"--durability {durability} needs --checkpoint-dir")
+    if (durability != "none") != (checkpoint_dir is not None):
+        raise typer.BadParameter(
+            "--durability log or checkpoint needs --checkpoint-dir, which keeps nothing without one of them"
+        )
     if repair and durability == "none":
         raise typer.BadParameter("--repair needs --durability and --checkpoint-dir: it repairs the files there")
-    if checkpoint_dir is not None and durability == "none":
-        raise typer.BadParameter(
-            f"--checkpoint-dir {checkpoint_dir} keeps nothing without --durability: give --durability log or "
-            "--durability checkpoint, or leave it out"
-        )
     if shard >= shards:
         raise typer.BadParameter(f"--shard {shard} is out of range for --shards {shards}; the first is 0")
     _show_compiling()
@@ -231,21 +203,44 @@ def parameters(
     with Lasting("compile", "compute"):
         compile_kernels()  # takes a minute at first; a signal may still end it, since nothing is lost
     with plain_errors():
-        server = partial(
-            ParameterServer,
-            shard,
-            shards,
-            listen,
-            durability,
-            checkpoint_dir,
-            checkpoint_seconds=checkpoint_seconds,
-            repair=repair,
-            threads=threads,
-            keys=keys,
-            insecure=insecure,
-            heartbeat=heartbeat,
+        saved = [] if checkpoint_dir is None or not checkpoint_dir.is_dir() else [*checkpoint_dir.iterdir()]
+        tell(f"serving shard {shard} of {shards}: {_state(saved[:1], [shard])}")
+        _serve(
+            partial(
+                ParameterServer,
+                shard,
+                shards,
+                listen,
+                durability,
+                checkpoint_dir,
+                checkpoint_seconds=checkpoint_seconds,
+                repair=repair,
+                threads=threads,
+                keys=keys,
+                insecure=insecure,
+                heartbeat=heartbeat,
+            ),
+            "parameter_metrics",
+            metrics,
+            linger,
         )
-        serve_until_stopped(server, _beside(metrics, parameter_metrics), linger=linger)
+
+
+def _state(saved: Sequence[object], served: Sequence[object]) -> str:
+    """Return whether what is served continues from files, for the user."""
+    if len(saved) in (0, len(served)):
+        return "restored" if saved else "new"
+    return f"{len(saved)} restored, {len(served) - len(saved)} new"
+
+
+def _serve(make: Callable[[], Any], families: str, address: str | None, linger: float) -> None:
+    """Serve until a signal, with the server's metrics at ``address``, if there is one."""
+    from anabranch import observe
+    from anabranch.transport.server.service import serve_until_stopped
+
+    read = getattr(observe, families)
+    metrics = None if address is None else lambda server: observe.serve_metrics(address, lambda: read(server))
+    serve_until_stopped(make, metrics, linger=linger)
 
 
 class _OnStderr(logging.Handler):
@@ -253,7 +248,7 @@ class _OnStderr(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print the record's message."""
-        say(f"anabranch: {record.getMessage()}")
+        tell(record.getMessage())
 
 
 def _show_compiling() -> None:
@@ -261,17 +256,3 @@ def _show_compiling() -> None:
     logger = logging.getLogger("anabranch.compiling")
     logger.setLevel(logging.INFO)
     logger.addHandler(_OnStderr())
-
-
-_Server = TypeVar("_Server")
-
-
-def _beside(
-    address: str | None, read: Callable[[_Server], list[Metric]]
-) -> Callable[[_Server], AbstractContextManager[object]] | None:
-    """Serve a server's metrics at ``address``, if there is one."""
-    if address is None:
-        return None
-    from anabranch.observe import serve_metrics
-
-    return lambda server: serve_metrics(address, lambda: read(server))

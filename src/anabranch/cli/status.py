@@ -13,7 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from anabranch.cli.mistakes import plain_errors
+from anabranch.cli.messages import plain_errors
+from anabranch.cli.options import Insecure, Keys
 from anabranch.launch.job_status import JobStatus, latest_job, status_of
 
 __all__ = ["status"]
@@ -23,29 +24,18 @@ _EVERY = 1.0  # seconds between two looks
 
 def status(
     job: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="JOB", help="The job's log folder; by default that of your newest job.", show_default=False
-        ),
+        Path | None, typer.Argument(metavar="JOB", help="The job's log folder; by default that of your newest job.")
     ] = None,
     address: Annotated[
         list[str] | None,
-        typer.Option(
-            "--address",
-            metavar="ENDPOINT",
-            help="Ask the server at this endpoint, unix:PATH or tcp://HOST:PORT, instead of a job; may be repeated.",
-            show_default=False,
-        ),
+        typer.Option(metavar="ENDPOINT", help="Ask the server at this endpoint instead of a job; may be repeated."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it until the job ends, or Ctrl-C.")] = False,
-    keys: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Certificates for --address, from `anabranch keys`.", show_default=False),
-    ] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Use TCP without certificates.")] = False,
+    keys: Keys = None,
+    insecure: Insecure = False,
 ) -> None:
-    """Show the processes of a job on this machine: which run, which are frozen or gone, and which wait for which.
+    """Show the processes of a job: which run, wait or are gone.
 
     Exit code: 0, 1 if --address does not answer, or 2 if the job does not exist.
     """
@@ -62,14 +52,12 @@ def status(
         else:
             folder = latest_job() if job is None else job
             look = lambda: status_of(folder)  # noqa: E731
-        found = look()
+        seen = look()
         if as_json:
-            typer.echo(json.dumps(_finite(asdict(found)), allow_nan=False))
-        elif watch:
-            _watch(look, found)
+            typer.echo(json.dumps(_finite(asdict(seen)), allow_nan=False))
         else:
-            _print(found)
-    if address and any(role.state in ("gone", "stopped") for role in found.roles):
+            _show(look, seen, watch=watch)
+    if address and any(role.state in ("gone", "stopped") for role in seen.roles):
         raise typer.Exit(1)
 
 
@@ -82,34 +70,28 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _print(found: JobStatus) -> None:
-    from rich.console import Console
-
-    from anabranch.launch.output.picture import picture
-
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, 200)  # a file or a pipe cuts nothing off
-    console.print(picture(found))
-
-
-def _watch(look: Callable[[], JobStatus], found: JobStatus) -> None:
+def _show(look: Callable[[], JobStatus], job: JobStatus, *, watch: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
     from anabranch.launch.output.picture import picture
 
     console = Console()
+    if not watch:
+        if not console.is_terminal:
+            console.width = max(console.width, 200)  # a file or a pipe cuts nothing off
+        console.print(picture(job))
+        return
     if not console.is_terminal:
         raise typer.BadParameter("--watch draws on a terminal; elsewhere use --json", param_hint="--watch")
     before = None
     with Live(console=console, auto_refresh=False, transient=False) as live:
         while True:
-            live.update(picture(found, before, lines=console.height - 1), refresh=True)
-            if found.ended is not None:
+            live.update(picture(job, before, lines=console.height - 1), refresh=True)
+            if job.ended is not None:
                 return
             try:
                 time.sleep(_EVERY)
             except KeyboardInterrupt:
                 return
-            before, found = found, look()
+            before, job = job, look()

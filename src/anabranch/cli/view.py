@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from anabranch.cli.mistakes import plain_errors
-from anabranch.launch.job_file import JOB_FILE
-from anabranch.launch.job_page import job_data, trace_of
-from anabranch.launch.job_status import latest_job
+from anabranch.cli.messages import plain_errors
+from anabranch.launch.job_status import JobStatus, RoleStatus, latest_job, status_of
+from anabranch.record.words import in_words
 from anabranch.view.page import page_of
 from anabranch.view.serving import PageServer
 from anabranch.view.trace_events import is_packed
@@ -23,22 +23,18 @@ def view(
     path: Annotated[
         Path | None,
         typer.Argument(
-            metavar="PATH",
-            help="A run's log folder, a trace, or a saved graph; by default the folder of your newest job.",
-            show_default=False,
+            metavar="PATH", help="A run's log folder, a trace, or a saved graph; by default your newest job's folder."
         ),
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", metavar="FILE", help="Write the page to this file instead of serving it.", show_default=False
-        ),
+        Path | None, typer.Option(metavar="FILE", help="Write the page to this file instead of serving it.")
     ] = None,
     port: Annotated[int, typer.Option(help="The port, on this machine only; 0 is any free port.")] = 0,
 ) -> None:
-    """Show a run in a browser: what processes exchanged, the loss and the pace, timelines, waits; or a graph.
+    """Show a run, a trace or a graph in a browser.
 
-    One page that loads nothing from elsewhere, at an address of this machine until Ctrl-C, or in a file.
+    Of a run what its processes exchanged, the loss and the pace, timelines and waits. One page that loads nothing from
+    elsewhere, at an address of this machine until Ctrl-C, or in a file.
 
     Exit code: 0, 1 if the page cannot be written or served, or 2 if PATH is not one of these.
     """
@@ -59,23 +55,62 @@ def view(
 
 def _page(path: Path) -> str:
     if path.is_dir():
-        if not (path / JOB_FILE).is_file():
-            raise ValueError(
-                f"there is no {JOB_FILE} in {path}; give a job's log folder (--log-dir), a trace or a graph"
-            )
-        trace = trace_of(path)
-        return _run(path.absolute().name, job=job_data(path), trace=None if trace is None else read_trace(trace))
+        job = status_of(path.absolute())
+        trace = None if job.trace is None or not Path(job.trace).is_file() else read_trace(Path(job.trace))
+        title = " · ".join(filter(None, [job.script, path.absolute().name]))
+        return page_of("run", title, {"job": _job_data(job), "trace": trace})
     if not path.is_file():
         raise ValueError(f"there is no file {path}; give a job's log folder (--log-dir), a trace or a saved graph")
     with path.open("rb") as file:
         start = file.read(256).lstrip()
     if start[:1] in (b"{", b"[") or not start or is_packed(start):
-        return _run(path.name, job=None, trace=read_trace(path))
+        return page_of("run", path.name, {"job": None, "trace": read_trace(path)})
     return _graph(path)
 
 
-def _run(title: str, **data: Any) -> str:
-    return page_of("run", title, data)
+def _job_data(job: JobStatus) -> dict[str, Any]:
+    """Return what ``run.js`` draws of a job."""
+    return {
+        "folder": job.folder,
+        "ended": job.ended is not None,
+        "seconds": job.seconds,
+        "loss": [value if math.isfinite(value) else None for value in job.curve],
+        "pace": list(job.pace),
+        "saved": job.saved,
+        "roles": [_role(role) for role in job.roles],
+        "crossings": [crossing for role in job.roles for crossing in _crossings(role, job)],
+    }
+
+
+def _role(role: RoleStatus) -> dict[str, Any]:
+    service = {name: value for name, value in role.service.items() if isinstance(value, int | float | str)}
+    facts = {"steps": role.steps, "pid": role.pid, "endpoint": role.endpoint, **service}
+    return {
+        "name": role.name,
+        "state": role.state,
+        "waiting_for": role.waiting_for,
+        "waiting_seconds": role.waiting_seconds,
+        "operation": in_words(role.operation or ""),
+        "facts": {name: value for name, value in facts.items() if value},
+    }
+
+
+def _crossings(role: RoleStatus, job: JobStatus) -> list[dict[str, Any]]:
+    """Return the bytes of a process by peer, in equal shares: it counts them by boundary; an expert all of its own."""
+
+    def share(kind: str, name: str, size: float, *, to: bool = True) -> list[dict[str, Any]]:
+        peers = [one.name for one in job.roles if one.role == kind and one.name != role.name]
+        ends = [(role.name, peer) if to else (peer, role.name) for peer in peers]
+        return [{"from": one, "to": other, "name": name, "bytes": size / len(ends)} for one, other in ends]
+
+    names = {"workers": "all_reduce", "pipeline": "stages"}
+    crossings = []
+    for boundary, size in role.crossed.items():
+        kind = "parameters" if boundary.startswith("table ") else "worker"
+        crossings += share(kind, names.get(boundary, boundary), size)
+    if role.role == "expert" and role.service.get("bytes"):
+        crossings += share("worker", "experts", role.service["bytes"], to=False)
+    return crossings
 
 
 def _graph(path: Path) -> str:

@@ -53,15 +53,15 @@ class Addresses:
         requests = [Request(endpoint, STATUS) for endpoint in self._endpoints if not is_redis_url(endpoint)]
         outcomes = self._client.gather(requests, Deadline.after(_SECONDS)) if requests else []
         answers = {request.endpoint: outcome for request, outcome in zip(requests, outcomes, strict=True)}
-        found: list[tuple[RoleStatus, Mapping[str, Any]]] = []
+        roles: list[tuple[RoleStatus, Mapping[str, Any]]] = []
         ranks: Counter[str] = Counter()
         for endpoint in self._endpoints:
             role, facts = (_redis(endpoint), {}) if endpoint not in answers else self._role(endpoint, answers[endpoint])
             role = replace(role, rank=ranks[role.role])
             ranks[role.role] += 1
             self._before[endpoint] = role
-            found.append((role, facts))
-        return job_of(found, None, None)
+            roles.append((role, facts))
+        return job_of(roles)
 
     def _role(self, endpoint: str, outcome: Outcome) -> tuple[RoleStatus, Mapping[str, Any]]:
         if isinstance(outcome, Answer):

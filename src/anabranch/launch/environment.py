@@ -6,23 +6,16 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from anabranch.job import JOB_VARIABLE, MEETING_VARIABLE
-from anabranch.launch.spec import JobSpec
 from anabranch.transport.certificates import KEYS_VARIABLE
 
-__all__ = [
-    "LINGER_SECONDS",
-    "LINGER_VARIABLE",
-    "LISTEN_VARIABLE",
-    "RUN_VARIABLE",
-    "expert_environment",
-    "service_environment",
-    "threads_each",
-    "worker_environment",
-]
+if TYPE_CHECKING:
+    from anabranch.launch.job import Attempt, Site
+    from anabranch.launch.supervision.outcome import Role
+
+__all__ = ["LINGER_SECONDS", "LINGER_VARIABLE", "LISTEN_VARIABLE", "RUN_VARIABLE", "environment_of"]
 
 LINGER_SECONDS = 25.0
 """Seconds for which a service of a job serves on after its first signal while workers are connected."""
@@ -40,110 +33,54 @@ RUN_VARIABLE = "ANABRANCH_RUN"
 _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", MEETING_VARIABLE)
 
 
-def service_environment(
-    servers: Sequence[str],
-    directory: str,
-    experts: int,
-    *,
-    keys: Path | None = None,
-    run: str | None = None,
-    base: Mapping[str, str],
-) -> dict[str, str]:
-    """Return ``base`` with the addresses of the job's services.
-
-    >>> service_environment(["unix:/run/a"], "unix:/run/d", 0, base={})
-    {'ANABRANCH_DIRECTORY': 'unix:/run/d', 'ANABRANCH_EXPERTS': '0', 'ANABRANCH_SERVERS': 'unix:/run/a'}
-    """
-    env = {**base, "ANABRANCH_DIRECTORY": directory, "ANABRANCH_EXPERTS": str(experts)}
-    if servers:
-        env["ANABRANCH_SERVERS"] = ",".join(servers)
-    if run is not None:
-        env[RUN_VARIABLE] = run
-    if keys is not None:
-        env[KEYS_VARIABLE] = str(keys.absolute())
-    return env
-
-
-def expert_environment(
-    spec: JobSpec, index: int, *, run_id: str, base: Mapping[str, str], listen: str | None = None
-) -> dict[str, str]:
-    """Return the whole environment of the expert process ``index``: it has its rank among the experts, but no worker's.
-
-    ``listen``: where it listens unless its script says so.
-    """
-    env = {name: value for name, value in base.items() if name not in _RENDEZVOUS}
-    env |= {
-        "ANABRANCH_ROLE": "expert",
-        "ANABRANCH_WORKERS": str(spec.workers),
-        LINGER_VARIABLE: str(LINGER_SECONDS),
-        "RANK": str(index),
-        "LOCAL_RANK": str(index),
-        "WORLD_SIZE": str(spec.experts),
-        "LOCAL_WORLD_SIZE": str(spec.experts),
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_RUN_ID": run_id,
-    }
-    if listen is not None:
-        env[LISTEN_VARIABLE] = listen
-    env.setdefault("OMP_NUM_THREADS", str(threads_each(spec.workers + spec.experts)))
-    return env
-
-
-def worker_environment(
-    spec: JobSpec,
-    rank: int,
-    *,
-    run_id: str,
-    master: tuple[str, int],
-    base: Mapping[str, str],
-    meeting: Path | None = None,
-) -> dict[str, str]:
-    """Return the whole environment of worker ``rank``: ``base``, overridden by torchrun's variables.
+def environment_of(attempt: Attempt, site: Site, role: Role, rank: int) -> dict[str, str]:
+    """Return the whole environment of a process; an expert's rank is that among the experts.
 
     ``OMP_NUM_THREADS`` stays as the user set it. Otherwise several workers and experts share the cores evenly, where
     torch would give each of them all cores, and torchrun one. A single worker is left to torch, as under plain
     ``python``.
-
-    Args:
-        spec: the job.
-        rank: the worker's.
-        run_id: of the attempt.
-        master: where the store listens for scripts that make their own process group.
-        base: what all processes have.
-        meeting: the file through which the workers meet; ``None`` where they do not share a machine.
     """
-    env = dict(base)
-    env |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "ROLE_RANK": str(rank),
-        "ROLE_NAME": "worker",
-        JOB_VARIABLE: run_id,
-        "WORLD_SIZE": str(spec.workers),
-        "LOCAL_WORLD_SIZE": str(spec.workers),
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_WORLD_SIZE": str(spec.workers),
-        "MASTER_ADDR": master[0],
-        "MASTER_PORT": str(master[1]),
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_ERROR_FILE": os.path.join(tempfile.gettempdir(), f"anabranch-{run_id}-{rank}.json"),
-    }
-    if meeting is None:  # a rank has its actor, and so its GPU, for itself
-        alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        env |= alone | {"GROUP_RANK": str(rank), "GROUP_WORLD_SIZE": str(spec.workers)}
+    spec = attempt.spec
+    env = {**attempt.base, "TORCHELASTIC_RUN_ID": attempt.run_id}
+    if site.directory is not None:
+        env |= {"ANABRANCH_DIRECTORY": site.directory, "ANABRANCH_EXPERTS": str(spec.experts)}
+        if site.parameters:
+            env["ANABRANCH_SERVERS"] = ",".join(site.parameters)
+        if attempt.run is not None:
+            env[RUN_VARIABLE] = attempt.run
+        if site.keys is not None:
+            env[KEYS_VARIABLE] = str(site.keys.absolute())
+    if role == "parameters":
+        return env
+    count = str(spec.counts[role])
+    env |= {"RANK": str(rank), "WORLD_SIZE": count, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": count}
+    if role == "expert":
+        env |= {"ANABRANCH_ROLE": "expert", "ANABRANCH_WORKERS": str(spec.workers)}
+        env[LINGER_VARIABLE] = str(LINGER_SECONDS)
+        if (listen := site.expert_listens(rank)) is not None:
+            env[LISTEN_VARIABLE] = listen
+        for name in _RENDEZVOUS:
+            env.pop(name, None)
     else:
-        env[MEETING_VARIABLE] = str(meeting)
-        env["TORCHELASTIC_ERROR_FILE"] = str(meeting.with_name(f"error-{rank}.json"))
-    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    if spec.workers + spec.experts > 1 and meeting is not None:
-        env.setdefault("OMP_NUM_THREADS", str(threads_each(spec.workers + spec.experts)))
+        env |= {
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_RANK": str(rank),
+            "ROLE_NAME": "worker",
+            "ROLE_WORLD_SIZE": count,
+            JOB_VARIABLE: attempt.run_id,
+            "MASTER_ADDR": site.master[0],
+            "MASTER_PORT": str(site.master[1]),
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        }
+        errors = tempfile.gettempdir() if site.meeting is None else site.meeting.parent
+        env["TORCHELASTIC_ERROR_FILE"] = os.path.join(errors, f"anabranch-{attempt.run_id}-{rank}.json")
+        if site.meeting is None:  # a rank has its actor, and so its GPU, for itself
+            env |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank), "GROUP_WORLD_SIZE": count}
+        else:
+            env[MEETING_VARIABLE] = str(site.meeting)
+    if (processes := spec.workers + spec.experts) > 1:
+        env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
     return env
-
-
-def threads_each(processes: int) -> int:
-    """Return the number of compute threads for each of this many processes."""
-    return max(1, len(os.sched_getaffinity(0)) // processes)

@@ -25,15 +25,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import TypeAlias
 
 from anabranch.held_error import HELD_ERROR_VARIABLE, move_held_error
-from anabranch.launch.environment import (
-    LINGER_SECONDS,
-    expert_environment,
-    service_environment,
-    worker_environment,
-)
+from anabranch.launch.environment import LINGER_SECONDS, environment_of
 from anabranch.launch.job_file import JobFile
 from anabranch.launch.job_trace import JobTrace
 from anabranch.launch.meeting.rendezvous import expert_mark
@@ -41,12 +36,12 @@ from anabranch.launch.output.long_waits import LongWaits
 from anabranch.launch.output.screen import Screen
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.spec import JobSpec
-from anabranch.launch.supervision.outcome import JobOutcome
+from anabranch.launch.supervision.outcome import JobOutcome, Role
 from anabranch.launch.supervision.signals import Stopped, collect_signals
 from anabranch.launch.supervision.supervisor import Supervisor
 from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
 
-__all__ = ["Attempt", "Sites", "Site", "run_job"]
+__all__ = ["Attempt", "Site", "Sites", "run_job"]
 
 
 @dataclass(slots=True)
@@ -124,19 +119,16 @@ class Site(ABC):
         """Return a folder that outlives the process of a parameter server."""
 
     @abstractmethod
-    def expert_endpoints(self, index: int) -> tuple[str | None, str | None]:
-        """Return where an expert process listens, if that is known, and what it must be told to listen there."""
+    def expert_listens(self, index: int) -> str | None:
+        """Return where an expert process listens; with port 0 on any; ``None`` where its process chooses."""
 
     @abstractmethod
     def is_announced(self, uid: str) -> bool:
         """Return True if ``uid`` is in the directory."""
 
 
-class Sites(Protocol):
-    """Makes the site of each attempt."""
-
-    def site(self, attempt: Attempt) -> AbstractContextManager[Site]:
-        """Make it ready; the end of the block ends what it has started."""
+Sites: TypeAlias = Callable[[Attempt], AbstractContextManager[Site]]
+"""Makes the site of an attempt ready; the end of its block ends what it has started."""
 
 
 def run_job(spec: JobSpec, sites: Sites, tell: Callable[[str], None]) -> JobOutcome:
@@ -147,7 +139,8 @@ def run_job(spec: JobSpec, sites: Sites, tell: Callable[[str], None]) -> JobOutc
     started = time.monotonic()
     with ExitStack() as stack:
         stack.enter_context(collect_signals())
-        job_file = JobFile(spec.log_dir, tell, trace=spec.trace)
+        trace = None if spec.trace is None else str(spec.trace.absolute())
+        job_file = JobFile(spec.log_dir, tell, script=spec.program.target, trace=trace)
         base = spec.base
         if spec.trace is not None:
             base |= stack.enter_context(JobTrace(spec.trace, spec.log_dir, job_file.services, tell))
@@ -179,7 +172,7 @@ def _run(sites: Sites, attempt: Attempt) -> JobOutcome:
         signals = stack.enter_context(collect_signals())
         stack.callback(signals.call_on_stop, None)
         signals.call_on_stop(attempt.stop)
-        site = stack.enter_context(sites.site(attempt))
+        site = stack.enter_context(sites(attempt))
         signals.call_on_stop(None)  # from here on the supervisor's loop looks at them
         attempt.check()
         supervisor = Supervisor(
@@ -197,8 +190,9 @@ def _run(sites: Sites, attempt: Attempt) -> JobOutcome:
         )
         stack.callback(supervisor.kill)
         services.extend(site.start(role, attempt.number) for role in _services(attempt, site))
-        for role in _workers(attempt, site):
-            if role.rank == 0 and screen is not None:
+        for rank in range(spec.workers):
+            role = _role(attempt, site, "worker", rank)
+            if rank == 0 and screen is not None:
                 hold = {} if spec.verbose else {HELD_ERROR_VARIABLE: str(held)}
                 role = replace(role, screen=screen, environment={**role.environment, **hold})
             workers.append(site.start(role, attempt.number))
@@ -219,46 +213,29 @@ def _run(sites: Sites, attempt: Attempt) -> JobOutcome:
 
 
 def _services(attempt: Attempt, site: Site) -> Iterator[ProcessSpec]:
-    spec, base = attempt.spec, _base(attempt, site)
+    spec = attempt.spec
     for shard, endpoint in enumerate(site.parameters):
-        yield ProcessSpec(
-            "parameters",
-            shard,
-            _serve_parameters(spec, shard, endpoint, site),
-            base,
-            spec.log_dir / f"parameters-{shard}.log",
+        yield replace(
+            _role(attempt, site, "parameters", shard),
+            program=_serve_parameters(spec, shard, endpoint, site),
             restarts=None if spec.durability == "none" else spec.service_restarts.new(),
             has_served=lambda: True,
             endpoint=endpoint,
         )
     for index in range(spec.experts):
-        known, listen = site.expert_endpoints(index)
-        yield ProcessSpec(
-            "expert",
-            index,
-            spec.program,
-            expert_environment(spec, index, run_id=attempt.run_id, base=base, listen=listen),
-            spec.log_dir / f"expert-{index}.log",
+        listens = site.expert_listens(index)
+        yield replace(
+            _role(attempt, site, "expert", index),
             restarts=spec.service_restarts.new(),
             has_served=partial(site.is_announced, expert_mark(index, attempt.run)),
-            endpoint=known,
+            endpoint=listens if listens and listens.startswith("unix:") else None,
         )
 
 
-def _workers(attempt: Attempt, site: Site) -> Iterator[ProcessSpec]:
-    spec, base = attempt.spec, _base(attempt, site)
-    for rank in range(spec.workers):
-        env = worker_environment(spec, rank, run_id=attempt.run_id, master=site.master, base=base, meeting=site.meeting)
-        yield ProcessSpec("worker", rank, spec.program, env, spec.log_dir / f"worker-{rank}.log")
-
-
-def _base(attempt: Attempt, site: Site) -> Mapping[str, str]:
-    base = {**attempt.base, "TORCHELASTIC_RUN_ID": attempt.run_id}
-    if site.directory is None:
-        return base
-    return service_environment(
-        site.parameters, site.directory, attempt.spec.experts, keys=site.keys, run=attempt.run, base=base
-    )
+def _role(attempt: Attempt, site: Site, role: Role, rank: int) -> ProcessSpec:
+    spec = attempt.spec
+    log = spec.log_dir / f"{role}-{rank}.log"
+    return ProcessSpec(role, rank, spec.program, environment_of(attempt, site, role, rank), log)
 
 
 def _serve_parameters(spec: JobSpec, shard: int, endpoint: str, site: Site) -> PythonProgram:

@@ -10,29 +10,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from anabranch.record.process import replace_text
+from anabranch.record.process import process_stat, replace_text
 
-__all__ = ["Elsewhere", "JOB_FILE", "JobFile", "letter_and_start"]
+__all__ = ["JOB_FILE", "Elsewhere", "JobFile"]
 
 Elsewhere: TypeAlias = Literal["running", "stopped", "gone"]
 
 JOB_FILE = "job.json"
 
 _ORDER = ("worker", "parameters", "expert")
-
-
-def _since_epoch() -> float:
-    return time.time()
-
-
-def letter_and_start(pid: int) -> tuple[str, int]:
-    """Return the state letter of a process of this machine and the time of its start; ``("X", 0)`` of none."""
-    try:
-        # The name in parentheses may hold anything; the state follows the last of them.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return fields[0], int(fields[19])
-    except (OSError, IndexError):
-        return "X", 0
 
 
 class JobFile:
@@ -47,32 +33,31 @@ class JobFile:
     on TCP, which takes any port. ``pid`` is ``null`` while a process is to be restarted, and before its first start,
     marked by ``"begun": false``. ``"started"`` is the time of its start in ``/proc/PID/stat``, which with the pid names
     a process: the pid alone may be another's by now. Of a process on another machine ``"elsewhere"`` says whether it is
-    ``"running"``, ``"stopped"`` or ``"gone"``. Of a job that writes a trace at its end, ``"trace"`` says where.
+    ``"running"``, ``"stopped"`` or ``"gone"``. ``"script"`` is the program, ``"trace"`` where a trace goes at the end.
 
     Args:
         folder: the job's log folder.
         tell: called with a line if the file cannot be written; the job continues.
         clock: seconds since the epoch.
-        trace: where the job writes a trace.
+        facts: of the job; those that are ``None`` are left out.
     """
 
     def __init__(
         self,
         folder: Path,
         tell: Callable[[str], None] = lambda line: None,
-        clock: Callable[[], float] | None = None,
-        *,
-        trace: Path | None = None,
+        clock: Callable[[], float] = time.time,
+        **facts: str | None,
     ) -> None:
         self._path = folder / JOB_FILE
         self._tell = tell
-        self._clock = clock or _since_epoch
+        self._clock = clock
         self._started = self._clock()
         self._roles: dict[tuple[str, int], dict[str, object]] = {}
         self._ended: float | None = None
         self._lock = threading.Lock()
         self._failed = False
-        self._trace = None if trace is None else str(trace.absolute())
+        self._facts = {name: value for name, value in facts.items() if value is not None}
         with suppress(OSError):
             self._path.unlink(missing_ok=True)  # another job's in the same folder
 
@@ -87,7 +72,7 @@ class JobFile:
     def began(self, role: str, rank: int, pid: int, endpoint: str | None, *, elsewhere: bool = False) -> None:
         """Record a process that was started, or restarted; ``elsewhere`` is on another machine."""
         if role in _ORDER:
-            started = None if elsewhere else letter_and_start(pid)[1]
+            started = None if elsewhere else process_stat(pid)[1]
             entry = {"role": role, "rank": rank, "pid": pid, "endpoint": endpoint, "started": started}
             with self._changed():
                 self._roles[role, rank] = entry | ({"elsewhere": "running"} if elsewhere else {})
@@ -130,9 +115,7 @@ class JobFile:
     def _write(self) -> None:
         places = sorted(self._roles, key=lambda place: (_ORDER.index(place[0]), place[1]))
         roles = [self._roles[place] for place in places]
-        record: dict[str, object] = {"roles": roles, "started": self._started, "ended": self._ended}
-        if self._trace is not None:
-            record["trace"] = self._trace
+        record = {"roles": roles, "started": self._started, "ended": self._ended, **self._facts}
         try:
             replace_text(self._path, json.dumps(record) + "\n")
         except OSError as error:  # a full disk, a folder that was removed

@@ -9,13 +9,14 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from anabranch.launch.job_file import JOB_FILE, Elsewhere, letter_and_start
-from anabranch.record.process import read_regular
+from anabranch.launch.job_file import JOB_FILE, Elsewhere
+from anabranch.record.process import process_stat, read_regular
 from anabranch.record.words import ACTIVITIES
 
 __all__ = [
@@ -117,11 +118,14 @@ class JobStatus:
         pace: optimizer steps a second of rank 0 over the run, in at most 65 means of equally long times.
         saved: the path of the newest checkpoint written by rank 0.
         steps_per_second: of rank 0, while it runs and does not wait.
+        script: its program.
+        folder: its log folder.
+        trace: where it writes a trace at its end.
     """
 
     roles: tuple[RoleStatus, ...]
-    started: float | None
-    ended: float | None
+    started: float | None = None
+    ended: float | None = None
     seconds: float | None = None
     progress: tuple[TrackedLoop, ...] = ()
     loss: float | None = None
@@ -129,6 +133,9 @@ class JobStatus:
     saved: str | None = None
     steps_per_second: float | None = None
     pace: tuple[float, ...] = ()
+    script: str | None = None
+    folder: str | None = None
+    trace: str | None = None
 
 
 def status_of(folder: Path) -> JobStatus:
@@ -140,34 +147,36 @@ def status_of(folder: Path) -> JobStatus:
     path = folder / JOB_FILE
     try:
         record = json.loads(read_regular(path))
-        ended = record["ended"]
-        found = [_read_role(folder, ended is not None, **entry) for entry in record["roles"]]
-        return job_of(found, float(record["started"]), ended)
+        started, ended = float(record["started"]), record["ended"]
+        roles = [_read_role(folder, ended is not None, **entry) for entry in record["roles"]]
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}; give a job's log folder (--log-dir)") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} does not describe a job: {error!r}") from error
+    seconds = max(0.0, (time.time() if ended is None else ended) - started)
+    facts = {"script": record.get("script"), "folder": str(folder), "trace": record.get("trace")}
+    return replace(job_of(roles), started=started, ended=ended, seconds=seconds, **facts)
 
 
-def job_of(
-    found: Sequence[tuple[RoleStatus, Mapping[str, Any]]], started: float | None, ended: float | None
-) -> JobStatus:
+def job_of(reports: Sequence[tuple[RoleStatus, Mapping[str, Any]]]) -> JobStatus:
     """Return the job of these processes, each with its reported status."""
-    roles = [_with_facts(role, facts) for role, facts in found]
-    first = next((role for role in roles if role.name == "worker 0"), None)
-    told = next((facts for role, facts in found if role.name == "worker 0"), {})
-    run = told.get("run", {})
+    roles = [_with_facts(role, facts) for role, facts in reports]
+    first, run = next(
+        (
+            (role, facts.get("run", {}))
+            for role, (_, facts) in zip(roles, reports, strict=True)
+            if role.name == "worker 0"
+        ),
+        (None, {}),
+    )
     return JobStatus(
         tuple(_with_names(role, roles) for role in roles),
-        started,
-        ended,
-        None if started is None else max(0.0, (time.time() if ended is None else ended) - started),
-        tuple(TrackedLoop(**loop) for loop in run.get("progress", ())),
-        run.get("loss"),
-        tuple(run.get("curve", ())),
-        run.get("saved"),
-        run.get("steps_per_second") if first and first.state == "running" else None,
-        tuple(run.get("pace", ())),
+        progress=tuple(TrackedLoop(**loop) for loop in run.get("progress", ())),
+        loss=run.get("loss"),
+        curve=tuple(run.get("curve", ())),
+        saved=run.get("saved"),
+        steps_per_second=run.get("steps_per_second") if first and first.state == "running" else None,
+        pace=tuple(run.get("pace", ())),
     )
 
 
@@ -177,19 +186,14 @@ def latest_job() -> Path:
     Raises:
         ValueError: there is none.
     """
-    found = max(_kept_folders(), default=None)
-    if found is None:
-        raise ValueError("you have no running job without --log-dir; give the log folder of the job")
-    return found[1]
-
-
-def _kept_folders() -> Iterator[tuple[float, Path]]:
+    jobs: list[tuple[float, Path]] = []
     for path in Path(tempfile.gettempdir()).glob(f"anabranch-logs-*/{JOB_FILE}"):
-        try:
+        with suppress(OSError, ValueError):  # of a job that ends just now, or of something else
             if path.stat().st_uid == os.getuid():
-                yield float(json.loads(read_regular(path))["started"]), path.parent
-        except (OSError, ValueError, KeyError, TypeError):  # of a job that ends just now, or of something else
-            continue
+                jobs.append((status_of(path.parent).started or 0.0, path.parent))
+    if not jobs:
+        raise ValueError("you have no running job without --log-dir; give the log folder of the job")
+    return max(jobs)[1]
 
 
 def _read_role(
@@ -204,24 +208,20 @@ def _read_role(
     begun: bool = True,
     elsewhere: State | None = None,
 ) -> tuple[RoleStatus, Mapping[str, Any]]:
+    facts: Mapping[str, Any] = {}
+    with suppress(OSError, ValueError):
+        facts = json.loads(read_regular(folder / f"{role}-{rank}.status"))
+        if pid is None or facts["pid"] != pid:
+            facts = {}  # its predecessor's
     state: State
     if ended or pid is None:
         state = "gone" if ended else "restarting" if begun else "starting"
-    else:
-        state = elsewhere or _state_of(pid, started, endpoint)
-    told = _told(folder / f"{role}-{rank}.status", pid)
-    if state == "starting" and any(service in told for service in _SERVICES):
-        state = "running"  # it no longer listens, because the job ends
-    return RoleStatus(role, rank, pid, endpoint, state), told
-
-
-def _told(path: Path, pid: int | None) -> Mapping[str, Any]:
-    """Return the process's status file, unless it was written by its predecessor."""
-    try:
-        found = json.loads(read_regular(path))
-    except (OSError, ValueError):
-        return {}
-    return found if pid is not None and found["pid"] == pid else {}
+    elif elsewhere or (state := process_state(pid, started)) != "running":
+        state = elsewhere or state
+    elif endpoint and endpoint.startswith("unix:") and not Path(endpoint.removeprefix("unix:")).exists():
+        # One that has reported anything listens no longer, because the job ends.
+        state = "running" if any(service in facts for service in _SERVICES) else "starting"
+    return RoleStatus(role, rank, pid, endpoint, state), facts
 
 
 def process_state(pid: int, started: int | None = None) -> Elsewhere:
@@ -231,18 +231,10 @@ def process_state(pid: int, started: int | None = None) -> Elsewhere:
         pid: its number.
         started: the time of its start, if that is known: another process may have the number by now.
     """
-    letter, at = letter_and_start(pid)
+    letter, at = process_stat(pid)
     if letter in "ZXx" or started not in (None, at):
         return "gone"
     return "stopped" if letter in "Tt" else "running"
-
-
-def _state_of(pid: int, started: int | None, endpoint: str | None) -> State:
-    state = process_state(pid, started)
-    if state != "running":
-        return state
-    listens = endpoint is None or not endpoint.startswith("unix:") or Path(endpoint.removeprefix("unix:")).exists()
-    return "running" if listens else "starting"
 
 
 def ahead(facts: Mapping[str, Any], seconds: float) -> dict[str, Any]:

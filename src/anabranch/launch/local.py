@@ -15,13 +15,12 @@ import select
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 from anabranch.launch.forks.conditions import why_no_fork_server, why_not_forked
 from anabranch.launch.forks.launcher_side import ForkServer, ForkServerError
 from anabranch.launch.job import Attempt, Site, run_job
-from anabranch.launch.meeting.addresses import ServiceAddresses, private_place, tcp_place
+from anabranch.launch.meeting.addresses import private_place, tcp_place
 from anabranch.launch.meeting.rendezvous import PROGRAM, Rendezvous
 from anabranch.launch.spec import JobSpec
 from anabranch.launch.supervision.orphans import adopt_orphans, kill_orphans
@@ -61,66 +60,45 @@ def launch(
             server = None
         elif server is None:  # imports while the rest is made ready
             server = stack.enter_context(ForkServer(spec.base))
-        return run_job(spec, _Here(server), tell)
+        return run_job(spec, partial(_here, server), tell)
 
 
-class _Here:
-    """This machine.
-
-    Args:
-        server: forks what can be forked.
-    """
-
-    def __init__(self, server: ForkServer | None) -> None:
-        self._server = server
-
-    @contextmanager
-    def site(self, attempt: Attempt) -> Iterator[Site]:
-        """Start the rendezvous process; at the end no process of the attempt is left."""
-        spec = attempt.spec
-        with ExitStack() as stack:
-            scratch = stack.enter_context(PrivateFolder())
-            keys = attempt.base.get(KEYS_VARIABLE) or None
-            place = stack.enter_context(
-                private_place(spec.servers) if spec.host is None else tcp_place(spec.host, spec.servers, keys)
-            )
-            directory = spec.directory or (place.directory if spec.has_services else None)
-            rendezvous = stack.enter_context(Rendezvous(directory, place.keys, elsewhere=spec.directory is not None))
-            stack.enter_context(adopt_orphans())
-            site = _Site(attempt, self._server, scratch, place, directory, rendezvous)
-            stack.callback(lambda: kill_orphans(f"TORCHELASTIC_RUN_ID={attempt.run_id}", site.sessions))
-            env = {**attempt.base, "TORCHELASTIC_RUN_ID": attempt.run_id}
-            log = spec.log_dir / "rendezvous-0.log"
-            site.rendezvous = site.start(ProcessSpec("rendezvous", 0, PROGRAM, env, log, stdin=rendezvous.descriptor))
-            stack.callback(site.end)
-            rendezvous.started()
-            rendezvous.wait_until_ready()
-            yield site
+@contextmanager
+def _here(server: ForkServer | None, attempt: Attempt) -> Iterator[Site]:
+    """Start the rendezvous process; at the end no process of the attempt is left."""
+    with ExitStack() as stack:
+        yield _Site(server, attempt, stack)
 
 
 class _Site(Site):
-    """The rendezvous process, and what is forked or started beside it."""
+    """The rendezvous process, and what is forked by ``server`` or started beside it, until the stack is left."""
 
-    def __init__(
-        self,
-        attempt: Attempt,
-        server: ForkServer | None,
-        scratch: Path,
-        place: ServiceAddresses,
-        directory: str | None,
-        rendezvous: Rendezvous,
-    ) -> None:
+    def __init__(self, server: ForkServer | None, attempt: Attempt, stack: ExitStack) -> None:
+        spec = attempt.spec
         self._attempt = attempt
-        self.server = server
-        self._scratch = scratch
-        self._place = place
-        self._meeting = rendezvous
-        self.directory = directory
-        self.parameters = place.parameters
-        self.keys = place.keys if directory is not None else None
-        self.master = ("127.0.0.1", rendezvous.port)
-        self.meeting = scratch / f"meeting-{rendezvous.port}"
-        self.sessions: set[int] = set()
+        self._server = server
+        self._scratch = stack.enter_context(PrivateFolder())
+        keys = attempt.base.get(KEYS_VARIABLE) or None
+        self._place = stack.enter_context(
+            private_place(spec.servers) if spec.host is None else tcp_place(spec.host, spec.servers, keys)
+        )
+        self.directory = spec.directory or (self._place.directory if spec.has_services else None)
+        self.parameters = self._place.parameters
+        self.keys = self._place.keys if self.directory is not None else None
+        self._meeting = stack.enter_context(
+            Rendezvous(self.directory, self._place.keys, elsewhere=spec.directory is not None)
+        )
+        self.master = ("127.0.0.1", self._meeting.port)
+        self.meeting = self._scratch / f"meeting-{self._meeting.port}"
+        sessions = self._sessions = set[int]()
+        stack.enter_context(adopt_orphans())
+        stack.callback(lambda: kill_orphans(f"TORCHELASTIC_RUN_ID={attempt.run_id}", sessions))
+        env = {**attempt.base, "TORCHELASTIC_RUN_ID": attempt.run_id}
+        log = spec.log_dir / "rendezvous-0.log"
+        self.rendezvous = self.start(ProcessSpec("rendezvous", 0, PROGRAM, env, log, stdin=self._meeting.descriptor))
+        stack.callback(self._end)
+        self._meeting.started()
+        self._meeting.wait_until_ready()
 
     def is_announced(self, uid: str) -> bool:
         return self._meeting.is_announced(uid)
@@ -128,27 +106,26 @@ class _Site(Site):
     def state(self, shard: int) -> str:
         return str(self._scratch / "parameters")
 
-    def expert_endpoints(self, index: int) -> tuple[str | None, str | None]:
-        told = None if self._attempt.spec.directory is None else self._place.expert_listens(index)
-        return self._place.expert(index), told
+    def expert_listens(self, index: int) -> str:
+        return self._place.expert(index)
 
     def start(self, spec: ProcessSpec, restarted: int = 0) -> RoleProcess:
-        process = self._forked(spec, restarted) or RoleProcess(replace(spec, server=None), restarted)
-        self.sessions.add(process.pid)
+        process = self._forked(spec, restarted) or RoleProcess(spec, restarted)
+        self._sessions.add(process.pid)
         self._attempt.job_file.began(process.role, process.rank, process.pid, spec.endpoint)
         return process
 
     def _forked(self, spec: ProcessSpec, restarted: int) -> RoleProcess | None:
-        if self.server is None or why_not_forked(spec.program, spec.environment, self.server.environment):
+        if self._server is None or why_not_forked(spec.program, spec.environment, self._server.environment):
             return None
         try:
-            return RoleProcess(replace(spec, server=self.server), restarted)
+            return RoleProcess(spec, restarted, self._server)
         except ForkServerError as error:  # it may also have died since it forked this service's predecessor
             self._attempt.tell(f"starting plain processes, which takes longer: {error}")
-            self.server = None
+            self._server = None
             return None
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """End the rendezvous process, which exits when its channel is closed."""
         process = self.rendezvous
         self._meeting.__exit__(None, None, None)

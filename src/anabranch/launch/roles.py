@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded
@@ -27,7 +27,6 @@ from anabranch.experts import Directory, ExpertBackend, ExpertServer
 from anabranch.experts.directory import as_directory
 from anabranch.job import DirectoryLike, Job
 from anabranch.launch.environment import LINGER_VARIABLE, LISTEN_VARIABLE, RUN_VARIABLE
-from anabranch.launch.meeting.addresses import expert_socket
 from anabranch.launch.meeting.rendezvous import expert_mark, expert_marks
 from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint, split_endpoints
 from anabranch.transport.redis_directory import host_and_port, is_loopback, is_redis_url
@@ -48,27 +47,16 @@ def serve(
     job: Job,
     make_backends: Callable[[int, int], Sequence[object]],
     *,
-    checkpoint_dir: str | os.PathLike[str] | None = None,
-    checkpoint_seconds: float = 60.0,
-    listen: str | None = None,
     keys: str | os.PathLike[str] | None = None,
     insecure: bool = False,
-    heartbeat: float = 1.0,
     timeout: float = 120.0,
+    **options: Any,
 ) -> DirectoryLike:
-    """Return the value of ``Job.serve``."""
+    """Return the value of ``Job.serve``; ``options`` are those of the server."""
     make = cast(MakeBackends, make_backends)
+    options |= {"keys": keys, "insecure": insecure}
     if job.role == "expert":
-        _serve_here(
-            job,
-            make,
-            checkpoint_dir=checkpoint_dir,
-            checkpoint_seconds=checkpoint_seconds,
-            listen=listen,
-            keys=keys,
-            insecure=insecure,
-            heartbeat=heartbeat,
-        )
+        _serve_here(job, make, options)
     if job.directory is not None:
         directory = as_directory(job.directory, keys=keys, insecure=insecure)
         _wait_for_experts(directory, job.experts, Deadline.after(timeout))
@@ -79,54 +67,21 @@ def serve(
             "`anabranch run --experts N`, or name a directory in ANABRANCH_DIRECTORY"
         )
     directory = Directory()
-    _alone.enter_context(
-        ExpertServer(
-            make(0, 1),
-            listen=listen,
-            directory=directory,
-            checkpoint_dir=checkpoint_dir,
-            checkpoint_seconds=checkpoint_seconds,
-            keys=keys,
-            insecure=insecure,
-            heartbeat=heartbeat,
-        )
-    )
+    _alone.enter_context(ExpertServer(make(0, 1), directory=directory, **options))
     return directory
 
 
-def _serve_here(
-    job: Job,
-    make: MakeBackends,
-    *,
-    checkpoint_dir: str | os.PathLike[str] | None,
-    checkpoint_seconds: float,
-    listen: str | None,
-    keys: str | os.PathLike[str] | None,
-    insecure: bool,
-    heartbeat: float,
-) -> NoReturn:
+def _serve_here(job: Job, make: MakeBackends, options: dict[str, Any]) -> NoReturn:
     if job.directory is None:
         raise ValueError("an expert process announces itself in a directory; name one in ANABRANCH_DIRECTORY")
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("job.serve() serves until SIGTERM, which only the main thread receives; call it there")
-    directory = as_directory(job.directory, role="experts", keys=keys, insecure=insecure)
-    endpoint = listen or os.environ.get(LISTEN_VARIABLE) or _beside(job.directory, job.rank)
-
-    # Until they exist, nothing is lost by ending at once.
-    backends = make(job.rank, job.world_size)
-    serve_until_stopped(
-        lambda: ExpertServer(
-            backends,
-            listen=endpoint,
-            directory=_MarkedDirectory(directory, expert_mark(job.rank, _run())),
-            checkpoint_dir=checkpoint_dir,
-            checkpoint_seconds=checkpoint_seconds,
-            keys=keys,
-            insecure=insecure,
-            heartbeat=heartbeat,
-        ),
-        linger=float(os.environ.get(LINGER_VARIABLE) or 0.0),
-    )
+    directory = as_directory(job.directory, role="experts", keys=options["keys"], insecure=options["insecure"])
+    options["directory"] = _MarkedDirectory(directory, expert_mark(job.rank, _run()))
+    options["listen"] = options["listen"] or os.environ.get(LISTEN_VARIABLE) or _near(job.directory)
+    backends = make(job.rank, job.world_size)  # until they exist, nothing is lost by ending at once
+    linger = float(os.environ.get(LINGER_VARIABLE) or 0.0)
+    serve_until_stopped(lambda: ExpertServer(backends, **options), linger=linger)
     sys.exit(0)
 
 
@@ -144,21 +99,19 @@ class _MarkedDirectory:
         self._directory.announce([self._mark], endpoint, _MARK_TTL)
 
 
-def _beside(directory: str, index: int) -> str | None:
-    """Return the address to listen at: in the directory's own place, a private folder or the interface that leads to
-    it; ``None``, a new socket, beside one that Redis keeps on this host.
+def _near(directory: str) -> str | None:
+    """Return where an expert listens that was not told: any port of the interface that leads to the directory, or a
+    new socket, ``None``, where that is on this host.
     """
     if is_redis_url(directory):
         host, port = host_and_port(directory)
-        return None if host is None or is_loopback(host) else _towards(host, port)
-    place = parse_endpoint(split_endpoints(directory)[0])
-    if isinstance(place, TcpEndpoint):
-        return _towards(place.host, place.port)
-    return expert_socket(f"unix:{place.path}", index)
-
-
-def _towards(host: str, port: int) -> str:
-    """Return any port of the interface that leads to ``host``."""
+        if host is None or is_loopback(host):
+            return None
+    else:
+        place = parse_endpoint(split_endpoints(directory)[0])
+        if not isinstance(place, TcpEndpoint):
+            return None
+        host, port = place.host, place.port
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))  # sends nothing; the kernel chooses the interface
         host = str(probe.getsockname()[0])

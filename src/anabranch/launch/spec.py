@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from anabranch.deadline import check_seconds
 from anabranch.launch.meeting.addresses import check_directory
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.supervision.budget import RestartBudget
 from anabranch.launch.supervision.supervisor import Patience
 from anabranch.record.process import TRACE_VARIABLE
+from anabranch.record.trace import check_trace_path
 from anabranch.transport.certificates import KEYS_VARIABLE
 
 __all__ = ["Durability", "JobSpec", "Resources"]
@@ -54,7 +56,8 @@ class JobSpec:
 
     Raises:
         ModuleNotFoundError: a Redis without the ``redis`` extra.
-        ValueError: an invalid number of processes, or a missing script or module.
+        ValueError: an invalid number of processes or seconds, a missing script or module, a trace that cannot be
+            written.
     """
 
     program: PythonProgram
@@ -90,6 +93,9 @@ class JobSpec:
             raise ValueError(
                 f"host={self.host!r} is where servers and experts listen, but this job has none; leave it out"
             )
+        check_seconds(checkpoint_seconds=self.checkpoint_seconds)
+        if self.trace is not None:
+            check_trace_path(self.trace)
         self.program.check()
         if self.directory is not None:
             keys = self.environment.get(KEYS_VARIABLE)

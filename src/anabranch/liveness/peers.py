@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from anabranch.liveness.meeting import destroy_group_at_exit, end_without_waiting
+from anabranch.record.process import process_stat
 
 _STOPPED = frozenset("Tt")
 _GONE = frozenset("ZXx")
@@ -41,7 +42,7 @@ class Identity:
 
     host: str
     pid: int
-    started: str
+    started: int
 
     @classmethod
     def of_this_process(cls) -> Identity:
@@ -49,7 +50,7 @@ class Identity:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")
         pid = os.getpid()
-        return cls(f"{boot}/{namespace}", pid, _process_status(pid)[1])
+        return cls(f"{boot}/{namespace}", pid, process_stat(pid)[1])
 
     def encode(self) -> str:
         """Return the identity as a string, for another rank to ``decode``."""
@@ -59,18 +60,7 @@ class Identity:
     def decode(cls, text: str) -> Identity:
         """Return the identity written by ``encode``."""
         host, pid, started = text.split(" ")
-        return cls(host, int(pid), started)
-
-
-def _process_status(pid: int) -> tuple[str, str]:
-    """Return the state letter and start time of a process, ``("X", "")`` when there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return "X", ""
-    # The command's name is in parentheses and may itself contain spaces and parentheses.
-    fields = text[text.rindex(")") + 2 :].split(" ")
-    return fields[0], fields[19]
+        return cls(host, int(pid), int(started))
 
 
 class Peers:
@@ -152,7 +142,7 @@ class Peers:
                     if now - seen > 2 * heartbeat:
                         frozen[rank] = f"sent no beat for {now - seen:.1f} s"
                     continue
-                state, started = _process_status(who.pid)
+                state, started = process_stat(who.pid)
                 if state not in _STOPPED:
                     self._stopped_since.pop(rank, None)
                 elif now - self._stopped_since.setdefault(rank, now) >= heartbeat:

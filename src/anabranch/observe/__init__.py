@@ -5,12 +5,11 @@ servers have anyway, and ``anabranch.executor.observing.sinks`` for how a traini
 """
 
 from anabranch.executor import PeerLostRecord, RestartRecord, SaveRecord, Sink, StepRecord, Subscription
-from anabranch.observe.metrics import Metric, directory_metrics, expert_metrics, parameter_metrics, serve_metrics
+from anabranch.observe.metrics import directory_metrics, expert_metrics, parameter_metrics, serve_metrics
 from anabranch.observe.prometheus import PrometheusSink
 from anabranch.observe.tensorboard import TensorBoardSink
 
 __all__ = [
-    "Metric",
     "PeerLostRecord",
     "PrometheusSink",
     "RestartRecord",

@@ -7,38 +7,34 @@ HTTP and contains only counts; it listens on the loopback by default.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from anabranch.experts import DirectoryServer, ExpertServer, PoolStatistics
+from anabranch.experts import DirectoryServer, ExpertServer
 from anabranch.parameter_server import ParameterServer
 from anabranch.record.spans import open_spans
 from anabranch.transport import ServerStatistics
 
-__all__ = ["Metric", "directory_metrics", "expert_metrics", "parameter_metrics", "serve_metrics", "waiting_metric"]
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
-Kind: TypeAlias = Literal["counter", "gauge"]
+__all__ = ["directory_metrics", "expert_metrics", "family", "parameter_metrics", "serve_metrics", "waiting_metric"]
+
+_Kind: TypeAlias = Literal["counter", "gauge"]
+_Values: TypeAlias = float | Mapping[str, float] | Mapping[tuple[str, ...], float]
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One thing that is counted, with a value for each set of labels.
+def family(kind: _Kind, name: str, says: str, values: _Values, *labels: str) -> Metric:
+    """Return one thing that is counted, with a value for each set of labels, or one without labels."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    Attributes:
-        name: without the leading ``anabranch_``; a counter's gets ``_total`` behind it.
-        kind: a counter only grows, a gauge is what is so now.
-        help: what it is.
-        labels: the names of the labels.
-        values: the labels' values, in order, and the number.
-    """
-
-    name: str
-    kind: Kind
-    help: str
-    labels: tuple[str, ...] = ()
-    values: Sequence[tuple[tuple[str, ...], float]] = ()
+    make = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+    made = make(f"anabranch_{name}", says, labels=labels)
+    for key, value in values.items() if isinstance(values, Mapping) else [((), values)]:
+        made.add_metric([key] if isinstance(key, str) else key, value)
+    return made
 
 
 @contextmanager
@@ -47,7 +43,7 @@ def serve_metrics(address: str, collect: Callable[[], Iterable[Metric]]) -> Iter
 
     Args:
         address: ``HOST:PORT``, or ``:PORT`` for the loopback; port 0 takes any.
-        collect: called for each request.
+        collect: called for each request; returns families of ``prometheus_client``.
 
     Raises:
         ValueError: no such address.
@@ -59,25 +55,13 @@ def serve_metrics(address: str, collect: Callable[[], Iterable[Metric]]) -> Iter
         raise ValueError(f"metrics are served at HOST:PORT or :PORT, got {address!r}")
     try:
         from prometheus_client import CollectorRegistry, start_http_server
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-        from prometheus_client.core import Metric as Family
-        from prometheus_client.registry import Collector
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "metrics need prometheus_client: pip install 'anabranch[metrics]'", name="prometheus_client"
         ) from error
 
-    class Page(Collector):
-        def collect(self) -> Iterator[Family]:
-            for metric in collect():
-                kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-                family = kind(f"anabranch_{metric.name}", metric.help, labels=metric.labels)
-                for labels, value in metric.values:
-                    family.add_metric(labels, value)
-                yield family
-
     registry = CollectorRegistry()
-    registry.register(Page())
+    registry.register(SimpleNamespace(collect=collect))  # type: ignore[arg-type]  # all that a Collector has
     host = host.removeprefix("[").removesuffix("]") or "127.0.0.1"
     server, thread = start_http_server(int(port), addr=host, registry=registry)
     try:
@@ -88,70 +72,55 @@ def serve_metrics(address: str, collect: Callable[[], Iterable[Metric]]) -> Iter
         thread.join(timeout=10.0)
 
 
-_OF_A_POOL: tuple[tuple[str, Kind, str, Callable[[PoolStatistics], float]], ...] = (
-    ("tasks", "counter", "requests queued", lambda pool: pool.tasks),
-    ("batches", "counter", "batches run", lambda pool: pool.batches),
-    ("rows", "counter", "rows run", lambda pool: pool.rows),
-    ("dropped_tasks", "counter", "requests whose caller had stopped waiting", lambda pool: pool.dropped),
-    ("declined_tasks", "counter", "requests that found the queue full", lambda pool: pool.declined),
-    ("busy_seconds", "counter", "seconds spent running batches", lambda pool: pool.busy_seconds),
-    ("queue_tasks", "gauge", "requests in the queue", lambda pool: pool.waiting_tasks),
-    ("queue_rows", "gauge", "rows in the queue", lambda pool: pool.waiting_rows),
-    ("queue_bytes", "gauge", "bytes in the queue", lambda pool: pool.waiting_bytes),
+_OF_A_POOL: tuple[tuple[str, str, _Kind, str], ...] = (
+    ("tasks", "tasks", "counter", "requests queued"),
+    ("batches", "batches", "counter", "batches run"),
+    ("rows", "rows", "counter", "rows run"),
+    ("dropped_tasks", "dropped", "counter", "requests whose caller had stopped waiting"),
+    ("declined_tasks", "declined", "counter", "requests that found the queue full"),
+    ("busy_seconds", "busy_seconds", "counter", "seconds spent running batches"),
+    ("queue_tasks", "waiting_tasks", "gauge", "requests in the queue"),
+    ("queue_rows", "waiting_rows", "gauge", "rows in the queue"),
+    ("queue_bytes", "waiting_bytes", "gauge", "bytes in the queue"),
 )
 
 
-def expert_metrics(server: ExpertServer) -> list[Metric]:
+def expert_metrics(server: ExpertServer) -> Iterator[Metric]:
     """Count of an expert server: calls done, and calls waiting."""
     facts = server.statistics()
-    metrics = [
-        Metric(f"expert_{name}", kind, says, ("pool",), [((pool,), read(made)) for pool, made in facts.pools.items()])
-        for name, kind, says, read in _OF_A_POOL
-    ]
-    updates = [((uid,), float(count)) for uid, count in facts.updates.items()]
-    sessions = [((uid,), float(count)) for uid, count in facts.sessions.items()]
-    return [
-        *_transport_metrics(facts.transport),
-        *metrics,
-        Metric("expert_updates", "counter", "updates of the expert's parameters", ("uid",), updates),
-        Metric("expert_sessions", "gauge", "open inference sessions", ("uid",), sessions),
-        Metric("expert_session_bytes", "gauge", "bytes of sessions' caches", (), [((), facts.session_bytes)]),
-        _refused_values(facts.not_finite),
-    ]
+    yield from _transport_metrics(facts.transport)
+    for name, attribute, kind, says in _OF_A_POOL:
+        values = {pool: float(getattr(counts, attribute)) for pool, counts in facts.pools.items()}
+        yield family(kind, f"expert_{name}", says, values, "pool")
+    yield family("counter", "expert_updates", "updates of the expert's parameters", facts.updates, "uid")
+    yield family("gauge", "expert_sessions", "open inference sessions", facts.sessions, "uid")
+    yield family("gauge", "expert_session_bytes", "bytes of sessions' caches", facts.session_bytes)
+    yield _refused_values(facts.not_finite)
 
 
-def parameter_metrics(server: ParameterServer) -> list[Metric]:
+def parameter_metrics(server: ParameterServer) -> Iterator[Metric]:
     """Count of a shard."""
     facts = server.statistics()
-    return [
-        *_transport_metrics(server.transport_statistics()),
-        _refused_values(facts.refused_values),
-        Metric("shard_replayed_records", "counter", "records replayed from the log", (), [((), facts.replayed)]),
-    ]
+    yield from _transport_metrics(server.transport_statistics())
+    yield _refused_values(facts.refused_values)
+    yield family("counter", "shard_replayed_records", "records replayed from the log", facts.replayed)
 
 
-def directory_metrics(server: DirectoryServer) -> list[Metric]:
+def directory_metrics(server: DirectoryServer) -> Iterator[Metric]:
     """Count of a directory's server."""
     return _transport_metrics(server.transport_statistics())
 
 
-def _transport_metrics(facts: ServerStatistics) -> list[Metric]:
-    def one(name: str, kind: Kind, says: str, values: dict[str, int] | int, label: str = "") -> Metric:
-        if isinstance(values, int):
-            return Metric(name, kind, says, (), [((), values)])
-        return Metric(name, kind, says, (label,), [((key,), value) for key, value in sorted(values.items())])
-
-    return [
-        one("requests", "counter", "requests taken", facts.requests, "verb"),
-        one("errors", "counter", "responses that were errors", facts.errors, "kind"),
-        one("refused", "counter", "requests and connections rejected", facts.refused),
-        one("received_bytes", "counter", "bytes of tensors received", facts.bytes_received),
-        one("sent_bytes", "counter", "bytes of tensors sent", facts.bytes_sent),
-        one("connections", "gauge", "open connections", facts.connections),
-        one("calls_in_flight", "gauge", "requests being served", facts.calls),
-        one("in_flight_bytes", "gauge", "bytes of requests being served", facts.bytes_in_flight),
-        waiting_metric(),
-    ]
+def _transport_metrics(facts: ServerStatistics) -> Iterator[Metric]:
+    yield family("counter", "requests", "requests taken", facts.requests, "verb")
+    yield family("counter", "errors", "responses that were errors", facts.errors, "kind")
+    yield family("counter", "refused", "requests and connections rejected", facts.refused)
+    yield family("counter", "received_bytes", "bytes of tensors received", facts.bytes_received)
+    yield family("counter", "sent_bytes", "bytes of tensors sent", facts.bytes_sent)
+    yield family("gauge", "connections", "open connections", facts.connections)
+    yield family("gauge", "calls_in_flight", "requests being served", facts.calls)
+    yield family("gauge", "in_flight_bytes", "bytes of requests being served", facts.bytes_in_flight)
+    yield waiting_metric()
 
 
 def waiting_metric() -> Metric:
@@ -160,11 +129,8 @@ def waiting_metric() -> Metric:
     for one in open_spans():
         if one["name"] == "wait":
             longest.setdefault((one["peer"], one["operation"]), time.monotonic() - one["since"])
-    return Metric(
-        "waiting_seconds", "gauge", "time spent waiting for others", ("peer", "operation"), [*longest.items()]
-    )
+    return family("gauge", "waiting_seconds", "time spent waiting for others", longest, "peer", "operation")
 
 
-def _refused_values(by_peer: dict[str, int]) -> Metric:
-    values = [((peer,), float(count)) for peer, count in sorted(by_peer.items())]
-    return Metric("refused_values", "counter", "requests refused because they held NaN or Inf", ("peer",), values)
+def _refused_values(by_peer: Mapping[str, float]) -> Metric:
+    return family("counter", "refused_values", "requests refused because they held NaN or Inf", by_peer, "peer")

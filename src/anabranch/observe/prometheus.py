@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from anabranch.job import job
-from anabranch.observe.metrics import Metric, serve_metrics, waiting_metric
+from anabranch.observe.metrics import family, serve_metrics, waiting_metric
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 __all__ = ["PrometheusSink"]
 
-_RATE = "learning_rate"
-_KNOWN = {
-    "loss": Metric("training_loss", "gauge", "the loss of the newest optimizer step that was read", ("step",)),
-    "grad_norm": Metric("training_gradient_norm", "gauge", "the norm of all gradients before clipping", ("step",)),
-    "steps_per_second": Metric("training_steps_per_second", "gauge", "optimizer steps a second", ("step",)),
-    "rows_per_second": Metric("training_rows_per_second", "gauge", "rows a second on this worker", ("step",)),
+_FAMILIES = {
+    "loss": ("the loss of the newest optimizer step that was read", "step"),
+    "gradient_norm": ("the norm of all gradients before clipping", "step"),
+    "learning_rate": ("the learning rate of a parameter group", "step", "group"),
+    "steps_per_second": ("optimizer steps a second", "step"),
+    "rows_per_second": ("rows a second on this worker", "step"),
+    "output": ("a number that the step returned", "step", "name"),
 }
+"""What a family is, and its labels."""
 
 
 class PrometheusSink:
@@ -70,33 +77,29 @@ class PrometheusSink:
         """Stop serving."""
         self._serving.close()
 
-    def _collect(self) -> list[Metric]:
+    def _collect(self) -> Iterator[Metric]:
         with self._lock:
             values, events, steps = dict(self._values), dict(self._events), self._steps
-        families: dict[str, tuple[Metric, list[tuple[tuple[str, ...], float]]]] = {}
+        families: dict[str, dict[tuple[str, ...], float]] = {}
         for name, value in values.items():
-            metric, labels = _place(name)
-            families.setdefault(metric.name, (metric, []))[1].append((labels, value))
-        happened = [((name,), float(count)) for name, count in sorted(events.items())]
-        return [
-            Metric("training_steps", "counter", "optimizer steps taken", (), [((), steps)]),
-            Metric("training_events", "counter", "checkpoints, lost peers and restarts", ("event",), happened),
-            *(Metric(m.name, m.kind, m.help, m.labels, found) for m, found in families.values()),
-            waiting_metric(),
-        ]
+            place, *labels = _place(name)
+            families.setdefault(place, {})[tuple(labels)] = value
+        yield family("counter", "training_steps", "optimizer steps taken", steps)
+        yield family("counter", "training_events", "checkpoints, lost peers and restarts", events, "event")
+        for name, samples in families.items():
+            yield family("gauge", f"training_{name}", _FAMILIES[name][0], samples, *_FAMILIES[name][1:])
+        yield waiting_metric()
 
 
-def _place(name: str) -> tuple[Metric, tuple[str, ...]]:
-    """Return the metric that a number belongs to, and the values of its labels."""
+def _place(name: str) -> tuple[str, ...]:
+    """Return the family that a number belongs to, and the values of its labels."""
     step, _, short = name.rpartition("/")
-    if short in _KNOWN:
-        return _KNOWN[short], (step,)
+    short = {"grad_norm": "gradient_norm"}.get(short, short)
+    if short in ("loss", "gradient_norm", "steps_per_second", "rows_per_second"):
+        return short, step
     head, _, group = name.rpartition("/") if short.isdecimal() else (name, "", "0")
     step, _, short = head.rpartition("/")
-    if short == _RATE:
-        return Metric("training_learning_rate", "gauge", "the learning rate of a parameter group", ("step", "group")), (
-            step,
-            group,
-        )
+    if short == "learning_rate":
+        return short, step, group
     step, _, short = name.partition("/") if "/" in name else ("", "", name)
-    return Metric("training_output", "gauge", "a number that the step returned", ("step", "name")), (step, short)
+    return "output", step, short

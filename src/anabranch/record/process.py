@@ -177,6 +177,19 @@ def read_regular(path: Path) -> bytes:
         return file.read()
 
 
+def process_stat(pid: int) -> tuple[str, int]:
+    """Return the state letter of a process of this machine and the time of its start; ``("X", 0)`` of none.
+
+    With that the number names a process; alone it may be another's by now.
+    """
+    try:
+        # The name in parentheses may hold anything; the state follows the last of them.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], int(fields[19])
+    except (OSError, IndexError):
+        return "X", 0
+
+
 def replace_text(path: Path, text: str) -> None:
     """Replace a file whole, so that readers never see half of it.
 

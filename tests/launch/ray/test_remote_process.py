@@ -33,7 +33,7 @@ def _process(
     actor = SimpleNamespace(follow=SimpleNamespace(remote=lambda: None))
     spec = ProcessSpec("worker", 0, PythonProgram("train.py"), {}, folder / "worker-0.log")
     job_file.began("worker", 0, 7, None, elsewhere=True)
-    return RemoteProcess(spec, 0, actor, lambda: 7, fetch, partial(job_file.seen_elsewhere, "worker", 0))
+    return RemoteProcess(spec, 0, actor, 7, fetch, partial(job_file.seen_elsewhere, "worker", 0))
 
 
 def test_status_shows_the_reports_and_the_end_of_a_process_on_another_machine(tmp_path: Path) -> None:

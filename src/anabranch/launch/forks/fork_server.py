@@ -57,7 +57,6 @@ _IMPORTED = (
     "anabranch.experts",
     "anabranch.executor",
     "anabranch.launch.roles",
-    "anabranch.launch.meeting.store",
     "anabranch.observe",
     "anabranch.parameter_server",
     "anabranch.pipeline",

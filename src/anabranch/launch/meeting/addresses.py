@@ -21,7 +21,7 @@ from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint, split_end
 from anabranch.transport.private_folder import PrivateFolder
 from anabranch.transport.redis_directory import RedisLink, is_redis_url, shown_url
 
-__all__ = ["ServiceAddresses", "check_directory", "expert_socket", "held_port", "private_place", "tcp_place"]
+__all__ = ["ServiceAddresses", "check_directory", "held_port", "private_place", "tcp_place"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +38,17 @@ class ServiceAddresses:
     parameters: tuple[str, ...]
     keys: Path | None = None
 
-    def expert(self, index: int) -> str | None:
-        """Return the default endpoint of an expert process; ``None`` on TCP, where any port is fine.
+    def expert(self, index: int) -> str:
+        """Return where an expert process listens: on TCP any port is fine.
 
         >>> ServiceAddresses("unix:/run/directory", ()).expert(0)
         'unix:/run/expert-0'
-        """
-        return None if self.directory.startswith("tcp:") else expert_socket(self.directory, index)
-
-    def expert_listens(self, index: int) -> str:
-        """Return the endpoint of an expert process that cannot derive it from the directory's path.
-
-        >>> ServiceAddresses("tcp://10.0.0.1:7000", ()).expert_listens(0)
+        >>> ServiceAddresses("tcp://10.0.0.1:7000", ()).expert(0)
         'tcp://10.0.0.1:0'
         """
-        return self.expert(index) or f"{self.directory.rpartition(':')[0]}:0"
+        if self.directory.startswith("tcp:"):
+            return f"{self.directory.rpartition(':')[0]}:0"
+        return f"unix:{Path(self.directory.removeprefix('unix:')).with_name(f'expert-{index}')}"
 
 
 def check_directory(directory: str, *, experts: int, host: str | None, keys: str | None) -> None:
@@ -68,24 +64,17 @@ def check_directory(directory: str, *, experts: int, host: str | None, keys: str
         ValueError: names the missing option.
         ModuleNotFoundError: without the ``redis`` extra.
     """
+    shown = directory
     if is_redis_url(directory):
         shown, is_here = shown_url(directory), RedisLink(directory, 1.0).is_local
     else:
-        shown, is_here = (
-            directory,
-            not any(isinstance(parse_endpoint(one), TcpEndpoint) for one in split_endpoints(directory)),
-        )
+        is_here = not any(isinstance(parse_endpoint(one), TcpEndpoint) for one in split_endpoints(directory))
         if not is_here and not keys:
             raise ValueError(f"{shown} requires certificates; name their folder in {KEYS_VARIABLE}")
     if experts and host is None and not is_here:
         raise ValueError(
             f"clients of {shown} may be on another host, but the experts use Unix sockets; also give --host"
         )
-
-
-def expert_socket(directory: str, index: int) -> str:
-    """Return the Unix socket of an expert process, in the folder of the directory's."""
-    return f"unix:{Path(directory.removeprefix('unix:')).with_name(f'expert-{index}')}"
 
 
 @contextmanager
@@ -112,10 +101,13 @@ def tcp_place(host: str, servers: int, keys: str | os.PathLike[str] | None = Non
     """
     with ExitStack() as stack:
         ports = [stack.enter_context(held_port(host)) for _ in range(servers + 1)]
-        folder = Path(keys) if keys is not None else stack.enter_context(_keys_of_the_job())
+        if keys is None:
+            keys = stack.enter_context(PrivateFolder())
+            make_keys(keys)
+            (keys / "authority.key").unlink()  # no connection may be accepted later
         shown = f"[{host}]" if ":" in host else host
         directory, *parameters = [f"tcp://{shown}:{port}" for port in ports]
-        yield ServiceAddresses(directory, tuple(parameters), folder)
+        yield ServiceAddresses(directory, tuple(parameters), Path(keys))
 
 
 @contextmanager
@@ -137,12 +129,3 @@ def held_port(host: str) -> Iterator[int]:
         except OSError as error:
             raise ValueError(f"{host!r} is not an address of this machine: {error.strerror}") from None
         yield int(sock.getsockname()[1])
-
-
-@contextmanager
-def _keys_of_the_job() -> Iterator[Path]:
-    with PrivateFolder() as folder:
-        make_keys(folder)
-        # No connection may be accepted later.
-        (folder / "authority.key").unlink()
-        yield folder

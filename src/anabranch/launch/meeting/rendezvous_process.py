@@ -11,11 +11,12 @@ import signal
 import socket
 from contextlib import ExitStack, suppress
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # defined in C++
+
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError
 from anabranch.experts import DirectoryLike, DirectoryServer
 from anabranch.experts.directory import as_directory, within
-from anabranch.launch.meeting.store import host_store
 from anabranch.launch.socket_messages import Message, receive, send
 
 __all__ = ["main"]
@@ -34,7 +35,7 @@ def main() -> None:
 
 
 def _serve(channel: socket.socket, facts: Message, descriptors: list[int], stack: ExitStack) -> None:
-    store = host_store(socket.socket(fileno=descriptors[0]))
+    store = _store(socket.socket(fileno=descriptors[0]))
     directory = _directory(facts, stack)
     if directory is not None:
         send(channel, {"ready": True})
@@ -42,6 +43,17 @@ def _serve(channel: socket.socket, facts: Message, descriptors: list[int], stack
         uid = str(question[0]["uid"])
         send(channel, {"found": directory is not None and _is_announced(directory, uid)})
     del store
+
+
+def _store(listening: socket.socket) -> TCPStore:
+    """Return the store for scripts that make their own process group, which outlives every rank.
+
+    torch's own server listens on every interface and answers anyone. Here it adopts a socket that is already bound: no
+    other host reaches it, and no port is guessed. (Only the store's non-libuv backend adopts a socket.)
+    """
+    host, port = listening.getsockname()[:2]
+    descriptor = listening.detach()
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor, use_libuv=False)
 
 
 def _directory(facts: Message, stack: ExitStack) -> DirectoryLike | None:

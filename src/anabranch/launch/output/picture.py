@@ -3,12 +3,13 @@
 ::
 
     anabranch · 2 workers, 1 parameters · 0:42 ─────────────────────────────────
+    train.py · logs
     training ━━━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━━━━━━ 412/800 51% · 0:31 left
     loss 0.3127 ▇▆▅▄▃▃▂▂▁▁                                          12.3 steps/s
-    worker 0      waiting  3.2 s for parameters 0 (pull)  step 412 · cache 93%
-    worker 1      running  step 412 · cache 91%
-    parameters 0  stopped
-    crossing      workers 1.2 MB/s · table users 3.4 MB/s
+    worker 0      4711  waiting  3.2 s for parameters 0 (pull)  step 412 · cache 93%
+    worker 1      4712  running  step 412 · cache 91%
+    parameters 0  4710  stopped
+    crossing  workers 1.2 MB/s · table users 3.4 MB/s
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.progress_bar import ProgressBar
 from rich.rule import Rule
@@ -41,8 +41,8 @@ _STYLES = {
     "restarting": "magenta",
     "gone": "dim",
 }
-_BESIDE_ROLES = 5  # lines: the head, the bar, the loss, what crosses in two
-_CROSSING, _MOST_CROSSING_LINES = "crossing  ", 2
+_BESIDE_ROLES = 5  # lines: the head, the script, the bar, the loss, what crosses
+_MOST_UIDS = 2
 
 
 def picture(job: JobStatus, before: JobStatus | None = None, *, lines: int | None = None) -> RenderableType:
@@ -56,6 +56,8 @@ def picture(job: JobStatus, before: JobStatus | None = None, *, lines: int | Non
     room = None if lines is None else lines - _BESIDE_ROLES
     shown = _most_telling(job.roles, room)
     parts: list[RenderableType] = [Rule(Text(_head(job), style="bold"), align="left", style="dim")]
+    if job.folder is not None:
+        parts.append(_line(" · ".join(filter(None, [job.script, job.folder]))))
     if job.progress:
         parts.append(_bar(job.progress, job.steps_per_second))
     if (line := _loss(job)) is not None:
@@ -153,21 +155,25 @@ def _roles(job: JobStatus, shown: Sequence[RoleStatus], before: JobStatus | None
     earlier = {} if before is None else {role.name: role for role in before.roles}
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True, min_width=max((len(role.name) for role in shown), default=0))
+    table.add_column(no_wrap=True, justify="right")
     table.add_column(no_wrap=True)
     table.add_column()  # the one that is cut: its text does not wrap, though the column may
     for role in shown:
-        told = Text(no_wrap=True, overflow="ellipsis")
-        told.append(_wait(role), style=_STYLES[role.state])
-        told.append(" · ".join(_facts(role, earlier.get(role.name))))
-        table.add_row(role.name, Text(role.state, style=_STYLES[role.state]), told)
+        facts = _line(_wait(role), style=_STYLES[role.state])
+        facts.append(_printable(" · ".join(_facts(role, earlier.get(role.name)))), style="default")
+        pid = Text("" if role.pid is None else str(role.pid), style="dim")
+        table.add_row(role.name, pid, Text(role.state, style=_STYLES[role.state]), facts)
     if hidden := len(job.roles) - len(shown):
         counts = Counter(role.state for role in job.roles if role not in shown)
         words = ", ".join(f"{count} {state}" for state, count in counts.items())
-        table.add_row(Text(f"{hidden} more", style="dim"), Text(words, style="dim"))
-    parts: list[RenderableType] = [table]
-    if crossing := _crossing(job.roles):
-        parts.append(_Crossing(crossing))
-    return Group(*parts)
+        table.add_row(Text(f"{hidden} more", style="dim"), "", Text(words, style="dim"))
+    crossing = _crossing(job.roles)
+    return Group(table, _line(f"crossing  {' · '.join(crossing)}")) if crossing else table
+
+
+def _line(text: str, style: str = "") -> Text:
+    """One line, cut where the terminal ends."""
+    return Text(_printable(text), style=style, no_wrap=True, overflow="ellipsis")
 
 
 def _most_telling(roles: Sequence[RoleStatus], room: int | None) -> Sequence[RoleStatus]:
@@ -184,7 +190,7 @@ def _wait(role: RoleStatus) -> str:
         return ""
     seconds = role.waiting_seconds
     since = f"{seconds:.1f} s" if seconds < 60 else minutes_and_seconds(seconds)
-    return _printable(f"{since} for {role.waiting_for} ({in_words(role.operation or '')})  ")
+    return f"{since} for {role.waiting_for} ({in_words(role.operation or '')})  "
 
 
 def _facts(role: RoleStatus, before: RoleStatus | None) -> Iterable[str]:
@@ -200,6 +206,8 @@ def _facts(role: RoleStatus, before: RoleStatus | None) -> Iterable[str]:
 
 def _service_facts(role: RoleStatus, before: RoleStatus | None) -> Iterable[str]:
     facts = role.service
+    if uids := [*facts.get("experts", ())]:
+        yield ", ".join(uids[:_MOST_UIDS]) + (f" +{len(uids) - _MOST_UIDS}" if len(uids) > _MOST_UIDS else "")
     if "queue_tasks" in facts:
         yield f"queue {facts['queue_tasks']}"
         yield f"busy {100 * _rate(_busy, role, before):.0f}%"
@@ -238,27 +246,7 @@ def _crossing(roles: Sequence[RoleStatus]) -> list[str]:
     totals: Counter[str] = Counter()
     for role in roles:
         totals.update({name: round(rate) for name, rate in role.crossing.items()})
-    return [f"{_printable(name)} {_scaled(rate)}B/s" for name, rate in totals.most_common() if rate]
-
-
-class _Crossing:
-    """One or two lines about the traffic: no part is on both, and those without room are counted."""
-
-    def __init__(self, parts: Sequence[str]) -> None:
-        self._parts = parts
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draw it."""
-        lines = [_CROSSING + self._parts[0]]
-        for number, part in enumerate(self._parts[1:], 1):
-            if cell_len(lines[-1]) + cell_len(part) + 3 <= options.max_width:
-                lines[-1] += f" · {part}"
-            elif len(lines) < _MOST_CROSSING_LINES:
-                lines.append(" " * len(_CROSSING) + part)
-            else:
-                lines[-1] += f" · {len(self._parts) - number} more"
-                break
-        yield from (Text(line, no_wrap=True, overflow="ellipsis") for line in lines)
+    return [f"{name} {_scaled(rate)}B/s" for name, rate in totals.most_common() if rate]
 
 
 def _printable(text: str) -> str:

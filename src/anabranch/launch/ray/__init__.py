@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from anabranch.launch.python_program import PythonProgram
-from anabranch.launch.ray.cluster import RayError
+from anabranch.launch.ray.cluster import RayError, check_resources
 from anabranch.launch.ray.ray_engine import launch_on_ray
-from anabranch.launch.ray.resources import check_resources
 from anabranch.launch.spec import JobSpec, Resources
 
 __all__ = ["RayError", "launch_on_ray", "run"]
@@ -48,7 +47,6 @@ def run(
         RayError: the cluster cannot be reached, or cannot run the job; names the cure.
         ModuleNotFoundError: without the extra ``ray``.
     """
-    check_resources(resources or {})
     with tempfile.TemporaryDirectory(prefix="anabranch-logs-") as folder:
         spec = JobSpec(
             program=PythonProgram(str(script), tuple(map(str, args))),
@@ -58,7 +56,7 @@ def run(
             experts=experts,
             max_restarts=max_restarts,
             live=True,
-            resources=resources or {},
+            resources=check_resources(resources or {}),
         )
         outcome = launch_on_ray(spec, _tell, address=address)
         first = outcome.first_failure

@@ -25,10 +25,9 @@ from typing import Any
 
 from anabranch.launch.job import Attempt, Site, run_job
 from anabranch.launch.meeting.rendezvous import PROGRAM
-from anabranch.launch.ray.cluster import RayError, connected, import_ray
+from anabranch.launch.ray.cluster import RayError, connected, import_ray, resources_of
 from anabranch.launch.ray.remote_process import ANSWER_SECONDS, RemoteProcess
-from anabranch.launch.ray.resources import resources_of
-from anabranch.launch.ray.role_actor import RoleActor, names_of_keys
+from anabranch.launch.ray.role_actor import RoleActor
 from anabranch.launch.spec import JobSpec
 from anabranch.launch.supervision.outcome import JobOutcome
 from anabranch.launch.supervision.signals import collect_signals
@@ -58,26 +57,22 @@ def launch_on_ray(
     with collect_signals():
         ray = import_ray()
         with connected(ray, address):
-            return run_job(spec, _Cluster(ray), tell)
+            return run_job(spec, partial(_on_cluster, ray), tell)
 
 
-class _Cluster:
-    def __init__(self, ray: ModuleType) -> None:
-        self._ray = ray
-
-    @contextmanager
-    def site(self, attempt: Attempt) -> Iterator[Site]:
-        """Have Ray place an actor for each role; at the end they are given back."""
-        attempt.raises = False  # Ray loses exceptions raised while it waits
-        site = _Site(self._ray, attempt)
-        with ExitStack() as stack:
-            places = stack.enter_context(ExitStack())  # the last to go: Ray kills what is in a place that it takes back
-            stack.callback(site.give_back)
-            stack.callback(site.collect_recorded)
-            site.place(places)
-            site.look_where_storage_is()
-            site.meet()
-            yield site
+@contextmanager
+def _on_cluster(ray: ModuleType, attempt: Attempt) -> Iterator[Site]:
+    """Have Ray place an actor for each role; at the end they are given back."""
+    attempt.raises = False  # Ray loses exceptions raised while it waits
+    site = _Site(ray, attempt)
+    with ExitStack() as stack:
+        places = stack.enter_context(ExitStack())  # the last to go: Ray kills what is in a place that it takes back
+        stack.callback(site.give_back)
+        stack.callback(site.collect_recorded)
+        site.place(places)
+        site.look_where_storage_is()
+        site.meet()
+        yield site
 
 
 class _Site(Site):
@@ -85,15 +80,14 @@ class _Site(Site):
 
     meeting = None
     keys = None  # each actor has its own
+    directory = None
+    parameters = ()
 
     def __init__(self, ray: ModuleType, attempt: Attempt) -> None:
         self._ray = ray
         self._attempt = attempt
         self._actors: dict[tuple[str, int], Any] = {}
         self._directories: dict[tuple[str, int], str | None] = {}
-        self.directory = None
-        self.parameters = ()
-        self.master = ("", 0)
 
     def place(self, stack: ExitStack) -> None:
         """Have Ray keep room for all roles, and put an actor into each place."""
@@ -103,8 +97,7 @@ class _Site(Site):
         ray, spec, run_id = self._ray, self._attempt.spec, self._attempt.run_id
         gpus = ray.cluster_resources().get("GPU", 0) > 0
         places = [(role, rank) for role, count in spec.counts.items() for rank in range(count)]
-        names = {"parameters": "server"}
-        wants = [resources_of(names.get(role, role), spec.resources, gpus=gpus) for role, _ in places]
+        wants = [resources_of(role, spec.resources, gpus=gpus) for role, _ in places]
         bundles = [dict(wanted) for wanted in wants]
         bundles[0]["CPU"] = bundles[0].get("CPU", 0.0) + 0.125  # of the rendezvous, beside worker 0
         group = placement_group(bundles, strategy="SPREAD", name=f"anabranch-{run_id}")
@@ -124,7 +117,7 @@ class _Site(Site):
         for index, (role, rank) in enumerate([*places, ("rendezvous", 0)]):
             bundle = 0 if role == "rendezvous" else index
             wanted = {"CPU": 0.125} if role == "rendezvous" else wants[index]
-            own = {name: files[name] for name in names_of_keys(_KEYS[role], list(files))}
+            own = {name: files[name] for name in ("authority.pem", f"{_KEYS[role]}.pem")}
             self._actors[role, rank] = remote.options(
                 num_cpus=wanted.get("CPU", 0.0),
                 num_gpus=wanted.get("GPU", 0.0),
@@ -176,36 +169,20 @@ class _Site(Site):
         """Return a folder on the node of a parameter server."""
         return str(self._ask(self._actors["parameters", shard].state_folder.remote()))
 
-    def expert_endpoints(self, index: int) -> tuple[str | None, str | None]:
+    def expert_listens(self, index: int) -> None:
         """Return nothing: an expert listens on any port of its node."""
-        return None, None
 
     def start(self, spec: ProcessSpec, restarted: int = 0) -> RemoteProcess:
         """Start a role in its actor."""
-        job_file = self._attempt.job_file
-        process = RemoteProcess(
-            spec,
-            restarted,
-            self._actors[spec.role, spec.rank],
-            partial(self._begin, spec, restarted),
-            self._get,
-            partial(job_file.seen_elsewhere, spec.role, spec.rank),
-        )
-        job_file.began(spec.role, spec.rank, process.pid, spec.endpoint, elsewhere=True)
-        return process
-
-    def _begin(self, spec: ProcessSpec, restarted: int) -> int:
-        actor, place = self._actors[spec.role, spec.rank], (spec.role, spec.rank)
-        program = spec.program
-        if not program.is_module:
-            path = Path(program.target).absolute()
-            if path.is_relative_to(Path.cwd()):
-                program = replace(program, target=str(path.relative_to(Path.cwd())))
-        sent = replace(
-            spec, program=program, environment=dict(spec.environment), screen=None, restarts=None, has_served=bool
-        )
-        apart = spec.screen is not None
-        return int(self._get(actor.start.remote(sent, restarted, self._directories[place], apart)))
+        actor, directory = self._actors[spec.role, spec.rank], self._directories[spec.role, spec.rank]
+        program, job_file = spec.program, self._attempt.job_file
+        if not program.is_module and (path := Path(program.target).absolute()).is_relative_to(Path.cwd()):
+            program = replace(program, target=str(path.relative_to(Path.cwd())))
+        there = replace(spec, program=program, screen=None, restarts=None, has_served=bool)
+        pid = int(self._get(actor.start.remote(there, restarted, directory, spec.screen is not None)))
+        job_file.began(spec.role, spec.rank, pid, spec.endpoint, elsewhere=True)
+        seen = partial(job_file.seen_elsewhere, spec.role, spec.rank)
+        return RemoteProcess(spec, restarted, actor, pid, self._get, seen)
 
     def is_announced(self, uid: str) -> bool:
         """Return True if the directory lists ``uid``."""

@@ -1,8 +1,8 @@
 """``RoleActor``: starts a role on a node of the Ray cluster, as its one child process, by the code of one machine.
 
 Runs inside a Ray actor, and is an ordinary class. The launcher *follows* it: each call brings the output since the last
-one. The kernel kills the process when the actor ends, however it does, and Ray ends the actors of a launcher that has
-gone and of a node that it has lost.
+one, read from files. The kernel kills the process when the actor ends, however it does, and Ray ends the actors of a
+launcher that has gone and of a node that it has lost.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 from anabranch.launch.job_status import process_state
 from anabranch.launch.meeting.addresses import held_port
@@ -27,11 +29,11 @@ from anabranch.record.process import TRACE_VARIABLE
 from anabranch.transport.certificates import KEYS_VARIABLE
 from anabranch.transport.private_folder import PrivateFolder
 
-__all__ = ["RoleActor", "RoleEvents", "names_of_keys"]
+__all__ = ["RoleActor", "RoleEvents"]
 
 _MOST_BYTES = 1 << 20
-_CHUNK = 1 << 16
 _ANSWER_SECONDS = 1.0
+_LOOK_SECONDS = 0.05
 _END_SECONDS = 20.0
 # What describes the machine that a process runs on, and not the job.
 _OF_THE_NODE = (
@@ -59,20 +61,6 @@ class RoleEvents:
     stopped: bool = False
 
 
-class _Pipes:
-    """The output of a process, to be read here; stdout and stderr are one unless they are to be kept apart."""
-
-    def __init__(self, apart: bool) -> None:
-        out, self.stdout = os.pipe()
-        err, self.stderr = os.pipe() if apart else (None, self.stdout)
-        self.sources = {1: out} if err is None else {1: out, 2: err}
-
-    def started(self) -> None:
-        """Close the process's ends here."""
-        for descriptor in {self.stdout, self.stderr}:
-            os.close(descriptor)
-
-
 class RoleActor:
     """The Ray actor of one role.
 
@@ -93,14 +81,13 @@ class RoleActor:
             with os.fdopen(os.open(self._folder / name, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
                 file.write(contents)
         self._stack.enter_context(adopt_orphans())
-        self._changed = threading.Condition()
-        self._output: list[tuple[int, bytes]] = []
-        self._bytes = 0
-        self._code: int | None = None
+        # The kernel ties a process to the thread that has started it: this one lives as long.
+        self._starter = self._stack.enter_context(ThreadPoolExecutor(1, "anabranch-role"))
+        self._lock = threading.Lock()  # of the end of the process, which two calls may see
+        self._output: list[int] = []  # its files: one, or stdout and stderr apart
+        self._places: list[int] = []  # what was read of each
         self._status = b""
         self._process: RoleProcess | None = None
-        self._error: Exception | None = None
-        self._thread: threading.Thread | None = None
         self._rendezvous: Rendezvous | None = None
 
     def hold_endpoint(self) -> str:
@@ -114,9 +101,8 @@ class RoleActor:
 
     def make_rendezvous(self, directory: str | None) -> tuple[str, int]:
         """Return where the store will listen, once the rendezvous process is started."""
-        self._rendezvous = self._stack.enter_context(
-            Rendezvous(directory, self._folder if directory else None, self._host)
-        )
+        keys = self._folder if directory else None
+        self._rendezvous = self._stack.enter_context(Rendezvous(directory, keys, self._host))
         return self._host, self._rendezvous.port
 
     def wait_until_ready(self) -> None:
@@ -138,7 +124,7 @@ class RoleActor:
         ``apart``: keep stdout and stderr apart.
 
         Raises:
-            ValueError: the program is not on this node.
+            ValueError: the program is not on this node, or cannot be started.
         """
         program = spec.program
         if not program.is_module and not Path(directory or ".", program.target).exists():
@@ -146,32 +132,34 @@ class RoleActor:
                 f"node {self._host} has no {program.target!r}; keep the script below the folder in which the command "
                 "is run, which is copied to the nodes, or on shared storage"
             )
-        stdin = None if spec.role != "rendezvous" or self._rendezvous is None else self._rendezvous.descriptor
         log = self._folder / f"{spec.role}-{spec.rank}.log"
-        here = replace(spec, environment=self._environment(spec.environment), log=log, stdin=stdin, cwd=directory)
-        started = threading.Event()
-        self._code, self._process, self._error = None, None, None
-        # The kernel ties the process to the thread that has started it: this one lives as long.
-        self._thread = threading.Thread(
-            target=self._live, args=(here, restarted, _Pipes(apart), started), name="anabranch-role", daemon=True
-        )
-        self._thread.start()
-        started.wait(_END_SECONDS)
-        if self._process is None:
-            raise ValueError(f"node {self._host} cannot start {program.target!r}: {self._error}")
-        if stdin is not None and self._rendezvous is not None:
+        for path in [log, log.with_suffix(".errors")][len(self._output) : 1 + apart]:
+            self._output.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600))
+            self._places.append(0)
+        output = SimpleNamespace(stdout=self._output[0], stderr=self._output[-1])
+        with open(os.devnull, "rb") as nothing:
+            stdin = self._rendezvous.descriptor if self._rendezvous is not None else nothing.fileno()
+            env = self._environment(spec.environment)
+            here = replace(spec, environment=env, log=log, screen=output, stdin=stdin, cwd=directory)
+            try:
+                self._process = self._starter.submit(RoleProcess, here, restarted).result(_END_SECONDS)
+            except OSError as error:
+                raise ValueError(f"node {self._host} cannot start {program.target!r}: {error}") from None
+        if self._rendezvous is not None:
             self._rendezvous.started()
         return self._process.pid
 
     def follow(self) -> RoleEvents:
         """Return the news since the last call; waits a moment for some."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._output or self._code is not None, _ANSWER_SECONDS)
-            output, self._output, self._bytes = self._output, [], 0
-            self._changed.notify_all()
-            process = self._process
-            stopped = process is not None and process.running and process_state(process.pid) == "stopped"
-            return RoleEvents(output, self._code, self._new_status(), time.monotonic(), stopped)
+        process, until = self._process, time.monotonic() + _ANSWER_SECONDS
+        assert process is not None, "started"
+        while True:
+            code = self._reap(_LOOK_SECONDS)  # what it wrote before that is in the files by now
+            output = self._new_output()
+            if output or code is not None or time.monotonic() > until:
+                break
+        stopped = code is None and process_state(process.pid) == "stopped"
+        return RoleEvents(output, code, self._new_status(process), time.monotonic(), stopped)
 
     def recorded(self) -> dict[str, bytes]:
         """Return the files that the processes of this actor have recorded for a trace, by name."""
@@ -190,17 +178,36 @@ class RoleActor:
     def close(self) -> None:
         """Kill what runs here, and give everything back."""
         self.signal(signal.SIGKILL)
-        if self._thread is not None:
-            self._thread.join(_END_SECONDS)
+        self._reap(_END_SECONDS)
+        for descriptor in self._output:
+            os.close(descriptor)
         self._stack.close()
 
-    def _new_status(self) -> bytes:
-        if self._process is not None:
-            with suppress(OSError):  # there is none yet
-                text = self._process.log.with_suffix(".status").read_bytes()
-                if text != self._status:
-                    self._status = text
-                    return text
+    def _reap(self, seconds: float) -> int | None:
+        """Return the exit code of a process that ends within this time, of which nothing is left then."""
+        with self._lock:
+            process = self._process
+            if process is None:
+                return None
+            if process.running and select.select([process.pidfd], [], [], seconds)[0]:
+                process.reap()
+                kill_orphans(f"TORCHELASTIC_RUN_ID={process.spec.environment['TORCHELASTIC_RUN_ID']}", {process.pid})
+            return process.exit_code
+
+    def _new_output(self) -> list[tuple[int, bytes]]:
+        news: list[tuple[int, bytes]] = []
+        for number in reversed(range(len(self._output))):  # what came before on stdout is in the file then
+            if data := os.pread(self._output[number], _MOST_BYTES, self._places[number]):
+                self._places[number] += len(data)
+                news.insert(0, (number + 1, data))
+        return news
+
+    def _new_status(self, process: RoleProcess) -> bytes:
+        with suppress(OSError):  # there is none yet
+            text = process.log.with_suffix(".status").read_bytes()
+            if text != self._status:
+                self._status = text
+                return text
         return b""
 
     def _environment(self, environment: Mapping[str, str]) -> dict[str, str]:
@@ -213,40 +220,6 @@ class RoleActor:
             env["GLOO_SOCKET_IFNAME"] = interface
         return env
 
-    def _live(self, spec: ProcessSpec, restarted: int, pipes: _Pipes, started: threading.Event) -> None:
-        try:
-            with open(os.devnull, "rb") as nothing:
-                stdin = nothing.fileno() if spec.stdin is None else spec.stdin
-                process = RoleProcess(replace(spec, screen=pipes, stdin=stdin), restarted)
-        except OSError as error:
-            self._error = error
-            started.set()
-            return
-        finally:
-            pipes.started()
-        readers = [threading.Thread(target=self._read, args=source, daemon=True) for source in pipes.sources.items()]
-        for reader in readers:
-            reader.start()
-        self._process = process
-        started.set()
-        select.select([process.pidfd], [], [])
-        process.reap()
-        kill_orphans(f"TORCHELASTIC_RUN_ID={spec.environment['TORCHELASTIC_RUN_ID']}", {process.pid})
-        for reader in readers:
-            reader.join(_END_SECONDS)
-        with self._changed:
-            self._code = process.exit_code
-            self._changed.notify_all()
-
-    def _read(self, stream: int, descriptor: int) -> None:
-        with open(descriptor, "rb", buffering=0) as source:
-            while data := source.read(_CHUNK):
-                with self._changed:
-                    self._changed.wait_for(lambda: self._bytes < _MOST_BYTES, _END_SECONDS)
-                    self._output.append((stream, data))
-                    self._bytes += len(data)
-                    self._changed.notify_all()
-
 
 def _interface_of(host: str) -> str | None:
     """Return the network interface that has the address ``host``."""
@@ -255,15 +228,8 @@ def _interface_of(host: str) -> str | None:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
-            try:
-                found = fcntl.ioctl(sock, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-            except OSError:
-                continue
-            if socket.inet_ntoa(found[20:24]) == host:
-                return name
+            with suppress(OSError):
+                answer = fcntl.ioctl(sock, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+                if socket.inet_ntoa(answer[20:24]) == host:
+                    return name
     return None
-
-
-def names_of_keys(role: str, files: Sequence[str]) -> list[str]:
-    """Return the certificates that a role needs: its own and the authority's."""
-    return [name for name in files if name in ("authority.pem", f"{role}.pem")]

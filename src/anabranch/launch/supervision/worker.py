@@ -19,7 +19,7 @@ from anabranch.launch.supervision.budget import RestartBudget
 from anabranch.launch.supervision.outcome import Exit, Role, error_of
 from anabranch.record.process import STATUS_VARIABLE
 
-__all__ = ["ProcessSpec", "RoleProcess"]
+__all__ = ["ProcessSpec", "RoleProcess", "open_log"]
 
 
 class Output(Protocol):
@@ -45,7 +45,6 @@ class ProcessSpec:
         log: the file for its output.
         screen: shows the output, too, and keeps it.
         stdin: what it reads; nothing by default, or what the launcher reads where there is a screen.
-        server: forks it; a plain process is started where there is none.
         restarts: how often it is restarted when it dies; never by default.
         has_served: whether it has ever served: a service that never did is not restarted.
         endpoint: where it listens, if that is known before.
@@ -59,14 +58,13 @@ class ProcessSpec:
     log: Path
     screen: Output | None = None
     stdin: int | None = None
-    server: ForkServer | None = None
     restarts: RestartBudget | None = None
     has_served: Callable[[], bool] = _never
     endpoint: str | None = None
     cwd: str | None = None
 
 
-def _open_log(path: Path, *, anew: bool) -> BinaryIO:
+def open_log(path: Path, *, anew: bool) -> BinaryIO:
     """Open a log to append to, or nothing where its folder was removed: a job needs no log to go on."""
     try:
         file = path.open("ab")
@@ -86,6 +84,7 @@ class RoleProcess:
     Args:
         spec: what to start.
         restarted: how often that was started before; its output follows what they wrote.
+        server: forks it; a plain process is started where there is none.
 
     Attributes:
         role: what it does.
@@ -98,9 +97,9 @@ class RoleProcess:
         early: whether it ended although there was still something to do for it.
     """
 
-    def __init__(self, spec: ProcessSpec, restarted: int = 0) -> None:
+    def __init__(self, spec: ProcessSpec, restarted: int = 0, server: ForkServer | None = None) -> None:
         self._describe(spec, restarted)
-        self.pid = self._start()
+        self.pid = self._start(server)
         self.pidfd = os.pidfd_open(self.pid)
 
     def _describe(self, spec: ProcessSpec, restarted: int) -> None:
@@ -116,7 +115,7 @@ class RoleProcess:
         self.forgiven = False
         self.early = False
 
-    def _start(self) -> int:
+    def _start(self, server: ForkServer | None) -> int:
         spec, screen = self.spec, self.spec.screen
         environment = {
             **spec.environment,
@@ -124,14 +123,14 @@ class RoleProcess:
             STATUS_VARIABLE: str(self.log.absolute().with_suffix("")),
         }
         # Appending, so that a log that is emptied meanwhile continues at its beginning.
-        with _open_log(self.log, anew=not screen and not self.restarted) as file, open(os.devnull, "rb") as nothing:
+        with open_log(self.log, anew=not screen and not self.restarted) as file, open(os.devnull, "rb") as nothing:
             shared = 0 if screen and sys.__stdin__ is not None else nothing.fileno()
             stdin = shared if spec.stdin is None else spec.stdin
             stdout = screen.stdout if screen else file.fileno()
             stderr = screen.stderr if screen else file.fileno()
-            if spec.server is not None:
+            if server is not None:
                 name = f"{self.role}-{self.rank}"
-                return spec.server.fork(name, spec.program, environment, stdin, stdout, stderr)
+                return server.fork(name, spec.program, environment, stdin, stdout, stderr)
             tied = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), *spec.program.command]
             process = subprocess.Popen(
                 tied,
