@@ -98,7 +98,7 @@ def die_at(point: str, executor: ab.Executor) -> None:
         client._uninformed = {1}
 
     def die_when_turn_for() -> None:
-        client.end_telling()
+        client.steps()  # each shard takes a word before the request that follows it
         die()
 
     if point == "half pushed":
@@ -242,5 +242,5 @@ def test_a_worker_tells_each_shard_once_that_nothing_else_has_turn_for(monkeypat
         step = ab.TrainStep(model, lambda m, x: m(x).square().sum(), torch.optim.SGD(model.parameters(), lr=0.1))
         with ab.Executor(step, "Hybrid") as executor:
             executor.run(batch=torch.arange(4))
-            executor._remote.client.end_telling()  # type: ignore[union-attr]
+            executor._remote.client.steps()  # type: ignore[union-attr]
     assert words == [1, 1]

@@ -214,7 +214,7 @@ def test_a_push_that_overruns_its_deadline_is_reported(monkeypatch: pytest.Monke
         one_step(model, plain, own, torch.tensor([1]))
         tables.push()
         with monkeypatch.context() as patch:
-            patch.setattr("anabranch.parameter_server.client.shard_calls.Deadline", Told)
+            patch.setattr("anabranch.parameter_server.client.shards.Deadline", Told)
             with pytest.raises(DeadlineExceeded, match="push"):
                 tables.flush()
             patch.setattr(ParameterClient, "timeout", 0.01)

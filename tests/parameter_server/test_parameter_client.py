@@ -11,14 +11,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, NonFinite, NotFound, SchemaError
 from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
-from anabranch.parameter_server.client.held_tables import HeldTables
+from anabranch.parameter_server.client.shards import HeldTables
 from anabranch.tables import Constant, Normal, RowOptimizer, TableSpec
 from anabranch.testing import LossyTransport
 from anabranch.transport import MemoryTransport
@@ -161,8 +160,8 @@ def test_a_gradient_has_the_ids_shape_or_number_and_then_a_row_s(ids: tuple[int,
 def test_ids_from_the_wire_are_checked_again_by_the_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     with cluster(2) as (network, endpoints), ParameterClient(endpoints, transport=network) as client:
         client.init("t", (10, 2), kind="rows", init=1.0, optimizer=SGD)
-        nothing_checked = "anabranch.parameter_server.client.row_messages.owners_of"
-        monkeypatch.setattr(nothing_checked, lambda ids, *others: (np.zeros_like(ids), -1))
+        nothing_checked = "anabranch.parameter_server.client.row_messages.routing.owners"
+        monkeypatch.setattr(nothing_checked, lambda ids, *others: (others[-1].fill(0), -1)[1])
         for bad in (-1, 10, 2**62):
             with pytest.raises(NotFound, match="ids"):
                 client.sparse_push("t", torch.tensor([bad]), torch.ones(1, 2))

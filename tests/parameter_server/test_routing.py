@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
+import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.parameter_server.client.routing import Placements, arrange, owners_of
+from anabranch.errors import NotFound
+from anabranch.parameter_server.client.row_messages import Layout, Routed
 from anabranch.tables.shard_placement import Placement
 
 
@@ -27,19 +32,23 @@ def test_all_tables_at_once_are_each_by_itself(
     starts = np.append(0, np.cumsum([n for _, n in tables]))
     if astray and ids.size:
         ids[draw.integers(ids.size)] = draw.choice([-1, 2**62])
-    placed = Placements.of(each)
-    found, bad = owners_of(ids, starts, placed, shards)
-    if bad >= 0:
-        table = int(np.searchsorted(starts, bad, "right")) - 1
-        limit = tables[table][0]
-        assert limit is not None
-        assert not 0 <= ids[bad] < limit
+    layout = Layout.of({f"t{number}": (placement, torch.float32, 2) for number, placement in enumerate(each)})
+    parts = [torch.from_numpy(ids[first:last]) for first, last in itertools.pairwise(starts)]
+    outside = [
+        limit is not None and not all(0 <= one < limit for one in part.tolist())
+        for (limit, _), part in zip(tables, parts, strict=True)
+    ]
+    if any(outside):
+        with pytest.raises(NotFound, match=f"table t{outside.index(True)} has ids 0 to"):
+            Routed(layout, parts, shards)
         return
+    routed = Routed(layout, parts, shards)
     for placement, first, last in zip(each, starts, starts[1:], strict=False):
-        assert (found[first:last] == placement.owners(ids[first:last])).all()
-    assert (found < shards).all()
+        assert (routed.owners[first:last] == placement.owners(ids[first:last])).all()
+    assert (routed.owners < shards).all()
     kinds = draw.integers(count, size=ids.size)
-    order, counts = arrange(found, kinds, starts, shards, count)
+    routed.arrange(kinds, count)
+    found, order, counts = routed.owners, routed.order, routed.counts
     at = 0
     for shard in range(shards):
         for table in range(len(tables)):

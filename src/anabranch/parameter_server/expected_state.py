@@ -46,6 +46,10 @@ class ExpectedState:
 class AcknowledgedPushes:
     """The places of one client's pushes that one shard has acknowledged.
 
+    Attributes:
+        newest: the highest place; 0 without any.
+        life: the shard's, which the client expects; 0 for any.
+
     >>> pushes = AcknowledgedPushes()
     >>> for place in (1, 2, 4, 5):  # nobody ever heard of the third
     ...     pushes.add(place)
@@ -55,15 +59,12 @@ class AcknowledgedPushes:
 
     def __init__(self) -> None:
         self._runs: list[tuple[int, int]] = []  # first and last place, ascending
+        self.newest = 0
         self.life = 0
-
-    @property
-    def newest(self) -> int:
-        """The highest place; 0 without any."""
-        return self._runs[-1][1] if self._runs else 0
 
     def add(self, place: int) -> None:
         """Record ``place``, from an answer."""
+        self.newest = max(self.newest, place)
         if self._runs and self._runs[-1][1] == place - 1:
             self._runs[-1] = (self._runs[-1][0], place)
         elif place > 0 and not any(first <= place <= last for first, last in self._runs):
@@ -77,4 +78,5 @@ class AcknowledgedPushes:
         """Remove the places above ``holds``; returns their number."""
         lost = sum(last - max(first - 1, holds) for first, last in self._runs if last > holds)
         self._runs = [(first, min(last, holds)) for first, last in self._runs if first <= holds]
+        self.newest = self._runs[-1][1] if self._runs else 0
         return lost

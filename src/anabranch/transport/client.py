@@ -26,6 +26,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -274,6 +275,32 @@ class Client:
             outcomes.append(exchange.outcome)  # noqa: PERF401 - see above
         return outcomes
 
+    def post(self, request: Request, seconds: float) -> bool:
+        """Send a request whose answer nobody needs, on an idle connection; return False if there is none.
+
+        It is not repeated, so it may be lost. The server takes it before what follows on the connection, which the
+        next request to this endpoint is; whoever sends that skips the answer.
+        """
+        with self._lock:
+            idle = self._idle.get(request.endpoint)
+            if not idle:
+                return False
+            channel = idle.pop()
+            self._busy.add(channel)
+            sequence = self._next
+            self._next += 1
+        channel.posted.add(sequence)
+        header = RequestHeader(
+            request.verb, request.target, sequence=sequence, seconds=seconds, schema=request.schema,
+            payload=request.payload,
+        )  # fmt: skip
+        wire = channel.wire
+        wire.waiting += encode(header, request.tensors)
+        with suppress(OSError):  # if the server has gone, what is left in ``waiting`` closes the connection
+            wire.send()
+        self._release(request.endpoint, channel, reusable=not wire.waiting)
+        return not wire.waiting
+
     def _after_fork(self) -> None:
         """Reset in a forked child: its requests on its parent's connections would be mistaken for the parent's."""
         # Another thread, which does not exist here, may have held it.
@@ -369,6 +396,8 @@ class _Channel:
         self.wire = wire
         self.heartbeat = heartbeat
         self.connected = False
+        self.posted: set[int] = set()
+        """The requests whose answers are to be skipped."""
 
     def close(self) -> None:
         """Close the connection, and free its buffers."""
@@ -376,12 +405,13 @@ class _Channel:
         self.wire.drop()
 
     def stale(self) -> bool:
-        """Return True if an idle connection has become readable, which can only mean that it has ended.
+        """Return True if an idle connection has ended: if no answer is to be skipped, that is when it is readable.
 
         Before a request this need not be checked: it fails on the stale connection, and is retried on a fresh one.
         """
         poller = select.poll()
-        poller.register(self.wire.stream.descriptor, select.POLLIN | select.POLLRDHUP)
+        answers = 0 if self.posted else select.POLLIN
+        poller.register(self.wire.stream.descriptor, answers | select.POLLRDHUP)
         return bool(poller.poll(0))
 
 
@@ -620,6 +650,9 @@ class _Exchange(msgspec.Struct, eq=False):
     def _note(self, header: Header, channel: _Channel) -> Exception | None:
         """Take a frame that is no answer; returns the error to raise if it is a failure."""
         if isinstance(header, (ReplyHeader, FailureFrame)) and header.sequence not in (self.sequence, None):
+            if header.sequence in channel.posted:
+                channel.posted.remove(header.sequence)
+                return None
             spans.mark("transport.repeated_answer", peer=self.request.endpoint, operation=self.operation())
         elif isinstance(header, FailureFrame):
             if header.code == "leaving":

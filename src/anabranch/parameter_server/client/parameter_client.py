@@ -4,9 +4,9 @@ A request that concerns several shards goes to all at once, in one message each.
 dense parameter is stored whole on the shard that its name hashes to. Changes are numbered and applied exactly once, so
 a lost connection does not fail the call: the transport retries until the deadline.
 
-``shard_calls.py`` sends requests to the shards, ``held_tables.py`` keeps names and placements, ``row_messages.py``
-turns rows into messages, and ``saved_tables.py`` into checkpoints. This file is long because it is the whole interface,
-call by call, and the order of pulls and pushes, which decides when a worker may no longer go on.
+``shards.py`` sends requests to the shards and keeps names and placements, ``row_messages.py`` turns rows into messages,
+and ``saved_tables.py`` into checkpoints. This file is long because it is the whole interface, call by call, and the
+order of pulls and pushes, which decides when a worker may no longer go on.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Literal, SupportsIndex, TypeVar, cast
 
 import numpy as np
@@ -39,9 +40,7 @@ from anabranch.errors import (
     Unauthorized,
 )
 from anabranch.job import job
-from anabranch.parameter_server.client.held_tables import HeldTables
-from anabranch.parameter_server.client.plain_tensors import check_plain
-from anabranch.parameter_server.client.row_messages import Layout, Pull, Pulled, Push, Routed, VersionClock
+from anabranch.parameter_server.client.row_messages import Pull, Pulled, Push, VersionClock
 from anabranch.parameter_server.client.saved_tables import (
     CHUNK,
     collect,
@@ -51,17 +50,15 @@ from anabranch.parameter_server.client.saved_tables import (
     write_dense,
     write_rows,
 )
-from anabranch.parameter_server.client.shard_calls import ShardCalls
+from anabranch.parameter_server.client.shards import HeldTables, ShardCalls
 from anabranch.parameter_server.messages import (
     BarrierMessage,
     ExportMessage,
     JoinMessage,
     NormMessage,
     PullMessage,
-    PullPart,
     PullReply,
     PushMessage,
-    PushPart,
     ReleaseMessage,
     WorkerProgress,
 )
@@ -72,7 +69,7 @@ from anabranch.tables.kernels.row_versions import WITH_STATE
 from anabranch.tables.optimizers.row_optimizers import Family, OptimizerFactory, RowOptimizer
 from anabranch.tables.optimizers.torch_state import ParameterState
 from anabranch.tables.table_spec import TableSpec, state_dtype
-from anabranch.tensors.packing import Compression, Share, acceptable, check_compression
+from anabranch.tensors.packing import Compression, acceptable, check_compression
 from anabranch.transport import Client, MemoryTransport, Request, Transport, pack, unpack
 
 __all__ = ["ParameterClient", "Pulled", "REFUSALS", "Traffic", "Worker"]
@@ -189,7 +186,6 @@ class ParameterClient:
         self._joins = -1
         self._turn = WorkerProgress()
         self._uninformed: set[int] = set()  # shards that have not heard of it
-        self._telling: threading.Thread | None = None
         self._client = self._stack.enter_context(
             Client(
                 role="worker", keys=keys, insecure=insecure, heartbeat=heartbeat, transport=transport, retries=retries
@@ -444,8 +440,11 @@ class ParameterClient:
         holding = self._tables.holding(name)
         if holding.placement is not None:
             self.sparse_push(name, self._tables.every_id(name, holding), grad)
-        else:
-            self.push_many({name: (torch.empty(0, dtype=torch.int64, device="cpu"), grad)})
+            return
+        _check_gradient(grad, name)
+        if tuple(grad.shape) != holding.shape:
+            raise SchemaError(f"{name} is {holding.shape}, its gradient {tuple(grad.shape)}; nothing was pushed")
+        self.push_many({name: (torch.empty(0, dtype=torch.int64, device="cpu"), grad)})
 
     def push_pull(self, name: str, grad: Tensor) -> Tensor:
         """``push``, then ``pull``."""
@@ -457,13 +456,20 @@ class ParameterClient:
     def sparse_pull(self, name: str, ids: Tensor) -> Tensor:
         """Return the rows of ``ids``: ``[*ids.shape, *row]``."""
         holding = self._tables.holding(name, rows=True)
-        check_plain(ids, f"the ids of {name}")
-        found = self.pull_many({name: ids.reshape(-1)})[name].rows
+        _check_ids(ids, name)
+        found = self.pull_many({name: ids})[name].rows
         return found.view(*ids.shape, *holding.shape[1:])
 
     def sparse_push(self, name: str, ids: Tensor, rows: Tensor) -> None:
         """One optimizer step with a gradient for each of ``ids``; those of one id are added up."""
-        self._tables.holding(name, rows=True)
+        width, count = self._tables.holding(name, rows=True).width, ids.numel()
+        _check_ids(ids, name)
+        _check_gradient(rows, name)
+        if rows.numel() != count * width or count not in accumulate(rows.shape, operator.mul, initial=1):
+            raise SchemaError(
+                f"table {name}: {count} ids need {width} numbers each, got gradients {tuple(rows.shape)}; give "
+                f"({count}, {width})"
+            )
         self.push_many({name: (ids, rows)})
 
     def ss_push_pull(self, name: str, push_ids: Tensor, rows: Tensor, pull_ids: Tensor) -> Tensor:
@@ -502,51 +508,42 @@ class ParameterClient:
             ahead: true if no caller waits for the answer yet.
             exact: rows are not rounded, whatever ``compression`` says.
         """
-        for name, some in wanted.items():
-            check_plain(some, f"the ids of {name}")
-        compression = None if exact else self._compression
         began = time.monotonic()
-        deadline = Deadline.after(self._calls.timeout)
-        layout = self._tables.layout(wanted)
+        deadline = Deadline(self._calls.timeout)
+        compression = None if exact else self._compression
+        layout, rank = self._tables.layout(wanted), self._rank_at(step)
         with self._counting:
-            clocks = [(clock.generation, clock.base) for clock in self._clocks]
-        pull = Pull(
-            Routed(layout, [wanted[name] for name in layout.tables], self.shards),
-            None if known is None else [known[name] for name in layout.tables],
-            [(widths or {}).get(name) for name in layout.tables],
-            clocks,
-            compression,
-        )
-        requests: list[tuple[int, Request, dict[str, Share]]] = []
-        for shard in range(self.shards):
-            dense = self._dense_of(layout, shard)
-            parts = [*pull.parts(shard), *(PullPart(name) for name in dense)]
+            clocks = []
+            for clock in self._clocks:
+                clocks.append((clock.generation, clock.base))  # noqa: PERF401 - a comprehension is one more call
+        ids, versions = list[Tensor](), list[Tensor]()
+        for name in layout.tables:
+            ids.append(wanted[name])
+            if known is not None:
+                versions.append(known[name])
+        wide = None if widths is None else [widths.get(name) for name in layout.tables]
+        pull = Pull(layout, ids, None if known is None else versions, wide, clocks, compression)
+        requests, shards = list[Request](), list[int]()
+        at = -1 if step is None else step
+        for shard in range(len(clocks)):
+            parts, tensors = pull.message(shard)
             if parts:
-                message = PullMessage(
-                    parts, training, clocks[shard][0], *self._order(step), compression, self._turn_for(shard, step)
-                )
-                request = self._calls.request(shard, "pull", pack(message), pull.tensors(shard), step=step)
-                requests.append((shard, request, dense))
-        answers = self._calls.in_turn([request for _, request, _ in requests], deadline)
-        replies = [unpack(answer.payload, PullReply) for answer in answers]
-        if not ahead:
-            self.pushed = min((reply.pushed for reply in replies), default=0)
-        for reply, answer, (shard, _, dense) in zip(replies, answers, requests, strict=True):
+                turn = None if step is None else self._turn_for(shard)
+                message = PullMessage(parts, training, clocks[shard][0], rank, at, compression, turn)
+                requests.append(self._calls.request(shard, "pull", pack(message), tensors, step=step))
+                shards.append(shard)
+        pushed = []
+        for shard, answer in zip(shards, self._calls.in_turn(requests, deadline), strict=True):
+            reply = unpack(answer.payload, PullReply)
             with self._counting:
                 base = self._clocks[shard].read(reply.generation, reply.steps)
-            pull.take(shard, reply, answer.tensors, base, dense)
+            pull.take(shard, reply, answer.tensors, base)
+            pushed.append(reply.pushed)
+        if not ahead:
+            self.pushed = min(pushed, default=0)
         found = pull.pulled()
-        waited = 0.0 if ahead else (time.monotonic() - began) / max(len(wanted), 1)
-        sizes = dict(zip(layout.tables, pull.bytes(), strict=True))
-        sizes |= {name: share.bytes(compression) for _, _, dense in requests for name, share in dense.items()}
-        for name, size in sizes.items():
-            self._count(name, waited, size, pulls=1)
-        return {name: found[name] for name in wanted}
-
-    def _dense_of(self, layout: Layout, shard: int) -> dict[str, Share]:
-        """Return the parameters of a message that are on this shard."""
-        mine = [name for name in layout.dense if self._tables.home(name) == shard]
-        return {name: Share(self._tables.holdings[name].dtype, self._tables.holdings[name].shape) for name in mine}
+        self._count(pull.bytes(), 0.0 if ahead else time.monotonic() - began, pulls=1)
+        return found
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -557,15 +554,17 @@ class ParameterClient:
         finally:
             self._uncounted = None
 
-    def _count(self, name: str, waited: float, size: int, *, pulls: int = 0, pushes: int = 0) -> None:
+    def _count(self, sizes: Mapping[str, int], waited: float, *, pulls: int = 0, pushes: int = 0) -> None:
+        """Count a message about several names, of so many bytes each."""
         if self._uncounted == threading.get_ident():
             return
         with self._counting:
-            traffic = self._traffic.setdefault(name, Traffic())
-            traffic.pulls += pulls
-            traffic.pushes += pushes
-            traffic.bytes += size
-            traffic.wait_seconds += waited
+            for name, size in sizes.items():
+                traffic = self._traffic.setdefault(name, Traffic())
+                traffic.pulls += pulls
+                traffic.pushes += pushes
+                traffic.bytes += size
+                traffic.wait_seconds += waited / len(sizes)
 
     def traffic(self) -> dict[str, Traffic]:
         """Counters of this client so far, by table and parameter."""
@@ -603,40 +602,28 @@ class ParameterClient:
             raise ValueError(
                 "only under bsp are the workers' gradients combined into one whose norm is known before it is applied"
             )
-        deadline = Deadline.after(self._calls.timeout)
-        kinds = {rule: number for number, rule in enumerate(dict.fromkeys((rules or {}).values()))}
-        for name, (some, grad) in gradients.items():
-            check_plain(some, f"the ids of {name}")
-            check_plain(grad, f"the gradient of {name}")
-            if not grad.is_floating_point():
-                raise SchemaError(f"the gradient of {name} is {grad.dtype}; gradients are floating: give grad.float()")
-        layout = self._tables.layout(gradients)
-        routed = Routed(layout, [gradients[name][0] for name in layout.tables], self.shards)
-        squares = squares or {}
-        push = Push(
-            routed,
-            [gradients[name][1] for name in layout.tables],
-            [squares.get(name) for name in layout.tables],
-            self._compression,
-        )
-        rule_of = {name: kinds[rules[name]] if rules else 0 for name in gradients}
+        began = time.monotonic()
+        deadline = Deadline(self._calls.timeout)
+        layout, rank = self._tables.layout(gradients), self._rank_at(step)
+        kinds: dict[RowOptimizer, int] = {}
+        rule_of: dict[str, int] = {}
+        if rules is not None:
+            for name in gradients:
+                rule_of[name] = kinds.setdefault(rules[name], len(kinds))
+        numbers = []
+        for rule in kinds:
+            numbers.append(rule.to_dict())  # noqa: PERF401 - a comprehension is one more call
+        push = Push(layout, gradients, squares or {}, self.shards, self._compression)
+        if unordered and self._worker is not None:
+            rank = self._worker.rank
+        at = -1 if step is None else step
         requests: list[Request] = []
         refused: list[Request] = []
         for shard in range(self.shards):
-            shares = self._dense_of(layout, shard)
-            for name in shares:
-                self._check_dense(name, gradients[name][1])
-            values = [gradients[name][1].detach().to("cpu", share.dtype) for name, share in shares.items()]
-            dense = [(value, Share(value.dtype, tuple(value.shape))) for value in values]
-            parts = push.parts(shard, [rule_of[name] for name in layout.tables])
-            parts += [PushPart(name, 0, rule_of[name]) for name in shares]
+            parts, tensors = push.message(shard, rule_of)
             if parts or step is not None:
-                order = (self.rank, -1) if unordered and self._worker is not None else self._order(step)
-                numbers = [rule.to_dict() for rule in kinds]
-                message = PushMessage(
-                    parts, numbers, *order, weight, mean, hold, self._compression, self._turn_for(shard, step)
-                )
-                tensors = push.tensors(shard, dense)
+                turn = None if step is None else self._turn_for(shard)
+                message = PushMessage(parts, numbers, rank, at, weight, mean, hold, self._compression, turn)
                 requests.append(self._calls.request(shard, "push", pack(message), tensors, step=step))
                 if not acceptable(tensors):
                     refused.append(requests[-1])
@@ -646,18 +633,7 @@ class ParameterClient:
             failures.sort(key=_is_refusal)  # a push that was not answered may have been applied: worse than a refusal
             applied = answers and not refused and not hold
             raise self._torn_by(failures[0], len(answers), step) if applied else failures[0]
-        sizes = dict(zip(layout.tables, push.bytes(), strict=True))
-        sizes |= {
-            name: gradients[name][1].numel() * self._tables.holdings[name].dtype.itemsize for name in layout.dense
-        }
-        waited = deadline.elapsed() / max(len(gradients), 1) if awaited else 0.0
-        for name, size in sizes.items():
-            self._count(name, waited, size, pushes=1)
-
-    def _check_dense(self, name: str, gradient: Tensor) -> None:
-        expected = self._tables.holdings[name].shape
-        if tuple(gradient.shape) != tuple(expected):
-            raise SchemaError(f"{name} is {tuple(expected)}, its gradient {tuple(gradient.shape)}; nothing was pushed")
+        self._count(push.bytes(), time.monotonic() - began if awaited else 0.0, pushes=1)
 
     def _torn_by(self, error: Exception, taken: int, step: int | None) -> Exception:
         """Return the error of a push that ``taken`` shards have applied and one has refused."""
@@ -691,12 +667,12 @@ class ParameterClient:
 
     def squared_norm(self, step: int) -> float:
         """Return the sum of squares of the held merged gradients of ``step``, over all shards."""
-        rank, _ = self._order(step)
+        rank = self._rank_at(step)
         requests = [
-            self._calls.request(shard, "norm", pack(NormMessage(rank, step, self._turn_for(shard, step))), step=step)
+            self._calls.request(shard, "norm", pack(NormMessage(rank, step, self._turn_for(shard))), step=step)
             for shard in range(self.shards)
         ]
-        answers = self._calls.in_turn(requests, Deadline.after(self._calls.timeout))
+        answers = self._calls.in_turn(requests, Deadline(self._calls.timeout))
         return sum(unpack(answer.payload, float) for answer in answers)
 
     def release(self, step: int, scale: float = 1.0) -> None:
@@ -713,17 +689,8 @@ class ParameterClient:
     def tell(self) -> None:
         """Send what was decided to the shards that no message has told, without waiting for their answers."""
         if self._uninformed:
-            self.end_telling()
-            words = [self._word(shard) for shard in sorted(self._uninformed)]
             # A word that does not arrive is repeated by the next message.
-            tell = functools.partial(self._calls.outcomes, words, Deadline.after(self._calls.timeout))
-            self._telling = threading.Thread(target=tell, name="anabranch-release", daemon=True)
-            self._telling.start()
-
-    def end_telling(self) -> None:
-        """Wait until the words that were sent are answered, or have failed."""
-        if self._telling is not None:
-            self._telling.join(timeout=self._calls.timeout)
+            self._calls.post([self._word(shard) for shard in sorted(self._uninformed)])
 
     def settle(self) -> None:
         """Apply on all shards the last step that any worker of a job has had the outcome of; its workers have gone.
@@ -733,17 +700,14 @@ class ParameterClient:
         heard = [unpack(shard["turn"], WorkerProgress) for shard in self._calls.describe() if shard["turn"]]
         if heard:
             furthest = max(heard, key=lambda turn: (turn.number, turn.done))
-            word = pack(ReleaseMessage(-1, furthest))
-            self._calls.all([self._calls.request(shard, "release", word) for shard in range(self.shards)])
+            self._calls.everywhere("release", pack(ReleaseMessage(-1, furthest)))
 
     def _word(self, shard: int) -> Request:
-        message = ReleaseMessage(self.rank, self._turn_for(shard, self._turn.done) or self._turn)
-        return self._calls.request(shard, "release", pack(message))
+        self._uninformed.discard(shard)
+        return self._calls.request(shard, "release", pack(ReleaseMessage(self.rank, self._turn)))
 
-    def _turn_for(self, shard: int, step: int | None) -> WorkerProgress | None:
-        """Return what a message to ``shard`` says of this worker."""
-        if step is None or self._worker is None:
-            return None
+    def _turn_for(self, shard: int) -> WorkerProgress:
+        """Return what a worker's message to ``shard`` says of it."""
         self._uninformed.discard(shard)
         return self._turn
 
@@ -766,8 +730,9 @@ class ParameterClient:
         self._joins += 1  # so that late messages of before are of a lower number
         self._turn = WorkerProgress(self._joins, worker.world, step)
         self._uninformed.clear()
-        message = pack(JoinMessage(worker.rank, worker.world, worker.consistency, step, self._joins))
-        self._calls.all([self._calls.request(shard, "join", message) for shard in range(self.shards)])
+        self._calls.everywhere(
+            "join", pack(JoinMessage(worker.rank, worker.world, worker.consistency, step, self._joins))
+        )
 
     def check_joined(self, *, until: Deadline | None = None) -> None:
         """Raise ``SchemaError`` if another client has joined the shards as this worker since."""
@@ -777,11 +742,11 @@ class ParameterClient:
     def wait_for_turn(self, step: int) -> None:
         """Wait until the job's consistency lets this worker read at ``step``, on every shard."""
         none = torch.empty(0, dtype=torch.int64, device="cpu")
-        requests = []
+        rank, requests = self._rank_at(step), []
         for shard in range(self.shards):
-            message = PullMessage([], False, 0, *self._order(step), None, self._turn_for(shard, step))
+            message = PullMessage([], False, 0, rank, step, None, self._turn_for(shard))
             requests.append(self._calls.request(shard, "pull", pack(message), [none], step=step))
-        self._calls.in_turn(requests, Deadline.after(self._calls.timeout))
+        self._calls.in_turn(requests, Deadline(self._calls.timeout))
 
     def barrier(self) -> None:
         """Wait until every worker of the job has called this as often; a bare client does not wait."""
@@ -789,11 +754,10 @@ class ParameterClient:
             return
         self._barriers += 1
         message = BarrierMessage(self._worker.rank, self._worker.world, self._barriers)
-        self._calls.in_turn([self._calls.request(0, "barrier", pack(message))], Deadline.after(self._calls.timeout))
+        self._calls.in_turn([self._calls.request(0, "barrier", pack(message))], Deadline(self._calls.timeout))
 
     def statistics(self) -> list[ShardStatistics]:
         """Statistics of each shard since it started."""
-        self.end_telling()
         return [unpack(answer, ShardStatistics) for answer in self._calls.ask_at_length("statistics")]
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
@@ -830,13 +794,14 @@ class ParameterClient:
         """As ``restore``, but leaves other tables and parameters in place."""
         restore_some(self._tables, state, groups)
 
-    def _order(self, step: int | None) -> tuple[int, int]:
+    def _rank_at(self, step: int | None) -> int:
+        """Return what a message of ``step`` says of who sends it: this worker's rank, or -1 without a step."""
         if step is None:
-            return -1, -1
+            return -1
         if self._worker is None:
             raise ValueError("a client without a worker has no steps; give ParameterClient a worker")
         self.check_whole()
-        return self._worker.rank, step
+        return self._worker.rank
 
     def wait_for(self, future: Future[_T], operation: str, *, step: int | None = None) -> _T:
         """Wait for a call of this client on another thread, checking meanwhile that all workers are alive.
@@ -850,13 +815,52 @@ class ParameterClient:
     def close(self) -> None:
         """Close the connections, and the shard in this process if there is one."""
         self._stack.close()
-        self.end_telling()
 
     def __enter__(self) -> ParameterClient:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def check_plain(tensor: Tensor, what: str) -> None:
+    """Raise for a tensor that is not dense, real and in memory: converting it would lose something or fail.
+
+    >>> check_plain(torch.ones(2), "the gradient of w")
+    >>> check_plain(torch.ones(2, dtype=torch.complex64), "the gradient of w")
+    Traceback (most recent call last):
+    ...
+    anabranch.errors.SchemaError: the gradient of w is torch.complex64; servers keep real numbers; give \
+torch.view_as_real(tensor)
+
+    Raises:
+        TypeError: no tensor.
+        SchemaError: a complex, sparse, quantised, nested or meta tensor; the message names a replacement.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{what} must be a tensor, got {type(tensor).__name__}; use torch.as_tensor")
+    if tensor.is_nested:
+        raise SchemaError(f"{what} is a nested tensor; give torch.nested.to_padded_tensor(tensor, 0.0)")
+    if tensor.layout is not torch.strided:
+        raise SchemaError(f"{what} is {tensor.layout}; give its ids and rows to sparse_push, or tensor.to_dense()")
+    if tensor.is_quantized:
+        raise SchemaError(f"{what} is quantised ({tensor.dtype}); give tensor.dequantize()")
+    if tensor.is_complex():
+        raise SchemaError(f"{what} is {tensor.dtype}; servers keep real numbers; give torch.view_as_real(tensor)")
+    if tensor.is_meta:
+        raise SchemaError(f"{what} is on the meta device and has no values; give a tensor that has values")
+
+
+def _check_ids(ids: Tensor, name: str) -> None:
+    check_plain(ids, f"the ids of {name}")
+    if ids.dtype != torch.int64:
+        raise SchemaError(f"table {name}: ids must be int64, got {ids.dtype}; convert with ids.long()")
+
+
+def _check_gradient(grad: Tensor, name: str) -> None:
+    check_plain(grad, f"the gradient of {name}")
+    if not grad.is_floating_point():
+        raise SchemaError(f"the gradient of {name} is {grad.dtype}; gradients are floating: give grad.float()")
 
 
 def _is_refusal(error: Exception) -> bool:

@@ -2,19 +2,18 @@
 
 ::
 
-    ids of all tables ──routing──> by shard, table, kind ──Pull.parts, Pull.tensors──> shards
+    ids of all tables ──Routed──> by shard, table, kind ──Pull.message──> shards
     rows by table, in the order of their ids <──Pull.pulled── Pull.take <──answers
 
-Each operation handles ids and rows of all tables at once.
+Each operation handles ids and rows of all tables at once: a message has dozens of tables, so costs that do not depend
+on the number of ids are paid once for all.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.errors import NotFound, ProtocolError, SchemaError
-from anabranch.parameter_server.client.routing import Placements, arrange, owners_of
 from anabranch.parameter_server.messages import PullPart, PullReply, PushPart
+from anabranch.tables.kernels import routing
 from anabranch.tables.kernels.row_versions import OLDEST, WITH_STATE
 from anabranch.tables.shard_placement import Placement
 from anabranch.tables.table import side_by_side
@@ -36,6 +35,10 @@ Array = NDArray[Any]
 _STATED, _UNKNOWN, _KNOWN = range(3)  # kinds of requested ids, in the order in which they are sent
 _ONE = 0x3F80  # the bits of 1 in bfloat16
 _SHORT = 1 << 31  # the most rows of a table for ids of 32 bits
+_NOWHERE = np.empty(0, np.int64)
+_NO_POSITIONS = torch.empty(0, dtype=torch.int64, device="cpu")
+_Group: TypeAlias = tuple[torch.dtype, int, int | None, list[int]]
+"""Tables of one kind: dtype, width, numbers of a row with its state if rows come with it, and the tables' indices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,71 +84,95 @@ class Layout:
     """Several tables, and the dense parameters beside them in a message.
 
     Attributes:
-        tables, dense: their names.
-        placements: of the tables.
+        tables: their names.
+        dense: the share of each parameter in the message, by shard.
+        limits, halves, keys: the tables' placements, as arrays: rows, -1 where any int64 is an id, and what
+            ``Placement`` calls half and key.
         kinds: dtype and width of each table's rows.
-        short: true if all ids fit into 32 bits.
+        groups: the tables of each kind.
+        ids_travel_as: int32, if no table has an id that needs more.
     """
 
     tables: list[str]
-    dense: list[str]
-    placements: Placements
+    dense: Sequence[Mapping[str, Share]]
+    limits: Array
+    halves: Array
+    keys: Array
     kinds: list[tuple[torch.dtype, int]]
-    short: bool
+    groups: list[_Group]
+    ids_travel_as: torch.dtype
 
     @classmethod
-    def of(cls, tables: Mapping[str, tuple[Placement, torch.dtype, int]], dense: Sequence[str]) -> Layout:
+    def of(
+        cls, tables: Mapping[str, tuple[Placement, torch.dtype, int]], dense: Sequence[Mapping[str, Share]] = ({},)
+    ) -> Layout:
         """Return the layout of tables with their placement and the dtype and width of their rows."""
-        placements = Placements.of([placement for placement, _, _ in tables.values()])
-        short = all(0 <= rows <= _SHORT for rows in placements.limits.tolist())
+        placements = [placement for placement, _, _ in tables.values()]
+        kinds = [(dtype, width) for _, dtype, width in tables.values()]
+        short = all(one.rows is not None and one.rows <= _SHORT for one in placements)
         return cls(
-            list(tables), list(dense), placements, [(dtype, width) for _, dtype, width in tables.values()], short
+            list(tables),
+            dense,
+            np.array([-1 if one.rows is None else one.rows for one in placements], np.int64),
+            np.array([0 if one.rows is None else one.half for one in placements], np.int64),
+            np.array([one.key for one in placements], np.uint64),
+            kinds,
+            _groups(kinds, [None] * len(kinds)),
+            torch.int32 if short else torch.int64,
         )
 
-    @property
-    def ids_travel_as(self) -> torch.dtype:
-        """The ids as int32, if no table has an id that needs more; else unchanged."""
-        return torch.int32 if self.short else torch.int64
 
-    def alike(self, wide: Sequence[int | None]) -> list[tuple[torch.dtype, int, int | None, list[int]]]:
-        """Dtype, width, values per row with state if ``wide`` has any, and the indices of these tables."""
-        found: dict[tuple[torch.dtype, int, int | None], list[int]] = {}
-        for number, ((dtype, width), whole) in enumerate(zip(self.kinds, wide, strict=True)):
-            found.setdefault((dtype, width, whole), []).append(number)
-        return [(*key, numbers) for key, numbers in found.items()]
+def _groups(kinds: Sequence[tuple[torch.dtype, int]], wide: Sequence[int | None]) -> list[_Group]:
+    alike: dict[tuple[torch.dtype, int, int | None], list[int]] = {}
+    for number, ((dtype, width), whole) in enumerate(zip(kinds, wide, strict=True)):
+        alike.setdefault((dtype, width, whole), []).append(number)
+    return [(*key, numbers) for key, numbers in alike.items()]
 
 
 class Routed:
-    """Ids of several tables, by the shards that hold them.
+    """Int64 ids of several tables, by the shards that hold them.
 
     Args:
         layout: of the tables.
-        ids: of each table, int64 of any shape.
+        ids: of each table.
         shards: the number of shards.
 
+    Attributes:
+        flat: all ids, one table after the other.
+        starts: where each table's ids begin, and their end.
+        owners: the shard of each id.
+        tables: the table of each.
+
     Raises:
-        SchemaError: ids that are not int64.
         NotFound: an id outside its table; says which, and where.
     """
 
     def __init__(self, layout: Layout, ids: Sequence[Tensor], shards: int) -> None:
         self.layout, self.shards = layout, shards
-        for name, some in zip(layout.tables, ids, strict=True):
-            if some.dtype != torch.int64:
-                raise SchemaError(f"table {name}: ids must be int64, got {some.dtype}; convert with ids.long()")
-        self.flat = _flat(ids)
-        self.starts = np.zeros(len(ids) + 1, np.int64)
-        np.cumsum([some.numel() for some in ids], out=self.starts[1:])
-        self.owners, bad = owners_of(self.flat, self.starts, layout.placements, shards)
+        sizes = np.zeros(len(ids) + 1, np.int64)
+        flat = []
+        for t, some in enumerate(ids):
+            sizes[t + 1] = some.numel()
+            flat.append(some if some.ndim == 1 and some.is_cpu else some.detach().cpu().reshape(-1))
+        self.starts = np.cumsum(sizes)
+        self.flat: Array = side_by_side(flat).numpy() if flat else np.empty(0, np.int64)
+        self.owners = np.empty_like(self.flat)
+        bad = routing.owners(self.flat, self.starts, layout.limits, layout.halves, layout.keys, shards, self.owners)
         if bad >= 0:
             t = int(np.searchsorted(self.starts, bad, "right")) - 1
-            last, at = layout.placements.limits[t] - 1, bad - self.starts[t]
+            last, at = layout.limits[t] - 1, bad - self.starts[t]
             raise NotFound(f"table {layout.tables[t]} has ids 0 to {last}; ids[{at}] is {self.flat[bad]}")
-        self.tables = np.repeat(np.arange(len(ids)), np.diff(self.starts))
+        self.tables = np.repeat(np.arange(len(ids)), sizes[1:])
 
     def arrange(self, kinds: Array, count: int) -> None:
-        """Orders the ids by shard, table and kind."""
-        self.order, self.counts = arrange(self.owners, kinds, self.starts, self.shards, count)
+        """Order the ids by shard, table and kind, otherwise as given.
+
+        Args:
+            kinds: the kind of each id, below ``count``.
+            count: the number of kinds.
+        """
+        self.counts, self.order = np.zeros((self.shards, len(self.starts) - 1, count), np.int64), np.empty_like(kinds)
+        routing.arrange(self.owners, kinds, self.starts, self.counts, np.empty_like(self.counts), self.order)
         self.kinds = kinds[self.order]
         self._edges = np.append(0, np.cumsum(self.counts.sum((1, 2)))).tolist()
 
@@ -153,16 +180,13 @@ class Routed:
         """Return the slice of the order that holds a shard's ids."""
         return slice(self._edges[shard], self._edges[shard + 1])
 
-    def ids_of(self, shard: int) -> Tensor:
-        """Return a shard's ids in the dtype in which they are sent."""
-        return torch.from_numpy(self.flat[self.order[self.of(shard)]]).to(self.layout.ids_travel_as)
-
 
 class Pull:
     """One request to all shards.
 
     Args:
-        routed: the ids that are requested.
+        layout: of the tables.
+        ids: of each, the ids that are requested.
         known: of each table, the versions held, as in ``ParameterClient.pull_many``; ``None`` if none are.
         wide: of each table the number of values of a row with its state, or ``None`` if no row comes with it.
         clocks: generation and base of each shard's clock.
@@ -170,24 +194,31 @@ class Pull:
 
     def __init__(
         self,
-        routed: Routed,
+        layout: Layout,
+        ids: Sequence[Tensor],
         known: Sequence[Tensor] | None,
-        wide: Sequence[int | None],
+        wide: Sequence[int | None] | None,
         clocks: Sequence[tuple[int, int]],
         compression: Compression | None,
     ) -> None:
-        self._routed, self._wide, self._compression = routed, wide, compression
-        self._alike = routed.layout.alike(wide)
-        self._since = np.zeros((routed.shards, len(wide)), np.int64)
+        routed = self._routed = Routed(layout, ids, len(clocks))
+        tables = len(ids)
+        self._compression = compression
+        self._wide = [None] * tables if wide is None else wide
+        self._alike = layout.groups if wide is None else _groups(layout.kinds, wide)
+        self._since = np.zeros((len(clocks), tables), np.int64)
         self._ages = np.empty(0, np.int16)
-        if known is None:
+        if known is None or not tables:
             routed.arrange(np.full(routed.flat.size, _UNKNOWN), 3)
         else:
-            self._sort(_flat(known), np.array([base for _, base in clocks]))
-        tables = len(wide)
-        self._came: list[list[tuple[Tensor, Tensor, Array, Array]]] = [[] for _ in self._alike]
+            self._sort(side_by_side(known).numpy(), np.array([base for _, base in clocks]))
+        # Of each group the rows that came, their places among all ids, and their versions.
+        self._came: list[tuple[list[Tensor], list[Array], list[Array]]] = []
+        for _ in self._alike:
+            self._came.append(([], [], []))
         self._parameters: dict[str, Tensor] = {}
-        self._stated_rows, self._other_rows, self._changed_rows = (np.zeros(tables, np.int64) for _ in range(3))
+        # Rows that came with their state, without it, and of those that were known before.
+        self._stated_rows, self._other_rows, self._changed_rows = np.zeros((3, tables), np.int64)
 
     def _sort(self, known: Array, bases: Array) -> None:
         """Find the kind of each id, and the step of each known one."""
@@ -215,32 +246,31 @@ class Pull:
             kinds[mine[old]] = _UNKNOWN
         self._since, self._ages = since.reshape(self._since.shape), ages.astype(np.int16)
 
-    def parts(self, shard: int) -> list[PullPart]:
-        """Return the parts of a shard's message: one for each table that has ids there."""
-        counts, since = self._routed.counts[shard].tolist(), self._since[shard].tolist()
-        return [
-            PullPart(name, with_state + unknown + known, with_state, known, step)
-            for name, (with_state, unknown, known), step in zip(self._routed.layout.tables, counts, since, strict=True)
-            if with_state or unknown or known
-        ]
+    def message(self, shard: int) -> tuple[list[PullPart], list[Tensor]]:
+        """Return a shard's message: one part for each table that has ids there and each parameter; and its tensors."""
+        routed, parts = self._routed, []
+        rows = zip(routed.layout.tables, routed.counts[shard].tolist(), self._since[shard].tolist(), strict=True)
+        for name, (with_state, unknown, known), since in rows:
+            if with_state or unknown or known:
+                parts.append(PullPart(name, with_state + unknown + known, with_state, known, since))
+        for name in routed.layout.dense[shard]:
+            parts.append(PullPart(name))  # noqa: PERF401 - a comprehension is one more call
+        tensors = [torch.from_numpy(routed.flat[routed.order[routed.of(shard)]]).to(routed.layout.ids_travel_as)]
+        if self._ages.size:
+            known = routed.counts[:, :, _KNOWN].sum(1)
+            first = int(known[:shard].sum())
+            if known[shard]:
+                tensors.append(torch.from_numpy(self._ages[first : first + int(known[shard])]))
+        return parts, tensors
 
-    def tensors(self, shard: int) -> list[Tensor]:
-        """Return the request's tensors."""
-        known = self._routed.counts[:, :, _KNOWN].sum(1)
-        first = int(known[:shard].sum())
-        ages = torch.from_numpy(self._ages[first : first + int(known[shard])])
-        return [self._routed.ids_of(shard), *([ages] if len(ages) else [])]
-
-    def take(
-        self, shard: int, reply: PullReply, tensors: Sequence[Tensor], base: int, dense: Mapping[str, Share]
-    ) -> None:
-        """Add a shard's answer, which has the parameters ``dense`` after its tables.
+    def take(self, shard: int, reply: PullReply, tensors: Sequence[Tensor], base: int) -> None:
+        """Add a shard's answer, which has its parameters after its tables.
 
         Raises:
             ProtocolError, SchemaError: it does not fit the request.
         """
         routed = self._routed
-        counts, some = routed.counts[shard], routed.of(shard)
+        counts, some, dense = routed.counts[shard], routed.of(shard), routed.layout.dense[shard]
         concerned = np.flatnonzero(counts.sum(1))
         parts = len(concerned) + len(dense)
         changed, known = np.array(reply.changed[: len(concerned)], np.int64), counts[concerned, _KNOWN]
@@ -251,95 +281,93 @@ class Pull:
         if known.any():
             places, *tensors = tensors
             comes[np.flatnonzero(kinds == _KNOWN)[_checked(places, changed, known, shard)]] = True
-        as_of = np.zeros(len(counts), np.int64)
+        as_of, new = np.zeros((2, len(counts)), np.int64)
         as_of[concerned] = reply.steps[: len(concerned)]
-        with_state, others = where[kinds == _STATED], where[comes]
-        new = np.zeros(len(counts), np.int64)
         new[concerned] = changed
-        self._stated_rows += counts[:, _STATED]
-        self._other_rows += counts[:, _UNKNOWN] + new
+        with_state, others = where[kinds == _STATED], where[comes]
+        stated, rest = counts[:, _STATED], counts[:, _UNKNOWN] + new
+        self._stated_rows += stated
+        self._other_rows += rest
         self._changed_rows += new
-        blocks = self._blocks(counts[:, _STATED], counts[:, _UNKNOWN] + new, concerned, tensors, dense)
-        for group, (whole, rows) in enumerate(blocks):
-            mine = np.concatenate([self._of_group(with_state, group), self._of_group(others, group)])
-            self._came[group].append((whole, rows, mine, base + as_of[routed.tables[mine]]))
-
-    def _of_group(self, where: Array, group: int) -> Array:
-        if len(self._alike) == 1:
-            return where
-        numbers = self._alike[group][-1]
-        return where[np.isin(self._routed.tables[where], numbers)]
+        blocks = self._blocks(stated, rest, concerned, tensors, dense)
+        for came, pieces, (_, _, _, numbers) in zip(self._came, blocks, self._alike, strict=True):
+            mine = np.concatenate([with_state, others])
+            if len(blocks) > 1:
+                mine = mine[np.isin(routed.tables[mine], numbers)]
+            came[0].extend(pieces)
+            came[1].append(mine)
+            came[2].append(base + as_of[routed.tables[mine]])
 
     def _blocks(
         self, with_state: Array, others: Array, concerned: Array, tensors: Sequence[Tensor], dense: Mapping[str, Share]
-    ) -> list[tuple[Tensor, Tensor]]:
-        """For each group of tables of one kind the rows with state, and those without."""
-        sizes, alike = (with_state.tolist(), others.tolist()), self._alike
-        shares: list[Share] = []
-        if len(alike) == 1:  # the shares of all tables form one
-            dtype, width, whole, _ = alike[0]
-            if whole is not None and sum(sizes[0]):
-                shares.append(Share(state_dtype(dtype), (sum(sizes[0]), whole), "states"))
-            if len(concerned):
-                shares.append(Share(dtype, (sum(sizes[1]), width), "rows"))
-            found = split(tensors, [*shares, *dense.values()], self._compression)
-            self._parameters |= zip(dense, found[len(shares) :], strict=True)
-            rows = found[len(shares) - 1] if len(concerned) else torch.empty(0, width, dtype=dtype, device="cpu")
-            return [(found[0] if len(shares) == 2 else torch.empty(0, whole or width, dtype=dtype, device="cpu"), rows)]
-        kinds, asked = self._routed.layout.kinds, concerned.tolist()
-        own = [t for t in asked if sizes[0][t]]
-        for t in own:
-            dtype, whole = kinds[t][0], self._wide[t]
-            assert whole is not None
-            shares.append(Share(state_dtype(dtype), (sizes[0][t], whole), "states"))
-        shares += [Share(kinds[t][0], (sizes[1][t], kinds[t][1]), "rows") for t in asked]
-        found = split(tensors, [*shares, *dense.values()], self._compression)
-        states = dict(zip(own, found, strict=False))
-        rows_of = dict(zip(asked, found[len(own) :], strict=False))
-        self._parameters |= zip(dense, found[len(shares) :], strict=True)
-        blocks = []
-        for dtype, width, whole, numbers in alike:
-            parts = [states[t] for t in numbers if t in states], [rows_of[t] for t in numbers if t in rows_of]
-            none = (
-                torch.empty(0, whole or width, dtype=dtype, device="cpu"),
-                torch.empty(0, width, dtype=dtype, device="cpu"),
-            )
-            blocks.append((torch.cat([none[0], *parts[0]]), torch.cat([none[1], *parts[1]])))
+    ) -> list[list[Tensor]]:
+        """For each group of tables of one kind the rows with their state, then those without."""
+        units: list[tuple[int, torch.dtype, int, int | None, int, int]] = []
+        if len(self._alike) == 1 and len(concerned):  # the shares of all tables form one
+            dtype, width, whole, _ = self._alike[0]
+            units.append((0, dtype, width, whole, int(with_state.sum()), int(others.sum())))
+        elif len(concerned):
+            group_of = {t: group for group, (_, _, _, numbers) in enumerate(self._alike) for t in numbers}
+            for t in concerned.tolist():
+                dtype, width = self._routed.layout.kinds[t]
+                units.append((group_of[t], dtype, width, self._wide[t], int(with_state[t]), int(others[t])))
+        blocks: list[list[Tensor]] = []
+        for _ in self._alike:
+            blocks.append([])  # noqa: PERF401 - a comprehension is one more call
+        shares, groups = list[Share](), list[int]()
+        for group, dtype, _, whole, stated, _ in units:
+            if stated:
+                assert whole is not None
+                shares.append(Share(state_dtype(dtype), (stated, whole), "states"))
+                groups.append(group)
+        for group, dtype, width, _, _, rest in units:
+            shares.append(Share(dtype, (rest, width), "rows"))
+            groups.append(group)
+        numbers = split(tensors, [*shares, *dense.values()], self._compression)
+        self._parameters.update(zip(dense, numbers[len(shares) :], strict=True))
+        for group, part in zip(groups, numbers, strict=False):
+            if len(part):
+                blocks[group].append(part)
         return blocks
 
     def pulled(self) -> dict[str, Pulled]:
         """Return the received rows, by table and parameter."""
-        routed, none = self._routed, torch.empty(0, dtype=torch.int64, device="cpu")
-        found = {name: Pulled(none, none, value) for name, value in self._parameters.items()}
-        for (dtype, width, whole, numbers), came in zip(self._alike, self._came, strict=True):
-            where = np.concatenate([np.empty(0, np.int64), *(mine for _, _, mine, _ in came)])
-            versions = np.concatenate([np.empty(0, np.int64), *(some for *_, some in came)])
+        routed, found = self._routed, dict[str, Pulled]()
+        for name, value in self._parameters.items():
+            found[name] = Pulled(_NO_POSITIONS, _NO_POSITIONS, value)
+        for (dtype, width, whole, numbers), (pieces, wheres, each) in zip(self._alike, self._came, strict=True):
+            where = np.concatenate([_NOWHERE, *wheres])
+            versions = np.concatenate([_NOWHERE, *each])
             places = np.full(routed.flat.size, -1)
             places[where] = np.arange(where.size)
             there = np.flatnonzero(places >= 0)
             order = places[there]
-            rows = _together([pair[:2] for pair in came], width, whole, dtype)
+            rows = _together(pieces, width, whole, dtype)
             if not (order == np.arange(order.size)).all():
                 rows = rows.index_select(0, torch.from_numpy(order))
             tables = routed.tables[there]
             sizes = np.bincount(tables, minlength=len(routed.layout.tables))[numbers].tolist()
-            positions = torch.from_numpy(there - routed.starts[tables])
-            parts = (torch.split(one, sizes) for one in (positions, torch.from_numpy(versions[order]), rows))
-            found |= zip((routed.layout.tables[t] for t in numbers), map(Pulled, *parts), strict=True)
+            positions = torch.split(torch.from_numpy(there - routed.starts[tables]), sizes)
+            each_version = torch.split(torch.from_numpy(versions[order]), sizes)
+            parts = zip(numbers, positions, each_version, torch.split(rows, sizes), strict=True)
+            for t, mine, some, own in parts:
+                found[routed.layout.tables[t]] = Pulled(mine, some, own)
         return found
 
-    def bytes(self) -> list[int]:
-        """For each table the number of bytes of ids, ages, places and rows sent and received."""
-        size, counts = self._routed.layout.ids_travel_as.itemsize, self._routed.counts.sum(0)
-        found = []
-        rows = zip(self._stated_rows.tolist(), self._other_rows.tolist(), self._changed_rows.tolist(), strict=True)
-        for (dtype, width), whole, (with_state, others, changed), ids, known in zip(
-            self._routed.layout.kinds, self._wide, rows, counts.sum(1).tolist(), counts[:, _KNOWN].tolist(), strict=True
-        ):
-            numbers = Share(dtype, (others, width), "rows").bytes(self._compression)
+    def bytes(self) -> dict[str, int]:
+        """For each table and parameter the number of bytes of ids, ages, places and rows sent and received."""
+        layout, counts = self._routed.layout, self._routed.counts.sum(0)
+        found = {}
+        rows = np.stack([self._stated_rows, self._other_rows, self._changed_rows, counts.sum(1), counts[:, _KNOWN]], 1)
+        each = zip(layout.tables, layout.kinds, self._wide, rows.tolist(), strict=True)
+        for name, (dtype, width), whole, (with_state, others, changed, ids, known) in each:
+            size = ids * layout.ids_travel_as.itemsize + known * torch.int16.itemsize + changed * torch.int32.itemsize
+            size += Share(dtype, (others, width), "rows").bytes(self._compression)
             if whole is not None:
-                numbers += Share(state_dtype(dtype), (with_state, whole), "states").bytes(self._compression)
-            found.append(ids * size + known * torch.int16.itemsize + changed * torch.int32.itemsize + numbers)
+                size += Share(state_dtype(dtype), (with_state, whole), "states").bytes(self._compression)
+            found[name] = size
+        for name, value in self._parameters.items():
+            found[name] = value.nbytes
         return found
 
 
@@ -347,113 +375,97 @@ class Push:
     """The gradients of one step to all shards.
 
     Args:
-        routed: their ids.
-        grads: of each table: the shape of the ids, or their number, and then that of a row.
-        squares: of each table whose gradients are sums over several steps, one for each id, else ``None``.
+        layout: of the tables and parameters.
+        gradients: by name; ids and a gradient for each of a table, where a row may have any shape, else no ids.
+        squares: of tables whose gradients are sums over several steps, one for each id.
+        shards: the number of shards.
     """
 
     def __init__(
         self,
-        routed: Routed,
-        grads: Sequence[Tensor],
-        squares: Sequence[Tensor | None],
+        layout: Layout,
+        gradients: Mapping[str, tuple[Tensor, Tensor]],
+        squares: Mapping[str, Tensor],
+        shards: int,
         compression: Compression | None,
     ) -> None:
-        self._routed, self._compression = routed, compression
-        layout, sizes = routed.layout, np.diff(routed.starts).tolist()
-        self._squares = torch.empty(0, dtype=torch.bfloat16, device="cpu")
+        self._gradients, self._compression = gradients, compression
+        ids = []
+        for name in layout.tables:
+            ids.append(gradients[name][0])  # noqa: PERF401 - a comprehension is one more call
+        routed = self._routed = Routed(layout, ids, shards)
+        sizes = np.diff(routed.starts).tolist()
         kinds = np.zeros(routed.flat.size, np.int64)
-        if any(own is not None for own in squares):
-            for name, own, count in zip(layout.tables, squares, sizes, strict=True):
-                if own is not None and own.shape != (count,):
-                    raise SchemaError(f"table {name}: {count} ids have squares {tuple(own.shape)}")
+        if squares:
             every = [
-                torch.ones(n, device="cpu") if own is None else own.float()
-                for own, n in zip(squares, sizes, strict=True)
+                squares[name].float() if name in squares else torch.ones(count, device="cpu")
+                for name, count in zip(layout.tables, sizes, strict=True)
             ]
-            self._squares = side_by_side(every).bfloat16()
+            self._squares = torch.cat(every).bfloat16()
             kinds = (self._squares.view(torch.int16).numpy() != _ONE).astype(np.int64)
         routed.arrange(kinds, 2)
-        self._groups: list[tuple[Tensor, list[int]]] = []
-        for dtype, width, _, numbers in layout.alike([None] * len(sizes)):
+        self._blocks: list[Tensor] = []  # the gradients of each group
+        for dtype, width, _, numbers in layout.groups:
             some = []
             for t in numbers:
-                if not _of_rows(grads[t], sizes[t], width):
-                    raise SchemaError(
-                        f"table {layout.tables[t]}: {sizes[t]} ids need {width} numbers each, got gradients "
-                        f"{tuple(grads[t].shape)}; give ({sizes[t]}, {width})"
-                    )
-                some.append(grads[t].detach().reshape(-1, width).to("cpu", dtype))
-            self._groups.append((side_by_side(some), numbers))
+                grads = gradients[layout.tables[t]][1]
+                assert grads.numel() == sizes[t] * width
+                some.append(grads.detach().reshape(-1, width).to("cpu", dtype))
+            self._blocks.append(side_by_side(some))
 
-    def parts(self, shard: int, rules: Sequence[int]) -> list[PushPart]:
-        """Return the part of each table in the message; none is left out, because a table's step is counted on every
-        shard.
+    def message(self, shard: int, rules: Mapping[str, int]) -> tuple[list[PushPart], list[Tensor]]:
+        """Return a shard's message, and its tensors, with those of parameters after those of the tables.
+
+        No table is left out, because a table's step is counted on every shard.
         """
-        counts = self._routed.counts[shard].tolist()
-        return [
-            PushPart(name, single + sums, rule, sums)
-            for name, (single, sums), rule in zip(self._routed.layout.tables, counts, rules, strict=True)
-        ]
-
-    def tensors(self, shard: int, dense: Sequence[tuple[Tensor, Share]]) -> list[Tensor]:
-        """Return the message's tensors, with those of parameters after those of the tables."""
-        routed = self._routed
-        some = routed.of(shard)
-        found = [routed.ids_of(shard)]
-        sums = routed.order[some][routed.kinds[some] == 1]
+        routed, layout, parts = self._routed, self._routed.layout, []
+        counts = routed.counts[shard].tolist()
+        for name, (single, sums) in zip(layout.tables, counts, strict=True):
+            parts.append(PushPart(name, single + sums, rules.get(name, 0), sums))
+        mine = routed.order[routed.of(shard)]
+        tensors = [torch.from_numpy(routed.flat[mine]).to(layout.ids_travel_as)]
+        sums = mine[routed.kinds[routed.of(shard)] == 1]
         if sums.size:
-            found.append(self._squares[torch.from_numpy(sums)])
+            tensors.append(self._squares[torch.from_numpy(sums)])
         rows, shares = list[Tensor](), list[Share]()
-        if len(self._groups) == 1:
-            rows.append(self._rows(self._groups[0][0], routed.order[some]))
-            shares.append(Share(rows[0].dtype, tuple(rows[0].shape), "rows"))
+        if len(self._blocks) == 1:  # the shares of all tables form one
+            rows.append(_of(self._blocks[0], mine))
         else:
-            counts, of = routed.counts[shard].sum(1), dict[int, Tensor]()
-            mine = routed.order[some]
-            for grads, numbers in self._groups:
-                places = np.full(len(counts), -1)
-                firsts = np.append(0, np.cumsum(np.diff(routed.starts)[numbers]))[:-1]
-                places[numbers] = firsts - routed.starts[:-1][numbers]  # from the flat ids to the group's own
-                tables = routed.tables[mine]
-                own = mine[np.isin(tables, numbers)]
-                gathered = self._rows(grads, own + places[routed.tables[own]])
-                of |= zip(numbers, torch.split(gathered, counts[numbers].tolist()), strict=True)
-            for t in range(len(counts)):
-                rows.append(of[t])
-                shares.append(Share(of[t].dtype, tuple(of[t].shape), "rows"))
-        rows += [value for value, _ in dense]
-        shares += [share for _, share in dense]
-        return [*found, *join(rows, shares, self._compression)]
+            of = dict[int, Tensor]()
+            for block, (_, _, _, numbers) in zip(self._blocks, layout.groups, strict=True):
+                own = mine[np.isin(routed.tables[mine], numbers)]
+                ends = np.cumsum(np.diff(routed.starts)[numbers])
+                shift = np.zeros(len(counts), np.int64)
+                # From places among all ids to those in the block.
+                shift[numbers] = np.append(0, ends)[:-1] - routed.starts[:-1][numbers]
+                gathered = _of(block, own + shift[routed.tables[own]])
+                of.update(zip(numbers, torch.split(gathered, [sum(counts[t]) for t in numbers]), strict=True))
+            rows += [of[t] for t in range(len(counts))]
+        for part in rows:
+            shares.append(Share(part.dtype, tuple(part.shape), "rows"))
+        for name, share in layout.dense[shard].items():
+            parts.append(PushPart(name, 0, rules.get(name, 0)))
+            rows.append(self._gradients[name][1].detach().to("cpu", share.dtype))
+            shares.append(share)
+        return parts, [*tensors, *join(rows, shares, self._compression)]
 
-    @staticmethod
-    def _rows(grads: Tensor, where: Array) -> Tensor:
-        if where.size == len(grads) and (where == np.arange(where.size)).all():
-            return grads
-        return grads.index_select(0, torch.from_numpy(where))
-
-    def bytes(self) -> list[int]:
-        """For each table the number of bytes of ids, squares and gradients in the messages."""
-        size, counts = self._routed.layout.ids_travel_as.itemsize, self._routed.counts.sum(0).tolist()
-        return [
-            (single + sums) * size
-            + sums * torch.bfloat16.itemsize
-            + Share(dtype, (single + sums, width), "rows").bytes(self._compression)
-            for (dtype, width), (single, sums) in zip(self._routed.layout.kinds, counts, strict=True)
-        ]
+    def bytes(self) -> dict[str, int]:
+        """For each table and parameter the number of bytes of ids, squares and gradients in the messages."""
+        layout, found = self._routed.layout, {}
+        counts = self._routed.counts.sum(0).tolist()
+        for name, (dtype, width), (single, sums) in zip(layout.tables, layout.kinds, counts, strict=True):
+            size = (single + sums) * layout.ids_travel_as.itemsize + sums * torch.bfloat16.itemsize
+            found[name] = size + Share(dtype, (single + sums, width), "rows").bytes(self._compression)
+        for dense in layout.dense:
+            for name, share in dense.items():
+                found[name] = share.bytes(None)
+        return found
 
 
-def _of_rows(grads: Tensor, count: int, width: int) -> bool:
-    """Return True if the first dimensions are of ``count`` ids, and the others of rows of ``width`` numbers."""
-    return grads.numel() == count * width and count in accumulate(grads.shape, operator.mul, initial=1)
-
-
-def _flat(tensors: Sequence[Tensor]) -> Array:
-    """All numbers of int64 tensors, one tensor after the other."""
-    if not tensors:
-        return np.empty(0, np.int64)
-    flat = [one if one.ndim == 1 and one.device.type == "cpu" else one.detach().cpu().reshape(-1) for one in tensors]
-    return side_by_side(flat).contiguous().numpy()
+def _of(block: Tensor, where: Array) -> Tensor:
+    if where.size == len(block) and (where == np.arange(where.size)).all():
+        return block
+    return block.index_select(0, torch.from_numpy(where))
 
 
 def _checked(places: Tensor, changed: Array, known: Array, shard: int) -> Array:
@@ -473,17 +485,16 @@ def _checked(places: Tensor, changed: Array, known: Array, shard: int) -> Array:
     return found
 
 
-def _together(parts: Sequence[tuple[Tensor, Tensor]], width: int, whole: int | None, dtype: torch.dtype) -> Tensor:
-    """All rows, one part after the other; rows without state are padded with zeros where others have one."""
-    if whole is None or whole == width:
-        some = [one for pair in parts for one in pair if len(one)]
-        return side_by_side(some) if some else torch.empty(0, whole or width, dtype=dtype, device="cpu")
-    found = torch.empty(sum(len(one) for pair in parts for one in pair), whole, dtype=state_dtype(dtype), device="cpu")
+def _together(pieces: list[Tensor], width: int, whole: int | None, dtype: torch.dtype) -> Tensor:
+    """All rows, one piece after the other; rows without state are padded with zeros where others have one."""
+    wide, rows, alike = whole or width, 0, True
+    for piece in pieces:
+        rows, alike = rows + len(piece), alike and piece.shape[1] == wide
+    if alike and pieces:
+        return side_by_side(pieces)
+    found = torch.zeros(rows, wide, dtype=state_dtype(dtype) if pieces else dtype, device="cpu")
     at = 0
-    for with_state, others in parts:
-        found[at : at + len(with_state)] = with_state
-        at += len(with_state)
-        found[at : at + len(others), :width] = others
-        found[at : at + len(others), width:] = 0
-        at += len(others)
+    for piece in pieces:
+        found[at : at + len(piece), : piece.shape[1]] = piece
+        at += len(piece)
     return found

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from anabranch import checkpoint
 from anabranch.errors import CheckpointError, SchemaError
-from anabranch.parameter_server.client.held_tables import HeldTables
+from anabranch.parameter_server.client.shards import HeldTables
 from anabranch.parameter_server.messages import ExportMessage, RestoreMessage
 from anabranch.tables.optimizers.row_optimizers import CONSTANTS, Family, RowOptimizer
 from anabranch.tables.optimizers.row_wise_adagrad import sums_dtype
@@ -98,7 +98,7 @@ def restore_some(tables: HeldTables, state: Mapping[str, Any], groups: Callable[
         parts = [tensors[str(k)] for k in range(len(tensors))]
         tables.init_dense(entry["name"], torch.zeros_like(parts[0]), RowOptimizer.from_dict(entry["rule"]))
         message = pack(RestoreMessage(entry["name"], entry["step"]))
-        tables.calls.call(tables.home(entry["name"]), "restore", message, parts, once=True)
+        tables.calls.call(tables.home(entry["name"]), "restore", message, parts)
 
 
 def for_optimizer(entry: Mapping[str, Any], tensors: Mapping[str, Tensor], rule: RowOptimizer) -> dict[str, Tensor]:
@@ -175,7 +175,7 @@ def write_dense(tables: HeldTables, name: str, kept: ParameterState, rule: RowOp
         states = [state.to(kind) for state in kept.states]
         parts = [part.detach().cpu().contiguous() for part in (kept.values, *states)]
         message = pack(RestoreMessage(name, kept.step))
-        tables.calls.call(tables.home(name), "restore", message, parts, once=True)
+        tables.calls.call(tables.home(name), "restore", message, parts)
 
 
 def sums_of(tables: HeldTables, name: str, rows: int, rule: RowOptimizer) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from anabranch.parameter_server.client.parameter_client import ParameterClient, Pulled
 from anabranch.parameter_server.client.remote_embedding import RemoteEmbedding
 from anabranch.parameter_server.client.remote_tables import RemoteTables
-from anabranch.parameter_server.client.row_messages import Layout, Pull, Push, Routed
+from anabranch.parameter_server.client.row_messages import Layout, Pull, Push
 from anabranch.tables.cache import Cache
 from anabranch.tables.kernels.row_versions import WITH_STATE
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
@@ -48,9 +48,9 @@ class _NullClient:
         self, wanted: Mapping[str, Tensor], *, widths: Mapping[str, int] | None = None, **others: object
     ) -> dict[str, Pulled]:
         placement = Placement(_ROWS, 2, 7)
-        layout = Layout.of(dict.fromkeys(wanted, (placement, self._dtype, _WIDTH)), [])
+        layout = Layout.of(dict.fromkeys(wanted, (placement, self._dtype, _WIDTH)))
         known = [torch.full((len(ids),), WITH_STATE, device="cpu") for ids in wanted.values()]
-        Pull(Routed(layout, list(wanted.values()), 2), known, [_WIDTH] * len(wanted), [(0, 0)] * 2, None)
+        Pull(layout, list(wanted.values()), known, [_WIDTH] * len(wanted), [(0, 0)] * 2, None)
         wide = widths or {}
         return {
             name: Pulled(
@@ -63,9 +63,8 @@ class _NullClient:
 
     def push_many(self, gradients: Mapping[str, tuple[Tensor, Tensor]], **others: object) -> None:
         placement = Placement(_ROWS, 2, 7)
-        layout = Layout.of(dict.fromkeys(gradients, (placement, self._dtype, _WIDTH)), [])
-        routed = Routed(layout, [ids for ids, _ in gradients.values()], 2)
-        Push(routed, [grads for _, grads in gradients.values()], [None] * len(gradients), None)
+        layout = Layout.of(dict.fromkeys(gradients, (placement, self._dtype, _WIDTH)))
+        Push(layout, gradients, {}, 2, None)
 
     def wait_for(self, future: Future[_T], operation: str, *, step: int | None = None) -> _T:
         return future.result(timeout=self.timeout)

@@ -1,0 +1,344 @@
+"""The shards as a client sees them: requests to all of them at once, and the tables and parameters that they hold."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anabranch.deadline import Deadline
+from anabranch.errors import DeadlineExceeded, NotFound, PeerLost, RolledBack, SchemaError
+from anabranch.parameter_server.client.row_messages import Layout, Routed
+from anabranch.parameter_server.expected_state import AcknowledgedPushes, ExpectedState
+from anabranch.parameter_server.messages import DropMessage, ExportMessage, InitMessage, PushReply, RestoreMessage
+from anabranch.record import spans
+from anabranch.tables.optimizers.row_optimizers import RowOptimizer
+from anabranch.tables.shard_placement import Placement
+from anabranch.tables.table_spec import TableSpec
+from anabranch.tables.warming import compile_kernels
+from anabranch.tensors.packing import Share
+from anabranch.transport import Answer, Client, Request, pack, unpack
+
+__all__ = ["HeldTables", "Holding", "ShardCalls"]
+
+_T = TypeVar("_T")
+_NUMBERED = frozenset({"init", "join", "push", "restore", "drop"})
+_REMEMBERED = 64  # messages of different tables
+
+
+class ShardCalls:
+    """Sends requests to the shards.
+
+    Args:
+        client: sends the requests.
+        endpoints: of all shards, in their order.
+        timeout: seconds that a call may take.
+        watch: called at intervals while waiting for other workers; raises if one of them is known to be lost.
+        look_every: seconds until the first call.
+
+    Attributes:
+        shards: the number of shards.
+        acknowledged: for each endpoint, the places of this client's pushes in the shard's log.
+        full: tables that have had no room for an id.
+        rolled_back: true once a shard has said that it lost pushes of this client, until it is set back.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        endpoints: Sequence[str],
+        timeout: float,
+        watch: Callable[[], None] | None,
+        look_every: float,
+    ) -> None:
+        self._client, self.endpoints, self.timeout = client, list(endpoints), timeout
+        self.shards = len(self.endpoints)
+        self._watch, self._look_every = watch, look_every
+        self.acknowledged = {endpoint: AcknowledgedPushes() for endpoint in endpoints}
+        self.rolled_back = False
+        self.full: set[str] = set()
+        self._noting = threading.Lock()
+
+    def request(
+        self,
+        shard: int,
+        verb: str,
+        payload: bytes = b"",
+        tensors: Sequence[Tensor] = (),
+        *,
+        step: int | None = None,
+    ) -> Request:
+        """Return a request to one shard, with this client's expected state there."""
+        endpoint = self.endpoints[shard]
+        pushes = self.acknowledged[endpoint]
+        expected = ExpectedState(self._client.epoch, pushes.newest, pushes.life, shard, self.shards).encode()
+        return Request(
+            endpoint, verb, tensors=tensors, payload=payload, schema=expected, once=verb in _NUMBERED, step=step,
+            role="parameters",
+        )  # fmt: skip
+
+    def call(self, shard: int, verb: str, payload: bytes = b"", tensors: Sequence[Tensor] = ()) -> Answer:
+        """Send a request to one shard, and return the answer."""
+        return self.all([self.request(shard, verb, payload, tensors)])[0]
+
+    def everywhere(self, verb: str, payload: bytes = b"") -> list[Answer]:
+        """Send the same request to every shard."""
+        return self.all([self.request(shard, verb, payload) for shard in range(self.shards)])
+
+    def all(self, requests: Sequence[Request], deadline: Deadline | None = None) -> list[Answer]:
+        """Send ``requests`` at once, under the client's timeout by default; raises the first error."""
+        answers, failures = self.outcomes(requests, deadline or Deadline(self.timeout))
+        if failures:
+            raise failures[0]
+        return answers
+
+    def outcomes(self, requests: Sequence[Request], deadline: Deadline) -> tuple[list[Answer], list[Exception]]:
+        """Return the answers, and the errors of those that failed."""
+        answers: list[Answer] = []
+        failures: list[Exception] = []
+        for request, outcome in zip(requests, self._client.gather(requests, deadline), strict=True):
+            if isinstance(outcome, Exception):
+                failures.append(self._note_loss(request, outcome))
+                continue
+            assert outcome is not None
+            if request.verb == "push" and outcome.payload:
+                reply = unpack(outcome.payload, PushReply)
+                with self._noting:
+                    self.acknowledged[request.endpoint].add(reply.place)
+                    self.full.update(reply.full)
+            answers.append(outcome)
+        return answers, failures
+
+    def _note_loss(self, request: Request, error: Exception) -> Exception:
+        """Return the error to raise; if a shard has lost pushes, forget their places."""
+        if isinstance(error, RolledBack):
+            said = ExpectedState.decode(request.schema)
+            assert said is not None
+            with self._noting:
+                self.rolled_back = True
+                pushes = self.acknowledged[request.endpoint]
+                gone = pushes.cut(0 if error.lost is None else said.pushes - error.lost)
+                if error.lost is not None:
+                    error.lost = gone
+                pushes.life = 0
+        return error
+
+    def in_turn(self, requests: Sequence[Request], deadline: Deadline) -> list[Answer]:
+        """As ``all``, for requests that may wait for other workers: checks in between that they are alive.
+
+        Each check repeats the request, so the intervals grow: a slow request gets through.
+        """
+        patience = self._look_every
+        while self._watch is not None and patience < deadline.remaining():
+            try:
+                return self.all(requests, deadline.sooner(patience))
+            except DeadlineExceeded:
+                self._watch()
+                patience *= 2
+        return self.all(requests, deadline)
+
+    def post(self, requests: Sequence[Request]) -> None:
+        """Send requests whose answers nobody needs, and whose loss a later request makes good."""
+        unsent = [request for request in requests if not self._client.post(request, self.timeout)]
+        if unsent:
+            self.outcomes(unsent, Deadline(self.timeout))
+
+    def export(self, shard: int, message: ExportMessage) -> tuple[int, Sequence[Tensor]]:
+        """Return the steps of a table or parameter, and part of its tensors."""
+        answer = self.call(shard, "export", pack(message))
+        return unpack(answer.payload, int), answer.tensors
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return what each shard holds."""
+        return [unpack(answer, dict[str, Any]) for answer in self.ask_at_length("describe")]
+
+    def ask_at_length(self, verb: str) -> list[bytes]:
+        """Return every shard's answer to ``verb``, which may be too long for a header."""
+        return [answer.tensors[0].numpy().tobytes() for answer in self.everywhere(verb)]
+
+    def lives(self) -> list[Answer]:
+        """Wait for shards that do not listen yet, as long as a call may take: a new machine compiles for a minute."""
+        deadline = Deadline(self.timeout)
+        while True:
+            try:
+                return self.all([self.request(shard, "life") for shard in range(self.shards)], deadline)
+            except PeerLost as error:
+                if deadline.expired() or not isinstance(error.__cause__, ConnectionRefusedError):
+                    raise
+            if self._watch is not None:
+                self._watch()
+
+    def wait_for(self, future: Future[_T], operation: str, *, step: int | None = None) -> _T:
+        """Wait for a call of this client on another thread, checking meanwhile that all workers are alive.
+
+        Raises:
+            PeerLost: another worker is gone.
+            DeadlineExceeded: the call has overrun its own deadline.
+        """
+        deadline = Deadline(self.timeout + 2 * self._look_every)  # the call's own error comes first
+        with spans.span("wait", "wait", peer="the servers", operation=operation):
+            while not wait([future], timeout=min(self._look_every, deadline.remaining())).done:
+                deadline.check(peer="the servers", operation=operation, step=step)
+                if self._watch is not None:
+                    self._watch()
+        return future.result(timeout=0)
+
+
+class Holding:
+    """One name as a client knows it: a table with its placement, or a dense parameter.
+
+    Attributes:
+        placement, dtype: of the rows; a dense parameter has no placement.
+        shape: of the whole; of a table (rows or -1, *shape of a row).
+        width: numbers of a row.
+    """
+
+    def __init__(self, placement: Placement | None, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        self.placement, self.dtype, self.shape = placement, dtype, shape
+        self.width = math.prod(shape[1:])
+
+
+class HeldTables:
+    """The client's tables and parameters.
+
+    Args:
+        calls: sends the requests.
+        in_process: the one shard is in this process, which compiles its kernels.
+
+    Attributes:
+        holdings: by name.
+        made: the tables that this client has created or found, and their optimizers.
+    """
+
+    def __init__(self, calls: ShardCalls, *, in_process: bool) -> None:
+        self.calls, self.in_process = calls, in_process
+        self.holdings: dict[str, Holding] = {}
+        self.made: list[tuple[TableSpec, RowOptimizer]] = []
+        self._expected: dict[str, TableSpec] = {}
+        self._layouts: dict[tuple[str, ...], Layout] = {}
+
+    def _holding_of(self, spec: TableSpec, row_shape: tuple[int, ...] | None = None) -> Holding:
+        placement = Placement.of(spec, self.calls.shards)
+        rows = -1 if spec.rows is None else spec.rows
+        return Holding(placement, spec.dtype, (rows, *(row_shape or (spec.width,))))
+
+    def holding(self, name: str, *, rows: bool = False) -> Holding:
+        """Return the record of a name, requested from the shards if it is not known."""
+        if name not in self.holdings:
+            self._learn()
+        holding = self.holdings.get(name)
+        if holding is None:
+            cure = "; a reader makes none: train it, or load a checkpoint, first" if name in self._expected else ""
+            raise NotFound(f"no table or parameter {name!r}; there are: {', '.join(self.holdings) or 'none'}{cure}")
+        if rows and holding.placement is None:
+            raise SchemaError(f"{name} is a dense parameter; use pull and push")
+        return holding
+
+    def _hold(self, name: str, holding: Holding) -> None:
+        self.holdings[name] = holding
+        self._layouts.clear()
+
+    def layout(self, names: Iterable[str]) -> Layout:
+        """Return the layout of a message about ``names``."""
+        key = tuple(names)
+        layout = self._layouts.get(key)
+        if layout is None:
+            tables: dict[str, tuple[Placement, torch.dtype, int]] = {}
+            dense: list[dict[str, Share]] = [{} for _ in range(self.calls.shards)]
+            for name in key:
+                holding = self.holding(name)
+                if holding.placement is not None:
+                    tables[name] = (holding.placement, holding.dtype, holding.width)
+                else:
+                    dense[self.home(name)][name] = Share(holding.dtype, holding.shape)
+            if len(self._layouts) >= _REMEMBERED:
+                self._layouts.clear()
+            layout = self._layouts[key] = Layout.of(tables, dense)
+        return layout
+
+    def _learn(self) -> None:
+        for shard, described in enumerate(self.calls.describe()):
+            for table in described["tables"]:
+                spec = TableSpec.from_dict(table["spec"])
+                if self._expected.get(spec.name, spec) != spec:
+                    raise SchemaError(f"table {spec.name} is {spec} here, not {self._expected[spec.name]}")
+                self.holdings.setdefault(spec.name, self._holding_of(spec))
+            for name in (parameter["name"] for parameter in described["dense"]):
+                if name in self._expected:
+                    raise SchemaError(f"{name} is a dense parameter here; give the RemoteEmbedding another name")
+                if name not in self.holdings:
+                    _, parts = self.calls.export(shard, ExportMessage(name))
+                    self.holdings[name] = Holding(None, parts[0].dtype, tuple(parts[0].shape))
+
+    def home(self, name: str) -> int:
+        """Return the shard of a dense parameter."""
+        return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") % self.calls.shards
+
+    def every_id(self, name: str, holding: Holding) -> Tensor:
+        """Return the ids of a fixed table."""
+        if holding.shape[0] < 0:
+            raise SchemaError(f"table {name} has a dynamic vocabulary and cannot be pulled or pushed as a whole")
+        return torch.arange(holding.shape[0], device="cpu")
+
+    def init_table(self, spec: TableSpec, rule: RowOptimizer, *, row_shape: tuple[int, ...] | None = None) -> None:
+        """Create the table that ``spec`` describes on every shard; an existing one stays unchanged."""
+        if self.in_process:
+            compile_kernels(spec.dtype)
+        self.calls.everywhere("init", pack(InitMessage(spec.name, rule.to_dict(), spec.to_dict())))
+        self._hold(spec.name, self._holding_of(spec, row_shape))
+        self._expected.pop(spec.name, None)
+        self.made.append((spec, rule))
+
+    def expect_table(self, spec: TableSpec) -> None:
+        """Register a table that others create: it may be read once it is there, if it is as ``spec`` describes it."""
+        self._expected[spec.name] = spec
+
+    def init_dense(self, name: str, value: Tensor, rule: RowOptimizer) -> None:
+        """Create the dense parameter ``name`` with ``value`` on its shard; an existing one stays unchanged."""
+        self.calls.call(self.home(name), "init", pack(InitMessage(name, rule.to_dict())), [value.detach().cpu()])
+        self.expect_dense(name, value)
+
+    def expect_dense(self, name: str, like: Tensor) -> None:
+        """Register a dense parameter with the shape and dtype of ``like`` that another client creates."""
+        self._hold(name, Holding(None, like.dtype, tuple(like.shape)))
+
+    def steps(self) -> list[dict[str, int]]:
+        """Return for each shard the tables and parameters that it holds, and the optimizer steps of each."""
+        return [
+            {table["spec"]["name"]: table["step"] for table in described["tables"]}
+            | {parameter["name"]: parameter["step"] for parameter in described["dense"]}
+            for described in self.calls.describe()
+        ]
+
+    def drop(self, names: Iterable[str] | None) -> set[str]:
+        """Drop those of ``names`` that the shards hold, and return them; ``None``: all."""
+        wanted = None if names is None else set(names)
+        dropped = set()
+        for shard, steps in enumerate(self.steps()):
+            for name in steps:
+                if wanted is None or name in wanted:
+                    self.calls.call(shard, "drop", pack(DropMessage(name)))
+                    dropped.add(name)
+        for name in dropped & self.holdings.keys():
+            del self.holdings[name]
+        self._layouts.clear()
+        return dropped
+
+    def restore_rows(self, name: str, parts: Sequence[Tensor], step: int, history: Tensor) -> None:
+        """Set rows, their state and stamps, on the shards that hold them."""
+        routed = Routed(self.layout([name]), parts[:1], self.calls.shards)
+        routed.arrange(np.zeros(routed.flat.size, np.int64), 1)
+        message = pack(RestoreMessage(name, step))
+        requests = []
+        for shard in range(self.calls.shards):
+            where = torch.from_numpy(routed.order[routed.of(shard)])
+            mine = [part[where] if len(part) == len(parts[0]) else part for part in parts]
+            requests.append(self.calls.request(shard, "restore", message, [*mine, history]))
+        self.calls.all(requests)
