@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from real_models import bert, gpt2, llama, load, padded, padded_left, t5
 from torch import Tensor, nn
 
+from anabranch import Executor, TrainStep
 from anabranch.errors import CaptureError
 from anabranch.pipeline import Pipe, split
 
@@ -85,6 +86,33 @@ def test_gpt2_trains_with_its_own_dropout_in_every_microbatch():
     assert not torch.equal(train[0][0], train[0][2])
     assert torch.equal(*quiet)
     torch.testing.assert_close(quiet[0], model(ids).logits)
+
+
+def test_padded_batches_train_gpt2_as_the_plain_loop_does():
+    model = gpt2(n_layer=2, use_cache=False, embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0).double()
+    plain = copy.deepcopy(model)
+    ids = torch.randint(2, 16, (6, 8), generator=torch.Generator().manual_seed(0))
+    padding = torch.arange(8) >= torch.tensor([8, 3, 1, 5, 1, 1])[:, None]  # the last microbatch predicts nothing
+    labels = ids.masked_fill(padding, -100)
+    batch = load("transformers").BatchEncoding(
+        {"input_ids": ids, "attention_mask": (~padding).long(), "labels": labels}
+    )
+    with Pipe(split(model, ["transformer.h.1"]), [1, 1], chunks=3) as pipe:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        step = TrainStep(
+            pipe, lambda output, _: output.loss, optimizer, rows=lambda batch: (batch["labels"][:, 1:] != -100).sum()
+        )
+        with Executor({"train": step}) as executor:
+            losses = [executor.run("train", batch)["loss"] for _ in range(3)]
+    optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)
+    for loss in losses:
+        expected = plain(**batch).loss
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=0.0)  # made in float32
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
 
 
 def test_a_cache_that_would_cross_a_cut_is_refused():

@@ -35,7 +35,7 @@ Loss: TypeAlias = Callable[[Structure, Structure], Tensor]
 """A function from output and target to one number."""
 Reduction: TypeAlias = Literal["mean", "sum"]
 """Reduction of the loss over the rows of a batch."""
-Weigh: TypeAlias = Callable[[Sequence[int]], Sequence[float]]
+Weigh: TypeAlias = Callable[[Sequence[int]], Sequence[float | Tensor]]
 """A function from the rows of the microbatches to the weight of each one's loss in the mean."""
 
 

@@ -389,7 +389,7 @@ class Pipe(nn.Module):
         with self._turn("step") as turn:
             args, target = split_target(args, target)
             batch = *args, target
-            weigh = None if rows is None else lambda sizes: [rows(*part) for part in scatter(batch, sizes)]  # type: ignore[misc]
+            weigh = None if rows is None else lambda sizes: [rows(*part) for part in scatter(batch, sizes)]
             call, outputs, grads = self._step(turn, args, inputs, HeadParts(loss, target, reduction, weigh=weigh))
         # Only after every rank has done its part: a step that fails on any rank leaves no gradient.
         if call.records:
