@@ -56,7 +56,7 @@ def held_resources() -> HeldResources:
     kept = launcher_side._kept
     descriptors, children = _descriptors(), _children()
     if kept is not None and kept.running:
-        descriptors = frozenset(entry for entry in descriptors if not entry.startswith(f"{kept.fileno()}: "))
+        descriptors = frozenset(entry for entry in descriptors if not entry.startswith(f"{kept._channel.fileno()}: "))
         children -= {kept.pid}
     return HeldResources(_threads(), descriptors, _shared(), children)
 

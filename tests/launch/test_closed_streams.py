@@ -34,19 +34,6 @@ def test_a_closed_stream_leads_nowhere(closed: str) -> None:
     assert done.stderr == ("" if "2>&-" in closed else "to stderr\n")
 
 
-@pytest.mark.slow
-def test_a_job_runs_to_its_end_without_a_terminal(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("from pathlib import Path\nprint('seen by nobody')\nPath(__file__).with_name('done').touch()\n")
-    command = [sys.executable, "-m", "anabranch.cli", "run", "--log-dir", str(tmp_path / "logs"), str(script)]
-    done = subprocess.run(
-        ["sh", "-c", 'exec "$0" "$@" >&-', *command], capture_output=True, text=True, timeout=200, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert (tmp_path / "done").exists()
-    assert "seen by nobody" in (tmp_path / "logs" / "worker-0.log").read_text()
-
-
 def test_output_of_the_command_line_to_a_full_disk_is_not_an_error() -> None:
     program = "import runpy, sys; say = runpy.run_path(sys.argv[1])['say']; say('one'); say('two'); print('here')"
     with open("/dev/full", "w") as full:

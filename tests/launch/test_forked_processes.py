@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,7 +14,6 @@ from jobs import launch
 from process_marks import wait_until
 
 from anabranch.launch.forks.conditions import why_no_fork_server, why_not_forked
-from anabranch.launch.forks.fork_server import _refuse
 from anabranch.launch.forks.launcher_side import ForkServer, ForkServerError
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.supervision.orphans import adopt_orphans
@@ -133,20 +131,6 @@ def test_every_end_is_that_of_a_process_that_was_started(
     assert forked == started
 
 
-def test_a_file_that_cannot_be_read_is_named_as_python_names_it(tmp_path: Path, fork_server: ForkServer) -> None:
-    program = PythonProgram(str(tmp_path / "loop.py"))
-    (tmp_path / "loop.py").symlink_to(tmp_path / "loop.py")
-    forked, started = (end_and_words(program, tmp_path / "log", server) for server in (fork_server, None))
-    assert forked == started
-    assert forked[0] == 2
-
-
-def test_the_role_is_the_name_that_top_shows(script: Script, tmp_path: Path) -> None:
-    path = script("print(open('/proc/self/comm').read(), end='')")
-    launch(path, workers=2, log_dir=tmp_path)
-    assert [(tmp_path / f"worker-{rank}.log").read_text() for rank in range(2)] == ["worker-0\n", "worker-1\n"]
-
-
 def test_threads_are_as_many_as_the_environment_says(script: Script) -> None:
     path = script(
         """
@@ -179,12 +163,6 @@ def test_variables_that_are_read_at_process_start_prevent_a_fork(script: Script,
     assert name in why
 
 
-def test_environment_variables_left_by_scikit_learn_do_not_matter(script: Script) -> None:
-    environment = {**os.environ, "KMP_DUPLICATE_LIB_OK": "True", "KMP_INIT_AT_FORK": "FALSE"}
-    assert why_no_fork_server(environment) is None
-    assert why_not_forked(PythonProgram(str(script(""))), environment, os.environ) is None
-
-
 def test_a_directory_or_an_archive_is_run_by_a_plain_process(tmp_path: Path) -> None:
     folder = tmp_path / "program"
     folder.mkdir()
@@ -215,20 +193,6 @@ def test_the_fork_server_has_one_thread_and_nothing_open_but_its_channel(fork_se
     assert sockets == ["0"]
     assert (here / "comm").read_text() == "fork-server\n"
     assert (here / "cmdline").read_text().rstrip("\0") == "anabranch: fork server"
-
-
-def test_a_fork_ends_without_the_finalizers_of_shared_objects() -> None:
-    result = LocalJob().run_source(
-        """
-        import json, weakref
-        due = [f.func.__qualname__ for f in weakref.finalize._registry if f.atexit]
-        print(json.dumps({"inherited": len(weakref.finalize._registry), "due": due}))
-        """
-    )
-    (found,) = result.check().results
-    assert found is not None
-    assert found["inherited"]
-    assert found["due"] == []
 
 
 def test_a_fork_server_with_a_second_thread_forks_nothing(tmp_path: Path) -> None:
@@ -334,60 +298,3 @@ def test_a_lost_rendezvous_ends_the_job_and_is_named(script: Script, tmp_path: P
     assert outcome.exit_code == 1
     assert outcome.first_failure is not None
     assert outcome.first_failure.describe().startswith("rendezvous 0 (pid ")
-
-
-def test_a_service_restarts_although_the_fork_server_has_died(script: Script, tmp_path: Path) -> None:
-    """The launcher ended with a traceback: it asked the server that had forked the service the first time."""
-    path = script(
-        """
-        import os, pathlib, signal, sys, time
-        here, server = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-        if os.environ.get("ANABRANCH_ROLE") == "expert":
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-            mark = here / f"expert-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
-            mark.with_suffix(".new").write_text(f"{os.getpid()} {'torch' in sys.modules}")
-            mark.with_suffix(".new").rename(mark)
-            time.sleep(600)
-        until = time.monotonic() + 60
-        while not (here / "expert-0").exists() and time.monotonic() < until:
-            time.sleep(0.005)
-        os.kill(server, signal.SIGKILL)
-        os.kill(int((here / "expert-0").read_text().split()[0]), signal.SIGKILL)
-        while not (here / "expert-1").exists() and time.monotonic() < until:
-            time.sleep(0.005)
-        """
-    )
-    launcher = tmp_path / "launcher.py"
-    launcher.write_text(
-        f"""
-import json, os, sys
-from pathlib import Path
-from anabranch.launch import JobSpec, PythonProgram, launch
-from anabranch.launch.forks.launcher_side import ForkServer
-from anabranch.launch.meeting.rendezvous import Rendezvous
-
-Rendezvous.is_announced = lambda rendezvous, uid: True  # the expert counts as having served
-told = []
-with ForkServer(os.environ) as server:
-    program = PythonProgram({str(path)!r}, (sys.argv[1], str(server.pid)))
-    outcome = launch(JobSpec(program=program, experts=1, log_dir=Path(sys.argv[1])), told.append, server=server)
-print(json.dumps([outcome.exit_code, told]))
-"""
-    )
-    with start_launcher(launcher, tmp_path) as process:
-        said, errors = process.communicate(timeout=200)
-    assert process.returncode == 0, errors
-    code, told = json.loads(said)
-    assert code == 0, (tmp_path / "worker-0.log").read_text()
-    assert "expert 0" in told[0]
-    assert told[0].endswith("restarted (1 of 3)")
-    assert told[1].startswith("starting plain processes, which takes longer: the fork server ")
-    assert [(tmp_path / f"expert-{life}").read_text().split()[1] for life in range(2)] == ["True", "False"]
-
-
-def test_a_fork_without_its_launcher_ends_silently(tmp_path: Path) -> None:
-    """Ctrl-C may end the launcher between the fork and its first word to it."""
-    read, write = os.pipe()
-    os.close(read)
-    _refuse(write, "the launcher (pid 1) is gone")
-    os.close(write)

@@ -86,36 +86,6 @@ def test_a_file_that_cannot_be_written_ends_no_job(tmp_path: Path) -> None:
     assert told == [f"{tmp_path / 'gone' / 'job.json'} is not up to date: No such file or directory"]
 
 
-def test_it_says_where_the_trace_will_be(tmp_path: Path) -> None:
-    record = JobFile(tmp_path, trace=str(tmp_path / "out.json"))
-    record.began("worker", 0, 1, None)
-    assert read(tmp_path)["trace"] == str(tmp_path / "out.json")
-
-
-def test_a_job_finds_itself_in_it(tmp_path: Path, script: Callable[[str], Path]) -> None:
-    path = script(
-        """
-        import json, os, sys, time
-        mine = int(os.environ["RANK"])
-        end = time.monotonic() + 60
-        pids, record = [], {}
-        while len(pids) < 2 or pids[mine] != os.getpid():  # a process may be quicker than the launcher writes
-            assert time.monotonic() < end, record
-            if os.path.exists(sys.argv[1]):
-                record = json.load(open(sys.argv[1]))
-                pids = [role["pid"] for role in record["roles"]]
-        assert record["ended"] is None
-        sys.exit(mine == 0 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
-        """
-    )
-    found = launch(path, [str(tmp_path / "job.json")], workers=2, log_dir=tmp_path, max_restarts=1, seconds=200)
-    assert found.exit_code == 0, (tmp_path / "worker-0.log").read_text()
-    record = read(tmp_path)
-    assert [(role["role"], role["rank"]) for role in record["roles"]] == [("worker", 0), ("worker", 1)]  # type: ignore[index, attr-defined]
-    assert [role["pid"] for role in record["roles"]] == [exit_.pid for exit_ in found.exits]  # type: ignore[index, attr-defined]
-    assert record["ended"] >= record["started"]  # type: ignore[operator]
-
-
 def test_services_are_listed_with_their_endpoints(tmp_path: Path, script: Callable[[str], Path]) -> None:
     path = script(
         """
@@ -128,31 +98,3 @@ def test_services_are_listed_with_their_endpoints(tmp_path: Path, script: Callab
     roles = read(tmp_path)["roles"]
     (said,) = (tmp_path / "worker-0.log").read_text().split()
     assert [role["endpoint"] for role in roles] == [None, said]  # type: ignore[index, attr-defined]
-
-
-def test_a_service_that_is_started_again_is_listed_with_its_new_process(
-    tmp_path: Path, script: Callable[[str], Path]
-) -> None:
-    path = script(
-        """
-        import json, os, signal, sys, time, torch, anabranch as ab
-
-        def make(index, count):
-            return [ab.ExpertBackend(f"e.{index}", torch.nn.Identity(), args_schema=[ab.TensorSpec(2)])]
-
-        directory = ab.job().serve(make)
-        end = time.monotonic() + 60
-        found = lambda: json.load(open(sys.argv[1]))["roles"][1]
-        while found()["pid"] is None:
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        first = found()
-        assert first["endpoint"] == directory.lookup(["e.0"])["e.0"], first
-        os.kill(first["pid"], signal.SIGKILL)
-        while found()["pid"] in (first["pid"], None):
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        """
-    )
-    found = launch(path, [str(tmp_path / "job.json")], experts=1, log_dir=tmp_path, seconds=200)
-    assert found.exit_code == 0, (tmp_path / "worker-0.log").read_text()

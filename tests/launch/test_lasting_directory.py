@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,22 +49,6 @@ print(json.dumps({"listens": directory.lookup(["ffn.0"])["ffn.0"], "others": dir
 """
 )
 
-KILLS = (
-    JOB
-    + """
-before = (here / "pid-0").read_text()
-os.kill(int(before), signal.SIGKILL)
-while (here / "pid-0").read_text() == before:
-    time.sleep(0.01)
-while True:
-    try:
-        print(ab.RemoteExpert("ffn.0", directory)(x).tolist())
-        break
-    except (ab.BoundaryError, ValueError):
-        time.sleep(0.1)
-"""
-)
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("host", "listens", "others"), [(None, "unix:", [7]), ("127.0.0.1", "tcp://127.0.0.1:", [])])
@@ -87,23 +69,6 @@ def test_experts_are_announced_in_redis_and_those_of_others_found(
     assert told["others"] == others, "with certificates made for the job alone it sees nobody else"
     assert told["directory"] == f"RedisDirectory('{redis.url}')"
     assert ab.RedisDirectory(redis.url).active(["ffn"]) == {"ffn": []}, "withdrawn at the end"
-
-
-@pytest.mark.slow
-def test_an_expert_that_has_served_is_started_again(script: Script, tmp_path: Path, redis: RealRedis) -> None:
-    told: list[str] = []
-    outcome = launch(
-        script(KILLS),
-        [str(tmp_path)],
-        experts=1,
-        log_dir=tmp_path,
-        directory=redis.url,
-        seconds=LIMIT,
-        tell=told.append,
-    )
-    assert outcome.exit_code == 0, outcome
-    assert "[[1.0, 1.0]]" in (tmp_path / "worker-0.log").read_text()
-    assert any("restarted" in line for line in told)
 
 
 @pytest.mark.parametrize(
@@ -138,22 +103,3 @@ def test_a_redis_is_queried_at_its_address(redis: RealRedis) -> None:
         assert (role.role, role.state, role.endpoint) == ("directory", "running", redis.url)
         redis.stop()
         assert addresses.look().roles[0].state == "gone"
-
-
-@pytest.mark.slow
-def test_an_expert_server_of_the_command_line_is_found_by_status_and_by_name(redis: RealRedis) -> None:
-    command = [sys.executable, "-m", "anabranch.cli"]
-    serving = ["serve", "experts", "--uids", "ffn.[0:2]", "--module", "nop:4"]
-    with subprocess.Popen([*command, *serving, "--directory", redis.url], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline().startswith("listening on ")
-            mixture = ab.RemoteMixtureOfExperts(4, [2], redis.url, "ffn", k_best=2)
-            assert mixture(torch.ones(3, 4)).shape == (3, 4)
-            asked = [*command, "status", "--address", redis.url]
-            done = subprocess.run(asked, capture_output=True, text=True, timeout=LIMIT, check=True)
-            assert "directory" in done.stdout
-        finally:
-            process.terminate()
-            process.wait(60.0)
-    assert ab.RedisDirectory(redis.url).active(["ffn"]) == {"ffn": []}

@@ -121,34 +121,6 @@ def test_the_others_have_time_to_report_their_errors(script: Script, tmp_path: P
     assert outcome.exits[0].last_words() == "rank 1 is gone"
 
 
-def test_the_first_to_raise_counts_not_the_first_to_end(script: Script, tmp_path: Path) -> None:
-    path = script(
-        """
-        import atexit, os, pathlib, sys, time
-        raised = pathlib.Path(sys.argv[1])
-
-        def tear_down():
-            raised.touch()
-            pid = raised.with_name("pid")
-            while not pid.exists() or pathlib.Path("/proc", pid.read_text()).exists():
-                time.sleep(0.01)
-
-        if os.environ["RANK"] == "1":
-            atexit.register(tear_down)           # until the other one has ended
-            raise RuntimeError("the cause")
-        while not raised.exists():
-            time.sleep(0.01)
-        time.sleep(0.1)                          # files are dated to a few milliseconds
-        raised.with_name("new").write_text(str(os.getpid()))
-        raised.with_name("new").rename(raised.with_name("pid"))
-        raise RuntimeError("the consequence")
-        """
-    )
-    outcome = launch(path, [str(tmp_path / "raised")], workers=2, log_dir=tmp_path, patience=PATIENT)
-    assert outcome.exits[0].ended_at < outcome.exits[1].ended_at
-    assert outcome.first_failure is outcome.exits[1]
-
-
 def test_a_killed_worker_ends_the_job_naming_rank_and_signal(script: Script, tmp_path: Path) -> None:
     path = script(
         GRANDCHILDREN
@@ -319,11 +291,6 @@ def test_last_words_begin_at_the_exception_that_led_to_the_last(script: Script, 
     assert words[-1] == "RuntimeError: no such key"
 
 
-def test_a_worker_that_dies_at_import_is_shown(script: Script, tmp_path: Path) -> None:
-    outcome = launch(script("import no_such_module"), log_dir=tmp_path)
-    assert outcome.exits[0].last_words().endswith("ModuleNotFoundError: No module named 'no_such_module'")
-
-
 def test_workers_share_the_cores_unless_the_user_says_otherwise(
     script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,21 +304,6 @@ def test_workers_share_the_cores_unless_the_user_says_otherwise(
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     launch(path, workers=2, log_dir=tmp_path)
     assert log.read_text() == "3\n"
-
-
-def test_ranks_meet_in_a_process_group(script: Script, tmp_path: Path) -> None:
-    path = script(
-        """
-        import torch, torch.distributed as dist
-        dist.init_process_group("gloo")
-        ranks = torch.tensor([dist.get_rank() + 1])
-        dist.all_reduce(ranks)
-        print(ranks.item())
-        dist.destroy_process_group()
-        """
-    )
-    assert launch(path, workers=2, log_dir=tmp_path).exit_code == 0
-    assert [(tmp_path / f"worker-{rank}.log").read_text() for rank in range(2)] == ["3\n", "3\n"]
 
 
 def test_launching_leaves_no_descriptor_open(script: Script, tmp_path: Path) -> None:

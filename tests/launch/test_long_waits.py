@@ -83,33 +83,6 @@ def test_activities_of_workers_are_reported_once_and_again_when_they_last() -> N
     assert fetching(40.0, 0.0) == ["rank 0 is fetching a batch from its loader (40 s)"]
 
 
-def test_a_job_s_screen_reports_a_loader_without_a_batch(tmp_path: Path, script: Callable[[str], Path]) -> None:
-    path = script(
-        """
-        import sys, time, torch, anabranch as ab
-        from pathlib import Path
-        class Slow:
-            def __iter__(self):
-                Path(sys.argv[1]).touch()
-                while Path(sys.argv[1]).exists():
-                    time.sleep(0.01)
-                yield torch.ones(2, 2)
-        model = torch.nn.Linear(2, 1)
-        step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
-        with ab.Executor({"train": step}, dataloaders={"train": Slow()}) as executor:
-            executor.run("train")
-        """
-    )
-    waiting = tmp_path / "waiting"
-    with start_run("--workers", "1", "--log-dir", tmp_path, path, waiting) as job:
-        wait_until(waiting.exists)
-        wait_until(lambda: status_of(tmp_path).roles[0].doing == ACTIVITIES["load"])
-        waiting.unlink()
-        job.communicate(60.0)
-        assert job.wait() == 0
-    assert status_of(tmp_path).roles[0].doing is None
-
-
 def test_a_folder_that_is_gone_is_passed_over() -> None:
     assert Told().look() == []
 

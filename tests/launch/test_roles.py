@@ -24,7 +24,6 @@ from anabranch.testing import LocalJob
 from anabranch.transport import Server, make_keys
 from covering import slow_except
 from launched import start_run
-from programs import start
 
 Script = Callable[[str], Path]
 HURRIED = Patience(failure=0.3, stop=0.3, drain=0.5)
@@ -195,28 +194,6 @@ while True:
     assert (tmp_path / "expert-0.log").read_text() == "drained\n"
 
 
-def test_a_failed_worker_s_services_are_stopped_too(script: Script, tmp_path: Path) -> None:
-    path = script(
-        STANDS_BY
-        + """
-if role == "expert":
-    stand_by()
-wait_for("ready-0")
-raise RuntimeError("no more milk")
-"""
-    )
-    outcome = launch(path, [str(tmp_path)], experts=1, log_dir=tmp_path, patience=PATIENT)
-    assert outcome.exit_code == 1
-    assert outcome.first_failure is not None
-    assert outcome.first_failure.who == "rank 0"
-    assert (tmp_path / "expert-0.log").read_text() == "drained\n"
-
-
-def test_numbers_that_cannot_be_are_named(script: Script, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="servers=-1"):
-        launch(script(""), servers=-1, log_dir=tmp_path)
-
-
 # With torch: real servers, real experts.
 
 EXPERTS = """
@@ -360,25 +337,6 @@ def test_a_host_that_cannot_be_is_a_wrong_argument(script: Script, options: list
     done = CliRunner().invoke(_app, ["run", *options, str(script(""))], env={"COLUMNS": "300"})
     assert done.exit_code == 2
     assert says in done.output
-
-
-def test_the_same_script_runs_alone(script: Script, temporary: Path) -> None:
-    path = script(
-        EXPERTS
-        + """
-listen = "unix:" + sys.argv[1] + "/experts"
-directory = job.serve(make_backends, listen=listen)
-x = torch.ones(1, 4, requires_grad=True)
-ab.RemoteMixtureOfExperts(4, [1], directory, "ffn", k_best=1)(x).sum().backward()
-print(x.grad.tolist(), job.experts, job.directory)
-assert os.path.exists(listen.removeprefix("unix:"))
-"""
-    )
-    (folder := temporary / "served").mkdir(mode=0o700)
-    with start(path, folder) as process:
-        assert process.communicate(LIMIT) == ("[[4.0, 4.0, 4.0, 4.0]] 0 None\n", "")
-        assert process.wait() == 0
-    assert list(temporary.glob("anabranch*")) == []
 
 
 def test_an_expert_that_is_killed_returns_with_its_state_and_is_used_again(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from anabranch.experts import DirectoryServer, ExpertServer
@@ -55,13 +54,18 @@ def serve_metrics(address: str, collect: Callable[[], Iterable[Metric]]) -> Iter
         raise ValueError(f"metrics are served at HOST:PORT or :PORT, got {address!r}")
     try:
         from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client.registry import Collector
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "metrics need prometheus_client: pip install 'anabranch[metrics]'", name="prometheus_client"
         ) from error
 
+    class Page(Collector):
+        def collect(self) -> Iterable[Metric]:
+            return collect()
+
     registry = CollectorRegistry()
-    registry.register(SimpleNamespace(collect=collect))  # type: ignore[arg-type]  # all that a Collector has
+    registry.register(Page())
     host = host.removeprefix("[").removesuffix("]") or "127.0.0.1"
     server, thread = start_http_server(int(port), addr=host, registry=registry)
     try:

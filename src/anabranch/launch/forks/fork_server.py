@@ -34,7 +34,6 @@ from typing import Any
 from anabranch.held_error import hold_back_errors
 from anabranch.launch.forks.main_script import run_as_main
 from anabranch.launch.forks.process_state import (
-    keep_shared_finalizers,
     keep_shared_libraries,
     keep_shared_modules,
     limit_threads,
@@ -72,8 +71,7 @@ _started_as = sys.modules["__main__"]  # a role sets its own; the interpreter st
 
 def main() -> None:
     """Serve the launcher at the other end of stdin until it goes; in a fork, run the role that was requested."""
-    shared: list[str] = []
-    keep_shared_modules(shared)
+    keep = keep_shared_modules()
     set_title("fork-server", ["anabranch: fork server"])
     handlers = {
         number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -85,8 +83,7 @@ def main() -> None:
         with suppress(OSError):
             send(channel, {"error": traceback.format_exc()})
         raise
-    shared += sys.modules.keys() - {"__main__", "sys", "builtins"}
-    keep_shared_finalizers()
+    keep()
     gc.collect()
     gc.freeze()  # a collection in a fork would write to, and so copy, every page that they share
     with suppress(OSError):
@@ -112,7 +109,7 @@ def threads() -> int:
 
 
 def _serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Return the request, only in forks: its descriptors are stdin, stdout, stderr, where it starts, its report."""
+    """Return the request, only in forks: its descriptors are stdin, stdout, stderr and its report."""
     server = os.getpid()
     while True:
         try:
@@ -147,7 +144,7 @@ def _refuse(report: int, reason: str) -> None:
 
 def _become(role: dict[str, Any], program: PythonProgram, descriptors: list[int]) -> None:
     """Turn this fork into a process that looks like a newly started one to its script, and report its number."""
-    *stdio, directory, report = descriptors
+    *stdio, report = descriptors
     environment: dict[str, str] = role["environment"]
     try:
         os.setsid()
@@ -155,8 +152,7 @@ def _become(role: dict[str, Any], program: PythonProgram, descriptors: list[int]
         for target, descriptor in enumerate(stdio):
             os.dup2(descriptor, target)
             os.close(descriptor)
-        os.fchdir(directory)
-        os.close(directory)
+        os.chdir(role["cwd"])
         os.environ.clear()
         os.environ.update(environment)
         hold_back_errors()
@@ -190,8 +186,6 @@ def _tie_to_launcher(launcher: int) -> None:
 def _seed_anew() -> None:
     """Forks share their server's generators, while each started process has its own seeds."""
     random.seed()
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
-    if "torch" in sys.modules:
-        sys.modules["torch"].default_generator.seed()
+    sys.modules["numpy"].random.seed()
+    sys.modules["torch"].default_generator.seed()
     current_process().authkey = os.urandom(_AUTHENTICATION_KEY_BYTES)

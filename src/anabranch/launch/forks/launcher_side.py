@@ -10,17 +10,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from types import TracebackType
 
-from anabranch.deadline import Deadline
 from anabranch.launch.forks.process_state import ARGUMENTS_ROOM, ENVIRONMENT_ROOM
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.socket_messages import Message, receive, send
 from anabranch.record.process import STATUS_VARIABLE, TRACE_VARIABLE
 
-__all__ = ["ForkServer", "ForkServerError", "close_kept_fork_server", "kept_fork_server"]
+__all__ = ["ForkServer", "ForkServerError", "kept_fork_server"]
 
 # Without the current directory, which `-c` puts first.
 _CODE = (
@@ -74,10 +72,6 @@ class ForkServer:
         """True while its process lives."""
         return self._process.poll() is None
 
-    def fileno(self) -> int:
-        """Return the descriptor of this side of its channel."""
-        return self._channel.fileno()
-
     def wait_until_ready(self) -> None:
         """Return when it has imported what its forks need.
 
@@ -97,28 +91,27 @@ class ForkServer:
         Raises:
             ForkServerError: there is no such process.
         """
-        directory = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        reader, report = os.pipe()
         role: Message = {
             "name": name,
             "program": asdict(program),
             "environment": dict(environment),
+            "cwd": os.getcwd(),
             "launcher": os.getpid(),
         }
-        try:
-            with self._lock:
+        reader, report = os.pipe()
+        with open(reader, "rb", buffering=0) as answer:
+            with open(report, "wb"), self._lock:
                 self._meet()
                 try:
-                    send(self._channel, role, (stdin, stdout, stderr, directory, report))
+                    send(self._channel, role, (stdin, stdout, stderr, report))
                 except OSError as error:
                     raise ForkServerError(f"the fork server is gone: {error}") from None
-            os.close(report)
-            report = -1
-            return self._reported(reader)
-        finally:
-            for descriptor in (directory, reader, report):
-                if descriptor >= 0:
-                    os.close(descriptor)
+            if not select.select([reader], [], [], _FORK_SECONDS)[0]:
+                raise ForkServerError(f"the fork server did not answer in {_FORK_SECONDS:.0f} s")
+            text = answer.read(_LONGEST_REPORT).decode(errors="replace")
+        if not text.isdecimal():
+            raise ForkServerError(text.removeprefix("error ") or "the fork server died")
+        return int(text)
 
     def close(self) -> None:
         """End it; its forks continue to run."""
@@ -157,15 +150,6 @@ class ForkServer:
         self._channel.settimeout(_FORK_SECONDS)
         self._ready = True
 
-    def _reported(self, reader: int) -> int:
-        deadline = Deadline.after(_FORK_SECONDS)
-        if not select.select([reader], [], [], deadline.remaining())[0]:
-            raise ForkServerError(f"the fork server did not answer in {_FORK_SECONDS:.0f} s")
-        report = os.read(reader, _LONGEST_REPORT).decode(errors="replace")
-        if not report.isdecimal():
-            raise ForkServerError(report.removeprefix("error ") or "the fork server died")
-        return int(report)
-
 
 _kept: ForkServer | None = None
 _keeping = threading.Lock()
@@ -176,20 +160,6 @@ def kept_fork_server(environment: Mapping[str, str]) -> ForkServer:
     global _kept
     with _keeping:
         if _kept is None or not _kept.running:
-            if _kept is not None:
-                _kept.close()
             _kept = ForkServer(environment)
+            atexit.register(_kept.close)
         return _kept
-
-
-def close_kept_fork_server() -> None:
-    """End the fork server that this process keeps; the next job starts another."""
-    global _kept
-    with _keeping:
-        if _kept is not None:
-            with suppress(OSError):
-                _kept.close()
-            _kept = None
-
-
-atexit.register(close_kept_fork_server)

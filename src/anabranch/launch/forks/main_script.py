@@ -7,7 +7,7 @@ import os
 import runpy
 import sys
 from importlib.machinery import SourceFileLoader
-from types import CodeType, ModuleType, TracebackType
+from types import ModuleType
 
 from anabranch.launch.python_program import PythonProgram
 
@@ -20,13 +20,6 @@ _OURS = (
     "<frozen importlib._bootstrap>",
     "<frozen importlib._bootstrap_external>",
 )
-
-
-class _ScriptLoader(SourceFileLoader):
-    """Compiles a script each time: a script's code is not cached, as a module's is."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def run_as_main(program: PythonProgram) -> None:
@@ -43,7 +36,11 @@ def run_as_main(program: PythonProgram) -> None:
     except SystemExit:
         raise
     except BaseException as error:
-        _show_from_the_script_on(error)
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
+            trace = trace.tb_next
+        shown_by, sys.excepthook = sys.excepthook, lambda *_: None  # the interpreter shows nothing more
+        shown_by(type(error), error.with_traceback(trace), trace)
         raise
 
 
@@ -52,26 +49,12 @@ def _run_file(target: str) -> None:
     if not sys.flags.safe_path:
         sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
     module = ModuleType("__main__")
-    loader = _ScriptLoader("__main__", path)
+    loader = SourceFileLoader("__main__", path)
     vars(module).update(__file__=path, __cached__=None, __loader__=loader, __builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = module
     try:
-        loader.get_data(path)
+        source = loader.get_data(path)
     except OSError as error:
         print(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr)
         sys.exit(2)
-    loader.exec_module(module)
-
-
-def _show_from_the_script_on(error: BaseException) -> None:
-    """Remove the frames that lead to the script from the traceback that the interpreter is about to show."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
-        trace = trace.tb_next
-    shown_by = sys.excepthook
-
-    def show(kind: type[BaseException], value: BaseException, _: TracebackType | None) -> None:
-        sys.excepthook = shown_by
-        shown_by(kind, value.with_traceback(trace), trace)
-
-    sys.excepthook = show
+    exec(loader.source_to_code(source, path), vars(module))  # noqa: S102 - as the interpreter runs a script, not cached

@@ -17,7 +17,7 @@ import ctypes
 import os
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,7 +26,6 @@ from anabranch.launch.supervision.parent_death import prctl
 __all__ = [
     "ARGUMENTS_ROOM",
     "ENVIRONMENT_ROOM",
-    "keep_shared_finalizers",
     "keep_shared_libraries",
     "keep_shared_modules",
     "limit_threads",
@@ -72,39 +71,38 @@ def limit_threads(environment: Mapping[str, str]) -> None:
     """
     text = environment.get("OMP_NUM_THREADS")
     cores = len(os.sched_getaffinity(0))  # the default of these libraries is not larger
-    if text is not None and "torch" in sys.modules:
+    if text is not None:
         sys.modules["torch"].set_num_threads(min(cores, int(text)))
-    blas_threads = min(cores, int(environment.get("OPENBLAS_NUM_THREADS") or text or cores))
-    if blas_threads > 1:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-        for path in {line.split(maxsplit=5)[5] for line in lines if "openblas" in line and "/" in line}:
-            for name in _BLAS_SETTERS:
-                with suppress(AttributeError, OSError):
-                    ctypes.CDLL(path)[name](ctypes.c_int(blas_threads))
+    threads = min(cores, int(environment.get("OPENBLAS_NUM_THREADS") or text or cores))
+    lines = Path("/proc/self/maps").read_text().splitlines() if threads > 1 else []
+    for path in {line.split(maxsplit=5)[5] for line in lines if "openblas" in line and "/" in line}:
+        for name in _BLAS_SETTERS:
+            with suppress(AttributeError, OSError):
+                ctypes.CDLL(path)[name](ctypes.c_int(threads))
 
 
-def keep_shared_modules(names: list[str]) -> None:
-    """Leave the modules of these names whole; call it before most are imported, and add the names later.
+def keep_shared_modules() -> Callable[[], None]:
+    """Leave modules whole at exit; call this before most are imported, and what it returns when all are.
 
-    Of the functions given to ``atexit`` the first is the last to run, so the others find all modules in place.
+    Of the functions given to ``atexit`` the first is the last to run, so the others find all modules in place. The
+    ``weakref.finalize`` callbacks of objects that exist then are skipped, too: PyTorch's would tear down its operators
+    one by one, half of a fork's memory writes.
     """
-    atexit.register(_take_out, names)
+    names: list[str] = []
 
+    def keep() -> None:
+        names.extend(sys.modules.keys() - {"__main__", "sys", "builtins"})
+        for finalizer in list(getattr(weakref.finalize, "_registry", ())):
+            finalizer.atexit = False
 
-def _take_out(names: list[str]) -> None:
-    for name in names:
-        module = sys.modules.pop(name, None)
-        if module is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))  # never given back: it is not to be freed
+    def take_out() -> None:
+        for name in names:
+            module = sys.modules.pop(name, None)
+            if module is not None:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))  # never given back: it is not to be freed
 
-
-def keep_shared_finalizers() -> None:
-    """Skip the ``weakref.finalize`` callbacks of objects that exist now.
-
-    PyTorch's would tear down its operators one by one, half of a fork's memory writes.
-    """
-    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
-        finalizer.atexit = False
+    atexit.register(take_out)
+    return keep
 
 
 def keep_shared_libraries() -> None:
