@@ -41,7 +41,7 @@ from anabranch.pipeline.microbatch import microbatch_sizes, open_whole
 from anabranch.pipeline.parts.model_part import PartedModel
 from anabranch.pipeline.parts.split import SplitModel
 from anabranch.pipeline.parts.split_call import SplitCall
-from anabranch.pipeline.pipe_call import Inputs, PipeCall, SharedInput, Tie, deliver, open_portal
+from anabranch.pipeline.pipe_call import Inputs, PipeCall, Tie, deliver, open_portal
 from anabranch.pipeline.schedule.actions import Action, phase_of
 from anabranch.pipeline.schedule.schedule import Lowered, Schedule
 from anabranch.pipeline.schedule.schedules_of_pipe import Checkpoint, PipeSchedules, check_choices, recomputed_actions
@@ -77,10 +77,6 @@ def _count_workers() -> int:
 
 _SETTINGS = frozenset({"calls", "checkpoint", "chunks", "elsewhere", "process_group", "seed", "submodules"})
 """Attributes of a pipe, whatever the names in its module."""
-
-
-_FIRST_INPUT = -2
-"""The number of the first keyword input whose gradient ranks share; others are below it. Parameters count from 0."""
 
 
 @dataclass(slots=True)
@@ -517,33 +513,7 @@ class Pipe(nn.Module):
                 raise ValueError(f"{self._names[changed.pop()]} was tied or untied after Pipe(...); make a new Pipe")
         actions = self._lowered(m, recompute if plan.records else frozenset()).actions
         given = Inputs(args, inputs, facts.sizes)
-        shared = self._shared_inputs(facts, given)
-        return PipeCall(
-            self._engine, runs, actions, facts.step, given, plan.records, split, self._ties, shared, self._anchor
-        )
-
-    def _shared_inputs(self, facts: Facts, given: Inputs) -> list[SharedInput]:
-        """Return the local keyword inputs whose gradient comes from several ranks, numbered equally on them."""
-        found: list[SharedInput] = []
-        number = _FIRST_INPUT
-        for name in sorted(facts.keywords):
-            needs_grad = facts.trained.get(name, [])
-            ranks = {self._schedules.rank_of[0], *map(self._schedules.rank_of.__getitem__, self._stages_taking(name))}
-            places = given.places_of(name) if facts.records and len(ranks) > 1 and self._rank in ranks else []
-            if any(place is not None for place in places) or any(needs_grad and places):
-                if [place is not None for place in places] != needs_grad:
-                    raise ValueError(
-                        f"the keyword input {name!r} requires gradients, but not on the first stage's rank; pass "
-                        "the same on every rank whose layers take it"
-                    )
-                found += [(number - i, place, sorted(ranks)) for i, place in enumerate(places) if place is not None]
-            number -= len(needs_grad)
-        return found
-
-    def _stages_taking(self, name: str) -> list[int]:
-        counts = [0, *[1] * sum(self.balance)]
-        layers = [(stage.index, layer) for stage in self._stages for layer in stage.layers]
-        return [j for n, (j, layer) in zip(counts, layers, strict=False) if keywords_of(layer, [name], n)]
+        return PipeCall(self._engine, runs, actions, facts.step, given, plan.records, split, self._ties, self._anchor)
 
     def _facts(
         self, args: tuple[Structure, ...], inputs: Mapping[str, Structure], modes: ThreadModes, split: SplitCall | None
@@ -555,14 +525,7 @@ class Pipe(nn.Module):
             taken = keywords_of(self._stages[0].layers[0], inputs, len(args))
             named = {name: inputs[name] for name in taken}
             kinds = split.prepare(args, named, sizes, records=records, tells=self.process_group is not None)
-        needs_grad = {
-            name: [
-                isinstance(leaf, Tensor) and leaf.requires_grad and records for leaf in flatten(open_whole(value)[0])[0]
-            ]
-            for name, value in inputs.items()
-        }
-        trained = {name: needs for name, needs in needs_grad.items() if any(needs)}
-        return Facts(self.calls, self.seed % 2**64, sizes, records, sorted(inputs), kinds, trained)
+        return Facts(self.calls, self.seed % 2**64, sizes, records, sorted(inputs), kinds)
 
     def _check_inputs(
         self, facts: Facts, args: tuple[Structure, ...], inputs: Mapping[str, Structure], rows: int
@@ -577,6 +540,12 @@ class Pipe(nn.Module):
                     f"{type(layers[0].module).__name__}, got {len(args)} inputs by position"
                 )
             check_rows(inputs[name], rows, f"the keyword input {name!r}")
+            leaves = flatten(open_whole(inputs[name])[0])[0] if facts.records and self._ranks > 1 else []
+            if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+                raise ValueError(
+                    f"the keyword input {name!r} requires gradients, which do not cross between ranks to a keyword: "
+                    "pass it positionally to the first layer, and stash it there for later ones, or detach it"
+                )
             if name not in facts.keywords:
                 raise ValueError(f"the keyword input {name!r} is missing on the first stage's rank: pass it there too")
         for layer in (layer for j in self._here for layer in self._stages[j].layers):

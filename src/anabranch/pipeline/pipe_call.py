@@ -12,7 +12,6 @@ so that hooks, accumulation and graphs before ``x`` behave as with the unsplit m
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -30,14 +29,11 @@ from anabranch.pipeline.stage.packet import Gradients, Message, Packet
 from anabranch.pipeline.stage.stage import OUTSIDE, StageRun
 from anabranch.tensors import Structure, flatten, paths, unflatten
 
-__all__ = ["Inputs", "PipeCall", "SharedInput", "Tie", "deliver", "open_portal"]
+__all__ = ["Inputs", "PipeCall", "Tie", "deliver", "open_portal"]
 
 
 Tie: TypeAlias = tuple[int, Tensor, Sequence[int]]
 """A parameter whose gradient comes from several ranks: a number, the same on all of them, itself, and those ranks."""
-
-SharedInput: TypeAlias = tuple[int, int, Sequence[int]]
-"""An input whose gradient does: its number, its place among the inputs that require grad, and those ranks."""
 
 
 class Inputs:
@@ -55,15 +51,6 @@ class Inputs:
             leaf for given in self._given.values() for leaf, _ in given
             if isinstance(leaf, Tensor) and leaf.requires_grad
         ]  # fmt: skip
-
-    def places_of(self, name: str) -> list[int | None]:
-        """Return for each leaf of a keyword input its place in ``leaves``; ``None`` if it requires no gradient."""
-        counter = itertools.count()
-        places = {
-            key: [next(counter) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf, _ in given]
-            for key, given in self._given.items()
-        }
-        return places.get(name, [])
 
     def messages(self, routes: Sequence[str | None]) -> list[list[Packet]]:
         """For each microbatch the packets of ``routes``."""
@@ -132,7 +119,6 @@ class PipeCall:
         records: true if a backward may follow.
         split: the call's programs of a split model.
         ties: parameters that other ranks train too.
-        shared: inputs that other ranks have too.
         anchor: a leaf that makes the call differentiable on a rank without inputs or parameters that require grad.
         switches: leaves for what its stages train elsewhere: a sweep that reaches none of them trains nothing there.
     """
@@ -145,7 +131,6 @@ class PipeCall:
     records: bool
     split: SplitCall | None = None
     ties: Sequence[Tie] = ()
-    shared: Sequence[SharedInput] = ()
     anchor: Tensor | None = None
     switches: list[Tensor] = field(default_factory=list)
     _parameters: dict[int, Tensor] = field(init=False)
@@ -264,8 +249,6 @@ class PipeCall:
                 gathered.setdefault(id(parameter), []).append(grad)
         grads = {key: _sum(parts) for key, parts in gathered.items()}
         of_inputs = self.inputs.gradients(answers)
-        for number, place, ranks in self.shared:
-            of_inputs[place] = _sum(turn.share(number, of_inputs[place], ranks))
         for number, parameter, ranks in self.ties:
             grads[id(parameter)] = _sum(turn.share(number, grads.get(id(parameter)), ranks))
         # A tied parameter is on one of its stages' devices.

@@ -46,8 +46,7 @@ InputKind: TypeAlias = tuple[str, object, list[tuple[str, list[int]]], list[bool
 class Facts(msgspec.Struct, array_like=True, frozen=True):
     """Facts about a call that all ranks must know before they start, sent by the first stage's rank.
 
-    ``kinds`` are those of the microbatches of a split model; ``trained`` lists the leaves of keyword inputs that
-    require gradients.
+    ``kinds`` are those of the microbatches of a split model.
     """
 
     step: int
@@ -56,7 +55,6 @@ class Facts(msgspec.Struct, array_like=True, frozen=True):
     records: bool
     keywords: list[str]
     kinds: list[InputKind] = []
-    trained: dict[str, list[bool]] = {}
 
 
 class PacketFault(msgspec.Struct, array_like=True, frozen=True):
