@@ -322,6 +322,55 @@ def stop(case: dict) -> list[bool]:
     return seen
 
 
+PADDING = -100
+
+
+def padded_batch(run: int) -> tuple[Tensor, Tensor]:
+    """Rows of 1 to 4 tokens and of padding; every other batch ends with rows of padding alone."""
+    ids = torch.randint(0, 30, (8, 4), generator=torch.Generator().manual_seed(run))
+    lengths = torch.tensor([4, 1, 2, 1, 1, 3, 1 - run % 2, 1 - run % 2])
+    return ids, ids.masked_fill(torch.arange(4) >= lengths[:, None], PADDING)
+
+
+def token_loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=PADDING)
+
+
+def weigh_tokens(data: int, pipeline: int) -> float:
+    """The largest distance from the plain loop's of losses and parameters, where a loss is a mean over tokens."""
+    if data * pipeline > 1:
+        dist.init_process_group("gloo")
+    row, stage = divmod(dist.get_rank(), pipeline) if dist.is_initialized() else (0, 0)
+    lines = [dist.new_group([d * pipeline + s for s in range(pipeline)]) for d in range(data) if pipeline > 1]
+    columns = [dist.new_group([d * pipeline + s for d in range(data)]) for s in range(pipeline) if data > 1]
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        layers = nn.Embedding(30, 5), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 30)
+        models.append(nn.Sequential(*layers).double())
+    plain, model = models
+    pipe = ab.Pipe(model, [2, 2], chunks=4, schedule="1F1B", **({"process_group": lines[row]} if lines else {}))
+    plain_sgd = torch.optim.SGD(plain.parameters(), lr=1.0)
+    sgd = torch.optim.SGD(pipe.parameters(), lr=1.0)
+    step = ab.TrainStep(pipe, token_loss, sgd, accumulate=2, rows=lambda batch: (batch[1] != PADDING).sum())
+    worst = []
+    mode = {"comm_mode": "AllReduce", "process_group": columns[stage]} if columns else {"comm_mode": None}
+    with ab.Executor({"train": step}, **mode) as executor, pipe:
+        for run in range(4):
+            batches = [padded_batch(run * data + d) for d in range(data)]
+            loss = executor.run("train", batches[row])["loss"]
+            expected = token_loss(plain(torch.cat([x for x, _ in batches])), torch.cat([t for _, t in batches]))
+            worst.append(distance(loss, expected))
+            if run % 2:
+                window = [padded_batch(i) for i in range((run - 1) * data, (run + 1) * data)]
+                token_loss(plain(torch.cat([x for x, _ in window])), torch.cat([t for _, t in window])).backward()
+                plain_sgd.step()
+                plain_sgd.zero_grad()
+        values = dict(plain.state_dict())
+        worst += [distance(value, values[name]) for name, value in pipe.state_dict().items()]
+    return max(worst)
+
+
 # The tests.
 
 
@@ -387,6 +436,15 @@ def test_a_grid_of_pipelines_trains_as_the_plain_loop(
     served = {} if mode is None else {"mode": mode}
     chosen = [one | served for one in cases(data, pipeline, balance, few=few)]
     assert max(in_job(train, data * pipeline, chosen, servers=2 if served else 0)) < 1e-12
+
+
+def test_tokens_weigh_microbatches_and_runs_of_padded_batches():
+    assert weigh_tokens(1, 1) < 1e-12
+
+
+@pytest.mark.parametrize(("data", "pipeline"), [(1, 2), (2, 1), slow(2, 2)])
+def test_so_they_weigh_across_ranks_and_data_parallel_pipes(data: int, pipeline: int):
+    assert max(in_job(weigh_tokens, data * pipeline, data, pipeline)) < 1e-12
 
 
 def test_a_step_with_nan_is_passed_over_on_servers_and_all_stages():
@@ -509,8 +567,6 @@ def test_a_rank_that_is_asked_to_stop_stops_all_ranks_after_the_same_run():
 def test_options_that_no_pipe_supports_are_refused(caplog: pytest.LogCaptureFixture):
     pipe = ab.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1])
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="leave out rows="):
-        ab.Executor(ab.TrainStep(pipe, F.mse_loss, optimizer, rows=len))
     with ab.Executor(ab.TrainStep(pipe, F.mse_loss, optimizer), engine="graph") as executor, pipe:
         assert "its engine is the tape" in caplog.text
         executor.run(batch=(torch.ones(3, 2), torch.ones(3, 2)))

@@ -116,6 +116,8 @@ def exact(cases: str = "") -> dict:
     return {
         "done": done,
         **keywords(),
+        **output_on_all_ranks(),
+        **padded(),
         **(split_model() | split_draws() if WORLD > 1 else {}),  # one rank has no cut
         **ties_of_some(),
         **changes_in_place(),
@@ -295,6 +297,52 @@ def keywords() -> dict:
     return {}
 
 
+def output_on_all_ranks() -> dict:
+    """Every rank evaluates, generates and trains by the same lines as one process."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Embedding(9, 4), *(nn.Linear(4, 4) for _ in range(2 * WORLD)), nn.Linear(4, 9)).double()
+    plain = reference(model)
+    ids = expected = torch.tensor([[1, 2], [3, 4], [5, 6]])
+    with make(model, balance=[*[2] * (WORLD - 1), 4], chunks=2, output="all") as pipe:
+        for _ in range(3):
+            with torch.no_grad():
+                ids = torch.cat([ids, pipe(ids)[:, -1:].argmax(-1)], 1)
+                expected = torch.cat([expected, plain(expected)[:, -1:].argmax(-1)], 1)
+        assert ids.tolist() == expected.tolist()
+        loss = pipe(ids).square().sum()
+        loss.backward()
+        expected_loss = plain(ids).square().sum()
+        expected_loss.backward()
+        assert close(loss, expected_loss)
+        same_gradients(pipe, plain)
+        if WORLD > 1:
+            pipe.output = "all" if RANK == 0 else "last"
+            assert "pipe.output is 'all' on the first" in str(raised_by(lambda: pipe(ids)))
+        pipe.output = "last"
+        assert pipe(ids).numel() == (ids.numel() * 9 if pipe.output_rank == RANK else 0)
+    return {}
+
+
+def padded() -> dict:
+    """A mean over tokens: each microbatch weighs by its tokens, one of padding alone by none."""
+    torch.manual_seed(2)
+    model = nn.Sequential(
+        nn.Embedding(9, 4), *(nn.Linear(4, 4) for _ in range(2 * WORLD - 2)), nn.Linear(4, 9)
+    ).double()
+    plain = reference(model)
+    ids = torch.randint(0, 9, (6, 4))
+    target = ids.masked_fill(torch.arange(4) >= torch.tensor([4, 1, 0, 0, 2, 1])[:, None], -100)
+
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(y.flatten(0, 1), target.flatten())
+
+    with make(model, balance=[2] * WORLD, chunks=3) as pipe:
+        pipe.step(ids if RANK == 0 else None, target, loss=loss, rows=lambda x, target: (target >= 0).sum())
+    loss(plain(ids), target).backward()
+    same_gradients(pipe, plain)
+    return {}
+
+
 class Several(nn.Module):
     """What one message carries: tensors that lie side by side, one of them conjugated lazily."""
 
@@ -356,8 +404,10 @@ def split_model() -> dict:
                 (y["loss"] if isinstance(y, dict) else y).sum().backward()
                 same_gradients(pipe, plain)
                 pipe.eval()
-                with torch.no_grad(), pipe.output_everywhere():
+                pipe.output = "all"
+                with torch.no_grad():
                     assert close(pipe(*first)["logits"], plain(ids)["logits"])
+                pipe.output = "last"
                 pipe.train()
             for module in (model, plain):
                 module.zero_grad()

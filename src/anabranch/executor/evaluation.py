@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Literal, cast
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
 from anabranch.collectives import Workers
@@ -73,7 +73,7 @@ class Evaluator:
                 "from outputs(model, batch)"
             )
         modes = [(module, module.training) for module in model.modules()]
-        with model.output_everywhere() if isinstance(model, Pipe) else nullcontext(), torch.no_grad():
+        with _output_on_all_ranks(model), torch.no_grad():
             model.eval()
             try:
                 return self._run(batch, fetch)
@@ -102,6 +102,18 @@ class Evaluator:
         with fetch.recording():
             returned = self._step.outputs(self._step.model, batch)
         return _checked(returned, fetch)
+
+
+@contextmanager
+def _output_on_all_ranks(model: nn.Module) -> Iterator[None]:
+    if not isinstance(model, Pipe):
+        yield
+        return
+    before, model.output = model.output, "all"
+    try:
+        yield
+    finally:
+        model.output = before
 
 
 def _checked(returned: object, fetch: Fetch) -> Mapping[str, Tensor]:

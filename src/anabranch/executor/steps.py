@@ -73,7 +73,9 @@ class TrainStep(StepDescription):
         clip_grad_norm: the largest norm of all gradients together, as ``torch.nn.utils.clip_grad_norm_`` clips;
             sparse gradients are included.
         accumulate: optimizers and schedulers step on every ``accumulate``-th run.
-        rows: ``rows(batch)`` returns the weight of a batch whose tensors share no dim 0, such as a sampled subgraph.
+        rows: ``rows(batch)`` returns the weight of a batch whose loss is a mean over something else than its rows, such
+            as the tokens that are not padding, or whose tensors share no dim 0, such as a sampled subgraph. With a
+            ``Pipe`` it is called with each microbatch of the batch, too, on the last stage's rank.
         ids: ``ids(batch)`` returns the ids that the step will look up in tables on servers, by the names that
             ``Executor.routes()`` shows: ``{"users.weight": batch.users % 1000}``. It is called ahead, with the next
             batch too, so that rows are there in time; the executor learns ids that are in the batch as they are by
@@ -112,7 +114,7 @@ class TrainStep(StepDescription):
         scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         clip_grad_norm: float | None = None,
         accumulate: int = 1,
-        rows: Callable[[Structure], float] | None = None,
+        rows: Callable[[Structure], float | Tensor] | None = None,
         ids: Callable[[Structure], Mapping[str, Tensor]] | None = None,
         precision: Literal["bfloat16", "float16"] | None = None,
         skip_nonfinite: bool | None = False,
@@ -200,7 +202,9 @@ class EvalStep(StepDescription):
         ValueError: a lazy layer that has not seen a batch.
     """
 
-    def __init__(self, model: nn.Module, outputs: Outputs, *, rows: Callable[[Structure], float] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, outputs: Outputs, *, rows: Callable[[Structure], float | Tensor] | None = None
+    ) -> None:
         if not callable(outputs):
             raise TypeError(f"outputs is called as outputs(model, batch), got {type(outputs).__name__}")
         _check_model(model)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
@@ -18,6 +19,7 @@ __all__ = [
     "Loss",
     "NOT_GIVEN",
     "Reduction",
+    "Weigh",
     "batch_rows",
     "check_rows",
     "make_head",
@@ -33,8 +35,28 @@ Loss: TypeAlias = Callable[[Structure, Structure], Tensor]
 """A function from output and target to one number."""
 Reduction: TypeAlias = Literal["mean", "sum"]
 """Reduction of the loss over the rows of a batch."""
-HeadParts: TypeAlias = tuple[Loss, Structure, Reduction, bool, float]
-"""The loss, its targets, its reduction over the rows, whether outputs are kept beside it, and its gradient."""
+Weigh: TypeAlias = Callable[[Sequence[int]], Sequence[float]]
+"""A function from the rows of the microbatches to the weight of each one's loss in the mean."""
+
+
+class HeadParts(NamedTuple):
+    """The loss of a step.
+
+    Attributes:
+        loss: from output and target to one number.
+        target: the whole batch's.
+        reduction: over the rows.
+        keeps_output: outputs are kept beside the loss.
+        seed: the loss's gradient.
+        weigh: under ``"mean"``: weights of the microbatches, in place of their rows.
+    """
+
+    loss: Loss
+    target: Structure
+    reduction: Reduction
+    keeps_output: bool = True
+    seed: float = 1.0
+    weigh: Weigh | None = None
 
 
 def with_keywords(stage: Stage, inputs: Iterable[str], args: int) -> Stage:
@@ -84,15 +106,21 @@ def make_head(
     model: nn.Module,
 ) -> Head:
     """Return the loss of each microbatch, as the last stage computes it."""
-    loss, target, reduction, keeps_output, seed = parts
+    loss, target = parts.loss, parts.target
     check_rows(target, rows, "the target")
     on_device = [
         map_structure(lambda leaf: leaf.to(stage.device) if isinstance(leaf, Tensor) else leaf, part)
         for part in scatter(target, sizes)
     ]
-    weights = [size / rows if reduction == "mean" and rows else 1.0 for size in sizes]
+    weights = [1.0] * len(sizes)
+    if parts.reduction == "mean":
+        weights = list(map(float, sizes if parts.weigh is None else parts.weigh(sizes)))
+        if any(not 0 <= weight < math.inf for weight in weights):
+            raise ValueError(f"rows= gave {weights}: the weight of a microbatch is a finite number of at least 0")
+        total = sum(weights)
+        weights = [weight / total if total else 1.0 for weight in weights]
     own: list[nn.Module] = []
     if isinstance(loss, nn.Module):
         layers = set(model.modules())
         own = [module for module in loss.modules() if module not in layers]
-    return Head(loss, on_device, weights, keeps_output, finish or (lambda output: output), seed, own)
+    return Head(loss, on_device, weights, parts.keeps_output, finish or (lambda output: output), parts.seed, own)

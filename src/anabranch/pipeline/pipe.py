@@ -27,6 +27,7 @@ from anabranch.pipeline.call_inputs import (
     HeadParts,
     Loss,
     Reduction,
+    Weigh,
     batch_rows,
     check_rows,
     make_head,
@@ -37,14 +38,20 @@ from anabranch.pipeline.description import StageCosts, costs_of, describe
 from anabranch.pipeline.engine import Engine
 from anabranch.pipeline.links.connection import Connection
 from anabranch.pipeline.links.packet_codec import Facts, InputKind
-from anabranch.pipeline.microbatch import microbatch_sizes, open_whole
+from anabranch.pipeline.microbatch import microbatch_sizes, open_whole, scatter
 from anabranch.pipeline.parts.model_part import PartedModel
 from anabranch.pipeline.parts.split import SplitModel
 from anabranch.pipeline.parts.split_call import SplitCall
 from anabranch.pipeline.pipe_call import Inputs, PipeCall, Tie, deliver, open_portal
 from anabranch.pipeline.schedule.actions import Action, phase_of
 from anabranch.pipeline.schedule.schedule import Lowered, Schedule
-from anabranch.pipeline.schedule.schedules_of_pipe import Checkpoint, PipeSchedules, check_choices, recomputed_actions
+from anabranch.pipeline.schedule.schedules_of_pipe import (
+    Checkpoint,
+    Output,
+    PipeSchedules,
+    check_choices,
+    recomputed_actions,
+)
 from anabranch.pipeline.schedule.simulator import Simulation, simulate
 from anabranch.pipeline.stage.deferred_batch_norm import defer_batch_norms
 from anabranch.pipeline.stage.loose_leaves import LooseLeaves
@@ -75,7 +82,7 @@ def _count_workers() -> int:
     return dist.get_world_size() if dist.is_initialized() else job().workers
 
 
-_SETTINGS = frozenset({"calls", "checkpoint", "chunks", "elsewhere", "process_group", "seed", "submodules"})
+_SETTINGS = frozenset({"calls", "checkpoint", "chunks", "elsewhere", "output", "process_group", "seed", "submodules"})
 """Attributes of a pipe, whatever the names in its module."""
 
 
@@ -108,12 +115,10 @@ class Shared:
 
     Attributes:
         loss: the whole batch's loss, on every rank: on the device of this rank's last stage.
-        rows: the number of rows in the batch.
         words: the values passed by the callers on the ranks, in the order of ranks.
     """
 
     loss: Tensor
-    rows: int
     words: list[object]
 
 
@@ -147,6 +152,8 @@ class Pipe(nn.Module):
         shared_memory: use shared memory for tensors if all ranks are on one host; else they go over gloo.
         deferred_batch_norm: make the running statistics of BatchNorm those of the whole batch; not of a subclass with
             a forward of its own (``SyncBatchNorm`` too), which is refused.
+        output: across ranks the rank on which ``pipe(x)`` returns the output: ``"last"`` (the last stage's) or
+            ``"all"``.
         sample: a batch of the size of a microbatch, for ``balance="time"`` and ``"size"``.
         seed: of the random numbers drawn in stages; ``torch.initial_seed()`` by default.
         timeout: seconds that a call may take before it ends with ``DeadlineExceeded``.
@@ -154,6 +161,7 @@ class Pipe(nn.Module):
     Attributes:
         chunks: may be changed between calls.
         checkpoint: may be changed between calls.
+        output: may be changed between calls, on all ranks.
         calls: the number of calls so far; the next one's position in the random stream. Set it when training resumes.
         seed: of the random stream; the one of the first stage's rank counts.
         process_group: its ranks, ``None`` in one process.
@@ -177,6 +185,7 @@ class Pipe(nn.Module):
         checkpoint: Checkpoint = "except_last",
         schedule: str | Schedule = "GPipe",
         deferred_batch_norm: bool = False,
+        output: Output = "last",
         process_group: dist.ProcessGroup | None = _LEFT_OUT,
         *,
         sample: Structure = None,
@@ -194,7 +203,7 @@ class Pipe(nn.Module):
             )
         self._left_out = process_group is _LEFT_OUT
         process_group = None if self._left_out else process_group
-        check_choices(chunks, checkpoint)
+        check_choices(chunks, checkpoint, output)
         layers = flatten_layers(module)
         verify_skippables(nn.ModuleList(module.parts()) if isinstance(module, PartedModel) else module)
         if deferred_batch_norm:
@@ -215,7 +224,7 @@ class Pipe(nn.Module):
         self.submodules = frozenset(name for name, _ in module.named_modules() if name)
         self.chunks = chunks
         self.checkpoint = checkpoint
-        self._everywhere = False
+        self.output = output
         self._adopt(module if process_group is None else part_of(module, [split[j] for j in self._here]))
         roots: list[nn.Module] = [module, module.model if isinstance(module, PartedModel) else module, self.module]
         self._roots = list(dict.fromkeys(roots))
@@ -331,9 +340,7 @@ class Pipe(nn.Module):
             else:
                 output, _ = call.forward(turn)
             call.check()
-            if self._everywhere and not call.differentiable:
-                return call.finish(turn.spread(output, self.output_rank))
-            if call.has_output:
+            if call.has_output or call.output_rank is not None:
                 return call.finish(output)
             return output if call.differentiable else torch.empty(0, device="cpu")
 
@@ -350,6 +357,7 @@ class Pipe(nn.Module):
         target: Structure = NOT_GIVEN,
         loss: Loss,
         reduction: Reduction = "mean",
+        rows: Callable[..., float | Tensor] | None = None,
         **inputs: Structure,
     ) -> StepResult:
         """One scheduled forward and backward; gradients accumulate as by ``loss(...).backward()``.
@@ -365,6 +373,9 @@ class Pipe(nn.Module):
             target: the loss's second argument, split into microbatches like the inputs; may be ``None``.
             loss: from output and target to one number. A module's parameters are trained too.
             reduction: ``"mean"`` if that number is a mean over rows (microbatches weigh by theirs), or ``"sum"``.
+            rows: ``rows(*args, target)``, called on the last stage's rank with each microbatch of its positional inputs
+                and target, returns what that mean is over, such as the number of tokens that are not padding; 0 leaves
+                the microbatch out.
             inputs: keyword inputs, as for calling the pipe.
 
         Raises:
@@ -375,7 +386,9 @@ class Pipe(nn.Module):
         self._warn_if_alone()
         with self._turn("step") as turn:
             args, target = split_target(args, target)
-            call, outputs, grads = self._step(turn, args, inputs, (loss, target, reduction, True, 1.0))
+            batch = *args, target
+            weigh = None if rows is None else lambda sizes: [rows(*part) for part in scatter(batch, sizes)]  # type: ignore[misc]
+            call, outputs, grads = self._step(turn, args, inputs, HeadParts(loss, target, reduction, weigh=weigh))
         # Only after every rank has done its part: a step that fails on any rank leaves no gradient.
         if call.records:
             deliver(call.leaves, grads)
@@ -393,6 +406,7 @@ class Pipe(nn.Module):
         rows: int,
         word: object,
         seed: float = 1.0,
+        weigh: Weigh | None = None,
     ) -> Shared:
         """``step`` for coordinated callers: every rank gets the loss, and a value from each other caller.
 
@@ -405,13 +419,15 @@ class Pipe(nn.Module):
             rows: the number of rows that this rank's caller expects.
             word: a plain value for the others' callers.
             seed: the gradient of the loss from which backward starts.
+            weigh: the weights of microbatches of these rows, in place of them.
 
         Raises:
             ValueError: as for ``step``, or ranks that disagree in rows.
             BaseException: as for ``step``.
         """
         with self._turn("step") as turn:
-            call, _, grads = self._step(turn, args, inputs, (loss, target, reduction, False, seed), rows)
+            head = HeadParts(loss, target, reduction, False, seed, weigh)
+            call, _, grads = self._step(turn, args, inputs, head, rows)
             mine = call.loss()
             turn.put_note([None if mine is None else [mine.item(), dtype_name(mine.dtype)], word])
         if call.records:
@@ -420,7 +436,7 @@ class Pipe(nn.Module):
         if mine is None:
             number, dtype = cast("tuple[float, str]", next(said[0] for _, said in notes if said[0] is not None))
             mine = torch.tensor(number, dtype=dtype_named(dtype), device=self._stages[self._here[-1]].device)
-        return Shared(mine, rows, [said[1] for _, said in notes])
+        return Shared(mine, [said[1] for _, said in notes])
 
     def _warn_if_alone(self) -> None:
         """Warn once that other workers have pipes of their own, whose gradients an Executor would share."""
@@ -451,21 +467,12 @@ class Pipe(nn.Module):
         head: HeadParts,
         rows: int | None = None,
     ) -> tuple[PipeCall, list[Structure], list[Tensor | None]]:
-        if head[2] not in ("mean", "sum"):
-            raise ValueError(f"reduction is 'mean' or 'sum', got {head[2]!r}")
+        if head.reduction not in ("mean", "sum"):
+            raise ValueError(f"reduction is 'mean' or 'sum', got {head.reduction!r}")
         call = self._call(turn, args, inputs, head=head, expected_rows=rows)
         outputs, grads = call.step(turn) if call.records else (call.outputs(turn), [])
         call.check()
         return call, outputs, grads
-
-    @contextmanager
-    def output_everywhere(self) -> Iterator[None]:
-        """Lets calls without gradients return the output on every rank, until the block ends; all ranks enter it."""
-        self._everywhere = True
-        try:
-            yield
-        finally:
-            self._everywhere = False
 
     def _call(
         self,
@@ -475,7 +482,7 @@ class Pipe(nn.Module):
         head: HeadParts | None,
         expected_rows: int | None = None,
     ) -> PipeCall:
-        check_choices(self.chunks, self.checkpoint)
+        check_choices(self.chunks, self.checkpoint, self.output)
         for root, before in zip(self._roots, self._outlines, strict=True):
             refuse_changes(before, outline(root, self._inside))
         modes = ThreadModes.take()
@@ -498,6 +505,8 @@ class Pipe(nn.Module):
         )
         if plan.records != facts.records:
             raise ValueError("some ranks call the pipe with gradients and some without; call it in one mode on all")
+        if self.output != facts.output:
+            raise ValueError(f"pipe.output is {facts.output!r} on the first stage's rank and {self.output!r} here")
         runs = {}
         for stage in (self._stages[j] for j in self._here):
             at_end = None
@@ -513,7 +522,10 @@ class Pipe(nn.Module):
                 raise ValueError(f"{self._names[changed.pop()]} was tied or untied after Pipe(...); make a new Pipe")
         actions = self._lowered(m, recompute if plan.records else frozenset()).actions
         given = Inputs(args, inputs, facts.sizes)
-        return PipeCall(self._engine, runs, actions, facts.step, given, plan.records, split, self._ties, self._anchor)
+        output_rank = self.output_rank if self.output == "all" and head is None and self._ranks > 1 else None
+        return PipeCall(
+            self._engine, runs, actions, facts.step, given, plan.records, split, self._ties, self._anchor, output_rank
+        )
 
     def _facts(
         self, args: tuple[Structure, ...], inputs: Mapping[str, Structure], modes: ThreadModes, split: SplitCall | None
@@ -525,7 +537,7 @@ class Pipe(nn.Module):
             taken = keywords_of(self._stages[0].layers[0], inputs, len(args))
             named = {name: inputs[name] for name in taken}
             kinds = split.prepare(args, named, sizes, records=records, tells=self.process_group is not None)
-        return Facts(self.calls, self.seed % 2**64, sizes, records, sorted(inputs), kinds)
+        return Facts(self.calls, self.seed % 2**64, sizes, records, self.output, sorted(inputs), kinds)
 
     def _check_inputs(
         self, facts: Facts, args: tuple[Structure, ...], inputs: Mapping[str, Structure], rows: int

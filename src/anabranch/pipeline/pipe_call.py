@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -120,6 +120,7 @@ class PipeCall:
         split: the call's programs of a split model.
         ties: parameters that other ranks train too.
         anchor: a leaf that makes the call differentiable on a rank without inputs or parameters that require grad.
+        output_rank: the rank with the output, if the others get it too.
         switches: leaves for what its stages train elsewhere: a sweep that reaches none of them trains nothing there.
     """
 
@@ -132,6 +133,7 @@ class PipeCall:
     split: SplitCall | None = None
     ties: Sequence[Tie] = ()
     anchor: Tensor | None = None
+    output_rank: int | None = None
     switches: list[Tensor] = field(default_factory=list)
     _parameters: dict[int, Tensor] = field(init=False)
     _open: bool = True
@@ -177,15 +179,23 @@ class PipeCall:
         return _sum(losses)
 
     def forward(self, turn: Engine) -> tuple[Structure, list[bool]]:
-        """Run the F half. Returns the output, and for each of its leaves whether it is differentiable."""
+        """Run the F half. Returns the output, and for each of its leaves whether it is differentiable.
+
+        Where all ranks have the output, gradients of it count on the last stage's rank.
+        """
         half = [[action for action in actions if action.kind in _FORWARD] for actions in self.actions]
         packets = self._collect(turn.run(self.runs, half, self._outside()))
-        if not packets:
-            return None, []
-        output = self.join([packet.structure() for packet in packets], self.inputs.sizes)
-        _refuse_hidden_gradients(output)
-        self._outputs = [[_rows(leaf) for leaf in packet.leaves] for packet in packets]
-        needs_grad = [any(needs) for needs in zip(*(packet.needs_grad for packet in packets), strict=True)]
+        output: Structure = None
+        needs_grad: list[bool] = []
+        if packets:
+            output = self.join([packet.structure() for packet in packets], self.inputs.sizes)
+            _refuse_hidden_gradients(output)
+            self._outputs = [[_rows(leaf) for leaf in packet.leaves] for packet in packets]
+            needs_grad = [any(needs) for needs in zip(*(packet.needs_grad for packet in packets), strict=True)]
+        if self.output_rank is not None:
+            output, needs_grad = cast(
+                "tuple[Structure, list[bool]]", turn.spread((output, needs_grad), self.output_rank)
+            )
         return output, needs_grad
 
     def backward(self, grads: Sequence[Tensor | None], *, keep: bool) -> list[Tensor | None]:
@@ -285,7 +295,7 @@ class _Portal(torch.autograd.Function):
         ctx: torch.autograd.function.FunctionCtx, call: PipeCall, turn: Engine, box: list[Structure], *_: Tensor
     ) -> tuple[Tensor, ...]:
         output, needs_grad = call.forward(turn)
-        if not call.has_output:
+        if not call.has_output and call.output_rank is None:
             output, needs_grad = torch.empty(0, device="cpu"), [True]
         leaves, treedef = flatten(output)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

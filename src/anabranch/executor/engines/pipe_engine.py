@@ -28,8 +28,9 @@ from anabranch.executor.engines.engine import NORM, Begin, Compare, Engine, Fetc
 from anabranch.executor.likeness import exchange
 from anabranch.executor.steps import Step, TrainStep
 from anabranch.pipeline import Pipe
+from anabranch.pipeline.microbatch import scatter
 from anabranch.pipeline.pipe import Loss, Shared
-from anabranch.tensors import Structure, named_parts
+from anabranch.tensors import Structure, count_rows, named_parts
 
 
 class PipeEngine(Engine):
@@ -109,19 +110,28 @@ class PipeEngine(Engine):
         return super().nonfinite() or elsewhere
 
     def _run(self, batch: Structure, rows: float, seed: float = 1.0) -> Shared:
-        shared = pipe_run(self._step, self._pipe, batch, int(rows), word=self._asked_to_stop, seed=seed)
+        shared = pipe_run(self._step, self._pipe, batch, word=self._asked_to_stop, seed=seed)
         self.stopping = self.stopping or any(shared.words)
         return shared
 
 
-def pipe_run(step: TrainStep, pipe: Pipe, batch: Structure, rows: int, *, word: object, seed: float = 1.0) -> Shared:
+def pipe_run(step: TrainStep, pipe: Pipe, batch: Structure, *, word: object, seed: float = 1.0) -> Shared:
     """Forward and backward of one batch by the pipe's schedule, with the facts that all its ranks know afterwards."""
     args, inputs, target = _split_batch(batch)
     device = next((parameter.device.type for parameter in pipe.parameters()), "cpu")
-    dtype = step.autocast_dtype
+    dtype, rows_of = step.autocast_dtype, step.rows
+    weigh = None if rows_of is None else lambda sizes: [rows_of(part) for part in scatter(batch, sizes)]
     with nullcontext() if dtype is None else torch.autocast(device, dtype=dtype):
         return pipe.step_together(
-            args, inputs, target, loss=cast(Loss, step.loss), reduction=step.reduction, rows=rows, word=word, seed=seed
+            args,
+            inputs,
+            target,
+            loss=cast(Loss, step.loss),
+            reduction=step.reduction,
+            rows=count_rows(batch),
+            word=word,
+            seed=seed,
+            weigh=weigh,
         )
 
 
@@ -146,12 +156,8 @@ def check_pipes(steps: Mapping[str, Step], group: dist.ProcessGroup | None, comm
     """Return the pipe whose ranks these are, if one of the steps' is across ranks.
 
     Raises:
-        ValueError: steps that cannot run on the same ranks, ``rows=`` for a pipe, or a data-parallel ``group`` with
-            other stages in it.
+        ValueError: steps that cannot run on the same ranks, or a data-parallel ``group`` with other stages in it.
     """
-    for name, step in steps.items():
-        if isinstance(step.model, Pipe) and isinstance(step, TrainStep) and step.rows is not None:
-            raise ValueError(f"step {name!r} trains a Pipe, which splits batches along their rows; leave out rows=")
     across = [step.model for step in steps.values() if isinstance(step.model, Pipe) and step.model.process_group]
     if not across:
         return None

@@ -26,12 +26,11 @@ from anabranch.executor.engines.pipe_engine import pipe_run
 from anabranch.executor.plan.step_plan import PlanRow
 from anabranch.executor.randomness import random_state, restore_random_state
 from anabranch.executor.routes import CommMode
-from anabranch.executor.running.runner import rows_of
 from anabranch.executor.steps import TrainStep, parameters_of
 from anabranch.experts import RemoteExpert, RemoteMixtureOfExperts
 from anabranch.parameter_server import RemoteEmbedding
 from anabranch.pipeline import Pipe
-from anabranch.tensors import Structure
+from anabranch.tensors import Structure, count_rows
 
 _RUNS = 4  # the same number on every worker, because a loss may communicate; the first warms up
 
@@ -145,7 +144,7 @@ def survey_pipe(step: TrainStep, pipe: Pipe, batch: Structure) -> StepSurvey:
     Raises:
         Exception: any error of a stage or the loss.
     """
-    rows, walls = int(rows_of(step, batch)), []
+    rows, walls = count_rows(batch), []
     loss = step.loss.parameters() if isinstance(step.loss, nn.Module) else ()
     trained = {*pipe.parameters(), *loss, *(p for optimizer in step.optimizers for p in parameters_of(optimizer))}
     # What the ranks tell one another before an update: is there a NaN, and by how much is it clipped.
@@ -159,7 +158,7 @@ def survey_pipe(step: TrainStep, pipe: Pipe, batch: Structure) -> StepSurvey:
                 for parameter in trained:
                     parameter.grad = None
                 sent, began = pipe.bytes_sent, time.perf_counter()
-                pipe_run(step, pipe, batch, rows, word=None)
+                pipe_run(step, pipe, batch, word=None)
                 for _ in range(norms):
                     pipe.grad_norm()
                 walls.append(time.perf_counter() - began)

@@ -53,6 +53,7 @@ class Facts(msgspec.Struct, array_like=True, frozen=True):
     seed: int
     sizes: list[int]
     records: bool
+    output: str
     keywords: list[str]
     kinds: list[InputKind] = []
 

@@ -10,18 +10,23 @@ from anabranch.choices import choice
 from anabranch.pipeline.schedule.orders import SCHEDULES, default_ranks, make_schedule
 from anabranch.pipeline.schedule.schedule import Schedule
 
-__all__ = ["Checkpoint", "PipeSchedules", "check_choices", "recomputed_actions"]
+__all__ = ["Checkpoint", "Output", "PipeSchedules", "check_choices", "recomputed_actions"]
 
 
 Checkpoint: TypeAlias = Literal["except_last", "always", "never"]
 """The microbatches that keep no activations and run forward again before backward."""
 
 
-def check_choices(chunks: int, checkpoint: str) -> None:
-    """Raise for an invalid number of microbatches or ``checkpoint``."""
+Output: TypeAlias = Literal["last", "all"]
+"""The ranks on which a call returns the output: the last stage's, or all."""
+
+
+def check_choices(chunks: int, checkpoint: str, output: str) -> None:
+    """Raise for an invalid number of microbatches, ``checkpoint`` or ``output``."""
     if isinstance(chunks, bool) or not isinstance(chunks, SupportsIndex) or operator.index(chunks) < 1:
         raise ValueError(f"chunks is the number of microbatches, at least 1, got {chunks!r}")
     choice("checkpoint", checkpoint, get_args(Checkpoint))
+    choice("output", output, get_args(Output))
 
 
 class PipeSchedules:

@@ -295,7 +295,8 @@ class StageRun:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"the loss must be one number per microbatch, got {shape}; end it with .mean() or .sum()")
-        return loss.reshape(()) * weight
+        # A microbatch without weight adds nothing, even if its loss is NaN, as a mean over no tokens is.
+        return loss.reshape(()) * weight if weight else torch.zeros_like(loss.detach().reshape(()))
 
     def backward(self, i: int, gradients: GradientMessages, *, keep: bool) -> GradientMessages:
         """Run microbatch ``i`` backward from each target's gradients; returns those for each source.
