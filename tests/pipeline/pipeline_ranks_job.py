@@ -36,7 +36,6 @@ import anabranch as ab
 from anabranch.pipeline import make_schedule, split
 from anabranch.pipeline.links.gloo_channel import GlooChannel
 from anabranch.pipeline.links.shared_memory_channel import SharedMemoryChannel
-from anabranch.pipeline.ranks import RankEngine
 from anabranch.record.fault_points import on_fault_point
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -257,8 +256,8 @@ def memory_serves_again() -> dict:
     """Steps alike need no more memory for messages than the first did."""
     x, target = torch.randn(2, 64, 5, dtype=torch.float64)
     with make(skipping_model(), chunks=4) as pipe:
-        if isinstance(pipe._engine, RankEngine) and isinstance(pipe._engine._channel, SharedMemoryChannel):
-            lines = pipe._engine._channel._lines.values()
+        if isinstance(pipe._engine._connection.channel, SharedMemoryChannel):
+            lines = pipe._engine._connection.channel._lines.values()
             for _ in range(8):
                 step(pipe, x, target)
             # Of what may be on its way at once, each message in a slot; not of all that ever was.
@@ -824,7 +823,7 @@ def cannot_meet(x: Tensor, target: Tensor) -> None:
         with make(skipping_model(), shared_memory=True) as pipe:
             tempfile.tempdir = None
             step(pipe, x, target)
-            assert isinstance(pipe._engine._channel, GlooChannel)
+            assert isinstance(pipe._engine._connection.channel, GlooChannel)
 
 
 class Unspeakable(Exception):

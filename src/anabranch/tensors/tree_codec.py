@@ -22,6 +22,7 @@ import re
 import struct
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -64,20 +65,20 @@ def encode(tree: object, own: Own = refuse, *, tensors: list[Tensor] | None = No
     Raises:
         ValueError: a value of another type, or nesting deeper than 100; names its path.
     """
+    return _fold(tree, (), partial(_encode_leaf, own, tensors), _described)
 
-    def leaf(value: Any, path: Path) -> object:
-        if isinstance(value, Tensor) and tensors is not None:
-            tensors.append(value)
-            return {"$tensor": len(tensors) - 1}
-        if (plain := _PLAIN.get(type(value))) is not None:
-            return plain(value, path)
-        stands = own(value, path)
-        if not isinstance(stands, dict):
-            return _fold(stands, path, leaf, _described)
-        ((tag, content),) = stands.items()
-        return {tag: _fold(content, path, leaf, _described)}
 
-    return _fold(tree, (), leaf, _described)
+def _encode_leaf(own: Own, tensors: list[Tensor] | None, value: Any, path: Path) -> object:
+    if isinstance(value, Tensor) and tensors is not None:
+        tensors.append(value)
+        return {"$tensor": len(tensors) - 1}
+    if (plain := _PLAIN.get(type(value))) is not None:
+        return plain(value, path)
+    stands, leaf = own(value, path), partial(_encode_leaf, own, tensors)
+    if not isinstance(stands, dict):
+        return _fold(stands, path, leaf, _described)
+    ((tag, content),) = stands.items()
+    return {tag: _fold(content, path, leaf, _described)}
 
 
 def decode(
@@ -91,27 +92,27 @@ def decode(
     Raises:
         ValueError: ``encoded`` is nothing that ``encode`` makes.
     """
-    makers = {**_MAKERS, "$tensor": tensors.__getitem__, **(own or {})}
+    return _decode(encoded, {**_MAKERS, "$tensor": tensors.__getitem__, **(own or {})})
 
-    def made(value: object) -> Any:
-        if isinstance(value, list):
-            return [made(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        tag = next((key for key in value if key.startswith("$")), None)
-        if tag is None:
-            return {key: made(item) for key, item in value.items()}
-        if tag not in makers or len(value) != 1:
-            raise ValueError(f"there is an object with the key {tag!r}, which this version does not know")
-        content = made(value[tag])
-        try:
-            if tag in _TAGS and not isinstance(content, list):
-                raise TypeError(f"expected a list, got {type(content).__name__}")
-            return makers[tag](content)
-        except (ArithmeticError, LookupError, TypeError, ValueError, struct.error) as error:
-            raise ValueError(f"there is a {tag!r} that cannot be read: {error}") from error
 
-    return made(encoded)
+def _decode(value: object, makers: Mapping[str, Callable[[Any], object]]) -> Any:
+    # Not a function inside the other: its cycle of references would keep the tensors alive.
+    if isinstance(value, list):
+        return [_decode(item, makers) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next((key for key in value if key.startswith("$")), None)
+    if tag is None:
+        return {key: _decode(item, makers) for key, item in value.items()}
+    if tag not in makers or len(value) != 1:
+        raise ValueError(f"there is an object with the key {tag!r}, which this version does not know")
+    content = _decode(value[tag], makers)
+    try:
+        if tag in _TAGS and not isinstance(content, list):
+            raise TypeError(f"expected a list, got {type(content).__name__}")
+        return makers[tag](content)
+    except (ArithmeticError, LookupError, TypeError, ValueError, struct.error) as error:
+        raise ValueError(f"there is a {tag!r} that cannot be read: {error}") from error
 
 
 def map_leaves(function: Callable[[object, Path], object], value: object, path: Path = ()) -> object:

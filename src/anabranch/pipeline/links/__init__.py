@@ -1,6 +1,7 @@
 """Transfer of tensors from stage to stage: between threads, over shared memory, over gloo.
 
-Open ``exchange.py`` for one process, ``inbox.py`` for ranks; ``packet_codec.py`` has the wire format of tensors.
+Open ``inbox.py``, where messages arrive, then ``connection.py`` for the ranks of other processes. ``packet_codec.py``
+has the wire format of tensors.
 """
 
 __all__: list[str] = []

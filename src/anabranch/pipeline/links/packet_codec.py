@@ -1,23 +1,23 @@
 """Messages between ranks: a small header of fixed size, then the tensors' bytes.
 
-The header describes the rest, so shapes and dtypes may change from message to message and step to step. Values nest in
-dict, list and tuple; numbers, strings and ``None`` are sent in the header. Received data is never evaluated.
+The header describes the rest, so shapes and dtypes may change from message to message and step to step. Containers and
+plain values are in it, as the tree codec writes them. Received data is never evaluated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias, cast
 
 import msgspec
 import torch
 from torch import Tensor
 
-from anabranch.pipeline.links.exchange import Message
 from anabranch.pipeline.schedule.actions import Kind
-from anabranch.pipeline.stage.packet import Gradients, Packet
+from anabranch.pipeline.stage.packet import Gradients, Message, Packet
 from anabranch.tensors import Structure, flatten
 from anabranch.tensors.dtypes import dtype_name, dtype_named
+from anabranch.tensors.tree_codec import Path, decode, encode
 
 __all__ = [
     "Facts",
@@ -110,45 +110,50 @@ def decode_header(first: Tensor, receive: Callable[[Tensor], None]) -> Header:
     return HEADERS.decode(body[:length])
 
 
-_Spec: TypeAlias = object
-
-
-def pack(message: Message) -> tuple[_Spec, list[tuple[str, list[int]]], list[Tensor]]:
+def pack(message: Message) -> tuple[object, list[tuple[str, list[int]]], list[Tensor]]:
     """Pack a message: plain values for the header, its tensors' dtypes and shapes, and their bytes, where they are.
 
     Raises:
         TypeError: a value that is meaningless outside this process; names its type.
     """
-    tensors: list[Tensor] = []
-    specs = [
-        [_encode(part.structure(), tensors), list(part.needs_grad), list(part.doubled)]
-        if isinstance(part, Packet)
-        else _encode(part, tensors)
+    parts = [
+        [part.structure(), list(part.needs_grad), list(part.doubled)] if isinstance(part, Packet) else part
         for part in message
     ]
-    described = [(dtype_name(tensor.dtype), list(tensor.shape)) for tensor in tensors]
-    return specs, described, bytes_of(tensors)
+    tree, tensors = _encode(parts, [leaf for part in message if isinstance(part, Packet) for leaf in part.leaves])
+    return tree, [(dtype_name(tensor.dtype), list(tensor.shape)) for tensor in tensors], bytes_of(tensors)
 
 
-def describe(value: Structure) -> tuple[_Spec, list[tuple[str, list[int]]], list[bool]]:
+def unpack(kind: Kind, tree: object, tensors: list[Tensor]) -> Message:
+    """Return the message of a sending action of ``kind``."""
+    parts = _decode(tree, tensors)
+    if kind is Kind.SEND_B:
+        return cast("list[Gradients]", parts)
+    packets: list[Packet] = []
+    for structure, needs_grad, doubled in parts:
+        leaves, treedef = flatten(structure)
+        packets.append(Packet(treedef, leaves, tuple(needs_grad), tuple(doubled)))
+    return packets
+
+
+def describe(value: Structure) -> tuple[object, list[tuple[str, list[int]]], list[bool]]:
     """Return plain values that describe ``value`` except the contents of its tensors.
 
     Raises:
         TypeError: a value that is meaningless outside this process; names its type.
     """
-    tensors: list[Tensor] = []
-    spec = _encode(value, tensors)
+    tree, tensors = _encode(value, flatten(value)[0])
     shapes = [(dtype_name(tensor.dtype), list(tensor.shape)) for tensor in tensors]
-    return spec, shapes, [tensor.requires_grad for tensor in tensors]
+    return tree, shapes, [tensor.requires_grad for tensor in tensors]
 
 
-def described(spec: _Spec, shapes: Sequence[tuple[str, list[int]]], needs_grad: Sequence[bool]) -> Structure:
+def described(tree: object, shapes: Sequence[tuple[str, list[int]]], needs_grad: Sequence[bool]) -> Structure:
     """Return the value from the result of ``describe``, with meta tensors."""
     tensors = [
         torch.empty(shape, dtype=dtype_named(dtype), device="meta", requires_grad=needs)
         for (dtype, shape), needs in zip(shapes, needs_grad, strict=True)
     ]
-    return _decode(spec, tensors)
+    return _decode(tree, tensors)
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -156,86 +161,44 @@ def bytes_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [_as_bytes(tensor) for tensor in tensors if tensor.numel()]
 
 
-def unpack(kind: Kind, spec: _Spec, tensors: list[Tensor]) -> Message:
-    """Return the message of a sending action of ``kind``."""
-    assert isinstance(spec, list)
-    if kind is Kind.SEND_F:
-        packets: list[Packet] = []
-        for structure, needs_grad, doubled in spec:
-            leaves, treedef = flatten(_decode(structure, tensors))
-            packets.append(Packet(treedef, leaves, tuple(needs_grad), tuple(doubled)))
-        return packets
-    return cast(list[Gradients], [_decode(part, tensors) for part in spec])
+def _encode(value: Structure, leaves: Iterable[object]) -> tuple[object, list[Tensor]]:
+    """Return a tree of plain values, and the tensors that its tags number; a sparse tensor is two."""
+    tensors: list[Tensor] = []
+
+    def own(leaf: object, path: Path) -> object:
+        if not isinstance(leaf, Tensor):
+            raise _refusal(leaf)
+        if leaf.layout is torch.sparse_coo and not leaf.requires_grad:
+            leaf = leaf.coalesce()
+            tensors.extend((leaf.indices(), leaf.values()))
+            return {"$sparse": [len(tensors) - 2, list(leaf.shape)]}
+        if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
+            kind_of = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else leaf.layout
+            raise TypeError(f"a {kind_of} tensor cannot cross ranks; make it dense, or keep it within a stage")
+        tensors.append(leaf)
+        return {"$tensor": len(tensors) - 1}
+
+    if sets := [leaf for leaf in leaves if isinstance(leaf, set | frozenset)]:  # a pipe sees no tensors in them
+        raise _refusal(sets[0])
+    return encode(value, own), tensors
 
 
-def _encode(value: Structure, tensors: list[Tensor]) -> _Spec:
-    if isinstance(value, Tensor):
-        if value.layout is torch.sparse_coo and not value.requires_grad:
-            value = value.coalesce()
-            tensors += [value.indices(), value.values()]
-            return ["s", [len(tensors) - 2, list(value.shape)]]
-        if value.layout is not torch.strided or value.is_nested or value.is_quantized:
-            kind = "nested" if value.is_nested else "quantized" if value.is_quantized else value.layout
-            raise TypeError(f"a {kind} tensor cannot cross ranks; make it dense, or keep it within a stage")
-        tensors.append(value)
-        return ["t", len(tensors) - 1]
-    if value is None or type(value) in (bool, int, float, str):
-        return ["v", _checked(value)]
-    if type(value) is tuple or type(value) is list:
-        return ["u" if type(value) is tuple else "l", [_encode(item, tensors) for item in value]]
-    if type(value) is dict:
-        for key in value:
-            if not (key is None or type(key) in (bool, int, float, str)):
-                raise TypeError(f"the key {key!r} of a dict cannot cross ranks; keys are numbers, strings and None")
-        return ["d", [[_checked(key), _encode(item, tensors)] for key, item in value.items()]]
-    kind = (
-        type(value).__qualname__
-        if type(value).__module__ == "builtins"
-        else f"{type(value).__module__}.{type(value).__qualname__}"
-    )
-    raise TypeError(
-        f"a {kind} cannot cross ranks; send tensors, numbers, strings and None, nested in dict, list and tuple, of "
+def _refusal(value: object) -> TypeError:
+    kind = type(value)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return TypeError(
+        f"a {name} cannot cross ranks; send tensors, numbers, strings and None, nested in dict, list and tuple, of "
         "these exact types, not types derived from them"
     )
 
 
-def _checked(value: object) -> object:
-    """Return a plain value if MessagePack carries it.
+def _decode(tree: object, tensors: list[Tensor]) -> Structure:
+    def sparse(content: tuple[int, list[int]]) -> Tensor:
+        (first, shape), options = content, {"is_coalesced": True, "check_invariants": False}
+        indices, values = tensors[first : first + 2]
+        return torch.sparse_coo_tensor(indices, values, shape, device=values.device, **options)  # type: ignore[arg-type]
 
-    Raises:
-        TypeError: a whole number of more than 64 bits, or a string that is not Unicode.
-    """
-    if type(value) is int and not -(1 << 63) <= value < 1 << 64:
-        raise TypeError(f"the number {value} cannot cross ranks: it has more than 64 bits; send it as a text")
-    if type(value) is str:
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise TypeError(f"the text {value!r} cannot cross ranks: {error}") from None
-    return value
-
-
-def _decode(spec: _Spec, tensors: list[Tensor]) -> Structure:
-    assert isinstance(spec, list)
-    kind, content = spec
-    if kind == "t":
-        return tensors[content]
-    if kind == "v":
-        return content
-    if kind == "s":
-        first, shape = content
-        return torch.sparse_coo_tensor(
-            tensors[first],
-            tensors[first + 1],
-            shape,
-            is_coalesced=True,
-            check_invariants=False,
-            device=tensors[first + 1].device,
-        )
-    if kind == "d":
-        return {key: _decode(item, tensors) for key, item in content}
-    items = [_decode(item, tensors) for item in content]
-    return tuple(items) if kind == "u" else items
+    return decode(tree, {"$sparse": sparse}, tensors=tensors)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

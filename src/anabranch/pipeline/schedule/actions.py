@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Action", "Kind"]
+__all__ = ["Action", "Kind", "phase_of"]
 
 
 class Kind(StrEnum):
@@ -61,3 +61,11 @@ class Action:
             return text
         arrow = ">" if self.kind in (Kind.SEND_F, Kind.SEND_B) else "<"
         return f"{text}{arrow}{self.peer}"
+
+
+_PHASES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight", Kind.R: "recompute"}
+
+
+def phase_of(action: Action) -> str:
+    """Return the name of a computing action in errors and events: forward, backward, weight or recompute."""
+    return _PHASES[action.kind]

@@ -28,7 +28,7 @@ from anabranch.tensors import Structure, flatten, unflatten
 if TYPE_CHECKING:
     from optree import PyTreeSpec
 
-__all__ = ["Gradients", "Packet", "cut", "enter", "size_of"]
+__all__ = ["Gradients", "Message", "Packet", "cut", "enter", "size_of"]
 
 Gradients = list[Tensor | None]
 """A gradient for each leaf of a packet; ``None`` for a leaf without one."""
@@ -70,6 +70,10 @@ class Packet:
                 lazy = None if from_caller else lazy_clone(leaf)
                 leaves[index] = leaf.clone() if lazy is None else lazy
         return Packet(self.treedef, leaves, self.needs_grad, self.doubled)
+
+
+Message = list[Packet] | list[Gradients]
+"""One packet, or one packet's gradients, for each route between two stages."""
 
 
 def cut(value: Structure) -> tuple[Packet, list[GradientEdge | None]]:

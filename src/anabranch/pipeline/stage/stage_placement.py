@@ -16,7 +16,6 @@ from anabranch.errors import PipelineError
 from anabranch.liveness.meeting import interruptible
 from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, join_parts
 from anabranch.pipeline.pipe_call import Tie
-from anabranch.pipeline.ranks import RankEngine
 from anabranch.pipeline.schedule.schedule import Schedule
 from anabranch.pipeline.schedule.schedules_of_pipe import PipeSchedules
 from anabranch.pipeline.stage.balance import balance_by_size, balance_by_time
@@ -104,10 +103,11 @@ def part_of(module: nn.Module, stages: Sequence[Sequence[Layer]]) -> nn.Module:
     return root
 
 
-def find_ties(split: Sequence[Sequence[Layer]], rank_of: Sequence[int], engine: RankEngine) -> list[Tie]:
+def find_ties(split: Sequence[Sequence[Layer]], rank_of: Sequence[int], group: dist.ProcessGroup) -> list[Tie]:
     """Return the parameters that this rank and others use, with a number of each, the same on all ranks, and those
     ranks; all get the first one's values.
     """
+    rank = dist.get_rank(group)
     ranks: dict[nn.Parameter, set[int]] = {}
     for j, layers in enumerate(split):
         for layer in layers:
@@ -119,10 +119,10 @@ def find_ties(split: Sequence[Sequence[Layer]], rank_of: Sequence[int], engine: 
         values = (
             torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu") if lacks else parameter.detach().cpu()
         )
-        interruptible(partial(dist.broadcast, values, group=engine.group, group_src=users[0]))
-        if engine.rank in users:
+        interruptible(partial(dist.broadcast, values, group=group, group_src=users[0]))
+        if rank in users:
             parameter.data.copy_(values)
-    return [(index, parameter, users) for index, (parameter, users) in enumerate(tied) if engine.rank in users]
+    return [(index, parameter, users) for index, (parameter, users) in enumerate(tied) if rank in users]
 
 
 def leave_to_others(

@@ -1,0 +1,502 @@
+"""``Engine``: runs the actions of the ranks of this process, in turns that all ranks of a pipeline take together.
+
+A *turn* is a unit of work of all ranks: a forward, its backward, a step. A process holds all ranks, each on a thread,
+or one of them. Stages of one process are joined by inboxes in memory; between processes messages of a turn travel in
+order, and the last one is its end, which carries ``done`` or the reason of failure::
+
+    rank 0   facts ──> data ──> data ──> end(done)
+    rank 1   ............... data ──> end(fault)          a failing rank ends its turn early, for all peers
+    rank 2   .................... data ──> end(fault)     and one that hears of it passes it on
+
+So a receiver always knows whether another message is due: it stops at the end of the turn, and in every case both sides
+are at the same place in the stream when the next turn begins. No rank ends a turn before all have done their work.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import cast
+
+from torch import Tensor
+
+from anabranch.autodiff.thread_modes import current_streams, on_streams
+from anabranch.deadline import LONGEST_SLEEP, Deadline
+from anabranch.errors import PipelineError
+from anabranch.pipeline.description import Observed
+from anabranch.pipeline.links.connection import Connection
+from anabranch.pipeline.links.inbox import Inbox
+from anabranch.pipeline.links.packet_codec import Facts, Header, PacketFault, pack
+from anabranch.pipeline.links.stage_threads import StageThreads
+from anabranch.pipeline.schedule.actions import Action, Kind, phase_of
+from anabranch.pipeline.stage.packet import Message, Packet, cut, size_of
+from anabranch.pipeline.stage.stage import OUTSIDE, StageRun
+from anabranch.record import fault_points, spans
+from anabranch.tensors import Structure
+
+__all__ = ["Engine", "Outcome"]
+
+_MOST_WORDS = 1 << 16
+_FAREWELL_SECONDS = 0.5
+_pipes = itertools.count()
+
+
+class Aborted(Exception):
+    """Another rank has failed; this one stops."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Results of a run of actions: by microbatch what leaves the last stage, by stage and microbatch the gradients of
+    the caller's inputs, and measurements.
+    """
+
+    observed: Observed = field(default_factory=Observed)
+    outputs: dict[int, Message] = field(default_factory=dict)
+    input_gradients: dict[tuple[int, int], Message] = field(default_factory=dict)
+
+
+class Engine:
+    """Takes the turns of a pipeline, and is the turn; keeps its threads until it is closed or collected.
+
+    Args:
+        rank_of: the rank of each stage.
+        timeout: seconds that a turn may take.
+        connection: to the other processes, each of which has one rank.
+
+    Attributes:
+        observed: measurements of all stages in the last turns.
+        bytes_sent: of all tensors sent to other processes.
+    """
+
+    def __init__(self, rank_of: tuple[int, ...], timeout: float, connection: Connection | None = None) -> None:
+        self._rank_of, self._timeout, self._connection = rank_of, timeout, connection
+        self._name = f"stages {os.getpid()}/{next(_pipes)}" if connection is None else connection.name
+        self._peers = [] if connection is None else connection.peers
+        self.rank = 0 if connection is None else connection.rank
+        self._inboxes = (
+            {rank: Inbox() for rank in range(max(rank_of) + 1)} if connection is None else {self.rank: connection.inbox}
+        )
+        self._inbox = self._inboxes[self.rank]
+        self._in_turn = threading.Lock()
+        self._runs_in: int | None = None
+        self._threads: StageThreads | None = None
+        self._number = 0
+        self.observed = Observed()
+        self.bytes_sent = 0
+
+    def __reduce__(self) -> tuple[type[Engine], tuple[tuple[int, ...], float]]:
+        """Return a copy of a pipe starts its own threads."""
+        return Engine, (self._rank_of, self._timeout)
+
+    @contextmanager
+    def turn(self, operation: str, step: int) -> Iterator[Engine]:
+        """Take a turn of all ranks, of call number ``step``; calls of several threads take theirs one after the other.
+
+        It ends when all have finished it, or with an error on each.
+
+        Raises:
+            RuntimeError: a stage or the loss of this pipe starts it.
+            BaseException: the error that a stage here raised, with a note of the place.
+            PipelineError: another process failed.
+            PeerLost: another process is gone or stopped.
+            DeadlineExceeded: the turn, or that of another thread, took longer than the timeout.
+        """
+        if self._runs_in == threading.get_ident() or (self._threads is not None and self._threads.are_here()):
+            raise RuntimeError(
+                f"a layer or the loss of a pipe starts a {operation} of the same pipe, whose stages would wait for "
+                "themselves; compute the value before the call, and pass it in"
+            )
+        deadline = Deadline(self._timeout)
+        while not self._in_turn.acquire(timeout=min(LONGEST_SLEEP, deadline.remaining())):
+            deadline.check(peer="another thread that uses the pipe", operation=f"pipeline {operation}", step=step)
+        try:
+            self._begin(operation, step, deadline)
+            yield self
+            self._finish()
+        except Aborted:
+            assert isinstance(self._inbox.fault, PacketFault)
+            self._end(self._inbox.fault)
+            raise _as_error(self._inbox.fault) from None
+        except BaseException as error:
+            self._end(self._describe(error))
+            raise
+        finally:
+            self._in_turn.release()
+
+    def _begin(self, operation: str, step: int, deadline: Deadline) -> None:
+        # A task of a failed step may still be computing, which cannot be stopped.
+        if self._threads is not None and not self._threads.wait(deadline.remaining()):
+            raise deadline.error(peer="a worker still busy with a failed step", operation="pipeline", step=step)
+        self._number += 1
+        self._operation, self._step, self._deadline = operation, step, deadline
+        self._word: object = None
+        self._seen = Observed()
+        self._has_ended = False
+        self._failure: tuple[BaseException, Action | None] | None = None
+        for inbox in self._inboxes.values():
+            inbox.begin(self._number, operation)
+
+    def _finish(self) -> None:
+        """Wait until every other process has done its part."""
+        if self._connection is not None:
+            self._end(None)
+            ended = self._inbox.ended
+            waiting = [peer for peer in self._peers if peer not in ended]
+            self._wait(lambda: len(ended) == len(self._peers), "end", waiting)
+            self._connection.channel.look()
+            if self._inbox.fault:
+                raise Aborted
+            for body in self._inbox.bodies.values():
+                self.observed.add(Observed.from_plain(cast("list[object]", body)[1]))
+            self._connection.channel.flush(self._timeout)
+
+    def _end(self, fault: PacketFault | None) -> None:
+        """Tell every other process that nothing more comes in this turn, and the reason; once."""
+        if self._connection is None or self._has_ended:
+            return
+        self._has_ended = True
+        body = None if fault else [self._word, self._seen.as_plain()]
+        for peer in self._peers:
+            self._send(peer, Header(self._number, self._operation, "end", body=body, fault=fault))
+        if fault is not None:
+            self._connection.channel.flush(_FAREWELL_SECONDS)
+
+    def _describe(self, error: BaseException) -> PacketFault | None:
+        if self._connection is None:
+            return None
+        kind = type(error)
+        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        action = self._failure[1] if self._failure is not None and self._failure[0] is error else None
+        where = (None, None, None) if action is None else (action.stage, action.microbatch, phase_of(action))
+        try:
+            message = str(error)
+        except Exception:  # noqa: BLE001 - whatever it raises, the others must hear of the failure
+            message = "<str() of the error failed>"
+        text = "".join(traceback.format_exception(error))
+        return PacketFault(self._connection.names[self.rank], name, _sendable(message), _sendable(text), *where)
+
+    def _send(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> None:
+        assert self._connection is not None
+        self.bytes_sent += sum(tensor.numel() for tensor in tensors)
+        self._connection.channel.send(peer, header, [tensor.cpu() for tensor in tensors])
+
+    def _wait(self, ready: Callable[[], bool], what: str, ranks: Sequence[int]) -> None:
+        """Wait for ``ready()``, which looks at the inbox; other processes' ``ranks`` are waited for."""
+        assert self._connection is not None
+        inbox, channel = self._inbox, self._connection.channel
+
+        def done(seconds: float) -> bool:
+            channel.wait_for(lambda: ready() or bool(inbox.fault or inbox.lost or inbox.other_operation), seconds)
+            with inbox.changed:
+                if ready():
+                    return True
+                if inbox.fault:
+                    raise Aborted
+                if inbox.other_operation is not None:
+                    raise self._out_of_order(*inbox.other_operation)
+            return False
+
+        self._connection.wait(done, f"pipeline {self._operation} {what}", self._deadline, ranks, self._step)
+
+    def _out_of_order(self, peer: int, theirs: str) -> RuntimeError:
+        assert self._connection is not None
+        here, there = self._connection.names[self.rank], self._connection.names[peer]
+        return RuntimeError(
+            f"rank {here} runs the pipe's {self._operation} while rank {there} runs its {theirs}; every rank makes the "
+            "same calls in the same order"
+        )
+
+    # What all ranks know.
+
+    def agree(self, make: Callable[[], Facts]) -> Facts:
+        """Return the call's facts, made on the rank of the first stage and sent to all others."""
+        source = self._rank_of[0]
+        if self._connection is None or self.rank == source:
+            facts = make()
+            for peer in self._peers:
+                self._send(peer, Header(self._number, self._operation, "facts", facts=facts))
+            return facts
+        self._wait(lambda: self._inbox.facts is not None, "start", [source])
+        assert self._inbox.facts is not None
+        return self._inbox.facts
+
+    def share(self, index: int, tensor: Tensor | None, ranks: Sequence[int]) -> list[Tensor | None]:
+        """Return the tensors that ``ranks``, this one among them, give under ``index``, in the order of ranks."""
+        if self._connection is None:
+            return [tensor]
+        others = [rank for rank in ranks if rank != self.rank]
+        spec, described, parts = pack([[tensor]])
+        header = Header(self._number, self._operation, "share", stage=index, body=spec, tensors=described)
+        for rank in others:
+            self._send(rank, header, parts)
+        shares = self._inbox.shares
+        self._wait(lambda: all((index, rank) in shares for rank in others), "tied gradients", others)
+        return [tensor if rank == self.rank else shares[index, rank] for rank in sorted(ranks)]
+
+    def spread(self, value: Structure, source: int) -> Structure:
+        """Return the value that rank ``source`` gives, on every rank; tensors come without a graph."""
+        if self._connection is None:
+            return value
+        if self.rank == source:
+            spec, described, parts = pack([cut(value)[0]])
+            header = Header(self._number, self._operation, "spread", body=spec, tensors=described)
+            for peer in self._peers:
+                self._send(peer, header, parts)
+            return value
+        self._wait(lambda: source in self._inbox.spread, "output", [source])
+        return cast("list[Packet]", self._inbox.spread[source])[0].structure()
+
+    def put_note(self, word: object) -> None:
+        """Leave a plain value for all ranks, sent with the end of the turn."""
+        self._word = word
+
+    def notes(self) -> dict[int, object]:
+        """Return each rank's value at the end of the turn."""
+        words = {peer: cast("list[object]", body)[0] for peer, body in self._inbox.bodies.items()}
+        return {**words, self.rank: self._word}
+
+    # Actions.
+
+    def run(
+        self,
+        runs: Mapping[int, StageRun],
+        actions: Sequence[Sequence[Action]],
+        outside: Mapping[int, Sequence[Message]],
+        *,
+        keep: bool = False,
+    ) -> Outcome:
+        """Run the actions of the ranks here.
+
+        Args:
+            runs: the stages of this process, by number.
+            actions: of each rank.
+            outside: the caller's inputs to each stage, or the gradients of its outputs: a message a microbatch.
+            keep: another backward may follow.
+        """
+        run = _Run(self, runs, outside, keep)
+        try:
+            if len(self._inboxes) == 1:
+                self._runs_in = threading.get_ident()
+                run.perform(self.rank, actions[self.rank])
+            else:
+                self._run_on_threads(run, actions)
+        except BaseException:
+            for one in runs.values():
+                one.abandon()
+            raise
+        finally:
+            self._runs_in = None
+        self._seen = run.outcome.observed
+        self.observed.add(self._seen)
+        return run.outcome
+
+    def _run_on_threads(self, run: _Run, actions: Sequence[Sequence[Action]]) -> None:
+        threads = self._threads = self._threads or StageThreads(len(actions))
+        streams = current_streams()
+
+        def work(rank: int) -> None:
+            try:
+                with on_streams(streams):
+                    run.perform(rank, actions[rank])
+            except Aborted:
+                pass
+            except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+                self._fail(error)
+                threads.hurry()
+
+        threads.start([lambda rank=rank: work(rank) for rank in self._inboxes])  # type: ignore[misc]
+        try:
+            if not threads.wait(self._deadline.remaining(), all_ended=False):
+                threads.wait(_FAREWELL_SECONDS)
+                late = self._deadline.error(peer="the pipeline's workers", operation="pipeline step", step=self._step)
+                self._fail(late)
+        except BaseException as error:
+            self._fail(error)
+            threads.wait(_FAREWELL_SECONDS)
+            raise
+        if self._failure is not None:
+            threads.wait(_FAREWELL_SECONDS)
+            raise self._failure[0]
+
+    def _fail(self, error: BaseException, action: Action | None = None) -> None:
+        """Note the reason why the turn fails, of which the first counts, and end it for all ranks here."""
+        with self._inbox.changed:
+            self._failure = self._failure or (error, action)
+        if self._connection is None:
+            for inbox in self._inboxes.values():
+                inbox.fail()
+
+    def send(self, action: Action, message: Message) -> None:
+        """Hand over the message of a sending action; do not wait for its arrival."""
+        assert action.peer is not None
+        rank = self._rank_of[action.peer]
+        if rank in self._inboxes:
+            self._inboxes[rank].put((action.kind, action.stage, action.peer, action.microbatch), message)
+            return
+        spec, described, parts = pack(message)
+        where = action.stage, action.peer, action.microbatch
+        self._send(rank, Header(self._number, self._operation, action.kind.value, *where, spec, described), parts)
+
+    def receive(self, action: Action) -> Message:
+        """Wait for the message of a receiving action."""
+        assert action.peer is not None
+        inbox = self._inboxes[self._rank_of[action.stage]]
+        key = (_SENT_AS[action.kind], action.peer, action.stage, action.microbatch)
+        data = inbox.data
+        if self._connection is not None:
+            self._wait(lambda: key in data, str(action), [self._rank_of[action.peer]])
+            with inbox.changed:
+                return data.pop(key)
+        with inbox.changed:
+            if key not in data:
+                with spans.span("wait", "wait", peer=f"stage {action.peer}", operation=str(action)):
+                    inbox.changed.wait_for(lambda: key in data or bool(inbox.fault), self._deadline.remaining())
+            if inbox.fault:
+                raise Aborted
+            if key not in data:
+                raise self._deadline.error(peer=f"stage {action.peer}", operation=f"pipeline {action}", step=self._step)
+            return data.pop(key)
+
+    def close(self) -> None:
+        """End the threads. Those still waiting for a peer end with the process group; a later run starts new ones."""
+        if self._threads is not None:
+            self._threads.close()
+            self._threads = None
+        if self._connection is not None:
+            self._connection.close()
+
+
+_SENT_AS = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}
+
+
+class _Run:
+    """One run of the actions of all ranks here; each touches only its own stages."""
+
+    def __init__(
+        self, engine: Engine, runs: Mapping[int, StageRun], outside: Mapping[int, Sequence[Message]], keep: bool
+    ) -> None:
+        self._engine, self._runs, self._outside, self._keep = engine, runs, outside, keep
+        self._name = f"{engine._name}/{engine._number}"
+        # By the computing action that the messages go to or come from, and the stage at the other end.
+        self._in: dict[tuple[Kind, int, int], dict[int, Message]] = {}
+        self._out: dict[tuple[Kind, int, int], dict[int, Message]] = {}
+        self.outcome = Outcome()
+
+    def perform(self, rank: int, actions: Sequence[Action]) -> None:
+        """Run ``actions`` in order.
+
+        Raises:
+            BaseException: the error of a stage, with a note of the place.
+            Aborted: a stage of another rank has failed.
+        """
+        engine, inbox = self._engine, self._engine._inboxes[rank]
+        seconds = self.outcome.observed.seconds
+        for action in actions:
+            if engine._connection is not None:
+                engine._connection.channel.look()
+            if inbox.fault:
+                raise Aborted
+            computing = _COMPUTING.get(action.kind)
+            if computing is None:
+                started = perf_counter()
+                self._compute(action)
+                place = action.stage, phase_of(action)
+                seconds[place] = seconds.get(place, 0.0) + perf_counter() - started
+                continue
+            key = computing, action.stage, action.microbatch
+            began = spans.begin()
+            if action.kind in _SENT_AS:
+                message = engine.receive(action)
+                self._in.setdefault(key, {})[cast(int, action.peer)] = message
+            else:
+                message = self._out[key].pop(cast(int, action.peer))
+                sizes, link, size = (
+                    self.outcome.observed.sent_bytes,
+                    (action.stage, cast(int, action.peer)),
+                    _bytes(message),
+                )
+                sizes[link] = max(sizes.get(link, 0), size)
+                engine.send(action, message)
+            if began:
+                self._record(began, action, message)
+
+    def _record(self, began: int, action: Action, message: Message) -> None:
+        """Record a transfer for a trace."""
+        receives = action.kind in _SENT_AS
+        stages = (action.peer, action.stage) if receives else (action.stage, action.peer)
+        way = "activations" if action.kind in (Kind.SEND_F, Kind.RECV_F) else "gradients"
+        name = f"{self._name}/{way} {stages[0]}>{stages[1]}.{action.microbatch}"
+        facts: dict[str, object] = {"stage": action.stage, "microbatch": action.microbatch}
+        facts |= {"peer": f"stage {action.peer}", "bytes": _bytes(message)}
+        flow: spans.Flow = ("receive", name) if receives else ("send", name)
+        spans.complete(began, f"{flow[0]} {way}", "crossing", flow=flow, facts=facts)
+
+    def _compute(self, action: Action) -> None:
+        """Run a stage; an exception gets the place."""
+        run, i, key = self._runs[action.stage], action.microbatch, (action.kind, action.stage, action.microbatch)
+        phase = phase_of(action)
+        try:
+            if fault_points.installed is not None:
+                fault_points.installed(f"pipeline.{phase}.{action.stage}.{i}")
+            with spans.span(phase, "compute", stage=action.stage, microbatch=i):
+                match action.kind:
+                    case Kind.F:
+                        inputs = self._in.pop(key, {})
+                        if OUTSIDE in run.stage.sources:
+                            inputs[OUTSIDE] = self._outside[action.stage][i]
+                        self._out[key] = outputs = run.forward(i, inputs)  # type: ignore[arg-type, assignment]
+                        if OUTSIDE in outputs:
+                            output = outputs.pop(OUTSIDE)
+                            if run.head is None or run.head.keeps_outputs:
+                                self.outcome.outputs[i] = output
+                    case Kind.R:
+                        run.recompute(i)
+                    case Kind.B:
+                        gradients = self._in.pop(key, {})
+                        if OUTSIDE in run.stage.targets and run.head is None:
+                            gradients[OUTSIDE] = self._outside[action.stage][i]
+                        answers = run.backward(i, gradients, keep=self._keep)  # type: ignore[arg-type]
+                        self._out[key] = answers  # type: ignore[assignment]
+                        if OUTSIDE in answers:
+                            self.outcome.input_gradients[action.stage, i] = answers.pop(OUTSIDE)
+                    case Kind.W:
+                        run.weights(i, keep=self._keep)
+        except BaseException as error:
+            error.add_note(f"in stage {action.stage}, microbatch {i}, {phase}")
+            self._engine._fail(error, action)
+            raise
+
+
+_COMPUTING = {Kind.SEND_F: Kind.F, Kind.RECV_F: Kind.F, Kind.SEND_B: Kind.B, Kind.RECV_B: Kind.B}
+
+
+def _bytes(message: Message) -> int:
+    leaves = [leaf for part in message for leaf in (part.leaves if isinstance(part, Packet) else part)]
+    return sum([size_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)])
+
+
+def _sendable(text: str) -> str:
+    """Return the text as valid UTF-8, without the middle of a very long one, so that waiting ranks get it at once."""
+    if len(text) > _MOST_WORDS:
+        half = _MOST_WORDS // 2
+        text = f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _as_error(fault: PacketFault) -> PipelineError:
+    place = f" in stage {fault.stage}, microbatch {fault.microbatch}, {fault.phase}" if fault.phase else ""
+    return PipelineError(
+        f"rank {fault.rank} raised {fault.type_name}{place}: {fault.message}",
+        stage=fault.stage,
+        microbatch=fault.microbatch,
+        phase=fault.phase,
+        remote_type=fault.type_name,
+        remote_traceback=fault.traceback,
+    )
