@@ -81,7 +81,7 @@ def expected(shares: Iterable[Share], compression: Compression | None = None) ->
     """
     sizes: dict[torch.dtype, int] = {}
     for share in shares:
-        kind = share.travels_as(compression)
+        kind = share.dtype if compression is None else share.travels_as(compression)
         sizes[kind] = sizes.get(kind, 0) + math.prod(share.shape)
     found = [(dtype, sizes[dtype]) for dtype in (*FLOATS, torch.int8) if dtype in sizes]
     if torch.int8 in sizes:
@@ -119,13 +119,18 @@ def split(flat: Sequence[Tensor], shares: Sequence[Share], compression: Compress
     came = [(tensor.dtype, tensor.numel()) for tensor in flat]
     if came != wanted or any(tensor.ndim != 1 for tensor in flat):
         raise SchemaError(f"numbers of {wanted} expected, got {came}")
-    whole = dict(zip((dtype for dtype, _ in wanted), flat, strict=True))
+    return views(flat, shares, compression)
+
+
+def views(flat: Sequence[Tensor], shares: Sequence[Share], compression: Compression | None = None) -> list[Tensor]:
+    """``split`` of tensors that are known to be as ``expected``."""
+    whole = {tensor.dtype: tensor for tensor in flat}
     if torch.int8 in whole:
         whole[torch.int8] = from_blocks(whole[torch.int8], _SCALES[whole[torch.uint8].long()], _BLOCK)
     places = dict.fromkeys(whole, 0)
     found = []
     for share in shares:
-        kind = share.travels_as(compression)
+        kind = share.dtype if compression is None else share.travels_as(compression)
         first, places[kind] = places[kind], places[kind] + math.prod(share.shape)
         mine = whole[kind][first : places[kind]]
         if kind != share.dtype == torch.float16:  # which the rounding may have passed
