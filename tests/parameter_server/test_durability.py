@@ -803,7 +803,8 @@ def test_durability_none_encodes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     with ParameterServer(transport=MemoryTransport()) as server:
         server._shard.init(InitMessage("t", SGD.to_dict(), TableSpec("t", 4, 2).to_dict()))
         monkeypatch.setattr(msgspec.msgpack, "encode", lambda value: calls.append(value) or real(value))
-        server._shard.push(PushMessage([PushPart("t", 1)], []), [torch.tensor([1]), torch.ones(2)])
+        push = server._shard.request(PushMessage([PushPart("t", 1)], []), [torch.tensor([1]), torch.ones(2)])
+        server._shard.push(push)
     assert not calls
 
 

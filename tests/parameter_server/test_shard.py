@@ -72,13 +72,13 @@ def test_a_worker_of_another_job_is_refused() -> None:
     shard.init(InitMessage("t", SGD.to_dict(), SPEC.to_dict()))
     ids, grad = torch.tensor([1]), torch.ones(2)
     push = PushMessage([PushPart("t", 1)], [], 0, 0)
-    shard.push(push, [ids, grad])
+    shard.push(shard.request(push, [ids, grad]))
     with pytest.raises(SchemaError, match="this job has 2 workers"):
         shard.join(JoinMessage(1, 3, "bsp", 5))
     with pytest.raises(SchemaError, match="out of range for a world"):
         shard.join(JoinMessage(2, 2, "bsp"))
     with pytest.raises(SchemaError, match="has not joined"):
-        shard.push(msgspec.structs.replace(push, rank=2), [ids, grad])
+        shard.push(shard.request(msgspec.structs.replace(push, rank=2), [ids, grad]))
 
 
 def test_a_held_push_that_comes_after_the_word_of_its_outcome_is_refused() -> None:
@@ -88,9 +88,9 @@ def test_a_held_push_that_comes_after_the_word_of_its_outcome_is_refused() -> No
     push = PushMessage([PushPart("t", 1)], [], 0, 0, hold=True, turn=WorkerProgress(0, 1, 0))
     shard.release(ReleaseMessage(0, WorkerProgress(0, 1, 1)))  # the worker has dropped the step
     with pytest.raises(SchemaError, match="pushes step 0, which it has the outcome of"):
-        shard.push(push, [torch.tensor([1]), torch.ones(2)])
+        shard.push(shard.request(push, [torch.tensor([1]), torch.ones(2)]))
     following = msgspec.structs.replace(push, step=1, turn=WorkerProgress(0, 1, 1))
-    shard.push(following, [torch.tensor([1]), torch.ones(2)])
+    shard.push(shard.request(following, [torch.tensor([1]), torch.ones(2)]))
     assert shard._job is not None
     assert list(shard._job.held) == [1]
 
@@ -104,7 +104,7 @@ def test_a_held_step_that_fails_is_not_applied_twice(fails: str, monkeypatch: py
     for name, width in (("a", 2), ("b", 3)):
         shard.init(InitMessage(name, SGD.to_dict(), TableSpec(name, None, width).to_dict()))
     push = PushMessage([PushPart("w"), PushPart("a", 1), PushPart("b", 1)], [], 0, 0, hold=True)
-    shard.push(push, [torch.tensor([1, 1]), torch.ones(6)])
+    shard.push(shard.request(push, [torch.tensor([1, 1]), torch.ones(6)]))
 
     def no_memory(*_: object, **__: object) -> None:
         raise MemoryError
@@ -131,11 +131,11 @@ def test_a_restarted_worker_pushes_its_step_again() -> None:
     for rank in (0, 1):
         shard.join(JoinMessage(rank, 2, "bsp"))
     ids = torch.tensor([1])
-    shard.push(PushMessage([PushPart("t", 1)], [], 0, 0), [ids, torch.full((2,), 100.0)])
+    shard.push(shard.request(PushMessage([PushPart("t", 1)], [], 0, 0), [ids, torch.full((2,), 100.0)]))
     shard.join(JoinMessage(0, 2, "bsp", 0))  # started again, at the same step
-    shard.push(PushMessage([PushPart("t", 1)], [], 0, 0), [ids, torch.full((2,), 4.0)])
-    shard.push(PushMessage([PushPart("t", 1)], [], 1, 0), [ids, torch.full((2,), 2.0)])
-    _, (rows,) = shard.pull(PullMessage([PullPart("t", 1)]), [ids])
+    shard.push(shard.request(PushMessage([PushPart("t", 1)], [], 0, 0), [ids, torch.full((2,), 4.0)]))
+    shard.push(shard.request(PushMessage([PushPart("t", 1)], [], 1, 0), [ids, torch.full((2,), 2.0)]))
+    _, (rows,) = shard.pull(shard.request(PullMessage([PullPart("t", 1)]), [ids]))
     assert rows.tolist() == [1 - 3.0, 1 - 3.0]
 
 
@@ -240,12 +240,32 @@ def test_mutated_messages_are_refused_change_nothing_and_leave_no_record(tmp_pat
 def test_the_header_of_a_push_is_checked_while_the_shard_is_busy() -> None:
     shard = Shard()
     shard.init(InitMessage("t", SGD.to_dict(), SPEC.to_dict()))
-    push = PushMessage([PushPart("t", 3)], [])
+    push, came = PushMessage([PushPart("t", 3)], []), [(torch.int64, (3,)), (torch.float32, (6,))]
     with ThreadPoolExecutor(1) as other, shard.locked():  # as a checkpoint of a table in a file holds it
-        assert other.submit(shard.numbers_of, push).result(PATIENCE) == [(torch.float32, 6)]
+        assert other.submit(shard.check, push, came).result(PATIENCE).counts == [3]
         assert other.submit(shard.current_step).result(PATIENCE) == 0
     with pytest.raises(NotFound, match="'u' on this shard; there are: t"):
-        shard.numbers_of(PushMessage([PushPart("u", 3)], []))
+        shard.check(PushMessage([PushPart("u", 3)], []), came)
+
+
+@pytest.mark.parametrize("width", [2, 3])
+def test_a_table_made_again_while_a_request_waits_is_the_one_that_it_meets(width: int) -> None:
+    shard = Shard()
+    shard.init(InitMessage("t", SGD.to_dict(), SPEC.to_dict()))
+    ids = torch.tensor([3])
+    pull = shard.request(PullMessage([PullPart("t", 1)]), [ids])
+    push = shard.request(PushMessage([PushPart("t", 1)], []), [ids, torch.ones(2)])
+    shard.drop(DropMessage("t"))
+    for ask in (lambda: shard.pull(pull), lambda: shard.push(push)):
+        with pytest.raises(NotFound, match="no table or parameter 't'"):
+            ask()
+    shard.init(InitMessage("t", SGD.to_dict(), TableSpec("t", 10, width, initial=Constant(5.0)).to_dict()))
+    if width == 2:
+        shard.push(push)
+        assert shard.pull(pull)[1][0].tolist() == [4.0, 4.0]
+    else:
+        with pytest.raises(SchemaError, match=r"float32, 3\)"):
+            shard.push(push)
 
 
 def test_a_record_that_cannot_be_done_again_does_not_keep_a_shard_from_starting(tmp_path: Path) -> None:
@@ -274,7 +294,7 @@ def test_a_shard_does_not_start_without_rows_that_were_restored(tmp_path: Path) 
     spec = TableSpec("t", None, 2)
     shard = Shard()
     shard.init(InitMessage("t", SGD.to_dict(), spec.to_dict()))
-    shard.push(PushMessage([PushPart("t", 1)], []), [torch.tensor([1]), torch.ones(2)])
+    shard.push(shard.request(PushMessage([PushPart("t", 1)], []), [torch.tensor([1]), torch.ones(2)]))
     step, rows = shard.export(ExportMessage("t"))
     with PushLog(tmp_path / "shard-0-of-1") as log:
         assert not list(log.replay())
@@ -294,7 +314,7 @@ def test_ids_are_admitted_as_in_a_replay_where_there_is_no_memory_for_the_answer
     with monkeypatch.context() as patch:
         patch.setattr(shard_module, "read", functools.partial(_fail, MemoryError))
         with pytest.raises(MemoryError):
-            first.pull(PullMessage([PullPart("t", 3)], training=True), [torch.tensor([7, 9, 7])])
+            first.pull(first.request(PullMessage([PullPart("t", 3)], training=True), [torch.tensor([7, 9, 7])]))
     for verb, message, tensors in journal:
         again.replay(verb, msgspec.msgpack.encode(message), tensors)
     assert first.statistics().tables["t"].rows == again.statistics().tables["t"].rows == 2
@@ -344,16 +364,16 @@ def test_pushes_beside_the_steps_are_weighted_by_their_worker_s_share_also_after
     shard.init(InitMessage("t", SGD.to_dict(), SPEC.to_dict()))
     ids, grad = torch.tensor([1]), torch.ones(2)
     for rank, weight in enumerate((1.0, 3.0)):
-        shard.push(PushMessage([PushPart("t", 1)], [], rank, 0, weight), [ids, grad])
+        shard.push(shard.request(PushMessage([PushPart("t", 1)], [], rank, 0, weight), [ids, grad]))
     again = Shard()
     state, groups = shard.snapshot()
     again.load(state, lambda name: groups[name])
     for one in (shard, again):
-        one.push(PushMessage([PushPart("t", 1)], [], 1, -1, 3.0), [ids, grad])
-        _, (rows,) = one.pull(PullMessage([PullPart("t", 1)]), [ids])
+        one.push(one.request(PushMessage([PushPart("t", 1)], [], 1, -1, 3.0), [ids, grad]))
+        _, (rows,) = one.pull(one.request(PullMessage([PullPart("t", 1)]), [ids]))
         assert rows.tolist() == [1.0 - 1.0 - 0.75] * 2
     with pytest.raises(SchemaError, match="has not joined"):
-        shard.push(PushMessage([PushPart("t", 1)], [], 2, -1), [ids, grad])
+        shard.push(shard.request(PushMessage([PushPart("t", 1)], [], 2, -1), [ids, grad]))
 
 
 def test_pushes_beside_the_steps_wait_until_their_worker_s_share_is_known() -> None:
@@ -363,11 +383,11 @@ def test_pushes_beside_the_steps_wait_until_their_worker_s_share_is_known() -> N
     ids, grad = torch.tensor([1]), torch.ones(2)
     for rank in range(2):
         shard.join(JoinMessage(rank, 2, "bsp"))
-    shard.push(PushMessage([PushPart("t", 1)], [], 0, 0, 1.0), [ids, grad])
+    shard.push(shard.request(PushMessage([PushPart("t", 1)], [], 0, 0, 1.0), [ids, grad]))
     beside = PushMessage([PushPart("t", 1)], [], 0, -1, 1.0)
     with pytest.raises(DeadlineExceeded, match="worker 1"):
-        shard.push(beside, [ids, grad], deadline=Deadline.after(0.01))
-    shard.push(PushMessage([PushPart("t", 1)], [], 1, 0, 3.0), [ids, grad])
-    shard.push(beside, [ids, grad], deadline=Deadline.after(60.0))
-    _, (rows,) = shard.pull(PullMessage([PullPart("t", 1)]), [ids])
+        shard.push(shard.request(beside, [ids, grad]), deadline=Deadline.after(0.01))
+    shard.push(shard.request(PushMessage([PushPart("t", 1)], [], 1, 0, 3.0), [ids, grad]))
+    shard.push(shard.request(beside, [ids, grad]), deadline=Deadline.after(60.0))
+    _, (rows,) = shard.pull(shard.request(PullMessage([PullPart("t", 1)]), [ids]))
     assert rows.tolist() == [1.0 - 1.0 - 0.25] * 2

@@ -98,7 +98,7 @@ class Walk:
         if turn.number == shard._job.number and shard._job.clocks[rank] > turn.done >= shard._job.applied:
             return  # a retry of a numbered request, which is recognised as such
         message = PushMessage([PushPart("p")], [], rank, turn.done, mean=False, hold=True, turn=turn)
-        shard.push(message, [NO_IDS, gradient.flatten()])
+        shard.push(shard.request(message, [NO_IDS, gradient.flatten()]))
 
     def there(self, done: int) -> bool:
         jobs = [one.shard._job for one in self.shards]

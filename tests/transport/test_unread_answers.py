@@ -16,7 +16,7 @@ import torch
 
 from anabranch.errors import Overloaded
 from anabranch.testing import FakeClock
-from anabranch.transport import Call, Client, Request, RequestHeader, Server, Verb
+from anabranch.transport import Call, Checked, Client, Request, RequestHeader, Server, Verb
 from anabranch.transport.frame import Hello, Wire, encode
 from waiting import soon, wait_until
 
@@ -206,11 +206,10 @@ def test_an_answer_without_room_is_not_made() -> None:
     made: list[int] = []
 
     def answer(call: Call) -> None:
-        call.make_room(NBYTES)
         made.append(call.identity[1])
         call.reply([torch.ones(NUMBERS)])
 
-    verb = Verb("large", answer, quick=True)
+    verb = Verb("large", answer, lambda header: Checked(answer_bytes=NBYTES), quick=True)
     with Server([verb], max_bytes_in_flight=2 * NBYTES) as server, ExitStack() as stack, Client() as client:
         for _ in range(2):
             stack.enter_context(asker(server))
@@ -228,10 +227,10 @@ def test_an_answer_without_room_is_not_made() -> None:
 @pytest.mark.parametrize("nbytes", [0, NBYTES // 2, 2 * NBYTES])
 def test_room_that_was_too_large_or_too_small_becomes_right(nbytes: int) -> None:
     def answer(call: Call) -> None:
-        call.make_room(nbytes)
         call.reply([torch.ones(NUMBERS)])
 
-    with Server([Verb("large", answer, quick=True)]) as server, asker(server) as sock:
+    verb = Verb("large", answer, lambda header: Checked(answer_bytes=nbytes), quick=True)
+    with Server([verb]) as server, asker(server) as sock:
         wait_until(lambda: server._admission.in_flight == NBYTES)
         assert read_frames(sock, NBYTES) >= NBYTES
         wait_until(lambda: server._admission.in_flight == 0)
@@ -240,20 +239,16 @@ def test_room_that_was_too_large_or_too_small_becomes_right(nbytes: int) -> None
 @pytest.mark.parametrize("end", ["error", "leaves"])
 def test_room_is_free_again_if_no_answer_comes(end: str) -> None:
     calls: list[Call] = []
-
-    def answer(call: Call) -> None:
-        call.make_room(NBYTES)
-        calls.append(call)
-
-    with Server([Verb("large", answer, quick=True)]) as server, asker(server) as sock:
+    verb = Verb("large", calls.append, lambda header: Checked(answer_bytes=NBYTES), quick=True)
+    with Server([verb]) as server, asker(server) as sock:
         wait_until(lambda: len(calls) == 1)
         assert server._admission.in_flight == NBYTES
         if end == "error":
             calls[0].fail(ValueError("no"))
         else:
             sock.close()
+            wait_until(calls[0].drop)
         wait_until(lambda: server._admission.in_flight == 0)
-        calls[0].drop()
 
 
 def read_frames(sock: socket.socket, least: int) -> int:

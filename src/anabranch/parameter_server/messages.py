@@ -22,7 +22,6 @@ from typing import Annotated
 
 import msgspec
 
-from anabranch.errors import SchemaError
 from anabranch.tensors.packing import Compression
 
 __all__ = [
@@ -42,7 +41,6 @@ __all__ = [
     "RestoreMessage",
     "StepMessage",
     "WorkerProgress",
-    "check_kinds",
 ]
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
@@ -180,10 +178,6 @@ class PullMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     compression: Compression | None = None
     turn: WorkerProgress | None = None
 
-    def knows(self) -> int:
-        """Return the number of known ids."""
-        return sum(part.known for part in self.parts)
-
 
 class PullReply(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """The shard's generation, and of each part the step of its rows, and the number of known ones that have changed.
@@ -225,20 +219,3 @@ class PushMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     hold: bool = False
     compression: Compression | None = None
     turn: WorkerProgress | None = None
-
-    def sums(self) -> int:
-        """Return the number of gradients that are sums over several steps."""
-        return sum(part.sums for part in self.parts)
-
-
-def check_kinds(message: PullMessage | PushMessage) -> None:
-    """Raise ``SchemaError`` if a part has more ids of some kinds than it has ids."""
-    for part in message.parts:
-        if isinstance(part, PullPart):
-            if part.with_state + part.known > part.count:
-                raise SchemaError(
-                    f"{part.name} has {part.count} ids, of which {part.with_state} should come with state and "
-                    f"{part.known} are known"
-                )
-        elif part.sums > part.count:
-            raise SchemaError(f"{part.name} has {part.count} ids, of which {part.sums} have sums of several steps")

@@ -121,13 +121,15 @@ def split(flat: Sequence[Tensor], shares: Sequence[Share], compression: Compress
         SchemaError: the numbers are not as many, or not of the dtypes, that the shares need.
     """
     wanted = expected(shares, compression)
-    whole: dict[torch.dtype, Tensor] = {}
-    came = []
-    for tensor in flat:
-        whole[tensor.dtype] = tensor
-        came.append((tensor.dtype, tensor.numel() if tensor.ndim == 1 else tuple(tensor.shape)))
+    came = [(tensor.dtype, tensor.numel() if tensor.ndim == 1 else tuple(tensor.shape)) for tensor in flat]
     if came != wanted:
         raise SchemaError(f"numbers of {wanted} expected, got {came}")
+    return views(flat, shares, compression)
+
+
+def views(flat: Sequence[Tensor], shares: Sequence[Share], compression: Compression | None = None) -> list[Tensor]:
+    """``split`` of tensors that are known to be as ``expected``."""
+    whole = {tensor.dtype: tensor for tensor in flat}
     if torch.int8 in whole:
         whole[torch.int8] = from_blocks(whole[torch.int8], _SCALES[whole[torch.uint8].long()], _BLOCK)
     places = dict.fromkeys(whole, 0)

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from anabranch.transport.client import Answer, Client, Outcome, Request
     from anabranch.transport.frame import Limits, RequestHeader, TensorHeader, allocate, pack, unpack
     from anabranch.transport.memory_network import MemoryTransport
-    from anabranch.transport.server.server import Call, Server, ServerStatistics, Verb
+    from anabranch.transport.server.server import Call, Checked, Server, ServerStatistics, Verb
     from anabranch.transport.sockets import SocketTransport
     from anabranch.transport.streams import Listener, Peer, Stream, Transport
 
 __all__ = [
     "Answer",
     "Call",
+    "Checked",
     "Client",
     "Deadline",
     "Limits",

@@ -6,7 +6,7 @@ import functools
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import Tensor
@@ -23,11 +23,28 @@ from anabranch.tables.row_block import RowBlock
 from anabranch.tables.table import Table, TableGroup
 from anabranch.tables.table_spec import TableSpec
 
-__all__ = ["ShardContents"]
+__all__ = ["Parts", "ShardContents"]
 
 _AT_ONCE = 16 << 20  # bytes
-_REMEMBERED = 64  # messages of different tables
+_REMEMBERED = 64  # messages of other names
 _BLOCK = ("ids", "values", "stamps", "sums", "usage", "history")
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The tables and parameters that a message names.
+
+    Attributes:
+        names, holders: in the message's order.
+        groups: tables of one arena, their places in that order, and whether reading may add rows to one of them, as
+            its ids are not fixed.
+        version: of the contents that they are in.
+    """
+
+    names: tuple[str, ...] = ()
+    holders: tuple[Table | DenseParameter, ...] = ()
+    groups: tuple[tuple[TableGroup, list[int], bool], ...] = ()
+    version: int = 0
 
 
 class ShardContents:
@@ -40,6 +57,7 @@ class ShardContents:
 
     Attributes:
         tables, dense, counts: by name.
+        version: the number of times that a table or parameter was made or dropped.
         generation: a random id, drawn again when rows change other than by steps, so that clients read them again.
     """
 
@@ -53,40 +71,30 @@ class ShardContents:
         self.generation = _new_generation()
         self._pool, self._scratch = pool, scratch
         self._arenas: dict[tuple[object, ...], Arena] = {}
-        self._groups: dict[tuple[str, ...], list[tuple[TableGroup, list[str]]]] = {}
+        self._parts: dict[tuple[str, ...], Parts] = {}
+        self.version = 0
         self._rules: dict[RowOptimizer, RowOptimizer] = {}
 
     def is_there(self, message: InitMessage, tensors: Sequence[Tensor]) -> bool:
         """Return True if it exists in that form; raise if it exists in another one."""
-        if message.table is None:
-            found = self.dense.get(message.name)
-            if message.name in self.tables:
-                raise SchemaError(f"{message.name} is a table of rows here, not a dense parameter")
-            if found is None:
-                return False
-            shape, rule = tuple(found.value.shape), found.rule
-            if len(tensors) != 1 or tensors[0].shape != found.value.shape or tensors[0].dtype != found.value.dtype:
-                raise SchemaError(f"parameter {message.name} has shape {shape} {found.value.dtype} here")
-        else:
-            table = self.tables.get(message.name)
-            if message.name in self.dense:
-                raise SchemaError(f"{message.name} is a dense parameter here, not a table of rows")
-            if table is None:
-                return False
-            spec, rule = TableSpec.from_dict(message.table), table.rule
-            if spec != table.spec:
-                raise SchemaError(f"table {message.name} is {table.spec} here, not {spec}")
-        if not rule.same_layout(RowOptimizer.from_dict(message.rule)):
-            raise SchemaError(f"{message.name} is kept for {rule.family} here, not for {message.rule.get('family')}")
+        name, holder = message.name, self.tables.get(message.name) or self.dense.get(message.name)
+        if holder is None:
+            return False
+        if (message.table is not None) != isinstance(holder, Table):
+            kinds = "a dense parameter", "a table of rows"
+            raise SchemaError(f"{name} is {kinds[message.table is None]} here, not {kinds[message.table is not None]}")
+        if isinstance(holder, Table):
+            spec = TableSpec.from_dict(message.table or {})
+            if spec != holder.spec:
+                raise SchemaError(f"table {name} is {holder.spec} here, not {spec}")
+        elif [(one.shape, one.dtype) for one in tensors] != [(holder.value.shape, holder.value.dtype)]:
+            raise SchemaError(f"parameter {name} has shape {tuple(holder.value.shape)} {holder.value.dtype} here")
+        if not holder.rule.same_layout(RowOptimizer.from_dict(message.rule)):
+            raise SchemaError(f"{name} is kept for {holder.rule.family} here, not for {message.rule.get('family')}")
         return True
 
-    def check_made(self, message: InitMessage, tensors: Sequence[Tensor]) -> None:
-        """Raise the errors of ``make``; changes nothing."""
-        self._parsed(message, tensors)
-
-    def _parsed(
-        self, message: InitMessage, tensors: Sequence[Tensor]
-    ) -> tuple[TableSpec | DenseParameter, RowOptimizer]:
+    def parse(self, message: InitMessage, tensors: Sequence[Tensor]) -> tuple[TableSpec | DenseParameter, RowOptimizer]:
+        """Return what ``add`` takes; raise for a message that cannot be done."""
         rule = RowOptimizer.from_dict(message.rule)
         rule = self._rules.setdefault(rule, rule)  # one object, by which tables find work that they may share
         if message.table is None:
@@ -103,19 +111,14 @@ class ShardContents:
             )
         return spec, rule
 
-    def make(self, message: InitMessage, tensors: Sequence[Tensor]) -> None:
+    def add(self, made: TableSpec | DenseParameter, rule: RowOptimizer) -> None:
         """Add a table or a parameter."""
-        made, rule = self._parsed(message, tensors)
-        self._groups.clear()
         if isinstance(made, DenseParameter):
-            self.dense[message.name] = made
+            self.dense[made.name] = made
         else:
-            self.tables[message.name] = Table(made, rule, self._arenas[kind_of(made, rule)])
-        self.counts[message.name] = Counts()
-
-    def check_name(self, name: str) -> None:
-        """Raise ``NotFound`` for a name that is not here."""
-        self.holder(name)
+            self.tables[made.name] = Table(made, rule, self._arenas[kind_of(made, rule)])
+        self.counts[made.name] = Counts()
+        self.version += 1
 
     def holder(self, name: str) -> Table | DenseParameter:
         """Return the table or the parameter of this name; raise ``NotFound`` for a name that is not here."""
@@ -125,24 +128,26 @@ class ShardContents:
             raise NotFound(f"no table or parameter {name!r} on this shard; there are: {known}")
         return found
 
-    def admits(self, name: str) -> bool:
-        """Return True for a table whose ids are not fixed: reading may add rows."""
-        return name in self.tables and self.tables[name].spec.rows is None
-
-    def groups(self, names: Sequence[str]) -> list[tuple[TableGroup, list[str]]]:
-        """Those of ``names`` that are tables, by arena: each in one call."""
-        key = tuple(names)
-        groups = self._groups.get(key)
-        if groups is None:
-            alike: dict[int, list[str]] = {}
-            for name in names:
-                if name in self.tables:
-                    alike.setdefault(id(self.tables[name].arena), []).append(name)
-            groups = [(TableGroup([self.tables[name] for name in some]), some) for some in alike.values()]
-            if len(self._groups) >= _REMEMBERED:
-                self._groups.clear()
-            self._groups[key] = groups
-        return groups
+    def parts(self, names: tuple[str, ...]) -> Parts:
+        """Return those of ``names``, which must differ; also without the lock of the shard."""
+        parts, version = self._parts.get(names), self.version
+        if parts is not None and parts.version == version:
+            return parts
+        if len(set(names)) != len(names):
+            raise SchemaError("the message names a table twice; merge its ids")
+        holders = tuple(map(self.holder, names))
+        alike: dict[int, list[int]] = {}
+        for k, holder in enumerate(holders):
+            if isinstance(holder, Table):
+                alike.setdefault(id(holder.arena), []).append(k)
+        groups = []
+        for at in alike.values():
+            tables = [holder for k in at if isinstance(holder := holders[k], Table)]
+            groups.append((TableGroup(tables), at, any(table.spec.rows is None for table in tables)))
+        if len(self._parts) >= _REMEMBERED:
+            self._parts.clear()
+        parts = self._parts[names] = Parts(names, holders, tuple(groups), version)
+        return parts
 
     def drop(self, name: str) -> None:
         """Drop a table or a parameter."""
@@ -154,10 +159,11 @@ class ShardContents:
                 self._arenas = {kind: arena for kind, arena in self._arenas.items() if arena is not table.arena}
         self.dense.pop(name, None)
         self.counts.pop(name, None)
+        self._parts.clear()
+        self.version += 1
 
     def forget_rows(self) -> None:
         """Treat rows that clients know as unknown."""
-        self._groups.clear()
         self.generation = _new_generation()
 
     def step(self) -> int:
@@ -167,16 +173,18 @@ class ShardContents:
 
     # --- saving and loading -----------------------------------------------------------------------------------------
 
-    def export(
-        self, message: ExportMessage, make_room: Callable[[int], None] = lambda nbytes: None
-    ) -> tuple[int, list[Tensor]]:
+    def export_bytes(self, message: ExportMessage) -> int:
+        """Return the bytes of what ``export`` returns."""
+        holder = self.holder(message.name)
+        if isinstance(holder, DenseParameter):
+            return holder.value.nbytes + sum(state.nbytes for state in holder.states)
+        return max(0, min(message.rows, holder.used - message.first)) * holder.row_bytes
+
+    def export(self, message: ExportMessage) -> tuple[int, list[Tensor]]:
         """Part of a table or a whole parameter with its state; and its steps. See ``ExportMessage``."""
         holder = self.holder(message.name)
         if isinstance(holder, DenseParameter):
-            make_room(holder.value.nbytes + sum(state.nbytes for state in holder.states))
             return holder.step, [holder.value, *(state.clone() for state in holder.states)]
-        rows = max(0, min(message.rows, holder.used - message.first))
-        make_room(rows * holder.row_bytes)
         block = holder.block(message.first, message.rows)
         return holder.step, [block.ids, block.values, block.stamps, block.sums, block.usage, holder.history]
 
@@ -237,14 +245,14 @@ class ShardContents:
         """Create and fill what ``snapshot`` described."""
         for entry in state["tables"]:
             spec = entry["spec"]
-            self.make(InitMessage(spec["name"], entry["rule"], spec), ())
+            self.add(*self.parse(InitMessage(spec["name"], entry["rule"], spec), ()))
             for group in entry["groups"]:
                 tensors = groups(group)
                 self.restore(RestoreMessage(spec["name"], entry["step"]), [tensors[name] for name in _BLOCK])
         for number, entry in enumerate(state["dense"]):
             parts = groups(f"dense-{number}")
             tensors_of = [parts[str(k)] for k in range(len(parts))]
-            self.make(InitMessage(entry["name"], entry["rule"]), tensors_of[:1])
+            self.add(*self.parse(InitMessage(entry["name"], entry["rule"]), tensors_of[:1]))
             self.restore(RestoreMessage(entry["name"], entry["step"]), tensors_of)
 
     # --- reports ----------------------------------------------------------------------------------------------------
@@ -253,18 +261,16 @@ class ShardContents:
         """Return the counters of each table and parameter since the start."""
         tables = {}
         for name, counts in self.counts.items():
-            table = self.tables.get(name)
+            holder = self.holder(name)
+            rows, evictions, nbytes, unadmitted = 0, 0, 0, 0
+            if isinstance(holder, Table):
+                rows, evictions, nbytes, unadmitted = holder.used, holder.evictions, holder.bytes(), holder.unadmitted
+            else:
+                nbytes = holder.value.nbytes
             tables[name] = TableStatistics(
-                counts.pulls,
-                counts.pushes,
-                counts.rows_pulled,
-                counts.rows_pushed,
-                table.used if table else 0,
-                table.evictions if table else 0,
-                table.bytes() if table else self.dense[name].value.nbytes,
-                table.step if table else self.dense[name].step,
-                table.unadmitted if table else 0,
-            )
+                counts.pulls, counts.pushes, counts.rows_pulled, counts.rows_pushed, rows, evictions, nbytes,
+                holder.step, unadmitted,
+            )  # fmt: skip
         return tables
 
     def describe(self) -> dict[str, object]:

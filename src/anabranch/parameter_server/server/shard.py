@@ -22,6 +22,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -47,14 +48,23 @@ from anabranch.parameter_server.messages import (
     StepMessage,
     WorkerProgress,
 )
-from anabranch.parameter_server.server.applying_pushes import apply, squared_sum, weighted_shares
 from anabranch.parameter_server.server.contents import ShardContents
-from anabranch.parameter_server.server.message_checks import check_pull, check_push, numbers_of
-from anabranch.parameter_server.server.reading_rows import admit, certain_bytes, read
+from anabranch.parameter_server.server.requests import (
+    Described,
+    RowRequest,
+    admit,
+    apply,
+    check,
+    check_body,
+    read,
+    renewed,
+    squared_sum,
+)
 from anabranch.parameter_server.server.shard_statistics import ShardStatistics
-from anabranch.parameter_server.server.worker_order import CheckedPush, Consistency, WorkerOrder
+from anabranch.parameter_server.server.worker_order import Consistency, WorkerOrder
 from anabranch.record import spans
 from anabranch.tables.kernels.memory import KernelThreads
+from anabranch.tables.table import Table
 from anabranch.tables.table_spec import check_name
 
 __all__ = ["Shard"]
@@ -105,6 +115,16 @@ class Shard:
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
+    def check(self, message: PullMessage | PushMessage, came: Sequence[Described], client: bytes = b"") -> RowRequest:
+        """Return the request if the shard can do it; also while another thread has the lock. See ``requests.check``."""
+        return check(self._contents, message, came, client)
+
+    def request(self, message: PullMessage | PushMessage, tensors: Sequence[Tensor], client: bytes = b"") -> RowRequest:
+        """Return the request that comes with its tensors at once."""
+        request = self.check(message, [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors], client)
+        request.take(tensors)
+        return request
+
     def init(self, message: InitMessage, tensors: Sequence[Tensor] = ()) -> None:
         """Create a table or a parameter; an existing one of the same shape stays unchanged.
 
@@ -118,8 +138,8 @@ class Shard:
                 return
             if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
                 raise NonFinite(f"the initial value of parameter {message.name} holds NaN or Inf")
-            self._contents.check_made(message, tensors)  # a message that cannot be done must not reach the journal
-            self._record("init", message, tensors)
+            made = self._contents.parse(message, tensors)  # a message that cannot be done must not reach the journal
+            self._record("init", message, tensors, self._contents.add, *made)
 
     def join(self, message: JoinMessage, client: bytes = b"") -> None:
         """Register a worker of a job, or a restarted one: its steps count from ``message.step``.
@@ -146,10 +166,10 @@ class Shard:
                     )
                 fresh = True
             if fresh or client != self.joined_as(message.rank):
-                self._record("join", message, ())
+                self._record("join", message, (), self._do_join, message)
             self._clients[message.rank] = client
 
-    def check_client(self, rank: int, client: bytes) -> None:
+    def _check_client(self, rank: int, client: bytes) -> None:
         """Raise ``SchemaError`` if another client has joined as worker ``rank`` since this one did."""
         joined = self.joined_as(rank)
         if client and joined and client != joined:
@@ -176,7 +196,7 @@ class Shard:
     def _hear(self, rank: int, turn: WorkerProgress | None, client: bytes) -> None:
         """Take note of how far the worker is that sends a message, and apply what is due."""
         if rank >= 0:
-            self.check_client(rank, client)
+            self._check_client(rank, client)
             self._joined(rank).check_whole()
             if turn is not None:
                 self._joined(rank).hear(rank, turn)
@@ -214,58 +234,41 @@ class Shard:
         job.broken = ""
 
     def joined_as(self, rank: int) -> bytes:
-        """Return the last client to join as worker ``rank``, if it is known. Without the lock, as ``numbers_of``."""
+        """Return the last client to join as worker ``rank``, if it is known. Without the lock, as ``check``."""
         return self._clients.get(rank, b"")
 
-    def pull(
-        self,
-        message: PullMessage,
-        tensors: Sequence[Tensor],
-        deadline: Deadline | None = None,
-        make_room: Callable[[int], None] = lambda nbytes: None,
-        client: bytes = b"",
-    ) -> tuple[PullReply, list[Tensor]]:
+    def pull(self, request: RowRequest, deadline: Deadline | None = None) -> tuple[PullReply, list[Tensor]]:
         """Rows and parameters, once the job's consistency allows them to be read.
-
-        ``make_room`` is called with the bytes of the answer before it is built, known rows not counted; if it raises,
-        nothing has changed.
 
         Returns:
             The reply and its tensors, as ``PullReply`` describes them.
 
         Raises:
-            NotFound: a table, parameter or id does not exist.
-            SchemaError: tensors that do not fit the message.
+            NotFound: an id does not exist.
             DeadlineExceeded: other workers' pushes have not arrived; names them.
         """
-        tensors = _with_long_ids(tensors)
+        message: PullMessage = request.message
         with self._state:
-            ids, ages = check_pull(self._contents, message, tensors)
-            self._hear(message.rank, message.turn, client)
-            self._wait_for_turn(message, deadline)
-            make_room(certain_bytes(self._contents, message))
-            admits = message.training and any(self._contents.admits(part.name) for part in message.parts)
+            self._hear(message.rank, message.turn, request.client)
+            pushed = 0
+            if message.rank >= 0:
+                if (lag := self._joined(message.rank).consistency.lag) is not None:
+                    self._wait_for_steps(message.rank, message.step - lag, deadline, "pull")
+                pushed = min(self._joined(message.rank).clocks)
+            request = renewed(self._contents, request)
+            check_body(request)
+            admits = message.training and any(map(itemgetter(2), request.parts.groups))
             if admits:
-                self._journal("pull", _without_kinds(message), tensors[:1])
+                ids_only = [PullPart(part.name, part.count) for part in message.parts]
+                self._journal("pull", PullMessage(ids_only, message.training), request.tensors[:1])
             try:
-                reply, answer = read(self._contents, message, ids, ages)
+                return read(self._contents, request, pushed)
             except BaseException:  # such as no memory for the answer
                 if admits:
-                    admit(self._contents, message, ids)  # which is what a replay will do
+                    admit(request)  # which is what a replay will do
                 raise
-            if message.rank >= 0:
-                reply = msgspec.structs.replace(reply, pushed=min(self._joined(message.rank).clocks))
-            return reply, answer
 
-    def push(
-        self,
-        message: PushMessage,
-        tensors: Sequence[Tensor],
-        *,
-        peer: str = "",
-        deadline: Deadline | None = None,
-        client: bytes = b"",
-    ) -> list[str]:
+    def push(self, request: RowRequest, *, peer: str = "", deadline: Deadline | None = None) -> list[str]:
         """Take gradients: applied at once, or under ``bsp`` when every worker's gradients of that step have arrived,
         and with ``hold`` every worker has released it.
 
@@ -273,28 +276,29 @@ class Shard:
             Those of its tables that have had no room for an id so far.
 
         Raises:
-            NotFound, SchemaError: as in ``pull``; nothing is changed.
+            NotFound, SchemaError: an id, or its step, does not exist; nothing is changed.
             NonFinite: NaN, Inf or a number too large among the gradients; counted by ``peer``, nothing is changed.
             DeadlineExceeded: a worker's push outside the steps is weighted by its share in its last step, which not all
                 have pushed; names them.
         """
-        tensors = _with_long_ids(tensors)
+        message: PushMessage = request.message
         with self._state:
-            self._hear(message.rank, message.turn, client)
+            self._hear(message.rank, message.turn, request.client)
             if message.rank >= 0 and message.step < 0 and self._joined(message.rank).consistency.merges:
                 self._wait_for_steps(message.rank, self._joined(message.rank).clocks[message.rank], deadline, "push")
+            request = renewed(self._contents, request)
             try:
-                check_push(self._contents, message, tensors)
+                check_body(request)
             except NonFinite:
-                self._count_refused(peer)
+                self._refused_values[peer] = self._refused_values.get(peer, 0) + 1
                 raise
             self._check_turn(message)
-            self._record("push", message, tensors, self._do_push)
-            tables = self._contents.tables
-            return [part.name for part in message.parts if part.name in tables and tables[part.name].unadmitted]
-
-    def _count_refused(self, peer: str) -> None:
-        self._refused_values[peer] = self._refused_values.get(peer, 0) + 1
+            self._record("push", message, request.tensors, self._do_push, request)
+            full = []
+            for name, holder in zip(request.parts.names, request.parts.holders, strict=True):
+                if isinstance(holder, Table) and holder.unadmitted:
+                    full.append(name)
+            return full
 
     def squared_norm(self, message: NormMessage, deadline: Deadline, client: bytes = b"") -> float:
         """Return the sum of squares, in float64, of the merged gradients of a held step, once all workers' have
@@ -319,22 +323,31 @@ class Shard:
             if held is None or not held.complete:
                 raise SchemaError(f"not every worker's push of step {message.step} is held here")
             if held.norm is None:
-                shares = weighted_shares(self._contents, held.in_order())
-                held.norm = sum(squared_sum(parts) for parts in shares.values())
+                held.norm = squared_sum(self._contents, held.in_order())
             return held.norm
 
     def replay(self, verb: str, payload: bytes, tensors: Sequence[Tensor], client: bytes = b"") -> None:
         """Replays a journaled change, which ``client`` requested."""
         with self._state:
             message = _MESSAGES[verb].decode(payload)
-            if verb == "push" and message.rank >= 0 and message.turn is not None:
-                self._joined(message.rank).hear(message.rank, message.turn)
-            self._do(verb, message, tensors)
-            if verb == "join":
+            if verb == "init":
+                self._contents.add(*self._contents.parse(message, tensors))
+            elif verb == "join":
+                self._do_join(message)
                 self._clients[message.rank] = client
+            elif verb == "pull":
+                admit(self.request(message, tensors))
+            elif verb == "push":
+                if message.rank >= 0 and message.turn is not None:
+                    self._joined(message.rank).hear(message.rank, message.turn)
+                self._do_push(self.request(message, tensors))
+            elif verb == "restore":
+                self._contents.restore(message, tensors)
+            elif verb == "drop":
+                self._do_drop(message)
+            elif self._job is not None and message.step >= self._job.applied:
+                self._do_step(self._job, message.step, message.scale)
             self._replayed += 1
-
-    # --- checks, before anything changes ----------------------------------------------------------------------------
 
     def _check_turn(self, message: PushMessage) -> None:
         """Raise for a push of a worker that has not joined, or for a step that is not its next."""
@@ -350,14 +363,6 @@ class Shard:
                 f"worker {message.rank} pushes step {message.step}; its next is step {job.clocks[message.rank]}"
             )
 
-    def numbers_of(self, message: PushMessage) -> list[tuple[torch.dtype, int]]:
-        """Dtypes and sizes of the tensors that hold the message's values, before any memory is interpreted as
-        tensors.
-
-        Without the lock, which may be held for long: the connection gets no beat meanwhile. ``push`` checks again.
-        """
-        return numbers_of(self._contents, message)
-
     # --- order of the workers' steps --------------------------------------------------------------------------------
 
     def _joined(self, rank: int) -> WorkerOrder:
@@ -368,10 +373,6 @@ class Shard:
                 + "; close one Executor before the next is made, and give each job its own servers"
             )
         return self._job
-
-    def _wait_for_turn(self, message: PullMessage, deadline: Deadline | None) -> None:
-        if message.rank >= 0 and (lag := self._joined(message.rank).consistency.lag) is not None:
-            self._wait_for_steps(message.rank, message.step - lag, deadline, "pull")
 
     def _wait_for_steps(self, rank: int, step: int, deadline: Deadline | None, operation: str) -> None:
         """Wait until all steps before ``step`` are done: pushed by every worker, and under ``bsp`` applied."""
@@ -402,39 +403,14 @@ class Shard:
     # --- changes ----------------------------------------------------------------------------------------------------
 
     def _record(
-        self,
-        verb: str,
-        message: Any,
-        tensors: Sequence[Tensor],
-        do: Callable[[Any, Sequence[Tensor]], None] | None = None,
+        self, verb: str, message: Any, tensors: Sequence[Tensor], do: Callable[..., None], *arguments: object
     ) -> None:
         self._journal(verb, message, tensors)
         try:
-            if do is None:
-                self._do(verb, message, tensors)
-            else:
-                do(message, tensors)
+            do(*arguments)
         except BaseException:
             self._take_back()
             raise
-
-    def _do(self, verb: str, message: Any, tensors: Sequence[Tensor]) -> None:
-        if verb == "init":
-            self._contents.make(message, tensors)
-        elif verb == "join":
-            self._do_join(message)
-        elif verb == "pull":
-            admit(self._contents, message, check_pull(self._contents, message, tensors)[0])
-        elif verb == "push":
-            self._do_push(message, tensors)
-        elif verb == "restore":
-            self._contents.restore(message, tensors)
-        elif verb == "step":
-            job = self._job
-            if job is not None and message.step >= job.applied:
-                self._do_step(job, message.step, message.scale)
-        else:
-            self._do_drop(message)
 
     def _do_join(self, message: JoinMessage) -> None:
         consistency = Consistency.parse(message.consistency)
@@ -443,23 +419,21 @@ class Shard:
         self._job.join(message.rank, message.step, message.number)
         self._state.notify_all()
 
-    def _do_push(self, message: PushMessage, tensors: Sequence[Tensor]) -> None:
-        push = CheckedPush(message, tensors)
-        if message.rank < 0:
-            apply(self._contents, [push])
+    def _do_push(self, push: RowRequest) -> None:
+        message: PushMessage = push.message
+        job = self._joined(message.rank) if message.rank >= 0 else None
+        merges = job is not None and job.consistency.merges
+        if job is None or message.step < 0:
+            apply(self._contents, [push], total=job.total if job is not None and merges else None)
             return
-        job = self._joined(message.rank)
-        if message.step < 0:
-            apply(self._contents, [push], total=job.total if job.consistency.merges else None)
-            return
-        if job.consistency.merges:
+        if merges:
             self._hold(job, push)
         else:
             apply(self._contents, [push])
             job.clocks[message.rank] = message.step + 1
         self._state.notify_all()
 
-    def _hold(self, job: WorkerOrder, push: CheckedPush) -> None:
+    def _hold(self, job: WorkerOrder, push: RowRequest) -> None:
         """Keep a worker's push until its step may be applied; if it cannot be, the push is not kept."""
         held = job.hold(push)
         try:
@@ -472,15 +446,14 @@ class Shard:
 
     # --- saving and loading -----------------------------------------------------------------------------------------
 
-    def export(
-        self, message: ExportMessage, make_room: Callable[[int], None] = lambda nbytes: None
-    ) -> tuple[int, list[Tensor]]:
-        """Part of a table or a whole parameter with its state; and its steps. See ``ExportMessage``.
+    def export_bytes(self, message: ExportMessage) -> int:
+        """Return the bytes of what ``export`` returns. Without the lock, as ``check``."""
+        return self._contents.export_bytes(message)
 
-        ``make_room`` is called with the bytes of the rows before they are copied.
-        """
+    def export(self, message: ExportMessage) -> tuple[int, list[Tensor]]:
+        """Part of a table or a whole parameter with its state; and its steps. See ``ExportMessage``."""
         with self._state:
-            return self._contents.export(message, make_room)
+            return self._contents.export(message)
 
     def restore(self, message: RestoreMessage, tensors: Sequence[Tensor]) -> None:
         """Restores the result of ``export`` of this or another shard.
@@ -490,14 +463,14 @@ class Shard:
         """
         with self._state:
             self._contents.check_restored(message, tensors)
-            self._record("restore", message, tensors)
+            self._record("restore", message, tensors, self._contents.restore, message, tensors)
 
     def drop(self, message: DropMessage) -> None:
         """Drop a table or a parameter."""
         with self._state:
             if message.name:
-                self._contents.check_name(message.name)
-            self._record("drop", message, ())
+                self._contents.holder(message.name)
+            self._record("drop", message, (), self._do_drop, message)
 
     def _do_drop(self, message: DropMessage) -> None:
         if message.name:
@@ -506,12 +479,13 @@ class Shard:
             self._contents.forget_rows()
             self._job = None
 
-    def barrier(self, message: BarrierMessage, deadline: Deadline) -> None:
+    def barrier(self, message: BarrierMessage, deadline: Deadline, client: bytes = b"") -> None:
         """Wait until all workers are at this barrier.
 
         Raises:
             DeadlineExceeded: some are not; names them.
         """
+        self._check_client(message.rank, client)
         with self._state:
             if not message.rank < message.world:
                 raise SchemaError(f"rank {message.rank} is out of range for a world of {message.world}")
@@ -589,7 +563,7 @@ class Shard:
     def current_step(self) -> int:
         """Return the step that every worker of the job has pushed; without a job, the highest step of any table.
 
-        Without the lock, as ``numbers_of``.
+        Without the lock, as ``check``.
         """
         job = self._job
         return self._contents.step() if job is None else min(job.clocks)
@@ -597,18 +571,6 @@ class Shard:
     def locked(self) -> threading.Condition:
         """Return the lock under which every change is made, for callers whose several steps must be atomic."""
         return self._state
-
-
-def _without_kinds(message: PullMessage) -> PullMessage:
-    """Return the pull as journaled: ids only."""
-    return PullMessage([PullPart(part.name, part.count) for part in message.parts], message.training)
-
-
-def _with_long_ids(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return a message's tensors with int32 ids widened to int64."""
-    if not tensors or tensors[0].dtype != torch.int32:
-        return tensors
-    return [tensors[0].long(), *tensors[1:]]
 
 
 def _patience(deadline: Deadline | None) -> Deadline:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 import torch
+from torch import Tensor
 
 from anabranch.checkpoint.generations import check_path
 from anabranch.choices import choice
@@ -35,9 +36,9 @@ from anabranch.parameter_server.messages import (
     PushReply,
     ReleaseMessage,
     RestoreMessage,
-    check_kinds,
 )
 from anabranch.parameter_server.server.durable.durability import Durability, ShardPersistence
+from anabranch.parameter_server.server.requests import Request, RowRequest
 from anabranch.parameter_server.server.shard import Shard
 from anabranch.parameter_server.server.shard_directory import shard_directory
 from anabranch.parameter_server.server.shard_statistics import ShardStatistics
@@ -45,12 +46,18 @@ from anabranch.periodic import periodic
 from anabranch.record.spans import mark
 from anabranch.tables.kernels.memory import KernelThreads
 from anabranch.tables.warming import compile_kernels
+from anabranch.tensors.dtypes import DTYPES
 from anabranch.transport import Call, RequestHeader, Server, ServerStatistics, Transport, Verb, pack, unpack
 
 __all__ = ["ParameterServer"]
 
-_M = TypeVar("_M", bound=msgspec.Struct)
-_Check = Callable[[RequestHeader], None]
+_Answer = tuple[object, Sequence[Tensor]]  # payload and tensors
+_MESSAGES: dict[str, type[Any]] = {
+    "init": InitMessage, "join": JoinMessage, "push": PushMessage, "restore": RestoreMessage, "drop": DropMessage,
+    "pull": PullMessage, "release": ReleaseMessage, "norm": NormMessage, "export": ExportMessage,
+    "barrier": BarrierMessage,
+}  # fmt: skip
+_SHOWING = frozenset({"pull", "norm", "export", "describe"})  # what steps that were applied have changed
 _WORKERS = frozenset({"worker"})
 _log = logging.getLogger("anabranch.parameter_server")
 
@@ -228,55 +235,54 @@ class ParameterServer:
     # --- verbs ------------------------------------------------------------------------------------------------------
 
     def _verbs(self) -> list[Verb]:
-        def done(call: Call) -> None:
+        def again(call: Call) -> None:
             call.reply(payload=pack(PushReply(self._persistence.place(call.identity))))
 
-        def changing(name: str, kind: type[_M], run: Callable[[_M, Call], list[str] | None]) -> Verb:
-            check = self._with_expected_state(self._checks(name))
-            return Verb(name, self._changing(kind, run), check=check, once=True, again=done, roles=_WORKERS)
-
-        def asking(name: str, handler: Callable[[Call], None], check: _Check = _no_tensors) -> Verb:
-            return Verb(name, handler, check=self._with_expected_state(check), roles=_WORKERS)
-
         shard = self._shard
-
-        def push(message: PushMessage, call: Call) -> list[str]:
-            return shard.push(
-                message, call.tensors, peer=call.peer.name, deadline=call.deadline, client=_client_of(call.schema)
-            )
-
+        changes: dict[str, Callable[[Any, Call], list[str] | None]] = {
+            "init": lambda request, call: shard.init(request.message, call.tensors),
+            "join": lambda request, call: shard.join(request.message, call.identity[0]),
+            "push": lambda request, call: shard.push(request, peer=call.peer.name, deadline=call.deadline),
+            "restore": lambda request, call: shard.restore(request.message, call.tensors),
+            "drop": lambda request, call: shard.drop(request.message),
+        }
+        answers: dict[str, Callable[[Any, Call], _Answer]] = {
+            "pull": self._pull,
+            "release": self._release,
+            "norm": lambda request, call: (shard.squared_norm(request.message, call.deadline, request.client), ()),
+            "export": lambda request, call: shard.export(request.message),
+            "barrier": self._barrier,
+            "describe": lambda request, call: (None, _at_length(shard.describe())),
+            "life": lambda request, call: (self._persistence.life, ()),
+            "statistics": lambda request, call: (None, _at_length(shard.statistics())),
+        }
         return [
-            changing("init", InitMessage, lambda message, call: shard.init(message, call.tensors)),
-            changing("join", JoinMessage, self._join),
-            changing("push", PushMessage, push),
-            changing("restore", RestoreMessage, lambda message, call: shard.restore(message, call.tensors)),
-            changing("drop", DropMessage, lambda message, call: shard.drop(message)),
-            asking("release", self._release),
-            asking("norm", self._norm),
-            asking("pull", self._pull, self._checks("pull")),
-            asking("export", self._export),
-            asking("barrier", self._barrier),
-            asking("describe", self._describe),
-            asking("life", self._life),
-            asking("statistics", self._statistics),
+            *(
+                Verb(name, partial(self._change, run), self._check, once=True, again=again, roles=_WORKERS)
+                for name, run in changes.items()
+            ),
+            *(Verb(name, partial(self._answer, run), self._check, roles=_WORKERS) for name, run in answers.items()),
         ]
 
-    def _with_expected_state(self, check: _Check) -> _Check:
-        """Return the check, once this is the shard that the client means and it has all acknowledged pushes."""
+    def _check(self, header: RequestHeader) -> Request:
+        """Return the request, if this is the shard that the client means, it has all of the client's pushes, and the
+        message and its tensors fit.
+        """
+        expected, verb = ExpectedState.decode(header.schema), header.verb
+        client = b"" if expected is None else expected.epoch
+        if expected is not None:
+            if expected.shards and (expected.shard, expected.shards) != self._place:
+                self._refuse_place(expected)
+            self._persistence.check(expected)
+        message = unpack(header.payload, _MESSAGES[verb]) if verb in _MESSAGES else None
+        if isinstance(message, (PullMessage, PushMessage)):
+            return self._shard.check(message, [(DTYPES[one.code], one.shape) for one in header.tensors], client)
+        if header.tensors and verb not in ("init", "restore"):
+            raise SchemaError(f"{verb} takes no tensors, got {len(header.tensors)}")
+        nbytes = self._shard.export_bytes(message) if isinstance(message, ExportMessage) else 0
+        return Request(message, nbytes, client)
 
-        def checks(header: RequestHeader) -> None:
-            expected = ExpectedState.decode(header.schema)
-            if expected is not None:
-                self._check_place(expected)
-                self._persistence.check(expected)
-            check(header)
-
-        return checks
-
-    def _check_place(self, expected: ExpectedState) -> None:
-        """Raise ``SchemaError`` if the client addresses another shard."""
-        if not expected.shards or (expected.shard, expected.shards) == self._place:
-            return
+    def _refuse_place(self, expected: ExpectedState) -> None:
         shard, shards = self._place
         cure = "name the endpoints in the order of their shards"
         if expected.shards < shards:
@@ -288,113 +294,48 @@ class ParameterServer:
             )
         raise SchemaError(f"endpoint {expected.shard} ({self.endpoint}) is shard {shard} of {shards}; {cure}")
 
-    def _changing(self, kind: type[_M], run: Callable[[_M, Call], list[str] | None]) -> Callable[[Call], None]:
-        def handle(call: Call) -> None:
-            message = unpack(call.payload, kind)
-            try:
-                with self._persistence.asked_by(call.identity, call.settled) as request:
-                    full = run(message, call)
-            except (NotFound, NonFinite, SchemaError):
-                raise
-            except (ValueError, TypeError, KeyError) as error:  # an invalid spec or optimizer
-                raise SchemaError(f"{call.verb}: {error}") from error
-            except (MemoryError, OverflowError) as error:
-                raise _without_memory(call, error) from error
-            self._persistence.commit(request, call.deadline)
-            call.reply(payload=pack(PushReply(request.place, full or [])))
-
-        return handle
-
-    def _checks(self, verb: str) -> Callable[[RequestHeader], None]:
-        kinds: dict[str, type[Any]] = {"push": PushMessage, "pull": PullMessage}
-
-        def check(header: RequestHeader) -> None:
-            if verb not in kinds:
-                return
-            message = unpack(header.payload, kinds[verb])
-            self._shard.check_client(message.rank, _client_of(header.schema))
-            check_kinds(message)
-            count = sum(part.count for part in message.parts)
-            expected = [(torch.int64, count)]
-            if verb == "push":
-                sums = message.sums()
-                expected += [(torch.bfloat16, sums)] * (sums > 0)
-                expected += self._shard.numbers_of(message)
-            else:
-                known = message.knows()
-                expected += [(torch.int16, known)] * (known > 0)
-            came = [(tensor.dtype, tensor.shape) for tensor in header.tensors]
-            if came[:1] == [(torch.int32, (count,))]:  # ids that fit
-                expected[0] = (torch.int32, count)
-            if came != [(dtype, (size,)) for dtype, size in expected]:
-                raise SchemaError(f"{verb}: tensors of {expected} expected, got {came}")
-
-        return check
-
-    def _join(self, message: JoinMessage, call: Call) -> None:
-        self._shard.join(message, call.identity[0])
-
-    def _pull(self, call: Call) -> None:
-        message = unpack(call.payload, PullMessage)
-        client = _client_of(call.schema)
+    def _change(self, run: Callable[[Any, Call], list[str] | None], call: Call) -> None:
+        request = call.checked
+        if isinstance(request, RowRequest):
+            request.take(call.tensors)
         try:
-            reply, tensors = self._shard.pull(message, call.tensors, call.deadline, call.make_room, client)
+            with self._persistence.asked_by(call.identity, call.settled) as change:
+                full = run(request, call)
+        except (NotFound, NonFinite, SchemaError):
+            raise
+        except (ValueError, TypeError, KeyError) as error:  # an invalid spec or optimizer
+            raise SchemaError(f"{call.verb}: {error}") from error
+        except (MemoryError, OverflowError) as error:
+            raise _without_memory(call, error) from error
+        self._persistence.commit(change, call.deadline)
+        call.reply(payload=pack(PushReply(change.place, full or [])))
+
+    def _answer(self, run: Callable[[Any, Call], _Answer], call: Call) -> None:
+        try:
+            payload, tensors = run(call.checked, call)
         except MemoryError as error:
             raise _without_memory(call, error) from error
-        self._persistence.commit_step(call.deadline)
-        call.reply(tensors, pack(reply))
+        if call.verb in _SHOWING:
+            self._persistence.commit_step(call.deadline)
+        call.reply(tensors, b"" if payload is None else pack(payload))
 
-    def _release(self, call: Call) -> None:
-        try:
-            self._shard.release(unpack(call.payload, ReleaseMessage), _client_of(call.schema))
-        except MemoryError as error:
-            raise _without_memory(call, error) from error
-        call.reply()
+    def _pull(self, request: RowRequest, call: Call) -> _Answer:
+        request.take(call.tensors)
+        return self._shard.pull(request, call.deadline)
 
-    def _norm(self, call: Call) -> None:
-        message = unpack(call.payload, NormMessage)
-        norm = self._shard.squared_norm(message, call.deadline, _client_of(call.schema))
-        self._persistence.commit_step(call.deadline)
-        call.reply(payload=pack(norm))
+    def _release(self, request: Request, call: Call) -> _Answer:
+        self._shard.release(request.message, request.client)
+        return None, ()
 
-    def _export(self, call: Call) -> None:
-        step, tensors = self._shard.export(unpack(call.payload, ExportMessage), call.make_room)
-        self._persistence.commit_step(call.deadline)
-        call.reply(tensors, pack(step))
-
-    def _barrier(self, call: Call) -> None:
-        message = unpack(call.payload, BarrierMessage)
-        self._shard.check_client(message.rank, _client_of(call.schema))
-        self._shard.barrier(message, call.deadline)
-        call.reply()
-
-    def _describe(self, call: Call) -> None:
-        facts = self._shard.describe()
-        self._persistence.commit_step(call.deadline)
-        _reply_at_length(call, pack(facts))
-
-    def _life(self, call: Call) -> None:
-        call.reply(payload=pack(self._persistence.life))
-
-    def _statistics(self, call: Call) -> None:
-        _reply_at_length(call, pack(self._shard.statistics()))
+    def _barrier(self, request: Request, call: Call) -> _Answer:
+        self._shard.barrier(request.message, call.deadline, request.client)
+        return None, ()
 
 
 def _without_memory(call: Call, error: Exception) -> Overloaded:
     return Overloaded(f"{call.verb}: this shard does not have enough memory for it: {error}")
 
 
-def _client_of(schema: bytes) -> bytes:
-    """Return the client that sends a message, if it says so."""
-    expected = ExpectedState.decode(schema)
-    return b"" if expected is None else expected.epoch
-
-
-def _reply_at_length(call: Call, answer: bytes) -> None:
-    """Answer with text that may be too long for a header."""
-    call.reply([torch.frombuffer(bytearray(answer), dtype=torch.uint8)])
-
-
-def _no_tensors(header: RequestHeader) -> None:
-    if header.tensors:
-        raise SchemaError(f"{header.verb} takes no tensors, got {len(header.tensors)}")
+def _at_length(answer: object) -> list[Tensor]:
+    """Return text that may be too long for a header."""
+    return [torch.frombuffer(bytearray(pack(answer)), dtype=torch.uint8)]

@@ -13,16 +13,13 @@ that has one may die before its message; so the steps that it releases stay as t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
-
-from torch import Tensor
 
 from anabranch.errors import NonFinite, Overloaded, SchemaError
-from anabranch.parameter_server.messages import PushMessage, WorkerProgress
+from anabranch.parameter_server.messages import WorkerProgress
+from anabranch.parameter_server.server.requests import RowRequest
 
-__all__ = ["CheckedPush", "Consistency", "HeldStep", "WorkerOrder"]
+__all__ = ["Consistency", "HeldStep", "WorkerOrder"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +52,6 @@ class Consistency:
         raise ValueError(f"consistency is 'bsp', 'asp' or 'ssp:K' with K steps, such as 'ssp:4', got {name!r}")
 
 
-class CheckedPush(NamedTuple):
-    """A push that ``check_push`` has checked."""
-
-    message: PushMessage
-    tensors: Sequence[Tensor]
-
-
 @dataclass(slots=True)
 class HeldStep:
     """The workers' pushes of one step, by rank, until it is applied.
@@ -72,7 +62,7 @@ class HeldStep:
     """
 
     world: int
-    pushes: dict[int, CheckedPush] = field(default_factory=dict)
+    pushes: dict[int, RowRequest] = field(default_factory=dict)
     norm: float | None = None
 
     @property
@@ -85,7 +75,7 @@ class HeldStep:
         """True if it is applied only once released."""
         return any(push.message.hold for push in self.pushes.values())
 
-    def in_order(self) -> list[CheckedPush]:
+    def in_order(self) -> list[RowRequest]:
         """Return the pushes in the order of ranks."""
         return [self.pushes[rank] for rank in sorted(self.pushes)]
 
@@ -154,7 +144,7 @@ class WorkerOrder:
         if turn.done >= self.turn.done or turn.number > self.turn.number:
             self.turn = turn
 
-    def hold(self, push: CheckedPush) -> HeldStep:
+    def hold(self, push: RowRequest) -> HeldStep:
         """Keep a worker's push of its next step."""
         message = push.message
         held = self.held.setdefault(message.step, HeldStep(self.world))

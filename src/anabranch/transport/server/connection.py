@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -55,7 +56,7 @@ from anabranch.transport.frame import (
 from anabranch.transport.server.once import OnceTable, RequestIdentity
 from anabranch.transport.streams import Peer, Stream
 
-__all__ = ["ALONE", "Admission", "Call", "Connection", "Verb"]
+__all__ = ["ALONE", "Admission", "Call", "Checked", "Connection", "Verb"]
 
 # The longest deadline accepted from a client, in seconds.
 _LONGEST = 24 * 3600.0
@@ -75,6 +76,20 @@ ALONE = -1
 _UNREAD = 2.0
 
 
+@dataclass(slots=True)
+class Checked:
+    """What a verb's check knows of a request from its header, for the handler.
+
+    Attributes:
+        message: the payload, decoded.
+        answer_bytes: of the answer's tensors, which count in the server's budget from here on; those of a larger answer
+            when it is sent.
+    """
+
+    message: Any = None
+    answer_bytes: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Verb:
     """One operation that a server offers.
@@ -87,7 +102,7 @@ class Verb:
         handler: serves a call: replies, or passes the call to a thread that will. An exception it raises is the
             response.
         check: sees the header, with each tensor's dtype and shape, before any memory is treated as the tensors; raises
-            ``SchemaError``, ``NotFound`` or ``Overloaded`` to refuse.
+            ``SchemaError``, ``NotFound`` or ``Overloaded`` to refuse. What it returns is ``Call.checked``.
         once: executed exactly once however often it is retried; the client must number these requests.
         again: answers the retry of a request that was done but whose answer is no longer kept.
         roles: the roles that may ask; ``None`` for every peer that was let in.
@@ -98,12 +113,21 @@ class Verb:
 
     name: str
     handler: Callable[[Call], None]
-    check: Callable[[RequestHeader], None] | None = None
+    check: Callable[[RequestHeader], Checked | None] | None = None
     once: bool = False
     again: Callable[[Call], None] | None = None
     roles: frozenset[str] | None = None
     allocate: Callable[[Sequence[TensorHeader]], Sequence[Tensor]] = allocate
     quick: bool = False
+
+
+class Admitted(NamedTuple):
+    """A request that may be served: its verb, what the check knows, and bytes of the budget for body and answer."""
+
+    verb: Verb
+    checked: Checked | None
+    body: int
+    answer: int
 
 
 class Admission:
@@ -156,8 +180,8 @@ class Admission:
         self.requests: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
 
-    def admit(self, peer: Peer, header: RequestHeader, nbytes: int) -> Verb:
-        """Return the verb that ``header`` requests, if ``peer`` may ask it now; reserves the bytes of its body."""
+    def admit(self, peer: Peer, header: RequestHeader, nbytes: int) -> Admitted:
+        """Admit a request with ``nbytes`` of tensors, if ``peer`` may ask it now; ``end_call`` frees its bytes."""
         verb = self.verbs.get(header.verb)
         if verb is None:
             raise NotFound(f"no verb {header.verb!r}; there are: {', '.join(sorted(self.verbs))}")
@@ -173,35 +197,35 @@ class Admission:
         with self.lock:
             if self.draining:
                 raise PeerLost("the server is shutting down")
-            if self.in_flight + nbytes > self._max_bytes and not self._make_room(nbytes):
-                raise Overloaded(
-                    f"{self.in_flight} bytes of requests and answers are in flight; {nbytes} more exceed "
-                    f"{self._max_bytes}"
-                )
+            self.reserve(nbytes)
             self.calls += 1
-            self.in_flight += nbytes
-        if verb.check is not None:
-            try:
-                verb.check(header)
-            except BaseException:
-                self.end_call(nbytes)
-                raise
+        answer = 0
+        try:
+            checked = None if verb.check is None else verb.check(header)
+            if checked is not None and checked.answer_bytes > _SMALL:
+                self.reserve(checked.answer_bytes)
+                answer = checked.answer_bytes
+        except BaseException:
+            self.end_call(nbytes)
+            raise
         self.requests[verb.name] += 1
-        return verb
+        return Admitted(verb, checked, nbytes, answer)
 
     def end_call(self, nbytes: int) -> None:
-        """Record that a call whose request has ``nbytes`` is over."""
+        """Record that a call which has ``nbytes`` of the budget is over."""
         with self.lock:
             self.calls -= 1
             self.in_flight -= nbytes
 
-    def reserve(self, nbytes: int) -> bool:
-        """Reserve ``nbytes`` for an answer; false without room."""
+    def reserve(self, nbytes: int) -> None:
+        """Reserve ``nbytes`` for a request or an answer; ``Overloaded`` without room."""
         with self.lock:
             if self.in_flight + nbytes > self._max_bytes and not self._make_room(nbytes):
-                return False
+                raise Overloaded(
+                    f"no memory for a request or response of {nbytes} bytes: {self.in_flight} bytes of others are in "
+                    f"flight, also of responses to clients that do not read, and {self._max_bytes} are allowed"
+                )
             self.in_flight += nbytes
-            return True
 
     def release(self, nbytes: int) -> None:
         """Free the bytes of an answer that was sent, or that will not be read."""
@@ -242,27 +266,27 @@ class Call:
     def __init__(
         self,
         admission: Admission,
-        verb: Verb,
+        admitted: Admitted,
         connection: Connection,
         header: RequestHeader,
         tensors: Sequence[Tensor],
-        nbytes: int,
     ) -> None:
         self._span = spans.begin()
         self.verb = header.verb
         self.target = header.target
         self.payload = header.payload
         self.schema = header.schema
+        self.checked = admitted.checked
         self.tensors = tensors
         self.peer = connection.wire.stream.peer
         self.deadline = Deadline(min(max(header.seconds, 1e-3), _LONGEST))
         self.identity: RequestIdentity = (header.epoch, header.sequence)
         self.settled = header.settled
-        self.once = verb.once and bool(header.epoch)
+        self.once = admitted.verb.once and bool(header.epoch)
         self.recipients = [connection]
         """The connections that wait for the answer: more than one where a retry has joined."""
         self._admission = admission
-        self._nbytes = nbytes
+        self._nbytes, self._room = admitted.body, admitted.answer
         self._lock = admission.once.lock if self.once else threading.Lock()
         self._answered = False
 
@@ -270,18 +294,6 @@ class Call:
     def cancelled(self) -> bool:
         """True if the client no longer waits for the response."""
         return not self.recipients
-
-    def make_room(self, nbytes: int) -> None:
-        """Reserve room for an answer of about this many bytes of tensors, before their memory is allocated.
-
-        Without this call a large answer is counted when it is sent, and many made at the same time exceed the server's
-        budget for a moment.
-
-        Raises:
-            Overloaded: there is no room: others wait for clients that do not read.
-        """
-        for connection in self.recipients[:1]:
-            connection.make_room(self, nbytes)
 
     def reply(self, tensors: Sequence[Tensor] = (), payload: bytes = b"") -> None:
         """Answers; the tensors must not change until they have been sent."""
@@ -316,10 +328,13 @@ class Call:
             if self._answered:
                 return
             recipients, self.recipients = self.recipients, []
+            room = self._room if recipients else 0  # which the answer keeps until it has been sent
+            self._room -= room
             self.close(frame if done else None)
         fault_point("transport.before_reply")
         for connection in recipients:
-            connection.answer(self, frame)
+            connection.answer(self, frame, room)
+            room = 0
 
     def close(self, frame: Sequence[memoryview] | None) -> None:
         """Mark the request as finished, with or without an answer to keep for retries; its lock is held."""
@@ -335,8 +350,7 @@ class Call:
             admission.served += 1
             admission.received += self._nbytes
             admission.sent += answered
-            admission.calls -= 1
-            admission.in_flight -= self._nbytes
+            admission.end_call(self._nbytes + self._room)
         if self._span:
             facts: dict[str, object] = {"peer": self.peer.name, "received_bytes": self._nbytes, "sent_bytes": answered}
             flow: spans.Flow = "serve", str(self.identity[1])
@@ -379,21 +393,21 @@ class Connection:
         self._header: Header | None = None
         self._accepted = False
         self._tensors: Sequence[Tensor] | None = ()
-        self._verb: Verb | None = None
-        self._nbytes = 0
+        self._admitted: Admitted | None = None
         self._call: Call | None = None
         self._last: RequestIdentity = (b"", -1)
-        self._room = 0  # bytes reserved for the answer
+        self._room = 0  # bytes of the budget that answers have which have not been read
         self._began = self._progress = time.monotonic()
         with admission.lock:
             admission.connections[self] = admission.unknown[self] = None
 
     # --- called from any thread
 
-    def answer(self, call: Call, frame: Sequence[memoryview]) -> None:
-        """Write the answer to ``call`` as far as the socket takes it; the loop does the rest."""
+    def answer(self, call: Call, frame: Sequence[memoryview], room: int) -> None:
+        """Write the answer, for which ``room`` is reserved, as far as the socket takes it; the loop does the rest."""
         with self._lock:
             if self._call is not call or self.closed:
+                self._admission.release(room)
                 return
             # Before the first byte leaves: the client may send its next request as soon as it has the last one.
             self._call = None
@@ -401,24 +415,17 @@ class Connection:
             self._progress = time.monotonic()
             # The header is not counted.
             nbytes = sum(map(len, frame)) - len(frame[0])
-            counted = nbytes if nbytes > _SMALL else 0
-            if counted > self._room and not self._admission.reserve(counted - self._room):
-                failure = failure_of(_full(nbytes), call.identity[1])
+            if nbytes <= _SMALL:
+                nbytes = 0
+            try:
+                self._admission.reserve(nbytes - room)
+            except Overloaded as error:
+                failure = failure_of(error, call.identity[1])
                 self._admission.count(failure)
-                frame, counted = encode(failure), 0
-            if counted < self._room:
-                self._admission.release(self._room - counted)
-            self._room = counted
-            self._write(frame)
-
-    def make_room(self, call: Call, nbytes: int) -> None:
-        """Reserve room for the answer to ``call``, which is about to be made; raises ``Overloaded`` without room."""
-        with self._lock:
-            if nbytes <= _SMALL or self._call is not call or self.closed:
-                return
-            if not self._admission.reserve(nbytes):
-                raise _full(nbytes)
+                frame, nbytes = encode(failure), 0
+                self._admission.release(room)
             self._room += nbytes
+            self._write(frame)
 
     def unread_for(self, now: float) -> float:
         """Seconds since the client took the last byte of an answer that is counted; 0 if none waits."""
@@ -474,7 +481,7 @@ class Connection:
 
     def _free_room(self) -> None:
         """Release the bytes reserved for an answer once it has been sent, or given up."""
-        if self._room and self._call is None and not self.wire.waiting:
+        if self._room and not self.wire.waiting:
             self._admission.release(self._room)
             self._room = 0
 
@@ -611,15 +618,13 @@ class Connection:
                 return False
             self._last = header.epoch, header.sequence
             try:
-                self._verb = self._admission.admit(peer, header, nbytes)
-                self._nbytes = nbytes
-                self._tensors = self._verb.allocate(header.tensors)
+                self._admitted = self._admission.admit(peer, header, nbytes)
+                self._tensors = self._admitted.verb.allocate(header.tensors)
             except BaseException as error:
-                if self._verb is not None:
+                if self._admitted is not None:
                     if not isinstance(error, (RuntimeError, MemoryError)):
                         raise
-                    self._verb = None
-                    self._admission.end_call(nbytes)
+                    self._give_up()
                     error = Overloaded(f"not enough memory for {nbytes} bytes: {error}")
                 elif ends_the_program(error):
                     raise
@@ -630,10 +635,10 @@ class Connection:
         return True
 
     def _serve(self, header: RequestHeader, tensors: Sequence[Tensor]) -> None:
-        verb = self._verb
-        assert verb is not None
-        call = self._call = Call(self._admission, verb, self, header, tensors, self._nbytes)
-        self._verb = None
+        assert self._admitted is not None
+        verb = self._admitted.verb
+        call = self._call = Call(self._admission, self._admitted, self, header, tensors)
+        self._admitted = None
         try:
             serve = self._choose(call, verb, header.settled) if call.once else verb.handler
             if serve is not None:
@@ -680,6 +685,15 @@ class Connection:
         if call is not None:
             call.leave(self)
 
+    def _give_up(self) -> int:
+        """Free the bytes of a request that is not served after all; returns their number."""
+        nbytes = 0
+        if self._admitted is not None:
+            nbytes = self._admitted.body + self._admitted.answer
+            self._admission.end_call(nbytes)
+            self._admitted = None
+        return nbytes
+
     def end(self) -> None:
         """Close the connection; nobody waits for its call any more."""
         admission = self._admission
@@ -694,20 +708,14 @@ class Connection:
             self._header = self._tensors = None
         if call is not None:
             call.leave(self)
-        if self._verb is not None:
-            admission.end_call(self._nbytes)
         with admission.lock:
-            admission.dropped += self._nbytes if self._verb is not None else 0
+            admission.dropped += self._give_up()
             admission.connections.pop(self, None)
             admission.unknown.pop(self, None)
 
 
 def _nobody(connection: Connection) -> None:
     """Wake no loop: the connection has none yet."""
-
-
-def _full(nbytes: int) -> Overloaded:
-    return Overloaded(f"no memory for a response of {nbytes} bytes: other responses wait for clients that do not read")
 
 
 def _say_done(call: Call) -> None:

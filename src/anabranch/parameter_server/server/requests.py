@@ -1,0 +1,395 @@
+"""``Request``: a message for a shard, checked once; ``read`` answers it, or ``apply`` takes its step.
+
+::
+
+    header ──check──> holders, shares, rules ──> body ──check_body──> ids are here, gradients finite ──> read, apply
+
+``check`` sees the message and each tensor's dtype and shape, and needs no lock, which may be held for long: nothing of
+a body is received in vain, and nothing below repeats it. ``check_body`` runs under the lock, before anything changes.
+A request that waits while a table is made or dropped is checked again when it is used (``renewed``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anabranch.errors import NonFinite, SchemaError
+from anabranch.parameter_server.messages import PullMessage, PullPart, PullReply, PushMessage, PushPart
+from anabranch.parameter_server.server.contents import Parts, ShardContents
+from anabranch.record import spans
+from anabranch.tables.dense_parameter import DenseParameter
+from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
+from anabranch.tables.table import Table, side_by_side
+from anabranch.tables.table_spec import state_dtype
+from anabranch.tensors.packing import Share, acceptable, all_finite, expected, join, largest_gradient, views
+from anabranch.transport import Checked
+
+__all__ = ["Described", "Request", "RowRequest", "apply", "check", "check_body", "read", "renewed", "squared_sum"]
+
+Described = tuple[torch.dtype, tuple[int, ...]]
+"""A tensor's dtype and shape."""
+
+_Gradient = tuple[Tensor, Tensor, Tensor | None]  # ids, gradients and, of sums over several steps, their squares
+
+
+@dataclass(slots=True)
+class Request(Checked):
+    """A request and the client that sends it, if it says so."""
+
+    client: bytes = b""
+
+
+@dataclass(slots=True)
+class RowRequest(Request):
+    """A pull or a push.
+
+    Attributes:
+        parts: the tables and parameters that it names.
+        counts, shares: of each part, the number of its ids, and dtype and shape of its values.
+        rules: of each part, its optimizer; empty if the message brings none.
+        marked: how many ids are known, or have sums of several steps.
+        chooses: rows of a pull come with their state, or only if they have changed.
+        tensors: the body, once it is here; its ids are int64.
+    """
+
+    parts: Parts = field(default_factory=Parts)
+    counts: list[int] = field(default_factory=list)
+    shares: list[Share] = field(default_factory=list)
+    rules: list[RowOptimizer] = field(default_factory=list)
+    marked: int = 0
+    chooses: bool = False
+    tensors: Sequence[Tensor] = ()
+
+    def take(self, tensors: Sequence[Tensor]) -> None:
+        """Take the body."""
+        self.tensors = tensors if tensors[0].dtype == torch.int64 else [tensors[0].long(), *tensors[1:]]
+
+    @property
+    def numbers(self) -> Sequence[Tensor]:
+        """The tensors that hold a push's gradients."""
+        return self.tensors[1 + (self.marked > 0) :]
+
+    def ids_of(self, at: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """Return the ids of these parts, and the number of each."""
+        if len(at) == len(self.counts):
+            return self.tensors[0], self.counts
+        ids = torch.split(self.tensors[0], self.counts)
+        return side_by_side([ids[k] for k in at]), [self.counts[k] for k in at]
+
+
+def check(
+    contents: ShardContents, message: PullMessage | PushMessage, came: Sequence[Described], client: bytes = b""
+) -> RowRequest:
+    """Return the request, if the shard can do it and its tensors are as ``came``.
+
+    Raises:
+        NotFound: a table or parameter does not exist.
+        SchemaError: a message that contradicts itself, or tensors that do not fit it.
+        NonFinite: a weight that is NaN or Inf.
+    """
+    named: Sequence[PullPart | PushPart] = message.parts
+    parts = contents.parts(tuple([part.name for part in named]))
+    request = RowRequest(message, client=client, parts=parts)
+    for part, holder in zip(named, parts.holders, strict=True):
+        request.counts.append(part.count)
+        if isinstance(holder, Table):
+            request.shares.append(Share(holder.spec.dtype, (part.count, holder.spec.width), "rows"))
+        elif part.count:
+            raise SchemaError(f"{part.name} is a dense parameter and has no ids")
+        else:
+            request.shares.append(Share(holder.value.dtype, tuple(holder.value.shape)))
+    sizes = [(torch.int32 if came and came[0][0] == torch.int32 else torch.int64, sum(request.counts))]
+    if isinstance(message, PushMessage):
+        _check_push(request, message)
+        sizes += [(torch.bfloat16, request.marked)] * (request.marked > 0)
+        sizes += expected(request.shares, message.compression)
+    else:
+        _check_pull(request, message)
+        sizes += [(torch.int16, request.marked)] * (request.marked > 0)
+    if list(came) != [(dtype, (size,)) for dtype, size in sizes]:
+        raise SchemaError(f"tensors of {sizes} expected, got {list(came)}")
+    return request
+
+
+def _check_pull(request: RowRequest, message: PullMessage) -> None:
+    for part, holder in zip(message.parts, request.parts.holders, strict=True):
+        special = part.with_state + part.known
+        if special > part.count:
+            raise SchemaError(
+                f"{part.name} has {part.count} ids, of which {part.with_state} should come with state and {part.known} "
+                "are known"
+            )
+        request.marked += part.known
+        request.chooses |= special > 0
+        if isinstance(holder, DenseParameter):
+            request.answer_bytes += holder.value.nbytes
+            continue
+        width, dtype = holder.spec.width, holder.spec.dtype
+        # Known rows are counted when the answer shows which of them have changed.
+        request.answer_bytes += (part.count - special) * width * dtype.itemsize
+        if part.with_state:
+            request.answer_bytes += part.with_state * holder.rule.row_width(width) * state_dtype(dtype).itemsize
+
+
+def _check_push(request: RowRequest, message: PushMessage) -> None:
+    for part in message.parts:
+        request.marked += part.sums
+        if part.sums > part.count:
+            raise SchemaError(f"{part.name} has {part.count} ids, of which {part.sums} have sums of several steps")
+    if not (math.isfinite(message.weight) and message.weight >= 0):
+        raise NonFinite(f"a weight is a finite number >= 0, got {message.weight}")
+    rules = [_rule_of(rule) for rule in message.rules]
+    for part, holder in zip(message.parts, request.parts.holders, strict=True):
+        if rules and not 0 <= part.rule < len(rules):
+            raise SchemaError(f"{part.name} has rule {part.rule}; the message holds {len(rules)}")
+        if rules and not holder.rule.same_layout(rules[part.rule]):
+            raise SchemaError(f"{part.name} is kept for another optimizer than {rules[part.rule].family}")
+    request.rules = [rules[part.rule] for part in message.parts] if rules else []
+
+
+def _rule_of(values: Mapping[str, object]) -> RowOptimizer:
+    try:
+        return RowOptimizer.from_dict(values)
+    except (ValueError, TypeError, KeyError) as error:
+        raise SchemaError(f"{values!r} is not an optimizer: {error}") from None
+
+
+def renewed(contents: ShardContents, request: RowRequest) -> RowRequest:
+    """Return the request, checked again if a table was made or dropped meanwhile."""
+    if request.parts.version == contents.version:
+        return request
+    came = [(tensor.dtype, tuple(tensor.shape)) for tensor in request.tensors]
+    again = check(contents, request.message, came, request.client)
+    again.tensors = request.tensors
+    return again
+
+
+def check_body(request: RowRequest) -> None:
+    """Check the ids and numbers of a request; changes nothing.
+
+    Raises:
+        NotFound: an id outside its table. A fixed table checks those of a pull when it reads them.
+        NonFinite: NaN, Inf or a number too large among the gradients.
+    """
+    pushes = isinstance(request.message, PushMessage)
+    for group, at, admits in request.parts.groups:
+        if pushes or admits:
+            group.check(*request.ids_of(at))
+    if not pushes:
+        return
+    if request.marked:
+        squares = request.tensors[1]
+        if not bool((squares >= 0).all()) or not all_finite([squares]):
+            raise NonFinite("squares are finite numbers >= 0; nothing was changed")
+    if not acceptable(request.numbers):
+        _refuse(request)
+
+
+def _refuse(request: RowRequest) -> None:
+    gradients = views(request.numbers, request.shares, request.message.compression)
+    for name, grad in zip(request.parts.names, gradients, strict=True):
+        largest = grad.abs().amax().item() if grad.numel() else 0.0
+        if not math.isfinite(largest):
+            raise NonFinite(f"the gradients of {name} hold NaN or Inf; nothing was changed")
+        if largest > largest_gradient(grad.dtype):
+            raise NonFinite(
+                f"the gradients of {name} hold numbers of {largest:.3g}; servers take {grad.dtype} up to "
+                f"{largest_gradient(grad.dtype):g}, so that their squares stay finite; nothing was changed"
+            )
+    raise NonFinite("the gradients hold NaN, Inf or numbers too large; nothing was changed")
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read(contents: ShardContents, request: RowRequest, pushed: int = 0) -> tuple[PullReply, list[Tensor]]:
+    """Return the answer to a pull: what it names, except known rows that have not changed.
+
+    ``pushed`` is the number of steps that every worker has pushed.
+    """
+    message, parts = request.message, request.parts
+    changed = [0] * len(request.counts)
+    for name in parts.names:
+        contents.counts[name].pulls += 1
+    if request.chooses:
+        numbers = _choose(contents, request, changed)
+    else:
+        numbers = [torch.empty(size, dtype=dtype, device="cpu") for dtype, size in expected(request.shares)]
+        values = views(numbers, request.shares)
+        for holder, value in zip(parts.holders, values, strict=True):
+            if isinstance(holder, DenseParameter):
+                value.copy_(holder.value)
+        for group, at, _ in parts.groups:
+            ids, counts = request.ids_of(at)
+            out = side_by_side([values[k] for k in at])
+            group.pull(ids, counts, out=out, training=message.training)
+            if out.data_ptr() != values[at[0]].data_ptr():  # a copy: their places are not neighbours
+                for k, rows in zip(at, torch.split(out, counts), strict=True):
+                    values[k].copy_(rows)
+        for name, count in zip(parts.names, request.counts, strict=True):
+            contents.counts[name].rows_pulled += count
+        if message.compression is not None:
+            numbers = join(values, request.shares, message.compression)
+    steps = [holder.step if isinstance(holder, Table) else 0 for holder in parts.holders]
+    return PullReply(contents.generation, steps, changed, pushed), numbers
+
+
+def admit(request: RowRequest) -> None:
+    """Give rows to ids of dynamic tables, as reading them in training does."""
+    for group, at, admits in request.parts.groups:
+        if admits:
+            group.admit(*request.ids_of(at))
+
+
+def _choose(contents: ShardContents, request: RowRequest, changed: list[int]) -> list[Tensor]:
+    """Return the tensors of an answer of which rows come with their state, or only if they have ``changed``."""
+    message, parts = request.message, request.parts
+    states, rows, places = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
+    since = _since(contents, request)
+    for group, at, _ in parts.groups:
+        ids, counts = request.ids_of(at)
+        with_state, known = [message.parts[k].with_state for k in at], [message.parts[k].known for k in at]
+        *came, new = group.answer(
+            ids, counts, with_state, known, side_by_side([since[k] for k in at]), training=message.training
+        )
+        others = (np.array(counts) - with_state - known + new).tolist()
+        for into, whole, sizes in zip((states, rows, places), came, (with_state, others, new), strict=True):
+            into |= zip(at, torch.split(whole, sizes), strict=True)
+    numbers, shares = list[Tensor](), list[Share]()
+    for k in sorted(states):
+        if message.parts[k].with_state:
+            numbers.append(states[k])
+            shares.append(Share(states[k].dtype, tuple(states[k].shape), "states"))
+    for k, (name, holder) in enumerate(zip(parts.names, parts.holders, strict=True)):
+        if isinstance(holder, Table):
+            changed[k] = len(places[k])
+            contents.counts[name].rows_pulled += message.parts[k].with_state + len(rows[k])
+        numbers.append(rows[k] if isinstance(holder, Table) else holder.value)
+        shares.append(Share(numbers[-1].dtype, tuple(numbers[-1].shape), request.shares[k].kind))
+    packed = join(numbers, shares, message.compression)
+    if request.marked:
+        packed.insert(0, side_by_side([places[k] for k in sorted(places)]).to(torch.int32))
+    return packed
+
+
+def _since(contents: ShardContents, request: RowRequest) -> Sequence[Tensor]:
+    """For each part's known rows the step at which they were read; -1, so that all count as changed, if unknown."""
+    known = [part.known for part in request.message.parts]
+    if not request.marked or request.message.generation != contents.generation:
+        steps = torch.full((sum(known),), -1, device="cpu")
+    else:
+        since = np.repeat([part.since for part in request.message.parts], known)
+        steps = torch.from_numpy(since.astype(np.int64)) - request.tensors[1]
+    return torch.split(steps, known)
+
+
+# --- applying ---------------------------------------------------------------------------------------------------------
+
+
+def apply(
+    contents: ShardContents,
+    pushes: Sequence[RowRequest],
+    scale: float = 1.0,
+    total: float | None = None,
+    begin: Callable[[], None] | None = None,
+) -> None:
+    """One optimizer step for each table and parameter that any of the pushes names, or none for any of it.
+
+    ``total`` is the sum of weights to divide by, by default that of these pushes. ``begin`` is called when all new ids
+    have found room, and before any number is changed.
+    """
+    pushes = [renewed(contents, push) for push in pushes]
+    shares = weighted_shares(pushes, scale, total)
+    parts = pushes[0].parts if len(pushes) == 1 else contents.parts(tuple(shares))
+    rules: dict[str, RowOptimizer] = {}
+    marked = 0
+    for push in reversed(pushes):  # the rule of the lowest rank counts
+        marked += push.marked
+        rules |= zip(push.parts.names, push.rules, strict=False)  # a message may bring none
+    ids, grads, squares = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
+    dense: list[tuple[DenseParameter, Tensor]] = []
+    for k, (name, holder) in enumerate(zip(parts.names, parts.holders, strict=True)):
+        own = shares[name]
+        if name in rules:
+            holder.rule = rules[name]
+        if isinstance(holder, DenseParameter):
+            grad = own[0][1]
+            for _, more, _ in own[1:]:
+                grad = torch.nan_to_num(grad + more)  # a sum may pass what float16 holds
+            dense.append((holder, grad))
+        elif len(own) == 1:
+            ids[k], grads[k] = own[0][:2]
+        else:
+            ids[k] = side_by_side([some for some, _, _ in own])
+            grads[k] = side_by_side([grad for _, grad, _ in own])
+        if marked and holder.rule.family is not Family.SGD and any(square is not None for _, _, square in own):
+            squares[k] = torch.cat([_ones(some) if square is None else square for some, _, square in own])
+    if len(parts.groups) > 1 or dense:  # else the one group admits its ids before it moves
+        for group, at, admits in parts.groups:
+            if admits:
+                group.admit(side_by_side([ids[k] for k in at]), [len(ids[k]) for k in at])
+    if begin is not None:
+        begin()
+    with spans.span("optimizer", "compute", pushes=len(pushes)):
+        for parameter, grad in dense:
+            parameter.push(grad)
+        for group, at, _ in parts.groups:
+            sums = None
+            if not squares.keys().isdisjoint(at):
+                sums = torch.cat([squares[k].float() if k in squares else _ones(ids[k]) for k in at])
+            some, moves = side_by_side([ids[k] for k in at]), side_by_side([grads[k] for k in at])
+            group.push(some, moves, [len(ids[k]) for k in at], sums)
+    for k, (name, own) in enumerate(shares.items()):
+        contents.counts[name].pushes += len(own)
+        contents.counts[name].rows_pushed += len(ids[k]) if k in ids else 0
+
+
+def _ones(ids: Tensor) -> Tensor:
+    return torch.ones(len(ids), device="cpu")
+
+
+def weighted_shares(
+    pushes: Sequence[RowRequest], scale: float = 1.0, total: float | None = None
+) -> dict[str, list[_Gradient]]:
+    """Return all workers' ids and gradients by table and parameter, times share in the mean and ``scale``."""
+    if total is None:
+        total = sum([push.message.weight for push in pushes])
+    shares: dict[str, list[_Gradient]] = {}
+    for push in pushes:
+        message = push.message
+        share = scale * ((message.weight / total if total else 0.0) if message.mean else 1.0)
+        grads = views(push.numbers, push.shares, message.compression)
+        squares = _squares_of(push) if push.marked else [None] * len(grads)
+        ids = torch.split(push.tensors[0], push.counts)
+        for name, some, grad, square in zip(push.parts.names, ids, grads, squares, strict=True):
+            shares.setdefault(name, []).append((some, grad if share == 1.0 else grad * share, square))
+    return shares
+
+
+def _squares_of(push: RowRequest) -> Sequence[Tensor]:
+    """Of each part the squares of its gradients, 1 for those of one step."""
+    sums, counts = np.array([part.sums for part in push.message.parts]), np.array(push.counts)
+    squares = torch.ones(int(counts.sum()), device="cpu")
+    kinds = np.repeat(np.tile([False, True], len(counts)), np.stack([counts - sums, sums], 1).reshape(-1))
+    squares[torch.from_numpy(kinds)] = push.tensors[1].float()
+    return torch.split(squares, push.counts)
+
+
+def squared_sum(contents: ShardContents, pushes: Sequence[RowRequest]) -> float:
+    """Return the sum of squares, in float64, of the merged gradients of these pushes, added up by id first."""
+    total = 0.0
+    for gradients in weighted_shares([renewed(contents, push) for push in pushes]).values():
+        ids = torch.cat([some for some, _, _ in gradients])
+        if not len(ids):  # of a dense parameter, or nothing
+            total += float(torch.stack([grad.double() for _, grad, _ in gradients]).sum(0).square().sum())
+            continue
+        grads = torch.cat([grad for _, grad, _ in gradients]).double()
+        distinct, inverse = torch.unique(ids, return_inverse=True)
+        total += float(grads.new_zeros(len(distinct), grads.shape[1]).index_add_(0, inverse, grads).square().sum())
+    return total
