@@ -14,10 +14,12 @@ from anabranch.deadline import Deadline
 from anabranch.errors import AnabranchError
 from anabranch.experts import ExpertBackend, ExpertServer, RemoteExpert, wire
 from anabranch.tensors import TensorSpec
-from anabranch.transport import Client, Limits, Request
+from anabranch.transport import Client, Limits, Request, pack
 from anabranch.transport.frame import Hello, RequestHeader, encode
 
 ROWS = 2
+GRADIENT = pack(wire.Backward([True], b"", False, True))
+PLAIN = pack(wire.Forward(b"", False))
 GOOD = 7
 
 
@@ -39,7 +41,12 @@ def ask(**changes: object) -> Callable[[str, bytes], None]:
     """Asks for a forward that differs from a good one."""
 
     def run(endpoint: str, schema: bytes) -> None:
-        facts: dict[str, object] = {"verb": wire.FORWARD, "target": "table.0", "tensors": [torch.ones(ROWS, 4)]}
+        facts: dict[str, object] = {
+            "verb": wire.FORWARD,
+            "target": "table.0",
+            "tensors": [torch.ones(ROWS, 4)],
+            "payload": PLAIN,
+        }
         facts |= {"schema": schema, **changes}
         with Client(retries=0) as client:
             client.call(Request(endpoint, **facts), Deadline.after(60.0))  # type: ignore[arg-type]
@@ -62,7 +69,7 @@ def send(data: bytes) -> Callable[[str, bytes], None]:
 
 def leave(endpoint: str, schema: bytes) -> None:
     """Asks and does not wait."""
-    ask_once = Request(endpoint, wire.FORWARD, "table.0", [torch.ones(ROWS, 4)], schema=schema)
+    ask_once = Request(endpoint, wire.FORWARD, "table.0", [torch.ones(ROWS, 4)], PLAIN, schema)
     with Client(retries=0) as client:
         client.gather([ask_once], Deadline.after(0.001))
     raise ValueError("left")
@@ -86,19 +93,20 @@ BAD: dict[str, Callable[[str, bytes], None]] = {
     "another uid": ask(target="table.9"),
     "a path for a uid": ask(target="../table.0"),
     "another verb": ask(verb="expert.steal"),
-    "a long ticket": ask(payload=bytes(100)),
-    "a backward without a number": ask(verb=wire.BACKWARD, payload=wire.pack(([True], b"", True))),
+    "a long ticket": ask(payload=pack(wire.Forward(bytes(100), False))),
+    "a forward of garbage": ask(payload=b"\xc1"),
+    "a backward without a number": ask(verb=wire.BACKWARD, payload=GRADIENT),
     "a backward of garbage": ask(verb=wire.BACKWARD, payload=b"\xc1", once=True),
     "gradients of other rows": ask(
         verb=wire.BACKWARD,
         tensors=[torch.ones(ROWS, 4), torch.ones(ROWS + 1, 4)],
-        payload=wire.pack(([True], b"", True)),
+        payload=GRADIENT,
         once=True,
     ),
     "a gradient that is NaN": ask(
         verb=wire.BACKWARD,
         tensors=[torch.ones(ROWS, 4), torch.full((ROWS, 4), float("nan"))],
-        payload=wire.pack(([True], b"", True)),
+        payload=GRADIENT,
         once=True,
     ),
     "a value the module cannot take": ask(tensors=[torch.full((ROWS, 4), 666.0)]),

@@ -25,10 +25,12 @@ from anabranch.errors import (
 )
 from anabranch.experts import Directory, ExpertBackend, ExpertServer, RemoteExpert, wire
 from anabranch.tensors import TensorSpec
-from anabranch.transport import Client, Request, RequestHeader
+from anabranch.transport import Client, Request, RequestHeader, pack
 from anabranch.transport.frame import Hello, encode
 from networks import CountingTransport
 from waiting import join, wait_until
+
+PLAIN = pack(wire.Forward(b"", False))
 
 
 def test_a_module_that_becomes_slow_delays_only_its_own_callers() -> None:
@@ -77,7 +79,7 @@ def test_a_full_queue_is_reported_while_the_module_computes_and_serves_again() -
                 with pytest.raises(Overloaded, match="rows"):
                     expert(torch.ones(1, 2))
             # It is said of the header: the body has not been sent, nor has it a place.
-            asked = RequestHeader(wire.FORWARD, "slow.0", seconds=60.0, schema=backend.schema.hash)
+            asked = RequestHeader(wire.FORWARD, "slow.0", seconds=60.0, payload=PLAIN, schema=backend.schema.hash)
             with asking(server.endpoint, encode(asked, [torch.ones(1, 2)])[0]) as sock:
                 assert b"overloaded" in told(sock, b"overloaded")
         join(*waiting)
@@ -105,7 +107,7 @@ def told(sock: socket.socket, word: bytes) -> bytes:
 def test_expired_requests_are_dropped_before_compute() -> None:
     module = Slow()
     backend = ExpertBackend("slow.0", module, args_schema=[TensorSpec(2)], max_batch_size=1)
-    hasty = RequestHeader(wire.FORWARD, "slow.0", seconds=1.0, schema=backend.schema.hash)
+    hasty = RequestHeader(wire.FORWARD, "slow.0", seconds=1.0, payload=PLAIN, schema=backend.schema.hash)
     with served(backend) as server:
         expert = RemoteExpert("slow.0", server.endpoint)
         expert.get_info()
@@ -128,7 +130,7 @@ def test_a_cancelled_request_is_dropped_before_compute_whatever_its_deadline() -
     with served(backend) as server, Client() as client:
         expert = RemoteExpert("slow.0", server.endpoint)
         expert.get_info()
-        call = Request(server.endpoint, wire.FORWARD, "slow.0", [torch.ones(1, 2)], schema=backend.schema.hash)
+        call = Request(server.endpoint, wire.FORWARD, "slow.0", [torch.ones(1, 2)], PLAIN, backend.schema.hash)
         never = Request(server.endpoint, wire.FORWARD, "slow.9")
 
         def queued(_: object) -> bool:

@@ -73,7 +73,7 @@ def push(server: ExpertServer, backend: ExpertBackend, sequence: int, x: torch.T
         sequence=sequence,
         seconds=60.0,
         schema=backend.schema.hash,
-        payload=pack(([True], b"", True)),
+        payload=pack(wire.Backward([True], b"", False, True)),
     )
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(60)
@@ -89,7 +89,7 @@ def test_an_update_that_the_state_holds_is_not_applied_again_after_a_restart(tmp
     backend = make()
     x = torch.ones(2, 4)
     with ExpertServer([backend], checkpoint_dir=tmp_path) as server:
-        assert push(server, backend, 0, x).payload == wire.pack(([True], 0))
+        assert push(server, backend, 0, x).payload == pack(wire.Gradients([True], 0))
     restarted = make(seed=5)
     with ExpertServer([restarted], checkpoint_dir=tmp_path) as server:
         after = copy.deepcopy(restarted.module.state_dict())

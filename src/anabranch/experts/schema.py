@@ -1,46 +1,134 @@
 """Schemas of experts: nested ``TensorSpec``s of inputs and outputs, packed for the wire, and checked on arrival.
 
-Structures are mappings with string keys, lists, tuples, named tuples, specs and ``None`` (``nesting.py``); packing them
-needs no pickle. The two sides compare schemas by hash, so a request carries only tensors.
+Structures are mappings with string keys, lists, tuples, named tuples, specs and ``None``. Packed, a schema is a tree of
+the codec of ``tensors/``, in which a class stands by its name: it is looked up among the modules that this process has
+imported, and nothing is imported for it. Without such a class a mapping becomes a dict, and a named tuple one with the
+same fields. The two sides compare schemas by hash, so a request carries only tensors.
 
 A call may have more than one leading dimension: they are sent as rows, and restored in the outputs.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache
+from keyword import iskeyword
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from anabranch.errors import ProtocolError, SchemaError
-from anabranch.experts.nesting import LEAF, Kind, Mismatch, Nesting, find_class, flatten, nesting_of
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.tensors.dtypes import DTYPE_CODES, DTYPES, dtype_name
 from anabranch.tensors.tree_codec import Path, decode, encode
 from anabranch.transport import pack, unpack
 
-__all__ = [
-    "Layout",
-    "RowInputs",
-    "Schema",
-    "all_finite",
-    "first_not_finite",
-    "infer_specs",
-    "outline",
-    "specs_of",
-    "with_leading",
-]
-
 _AUTOCAST = frozenset({torch.float32, torch.float16, torch.bfloat16})
 # Below 32,768 values, where torch begins to compute in parallel, and a multiple of a cache line.
 _PIECE = 32_704
 _LARGEST, _LARGEST_HALF = 1e18, 6e4
+_MOST_FIELDS = 64
+
+
+class Mismatch(ValueError):
+    """A structure is nested otherwise than expected."""
+
+
+@dataclass(frozen=True)
+class Nesting:
+    """One container and its children, or a leaf; apart from the leaves, so that Dynamo follows how it is built.
+
+    A structure is read by the expected nesting, keys by name, so all mappings with the same keys are equivalent, and a
+    named tuple is equivalent to a tuple of its length. ``None`` is a leaf: a missing tensor keeps its place.
+
+    Attributes:
+        made: the container's class; ``None`` for a leaf.
+        keys: the names of the children of a mapping or named tuple.
+        children: in order.
+    """
+
+    made: type | None = None
+    keys: tuple[str, ...] = ()
+    children: tuple[Nesting, ...] = ()
+
+    @classmethod
+    def of(cls, structure: Structure) -> Nesting:
+        """Return how ``structure`` nests; a ``SchemaError`` for a container that cannot be sent."""
+        if isinstance(structure, Mapping):
+            keys = tuple(structure)
+            if not all(isinstance(key, str) for key in keys):
+                raise SchemaError(f"only mappings with string keys can be sent to an expert, got keys {keys[:4]}")
+            return cls(type(structure), keys, tuple([cls.of(structure[key]) for key in keys]))
+        if not isinstance(structure, (list, tuple)):
+            return cls()
+        made, fields = type(structure), getattr(structure, "_fields", ())
+        if made not in (list, tuple) and not fields:
+            raise SchemaError(
+                "mappings with string keys, lists, tuples, named tuples and None can be sent to an expert, not "
+                f"{made.__name__}; wrap the module in one that takes and returns those"
+            )
+        return cls(made, tuple(fields), tuple(map(cls.of, structure)))
+
+    def leaves_of(self, structure: Structure) -> list[object]:
+        """Return the leaves of a structure that is nested like this, in this order; raise ``Mismatch`` if it is not."""
+        if self.made is None:
+            if isinstance(structure, (list, tuple, Mapping)):
+                raise Mismatch
+            return [structure]
+        parts: Sequence[object]
+        if issubclass(self.made, (list, tuple)):
+            same = isinstance(structure, list if self.made is list else tuple) and len(structure) == len(self.children)
+            if not same or (self.keys and getattr(structure, "_fields", self.keys) != self.keys):
+                raise Mismatch
+            parts = structure
+        else:
+            if not isinstance(structure, Mapping) or set(structure) != set(self.keys):
+                raise Mismatch
+            parts = [structure[key] for key in self.keys]
+        return [leaf for child, part in zip(self.children, parts, strict=True) for leaf in child.leaves_of(part)]
+
+    def rebuild(self, leaves: Sequence[object]) -> Structure:
+        """Return the structure that holds ``leaves``."""
+        return self._build(iter(leaves))
+
+    def paths(self) -> list[str]:
+        """Return each leaf's path, joined by dots."""
+        names = self.keys or tuple(map(str, range(len(self.children))))
+        if self.made is None:
+            return [""]
+        pairs = zip(names, self.children, strict=True)
+        return [f"{name}.{path}" if path else name for name, child in pairs for path in child.paths()]
+
+    def _build(self, leaves: Iterator[object]) -> Structure:
+        if self.made is None:
+            return next(leaves)
+        parts = [child._build(leaves) for child in self.children]
+        if self.made is list:
+            return parts
+        if self.made is tuple:
+            return tuple(parts)
+        if issubclass(self.made, tuple):
+            return tuple.__new__(self.made, parts)
+        return _mapping(self.made, self.keys, parts)
+
+
+def _mapping(made: type, keys: Sequence[str], parts: Sequence[object]) -> Structure:
+    items = dict(zip(keys, parts, strict=True))
+    if made is dict:
+        return items
+    if issubclass(made, defaultdict):
+        return made(None, items)
+    if dataclasses.is_dataclass(made):  # for example Hugging Face's ModelOutput
+        return made(**items)
+    return made(list(items.items()) if issubclass(made, OrderedDict) else items)  # type: ignore[call-arg]
+
 
 Layout = list[tuple[str, TensorSpec]]
 """The name and spec of each tensor of a message, before compression."""
@@ -90,17 +178,18 @@ class Schema:
     @cached_property
     def output_layout(self) -> Layout:
         """The layout of a forward's answer."""
-        return [(f"output {index}", spec) for index, spec in enumerate(self.output_specs) if spec is not None]
+        pairs = zip(self.output_names, self.output_specs, strict=True)
+        return [(name, spec) for name, spec in pairs if spec is not None]
 
     @cached_property
-    def input_parts(self) -> int:
-        """The number of tensors that carry the inputs."""
-        return sum(2 if spec.compression == "int8" else 1 for _, spec in self.input_layout)
+    def output_names(self) -> list[str]:
+        """A name for each output, for messages."""
+        return [f"output {index}" for index in range(len(self.output_specs))]
 
     @cached_property
     def gradient_names(self) -> list[str]:
         """A name for the gradient of each output, for messages."""
-        return [f"gradient of output {index}" for index in range(len(self.output_specs))]
+        return [f"gradient of {name}" for name in self.output_names]
 
     @cached_property
     def takes_one(self) -> bool:
@@ -110,17 +199,12 @@ class Schema:
     @cached_property
     def takes_as_is(self) -> bool:
         """True if each input is sent as one tensor, unchanged."""
-        return _travels_as_is(self.inputs)
+        return all(spec is not None and spec.compression is None for spec in self.inputs)
 
     @cached_property
     def gives_as_is(self) -> bool:
         """True if each output is sent as one tensor, unchanged."""
-        return _travels_as_is(self.output_specs)
-
-    @cached_property
-    def gives_gradients(self) -> bool:
-        """True if every output may have a gradient."""
-        return all(spec is None or spec.requires_grad for spec in self.output_specs)
+        return all(spec is not None and spec.compression is None for spec in self.output_specs)
 
     @cached_property
     def gives_one(self) -> bool:
@@ -130,12 +214,12 @@ class Schema:
     @cached_property
     def input_nesting(self) -> Nesting:
         """The nesting of the inputs."""
-        return nesting_of((self.arguments, dict(self.keywords)))
+        return Nesting.of((self.arguments, dict(self.keywords)))
 
     @cached_property
     def output_nesting(self) -> Nesting:
         """The nesting of the outputs."""
-        return nesting_of(self.outputs)
+        return Nesting.of(self.outputs)
 
     def nest_outputs(self, outputs: Sequence[Tensor]) -> Structure:
         """Return the outputs nested as by the expert's module; those that are ``None`` are not among ``outputs``."""
@@ -156,7 +240,7 @@ class Schema:
                 return spec.sizes_of(tensor.shape)[0]
         raise SchemaError(
             f"a session needs an input with a dimension that varies, such as TensorSpec(None, 512), for its positions; "
-            f"the expert takes {_describe(self.arguments, self.keywords)}"
+            f"the expert takes {outline((self.arguments, dict(self.keywords)))}"
         )
 
     @cached_property
@@ -172,7 +256,11 @@ class Schema:
     @cached_property
     def packed(self) -> bytes:
         """The schema as bytes; raises ``SchemaError`` if it cannot be packed."""
-        return _pack([self.arguments, dict(self.keywords), self.outputs])
+        _ = self.inputs, self.output_specs  # raise for what is not sent
+        try:
+            return pack(encode([self.arguments, dict(self.keywords), self.outputs], _encode_own))
+        except ValueError as error:
+            raise SchemaError(f"a schema that cannot be sent: {error}") from error
 
     @cached_property
     def hash(self) -> bytes:
@@ -206,42 +294,36 @@ class Schema:
             SchemaError: structure, shapes, dtypes or rows differ from the schema's; the message shows both.
         """
         if self.takes_one and not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
-            spec = cast("TensorSpec", self.arguments[0])
-            rows = args[0]
-            if rows.dtype is spec.dtype and rows.ndim == 1 + len(spec.shape) and rows.shape[1:] == spec.shape:
-                return RowInputs([rows], (rows.shape[0],))
-            rows = cast("Tensor", _autocast(rows, spec, casting))
-            leading = _leading(rows, spec, self.input_names[0])
-            return RowInputs([rows if len(leading) == 1 else _as_rows(rows, leading)], leading)
+            one, tensor = cast("TensorSpec", self.arguments[0]), args[0]
+            if tensor.dtype is one.dtype and tensor.ndim == 1 + len(one.shape) and tensor.shape[1:] == one.shape:
+                return RowInputs([tensor], (tensor.shape[0],))
         try:
             leaves = self.input_nesting.leaves_of((tuple(args), dict(kwargs)))
         except Mismatch:
             raise SchemaError(
-                f"expected arguments {_describe(self.arguments, self.keywords)}, "
+                f"expected arguments {outline((self.arguments, dict(self.keywords)))}, "
                 f"got {outline((tuple(args), dict(kwargs)))}"
             ) from None
-        return self._checked([_autocast(leaf, spec, casting) for leaf, spec in zip(leaves, self.inputs, strict=True)])
-
-    def _checked(self, leaves: Sequence[object]) -> RowInputs:
-        """Return ``leaves`` if each has the form of its spec, and all the same leading dimensions."""
-        found: tuple[int, ...] | None = None
-        first = ""
+        tensors: list[Tensor | None] = []
+        leading: dict[str, tuple[int, ...]] = {}
         for leaf, spec, name in zip(leaves, self.inputs, self.input_names, strict=True):
             if spec is None:
                 if leaf is not None:
                     raise SchemaError(f"{name}: expected None, got {type(leaf).__name__}")
+                tensors.append(None)
                 continue
-            leading = _leading(leaf, spec, name)
-            if found is None:
-                found, first = leading, name
-            elif leading != found:
-                said = [str(one[0]) if len(found) == len(leading) == 1 else str(one) for one in (found, leading)]
-                raise SchemaError(f"inputs disagree in rows (dim 0): {first} has {said[0]}, {name} has {said[1]}")
-        assert found is not None, "a schema has an input"
-        tensors = cast("list[Tensor | None]", list(leaves))
-        if len(found) > 1:
-            tensors = [None if tensor is None else _as_rows(tensor, found) for tensor in tensors]
-        return RowInputs(tensors, found)
+            cast_leaf = _autocast(leaf, spec, casting)
+            leading[name] = _leading(cast_leaf, spec, name)
+            tensors.append(cast("Tensor", cast_leaf))
+        (first, rows), *others = leading.items()
+        for name, its in others:
+            if its != rows:
+                sizes = [str(one[0]) if len(rows) == len(its) == 1 else str(one) for one in (rows, its)]
+                raise SchemaError(f"inputs disagree in rows (dim 0): {first} has {sizes[0]}, {name} has {sizes[1]}")
+        if len(rows) > 1:
+            count = math.prod(rows)
+            tensors = [None if one is None else one.reshape(count, *one.shape[len(rows) :]) for one in tensors]
+        return RowInputs(tensors, rows)
 
     def measure(
         self, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None] = ()
@@ -286,10 +368,6 @@ def _leading(leaf: object, spec: TensorSpec, name: str) -> tuple[int, ...]:
     raise AssertionError("the check rejects what the above does not accept")
 
 
-def _as_rows(tensor: Tensor, leading: tuple[int, ...]) -> Tensor:
-    return tensor.reshape(math.prod(leading), *tensor.shape[len(leading) :])
-
-
 def with_leading(outputs: Sequence[Tensor], leading: tuple[int, ...]) -> Sequence[Tensor]:
     """Return the outputs of rows with the leading dimensions that the inputs had."""
     if len(leading) == 1:
@@ -297,11 +375,10 @@ def with_leading(outputs: Sequence[Tensor], leading: tuple[int, ...]) -> Sequenc
     return [output.reshape(*leading, *output.shape[1:]) for output in outputs]
 
 
-def _autocast(leaf: object, spec: TensorSpec | None, casting: bool | None) -> object:
+def _autocast(leaf: object, spec: TensorSpec, casting: bool | None) -> object:
     """``leaf`` in the dtype of ``spec`` under autocast, which casts floating tensors but those of double precision."""
     if (
-        spec is None
-        or not isinstance(leaf, Tensor)
+        not isinstance(leaf, Tensor)
         or leaf.dtype is spec.dtype
         or leaf.dtype not in _AUTOCAST
         or not spec.dtype.is_floating_point
@@ -311,38 +388,29 @@ def _autocast(leaf: object, spec: TensorSpec | None, casting: bool | None) -> ob
     return leaf.to(spec.dtype)
 
 
-def _travels_as_is(specs: Sequence[TensorSpec | None]) -> bool:
-    return all(spec is not None and spec.compression is None for spec in specs)
-
-
 def specs_of(structure: Structure) -> list[TensorSpec | None]:
     """Return the leaves of a structure of specs.
 
     Raises:
         SchemaError: a leaf is neither a spec nor ``None``.
     """
-    leaves, nesting = flatten(structure)
+    nesting = Nesting.of(structure)
+    leaves = nesting.leaves_of(structure)
     for name, leaf in zip(nesting.paths(), leaves, strict=True):
         if leaf is not None and not isinstance(leaf, TensorSpec):
             raise SchemaError(f"{name or 'schema'}: a schema holds TensorSpec(...) or None, got {leaf!r}")
     return cast(list[TensorSpec | None], leaves)
 
 
-def _pack(structure: Structure) -> bytes:
-    specs_of(structure)  # raises for what is not sent
-    try:
-        return pack(encode(structure, _encode_own))
-    except ValueError as error:
-        raise SchemaError(f"a schema that cannot be sent: {error}") from error
-
-
 def _encode_own(value: object, path: Path) -> object:
     if isinstance(value, TensorSpec):
         shape, dtype = list(value.shape), DTYPE_CODES[value.dtype]
         return {"$spec": [shape, dtype, value.requires_grad, value.compression, value.pad]}
-    nesting = nesting_of(value)
+    nesting = Nesting.of(value)
+    assert nesting.made is not None
     parts = list(value.values()) if isinstance(value, Mapping) else list(cast("tuple[object, ...]", value))
-    return {f"${nesting.kind}": [nesting.made.__module__, nesting.made.__qualname__, list(nesting.keys), parts]}
+    tag = "$mapping" if isinstance(value, Mapping) else "$named"
+    return {tag: [nesting.made.__module__, nesting.made.__qualname__, list(nesting.keys), parts]}
 
 
 def _decode_spec(content: list[Any]) -> TensorSpec:
@@ -350,29 +418,53 @@ def _decode_spec(content: list[Any]) -> TensorSpec:
     return TensorSpec(*shape, dtype=DTYPES[code], requires_grad=requires_grad, compression=compression, pad=pad)
 
 
-def _decode_container(kind: Kind, content: list[Any]) -> Structure:
+def _decode_named(content: list[Any]) -> Structure:
     module, name, keys, parts = content
-    if len(keys) != len(set(keys)) or len(keys) != len(parts) or not all(isinstance(key, str) for key in keys):
-        raise ValueError(f"{len(keys)} keys name {len(parts)} parts of a schema")
-    nesting = Nesting(kind, find_class(kind, module, name, tuple(keys)), tuple(keys), (LEAF,) * len(parts))
+    fields, made = tuple(keys), _imported(module, name)
+    if len(fields) > _MOST_FIELDS or not all(key.isidentifier() and not iskeyword(key) for key in fields):
+        raise ValueError(f"a named tuple has no fields {keys[:4]}")
+    if len(fields) != len(parts):
+        raise ValueError(f"{len(fields)} fields name {len(parts)} parts of a schema")
+    if not (isinstance(made, type) and issubclass(made, tuple) and getattr(made, "_fields", None) == fields):
+        made = _named_tuple(fields)
+    return tuple.__new__(made, parts)
+
+
+def _decode_mapping(content: list[Any]) -> Structure:
+    module, name, keys, parts = content
+    items, made = dict(zip(keys, parts, strict=True)), _imported(module, name)
+    if len(items) != len(parts) or not all(isinstance(key, str) for key in items):
+        raise ValueError(f"keys {keys[:4]} of a mapping")
     try:
-        return nesting.rebuild(parts)
+        return _mapping(made, keys, parts) if isinstance(made, type) and issubclass(made, Mapping) else items
     except Exception:  # noqa: BLE001 - from a mapping class that accepts only tensors
-        return nesting.rebuild(parts, plain=True)
+        return items
+
+
+def _imported(module: str, name: str) -> object:
+    made: object = sys.modules.get(module)
+    for part in name.split("."):
+        made = getattr(made, part, None)
+    return made
+
+
+@lru_cache(maxsize=256)
+def _named_tuple(fields: tuple[str, ...]) -> type:
+    return namedtuple("Fields", fields)
 
 
 _OWN: dict[str, Callable[[Any], object]] = {
     "$spec": _decode_spec,
-    "$named": partial(_decode_container, "named"),
-    "$mapping": partial(_decode_container, "mapping"),
+    "$named": _decode_named,
+    "$mapping": _decode_mapping,
 }
 
 
 def infer_specs(outputs: Structure, rows: int) -> Structure:
     """Return the specs of a module's outputs for ``rows`` rows; a ``SchemaError`` if they cannot be sent."""
-    leaves, nesting = flatten(outputs)
+    nesting = Nesting.of(outputs)
     specs: list[object] = []
-    for name, leaf in zip(nesting.paths(), leaves, strict=True):
+    for name, leaf in zip(nesting.paths(), nesting.leaves_of(outputs), strict=True):
         if leaf is None:
             specs.append(None)
             continue
@@ -391,13 +483,7 @@ def infer_specs(outputs: Structure, rows: int) -> Structure:
             f"a {type(outputs).__name__} cannot be rebuilt from its parts ({type(error).__name__}: {error}); wrap the "
             "module in one that returns a dict"
         ) from error
-    _pack(inferred)
     return inferred
-
-
-def all_finite(tensor: Tensor) -> bool:
-    """Return True if a tensor holds neither NaN nor Inf; always true for integers."""
-    return _within(tensor, float("inf"))
 
 
 def first_not_finite(tensors: Sequence[Tensor | None], names: Sequence[str], *, moderate: bool = False) -> str | None:
@@ -406,12 +492,10 @@ def first_not_finite(tensors: Sequence[Tensor | None], names: Sequence[str], *, 
     """
     for tensor, name in zip(tensors, names, strict=True):
         if tensor is not None:
-            largest = float("inf") if not moderate else _LARGEST_HALF if tensor.dtype is torch.float16 else _LARGEST
-            if tensor.numel() <= _PIECE:
-                if not _within(tensor, largest):
+            largest = math.inf if not moderate else _LARGEST_HALF if tensor.dtype is torch.float16 else _LARGEST
+            for piece in (tensor,) if tensor.numel() <= _PIECE else _pieces(tensor):
+                if not _within(piece, largest):
                     return name
-            elif not all(_within(piece, largest) for piece in _pieces(tensor)):
-                return name
     return None
 
 
@@ -420,8 +504,8 @@ def _within(tensor: Tensor, largest: float) -> bool:
     floating = tensor.is_floating_point()
     if not (floating or tensor.is_complex()) or tensor.numel() == 0:
         return True
-    tensor = tensor.detach()
-    if not floating or largest == float("inf"):
+    tensor = tensor._values() if tensor.is_sparse else tensor.detach()
+    if not floating or largest == math.inf:
         # A finite sum proves it in one pass; an infinite one proves nothing.
         return (floating and math.isfinite(tensor.sum().item())) or bool(torch.isfinite(tensor).all())
     if tensor.dtype in (torch.float32, torch.float64):
@@ -437,7 +521,7 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
 
     A larger sum would start a team of threads for each connection's thread.
     """
-    if torch.get_num_threads() == 1 or not tensor.is_contiguous():
+    if torch.get_num_threads() == 1 or tensor.is_sparse or not tensor.is_contiguous():
         return [tensor]
     return torch.split(tensor.view(-1), _PIECE)
 
@@ -445,10 +529,6 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
 def _input_name(path: str) -> str:
     head, _, rest = path.partition(".")
     return f"{'args' if head == '0' else 'kwargs'}.{rest}"
-
-
-def _describe(arguments: Structure, keywords: Mapping[str, Structure]) -> str:
-    return outline((arguments, dict(keywords)))
 
 
 def outline(structure: Structure) -> str:

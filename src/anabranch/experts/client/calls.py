@@ -21,11 +21,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import cast
 
 import msgspec
 import torch
@@ -35,22 +34,9 @@ from anabranch.autodiff.boundary.crossing import Crossed, Form, cross
 from anabranch.deadline import Deadline
 from anabranch.errors import ActivationsGone, BoundaryError, NonFinite, PeerLost, ProtocolError
 from anabranch.experts import wire
-from anabranch.experts.compression import check_parts, wire_parts
-from anabranch.experts.schema import Schema, first_not_finite
-from anabranch.transport import Answer, Client, Outcome, Request
+from anabranch.experts.schema import Layout, Schema, first_not_finite
+from anabranch.transport import Client, Outcome, Request, pack, unpack
 from anabranch.transport.frame import ReplyHeader
-
-__all__ = [
-    "Calls",
-    "ExpertBoundary",
-    "ExpertCall",
-    "ask",
-    "ask_gradients",
-    "call_experts",
-    "expect",
-    "output_forms",
-    "sample_forms",
-]
 
 _TICKET_BYTES = 16
 _log = logging.getLogger("anabranch")
@@ -94,7 +80,7 @@ class ExpertCall(msgspec.Struct, eq=False):
         gradient_error: the reason for a missing gradient.
         ticket: names the activations that the server keeps for the backward; empty if it keeps none.
         changes: how often the expert had changed before its forward, and ``changed_by_us`` by this process.
-        given: names and versions of the outputs, while others hold them: they explain why a gradient was refused.
+        rows: of the inputs.
     """
 
     uid: str
@@ -110,7 +96,6 @@ class ExpertCall(msgspec.Struct, eq=False):
     changes: int = 0
     changed_by_us: int = 0
     rows: int = 0
-    given: Sequence[tuple[str, weakref.ref[Tensor], int]] = ()
 
     def __post_init__(self) -> None:
         for tensor in self.inputs:
@@ -199,25 +184,23 @@ class Calls(msgspec.Struct, eq=False):
     Attributes:
         client: sends the requests.
         calls: the calls.
-        forward_timeout: seconds for all of the forward together.
+        deadline: of the forward.
         backward_timeout: seconds for all of the backward together.
         enough: called with the calls after each answer; once it returns true, the others have ``grace`` seconds left.
-        grace: seconds; ``None``: as long as the deadline.
+        grace: seconds.
         check_backward: called with the calls after the backward; raises if too few gradients arrived.
         finite_only: treats an answer that holds NaN, Inf or a number above 1e18 as missing.
-        deadline: the deadline of the forward, if it started before the calls were known.
         counts: where they are counted.
     """
 
     client: Client
     calls: Sequence[ExpertCall]
-    forward_timeout: float
+    deadline: Deadline
     backward_timeout: float
     enough: Callable[[Sequence[ExpertCall]], bool] | None = None
-    grace: float | None = None
+    grace: float = 0.0
     check_backward: Callable[[Sequence[ExpertCall]], None] | None = None
     finite_only: bool = False
-    deadline: Deadline | None = None
     counts: CallCounts = msgspec.field(default_factory=CallCounts)
 
 
@@ -249,11 +232,7 @@ class ExpertBoundary:
     def backward(
         self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], *, updates: bool
     ) -> list[Tensor | None]:
-        return ask_gradients(cast("Calls", state), inputs, gradients, updates=updates)
-
-
-def _no_forms(inputs: Sequence[Tensor | None]) -> Sequence[Form]:
-    raise AssertionError("a mixture is captured around its calls")
+        return _ask_gradients(cast("Calls", state), inputs, gradients, updates=updates)
 
 
 def call_experts(calls: Calls, entry: Tensor | None = None) -> list[list[Tensor | None] | None]:
@@ -267,7 +246,7 @@ def call_experts(calls: Calls, entry: Tensor | None = None) -> list[list[Tensor 
     """
     flat = [tensor for call in calls.calls for tensor in call.inputs]
     name = ", ".join(call.uid for call in calls.calls[:3])
-    boundary = ExpertBoundary("experts", name, lambda inputs, keep: ask(calls, keep=keep), _no_forms)
+    boundary = ExpertBoundary("experts", name, lambda inputs, keep: ask(calls, keep=keep), lambda inputs: ())
     outputs = iter(cross(boundary, *flat, entry=entry))
     return [
         [None if spec is None else next(outputs) for spec in call.schema.output_specs] if call.answered else None
@@ -277,31 +256,35 @@ def call_experts(calls: Calls, entry: Tensor | None = None) -> list[list[Tensor 
 
 def ask(calls: Calls, *, keep: bool) -> Crossed:
     """Return the answers to all calls, flat; with ``keep``, servers that can keep activations for a backward do so."""
-    if keep:
-        for call in calls.calls:
-            call.ticket = os.urandom(_TICKET_BYTES)
-    _ask_forward(calls)
+    requests: list[Request] = []
+    for call in calls.calls:
+        schema = call.schema
+        call.ticket = os.urandom(_TICKET_BYTES) if keep else b""
+        tensors = call.inputs if schema.takes_as_is else wire.to_wire(call.inputs, schema.inputs)
+        request = Request(
+            call.endpoint, wire.FORWARD, call.uid, cast("Sequence[Tensor]", tensors),
+            payload=pack(wire.Forward(call.ticket, call.evaluating)), schema=schema.hash,
+            check=expect(schema.output_layout, call.rows), role="experts",
+        )  # fmt: skip
+        requests.append(request)
+
+    def enough_came(outcomes: Sequence[Outcome]) -> bool:
+        assert calls.enough is not None
+        _take_answers(calls, outcomes)
+        return calls.enough(calls.calls)
+
+    enough = None if calls.enough is None else enough_came
+    _take_answers(calls, calls.client.gather(requests, calls.deadline, enough=enough, grace=calls.grace))
     outputs: list[Tensor] = []
     no_gradient: list[int] = []
     for call in calls.calls:
         calls.counts.forward(call)
-        schema = call.schema
-        if call.outputs is not None and schema.gives_as_is and schema.gives_gradients:
-            outputs += cast("list[Tensor]", call.outputs)
-        else:
-            for output, spec in zip(call.outputs or (), schema.output_specs, strict=call.answered):
-                if output is not None and spec is not None:
-                    if not spec.requires_grad:
-                        no_gradient.append(len(outputs))
-                    outputs.append(output)
-        if keep:
-            call.given = [
-                (f"output {index}", weakref.ref(output), output._version)
-                for index, output in enumerate(call.outputs or ())
-                if output is not None
-            ]
-        call.outputs = None
-        call.inputs = ()
+        for output, spec in zip(call.outputs or (), call.schema.output_specs, strict=call.answered):
+            if output is not None and spec is not None:
+                if not spec.requires_grad:
+                    no_gradient.append(len(outputs))
+                outputs.append(output)
+        call.outputs, call.inputs = None, ()
     # Received into memory made for them, or copied from there to a device.
     return Crossed(outputs, calls, no_gradient, fresh=True)
 
@@ -333,91 +316,127 @@ def sample_forms(
         for tensor, spec in zip(inputs, schema.inputs, strict=True)
     ]
     call = ExpertCall(uid, endpoint, schema, zeros, evaluating=True)
-    (outcome,) = client.gather([_request_of(call)], deadline)
-    if isinstance(outcome, Exception):
-        raise outcome
-    assert outcome is not None, "a single request cannot be cancelled"
+    outputs = ask(Calls(client, [call], deadline, 0.0), keep=False).outputs
+    if call.error is not None:
+        raise call.error
     device = next(tensor.device for tensor in inputs if tensor is not None)
-    outputs = wire.from_wire(outcome.tensors, schema.output_specs)
+    specs = [spec for spec in schema.output_specs if spec is not None]
     return [
         Form((rows, *output.shape[1:]), spec.dtype, device, spec.requires_grad)
-        for output, spec in zip(outputs, schema.output_specs, strict=True)
-        if output is not None and spec is not None
+        for output, spec in zip(outputs, specs, strict=True)
     ]
 
 
-def _ask_forward(calls: Calls) -> None:
-    deadline = calls.deadline or Deadline.after(calls.forward_timeout)
-    requests = [_request_of(call) for call in calls.calls]
-    enough = calls.enough
-
-    def take(outcomes: Sequence[Outcome]) -> None:
-        for call, outcome in zip(calls.calls, outcomes, strict=True):
-            if outcome is not None and not call.answered and call.error is None:
-                _take_outputs(call, outcome, finite_only=calls.finite_only)
-
-    if enough is None:
-        take(calls.client.gather(requests, deadline))
-        return
-
-    def enough_came(outcomes: Sequence[Outcome]) -> bool:
-        take(outcomes)
-        return enough(calls.calls)
-
-    grace = deadline.remaining() if calls.grace is None else calls.grace
-    take(calls.client.gather(requests, deadline, enough=enough_came, grace=grace))
-
-
-def _request_of(call: ExpertCall) -> Request:
-    schema = call.schema
-    as_is = schema.takes_as_is
-    return Request(
-        call.endpoint,
-        wire.FORWARD_EVAL if call.evaluating else wire.FORWARD,
-        call.uid,
-        cast("Sequence[Tensor]", call.inputs) if as_is else wire.to_wire(call.inputs, schema.inputs),
-        payload=call.ticket,
-        schema=schema.hash,
-        check=expect(schema.output_layout, call.rows),
-        role="experts",
-    )
+def _take_answers(calls: Calls, outcomes: Sequence[Outcome]) -> None:
+    """Take the outcomes that are new."""
+    for call, outcome in zip(calls.calls, outcomes, strict=True):
+        if outcome is None or call.answered or call.error is not None:
+            continue
+        if isinstance(outcome, Exception):
+            call.error = outcome
+            continue
+        try:
+            header = unpack(outcome.payload, wire.Outputs)
+        except ProtocolError as error:
+            # Another one: the traceback of ``error``, and of what it is from, holds this call, a cycle.
+            call.error = ProtocolError(str(error), peer=call.endpoint)
+            continue
+        call.ticket, call.changes = header.ticket, header.changes
+        call.changed_by_us = changed_by_us(call.endpoint, call.uid, again=header.changed)
+        schema = call.schema
+        outputs: list[Tensor | None] = [*outcome.tensors]
+        if not schema.gives_as_is:
+            outputs = wire.from_wire(outcome.tensors, schema.output_specs)
+        if calls.finite_only:
+            name = first_not_finite(outputs, schema.output_names, moderate=True)
+            if name is not None:
+                call.error = NonFinite(f"{call.uid}: the module's {name} holds NaN, Inf or a number above 1e18")
+                continue
+        for tensor in call.inputs:
+            if tensor is not None:
+                if not tensor.is_cpu:
+                    outputs = [None if output is None else output.to(tensor.device) for output in outputs]
+                break
+        call.outputs, call.answered = outputs, True
 
 
-def _take_outputs(call: ExpertCall, outcome: Answer | Exception, *, finite_only: bool) -> None:
-    if isinstance(outcome, Exception):
-        call.error = outcome
-        return
-    try:
-        kept, call.changes, changed = wire.read_answer(outcome.payload)
-    except ProtocolError as error:
-        # Another one: the traceback of ``error``, and of what it is from, holds this call, a cycle.
-        call.error = ProtocolError(str(error), peer=call.endpoint)
-        return
-    if kept != call.ticket:
-        call.ticket = b""
-    call.changed_by_us = changed_by_us(call.endpoint, call.uid, again=changed)
-    outputs: list[Tensor | None]
-    if call.schema.gives_as_is:
-        outputs = [*outcome.tensors]
-    else:
-        outputs = wire.from_wire(outcome.tensors, call.schema.output_specs)
-    name = None
-    if finite_only:
-        names = [f"output {index}" for index in range(len(outputs))]
-        name = first_not_finite(outputs, names, moderate=True)
-    if name is not None:
-        call.error = NonFinite(f"{call.uid}: the module's {name} holds NaN, Inf or a number above 1e18")
-        return
-    for tensor in call.inputs:
-        if tensor is not None:
-            if not tensor.is_cpu:
-                outputs = [None if output is None else output.to(tensor.device) for output in outputs]
-            break
-    call.outputs = outputs
-    call.answered = True
+def expect(layout: Layout, rows: int) -> Callable[[ReplyHeader], None]:
+    """Return the check of an answer that must have this layout and this many rows."""
+
+    def check(answer: ReplyHeader) -> None:
+        came = wire.check_parts(answer.tensors, layout)
+        if answer.tensors and came != rows:
+            raise ProtocolError(f"{rows} rows were requested, but {came} were received")
+
+    return check
 
 
-def ask_gradients(
+# --- backward
+
+
+class _Backward(msgspec.Struct, eq=False):
+    """One expert's part of a backward.
+
+    Attributes:
+        call: its call.
+        first: the place of its first input.
+        inputs: of the call.
+        gradients: of its outputs.
+        answer: the header of the answer, once that has been checked; ``None`` if the gradients are lost.
+    """
+
+    call: ExpertCall
+    first: int
+    inputs: Sequence[Tensor | None]
+    gradients: Sequence[Tensor | None]
+    answer: wire.Gradients | None = None
+
+    def request(self, *, updates: bool) -> Request:
+        """Return the request; it has the inputs for experts that do not have the activations."""
+        call, schema = self.call, self.call.schema
+        sent = wire.to_wire(self.gradients, schema.output_specs)
+        if not call.ticket:
+            sent = [*wire.to_wire(self.inputs, schema.inputs), *sent]
+        header = wire.Backward(wire.present(self.gradients), call.ticket, call.evaluating, updates)
+        return Request(
+            call.endpoint, wire.BACKWARD, call.uid, sent, payload=pack(header), schema=schema.hash, once=True,
+            check=self.check, role="experts",
+        )  # fmt: skip
+
+    def check(self, answer: ReplyHeader) -> None:
+        """Refuse an answer that does not hold gradients of the inputs."""
+        if answer.payload == wire.GONE and not answer.tensors:
+            return
+        header = unpack(answer.payload, wire.Gradients)
+        layout = wire.gradient_layout(self.call.schema.inputs, header.present, "input", self.inputs)
+        came = wire.check_parts(answer.tensors, layout)
+        if answer.tensors and came != self.call.rows:
+            raise ProtocolError(f"{self.call.rows} rows were sent, but gradients of {came} were received")
+        self.answer = header
+
+    def read(self, outcome: Outcome, *, finite_only: bool) -> list[Tensor | None]:
+        """Return the received gradients; raise the error received instead."""
+        call = self.call
+        if isinstance(outcome, Exception):
+            try:
+                raise outcome
+            finally:
+                del outcome
+        assert outcome is not None, "a backward is never cut off"
+        if self.answer is None:
+            raise PeerLost(
+                f"{call.uid} has executed this backward once, but its gradients are lost: the connection broke before "
+                "they arrived, and the server no longer has them, because it restarted or has since answered others",
+                peer=call.endpoint,
+            )
+        gradients = wire.from_wire(outcome.tensors, call.schema.inputs, self.answer.present)
+        name = first_not_finite(gradients, call.schema.input_names, moderate=True) if finite_only else None
+        if name is not None:
+            raise NonFinite(f"{call.uid}: the gradient of {name} holds NaN, Inf or a number above 1e18")
+        return gradients
+
+
+def _ask_gradients(
     calls: Calls, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], *, updates: bool
 ) -> list[Tensor | None]:
     """Return the gradients of all inputs, from the experts whose outputs have one; with ``updates`` these update
@@ -436,18 +455,29 @@ def ask_gradients(
             if mine.count(None) < len(mine):
                 asked.append(_Backward(call, first, inputs[first:end], mine))
         first = end
-    outcomes = _gather_gradients(calls, asked, updates=updates)
+    if not asked:
+        return answers
+    deadline = Deadline.after(calls.backward_timeout)
+    outcomes = calls.client.gather([backward.request(updates=updates) for backward in asked], deadline)
+    gone = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, ActivationsGone) and asked[i].call.ticket]
+    for index in gone:
+        asked[index].call.ticket = b""
+    # With the inputs.
+    again = calls.client.gather([asked[index].request(updates=updates) for index in gone], deadline) if gone else []
+    for index, outcome in zip(gone, again, strict=True):
+        outcomes[index] = outcome
     try:
         for backward, outcome in zip(asked, outcomes, strict=True):
             call = backward.call
             try:
-                gradients_there, changes = _read_gradients(backward, outcome, finite_only=calls.finite_only)
+                received = backward.read(outcome, finite_only=calls.finite_only)
             except (BoundaryError, ValueError) as error:
                 calls.counts.failure(error)
-                call.gradient_error = _with_cause(call, error) if isinstance(error, NonFinite) else error
+                call.gradient_error = error
                 continue
-            calls.counts.backward(call, changes, updates=updates)
-            for index, (gradient, like) in enumerate(zip(gradients_there, backward.inputs, strict=True)):
+            assert backward.answer is not None
+            calls.counts.backward(call, backward.answer.changes, updates=updates)
+            for index, (gradient, like) in enumerate(zip(received, backward.inputs, strict=True)):
                 if gradient is not None and like is not None:
                     answers[backward.first + index] = gradient.to(like.device)
         if calls.check_backward is not None:
@@ -459,119 +489,3 @@ def ask_gradients(
         for backward in asked:
             backward.call.gradient_error = None
     return answers
-
-
-class _Backward(NamedTuple):
-    """One expert's part of a backward: its call, the place of its first input, its inputs, its outputs' gradients."""
-
-    call: ExpertCall
-    first: int
-    inputs: Sequence[Tensor | None]
-    gradients: Sequence[Tensor | None]
-
-    def request(self, *, updates: bool) -> Request:
-        """Return the request; it has the inputs for experts that do not have the activations."""
-        call, schema = self.call, self.call.schema
-        sent = [] if call.ticket else wire.to_wire(self.inputs, schema.inputs)
-        return Request(
-            call.endpoint,
-            wire.BACKWARD_EVAL if call.evaluating else wire.BACKWARD,
-            call.uid,
-            [*sent, *wire.to_wire(self.gradients, schema.output_specs)],
-            payload=wire.pack((wire.present(self.gradients), call.ticket, updates)),
-            schema=schema.hash,
-            once=True,
-            check=_expect_gradients(call, self.inputs),
-            role="experts",
-        )
-
-
-def _with_cause(call: ExpertCall, error: NonFinite) -> NonFinite:
-    """``error``, or one about NaN in the module's output, if that output still exists unchanged."""
-    came = [
-        (name, output)
-        for name, ref, version in call.given
-        if (output := ref()) is not None and output._version == version
-    ]
-    name = first_not_finite([output for _, output in came], [name for name, _ in came])
-    if name is None:
-        return error
-    better = NonFinite(f"{call.uid}: the module's own {name} held NaN or Inf, and so its backward was refused: {error}")
-    for note in getattr(error, "__notes__", ()):
-        better.add_note(note)
-    return better
-
-
-def _gather_gradients(calls: Calls, asked: Sequence[_Backward], *, updates: bool) -> list[Outcome]:
-    """Request gradients, again with the inputs where activations are gone."""
-    if not asked:
-        return []
-    deadline = Deadline.after(calls.backward_timeout)
-    outcomes = calls.client.gather([backward.request(updates=updates) for backward in asked], deadline)
-    gone = [i for i, outcome in enumerate(outcomes) if asked[i].call.ticket and isinstance(outcome, ActivationsGone)]
-    if gone and not deadline.expired():
-        for index in gone:
-            asked[index].call.ticket = b""
-        again = calls.client.gather([asked[index].request(updates=updates) for index in gone], deadline)
-        for index, outcome in zip(gone, again, strict=True):
-            outcomes[index] = outcome
-    return outcomes
-
-
-def _read_gradients(backward: _Backward, outcome: Outcome, *, finite_only: bool) -> tuple[list[Tensor | None], int]:
-    """Return the received gradients, and after how many changes of the expert they are its; raise the error received
-    instead.
-    """
-    assert outcome is not None, "a backward is never cut off"
-    call = backward.call
-    if isinstance(outcome, Exception):
-        try:
-            raise outcome
-        finally:
-            del outcome
-    if outcome.payload == wire.GONE:
-        raise PeerLost(
-            f"{call.uid} has executed this backward once, but its gradients are lost: the connection broke before they "
-            "arrived, and the server no longer has them, because it restarted or has since answered others",
-            peer=call.endpoint,
-        )
-    present, changes = wire.read_gradients(outcome.payload)
-    gradients = wire.from_wire(outcome.tensors, call.schema.inputs, present)
-    name = first_not_finite(gradients, call.schema.input_names, moderate=True) if finite_only else None
-    if name is not None:
-        raise NonFinite(f"{call.uid}: the gradient of {name} holds NaN, Inf or a number above 1e18")
-    return gradients, changes
-
-
-def expect(layout: wire.Layout, rows: int) -> Callable[[ReplyHeader], None]:
-    """Return the check of an answer that must have this layout and this many rows."""
-
-    def check(answer: ReplyHeader) -> None:
-        came = check_parts(answer.tensors, layout)
-        if answer.tensors and came != rows:
-            raise ProtocolError(f"{rows} rows were requested, but {came} were received")
-
-    return check
-
-
-def _expect_gradients(call: ExpertCall, inputs: Sequence[Tensor | None]) -> Callable[[ReplyHeader], None]:
-    """Return the check of an answer that must hold gradients of ``inputs``."""
-    specs = call.schema.inputs
-
-    def check(answer: ReplyHeader) -> None:
-        if answer.payload == wire.GONE and not answer.tensors:
-            return
-        present, _ = wire.read_gradients(answer.payload)
-        came = check_parts(answer.tensors, wire.gradient_layout(specs, present, "input"))
-        if answer.tensors and came != call.rows:
-            raise ProtocolError(f"{call.rows} rows were sent, but gradients of {came} were received")
-        parts = iter(answer.tensors)
-        for spec, tensor, there in zip(specs, inputs, present, strict=True):
-            if there and spec is not None and tensor is not None:
-                for _, shape in wire_parts(spec, call.rows, spec.sizes_of(tuple(tensor.shape))):
-                    if (its_shape := next(parts).shape) != shape:
-                        raise ProtocolError(
-                            f"received a gradient of shape {its_shape} for an input of {tuple(tensor.shape)}"
-                        )
-
-    return check

@@ -56,8 +56,7 @@ from anabranch.experts.client.connections import ModuleClient
 from anabranch.experts.client.finder import ExpertFinder, Phase
 from anabranch.experts.client.remote_module import RemoteModule
 from anabranch.experts.directory import DirectoryLike, as_directory, within
-from anabranch.experts.nesting import flatten
-from anabranch.experts.schema import Schema, outline, with_leading
+from anabranch.experts.schema import Nesting, Schema, outline, with_leading
 from anabranch.job import job
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.transport import Client
@@ -356,7 +355,8 @@ class RemoteMixtureOfExperts(RemoteModule):
         drawn: Tensor | None
         gated, drawn, *rest = args
         args = tuple(rest)
-        leaves, nesting = flatten((args, kwargs))
+        nesting = Nesting.of((args, kwargs))
+        leaves = nesting.leaves_of((args, kwargs))
         for leaf in leaves:
             if leaf is not None and not isinstance(leaf, Tensor):
                 raise SchemaError(f"experts take tensors and None, got {type(leaf).__name__}")
@@ -365,8 +365,7 @@ class RemoteMixtureOfExperts(RemoteModule):
 
         def start(entry: Tensor | None, inputs: Sequence[Tensor | None]) -> _Forward:
             # The experts read mappings and tuples of any class by their own schema.
-            whole = nesting.rebuild(inputs, plain=True)
-            its_args, its_kwargs = cast("tuple[tuple[Structure, ...], dict[str, Structure]]", whole)
+            its_args, its_kwargs = nesting.rebuild(inputs)
             deadline = Deadline.after(self.forward_timeout)
             return _Forward(its_args, its_kwargs, evaluating, casting, deadline, entry, [], [], [])
 
@@ -571,13 +570,12 @@ class RemoteMixtureOfExperts(RemoteModule):
             Calls(
                 self._finder.client,
                 calls,
-                self.forward_timeout,
+                forward.deadline,
                 self.backward_timeout,
                 enough=None if self.timeout_after_k_min is None else enough,
-                grace=self.timeout_after_k_min,
+                grace=self.timeout_after_k_min or 0.0,
                 check_backward=lambda asked: self._check_backward(asked, [rows_of[id(call)] for call in asked], total),
                 finite_only=self.detect_anomalies,
-                deadline=forward.deadline,
                 counts=self._counts,
             ),
             forward.entry,

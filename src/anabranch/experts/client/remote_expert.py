@@ -34,7 +34,7 @@ from anabranch.experts.directory import DirectoryLike, within
 from anabranch.experts.schema import Schema, with_leading
 from anabranch.experts.server.backend import ExpertInfo, info_of
 from anabranch.tensors import Structure
-from anabranch.transport import Client, Request
+from anabranch.transport import Client, Request, unpack
 from anabranch.transport.announcements import check_uid
 
 __all__ = ["RemoteExpert", "fetch_schema"]
@@ -144,7 +144,7 @@ class RemoteExpert(RemoteModule):
         deadline = Deadline.after(self.forward_timeout)
         endpoint, schema = self.find(deadline)
         answer = self.client.call(Request(endpoint, wire.SESSION_COUNT, self.uid, role="experts"), deadline)
-        return info_of(schema, wire.read_count(answer.payload))
+        return info_of(schema, unpack(answer.payload, int))
 
     def statistics(self) -> CallStatistics:
         """Counters of its calls since it was made, or copied."""
@@ -216,19 +216,13 @@ class RemoteExpert(RemoteModule):
             endpoint, schema = self._known or self.find(deadline)
             sent = inputs
             if schema is not known:  # the inputs must fit the expert's current schema
-                whole = known.input_nesting.rebuild(inputs, plain=True)
-                args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", whole)
+                args, kwargs = known.input_nesting.rebuild(inputs)
                 sent = schema.flatten_inputs(args, kwargs, casting=False).tensors
             call = ExpertCall(self.uid, endpoint, schema, sent, evaluating)
             calls = Calls(
-                self._module_client.client,
-                [call],
-                self.forward_timeout,
-                self.backward_timeout,
-                check_backward=_raise_first,
-                deadline=deadline,
+                self._module_client.client, [call], deadline, self.backward_timeout, check_backward=_raise_first,
                 counts=self._counts,
-            )
+            )  # fmt: skip
             crossed = ask(calls, keep=keep)
             if call.error is None:
                 return crossed, schema

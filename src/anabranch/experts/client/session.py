@@ -22,7 +22,7 @@ from anabranch.experts.client.calls import expect
 from anabranch.experts.schema import RowInputs, Schema, with_leading
 from anabranch.record.spans import mark
 from anabranch.tensors import Structure
-from anabranch.transport import Client, Request
+from anabranch.transport import Client, Request, pack
 
 __all__ = ["InferenceSession", "SessionExpert"]
 
@@ -221,7 +221,7 @@ class InferenceSession:
             wire.SESSION_STEP,
             self._expert.uid,
             wire.to_wire(tensors, schema.inputs),
-            payload=wire.pack((self._id, self._steps, self.max_length, self.ttl)),
+            payload=pack(wire.Step(self._id, self._steps, self.max_length, self.ttl)),
             schema=schema.hash,
             check=expect(schema.output_layout, self._rows),
             role="experts",

@@ -28,9 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from anabranch.autodiff.layer_state import LayerState
 from anabranch.errors import ActivationsGone, NonFinite, SchemaError
-from anabranch.experts.compression import count_parts
-from anabranch.experts.nesting import Mismatch, nesting_of
-from anabranch.experts.schema import Schema, all_finite, infer_specs, outline, specs_of
+from anabranch.experts.schema import Mismatch, Nesting, Schema, first_not_finite, infer_specs, outline, specs_of
 from anabranch.experts.server.batch_gradients import ParameterGradients
 from anabranch.experts.server.batches import cut, join_padded, make_mask, split_padded
 from anabranch.experts.server.device_copies import DeviceCopies
@@ -42,6 +40,7 @@ from anabranch.experts.server.kept_activations import (
     take_writes,
 )
 from anabranch.experts.server.scheduler import ProcessTasks, Task, TaskPool, Unrepeatable, join_tasks, split_outputs
+from anabranch.experts.wire import count_parts
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.transport import Limits
 from anabranch.transport.announcements import check_uid
@@ -583,11 +582,12 @@ class ExpertBackend:
         return roots, seeds
 
     def _check_gradients(self, outputs: Sequence[Tensor | None]) -> None:
-        for name, parameter in self.module.named_parameters():
-            if parameter.grad is not None and not all_finite(parameter.grad):
-                of_module = any(output is not None and not all_finite(output) for output in outputs)
-                why = " because the module's own output holds NaN or Inf" if of_module else ""
-                raise NonFinite(f"{self.uid}: the gradient of {name} is NaN or Inf{why}; nothing was updated")
+        gradients = {name: parameter.grad for name, parameter in self.module.named_parameters()}
+        name = first_not_finite([*gradients.values()], [*gradients])
+        if name is not None:
+            of_module = first_not_finite(outputs, [""] * len(outputs)) is not None
+            why = " because the module's own output holds NaN or Inf" if of_module else ""
+            raise NonFinite(f"{self.uid}: the gradient of {name} is NaN or Inf{why}; nothing was updated")
 
     def _update(self) -> None:
         tasks = self.backward_pool.tasks_in_batch
@@ -629,7 +629,6 @@ class ExpertBackend:
         raise refused
 
     def _merge_inferred(self, shorter: Structure, longer: Structure, length: int) -> Structure:
-        nesting = nesting_of(shorter)
         merged: list[TensorSpec | None] = []
         for a, b in zip(specs_of(shorter), specs_of(longer), strict=True):
             if a is None and b is None:
@@ -646,7 +645,7 @@ class ExpertBackend:
                     "pad=True a size that varies must equal that of the inputs"
                 )
             merged.append(TensorSpec(*sizes, dtype=a.dtype, requires_grad=a.requires_grad))
-        return nesting.rebuild(merged)
+        return Nesting.of(shorter).rebuild(merged)
 
     @torch.inference_mode(False)  # whether an output needs gradients is read from the module's
     def _infer_at(self, length: int) -> Structure:
@@ -752,9 +751,8 @@ def _check_inputs(uid: str, arguments: tuple[Structure, ...], keywords: Mapping[
 def _check_count(uid: str, schema: Schema) -> None:
     """Refuse more tensors than fit into a backward's message, which has the inputs and the outputs' gradients."""
     most = Limits().tensors
-    inputs = sum(count_parts(spec) for _, spec in schema.input_layout)
-    outputs = sum(count_parts(spec) for _, spec in schema.output_layout)
-    gradients = sum(count_parts(spec) for _, spec in schema.output_layout if spec.requires_grad)
+    inputs, outputs = count_parts(schema.input_layout), count_parts(schema.output_layout)
+    gradients = count_parts([(name, spec) for name, spec in schema.output_layout if spec.requires_grad])
     if max(inputs + gradients, outputs) > most:
         raise SchemaError(
             f"{uid}: a message carries at most {most} tensors, and this expert needs {inputs} for its inputs with "

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from anabranch.deadline import Deadline
 from anabranch.errors import Overloaded, SchemaError, SessionGone
 from anabranch.experts.server.backend import ExpertBackend
-from anabranch.experts.wire import StepHeader
+from anabranch.experts.wire import Step as StepHeader
 from anabranch.periodic import periodic
 from anabranch.record.spans import mark
 
@@ -58,16 +58,16 @@ class Step(msgspec.Struct, frozen=True, eq=False):
     Attributes:
         header: the session's id, the step's number, the session's bounds.
         rows: of the inputs.
-        length: positions by which the sequences grow; 0 before the inputs have come.
+        length: positions by which the sequences grow.
         nbytes: of the inputs.
         checksum: of the inputs as received.
     """
 
     header: StepHeader
     rows: int
-    length: int = 0
-    nbytes: int = 0
-    checksum: int = 0
+    length: int
+    nbytes: int
+    checksum: int
 
 
 class _Session(msgspec.Struct, eq=False):
@@ -153,8 +153,8 @@ class Sessions:
         with self._lock:
             self._find(header, backend)
 
-    def check(self, step: Step, backend: ExpertBackend) -> None:
-        """Refuse a step that cannot be taken now.
+    def check(self, step: Step, backend: ExpertBackend, deadline: Deadline) -> None:
+        """Refuse a step that cannot be taken now; keep its session while the step waits, even longer than its ttl.
 
         Raises:
             SessionGone: the session has ended.
@@ -165,11 +165,6 @@ class Sessions:
             session = self._find(step.header, backend)
             if session is None or not self._is_again(session, step):
                 self._check_room(step, backend, session)
-
-    def hold(self, key: bytes, deadline: Deadline) -> None:
-        """Keep a session alive while its step waits for the device, even longer than its ttl."""
-        with self._lock:
-            session = self._open.get(key)
             if session is not None and session.expires != _WHILE_COMPUTED:
                 self._renew(session, max(session.ttl, min(deadline.remaining(), _LONGEST_TTL)))
 
@@ -200,18 +195,16 @@ class Sessions:
             self._count(session, needs)
         try:
             if session.cache is None:
-                self._make_cache(session, step)
+                session.cache = self._make_cache(session, step)
             answer = backend.step(session.cache, *inputs)
             measured = bytes_held(session.cache, answer)
         except BaseException as error:
-            if self._open.get(key) is session:
-                uid, number = backend.uid, step.header.number
-                what = (
-                    f"step {number} failed in the module of {uid}"
-                    if session.cache is not None
-                    else f"{uid} could not make a cache"
-                )
-                self.end(key, f"{what}: {type(error).__name__}: {error}")
+            failed = f"step {step.header.number} failed in the module of {backend.uid}"
+            if session.cache is None:
+                failed = f"{backend.uid} could not make a cache"
+            with self._lock:
+                if self._open.get(key) is session:
+                    self._drop(key, f"{failed}: {type(error).__name__}: {error}")
             raise
         with self._lock:
             if self._open.get(key) is not session:
@@ -223,8 +216,8 @@ class Sessions:
             self._renew(session, session.ttl)
         return answer
 
-    def _make_cache(self, session: _Session, step: Step) -> None:
-        """Have the module make the cache; drop the session if it has no room, for which a retry may find some later."""
+    def _make_cache(self, session: _Session, step: Step) -> object:
+        """Return the module's cache; drop the session if it has no room, for which a retry may find some later."""
         cache = session.backend.make_cache(step.rows, session.max_length)
         session.measured = bytes_held(cache)
         with self._lock:
@@ -233,7 +226,7 @@ class Sessions:
             except (SchemaError, Overloaded):
                 self._drop(step.header.session)
                 raise
-        session.cache = cache
+        return cache
 
     # --- with the lock held
 
@@ -254,8 +247,7 @@ class Sessions:
         if step.rows != session.rows:
             raise SchemaError(f"{uid}: the session has {session.rows} rows, step {number} brings {step.rows}")
         if number == session.steps - 1:
-            # Before its body has arrived, a step's inputs are not known.
-            if step.length and step.checksum != session.checksum:
+            if step.checksum != session.checksum:
                 raise SchemaError(
                     f"{uid}: step {number} was already taken, with other inputs; its answer may have been lost: send "
                     "it with the same inputs again, or open another session"
@@ -272,7 +264,7 @@ class Sessions:
 
     def _check_room(self, step: Step, backend: ExpertBackend, session: _Session | None) -> int:
         """Return the bytes that the session counts with while ``step`` is computed."""
-        if step.header.ttl > _LONGEST_TTL:
+        if not 0 < step.header.ttl <= _LONGEST_TTL:
             raise SchemaError(
                 f"this server keeps an idle session for at most {_LONGEST_TTL:g} s, got ttl={step.header.ttl:g}"
             )
@@ -353,12 +345,10 @@ def _parts_of(part: object) -> Iterator[object]:
     # A cache may refer to its module, which exists anyway.
     if isinstance(part, (str, bytes, int, float, type, ModuleType, nn.Module)):
         return
-    if isinstance(part, Mapping):
-        yield from part.values()
-    elif isinstance(part, (list, tuple, set, frozenset)):
+    if isinstance(part, (list, tuple, set, frozenset)):
         yield from part
+    yield from (part if isinstance(part, Mapping) else {}).values()
     yield from getattr(part, "__dict__", {}).values()
     for kind in type(part).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
+        for name in getattr(kind, "__slots__", ()):
             yield getattr(part, name, None)

@@ -16,19 +16,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from anabranch.errors import ActivationsGone, AnotherSchema, NonFinite, NotFound, SchemaError
 from anabranch.experts import wire
-from anabranch.experts.compression import check_parts
 from anabranch.experts.schema import first_not_finite
 from anabranch.experts.server.backend import ExpertBackend
 from anabranch.experts.server.persistence import Persistence
 from anabranch.experts.server.scheduler import Runtime, StateSeen, Task, TaskPool, Unrepeatable
 from anabranch.experts.server.sessions import Sessions, Step
-from anabranch.transport import Call, RequestHeader, Server, TensorHeader, Verb, allocate
+from anabranch.transport import Call, RequestHeader, Server, TensorHeader, Verb, allocate, pack, unpack
 from anabranch.transport.frame import bytes_of
 
 __all__ = ["ExpertVerbs"]
@@ -76,15 +76,17 @@ class ExpertVerbs:
         """Return the verbs."""
         cuda = any(backend.device.type == "cuda" for backend in self.backends.values())
         into = _allocate_pinned if cuda else allocate
-        forward = (wire.FORWARD, wire.FORWARD_EVAL)
-        backward = (wire.BACKWARD, wire.BACKWARD_EVAL)
-        again = self._backward_again
         return [
             Verb(wire.INFO, self._info, quick=True),
-            *(Verb(name, self._forward, check=self._check, allocate=into, quick=True) for name in forward),
-            *(
-                Verb(name, self._backward, check=self._check, once=True, again=again, allocate=into, quick=True)
-                for name in backward
+            Verb(wire.FORWARD, self._forward, check=self._check, allocate=into, quick=True),
+            Verb(
+                wire.BACKWARD,
+                self._backward,
+                check=self._check,
+                once=True,
+                again=self._backward_again,
+                allocate=into,
+                quick=True,
             ),
             Verb(wire.SESSION_STEP, self._step, check=self._check_step, allocate=into, quick=True),
             Verb(wire.SESSION_END, self._end_session, quick=True),
@@ -127,28 +129,29 @@ class ExpertVerbs:
     def _check(self, header: RequestHeader) -> None:
         """Refuse a request that does not fit its expert, before memory is allocated for it."""
         backend = self._find(header.target)
-        pool = backend.backward_pool if header.verb in wire.BACKWARDS else backend.forward_pool
-        pool.check_room(self._check_request(header, backend), _nbytes(header))
-
-    def _check_request(self, header: RequestHeader, backend: ExpertBackend) -> int:
-        """Return the rows of a request whose tensors fit its expert."""
         if header.schema != self.schemas[header.target][1]:
             raise AnotherSchema(
                 f"{header.target} has a different schema than the caller expects; request its info again"
             )
-        return check_parts(header.tensors, wire.request_layout(backend.schema, header))
+        pool, layout = backend.forward_pool, backend.schema.input_layout
+        if header.verb == wire.BACKWARD:
+            pool, layout = backend.backward_pool, wire.backward_layout(backend.schema, header)
+        elif header.verb == wire.SESSION_STEP:
+            pool = _session_pool(backend)
+        rows, nbytes = wire.check_parts(header.tensors, layout), 0
+        for tensor in header.tensors:
+            nbytes += tensor.nbytes
+        pool.check_room(rows, nbytes)
 
     def _check_step(self, header: RequestHeader) -> None:
-        """Refuse a step that cannot be taken, before memory is allocated for it."""
+        """Refuse a step as ``_check`` does; first one of a session that is gone: a restarted server may also have
+        another schema.
+        """
         backend = self._find(header.target)
-        pool = _session_pool(backend)
-        step = wire.read_step(header.payload)
-        # First whether it still exists: a restarted server may also have another schema.
+        step = unpack(header.payload, wire.Step)
         if step.number:
             self._sessions.find(step, backend)
-        rows, nbytes = self._check_request(header, backend), _nbytes(header)
-        self._sessions.check(Step(step, rows, nbytes=nbytes), backend)
-        pool.check_room(rows, nbytes)
+        self._check(header)
 
     def _check_finite(self, call: Call, tensors: Sequence[Tensor | None], names: Sequence[str], hint: str = "") -> None:
         name = first_not_finite(tensors, names)
@@ -163,16 +166,19 @@ class ExpertVerbs:
         call.reply(payload=self.schemas[call.target][0])
 
     def _forward(self, call: Call) -> None:
-        # The check has already found the expert.
-        backend = self.backends[call.target]
-        schema = backend.schema
+        backend = self.backends[call.target]  # the check has been there
+        schema, header = backend.schema, unpack(call.payload, wire.Forward)
         inputs = call.tensors if schema.takes_as_is else wire.from_wire(call.tensors, schema.inputs)
         self._check_finite(call, inputs, schema.input_names)
-        seen = StateSeen()
-        rows = _rows(inputs)
+        seen, rows, evaluating = StateSeen(), _rows(inputs), header.evaluating
         # A request that is split has no single graph.
-        whole = 0 < rows <= min(backend.kept.budget, backend.forward_pool.max_batch_size)
-        ticket = call.payload if whole else b""
+        ticket = header.ticket if 0 < rows <= min(backend.kept.budget, backend.forward_pool.max_batch_size) else b""
+        if not rows:  # the module knows the sizes of its outputs
+            inputs = [
+                None if tensor is None or spec is None else spec.zeros(1, spec.sizes_of(tensor.shape))
+                for tensor, spec in zip(inputs, schema.inputs, strict=True)
+            ]
+            evaluating = True
 
         def finish(outcome: Sequence[Tensor | None] | BaseException) -> None:
             if isinstance(outcome, BaseException):
@@ -181,21 +187,11 @@ class ExpertVerbs:
             if not rows:
                 outcome = [None if tensor is None else tensor[:0] for tensor in outcome]
             # The ticket in the answer says that it is valid for a backward.
-            payload = wire.pack((ticket if ticket in backend.kept else b"", seen.changes, seen.changed))
-            call.reply(wire.to_wire(outcome, schema.output_specs), payload=payload)
+            valid = ticket if ticket and ticket in backend.kept else b""
+            sent = outcome if schema.gives_as_is else wire.to_wire(outcome, schema.output_specs)
+            call.reply(cast("Sequence[Tensor]", sent), pack(wire.Outputs(valid, seen.changes, seen.changed)))
 
-        evaluating = call.verb == wire.FORWARD_EVAL
-        if not rows:
-            if not schema.varies:
-                finish([None if spec is None else spec.zeros(0) for spec in schema.output_specs])
-                return
-            # Sizes that only the module knows are found with a row of zeros.
-            inputs = [
-                None if tensor is None or spec is None else spec.zeros(1, spec.sizes_of(tensor.shape))
-                for tensor, spec in zip(inputs, schema.inputs, strict=True)
-            ]
-            evaluating = True
-        sizes, length = schema.measure(inputs)
+        sizes, length = schema.measure(inputs) if schema.varies else ((), 0)
         task = Task(
             inputs, rows or 1, call.deadline, finish, call.drop, ticket=ticket, sizes=sizes, length=length,
             evaluating=evaluating, seen=seen,
@@ -204,8 +200,19 @@ class ExpertVerbs:
 
     def _backward(self, call: Call) -> None:
         backend = self.backends[call.target]
-        inputs, gradients, ticket, updates = self._read_backward(call, backend)
-        specs = backend.schema.inputs
+        schema, header = backend.schema, unpack(call.payload, wire.Backward)
+        specs, parts = schema.inputs, 0
+        inputs: list[Tensor | None] = [None] * len(specs)
+        if not header.ticket:
+            parts = wire.count_parts(schema.input_layout)
+            inputs = wire.from_wire(call.tensors[:parts], specs)
+        elif header.ticket not in backend.kept:
+            raise ActivationsGone(f"{call.target} has not kept these activations; send the inputs again")
+        gradients = wire.from_wire(call.tensors[parts:], schema.output_specs, header.present)
+        tensors = [*inputs, *gradients]
+        hint = ". If an output did too, the cause is the module, not the loss"
+        self._check_finite(call, tensors, [*schema.input_names, *schema.gradient_names], hint)
+        seen, rows = StateSeen(), _rows(tensors)
 
         def finish(outcome: Sequence[Tensor | None] | BaseException) -> None:
             changed = not isinstance(outcome, BaseException) or isinstance(outcome, Unrepeatable)
@@ -213,11 +220,10 @@ class ExpertVerbs:
                 self.persistence.note_applied(call.target, call.identity, call.settled)
             if isinstance(outcome, BaseException):
                 call.fail(outcome)
-                return
-            call.reply(wire.to_wire(outcome, specs), payload=wire.pack((wire.present(outcome), seen.changes)))
+            else:
+                answer = wire.Gradients(wire.present(outcome), seen.changes)
+                call.reply(wire.to_wire(outcome, specs), pack(answer))
 
-        seen = StateSeen()
-        rows = _rows([*inputs, *gradients])
         if not rows:
             # Activations of no rows are never kept, so the inputs are there.
             finish(
@@ -227,31 +233,12 @@ class ExpertVerbs:
                 ]
             )
             return
-        sizes, length = backend.schema.measure(inputs, gradients)
+        sizes, length = schema.measure(inputs, gradients) if schema.varies else ((), 0)
         task = Task(
-            [*inputs, *gradients], rows, call.deadline, finish, call.drop, ticket=ticket, sizes=sizes,
-            length=length, evaluating=call.verb == wire.BACKWARD_EVAL, updates=updates, seen=seen,
+            tensors, rows, call.deadline, finish, call.drop, ticket=header.ticket, sizes=sizes, length=length,
+            evaluating=header.evaluating, updates=header.updates, seen=seen,
         )  # fmt: skip
         self._put_aside(call, backend, backend.backward_pool, task)
-
-    def _read_backward(
-        self, call: Call, backend: ExpertBackend
-    ) -> tuple[list[Tensor | None], list[Tensor | None], bytes, bool]:
-        schema = backend.schema
-        present, ticket, updates = wire.read_backward(call.payload)
-        inputs: list[Tensor | None] = [None] * len(schema.inputs)
-        parts = 0
-        if not ticket:
-            parts = schema.input_parts
-            inputs = wire.from_wire(call.tensors[:parts], schema.inputs)
-            self._check_finite(call, inputs, schema.input_names)
-        elif ticket not in backend.kept:
-            raise ActivationsGone(f"{call.target} has not kept these activations; send the inputs again")
-        gradients = wire.from_wire(call.tensors[parts:], schema.output_specs, present)
-        self._check_finite(
-            call, gradients, schema.gradient_names, ". If that output did too, the cause is the module, not the loss"
-        )
-        return inputs, gradients, ticket, updates
 
     def _backward_again(self, call: Call) -> None:
         """Answer a retry of which only the number is known: the update is made, but its gradients are gone."""
@@ -267,9 +254,8 @@ class ExpertVerbs:
         if not rows or not length:
             raise SchemaError(f"{call.target}: a step has at least one row and one position, got {rows} and {length}")
         nbytes = sum(tensor.nbytes for tensor in call.tensors)
-        step = Step(wire.read_step(call.payload), rows, length, nbytes, _checksum(call.tensors))
-        self._sessions.check(step, backend)
-        self._sessions.hold(step.header.session, call.deadline)
+        step = Step(unpack(call.payload, wire.Step), rows, length, nbytes, _checksum(call.tensors))
+        self._sessions.check(step, backend, call.deadline)
 
         def finish(outcome: Sequence[Tensor | None] | BaseException) -> None:
             if isinstance(outcome, BaseException):
@@ -285,11 +271,11 @@ class ExpertVerbs:
 
     def _end_session(self, call: Call) -> None:
         self._find(call.target)
-        self._sessions.end(wire.read_ticket(call.payload), "the session was ended by its caller")
+        self._sessions.end(call.payload[:32], "the session was ended by its caller")
         call.reply()
 
     def _count_sessions(self, call: Call) -> None:
-        call.reply(payload=wire.pack(self._find(call.target).open_sessions))
+        call.reply(payload=pack(self._find(call.target).open_sessions))
 
     # --- queueing
 
@@ -331,13 +317,6 @@ def _session_pool(backend: ExpertBackend) -> TaskPool:
             "make_cache(rows, max_length); see 'Generate step by step' in the guide of experts"
         )
     return backend.session_pool
-
-
-def _nbytes(header: RequestHeader) -> int:
-    nbytes = 0
-    for tensor in header.tensors:
-        nbytes += tensor.nbytes
-    return nbytes
 
 
 def _rows(tensors: Sequence[Tensor | None]) -> int:
