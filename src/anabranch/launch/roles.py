@@ -27,7 +27,6 @@ from anabranch.experts import Directory, ExpertBackend, ExpertServer
 from anabranch.experts.directory import as_directory
 from anabranch.job import DirectoryLike, Job
 from anabranch.launch.environment import LINGER_VARIABLE, LISTEN_VARIABLE, RUN_VARIABLE
-from anabranch.launch.meeting.rendezvous import expert_mark, expert_marks
 from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint, split_endpoints
 from anabranch.transport.redis_directory import host_and_port, is_loopback, is_redis_url
 from anabranch.transport.server.service import serve_until_stopped
@@ -77,7 +76,7 @@ def _serve_here(job: Job, make: MakeBackends, options: dict[str, Any]) -> NoRetu
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("job.serve() serves until SIGTERM, which only the main thread receives; call it there")
     directory = as_directory(job.directory, role="experts", keys=options["keys"], insecure=options["insecure"])
-    options["directory"] = _MarkedDirectory(directory, expert_mark(job.rank, _run()))
+    options["directory"] = _MarkedDirectory(directory, f"{_marks()}.{job.rank}")
     options["listen"] = options["listen"] or os.environ.get(LISTEN_VARIABLE) or _near(job.directory)
     backends = make(job.rank, job.world_size)  # until they exist, nothing is lost by ending at once
     linger = float(os.environ.get(LINGER_VARIABLE) or 0.0)
@@ -119,8 +118,8 @@ def _near(directory: str) -> str | None:
 
 
 def _wait_for_experts(directory: DirectoryLike, count: int, deadline: Deadline) -> None:
+    marks = _marks()
     while True:
-        marks = expert_marks(_run())
         here = directory.active([marks])[marks]
         missing = [index for index in range(count) if index not in here]
         if not missing:
@@ -135,5 +134,10 @@ def _wait_for_experts(directory: DirectoryLike, count: int, deadline: Deadline) 
         time.sleep(_LOOK_EVERY)
 
 
-def _run() -> str | None:
-    return os.environ.get(RUN_VARIABLE) or None
+def _marks() -> str:
+    """Return the prefix of the uids with which expert processes, in addition to their experts, are announced.
+
+    In a directory that other jobs use, too, it has the name of this one.
+    """
+    run = os.environ.get(RUN_VARIABLE)
+    return f"anabranch-expert-{run}" if run else "anabranch-expert"

@@ -26,7 +26,7 @@ from typing import Any
 from anabranch.launch.job import Attempt, Site, run_job
 from anabranch.launch.meeting.rendezvous import PROGRAM
 from anabranch.launch.ray.cluster import RayError, connected, import_ray, resources_of
-from anabranch.launch.ray.remote_process import ANSWER_SECONDS, RemoteProcess
+from anabranch.launch.ray.remote_process import RemoteProcess
 from anabranch.launch.ray.role_actor import RoleActor
 from anabranch.launch.spec import JobSpec
 from anabranch.launch.supervision.outcome import JobOutcome
@@ -178,18 +178,11 @@ class _Site(Site):
         program, job_file = spec.program, self._attempt.job_file
         if not program.is_module and (path := Path(program.target).absolute()).is_relative_to(Path.cwd()):
             program = replace(program, target=str(path.relative_to(Path.cwd())))
-        there = replace(spec, program=program, screen=None, restarts=None, has_served=bool)
+        there = replace(spec, program=program, screen=None, restarts=None)
         pid = int(self._get(actor.start.remote(there, restarted, directory, spec.screen is not None)))
         job_file.began(spec.role, spec.rank, pid, spec.endpoint, elsewhere=True)
         seen = partial(job_file.seen_elsewhere, spec.role, spec.rank)
         return RemoteProcess(spec, restarted, actor, pid, self._get, seen)
-
-    def is_announced(self, uid: str) -> bool:
-        """Return True if the directory lists ``uid``."""
-        try:
-            return bool(self._get(self._actors["rendezvous", 0].is_announced.remote(uid), ANSWER_SECONDS))
-        except RayError:
-            return False
 
     def _ask(self, reference: Any, seconds: float = _CALL_SECONDS) -> Any:
         """Return a call's result while the job is made ready, where a signal ends the wait."""

@@ -110,10 +110,6 @@ class RoleActor:
         assert self._rendezvous is not None, "made"
         self._rendezvous.wait_until_ready()
 
-    def is_announced(self, uid: str) -> bool:
-        """Tell whether somebody serves ``uid``, by the directory of this actor."""
-        return self._rendezvous is not None and self._rendezvous.is_announced(uid)
-
     def state_folder(self) -> str:
         """Return a folder that lives as long as the actor."""
         return str(self._folder / "state")
