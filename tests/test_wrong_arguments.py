@@ -52,7 +52,7 @@ STEPS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: executor().run(batch=torch.ones(2, 4), fetch=[3]), TypeError, r"fetch is a list of names.* got \[3\]"),
     (lambda: executor().save(None), TypeError, "path is a string or a pathlib.Path, got None"),
     (lambda: ab.gradients(3, wrt=["x"]), TypeError, "graph must be a Graph, as capture returns, got int"),
-    (lambda: LocalJob(workers=0), ValueError, "workers is a number of processes, at least 1, got 0"),
+    (lambda: LocalJob(workers=0), ValueError, "a job has at least 1 worker, got workers=0"),
 ]
 
 SERVERS: list[tuple[Callable[[], object], type[Exception], str]] = [

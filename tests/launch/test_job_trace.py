@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from anabranch.cli import main
-from anabranch.launch.job_trace import JobTrace
+from anabranch.launch.job_trace import traced
 from launched import run, start_run
 from traces import Trace, check_valid
 
@@ -148,7 +148,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_anything_starts(
 
 def test_a_job_without_recorded_spans_is_reported_and_leaves_no_file(tmp_path: Path) -> None:
     told: list[str] = []
-    with JobTrace(tmp_path / "out.json", tmp_path, dict, told.append):
+    with traced(tmp_path / "out.json", tmp_path, dict, told.append):
         pass
     assert list(tmp_path.iterdir()) == []
     assert len(told) == 1
@@ -163,7 +163,7 @@ def test_a_full_disk_is_reported_and_does_not_change_the_job_s_outcome(
 
     monkeypatch.setattr("anabranch.launch.job_trace.write_trace", full)
     told: list[str] = []
-    with JobTrace(tmp_path / "out.json", tmp_path, dict, told.append) as environment:
+    with traced(tmp_path / "out.json", tmp_path, dict, told.append) as environment:
         part = Path(next(iter(environment.values()))) / "worker-0.1.spans"
         part.write_text('{"process": "worker 0", "pid": 1, "host": "a", "began": 0}\n')
     assert list(tmp_path.iterdir()) == []

@@ -40,7 +40,7 @@ class Told:
     def look(self, *roles: RoleStatus) -> list[str]:
         self.roles = roles
         self._now += 2.0
-        assert (self._waits.next_check() or 0.0) <= self._now
+        assert self._waits.next_check <= self._now
         self._waits.check(self._now)
         lines = self.lines[:]
         self.lines.clear()

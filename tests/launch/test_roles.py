@@ -19,7 +19,7 @@ from anabranch.cli.app import _app
 from anabranch.errors import RemoteError
 from anabranch.launch import Patience, RestartBudget
 from anabranch.launch.meeting.addresses import tcp_place
-from anabranch.launch.meeting.rendezvous import Rendezvous
+from anabranch.launch.supervision.worker import RoleProcess
 from anabranch.testing import LocalJob
 from anabranch.transport import Server, make_keys
 from covering import slow_except
@@ -54,7 +54,7 @@ def stand_by():
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> None:
     """Expert processes count as having served."""
-    monkeypatch.setattr(Rendezvous, "is_announced", lambda rendezvous, uid: True)
+    monkeypatch.setattr(RoleProcess, "has_served", lambda process: True)
 
 
 def test_services_know_their_role_and_are_stopped_when_the_workers_have_ended(script: Script, tmp_path: Path) -> None:

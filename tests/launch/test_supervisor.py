@@ -22,6 +22,7 @@ class Undying:
     role = "worker"
     rank = 3
     pid = 4711
+    who = "rank 3"
     running = True
 
     def __init__(self) -> None:

@@ -76,7 +76,7 @@ def test_a_job_that_hangs_ends_at_its_deadline_and_shows_where_it_hung(tmp_path:
 
 
 def test_a_job_without_workers_or_script_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="workers is a number of processes, at least 1, got 0"):
+    with pytest.raises(ValueError, match="at least 1 worker, got workers=0"):
         ab.testing.LocalJob(workers=0).run_source("")
     with pytest.raises(ValueError, match=r"no-such\.py"):
         ab.testing.LocalJob().run(tmp_path / "no-such.py")

@@ -22,7 +22,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TypeAlias
@@ -30,8 +29,7 @@ from typing import TypeAlias
 from anabranch.held_error import HELD_ERROR_VARIABLE, move_held_error
 from anabranch.launch.environment import LINGER_SECONDS, environment_of
 from anabranch.launch.job_file import JobFile
-from anabranch.launch.job_trace import JobTrace
-from anabranch.launch.meeting.rendezvous import expert_mark
+from anabranch.launch.job_trace import traced
 from anabranch.launch.output.long_waits import LongWaits
 from anabranch.launch.output.screen import Screen
 from anabranch.launch.python_program import PythonProgram
@@ -122,10 +120,6 @@ class Site(ABC):
     def expert_listens(self, index: int) -> str | None:
         """Return where an expert process listens; with port 0 on any; ``None`` where its process chooses."""
 
-    @abstractmethod
-    def is_announced(self, uid: str) -> bool:
-        """Return True if ``uid`` is in the directory."""
-
 
 Sites: TypeAlias = Callable[[Attempt], AbstractContextManager[Site]]
 """Makes the site of an attempt ready; the end of its block ends what it has started."""
@@ -143,7 +137,7 @@ def run_job(spec: JobSpec, sites: Sites, tell: Callable[[str], None]) -> JobOutc
         job_file = JobFile(spec.log_dir, tell, script=spec.program.target, trace=trace)
         base = spec.base
         if spec.trace is not None:
-            base |= stack.enter_context(JobTrace(spec.trace, spec.log_dir, job_file.services, tell))
+            base |= stack.enter_context(traced(spec.trace, spec.log_dir, job_file.services, tell))
         stack.callback(job_file.ended)
         job_file.expects(spec.counts)
         for number in range(spec.max_restarts + 1):
@@ -183,7 +177,7 @@ def _run(sites: Sites, attempt: Attempt) -> JobOutcome:
             start=site.start,
             returns=lambda role: attempt.job_file.returns(role.role, role.rank),
             screen=screen,
-            monitors=[LongWaits(spec.log_dir, say)] if screen else [],
+            waits=LongWaits(spec.log_dir, say) if screen else None,
             patience=spec.patience,
             seconds=spec.seconds,
             tell=say,
@@ -219,7 +213,6 @@ def _services(attempt: Attempt, site: Site) -> Iterator[ProcessSpec]:
             _role(attempt, site, "parameters", shard),
             program=_serve_parameters(spec, shard, endpoint, site),
             restarts=None if spec.durability == "none" else spec.service_restarts.new(),
-            has_served=lambda: True,
             endpoint=endpoint,
         )
     for index in range(spec.experts):
@@ -227,7 +220,6 @@ def _services(attempt: Attempt, site: Site) -> Iterator[ProcessSpec]:
         yield replace(
             _role(attempt, site, "expert", index),
             restarts=spec.service_restarts.new(),
-            has_served=partial(site.is_announced, expert_mark(index, attempt.run)),
             endpoint=listens if listens and listens.startswith("unix:") else None,
         )
 

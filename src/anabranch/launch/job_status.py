@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from anabranch.launch.job_file import JOB_FILE, Elsewhere
-from anabranch.record.process import process_stat, read_regular
+from anabranch.record.process import process_stat, read_regular, read_status
 from anabranch.record.words import ACTIVITIES
 
 __all__ = [
@@ -208,11 +208,7 @@ def _read_role(
     begun: bool = True,
     elsewhere: State | None = None,
 ) -> tuple[RoleStatus, Mapping[str, Any]]:
-    facts: Mapping[str, Any] = {}
-    with suppress(OSError, ValueError):
-        facts = json.loads(read_regular(folder / f"{role}-{rank}.status"))
-        if pid is None or facts["pid"] != pid:
-            facts = {}  # its predecessor's
+    facts = read_status(folder / f"{role}-{rank}", pid)
     state: State
     if ended or pid is None:
         state = "gone" if ended else "restarting" if begun else "starting"

@@ -1,21 +1,23 @@
-"""``JobTrace``: the trace of a whole job, made at its end, however it ends, from the recordings of its processes."""
+"""The trace of a whole job, made at its end, however it ends, from the recordings of its processes."""
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 from anabranch.record.process import TRACE_VARIABLE
-from anabranch.record.trace import ProcessTrace, check_trace_path, read_part, write_trace
+from anabranch.record.trace import ProcessTrace, read_part, write_trace
 
-__all__ = ["JobTrace"]
+__all__ = ["traced"]
 
 
-class JobTrace:
-    """Makes the processes of a job record spans until the block ends; then writes the trace.
+@contextmanager
+def traced(
+    path: Path, log_dir: Path, names: Callable[[], Mapping[str, str]], tell: Callable[[str], None]
+) -> Iterator[Mapping[str, str]]:
+    """Make the processes of a job record spans until the block ends; then write the trace.
 
     Args:
         path: where the trace goes.
@@ -23,49 +25,28 @@ class JobTrace:
         names: returns the names of the job's services, by their endpoints.
         tell: called with a line about the file, or the reason why there is none.
 
-    Raises:
-        ValueError: no file can be written there.
+    Yields:
+        The environment variables for each process of the job.
     """
-
-    def __init__(
-        self, path: Path, log_dir: Path, names: Callable[[], Mapping[str, str]], tell: Callable[[str], None]
-    ) -> None:
-        self._path = check_trace_path(path)
-        self._log_dir = log_dir
-        self._names = names
-        self._tell = tell
-
-    def __enter__(self) -> Mapping[str, str]:
-        """Return the environment variables for each process of the job."""
-        self._folder = Path(tempfile.mkdtemp(prefix=".spans-", dir=self._log_dir)).absolute()
-        return {TRACE_VARIABLE: str(self._folder)}
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    path = path.absolute()
+    with tempfile.TemporaryDirectory(prefix=".spans-", dir=log_dir, ignore_cleanup_errors=True) as name:
+        folder = Path(name).absolute()
         try:
-            self._write()
+            yield {TRACE_VARIABLE: str(folder)}
         finally:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            parts = [read_part(file.read_bytes()) for file in sorted(folder.glob("*.spans"))]
+            tell(_write(path, [part for part in parts if part is not None], names()))
 
-    def _write(self) -> None:
-        parts = list(self._parts())
-        if not parts:
-            self._tell(f"no trace was written to {self._path}: no process recorded anything")
-            return
-        try:
-            wrote = write_trace(self._path, parts, names=self._names())
-        except OSError as error:
-            self._tell(f"no trace was written to {self._path}: {error.strerror}")
-            return
-        missing = f" ({wrote.dropped} more were dropped)" if wrote.dropped else ""
-        self._tell(
-            f"the trace: {self._path}, {wrote.spans} spans of {wrote.processes} processes{missing}; open it at "
-            "https://ui.perfetto.dev"
-        )
 
-    def _parts(self) -> Iterator[ProcessTrace]:
-        for path in sorted(self._folder.glob("*.spans")):
-            part = read_part(path.read_bytes())
-            if part is not None:
-                yield part
+def _write(path: Path, parts: list[ProcessTrace], names: Mapping[str, str]) -> str:
+    if not parts:
+        return f"no trace was written to {path}: no process recorded anything"
+    try:
+        wrote = write_trace(path, parts, names=names)
+    except OSError as error:
+        return f"no trace was written to {path}: {error.strerror}"
+    missing = f" ({wrote.dropped} more were dropped)" if wrote.dropped else ""
+    return (
+        f"the trace: {path}, {wrote.spans} spans of {wrote.processes} processes{missing}; open it at "
+        "https://ui.perfetto.dev"
+    )

@@ -85,9 +85,8 @@ class _Site(Site):
         self.directory = spec.directory or (self._place.directory if spec.has_services else None)
         self.parameters = self._place.parameters
         self.keys = self._place.keys if self.directory is not None else None
-        self._meeting = stack.enter_context(
-            Rendezvous(self.directory, self._place.keys, elsewhere=spec.directory is not None)
-        )
+        own = None if spec.directory is not None else self.directory
+        self._meeting = stack.enter_context(Rendezvous(own, self._place.keys))
         self.master = ("127.0.0.1", self._meeting.port)
         self.meeting = self._scratch / f"meeting-{self._meeting.port}"
         sessions = self._sessions = set[int]()
@@ -99,9 +98,6 @@ class _Site(Site):
         stack.callback(self._end)
         self._meeting.started()
         self._meeting.wait_until_ready()
-
-    def is_announced(self, uid: str) -> bool:
-        return self._meeting.is_announced(uid)
 
     def state(self, shard: int) -> str:
         return str(self._scratch / "parameters")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import zipfile
-from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -38,7 +37,7 @@ class PythonProgram:
     looks_here: bool = False
 
     def check(self) -> None:
-        """Check that it exists, without importing anything.
+        """Check that the file, or the package of the module, exists, without importing anything.
 
         Raises:
             ValueError: it does not.
@@ -50,24 +49,13 @@ class PythonProgram:
                     f"the script {self.target!r} does not exist; it is looked up from {os.getcwd()!r}{hint}"
                 )
             return
-        name, *inner = self.target.split(".")
-        found = _find(name, [os.getcwd()]) if self.looks_here else None
-        found = found or (find_spec(name) if name.isidentifier() else None)
-        for part in inner:
-            if found is None or found.submodule_search_locations is None:
-                break
-            name = f"{name}.{part}"
-            found = _find(name, found.submodule_search_locations)
-        if found is None:
+        name = self.target.partition(".")[0]
+        here = PathFinder.find_spec(name, [os.getcwd()]) if self.looks_here and name.isidentifier() else None
+        if here is None and not (name.isidentifier() and find_spec(name)):
             raise ValueError(
                 f"there is no module {name!r}; it is looked up from {os.getcwd()!r} and among the installed "
                 "packages. Give a file's path without -m"
             )
-        places = found.submodule_search_locations
-        if name != self.target:
-            raise ValueError(f"{name!r} is a module, not a package, so there is no {self.target!r}")
-        if places is not None and _find(f"{name}.__main__", places) is None:
-            raise ValueError(f"{name!r} is a package without a __main__.py; name one of its modules")
 
     @property
     def command(self) -> list[str]:
@@ -80,7 +68,3 @@ class PythonProgram:
         """Return True for a module or a Python source file, not for a directory, archive or compiled file."""
         path = Path(self.target)
         return self.is_module or (path.is_file() and path.suffix != ".pyc" and not zipfile.is_zipfile(path))
-
-
-def _find(name: str, places: Iterable[str]) -> ModuleSpec | None:
-    return PathFinder.find_spec(name, list(places)) if name.rpartition(".")[2].isidentifier() else None

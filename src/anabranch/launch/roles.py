@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
 import sys
 import threading
 import time
@@ -27,9 +26,6 @@ from anabranch.experts import Directory, ExpertBackend, ExpertServer
 from anabranch.experts.directory import as_directory
 from anabranch.job import DirectoryLike, Job
 from anabranch.launch.environment import LINGER_VARIABLE, LISTEN_VARIABLE, RUN_VARIABLE
-from anabranch.launch.meeting.rendezvous import expert_mark, expert_marks
-from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint, split_endpoints
-from anabranch.transport.redis_directory import host_and_port, is_loopback, is_redis_url
 from anabranch.transport.server.service import serve_until_stopped
 
 __all__ = ["serve"]
@@ -77,8 +73,8 @@ def _serve_here(job: Job, make: MakeBackends, options: dict[str, Any]) -> NoRetu
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("job.serve() serves until SIGTERM, which only the main thread receives; call it there")
     directory = as_directory(job.directory, role="experts", keys=options["keys"], insecure=options["insecure"])
-    options["directory"] = _MarkedDirectory(directory, expert_mark(job.rank, _run()))
-    options["listen"] = options["listen"] or os.environ.get(LISTEN_VARIABLE) or _near(job.directory)
+    options["directory"] = _MarkedDirectory(directory, f"{_marks()}.{job.rank}")
+    options["listen"] = options["listen"] or os.environ.get(LISTEN_VARIABLE)
     backends = make(job.rank, job.world_size)  # until they exist, nothing is lost by ending at once
     linger = float(os.environ.get(LINGER_VARIABLE) or 0.0)
     serve_until_stopped(lambda: ExpertServer(backends, **options), linger=linger)
@@ -99,28 +95,9 @@ class _MarkedDirectory:
         self._directory.announce([self._mark], endpoint, _MARK_TTL)
 
 
-def _near(directory: str) -> str | None:
-    """Return where an expert listens that was not told: any port of the interface that leads to the directory, or a
-    new socket, ``None``, where that is on this host.
-    """
-    if is_redis_url(directory):
-        host, port = host_and_port(directory)
-        if host is None or is_loopback(host):
-            return None
-    else:
-        place = parse_endpoint(split_endpoints(directory)[0])
-        if not isinstance(place, TcpEndpoint):
-            return None
-        host, port = place.host, place.port
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # sends nothing; the kernel chooses the interface
-        host = str(probe.getsockname()[0])
-    return f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"
-
-
 def _wait_for_experts(directory: DirectoryLike, count: int, deadline: Deadline) -> None:
+    marks = _marks()
     while True:
-        marks = expert_marks(_run())
         here = directory.active([marks])[marks]
         missing = [index for index in range(count) if index not in here]
         if not missing:
@@ -135,5 +112,10 @@ def _wait_for_experts(directory: DirectoryLike, count: int, deadline: Deadline) 
         time.sleep(_LOOK_EVERY)
 
 
-def _run() -> str | None:
-    return os.environ.get(RUN_VARIABLE) or None
+def _marks() -> str:
+    """Return the prefix of the uids with which expert processes, in addition to their experts, are announced.
+
+    In a directory that other jobs use, too, it has the name of this one.
+    """
+    run = os.environ.get(RUN_VARIABLE)
+    return f"anabranch-expert-{run}" if run else "anabranch-expert"

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import repeat
 from pathlib import Path
+from typing import Any
 
 from anabranch.periodic import periodic
 from anabranch.record import spans
@@ -175,6 +176,18 @@ def read_regular(path: Path) -> bytes:
         if status.st_size > _MOST_BYTES:
             raise ValueError(f"{path} has {status.st_size} bytes, more than {_MOST_BYTES}")
         return file.read()
+
+
+def read_status(stem: Path, pid: int | None) -> dict[str, Any]:
+    """Return the status record of the process ``pid``; empty if there is none, or only its predecessor's.
+
+    ``stem``: the file, without its suffix or with another.
+    """
+    with suppress(OSError, ValueError):
+        facts: dict[str, Any] = json.loads(read_regular(stem.with_suffix(".status")))
+        if facts["pid"] == pid:
+            return facts
+    return {}
 
 
 def process_stat(pid: int) -> tuple[str, int]:

@@ -97,7 +97,7 @@ class LocalJob:
             server that has imported torch; this process keeps one, from its first job on until it ends.
 
     Raises:
-        ValueError, TypeError: a number of processes or seconds that is none.
+        ValueError: a number of processes or seconds that is none.
     """
 
     def __init__(
@@ -113,21 +113,13 @@ class LocalJob:
         host: str | None = None,
         spawn: bool = False,
     ) -> None:
-        for name, number, least in (("workers", workers, 1), ("servers", servers, 0), ("experts", experts, 0)):
-            if isinstance(number, bool) or not isinstance(number, int):
-                raise TypeError(f"{name} is a number of processes, got {number!r}")
-            if number < least:
-                raise ValueError(f"{name} is a number of processes, at least {least}, got {number}")
+        if min(workers - 1, servers, experts) < 0:
+            raise ValueError(f"a job has at least 1 worker, got {workers=}, {servers=}, {experts=}")
         check_seconds(timeout=timeout)
-        self.workers = workers
-        self.servers = servers
-        self.experts = experts
-        self._durability = durability
-        self._host = host
-        self._spawn = spawn
         self.timeout = timeout
+        self._options: dict[str, Any] = {"workers": workers, "servers": servers, "experts": experts}
+        self._options |= {"durability": durability, "host": host, "spawn": spawn, "patience": patience or Patience()}
         self._environment = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **(environment or {})}
-        self._patience = patience
 
     def run(self, script: str | Path, *arguments: str) -> JobResult:
         """Run a Python file in every worker.
@@ -139,20 +131,14 @@ class LocalJob:
         with tempfile.TemporaryDirectory(prefix="anabranch-job-") as directory:
             told: list[str] = []
             environment = {**os.environ, **self._environment}
-            forks = not self._spawn and why_no_fork_server(environment) is None
             spec = JobSpec(
                 program=PythonProgram(str(script), tuple(arguments)),
                 log_dir=Path(directory),
-                workers=self.workers,
-                servers=self.servers,
-                experts=self.experts,
-                durability=self._durability,
-                host=self._host,
                 environment=environment,
-                patience=self._patience or Patience(),
                 seconds=self.timeout,
-                spawn=self._spawn,
+                **self._options,
             )
+            forks = not spec.spawn and why_no_fork_server(environment) is None
             outcome = launch(spec, told.append, server=kept_fork_server(environment) if forks else None)
             return _result(outcome, told)
 

@@ -1,8 +1,7 @@
 """The events of a trace file in Chrome's format, whichever tool wrote it, in the one form that ``trace_page`` reads.
 
 Spans have a finite time, a duration of at least 0 and facts by name; a beginning and its end are one span. What has no
-time is left out and counted. A file that ends in the middle, of a process that was killed, is read as far as it goes,
-as Chrome does.
+time is left out and counted.
 """
 
 from __future__ import annotations
@@ -10,9 +9,8 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,8 +22,6 @@ __all__ = ["Event", "TraceFile", "is_packed", "read_events"]
 Event: TypeAlias = dict[str, Any]
 
 _PACKED = b"\x1f\x8b"
-_BEGIN = re.compile(r'\s*(?:\{.*?"traceEvents"\s*:\s*)?\[', re.DOTALL)
-_BETWEEN = re.compile(r"[\s,]*")
 
 
 @dataclass(slots=True)
@@ -36,13 +32,11 @@ class TraceFile:
         events: spans (``"ph": "X"``), names (``"M"``) and the ends of arrows (``"s"`` and ``"f"``).
         other: ``otherData``.
         skipped: how many spans and ends of arrows have no time.
-        ends_early: whether the file ends in the middle.
     """
 
     events: list[Event]
     other: Mapping[str, Any] = field(default_factory=dict)
     skipped: int = 0
-    ends_early: bool = False
 
 
 def is_packed(start: bytes) -> bool:
@@ -73,31 +67,11 @@ def _read(path: Path) -> TraceFile:
     text = (gzip.decompress(raw) if is_packed(raw) else raw).decode()
     if not text.strip():
         raise ValueError("it is empty")
-    try:
-        read = json.loads(text)
-    except json.JSONDecodeError:
-        if not (begun := [*_begun(text)]):
-            raise
-        found = _cleaned(begun)
-        found.ends_early = True
-        return found
-    found = _cleaned(read if isinstance(read, list) else read["traceEvents"])
+    read = json.loads(text)
+    file = _cleaned(read if isinstance(read, list) else read["traceEvents"])
     if isinstance(read, dict) and isinstance(read.get("otherData"), dict):
-        found.other = read["otherData"]
-    return found
-
-
-def _begun(text: str) -> Iterator[Any]:
-    """Yield the whole events of a file that ends in the middle."""
-    begin = _BEGIN.match(text)
-    place = len(text) if begin is None else begin.end()
-    decode = json.JSONDecoder().raw_decode
-    while (place := _BETWEEN.match(text, place).end()) < len(text):  # type: ignore[union-attr]
-        try:
-            event, place = decode(text, place)
-        except ValueError:
-            return
-        yield event
+        file.other = read["otherData"]
+    return file
 
 
 def _cleaned(events: Iterable[Mapping[str, Any]]) -> TraceFile:

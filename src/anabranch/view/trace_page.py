@@ -245,8 +245,6 @@ def _actions(lanes: Iterable[_Lane], steps: _Steps) -> Iterable[tuple[int, int, 
 
 
 def _notes_on_file(file: TraceFile) -> Iterable[str]:
-    if file.ends_early:
-        yield "the file is truncated: the complete part is shown"
     if file.skipped:
         yield f"{file.skipped:,} events have no time and are left out"
 

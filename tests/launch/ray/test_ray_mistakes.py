@@ -19,7 +19,9 @@ from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.ray import RayError, run
 from anabranch.launch.ray.cluster import connected, import_ray, parse_resources, resources_of
 from anabranch.launch.ray.ray_engine import _Site
+from anabranch.launch.ray.role_actor import RoleEvents
 from anabranch.launch.supervision.signals import Stopped
+from anabranch.launch.supervision.worker import ProcessSpec
 
 
 class _Ray(ModuleType):
@@ -157,14 +159,15 @@ def test_options_that_mean_nothing_to_the_engine_are_refused(options: tuple[str,
 
 
 @pytest.mark.parametrize("sees", [True, False])
-def test_the_places_of_files_and_server_logs_are_printed(
+def test_a_node_without_the_launcher_s_folder_is_reported_once(
     sees: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     said: list[str] = []
-    site = _site(_Answering(""), tmp_path, said, servers=1, durability="log")
-    actor = SimpleNamespace(sees=SimpleNamespace(remote=lambda path: sees and Path(path).exists()))
-    site._actors = {("worker", 0): actor, ("parameters", 0): actor}
-    site.look_where_storage_is()
-    assert ("worker 0, parameters 0 run on nodes without access to" in said[0]) == (not sees)
-    assert "--durability log on their own node's disk, which other nodes cannot read" in said[-1]
+    site = _site(_Answering(""), tmp_path, said)
+    start = lambda spec, restarted, probe, apart: (7, sees and Path(probe).exists())  # noqa: E731
+    follow = SimpleNamespace(remote=lambda: RoleEvents([], 0))
+    for rank in range(2):
+        site._actors["worker", rank] = SimpleNamespace(start=SimpleNamespace(remote=start), follow=follow)
+        site.start(ProcessSpec("worker", rank, site._attempt.spec.program, {}, tmp_path / f"worker-{rank}.log")).reap()
+    assert [line.partition(",")[0] for line in said] == ([] if sees else ["worker 0"])

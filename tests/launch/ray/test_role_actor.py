@@ -33,8 +33,11 @@ def _program(folder: Path, source: str) -> PythonProgram:
 
 
 def _start(actor: RoleActor, program: PythonProgram, folder: Path, *, apart: bool = False, **environment: str) -> int:
-    spec = ProcessSpec("worker", 0, program, {**ENVIRONMENT, **environment}, Path("/on/another/machine/worker-0.log"))
-    return actor.start(spec, 0, str(folder), apart)
+    log = Path("/on/another/machine/worker-0.log")
+    spec = ProcessSpec("worker", 0, program, {**ENVIRONMENT, **environment}, log, cwd=str(folder))
+    pid, sees = actor.start(spec, 0, str(folder), apart)
+    assert sees
+    return pid
 
 
 def _follow_to_the_end(actor: RoleActor) -> tuple[dict[int, bytes], int]:

@@ -10,33 +10,13 @@ from types import TracebackType
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.socket_messages import Message, receive, send
 
-__all__ = ["PROGRAM", "Rendezvous", "expert_mark", "expert_marks"]
+__all__ = ["PROGRAM", "Rendezvous"]
 
 PROGRAM = PythonProgram("anabranch.launch.meeting.rendezvous_process", is_module=True)
 """Source of the process; its stdin is the channel to the launcher."""
 
-_MARK = "anabranch-expert"
 _START_SECONDS = 120.0
-_ANSWER_SECONDS = 5.0
 _BACKLOG = 1024
-
-
-def expert_marks(run: str | None = None) -> str:
-    """Return the prefix of the uids with which expert processes, in addition to their experts, are announced.
-
-    Args:
-        run: distinguishes them from those of other jobs in a shared directory.
-    """
-    return _MARK if run is None else f"{_MARK}-{run}"
-
-
-def expert_mark(index: int, run: str | None = None) -> str:
-    """Return the uid under which the expert process ``index`` itself is announced.
-
-    >>> expert_mark(0), expert_mark(0, "5f3a")
-    ('anabranch-expert.0', 'anabranch-expert-5f3a.0')
-    """
-    return f"{expert_marks(run)}.{index}"
 
 
 class Rendezvous:
@@ -46,18 +26,14 @@ class Rendezvous:
         directory: where the process serves the directory; ``None`` for none.
         keys: the directory of certificates.
         host: where the rendezvous store listens.
-        elsewhere: whether ``directory`` is an external one, which is only queried.
 
     Attributes:
         port: where the rendezvous store listens, on ``host``.
         descriptor: the process's stdin.
     """
 
-    def __init__(
-        self, directory: str | None, keys: Path | None = None, host: str = "127.0.0.1", *, elsewhere: bool = False
-    ) -> None:
+    def __init__(self, directory: str | None, keys: Path | None = None, host: str = "127.0.0.1") -> None:
         self._directory = directory
-        self._elsewhere = elsewhere
         self._keys = keys
         # No port is guessed, and by default no other host reaches it.
         self._listening = socket.create_server((host, 0), backlog=_BACKLOG)
@@ -79,7 +55,7 @@ class Rendezvous:
         self._channel.settimeout(_START_SECONDS)
         keys = None if self._keys is None else str(self._keys)
         with self._listening, suppress(OSError):  # it died: its watcher reports it
-            facts: Message = {"directory": self._directory, "keys": keys, "elsewhere": self._elsewhere}
+            facts: Message = {"directory": self._directory, "keys": keys}
             send(self._channel, facts, [self._listening.fileno()])
 
     def wait_until_ready(self) -> None:
@@ -87,16 +63,6 @@ class Rendezvous:
         if self._directory is not None:
             with suppress(OSError):
                 receive(self._channel)
-        self._channel.settimeout(_ANSWER_SECONDS)
-
-    def is_announced(self, uid: str) -> bool:
-        """Return True if ``uid`` is announced."""
-        try:
-            send(self._channel, {"uid": uid})
-            received = receive(self._channel)
-        except OSError:
-            return False
-        return received is not None and bool(received[0]["found"])
 
     def __enter__(self) -> Rendezvous:
         return self

@@ -13,15 +13,10 @@ from contextlib import ExitStack, suppress
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # defined in C++
 
-from anabranch.deadline import Deadline
-from anabranch.errors import BoundaryError
-from anabranch.experts import DirectoryLike, DirectoryServer
-from anabranch.experts.directory import as_directory, within
+from anabranch.experts import DirectoryServer
 from anabranch.launch.socket_messages import Message, receive, send
 
 __all__ = ["main"]
-
-_ASK_SECONDS = 4.0  # less than the launcher waits for the answer
 
 
 def main() -> None:
@@ -36,12 +31,11 @@ def main() -> None:
 
 def _serve(channel: socket.socket, facts: Message, descriptors: list[int], stack: ExitStack) -> None:
     store = _store(socket.socket(fileno=descriptors[0]))
-    directory = _directory(facts, stack)
-    if directory is not None:
+    if facts["directory"] is not None:
+        keys = None if facts["keys"] is None else str(facts["keys"])
+        stack.enter_context(DirectoryServer(str(facts["directory"]), keys=keys))
         send(channel, {"ready": True})
-    while (question := receive(channel)) is not None:
-        uid = str(question[0]["uid"])
-        send(channel, {"found": directory is not None and _is_announced(directory, uid)})
+    receive(channel)  # the end of the stream
     del store
 
 
@@ -54,22 +48,6 @@ def _store(listening: socket.socket) -> TCPStore:
     host, port = listening.getsockname()[:2]
     descriptor = listening.detach()
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor, use_libuv=False)
-
-
-def _directory(facts: Message, stack: ExitStack) -> DirectoryLike | None:
-    if facts["directory"] is None:
-        return None
-    name, keys = str(facts["directory"]), None if facts["keys"] is None else str(facts["keys"])
-    if facts["elsewhere"]:
-        return as_directory(name, keys=keys)
-    return stack.enter_context(DirectoryServer(name, keys=keys)).directory
-
-
-def _is_announced(directory: DirectoryLike, uid: str) -> bool:
-    try:
-        return bool(within(directory, Deadline.after(_ASK_SECONDS)).lookup([uid]))
-    except BoundaryError:
-        return True  # any process: each that died is restarted, as often as its budget allows
 
 
 if __name__ == "__main__":

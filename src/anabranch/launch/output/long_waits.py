@@ -24,6 +24,9 @@ class LongWaits:
         folder: the job's log folder.
         tell: called with each line: ``"ranks 0, 2 wait for rank 1 in all_reduce (12 s); rank 1 is stopped"``.
         look_at: reads the folder.
+
+    Attributes:
+        next_check: the time of the next check.
     """
 
     def __init__(
@@ -32,19 +35,15 @@ class LongWaits:
         self._folder = folder
         self._tell = tell
         self._look_at = look_at
-        self._next = 0.0
+        self.next_check = 0.0
         self._due_doings: dict[tuple[str, str], float] = {}
         self._due: dict[str, float] = {}  # for each reported process, the wait at which the next line is due
 
-    def next_check(self) -> float | None:
-        """Return the time of the next check."""
-        return self._next
-
     def check(self, now: float) -> None:
         """Report the waits that have become long."""
-        if now < self._next:
+        if now < self.next_check:
             return
-        self._next = now + _EVERY
+        self.next_check = now + _EVERY
         try:
             roles = self._look_at(self._folder).roles
         except ValueError:  # a folder that was removed

@@ -26,7 +26,7 @@ from typing import Any
 from anabranch.launch.job import Attempt, Site, run_job
 from anabranch.launch.meeting.rendezvous import PROGRAM
 from anabranch.launch.ray.cluster import RayError, connected, import_ray, resources_of
-from anabranch.launch.ray.remote_process import ANSWER_SECONDS, RemoteProcess
+from anabranch.launch.ray.remote_process import RemoteProcess
 from anabranch.launch.ray.role_actor import RoleActor
 from anabranch.launch.spec import JobSpec
 from anabranch.launch.supervision.outcome import JobOutcome
@@ -70,7 +70,6 @@ def _on_cluster(ray: ModuleType, attempt: Attempt) -> Iterator[Site]:
         stack.callback(site.give_back)
         stack.callback(site.collect_recorded)
         site.place(places)
-        site.look_where_storage_is()
         site.meet()
         yield site
 
@@ -87,7 +86,7 @@ class _Site(Site):
         self._ray = ray
         self._attempt = attempt
         self._actors: dict[tuple[str, int], Any] = {}
-        self._directories: dict[tuple[str, int], str | None] = {}
+        self._blind = False  # it was said that a node does not see the launcher's folder
 
     def place(self, stack: ExitStack) -> None:
         """Have Ray keep room for all roles, and put an actor into each place."""
@@ -127,29 +126,15 @@ class _Site(Site):
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
             ).remote(own)
 
-    def look_where_storage_is(self) -> None:
-        """Let roles run in the launcher's own folder if their node sees it, else in the shipped copy; reports which."""
-        spec, say = self._attempt.spec, self._attempt.tell
-        with tempfile.NamedTemporaryFile(prefix=".anabranch-seen-", dir=_writable_here()) as probe:
-            asked = {place: actor.sees.remote(probe.name) for place, actor in self._actors.items()}
-            seen = {place: bool(self._ask(ref, _PLACE_SECONDS)) for place, ref in asked.items()}
-        self._directories = {place: os.getcwd() if there else None for place, there in seen.items()}
-        blind = [f"{role} {rank}" for (role, rank), there in seen.items() if not there and role != "rendezvous"]
-        if blind:
-            say(
-                f"{', '.join(blind)} run on nodes without access to {os.getcwd()}, in a copy of it shipped with the "
-                "job: files that a script saves there by a relative path are lost; use a path on shared storage"
-            )
+    def meet(self) -> None:
+        """Start the rendezvous process, once it is known where the services listen."""
+        attempt, spec = self._attempt, self._attempt.spec
         if spec.durability != "none" and spec.servers:
-            say(
+            attempt.tell(
                 f"parameter servers store the state of --durability {spec.durability} on their own node's disk, "
                 "which other nodes cannot read: it restores a server that dies there, but is lost with the node; then "
                 "--max-restarts resumes from the script's own checkpoint"
             )
-
-    def meet(self) -> None:
-        """Start the rendezvous process, once it is known where the services listen."""
-        attempt, spec = self._attempt, self._attempt.spec
         meeting = self._actors["rendezvous", 0]
         if spec.has_services:
             self.directory = str(self._ask(meeting.hold_endpoint.remote()))
@@ -174,22 +159,22 @@ class _Site(Site):
 
     def start(self, spec: ProcessSpec, restarted: int = 0) -> RemoteProcess:
         """Start a role in its actor."""
-        actor, directory = self._actors[spec.role, spec.rank], self._directories[spec.role, spec.rank]
-        program, job_file = spec.program, self._attempt.job_file
+        actor, program, job_file = self._actors[spec.role, spec.rank], spec.program, self._attempt.job_file
         if not program.is_module and (path := Path(program.target).absolute()).is_relative_to(Path.cwd()):
             program = replace(program, target=str(path.relative_to(Path.cwd())))
-        there = replace(spec, program=program, screen=None, restarts=None, has_served=bool)
-        pid = int(self._get(actor.start.remote(there, restarted, directory, spec.screen is not None)))
+        there = replace(spec, program=program, screen=None, restarts=None, cwd=os.getcwd())
+        with tempfile.NamedTemporaryFile(prefix=".anabranch-seen-", dir=_writable_here()) as probe:
+            pid, sees = self._get(actor.start.remote(there, restarted, probe.name, spec.screen is not None))
+        if not sees and not self._blind and spec.role != "rendezvous":
+            self._blind = True
+            self._attempt.tell(
+                f"{spec.role} {spec.rank}, and maybe others, runs on a node that does not see {os.getcwd()}, in a copy "
+                "of it shipped with the job: files that a script saves there by a relative path are lost; use shared "
+                "storage"
+            )
         job_file.began(spec.role, spec.rank, pid, spec.endpoint, elsewhere=True)
         seen = partial(job_file.seen_elsewhere, spec.role, spec.rank)
         return RemoteProcess(spec, restarted, actor, pid, self._get, seen)
-
-    def is_announced(self, uid: str) -> bool:
-        """Return True if the directory lists ``uid``."""
-        try:
-            return bool(self._get(self._actors["rendezvous", 0].is_announced.remote(uid), ANSWER_SECONDS))
-        except RayError:
-            return False
 
     def _ask(self, reference: Any, seconds: float = _CALL_SECONDS) -> Any:
         """Return a call's result while the job is made ready, where a signal ends the wait."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+from anabranch.launch.environment import LISTEN_VARIABLE
 from anabranch.launch.job_status import process_state
 from anabranch.launch.meeting.addresses import held_port
 from anabranch.launch.meeting.rendezvous import Rendezvous
@@ -76,6 +77,7 @@ class RoleActor:
             host = str(get_node_ip_address())  # type: ignore[no-untyped-call, unused-ignore]
         self._stack = ExitStack()
         self._host = host
+        self._shown = f"[{host}]" if ":" in host else host
         self._folder = self._stack.enter_context(PrivateFolder())
         for name, contents in keys.items():
             with os.fdopen(os.open(self._folder / name, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
@@ -92,12 +94,7 @@ class RoleActor:
 
     def hold_endpoint(self) -> str:
         """Return a TCP endpoint of this node that is given to nobody else."""
-        shown = f"[{self._host}]" if ":" in self._host else self._host
-        return f"tcp://{shown}:{self._stack.enter_context(held_port(self._host))}"
-
-    def sees(self, probe: str) -> bool:
-        """Return True if a file of the launcher also exists here."""
-        return Path(probe).exists()
+        return f"tcp://{self._shown}:{self._stack.enter_context(held_port(self._host))}"
 
     def make_rendezvous(self, directory: str | None) -> tuple[str, int]:
         """Return where the store will listen, once the rendezvous process is started."""
@@ -110,23 +107,23 @@ class RoleActor:
         assert self._rendezvous is not None, "made"
         self._rendezvous.wait_until_ready()
 
-    def is_announced(self, uid: str) -> bool:
-        """Tell whether somebody serves ``uid``, by the directory of this actor."""
-        return self._rendezvous is not None and self._rendezvous.is_announced(uid)
-
     def state_folder(self) -> str:
         """Return a folder that lives as long as the actor."""
         return str(self._folder / "state")
 
-    def start(self, spec: ProcessSpec, restarted: int, directory: str | None, apart: bool) -> int:
-        """Start a role in ``directory`` and return its process id.
+    def start(self, spec: ProcessSpec, restarted: int, probe: str, apart: bool) -> tuple[int, bool]:
+        """Start a role, and return its process id, and whether it runs in the launcher's folder: this node sees it.
 
-        ``apart``: keep stdout and stderr apart.
+        Args:
+            spec: the role, with the launcher's folder.
+            restarted: how often it was started before.
+            probe: a file of the launcher in that folder.
+            apart: keep stdout and stderr apart.
 
         Raises:
             ValueError: the program is not on this node, or cannot be started.
         """
-        program = spec.program
+        program, directory = spec.program, spec.cwd if Path(probe).exists() else None
         if not program.is_module and not Path(directory or ".", program.target).exists():
             raise ValueError(
                 f"node {self._host} has no {program.target!r}; keep the script below the folder in which the command "
@@ -147,7 +144,7 @@ class RoleActor:
                 raise ValueError(f"node {self._host} cannot start {program.target!r}: {error}") from None
         if self._rendezvous is not None:
             self._rendezvous.started()
-        return self._process.pid
+        return self._process.pid, directory is not None
 
     def follow(self) -> RoleEvents:
         """Return the news since the last call; waits a moment for some."""
@@ -213,7 +210,7 @@ class RoleActor:
     def _environment(self, environment: Mapping[str, str]) -> dict[str, str]:
         own = {name: os.environ[name] for name in _OF_THE_NODE if name in os.environ}
         job = {name: value for name, value in environment.items() if name not in _OF_THE_NODE}
-        env = {**os.environ, **job, **own, KEYS_VARIABLE: str(self._folder)}
+        env = {**os.environ, **job, **own, KEYS_VARIABLE: str(self._folder), LISTEN_VARIABLE: f"tcp://{self._shown}:0"}
         if TRACE_VARIABLE in env:
             env[TRACE_VARIABLE] = str(self._folder)
         if "GLOO_SOCKET_IFNAME" not in env and (interface := _interface_of(self._host)):

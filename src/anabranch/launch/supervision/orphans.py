@@ -56,7 +56,7 @@ def kill_orphans(mark: str, sessions: Container[int]) -> None:
     A child that is dead already has no environment any more; it is known by the worker whose session it was in.
     """
     for _ in range(_GENERATIONS):
-        orphans = [pid for pid in _children() if _has_mark(pid, mark) or _session(pid) in sessions]
+        orphans = [pid for pid in _children() if _is_of_the_job(pid, mark.encode(), sessions)]
         if not orphans:
             return
         for pid in orphans:
@@ -75,22 +75,17 @@ def _kill(pid: int) -> None:
 
 
 def _children() -> list[int]:
-    found: list[int] = []
+    pids: list[int] = []
     for path in Path("/proc/self/task").glob("*/children"):
         with suppress(OSError):
-            found += map(int, path.read_text().split())
-    return found
+            pids += map(int, path.read_text().split())
+    return pids
 
 
-def _has_mark(pid: int, mark: str) -> bool:
-    try:
-        return mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
-
-
-def _session(pid: int) -> int | None:
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return None
+def _is_of_the_job(pid: int, mark: bytes, sessions: Container[int]) -> bool:
+    with suppress(OSError):
+        if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            return True
+    with suppress(ProcessLookupError):
+        return os.getsid(pid) in sessions
+    return False

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from anabranch.record.process import read_regular
-
-__all__ = ["EndingError", "Exit", "JobOutcome", "Role", "called", "error_of"]
+__all__ = ["EndingError", "Exit", "JobOutcome", "Role", "called"]
 
 Role = Literal["worker", "parameters", "expert", "rendezvous"]
 """The role of a process of a job."""
@@ -57,15 +54,6 @@ class EndingError:
     def blames_a_worker(self) -> bool:
         """True if another worker was lost, and not a server: rank 0's screen is not shown that error."""
         return self.is_loss and (self.lost or "").startswith("rank")
-
-
-def error_of(log: Path, pid: int) -> EndingError | None:
-    """Return the error that ended the process with this log, if it has recorded one."""
-    try:
-        record = json.loads(read_regular(log.with_suffix(".status")))
-        return EndingError(**record["error"]) if record["pid"] == pid else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,29 +30,18 @@ from collections import deque
 from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
+from anabranch.launch.output.long_waits import LongWaits
 from anabranch.launch.output.screen import Screen
 from anabranch.launch.supervision import signals as signal_box
-from anabranch.launch.supervision.outcome import called
 from anabranch.launch.supervision.signals import SignalBox
 from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
 
-__all__ = ["Monitor", "Patience", "Supervisor"]
+__all__ = ["Patience", "Supervisor"]
 
 # How long SIGKILL may take: longer only for a process in an uninterruptible system call, a broken disk's or driver's.
 _KERNEL_SECONDS = 10.0
 _LINGER_SECONDS = 1.0  # for which services may see that the last worker has gone
-
-
-class Monitor(Protocol):
-    """A periodic check of the job while it runs."""
-
-    def next_check(self) -> float | None:
-        """Return the time of the next check; ``None`` if there is no other."""
-
-    def check(self, now: float) -> None:
-        """Check, if it is time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +109,11 @@ class _Ending:
             number = self._steps.popleft()[1]
             if number == signal.SIGKILL:
                 for process in self.running():
-                    self._tell(f"{called(process.role, process.rank)} {self._what}; killing it")
+                    self._tell(f"{process.who} {self._what}; killing it")
             self.send(number)
         if self._given_up_at is not None and now >= self._given_up_at:
             for process in self.running():
-                who = called(process.role, process.rank)
-                self._tell(f"{who} (pid {process.pid}) does not die from SIGKILL: it hangs in the kernel")
+                self._tell(f"{process.who} (pid {process.pid}) does not die from SIGKILL: it hangs in the kernel")
                 process.abandon()
             self._given_up_at = None
 
@@ -141,7 +129,7 @@ class Supervisor:
         start: restarts one.
         returns: called when one has ended that is to be restarted.
         screen: rank 0's output, if it is shown.
-        monitors: report their observations to the user.
+        waits: reports long waits to the user.
         patience: how long processes may take to end.
         seconds: the job's time; ``None`` for as long as it takes.
         tell: called with each line that a user should see at once.
@@ -161,7 +149,7 @@ class Supervisor:
         start: Callable[[ProcessSpec, int], RoleProcess] = RoleProcess,
         returns: Callable[[ProcessSpec], None] = lambda spec: None,
         screen: Screen | None = None,
-        monitors: Sequence[Monitor] = (),
+        waits: LongWaits | None = None,
         patience: Patience | None = None,
         seconds: float | None = None,
         tell: Callable[[str], None] = lambda line: None,
@@ -179,7 +167,7 @@ class Supervisor:
         self._patience = patience or Patience()
         self._ends = None if seconds is None else time.monotonic() + seconds
         self._tell = tell
-        self._monitors = monitors
+        self._waits = waits
         self._failed = False
         self._returning: list[tuple[float, RoleProcess]] = []  # services, and when they are to be restarted
 
@@ -223,18 +211,19 @@ class Supervisor:
         if service.stopped or self._failed or not self._workers.running():
             return
         spec, exit_ = service.spec, service.exit
+        served = service.restarted > 0 or service.has_served()
+        restarts = spec.restarts if served else None
         if self.interrupted:  # the workers drain: too late for another
             service.forgiven = True
             if exit_.code:
                 self._tell(exit_.describe())
-        elif (pause := self._pause_before(service)) is not None:
-            assert spec.restarts is not None
+        elif restarts is not None and (pause := restarts.take()) is not None:
             when = f" in {pause:g} s" if pause else ""
-            self._tell(f"{exit_.describe()}; restarted{when} ({spec.restarts.used} of {spec.restarts.times})")
+            self._tell(f"{exit_.describe()}; restarted{when} ({restarts.used} of {restarts.times})")
             self._returns(spec)
             self._returning.append((time.monotonic() + pause, service))
             self._bring_back(selector)
-        elif spec.role == "expert" and (spec.has_served() or service.restarted):
+        elif spec.role == "expert" and served:
             service.forgiven = True
             self._tell(f"{exit_.describe()}; the job continues without it")
         else:
@@ -242,13 +231,6 @@ class Supervisor:
             if exit_.code == 0:
                 self._tell(f"{exit_.describe()}: the script never called job.serve()")
             self._fail(service)
-
-    def _pause_before(self, service: RoleProcess) -> float | None:
-        """Return the seconds to wait before a service is restarted; ``None`` if it is not."""
-        spec = service.spec
-        if spec.restarts is None or not (spec.has_served() or service.restarted):
-            return None
-        return spec.restarts.take()
 
     def _bring_back(self, selector: selectors.BaseSelector) -> None:
         """Restart the services whose pause is over, if they are still needed."""
@@ -269,11 +251,8 @@ class Supervisor:
         self._failed = True
         others = len(self._workers.running())
         if others and not self._workers.planned:
-            if process.role == "worker":
-                whom = "the other worker" if others == 1 else f"the {others} other workers"
-            else:
-                whom = "the worker" if others == 1 else f"the {others} workers"
-            self._tell(f"{called(process.role, process.rank)} failed; stopping {whom}")
+            count, other = f"{others} " if others > 1 else "", "other " if process.role == "worker" else ""
+            self._tell(f"{process.who} failed; stopping the {count}{other}worker{'s' * (others > 1)}")
             now = time.monotonic()
             self._workers.plan(now + self._patience.failure, signal.SIGTERM)
             self._workers.end_by(now + self._patience.failure + self._patience.stop)
@@ -331,13 +310,14 @@ class Supervisor:
         moments = [*self._workers.moments(), *self._service_ending.moments(), *(due for due, _ in self._returning)]
         if self._ends is not None and not self.timed_out:
             moments.append(self._ends)
-        moments += [moment for monitor in self._monitors if (moment := monitor.next_check()) is not None]
+        if self._waits is not None:
+            moments.append(self._waits.next_check)
         return max(0.0, min(moments) - time.monotonic()) if moments else None
 
     def _act(self) -> None:
         now = time.monotonic()
-        for monitor in self._monitors:
-            monitor.check(now)
+        if self._waits is not None:
+            self._waits.check(now)
         if self._ends is not None and now >= self._ends and not self.timed_out:
             self.timed_out = True
             self._workers.send(signal.SIGABRT)

@@ -7,17 +7,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from anabranch.launch.forks.launcher_side import ForkServer
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.supervision import parent_death
 from anabranch.launch.supervision.budget import RestartBudget
-from anabranch.launch.supervision.outcome import Exit, Role, error_of
-from anabranch.record.process import STATUS_VARIABLE
+from anabranch.launch.supervision.outcome import EndingError, Exit, Role, called
+from anabranch.record.process import STATUS_VARIABLE, read_status
 
 __all__ = ["ProcessSpec", "RoleProcess", "open_log"]
 
@@ -27,10 +27,6 @@ class Output(Protocol):
 
     stdout: int
     stderr: int
-
-
-def _never() -> bool:
-    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +42,6 @@ class ProcessSpec:
         screen: shows the output, too, and keeps it.
         stdin: what it reads; nothing by default, or what the launcher reads where there is a screen.
         restarts: how often it is restarted when it dies; never by default.
-        has_served: whether it has ever served: a service that never did is not restarted.
         endpoint: where it listens, if that is known before.
         cwd: where it starts, of a plain process; where this process is by default.
     """
@@ -59,7 +54,6 @@ class ProcessSpec:
     screen: Output | None = None
     stdin: int | None = None
     restarts: RestartBudget | None = None
-    has_served: Callable[[], bool] = _never
     endpoint: str | None = None
     cwd: str | None = None
 
@@ -147,6 +141,7 @@ class RoleProcess:
     @property
     def exit(self) -> Exit:
         """Its exit."""
+        error = self._status().get("error")
         return Exit(
             self.rank,
             self.pid,
@@ -157,8 +152,20 @@ class RoleProcess:
             role=self.role,
             forgiven=self.forgiven,
             early=self.early,
-            error=error_of(self.log, self.pid),
+            error=None if error is None else EndingError(**error),
         )
+
+    def has_served(self) -> bool:
+        """Return True if it was ever ready, or if that cannot be known because the log folder is gone."""
+        return self.role == "parameters" or "experts" in self._status() or not self.log.parent.exists()
+
+    def _status(self) -> dict[str, Any]:
+        return read_status(self.log, self.pid)
+
+    @property
+    def who(self) -> str:
+        """Its name for users."""
+        return called(self.role, self.rank)
 
     @property
     def running(self) -> bool:
