@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -35,11 +36,13 @@ from anabranch.parameter_server.messages import (
     PushReply,
     ReleaseMessage,
     RestoreMessage,
+    SnapshotMessage,
     check_kinds,
 )
 from anabranch.parameter_server.server.durable.durability import Durability, ShardPersistence
 from anabranch.parameter_server.server.shard import Shard
 from anabranch.parameter_server.server.shard_directory import shard_directory
+from anabranch.parameter_server.server.shard_snapshot import Reading
 from anabranch.parameter_server.server.shard_statistics import ShardStatistics
 from anabranch.periodic import periodic
 from anabranch.record.spans import mark
@@ -116,7 +119,9 @@ class ParameterServer:
             own = shard_directory(checkpoint_dir, shard, shards)
         self._stack = ExitStack()
         self._place = (shard, shards)
-        self._checkpoint_seconds = checkpoint_seconds
+        self._checkpoint_seconds, self._heartbeat = checkpoint_seconds, heartbeat
+        self._readings: dict[int, Reading] = {}  # snapshots of clients, by number
+        self._numbers = count(1)
         self._pool = KernelThreads(threads)
         self._persistence = ShardPersistence(durability, own, repair=repair)
         # If anything fails before the block is entered, the directory is released.
@@ -196,6 +201,7 @@ class ParameterServer:
 
     def _open(self) -> None:
         self._stack.callback(self._pool.close)
+        self._stack.callback(self._end_readings)
         self._stack.enter_context(self._giving_back)
         self._persistence.checkpoint()
         self._stack.enter_context(self._server)
@@ -255,6 +261,7 @@ class ParameterServer:
             asking("norm", self._norm),
             asking("pull", self._pull, self._checks("pull")),
             asking("export", self._export),
+            asking("snapshot", self._snapshot),
             asking("barrier", self._barrier),
             asking("describe", self._describe),
             asking("life", self._life),
@@ -361,6 +368,34 @@ class ParameterServer:
         step, tensors = self._shard.export(unpack(call.payload, ExportMessage), call.make_room)
         self._persistence.commit_step(call.deadline)
         call.reply(tensors, pack(step))
+
+    def _snapshot(self, call: Call) -> None:
+        message = unpack(call.payload, SnapshotMessage)
+        if not message.number:
+            reading = Reading(self._shard.snapshot(message.names, 2 * self._heartbeat))
+            self._readings = {number: one for number, one in self._readings.items() if not one.rows.ended}
+            self._readings[number := next(self._numbers)] = reading
+            self._persistence.commit_step(call.deadline)
+            _reply_at_length(call, pack({**reading.state, "number": number, "seconds": 2 * self._heartbeat}))
+            return
+        if message.number not in self._readings:
+            raise NotFound(f"snapshot {message.number} has ended: nobody has read it for two heartbeats")
+        reading, part = self._readings[message.number], None
+        if message.part == -2:
+            reading.rows.close()
+        elif message.part == -1:
+            reading.rows.touch()
+        else:
+            part = reading.part(message.part)
+        if part is None:
+            call.reply()
+        else:
+            call.make_room(sum(tensor.nbytes for tensor in part[1]))
+            call.reply(part[1], pack(part[0]))
+
+    def _end_readings(self) -> None:
+        for reading in self._readings.values():
+            reading.rows.close()
 
     def _barrier(self, call: Call) -> None:
         message = unpack(call.payload, BarrierMessage)
