@@ -28,7 +28,6 @@ from hypothesis.stateful import (
 
 from anabranch.errors import CheckpointError, RemoteError, RolledBack
 from anabranch.parameter_server import ParameterClient, ParameterServer
-from anabranch.parameter_server.messages import ExportMessage
 from anabranch.parameter_server.server.durable.bodies import PREAMBLE_BYTES
 from anabranch.tables import Constant, RowOptimizer, TableSpec
 from anabranch.testing import LossyTransport, MemoryTransport, faults
@@ -83,9 +82,13 @@ class OneShard(RuleBasedStateMachine):
 
     def held(self) -> tuple[int, list[tuple[int, int]]]:
         """The table's step, and the number of pushes and the version of each client's row."""
-        step, (ids, values, stamps, *_) = self.server._shard.export(ExportMessage("t"))
-        rows = {int(row): (int(one[0]), int(stamp) - 1) for row, one, stamp in zip(ids, values, stamps, strict=True)}
-        return step, [rows.get(client, (0, 0)) for client in range(2)]
+        snapshot = self.server._shard.snapshot()
+        rows = {
+            int(row): (int(one[0]), int(stamp) - 1)
+            for piece in snapshot.rows
+            for row, one, stamp in zip(piece.rows.ids, piece.rows.values, piece.rows.stamps, strict=True)
+        }
+        return snapshot.state["tables"][0]["step"], [rows.get(client, (0, 0)) for client in range(2)]
 
     def settle(self, client: int) -> int:
         """The row of a client as it is now, once it has heard of whatever is lost."""

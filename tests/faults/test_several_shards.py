@@ -14,6 +14,7 @@ from torch import nn
 
 import anabranch as ab
 from anabranch.parameter_server import ParameterClient, ParameterServer, Shard, Worker
+from anabranch.parameter_server.client.saved_tables import restore
 from anabranch.testing import MemoryTransport
 
 SGD = functools.partial(torch.optim.SGD, lr=1.0)
@@ -179,17 +180,33 @@ def test_shards_that_took_different_numbers_of_pushes_are_saved_and_loaded(
         assert bool((client.sparse_pull("t", IDS) < before["t"]).all())
 
 
-def test_a_checkpoint_that_cannot_be_loaded_leaves_the_tables_there(shards: Any) -> None:
+def stamps(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["0.stamps"] = tensors["0.stamps"] + 5
+
+
+def width(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["0.values"] = tensors["0.values"].repeat(1, 2)
+
+
+def ids(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["0.ids"] = tensors["0.ids"][[0] * len(tensors["0.ids"])]
+
+
+def range_(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["0.ids"] = tensors["0.ids"] + 8
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [(stamps, "stamps of 0 to 2"), (width, "values of"), (ids, "an id is there twice"), (range_, "ids from")],
+)
+def test_a_checkpoint_that_cannot_be_loaded_leaves_the_tables_there(shards: Any, damage: Any, why: str) -> None:
     with client_of(shards) as client:
         client.init("t", (8, 1), "rows", optimizer=SGD)
         client.push_many({"t": (IDS, torch.ones(8, 1))})
-        state: Any
-        state, groups = client.collect()
-        tensors = {name: dict(group()) if callable(group) else dict(group) for name, group in groups.items()}
-        for group in tensors.values():
-            for label in group:
-                if label.endswith(".stamps"):
-                    group[label] = group[label] + 5
-        with pytest.raises(ab.CheckpointError, match="rows of step 6 and was saved at step 1.* nothing was changed"):
-            client.restore(state, lambda name: tensors[name])
+        with client.collect() as saved:
+            groups = {name: dict(group) for name, group in saved.groups()}
+        damage(groups["rows-0"])
+        with pytest.raises(ab.CheckpointError, match=f"nothing was changed: table t: {why}"):
+            restore(client._tables, saved.state, groups)
         assert client.sparse_pull("t", IDS).flatten().tolist() == [-1.0] * 8

@@ -9,6 +9,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from saved_rows import blocks
 
 from anabranch.errors import NotFound
 from anabranch.parameter_server import ParameterClient, RemoteEmbedding, RemoteTables
@@ -70,7 +71,7 @@ class _Machine(RuleBasedStateMachine):
     @rule()
     def save_and_load(self) -> None:
         again = Table(self.table.spec, self.table.rule)
-        for block in self.table.blocks(rows=3):
+        for block in blocks(self.table, 3):
             again.restore(block)
         again.resume(self.table.step, self.table.history)
         self.table = again
@@ -83,7 +84,7 @@ class _Machine(RuleBasedStateMachine):
     @invariant()
     def nothing_else_is_there(self) -> None:
         if hasattr(self, "table"):
-            found = {int(known) for block in self.table.blocks() for known in block.ids}
+            found = {int(known) for block in blocks(self.table) for known in block.ids}
             assert found <= set(self.oracle.rows)
             assert self.table.used == len(self.oracle.rows)
 
@@ -164,7 +165,7 @@ def test_rows_restored_beyond_the_capacity_all_stay_and_a_new_id_evicts_one() ->
     whole, table = make(capacity=9), make(capacity=3)
     for step in range(5):
         whole.push(torch.tensor([step]), torch.ones(1, 4))
-    for block in whole.blocks(rows=2):
+    for block in blocks(whole, 2):
         table.restore(block)
     table.resume(whole.step, whole.history)
     everyone = torch.arange(5)
@@ -196,7 +197,7 @@ def test_an_id_whose_tag_another_has_is_restored_and_one_that_is_there_is_not() 
     whole.push(ids[:1], torch.ones(1, 4))
     assert whole._alone.check(ids[1:], [1]).tolist() == [0]  # as located, by the tag alone
     whole.push(ids[1:], torch.ones(1, 4))
-    for block in whole.blocks(rows=1):
+    for block in blocks(whole, 1):
         table.check_block(block, whole.step, whole.history)
         table.restore(block)
     table.resume(whole.step, whole.history)

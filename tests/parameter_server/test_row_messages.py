@@ -16,6 +16,7 @@ from anabranch.errors import NonFinite, NotFound, ProtocolError, RolledBack, Sch
 from anabranch.parameter_server import ParameterClient, ParameterServer
 from anabranch.parameter_server.client import row_messages as row_messages_module
 from anabranch.parameter_server.client.row_messages import Layout, Pull, PullReply, Routed, VersionClock
+from anabranch.parameter_server.client.saved_tables import restore
 from anabranch.parameter_server.messages import InitMessage, PullMessage, PullPart, PushMessage, PushPart
 from anabranch.parameter_server.server.requests import RowRequest
 from anabranch.parameter_server.server.shard import Shard
@@ -189,9 +190,10 @@ def test_steps_of_any_size_and_age(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     ids = torch.arange(4)
     with shards(1) as client:
         client.init_table(TableSpec("t", 4, 2, initial=Constant(0.0)), SGD)
-        state, groups = client.collect()
-        state["tables"][0]["step"] = (1 << 32) + 5  # type: ignore[index]
-        client.restore(state, lambda name: groups[name] if not callable(groups[name]) else groups[name]())
+        with client.collect() as saved:
+            state, groups = saved.state, {name: dict(group) for name, group in saved.groups()}
+        state["tables"][0]["step"] = (1 << 32) + 5
+        restore(client._tables, state, groups)
         held = client.pull_many({"t": ids})["t"].versions
         assert held.tolist() == [(1 << 32) + 5] * 4
         for _ in range(5):

@@ -7,6 +7,7 @@ import functools
 import numpy as np
 import pytest
 import torch
+from saved_rows import blocks
 from torch.nn import functional as F
 
 from anabranch.errors import NotFound, SchemaError
@@ -130,7 +131,7 @@ def test_a_row_that_missed_thousands_of_steps_has_the_bits_of_every_step_replaye
         table.push(ids, grad)
         optimizer.step()
     assert torch.equal(table.pull(everyone), weight.detach())
-    found = torch.cat([block.values for block in table.blocks()])
+    found = torch.cat([block.values for block in blocks(table)])
     assert torch.equal(found[:, WIDTH : 2 * WIDTH], optimizer.state[weight]["exp_avg"])
     assert torch.equal(found[:, 2 * WIDTH :], optimizer.state[weight]["exp_avg_sq"])
 
@@ -235,7 +236,7 @@ def test_restored_rows_continue_as_if_uninterrupted() -> None:
     for ids, grads in steps[:6]:
         table.push(ids, grads)
     again = Table(spec, rule)
-    for block in table.blocks(rows=7):
+    for block in blocks(table, 7):
         again.restore(block)
     again.resume(table.step, table.history)
     for ids, grads in steps[6:]:

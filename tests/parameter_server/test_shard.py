@@ -12,13 +12,13 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from saved_rows import readers
 
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, DeadlineExceeded, NonFinite, NotFound, Overloaded, RemoteError, SchemaError
 from anabranch.parameter_server import Consistency, ParameterClient, ParameterServer, Shard
 from anabranch.parameter_server.messages import (
     DropMessage,
-    ExportMessage,
     InitMessage,
     JoinMessage,
     NormMessage,
@@ -35,6 +35,7 @@ from anabranch.parameter_server.server.durable.bodies import Record
 from anabranch.parameter_server.server.durable.push_log import PushLog
 from anabranch.record.spans import Span, heard
 from anabranch.tables import Constant, Family, RowOptimizer, TableSpec
+from anabranch.tables.optimizers.row_optimizers import CONSTANTS
 from anabranch.testing import FakeClock, LossyTransport, MemoryTransport
 from anabranch.transport import Client, Request, pack
 from waiting import PATIENCE
@@ -295,12 +296,13 @@ def test_a_shard_does_not_start_without_rows_that_were_restored(tmp_path: Path) 
     shard = Shard()
     shard.init(InitMessage("t", SGD.to_dict(), spec.to_dict()))
     shard.push(shard.request(PushMessage([PushPart("t", 1)], []), [torch.tensor([1]), torch.ones(2)]))
-    step, rows = shard.export(ExportMessage("t"))
+    (block,) = [piece.rows for piece in shard.snapshot().rows]
+    rows = [*block.tensors(), torch.empty(0, CONSTANTS, dtype=torch.float64)]
     with PushLog(tmp_path / "shard-0-of-1") as log:
         assert not list(log.replay())
         log.append(Record("init", msgspec.msgpack.encode(InitMessage("t", SGD.to_dict(), spec.to_dict()))))
         for _ in range(2):
-            log.append(Record("restore", msgspec.msgpack.encode(RestoreMessage("t", step))), rows)
+            log.append(Record("restore", msgspec.msgpack.encode(RestoreMessage("t", 1))), rows)
     with pytest.raises(ValueError, match="an id already has a row"):
         ParameterServer(transport=MemoryTransport(), durability="log", checkpoint_dir=tmp_path)
 
@@ -366,8 +368,8 @@ def test_pushes_beside_the_steps_are_weighted_by_their_worker_s_share_also_after
     for rank, weight in enumerate((1.0, 3.0)):
         shard.push(shard.request(PushMessage([PushPart("t", 1)], [], rank, 0, weight), [ids, grad]))
     again = Shard()
-    state, groups = shard.snapshot()
-    again.load(state, lambda name: groups[name])
+    snapshot = shard.snapshot_of_all()
+    again.load(snapshot.state, readers(snapshot))
     for one in (shard, again):
         one.push(one.request(PushMessage([PushPart("t", 1)], [], 1, -1, 3.0), [ids, grad]))
         _, (rows,) = one.pull(one.request(PullMessage([PullPart("t", 1)]), [ids]))

@@ -10,6 +10,7 @@ is not damaged either: the newest is read anew.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -86,6 +87,11 @@ class Checkpoint:
             raise CheckpointError(f"the checkpoint in {self.path} has the groups {list(self._files)}, not {group!r}")
         with _named(self._folder, self.generation):
             return load(data_path(self._folder.path, group, self.generation), self._files[group], device)
+
+    def readers(self, prefix: str = "") -> dict[str, Callable[[], dict[str, Tensor]]]:
+        """Return what reads each group whose name begins with ``prefix``, by the rest of the name."""
+        groups = (group for group in self.groups if group.startswith(prefix))
+        return {group.removeprefix(prefix): functools.partial(self.tensors, group) for group in groups}
 
     def written(self) -> set[int]:
         """Return when each complete generation in its directory was written, by which it is known."""

@@ -18,7 +18,8 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 
 from torch import Tensor
@@ -46,8 +47,8 @@ from anabranch.errors import CheckpointError
 from anabranch.record.fault_points import fault_point
 from anabranch.record.spans import mark
 
-Group = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
-"""Tensors by name; or what makes them when their file is written, so that no more than one such group is held."""
+Group = Mapping[str, Tensor]
+"""Tensors by name."""
 
 
 def write(
@@ -57,6 +58,7 @@ def write(
     *,
     step: int,
     keep: int = 2,
+    more: Iterable[tuple[str, Group]] = (),
     check_newest: Callable[[Place, Manifest], None] | None = None,
 ) -> Place:
     """Save a checkpoint into the directory ``path``, whole or not at all; durable once it has returned.
@@ -74,11 +76,11 @@ def write(
         path: the directory, or a URL such as ``s3://bucket/run``; made if it is not there. One process at a time may
             save to it. For a URL the checkpoint is first written to a temporary folder of this host.
         groups: tensors by name, by group; each group becomes one ``.safetensors`` file. Any device and strides; two
-            names of one storage are both written. A function that returns such tensors is called when their file is
-            written, and they are let go of after it.
+            names of one storage are both written.
         state: everything else, as ``encode`` takes it; ``split`` takes tensors out of a nested structure.
         step: how far training was, an int >= 0.
         keep: how many whole generations stay, the new one included. The disk must have room for one more.
+        more: groups of which nobody knows the number before they are made; each is let go of once it is written.
         check_newest: called with the directory and the manifest of the newest generation, if there is one, while
             nobody else may save there; its error refuses the save.
 
@@ -95,23 +97,22 @@ def write(
         raise ValueError(f"a checkpoint has a step >= 0, and its directory keeps >= 1 of them, got {step=}, {keep=}")
     for group, tensors in groups.items():
         check_group(group)
-        if not callable(tensors):
-            check_writable(tensors, group)
+        check_writable(tensors, group)
     encode(state)
     started = time.monotonic()
     try:
         if isinstance(directory, Storage):
             _check(directory, check_newest)
             with tempfile.TemporaryDirectory(prefix="anabranch-checkpoint-") as folder:
-                _, size = _write_generation(Path(folder), 1, groups, state, step)
-                name = directory.upload(Path(folder), 1, list(groups), keep)
+                _, size, names = _write_generation(Path(folder), 1, groups, more, state, step)
+                name = directory.upload(Path(folder), 1, names, keep)
             manifest: Place = Storage(f"{directory.url}/{name}")
         else:
             make_directory(directory)
             with claim(directory):
                 _check(directory, check_newest)
                 generation = max(generations_in(names_in(directory)).values(), default=0) + 1
-                manifest, size = _write_generation(directory, generation, groups, state, step)
+                manifest, size, _ = _write_generation(directory, generation, groups, more, state, step)
                 names = names_in(directory)
                 remove_generations(directory, {*generations_in(names).values()} - {*complete_in(names)[:keep]})
     except (Unreadable, OSError) as error:
@@ -128,16 +129,21 @@ def _check(place: Place, check_newest: Callable[[Place, Manifest], None] | None)
 
 
 def _write_generation(
-    directory: Path, generation: int, groups: Mapping[str, Group], state: object, step: int
-) -> tuple[Path, int]:
+    directory: Path,
+    generation: int,
+    groups: Mapping[str, Group],
+    more: Iterable[tuple[str, Group]],
+    state: object,
+    step: int,
+) -> tuple[Path, int, list[str]]:
     fault_point("checkpoint.claimed")
     manifest = manifest_path(directory, generation)
     try:
         files = {
             group: _write_file(data_path(directory, group, generation), tensors, group)
-            for group, tensors in groups.items()
+            for group, tensors in chain(groups.items(), more)
         }
-        for group in groups:
+        for group in files:
             publish(data_path(directory, group, generation))
             fault_point("checkpoint.file_renamed")
         sync_directory(directory)
@@ -156,13 +162,13 @@ def _write_generation(
     fault_point("checkpoint.manifest_renamed")
     sync_directory(directory)
     fault_point("checkpoint.durable")
-    return manifest, len(text) + sum(file.bytes for file in files.values())
+    return manifest, len(text) + sum(file.bytes for file in files.values()), list(files)
 
 
 def _write_file(path: Path, tensors: Group, group: str) -> FileRecord:
     with open(temporary(path), "xb", buffering=0) as file:
         fault_point("checkpoint.file_opened")
-        record = write_tensors(file, tensors() if callable(tensors) else tensors, group)
+        record = write_tensors(file, tensors, group)
         os.fsync(file.fileno())
     fault_point("checkpoint.file_synced")
     return record

@@ -39,6 +39,8 @@ __all__ = [
     "PushReply",
     "ReleaseMessage",
     "RestoreMessage",
+    "SnapshotMessage",
+    "SnapshotPart",
     "StepMessage",
     "WorkerProgress",
 ]
@@ -116,11 +118,29 @@ class RestoreMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknow
 
 
 class ExportMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Asks for ``rows`` rows of a table from place ``first`` on, or for a parameter, as ``RestoreMessage`` has them."""
+    """Asks for a parameter, as ``RestoreMessage`` has it."""
 
     name: str
-    first: _Count = 0
-    rows: _Count = 1 << 16
+
+
+class SnapshotMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Begins a snapshot of ``names``, or of everything, if ``number`` is 0; else asks for its next part.
+
+    Parts are asked for one after the other, and each again if its answer was lost. ``part`` -1 asks for none, so that
+    the snapshot lives on; -2 ends it.
+    """
+
+    number: _Count = 0
+    part: Annotated[int, msgspec.Meta(ge=-2, le=1 << 40)] = -1
+    names: list[str] | None = None
+
+
+class SnapshotPart(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A part of a snapshot: the group ``name`` of tensors that belong to no row, or a ``Piece`` of rows."""
+
+    name: str
+    tables: list[int] = []
+    counts: list[int] = []
 
 
 class NormMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):

@@ -80,7 +80,8 @@ class Arena:
         shape: where the numbers of a row are, as ``kernels/rows.py`` takes it.
         facts, keys, firsts, index, usage: as the kernels take them; facts, keys and firsts have a row for each table.
         seen: the last lookups that were checked, or read in training.
-        changing: called with rows before they change.
+        taken: the number of blocks in use, or that were.
+        watchers: called with rows before they change.
 
     Raises:
         ValueError: float16 on a processor that cannot convert it.
@@ -125,14 +126,15 @@ class Arena:
         self.facts: Array = np.zeros((1, 5), np.int64)  # table 0 is nobody's
         self.keys: Array = np.zeros(1, np.uint64)
         self.firsts: Array = np.zeros((1, 4))
-        self._taken, self._free = 0, list[int]()  # blocks: in use, and given back
+        self.taken, self._free = 0, list[int]()  # blocks: in use, and given back
+        self._leaving: list[tuple[int, Array]] = []  # of tables that were dropped, which a snapshot may still read
         self.owner: Array = _zeros(self._rows // BLOCK, np.int32)
         self.usage: Array = np.zeros((0, 2), np.int64)
         one = np.zeros(1, np.int64)
         self.index = Index(one.astype(np.int32), np.array([1, 0]), one, one, one, self.owner, self.keys)
         self.seen: Seen | None = None
         self._hashes = np.empty(0, np.uint64)
-        self.changing: Callable[[Array], None] = lambda rows: None
+        self.watchers: list[Callable[[Array], None]] = []
 
     # --- tables -----------------------------------------------------------------------------------------------------
 
@@ -176,20 +178,25 @@ class Arena:
             free = free[runs[0] :] if runs.size else free[:0]
         free = free[:count]
         more = count - free.size
-        if (self._taken + more) * BLOCK > self._rows:
+        if (self.taken + more) * BLOCK > self._rows:
             raise MemoryError(f"no addresses are left for {more * BLOCK} more rows of {self.row_bytes} bytes")
         self._free = sorted(set(self._free) - set(free.tolist()))
-        blocks = np.concatenate([free, np.arange(self._taken, self._taken + more)])
-        small = self._taken * BLOCK * self.row_bytes < _LARGE
-        self._taken += more
-        if small and self._taken * BLOCK * self.row_bytes >= _LARGE and not self._mapped:
+        blocks = np.concatenate([free, np.arange(self.taken, self.taken + more)])
+        small = self.taken * BLOCK * self.row_bytes < _LARGE
+        self.taken += more
+        if small and self.taken * BLOCK * self.row_bytes >= _LARGE and not self._mapped:
             with contextlib.suppress(OSError):  # a system without large pages
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.owner[blocks] = number
         return blocks
 
     def give_back(self, number: int, blocks: Array) -> None:
-        """Take a table's blocks away; they are zeros again."""
+        """Take a table's blocks away; they are zeros again once no snapshot may read them."""
+        self.facts[number, vocabulary.SIZE] = 0
+        self.seen = None
+        if self.watchers:
+            self._leaving.append((number, blocks))
+            return
         size = BLOCK * self.row_bytes
         for block in blocks.tolist():
             advice = mmap.MADV_REMOVE if self._mapped else mmap.MADV_DONTNEED
@@ -199,8 +206,19 @@ class Arena:
                 self.words[block * size // 8 : (block + 1) * size // 8] = 0
         self.owner[blocks] = 0
         self._free += blocks.tolist()
-        self.facts[number, vocabulary.SIZE] = 0
-        self.seen = None
+
+    def changing(self, rows: Array) -> None:
+        """Show rows to whoever watches, before they change."""
+        for watcher in tuple(self.watchers):
+            watcher(rows)
+
+    def unwatch(self, watcher: Callable[[Array], None]) -> None:
+        """Call ``watcher`` no longer."""
+        self.watchers.remove(watcher)
+        if not self.watchers:
+            leaving, self._leaving = self._leaving, []
+            for number, blocks in leaving:
+                self.give_back(number, blocks)
 
     # --- ids --------------------------------------------------------------------------------------------------------
 

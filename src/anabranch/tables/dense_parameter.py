@@ -44,6 +44,7 @@ class DenseParameter:
             self.states = [
                 torch.full(self.value.shape[:1], rule.initial_state, dtype=sums_dtype(value.dtype), device="cpu")
             ]
+        self._shared = False
         self.width = max(1, self.value[:1].numel()) if self.value.ndim else 1
 
     @property
@@ -71,6 +72,8 @@ class DenseParameter:
                 f"{grad.dtype}"
             )
         self.step += 1
+        if self._shared:
+            self.states, self._shared = [state.clone() for state in self.states], False
         value = self.value.clone()
         grad = grad.to(value.dtype)
         if self._rule.family is Family.ROW_WISE_ADAGRAD:
@@ -85,6 +88,11 @@ class DenseParameter:
         else:
             self._update(value, grad.clone(), self.states)
         self.value = value
+
+    def share(self) -> list[Tensor]:
+        """Return the value and its states, which the next step replaces and leaves unchanged."""
+        self._shared = True
+        return [self.value, *self.states]
 
     def check_restored(self, tensors: Sequence[Tensor]) -> None:
         """Raise the errors of ``restore``; changes nothing."""

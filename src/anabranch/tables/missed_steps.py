@@ -68,8 +68,11 @@ class MissedSteps:
         return self._history[: self._step]
 
     def history(self) -> Tensor:
-        """Return a copy of the constants so far, ``[steps, CONSTANTS]``; no rows of a table that needs none."""
-        return torch.from_numpy(self.steps().copy())
+        """Return the constants so far, ``[steps, CONSTANTS]``; no rows of a table that needs none.
+
+        Later steps do not change them.
+        """
+        return torch.from_numpy(self.steps())
 
     def check(self, step: int, history: Tensor) -> None:
         """Raise ``SchemaError`` unless ``history`` is that of ``step`` steps."""

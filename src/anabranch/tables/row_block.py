@@ -1,16 +1,27 @@
-"""``RowBlock``: some rows of a table in the form for a checkpoint or another shard."""
+"""``RowBlock``: some rows of a table in the form for a checkpoint or another shard; ``Piece``: those of several tables.
+
+A checkpoint has pieces in files of some megabytes each, as ``files`` lays them out and ``pieces`` reads them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from itertools import count
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from anabranch.errors import SchemaError
+from anabranch.tables.kernels.memory import working_dtype
+from anabranch.tables.kernels.rule_numbers import ROW_WISE
+from anabranch.tables.optimizers.row_optimizers import RowOptimizer
+from anabranch.tables.table_spec import TableSpec, state_dtype
 
-__all__ = ["RowBlock"]
+__all__ = ["Piece", "RowBlock", "files", "pieces"]
+
+_FILE = 16 << 20  # bytes of rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +33,8 @@ class RowBlock:
         values: weights, then states: ``[rows, width * (1 + states)]``, float32 where weights are float16.
         stamps: int64 ``[rows]``: 1 + the step each row has been brought up to.
         sums: ``[rows]`` under row-wise Adagrad, else ``[0]``.
-        usage: int64 ``[rows, 2]``, the number of steps that used a row and the last one; ``[0, 2]`` of a fixed table.
+        usage: int64 ``[rows, 2]``, the number of steps that used a row and the last one; ``[0, 2]`` where no table of
+            the kind has a capacity.
     """
 
     ids: Tensor
@@ -31,17 +43,82 @@ class RowBlock:
     sums: Tensor
     usage: Tensor
 
-    def check(self, table: str, wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]], step: int) -> None:
-        """Raise unless each tensor has the wanted shape and dtype, and the stamps are of steps up to ``step``.
+    @classmethod
+    def empty(cls, spec: TableSpec, rule: RowOptimizer) -> RowBlock:
+        """Return no rows of such a table."""
+        return cls(*(torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in _forms(spec, rule, 0, 0)))
+
+    def check(self, spec: TableSpec, rule: RowOptimizer, step: int) -> None:
+        """Raise unless each tensor has the shape and dtype of such a table, and the stamps are of steps up to ``step``.
 
         Raises:
             SchemaError: names the table and what differs.
         """
-        for label, (shape, dtype) in wanted.items():
-            given: Tensor = getattr(self, label)
-            if tuple(given.shape) != shape or given.dtype != dtype:
+        rows = self.ids.numel()
+        forms = _forms(spec, rule, rows, rows if spec.capacity is not None or len(self.usage) else 0)
+        for label, part, (shape, dtype) in zip(_LABELS, self.tensors(), forms, strict=False):
+            if tuple(part.shape) != shape or part.dtype != dtype:
                 raise SchemaError(
-                    f"table {table}: {label} of {shape} {dtype} expected, got {tuple(given.shape)} {given.dtype}"
+                    f"table {spec.name}: {label} of {shape} {dtype} expected, got {tuple(part.shape)} {part.dtype}"
                 )
-        if self.ids.numel() and not (self.stamps.min() >= 0 and self.stamps.max() <= step + 1):
-            raise SchemaError(f"table {table}: stamps of 0 to {step + 1} expected after {step} steps")
+        if rows and not (self.stamps.min() >= 0 and self.stamps.max() <= step + 1):
+            raise SchemaError(f"table {spec.name}: stamps of 0 to {step + 1} expected after {step} steps")
+
+    def tensors(self) -> list[Tensor]:
+        """Return its tensors, in their order."""
+        return [getattr(self, field.name) for field in fields(self)]
+
+
+def _forms(spec: TableSpec, rule: RowOptimizer, rows: int, usage: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    return [
+        ((rows,), torch.int64),
+        ((rows, spec.width * (1 + rule.states)), state_dtype(spec.dtype)),
+        ((rows,), torch.int64),
+        ((rows if rule.number == ROW_WISE else 0,), working_dtype(spec.dtype)),
+        ((usage, 2), torch.int64),
+    ]
+
+
+class Piece(NamedTuple):
+    """Some rows of tables of one kind, by table: ``counts[k]`` rows of the table at place ``tables[k]``."""
+
+    tables: list[int]
+    counts: list[int]
+    rows: RowBlock
+
+    def split(self) -> Iterator[tuple[int, RowBlock]]:
+        """Yield the place of each table, and its rows."""
+        last = 0
+        for table, some in zip(self.tables, self.counts, strict=True):
+            first, last = last, last + some
+            yield table, RowBlock(*(part[first:last] for part in self.rows.tensors()))
+
+
+def files(some: Iterable[Piece]) -> Iterator[dict[str, Tensor]]:
+    """Yield pieces as the tensors of one file after the other, in one dictionary that is filled again."""
+    tensors: dict[str, Tensor] = {}
+    size = number = 0
+    for piece in some:
+        parts = piece.rows.tensors()
+        owners = torch.tensor([piece.tables, piece.counts], device="cpu")
+        tensors |= {f"{number}.{label}": part for label, part in zip(_LABELS, [*parts, owners], strict=True)}
+        number, size = number + 1, size + sum(part.nbytes for part in parts)
+        if size >= _FILE:
+            yield tensors
+            tensors.clear()  # before the next are made
+            size = number = 0
+    if tensors:
+        yield tensors
+
+
+def pieces(tensors: Mapping[str, Tensor]) -> Iterator[Piece]:
+    """Yield the pieces in the tensors of a file."""
+    for number in count():
+        if f"{number}.ids" not in tensors:
+            return
+        *parts, owners = (tensors[f"{number}.{label}"] for label in _LABELS)
+        tables, counts = owners.tolist()
+        yield Piece(tables, counts, RowBlock(*parts))
+
+
+_LABELS = [*(field.name for field in fields(RowBlock)), "tables"]

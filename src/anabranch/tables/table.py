@@ -22,7 +22,7 @@ are worked on together; only rows that are new, or lag, are settled table by tab
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ from anabranch.errors import NotFound, SchemaError
 from anabranch.tables.arena import Arena
 from anabranch.tables.kernels import rows as kernels
 from anabranch.tables.kernels import vocabulary
-from anabranch.tables.kernels.memory import KernelThreads, as_array, working_dtype
+from anabranch.tables.kernels.memory import KernelThreads, as_array
 from anabranch.tables.kernels.rule_numbers import ROW_WISE
 from anabranch.tables.kernels.vocabulary import BLOCK, LAGS, STEP
 from anabranch.tables.missed_steps import MissedSteps
@@ -191,9 +191,9 @@ class Table:
         arena = self.arena
         if self.spec.rows is None:
             vocabulary.find_all(arena.index, arena.words, arena.pitch, self.number, ids, rows)
-            if training:
-                self._admit(ids, rows)
         arena.changing(rows)
+        if training and self.spec.rows is None:
+            self._admit(ids, rows)
         before, row = np.empty(self.spec.width, arena.working), np.empty(int(arena.pitch), np.int64)
 
         def prepare(first: int, last: int) -> None:
@@ -281,32 +281,6 @@ class Table:
 
     # --- saving, moving ---------------------------------------------------------------------------------------------
 
-    def blocks(self, rows: int = 1 << 16) -> Iterator[RowBlock]:
-        """All initialised rows, in the order of memory, ``rows`` at a time; ``history`` belongs to them."""
-        for first in range(0, self._used, rows):
-            block = self.block(first, rows)
-            if len(block.ids):
-                yield block
-
-    def block(self, first: int, rows: int) -> RowBlock:
-        """Return the initialised ones of the ``rows`` rows from place ``first`` on."""
-        arena = self.arena
-        part = self._rows_at(first, max(first, min(first + rows, self._used)))
-        heads = arena.words.reshape(-1, int(arena.pitch))
-        part = part[heads[part, 1] > 0]
-        ids, row_wise = heads[part, 0], arena.rule == ROW_WISE
-        sums = arena.x[part * int(arena.shape[4]) + int(arena.shape[5])] if row_wise else arena.zeros[:0]
-        usage = _NONE.reshape(0, 2)
-        if self.spec.rows is None:
-            usage = np.zeros((part.size, 2), np.int64) if self._capacity is None else arena.usage[part]
-        return RowBlock(
-            _owned(ids),
-            self._alone.copy_states(self, ids, part, 0 if row_wise else arena.states),
-            _owned(heads[part, 1]),
-            _owned(sums).to(working_dtype(self.spec.dtype)),
-            _owned(usage),
-        )
-
     def check_block(self, block: RowBlock, step: int, history: Tensor) -> None:
         """Raise if rows do not fit ``restore`` and ``resume``; changes nothing.
 
@@ -315,17 +289,9 @@ class Table:
             SchemaError: anything of another shape or dtype, or stamps of no step up to ``step``.
             ValueError: an id of a dynamic table that has a row already.
         """
-        count, usage = block.ids.numel(), block.ids.numel() if self.spec.rows is None else 0
-        expected = {
-            "ids": ((count,), torch.int64),
-            "values": ((count, self.spec.width * (1 + self._rule.states)), state_dtype(self.spec.dtype)),
-            "stamps": ((count,), torch.int64),
-            "sums": ((count if self.arena.rule == ROW_WISE else 0,), working_dtype(self.spec.dtype)),
-            "usage": ((usage, 2), torch.int64),
-        }
-        block.check(self.spec.name, expected, step)
+        block.check(self.spec, self._rule, step)
         self.missed.check(step, history)
-        self._alone.check(block.ids, [count])
+        self._alone.check(block.ids, [block.ids.numel()])
         self._check_new(block.ids.numpy())
 
     def _check_new(self, ids: Array) -> None:
@@ -649,8 +615,3 @@ def _ranges(firsts: Array, counts: Array) -> Array:
     offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     ranges: Array = np.repeat(firsts, counts) + offsets
     return ranges
-
-
-def _owned(array: Array) -> Tensor:
-    """Return a tensor with its own memory: one over an empty array has strides that cannot be viewed as bytes."""
-    return torch.from_numpy(array).clone(memory_format=torch.contiguous_format)

@@ -48,6 +48,7 @@ from anabranch.parameter_server import (
 )
 from anabranch.parameter_server.client.parameter_client import REFUSALS
 from anabranch.parameter_server.client.remote_tables import is_sparse
+from anabranch.parameter_server.client.saved_tables import Group
 from anabranch.parameter_server.client.warming_caches import compile_cache_kernels
 from anabranch.tables import Family, ParameterState, to_torch
 
@@ -532,7 +533,7 @@ class RemotePart:
         self.client.check_whole()
         return {moved.parameter: self.client.read_kept(moved.name, moved.rule()) for moved in self.moved}
 
-    def replace_embeddings(self, state: Mapping[str, object], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
+    def replace_embeddings(self, state: Mapping[str, object], groups: Mapping[str, Group]) -> None:
         """Put a checkpoint's rows on the servers, and drop all else; one rank does so while the others wait."""
         self.client.drop_some(self._served)
         if self.embeddings:

@@ -22,10 +22,9 @@ _LAST_SECONDS = 600.0  # for what is written when the process ends
 
 def copied(groups: Mapping[str, checkpoint.Group]) -> dict[str, checkpoint.Group]:
     """Return a copy in host memory, which training does not change."""
-    tensors = {name: group() if callable(group) else group for name, group in groups.items()}
     return {
         name: {key: tensor.detach().to("cpu", copy=True) for key, tensor in group.items()}
-        for name, group in tensors.items()
+        for name, group in groups.items()
     }
 
 

@@ -21,8 +21,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
-from functools import partial
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
@@ -66,12 +65,13 @@ from anabranch.executor.saving.run_name import RunName
 from anabranch.executor.spec import Spec
 from anabranch.executor.steps import parameters_of
 from anabranch.parameter_server import RemoteEmbedding
+from anabranch.parameter_server.client.saved_tables import SavedTables
 from anabranch.pipeline import Pipe
 from anabranch.tables import ParameterState, from_torch, to_torch
 
 _log = logging.getLogger("anabranch.executor")
 
-_FORMAT = 4
+_FORMAT = 5
 
 _T = TypeVar("_T")
 
@@ -203,11 +203,23 @@ class Saver:
         def begin() -> Callable[[], object] | None:
             if self._rank or part is None:
                 return None
-            groups, state = self._collected(part, ranks)
-            options: dict[str, Any] = {"step": self._steps_taken(), "check_newest": self._run.check}
+            remote = self.remote
+            with ExitStack() as stack:
+                # One moment of every shard: all workers have settled, and none goes on before this has begun.
+                saved = stack.enter_context(remote.client.collect(remote.embeddings)) if remote is not None else None
+                groups, state = self._collected(part, ranks, saved)
+                if not wait:
+                    groups, state = copied(groups), copy.deepcopy(state)
+                step, reading = self._steps_taken(), stack.pop_all()
+
+            def write() -> None:
+                with reading:
+                    more = () if saved is None else ((f"servers.{name}", group) for name, group in saved.groups())
+                    checkpoint.write(path, groups, state, more=more, step=step, check_newest=self._run.check)
+
             if not wait:
-                return partial(checkpoint.write, path, copied(groups), copy.deepcopy(state), **options)
-            checkpoint.write(path, groups, state, **options)
+                return write
+            write()
             return None
 
         write = self._together(begin, f"could not save to {path}")
@@ -307,7 +319,9 @@ class Saver:
             modes={key: getattr(*switch) for key, switch in self._switches().items()},
         )
 
-    def _collected(self, part: _Part, ranks: list[_RankState]) -> tuple[dict[str, checkpoint.Group], object]:
+    def _collected(
+        self, part: _Part, ranks: list[_RankState], saved: SavedTables | None
+    ) -> tuple[dict[str, checkpoint.Group], object]:
         model, extra, modes, optimizers = part["model"], part["extra"], part["modes"], part["optimizers"]
         for rank in ranks[1 : self._stages]:
             if (stage := rank["part"]) is not None:
@@ -321,10 +335,6 @@ class Saver:
                 for name, value in rank["buffers"].items()
                 if name not in model or not torch.equal(value, model[name].to(value.device))
             }
-        servers: object = None
-        tables: Mapping[str, checkpoint.Group] = {}
-        if self.remote is not None and self.remote.embeddings:
-            servers, tables = self.remote.client.collect(self.remote.embeddings)
         whole = _State(
             format=_FORMAT,
             run=self._run.state(),
@@ -333,7 +343,7 @@ class Saver:
             optimizers=optimizers,
             schedulers=self._schedulers(),
             ranks=ranks,
-            servers=servers,
+            servers=None if saved is None else saved.state,
             extra=extra,
             modes=modes,
             objects={name: target.state_dict() for name, target in self._own.objects.items()},
@@ -343,7 +353,6 @@ class Saver:
             "model": model,
             "optimizer": {name: tensor for name, tensor in tensors.items() if name.startswith("optimizers.")},
             "state": {name: tensor for name, tensor in tensors.items() if not name.startswith("optimizers.")},
-            **{f"servers.{name}": group for name, group in tables.items()},
         }
         return groups, state
 
@@ -606,7 +615,7 @@ class Saver:
             )
 
         def replace() -> None:
-            put([0], lambda: remote.replace_embeddings(servers or {}, lambda name: source.tensors(f"servers.{name}")))
+            put([0], lambda: remote.replace_embeddings(servers or {}, source.readers("servers.")))
             put(range(self._stages), lambda: remote.replace_moved(states))
             remote.continue_from(self._steps_taken())
 

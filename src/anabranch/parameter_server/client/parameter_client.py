@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Literal, SupportsIndex, TypeVar, cast
+from typing import Any, Literal, SupportsIndex, TypeVar
 
 import numpy as np
 import torch
@@ -43,7 +43,8 @@ from anabranch.job import job
 from anabranch.parameter_server.client.row_messages import Pull, Pulled, Push, VersionClock
 from anabranch.parameter_server.client.saved_tables import (
     CHUNK,
-    collect,
+    Group,
+    SavedTables,
     restore,
     restore_some,
     sums_of,
@@ -68,6 +69,7 @@ from anabranch.tables.initial import Constant, Initial
 from anabranch.tables.kernels.row_versions import WITH_STATE
 from anabranch.tables.optimizers.row_optimizers import Family, OptimizerFactory, RowOptimizer
 from anabranch.tables.optimizers.torch_state import ParameterState
+from anabranch.tables.row_block import RowBlock
 from anabranch.tables.table_spec import TableSpec, state_dtype
 from anabranch.tensors.packing import Compression, acceptable, check_compression
 from anabranch.transport import Client, MemoryTransport, Request, Transport, pack, unpack
@@ -368,15 +370,14 @@ class ParameterClient:
 
             return None, Blocks(dtype, holding.shape, fixed)
 
-        def some(label: str) -> Iterator[Tensor]:
-            for group in self.collect([name])[1].values():
-                tensors = group() if callable(group) else group
-                yield from (tensor for key, tensor in tensors.items() if key.endswith(label))
+        def some() -> Iterator[RowBlock]:
+            with self.collect([name]) as saved:
+                yield from (piece.rows for piece in saved.pieces())
 
         tables = [table for shard in self._calls.describe() for table in shard["tables"]]
         rows = sum(table["rows"] for table in tables if table["spec"]["name"] == name)
-        values = Blocks(dtype, (rows, width), lambda: (part[:, :width].to(dtype) for part in some(".values")))
-        return Blocks(torch.int64, (rows,), lambda: some(".ids")), values
+        values = Blocks(dtype, (rows, width), lambda: (block.values[:, :width].to(dtype) for block in some()))
+        return Blocks(torch.int64, (rows,), lambda: (block.ids for block in some())), values
 
     def end_by(self, until: Deadline | None) -> None:
         """Let no call that begins now take longer than ``until``; the client is closed next."""
@@ -765,10 +766,11 @@ class ParameterClient:
     def save(self, path: str | os.PathLike[str], *, step: int = 0) -> None:
         """Write all tables and parameters, with states and versions, into the directory ``path`` of this machine.
 
-        Rows are read from the shards and written a few at a time. No path is sent to the shards.
+        Of each shard it is one moment, while others train. Rows are read and written a few megabytes at a time. No path
+        is sent to the shards.
         """
-        state, groups = self.collect()
-        checkpoint.write(path, groups, state, step=step)
+        with self.collect() as saved:
+            checkpoint.write(path, {}, saved.state, more=saved.groups(), step=step)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Replace all tables and parameters by those of a checkpoint, written by any number of shards.
@@ -776,22 +778,15 @@ class ParameterClient:
         A table that this client has created stays in memory or in a file.
         """
         found = checkpoint.read(path)
-        self.restore(cast(Mapping[str, Any], found.state), found.tensors)
+        restore(self._tables, found.state, found.readers())
 
-    def collect(self, names: Iterable[str] | None = None) -> tuple[dict[str, object], dict[str, checkpoint.Group]]:
-        """Return what ``save`` writes: plain values, and groups of tensors; of ``names`` only, if given.
-
-        A group fetches its tensors when it is called: a dense parameter, or as many rows as fit into a worker's memory.
-        """
+    def collect(self, names: Iterable[str] | None = None) -> SavedTables:
+        """Begin to read one moment of each shard, which ``save`` writes; of ``names`` only, if given."""
         self.check_whole()
-        return collect(self._tables, names)
+        return SavedTables(self._tables, names)
 
-    def restore(self, state: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
-        """Load the result of ``collect``, in place of everything on the shards."""
-        restore(self._tables, state, groups)
-
-    def restore_some(self, state: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
-        """As ``restore``, but leaves other tables and parameters in place."""
+    def restore_some(self, state: Mapping[str, Any], groups: Mapping[str, Group]) -> None:
+        """Load the groups of ``collect``; other tables and parameters stay in place."""
         restore_some(self._tables, state, groups)
 
     def _rank_at(self, step: int | None) -> int:

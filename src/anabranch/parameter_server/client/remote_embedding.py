@@ -6,7 +6,7 @@ import uuid
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -130,9 +130,10 @@ class RemoteEmbedding(nn.Module):
             return
         (entry,), groups = self._link.kept
         if not RowOptimizer.from_dict(entry["rule"]).same_layout(rule):
-            groups = {key: for_optimizer(entry, tensors, rule) for key, tensors in groups.items()}
+            rows = {key: tensors for key, tensors in groups.items() if key.startswith("rows-")}
+            groups = {key: for_optimizer(entry, tensors, rule) for key, tensors in rows.items()}
             entry = {**entry, "rule": rule.to_dict(), "step": 0}
-        client.restore_some({"tables": [entry], "dense": []}, groups.__getitem__)
+        client.restore_some({"tables": [entry], "dense": []}, groups)
         self._link.kept = None
 
     def leave(self, client: ParameterClient, rule: RowOptimizer | None) -> None:
@@ -212,9 +213,8 @@ def _rows_of(name: str, client: ParameterClient) -> _Rows | None:
     """Return the rows that end with ``client``, if they are in this process's memory."""
     if not client.in_process or client.forked:
         return None
-    state, groups = client.collect([name])
-    tables = cast("list[dict[str, Any]]", state["tables"])
-    return tables, {key: dict(group() if callable(group) else group) for key, group in groups.items()}
+    with client.collect([name]) as saved:
+        return saved.state["tables"], {key: dict(group) for key, group in saved.groups()}
 
 
 class _Link:

@@ -1,104 +1,213 @@
-"""Tables and parameters of servers as checkpoints: read a few rows at a time, and written to any number of shards."""
+"""Tables and parameters of servers as checkpoints: one moment of each shard, written to any number of shards."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from itertools import count
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from anabranch import checkpoint
 from anabranch.errors import CheckpointError, SchemaError
 from anabranch.parameter_server.client.shards import HeldTables
-from anabranch.parameter_server.messages import ExportMessage, RestoreMessage
+from anabranch.parameter_server.messages import RestoreMessage, SnapshotMessage, SnapshotPart
+from anabranch.periodic import periodic
+from anabranch.tables.dense_parameter import DenseParameter
 from anabranch.tables.optimizers.row_optimizers import CONSTANTS, Family, RowOptimizer
 from anabranch.tables.optimizers.row_wise_adagrad import sums_dtype
 from anabranch.tables.optimizers.torch_state import ParameterState
+from anabranch.tables.row_block import Piece, RowBlock, files, pieces
 from anabranch.tables.table_spec import TableSpec, state_dtype
-from anabranch.transport import pack
+from anabranch.transport import Request, pack, unpack
 
-__all__ = ["CHUNK", "collect", "for_optimizer", "restore", "restore_some", "sums_of", "write_dense", "write_rows"]
+__all__ = [
+    "CHUNK",
+    "Group",
+    "SavedTables",
+    "check",
+    "for_optimizer",
+    "restore",
+    "restore_some",
+    "sums_of",
+    "write_dense",
+    "write_rows",
+]
 
 CHUNK = 1 << 16  # rows of a whole table in one message
-_AT_ONCE = 64 << 20  # bytes of a checkpoint's rows that are held at once, in one file
-_BLOCK = ("ids", "values", "stamps", "sums", "usage")
+_FORMAT = "rows in pieces"
+
+Group = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
+"""Tensors by name, or what reads them from a file."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """Rows of one shard that a checkpoint takes in one message."""
+class SavedTables:
+    """One moment of each shard, in the form of a checkpoint; a context manager, which ends it.
 
-    shard: int
-    number: int
-    name: str
-    first: int
-    rows: int
+    The shards go on meanwhile. Each is asked for parts in turn. A shard ends what it has heard nothing about for long,
+    so a thread says a word while the reader is busy.
 
+    Args:
+        tables: of the client.
+        names: those that are read; ``None``: all.
 
-def collect(
-    tables: HeldTables, names: Iterable[str] | None = None
-) -> tuple[dict[str, object], dict[str, checkpoint.Group]]:
-    """Return what ``save`` writes: plain values, and groups of tensors; of ``names`` only, if given.
-
-    A group fetches its tensors when it is called: a dense parameter, or as many rows as fit into a worker's memory.
+    Attributes:
+        state: plain values.
     """
-    wanted = None if names is None else set(names)
-    described_tables: dict[str, dict[str, Any]] = {}
-    blocks: dict[str, list[_Block]] = {}
-    dense: list[object] = []
-    groups: dict[str, checkpoint.Group] = {}
-    for shard, described in enumerate(tables.calls.describe()):
-        for table in described["tables"]:
-            name = table["spec"]["name"]
-            if wanted is None or name in wanted:
-                entry = described_tables.setdefault(name, table)
-                entry["step"] = max(entry["step"], table["step"])
-                each = _at_once(table)
-                blocks.setdefault(name, []).extend(
-                    _Block(shard, number, name, first, min(each, table["rows"] - first))
-                    for number, first in enumerate(range(0, max(table["rows"], 1), each))
-                )
-        for parameter in described["dense"]:
-            if wanted is None or parameter["name"] in wanted:
-                groups[f"dense-{len(dense)}"] = functools.partial(_read_parameter, tables, shard, parameter["name"])
-                dense.append({**parameter, "group": f"dense-{len(dense)}"})
-    for number, (name, table) in enumerate(described_tables.items()):
-        together = _in_files(blocks[name], _at_once(table))
-        table["groups"] = [f"table-{number}.{k}" for k in range(len(together))]
-        groups |= {
-            group: functools.partial(_read_blocks, tables, some, table["step"])
-            for group, some in zip(table["groups"], together, strict=True)
-        }
-    return {"tables": list(described_tables.values()), "dense": dense}, groups
+
+    def __init__(self, tables: HeldTables, names: Iterable[str] | None = None) -> None:
+        self._calls = calls = tables.calls
+        message = pack(SnapshotMessage(names=None if names is None else list(names)))
+        answers = calls.all([calls.request(shard, "snapshot", message) for shard in range(calls.shards)])
+        self._shards = [unpack(answer.tensors[0].numpy().tobytes(), dict[str, Any]) for answer in answers]
+        entries: dict[str, dict[str, Any]] = {}
+        for shard in self._shards:
+            for table in shard["tables"]:
+                entry = entries.setdefault(table["spec"]["name"], {**table, "rows": 0})
+                entry["step"], entry["rows"] = max(entry["step"], table["step"]), entry["rows"] + table["rows"]
+        dense = [parameter for shard in self._shards for parameter in shard["dense"]]
+        self._places = {name: place for place, name in enumerate(entries)}
+        self.state: dict[str, Any] = {"format": _FORMAT, "tables": list(entries.values()), "dense": dense}
+        self._stack = ExitStack()
+        seconds = min(shard["seconds"] for shard in self._shards) / 4
+        self._stack.enter_context(periodic(lambda: self._say(-1), seconds, name="anabranch-snapshot"))
+
+    def _say(self, part: int) -> None:
+        with suppress(Exception):  # the reader's own request meets it, too
+            self._calls.all([self._request(shard, part) for shard in range(len(self._shards))])
+
+    def _request(self, shard: int, part: int) -> Request:
+        message = SnapshotMessage(self._shards[shard]["number"], part)
+        return self._calls.request(shard, "snapshot", pack(message))
+
+    def _part(self, shard: int, part: int) -> tuple[SnapshotPart | None, Sequence[Tensor]]:
+        (answer,) = self._calls.all([self._request(shard, part)])
+        return unpack(answer.payload, SnapshotPart) if answer.payload else None, answer.tensors
+
+    def __enter__(self) -> SavedTables:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+        self._say(-2)
+
+    def groups(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """Yield parameters, constants of missed steps, and rows; each group is filled again for the next."""
+        dense, known = count(), set[int]()
+        for shard, described in enumerate(self._shards):
+            for number in range(described["groups"]):
+                part, tensors = self._part(shard, number)
+                assert part is not None
+                name = part.name
+                if name.startswith("dense-"):
+                    name = f"dense-{next(dense)}"
+                else:  # of a table's constants those of a shard that is furthest are all
+                    table = described["tables"][int(name.removeprefix("history-"))]
+                    place = self._places[table["spec"]["name"]]
+                    if place in known or table["step"] < self.state["tables"][place]["step"]:
+                        continue
+                    known.add(place)
+                    name = f"history-{place}"
+                yield name, {str(k): tensor for k, tensor in enumerate(tensors)}
+        for number, group in enumerate(files(self.pieces())):
+            yield f"rows-{number}", group
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield the rows of all shards."""
+        reading = {shard: described["groups"] for shard, described in enumerate(self._shards)}
+        while reading:
+            for shard, number in list(reading.items()):
+                part, tensors = self._part(shard, number)
+                if part is None:
+                    del reading[shard]
+                    continue
+                reading[shard] += 1
+                described = [self._shards[shard]["tables"][k] for k in part.tables]
+                places = [self._places[table["spec"]["name"]] for table in described]
+                # A row is as far behind the table's step as it is behind that of its shard.
+                ahead = [self.state["tables"][place]["step"] for place in places]
+                behind = [step - table["step"] for step, table in zip(ahead, described, strict=True)]
+                block = RowBlock(*tensors)
+                shift = torch.tensor(behind, device="cpu").repeat_interleave(torch.tensor(part.counts, device="cpu"))
+                yield Piece(places, part.counts, replace(block, stamps=(block.stamps + shift).clamp(min=1)))
 
 
-def restore(tables: HeldTables, state: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
-    """Load the result of ``collect``, in place of everything on the shards."""
-    if not isinstance(state, Mapping) or "tables" not in state or "dense" not in state:
-        raise CheckpointError("this checkpoint holds no server tables or parameters")
-    for entry in state["tables"]:
-        _check_table(entry, groups)
+def restore(tables: HeldTables, state: object, groups: Mapping[str, Group]) -> None:
+    """Load the groups of ``SavedTables``, in place of everything on the shards."""
+    check(state, groups)
     tables.drop(None)
     try:
-        restore_some(tables, state, groups)
+        restore_some(tables, cast("Mapping[str, Any]", state), groups)
     except Exception as error:
         error.add_note("the servers now hold only part of the checkpoint: load it again, or load another one")
         raise
 
 
-def restore_some(tables: HeldTables, state: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
-    """As ``restore``, but leaves other tables and parameters in place."""
-    for entry in state["tables"]:
-        _restore_table(tables, entry, groups)
-    for entry in state["dense"]:
-        tensors = groups(entry["group"])
-        parts = [tensors[str(k)] for k in range(len(tensors))]
+def check(state: object, groups: Mapping[str, Group]) -> None:
+    """Read everything, a group at a time; raise ``CheckpointError`` for what could not be loaded whole.
+
+    Of a table's rows the ids are held, to see that each is there once.
+    """
+    if not isinstance(state, Mapping) or state.get("format") != _FORMAT or "tables" not in state:
+        raise CheckpointError("this checkpoint holds no server tables or parameters, or those of another version")
+    made = [(TableSpec.from_dict(one["spec"]), RowOptimizer.from_dict(one["rule"])) for one in state["tables"]]
+    ids: list[list[Tensor]] = [[] for _ in made]
+    try:
+        for group in _rows(groups):
+            for piece in pieces(group):
+                for k, block in piece.split():
+                    block.check(*made[k], state["tables"][k]["step"])
+                    ids[k].append(block.ids.clone())
+        for (spec, _), some in zip(made, ids, strict=True):
+            every = np.unique(torch.cat([*some, torch.empty(0, dtype=torch.int64, device="cpu")]).numpy())
+            if len(every) != sum(map(len, some)):
+                raise SchemaError(f"table {spec.name}: an id is there twice")
+            if spec.rows is not None and len(every) and not 0 <= every[0] <= every[-1] < spec.rows:
+                raise SchemaError(f"table {spec.name}: ids from {every[0]} to {every[-1]}")
+            some.clear()
+        for k, entry in enumerate(state["dense"]):
+            parts = _parts(groups[f"dense-{k}"])
+            DenseParameter(entry["name"], parts[0], RowOptimizer.from_dict(entry["rule"])).check_restored(parts)
+    except (SchemaError, KeyError, IndexError) as error:
+        raise CheckpointError(f"the checkpoint cannot be loaded, and nothing was changed: {error}") from error
+
+
+def restore_some(tables: HeldTables, state: Mapping[str, Any], groups: Mapping[str, Group]) -> None:
+    """As ``restore``, but leaves other tables and parameters in place, and checks nothing."""
+    made = []
+    for k, entry in enumerate(state["tables"]):
+        spec, rule = TableSpec.from_dict(entry["spec"]), RowOptimizer.from_dict(entry["rule"])
+        own = next((made for made, _ in reversed(tables.made) if made.name == spec.name), spec)
+        tables.init_table(replace(spec, memory_map=own.memory_map), rule)
+        history = torch.empty(0, CONSTANTS, dtype=torch.float64, device="cpu")
+        if f"history-{k}" in groups:
+            (history,) = _parts(groups[f"history-{k}"])
+        made.append((spec.name, entry["step"], history))
+        tables.restore_rows(spec.name, RowBlock.empty(spec, rule).tensors(), *made[-1][1:])  # of the step, and all rows
+    for group in _rows(groups):
+        for piece in pieces(group):
+            for k, block in piece.split():
+                name, step, history = made[k]
+                tables.restore_rows(name, block.tensors(), step, history)
+    for k, entry in enumerate(state["dense"]):
+        parts = _parts(groups[f"dense-{k}"])
         tables.init_dense(entry["name"], torch.zeros_like(parts[0]), RowOptimizer.from_dict(entry["rule"]))
         message = pack(RestoreMessage(entry["name"], entry["step"]))
         tables.calls.call(tables.home(entry["name"]), "restore", message, parts)
+
+
+def _rows(groups: Mapping[str, Group]) -> Iterator[Mapping[str, Tensor]]:
+    for name, group in groups.items():
+        if name.startswith("rows-"):
+            yield group() if callable(group) else group
+
+
+def _parts(group: Group) -> list[Tensor]:
+    tensors = group() if callable(group) else group
+    return [tensors[str(k)] for k in range(len(tensors))]
 
 
 def for_optimizer(entry: Mapping[str, Any], tensors: Mapping[str, Tensor], rule: RowOptimizer) -> dict[str, Tensor]:
@@ -181,79 +290,7 @@ def write_dense(tables: HeldTables, name: str, kept: ParameterState, rule: RowOp
 def sums_of(tables: HeldTables, name: str, rows: int, rule: RowOptimizer) -> Tensor:
     """Return row-wise Adagrad's sums of a fixed table; in an answer with rows they would have the rows' dtype."""
     sums = torch.full((rows,), rule.initial_state, dtype=sums_dtype(tables.holding(name).dtype), device="cpu")
-    for shard, described in enumerate(tables.calls.describe()):
-        table = next(table for table in described["tables"] if table["spec"]["name"] == name)
-        for first in range(0, table["rows"], CHUNK):
-            _, (ids, _, _, some, *_) = tables.calls.export(shard, ExportMessage(name, first, CHUNK))
-            sums[ids] = some
+    with SavedTables(tables, [name]) as saved:
+        for piece in saved.pieces():
+            sums[piece.rows.ids] = piece.rows.sums
     return sums
-
-
-def _read_blocks(tables: HeldTables, blocks: Sequence[_Block], step: int) -> dict[str, Tensor]:
-    """Return the rows of ``blocks``, each as far behind ``step`` as it is behind the steps of its shard."""
-    found: dict[str, Tensor] = {}
-    longest = torch.empty(0, device="cpu")
-    for block in blocks:
-        message = ExportMessage(block.name, block.first, max(block.rows, 1))
-        there, (ids, values, stamps, *parts, history) = tables.calls.export(block.shard, message)
-        stamps = (stamps + (step - there)).clamp(min=1)
-        named = zip(_BLOCK, (ids, values, stamps, *parts), strict=True)
-        found |= {f"{block.shard}.{block.number}.{label}": part for label, part in named}
-        longest = history if len(history) > len(longest) or "history" not in found else longest
-        found["history"] = _of_length(longest, step) if len(longest) else longest
-    return found
-
-
-def _read_parameter(tables: HeldTables, shard: int, name: str) -> dict[str, Tensor]:
-    return {str(k): tensor for k, tensor in enumerate(tables.calls.export(shard, ExportMessage(name))[1])}
-
-
-def _restore_table(tables: HeldTables, entry: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
-    spec = TableSpec.from_dict(entry["spec"])
-    own = next((made for made, _ in reversed(tables.made) if made.name == spec.name), spec)
-    spec = replace(spec, memory_map=own.memory_map)
-    tables.init_table(spec, RowOptimizer.from_dict(entry["rule"]))
-    for group in entry["groups"]:
-        tensors = groups(group)
-        blocks = sorted({tuple(map(int, name.split(".")[:2])) for name in tensors if name != "history"})
-        for shard, number in blocks:
-            parts = [tensors[f"{shard}.{number}.{label}"] for label in _BLOCK]
-            tables.restore_rows(spec.name, parts, entry["step"], tensors["history"])
-
-
-def _of_length(history: Tensor, steps: int) -> Tensor:
-    """Return the last ``steps`` entries; missing ones are filled with the first, since no row still has to catch up on
-    them.
-    """
-    missing = steps - len(history)
-    return torch.cat([history[:1].expand(missing, -1), history]) if missing > 0 else history[-missing:]
-
-
-def _check_table(entry: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
-    """Raise ``CheckpointError`` for a table that could not be loaded whole, before the one on the shards is dropped."""
-    name, step = entry["spec"]["name"], entry["step"]
-    for group in entry["groups"]:
-        for label, tensor in groups(group).items():
-            if label.endswith(".stamps") and tensor.numel() and not 0 <= tensor.min() <= tensor.max() <= step + 1:
-                raise CheckpointError(
-                    f"the checkpoint's table {name} has rows of step {int(tensor.max()) - 1} and was saved at step "
-                    f"{step}: it was saved while its shards had taken different numbers of pushes, by an earlier "
-                    "version; nothing was changed"
-                )
-
-
-def _at_once(table: Mapping[str, Any]) -> int:
-    """Return the number of rows of a table, as its shard describes it, that a checkpoint holds in memory at once."""
-    spec = TableSpec.from_dict(table["spec"])
-    row = RowOptimizer.from_dict(table["rule"]).row_width(spec.width) * state_dtype(spec.dtype).itemsize
-    return max(1, min(CHUNK, _AT_ONCE // row))
-
-
-def _in_files(blocks: Sequence[_Block], rows: int) -> list[list[_Block]]:
-    """Return the blocks in order, joined up to at most ``rows`` rows."""
-    found: list[list[_Block]] = [[]]
-    for block in blocks:
-        if found[-1] and sum(other.rows for other in found[-1]) + block.rows > rows:
-            found.append([])
-        found[-1].append(block)
-    return found

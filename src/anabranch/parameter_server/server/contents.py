@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import Tensor
 
-from anabranch.checkpoint import Group
 from anabranch.errors import NotFound, SchemaError
 from anabranch.parameter_server.messages import ExportMessage, InitMessage, RestoreMessage
+from anabranch.parameter_server.server.shard_snapshot import ShardSnapshot
 from anabranch.parameter_server.server.shard_statistics import Counts, TableStatistics
 from anabranch.tables.arena import Arena, kind_of
 from anabranch.tables.dense_parameter import DenseParameter
 from anabranch.tables.kernels.memory import KernelThreads
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
-from anabranch.tables.row_block import RowBlock
+from anabranch.tables.row_block import RowBlock, pieces
+from anabranch.tables.snapshot import Snapshot
 from anabranch.tables.table import Table, TableGroup
 from anabranch.tables.table_spec import TableSpec
 
 __all__ = ["Parts", "ShardContents"]
 
-_AT_ONCE = 16 << 20  # bytes
-_REMEMBERED = 64  # messages of other names
-_BLOCK = ("ids", "values", "stamps", "sums", "usage", "history")
+_REMEMBERED = 64  # messages of different tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,17 +175,15 @@ class ShardContents:
     def export_bytes(self, message: ExportMessage) -> int:
         """Return the bytes of what ``export`` returns."""
         holder = self.holder(message.name)
-        if isinstance(holder, DenseParameter):
-            return holder.value.nbytes + sum(state.nbytes for state in holder.states)
-        return max(0, min(message.rows, holder.used - message.first)) * holder.row_bytes
+        if not isinstance(holder, DenseParameter):
+            raise SchemaError(f"{message.name} is a table of rows here, not a dense parameter")
+        return holder.value.nbytes + sum(state.nbytes for state in holder.states)
 
     def export(self, message: ExportMessage) -> tuple[int, list[Tensor]]:
-        """Part of a table or a whole parameter with its state; and its steps. See ``ExportMessage``."""
+        """Return a parameter's steps, and its value and states."""
         holder = self.holder(message.name)
-        if isinstance(holder, DenseParameter):
-            return holder.step, [holder.value, *(state.clone() for state in holder.states)]
-        block = holder.block(message.first, message.rows)
-        return holder.step, [block.ids, block.values, block.stamps, block.sums, block.usage, holder.history]
+        assert isinstance(holder, DenseParameter)
+        return holder.step, holder.share()
 
     def check_restored(self, message: RestoreMessage, tensors: Sequence[Tensor]) -> None:
         """Raise for tensors that do not fit their table or parameter."""
@@ -216,44 +213,35 @@ class ShardContents:
         else:
             holder.restore(tensors, message.step)
 
-    def snapshot(self, rows_of: Callable[[ExportMessage], list[Tensor]]) -> tuple[dict[str, object], dict[str, Group]]:
-        """Return plain values, and groups of tensors; a table in a file is read by ``rows_of``, group by group."""
-        groups: dict[str, Group] = {}
-        tables: list[object] = []
-        dense: list[object] = []
-        for name, table in self.tables.items():
-            used = max(table.used, 1)
-            each = max(1, _AT_ONCE // table.row_bytes) if table.spec.memory_map else used
-            mine: dict[str, Group] = {
-                f"table-{len(tables)}.{number}": functools.partial(_named, rows_of, ExportMessage(name, first, each))
-                for number, first in enumerate(range(0, used, each))
-            }
-            groups |= mine if table.spec.memory_map else {key: read() for key, read in mine.items() if callable(read)}
-            tables.append(
-                {
-                    "spec": table.spec.to_dict(), "rule": table.rule.to_dict(), "step": table.step,
-                    "groups": list(mine),
-                }
-            )  # fmt: skip
-        for name, parameter in self.dense.items():
-            parts = [parameter.value, *parameter.states]
-            groups[f"dense-{len(dense)}"] = {str(k): tensor.clone() for k, tensor in enumerate(parts)}
-            dense.append({"name": name, "rule": parameter.rule.to_dict(), "step": parameter.step})
-        return {"tables": tables, "dense": dense}, groups
+    def snapshot(
+        self, lock: AbstractContextManager[object], names: Sequence[str] | None, seconds: float
+    ) -> ShardSnapshot:
+        """Return this moment of ``names``, or of everything; see ``Snapshot``."""
+        tables = {name: table for name, table in self.tables.items() if names is None or name in names}
+        dense = {name: one for name, one in self.dense.items() if names is None or name in names}
+        groups = {f"history-{k}": {"0": table.history} for k, table in enumerate(tables.values()) if len(table.history)}
+        for k, parameter in enumerate(dense.values()):
+            groups[f"dense-{k}"] = {str(at): part for at, part in enumerate(parameter.share())}
+        rows = Snapshot(list(tables.values()), lock, self._scratch, seconds=seconds)
+        return ShardSnapshot(_described(tables, dense), groups, rows)
 
-    def load(self, state: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
+    def load(self, state: Mapping[str, Any], groups: Mapping[str, Callable[[], Mapping[str, Tensor]]]) -> None:
         """Create and fill what ``snapshot`` described."""
+        tables = []
         for entry in state["tables"]:
-            spec = entry["spec"]
-            self.add(*self.parse(InitMessage(spec["name"], entry["rule"], spec), ()))
-            for group in entry["groups"]:
-                tensors = groups(group)
-                self.restore(RestoreMessage(spec["name"], entry["step"]), [tensors[name] for name in _BLOCK])
-        for number, entry in enumerate(state["dense"]):
-            parts = groups(f"dense-{number}")
-            tensors_of = [parts[str(k)] for k in range(len(parts))]
-            self.add(*self.parse(InitMessage(entry["name"], entry["rule"]), tensors_of[:1]))
-            self.restore(RestoreMessage(entry["name"], entry["step"]), tensors_of)
+            self.add(*self.parse(InitMessage(entry["spec"]["name"], entry["rule"], entry["spec"]), ()))
+            tables.append(self.tables[entry["spec"]["name"]])
+        for name, group in groups.items():
+            for piece in pieces(group()) if name.startswith("rows-") else ():
+                for k, block in piece.split():
+                    tables[k].restore(block)
+        for k, (table, entry) in enumerate(zip(tables, state["tables"], strict=True)):
+            history = groups[f"history-{k}"]()["0"] if f"history-{k}" in groups else table.history
+            table.resume(entry["step"], history)
+        for k, entry in enumerate(state["dense"]):
+            parts = groups[f"dense-{k}"]()
+            self.add(*self.parse(InitMessage(entry["name"], entry["rule"]), [parts["0"]]))
+            self.dense[entry["name"]].restore([parts[str(at)] for at in range(len(parts))], entry["step"])
 
     # --- reports ----------------------------------------------------------------------------------------------------
 
@@ -275,19 +263,17 @@ class ShardContents:
 
     def describe(self) -> dict[str, object]:
         """Tables and parameters, their optimizers and steps, without the values."""
-        return {
-            "tables": [
-                {"spec": table.spec.to_dict(), "rule": table.rule.to_dict(), "rows": table.used, "step": table.step}
-                for table in self.tables.values()
-            ],
-            "dense": [
-                {"name": name, "rule": dense.rule.to_dict(), "step": dense.step} for name, dense in self.dense.items()
-            ],
-        }
+        return _described(self.tables, self.dense)
 
 
-def _named(rows_of: Callable[[ExportMessage], list[Tensor]], message: ExportMessage) -> dict[str, Tensor]:
-    return dict(zip(_BLOCK, rows_of(message), strict=True))
+def _described(tables: Mapping[str, Table], dense: Mapping[str, DenseParameter]) -> dict[str, object]:
+    return {
+        "tables": [
+            {"spec": table.spec.to_dict(), "rule": table.rule.to_dict(), "rows": table.used, "step": table.step}
+            for table in tables.values()
+        ],
+        "dense": [{"name": name, "rule": one.rule.to_dict(), "step": one.step} for name, one in dense.items()],
+    }
 
 
 def _new_generation() -> int:

@@ -19,6 +19,7 @@ one lock.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -29,9 +30,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from anabranch.checkpoint import Group
 from anabranch.deadline import Deadline
-from anabranch.errors import DeadlineExceeded, NonFinite, SchemaError
+from anabranch.errors import DeadlineExceeded, NonFinite, Overloaded, SchemaError
 from anabranch.parameter_server.messages import (
     BarrierMessage,
     DropMessage,
@@ -60,10 +60,12 @@ from anabranch.parameter_server.server.requests import (
     renewed,
     squared_sum,
 )
+from anabranch.parameter_server.server.shard_snapshot import ShardSnapshot
 from anabranch.parameter_server.server.shard_statistics import ShardStatistics
 from anabranch.parameter_server.server.worker_order import Consistency, WorkerOrder
 from anabranch.record import spans
 from anabranch.tables.kernels.memory import KernelThreads
+from anabranch.tables.snapshot import Snapshot
 from anabranch.tables.table import Table
 from anabranch.tables.table_spec import check_name
 
@@ -111,7 +113,8 @@ class Shard:
         self._clients: dict[int, bytes] = {}  # the last to join, by rank
         self._barriers: dict[int, int] = {}
         self._refused_values: dict[str, int] = {}
-        self._replayed = 0
+        self._replayed = self._spills = 0
+        self._snapshots: list[Snapshot] = []
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -451,12 +454,12 @@ class Shard:
         return self._contents.export_bytes(message)
 
     def export(self, message: ExportMessage) -> tuple[int, list[Tensor]]:
-        """Part of a table or a whole parameter with its state; and its steps. See ``ExportMessage``."""
+        """Return a parameter's steps, and its value and states."""
         with self._state:
             return self._contents.export(message)
 
     def restore(self, message: RestoreMessage, tensors: Sequence[Tensor]) -> None:
-        """Restores the result of ``export`` of this or another shard.
+        """Restores part of what a snapshot of this or another shard holds.
 
         Raises:
             NotFound, SchemaError: it does not fit this table or parameter; nothing is changed.
@@ -497,38 +500,47 @@ class Shard:
 
             self._wait_for(late, deadline, "barrier", message.number)
 
-    def snapshot(self) -> tuple[dict[str, object], dict[str, Group]]:
-        """Return the present state: plain values, and groups of tensors.
+    def snapshot(self, names: Sequence[str] | None = None, seconds: float = math.inf) -> ShardSnapshot:
+        """Begin to read this moment; of ``names``, or of everything with the order of the workers and held pushes.
 
-        Rows in a file, which may exceed memory, are groups that read a few rows each when called: the shard must not
-        change until then. Pushes that wait for those of other workers are not included: the clocks are those before
-        them, and ``journal_pending`` journals them again.
+        Raises:
+            Overloaded: two others are being read, and this one is a client's, which ends after ``seconds``.
         """
         with self._state:
             if self._job is not None:
                 self._job.check_whole()
-            state, groups = self._contents.snapshot(lambda message: self.export(message)[1])
-            state["job"], state["clients"] = None, dict(self._clients)
-            if (job := self._job) is not None:
+            for rows in [rows for rows in self._snapshots if rows.ended]:
+                self._snapshots.remove(rows)
+                self._spills += rows.spills
+            if len(self._snapshots) > 1 and seconds < math.inf:
+                raise Overloaded("two snapshots of this shard are being read; save again once one has ended")
+            snapshot = self._contents.snapshot(self._state, names, seconds)
+            self._snapshots.append(snapshot.rows)
+            return snapshot
+
+    def snapshot_of_all(self) -> ShardSnapshot:
+        """Begin to read this moment of everything, the order of the workers and the held pushes included."""
+        with self._state:
+            snapshot, job = self.snapshot(), self._job
+            pushes = [push for _, step in sorted(job.held.items()) for push in step.pushes.values()] if job else []
+            for k, push in enumerate(pushes):
+                snapshot.groups[f"push-{k}"] = {str(at): tensor for at, tensor in enumerate(push.tensors)}
+            snapshot.state |= {
+                "clients": dict(self._clients), "pushes": [msgspec.msgpack.encode(push.message) for push in pushes],
+                "job": None,
+            }  # fmt: skip
+            if job is not None:
                 clocks = list(job.clocks)
-                for step, held in job.held.items():
-                    for rank in held.pushes:
-                        clocks[rank] = min(clocks[rank], step)
-                state["job"] = {
+                for push in pushes:  # which are done again
+                    clocks[push.message.rank] = min(clocks[push.message.rank], push.message.step)
+                snapshot.state["job"] = {
                     "world": job.world, "number": job.number, "consistency": job.consistency.name, "clocks": clocks,
                     "applied": job.applied, "total": job.total, "turn": msgspec.structs.astuple(job.turn),
                 }  # fmt: skip
-            return state, groups
+            return snapshot
 
-    def journal_pending(self) -> None:
-        """Write the pushes that wait for those of other workers to a new journal."""
-        with self._state:
-            for _, held in sorted(self._job.held.items()) if self._job is not None else ():
-                for push in held.pushes.values():
-                    self._journal("push", push.message, push.tensors)
-
-    def load(self, state: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
-        """Load the result of ``snapshot`` into an empty shard."""
+    def load(self, state: Mapping[str, Any], groups: Mapping[str, Callable[[], Mapping[str, Tensor]]]) -> None:
+        """Load the result of ``snapshot_of_all`` into an empty shard."""
         with self._state:
             self._contents.load(state, groups)
             job = state["job"]
@@ -538,11 +550,16 @@ class Shard:
                 self._job = WorkerOrder(job["world"], consistency, job["applied"], job["number"])
                 self._job.clocks, self._job.total = list(job["clocks"]), job["total"]
                 self._job.turn = WorkerProgress(*job["turn"])
+            for k, push in enumerate(state["pushes"]):
+                tensors = groups[f"push-{k}"]()
+                self.replay("push", push, [tensors[str(at)] for at in range(len(tensors))])
+            self._replayed = 0
 
     def statistics(self) -> ShardStatistics:
         """Counters since the start."""
         with self._state:
-            return ShardStatistics(self._contents.statistics(), dict(self._refused_values), self._replayed)
+            spills = self._spills + sum(rows.spills for rows in self._snapshots)
+            return ShardStatistics(self._contents.statistics(), dict(self._refused_values), self._replayed, spills)
 
     def describe(self) -> dict[str, object]:
         """Tables and parameters, their optimizers and steps, without the values; who has joined as worker 0, and how

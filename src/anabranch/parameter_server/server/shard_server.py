@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -36,11 +37,13 @@ from anabranch.parameter_server.messages import (
     PushReply,
     ReleaseMessage,
     RestoreMessage,
+    SnapshotMessage,
 )
 from anabranch.parameter_server.server.durable.durability import Durability, ShardPersistence
 from anabranch.parameter_server.server.requests import Request, RowRequest
 from anabranch.parameter_server.server.shard import Shard
 from anabranch.parameter_server.server.shard_directory import shard_directory
+from anabranch.parameter_server.server.shard_snapshot import Reading
 from anabranch.parameter_server.server.shard_statistics import ShardStatistics
 from anabranch.periodic import periodic
 from anabranch.record.spans import mark
@@ -55,9 +58,9 @@ _Answer = tuple[object, Sequence[Tensor]]  # payload and tensors
 _MESSAGES: dict[str, type[Any]] = {
     "init": InitMessage, "join": JoinMessage, "push": PushMessage, "restore": RestoreMessage, "drop": DropMessage,
     "pull": PullMessage, "release": ReleaseMessage, "norm": NormMessage, "export": ExportMessage,
-    "barrier": BarrierMessage,
+    "barrier": BarrierMessage, "snapshot": SnapshotMessage,
 }  # fmt: skip
-_SHOWING = frozenset({"pull", "norm", "export", "describe"})  # what steps that were applied have changed
+_SHOWING = frozenset({"pull", "norm", "export", "snapshot", "describe"})  # what steps that were applied have changed
 _WORKERS = frozenset({"worker"})
 _log = logging.getLogger("anabranch.parameter_server")
 
@@ -123,7 +126,9 @@ class ParameterServer:
             own = shard_directory(checkpoint_dir, shard, shards)
         self._stack = ExitStack()
         self._place = (shard, shards)
-        self._checkpoint_seconds = checkpoint_seconds
+        self._checkpoint_seconds, self._heartbeat = checkpoint_seconds, heartbeat
+        self._readings: dict[int, Reading] = {}  # snapshots of clients, by number
+        self._numbers = count(1)
         self._pool = KernelThreads(threads)
         self._persistence = ShardPersistence(durability, own, repair=repair)
         # If anything fails before the block is entered, the directory is released.
@@ -203,6 +208,7 @@ class ParameterServer:
 
     def _open(self) -> None:
         self._stack.callback(self._pool.close)
+        self._stack.callback(self._end_readings)
         self._stack.enter_context(self._giving_back)
         self._persistence.checkpoint()
         self._stack.enter_context(self._server)
@@ -251,6 +257,7 @@ class ParameterServer:
             "release": self._release,
             "norm": lambda request, call: (shard.squared_norm(request.message, call.deadline, request.client), ()),
             "export": lambda request, call: shard.export(request.message),
+            "snapshot": self._snapshot,
             "barrier": self._barrier,
             "describe": lambda request, call: (None, _at_length(shard.describe())),
             "life": lambda request, call: (self._persistence.life, ()),
@@ -279,7 +286,11 @@ class ParameterServer:
             return self._shard.check(message, [(DTYPES[one.code], one.shape) for one in header.tensors], client)
         if header.tensors and verb not in ("init", "restore"):
             raise SchemaError(f"{verb} takes no tensors, got {len(header.tensors)}")
-        nbytes = self._shard.export_bytes(message) if isinstance(message, ExportMessage) else 0
+        nbytes = 0
+        if isinstance(message, ExportMessage):
+            nbytes = self._shard.export_bytes(message)
+        elif isinstance(message, SnapshotMessage) and message.number and message.part >= 0:
+            nbytes = self._reading(message).part_bytes
         return Request(message, nbytes, client)
 
     def _refuse_place(self, expected: ExpectedState) -> None:
@@ -330,6 +341,31 @@ class ParameterServer:
     def _barrier(self, request: Request, call: Call) -> _Answer:
         self._shard.barrier(request.message, call.deadline, request.client)
         return None, ()
+
+    def _snapshot(self, request: Request, _: Call) -> _Answer:
+        message = request.message
+        if not message.number:
+            reading = Reading(self._shard.snapshot(message.names, 2 * self._heartbeat))
+            self._readings = {number: one for number, one in self._readings.items() if not one.rows.ended}
+            self._readings[number := next(self._numbers)] = reading
+            return None, _at_length({**reading.state, "number": number, "seconds": 2 * self._heartbeat})
+        reading = self._reading(message)
+        if message.part == -2:
+            reading.rows.close()
+        elif message.part == -1:
+            reading.rows.touch()
+        elif (part := reading.part(message.part)) is not None:
+            return part
+        return None, ()
+
+    def _reading(self, message: SnapshotMessage) -> Reading:
+        if message.number not in self._readings:
+            raise NotFound(f"snapshot {message.number} has ended: nobody has read it for two heartbeats")
+        return self._readings[message.number]
+
+    def _end_readings(self) -> None:
+        for reading in self._readings.values():
+            reading.rows.close()
 
 
 def _without_memory(call: Call, error: Exception) -> Overloaded:

@@ -43,8 +43,10 @@ class ShardStatistics:
         tables: by name.
         refused_values: pushes refused because they held NaN or Inf, by the peer that sent them.
         replayed: records replayed from the log.
+        spills: changes that waited for a write, as the reader of a snapshot was slow.
     """
 
     tables: dict[str, TableStatistics]
     refused_values: dict[str, int]
     replayed: int
+    spills: int = 0

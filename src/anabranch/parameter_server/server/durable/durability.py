@@ -4,14 +4,12 @@
 
     start: own the directory, load the newest whole checkpoint, replay the log behind it
     change: log (ordered under the shard's lock) ──> do ──> commit ──> acknowledge
-    checkpoint: begin a body file and copy the state under the lock; write and sync; forget the log of the one before
+    checkpoint: begin a body file and a snapshot under the lock; write and sync; forget the log of the one before
 
 Under ``"checkpoint"`` the log holds only the creation and removal of tables, which is little, and no pushes: those
 since the last checkpoint are lost when the process is killed. Before the first of them is acknowledged the log gets a
 record that says so. A shard that finds it behind its checkpoint begins another life, and reports to each client the
 number of its own lost pushes (``applied_requests.py``).
-
-A table in a file is not copied: it is written under the lock, a few rows at a time, and requests wait for that.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ import msgspec
 from torch import Tensor
 
 from anabranch import checkpoint
-from anabranch.checkpoint import Checkpoint, Group
+from anabranch.checkpoint import Checkpoint
 from anabranch.checkpoint.generations import complete_generations, set_generation_aside
 from anabranch.checkpoint.regular_file import Unreadable
 from anabranch.deadline import Deadline
@@ -39,6 +37,7 @@ from anabranch.parameter_server.server.durable.applied_requests import AppliedRe
 from anabranch.parameter_server.server.durable.bodies import Record
 from anabranch.parameter_server.server.durable.push_log import Position, PushLog
 from anabranch.parameter_server.server.shard import Shard
+from anabranch.parameter_server.server.shard_snapshot import ShardSnapshot
 from anabranch.record.fault_points import fault_point
 from anabranch.record.spans import mark
 from anabranch.transport.server.once import RequestIdentity
@@ -91,7 +90,6 @@ class ShardPersistence:
         self.life = _new_life()
         """A number that changes when the shard is restored with less than it had acknowledged."""
         self._checkpointing = threading.Lock()
-        self._logs_pending = False
         self._touched = 0
         self._saved_touched = -1
         self._changes = 0
@@ -121,9 +119,8 @@ class ShardPersistence:
             set_generation_aside(log.directory, generation)
         if log.lost is not None:
             self._forget_before, self._saved_touched = Position(secrets.randbits(62), 1, 0), self._touched
-            self._write(log, *self._state_at(log, self._forget_before))
+            self._write(log, self._state_at(log, self._forget_before))
             log.begin_anew(self._forget_before)
-            self._journal_pending(log)
             log.forget_before(None)
         elif self._unlogged or damaged is not None:
             self._saved_touched = -1
@@ -163,7 +160,7 @@ class ShardPersistence:
                 f"{directory}: the checkpoint here was written as {owner}; each shard has its own directory, so "
                 "restore the one that was here"
             )
-        self._shard.load(cast(Mapping[str, object], state["shard"]), newest.tensors)
+        self._shard.load(cast(Mapping[str, object], state["shard"]), newest.readers())
         self._applied.load(state)
         self._changes = cast(int, state["changes"])
         self.life = cast(int, state["life"])
@@ -202,7 +199,7 @@ class ShardPersistence:
         request = (None if verb == "step" else getattr(self._thread, "request", None)) or ChangingRequest()
         self._appended = False
         if self._log is not None:
-            if self._durability == "log" or verb in _ALWAYS_LOGGED or self._logs_pending:
+            if self._durability == "log" or verb in _ALWAYS_LOGGED:
                 (client, sequence), body = request.identity, msgspec.msgpack.encode(message)
                 record = Record(verb, body, client, sequence, request.settled)
                 self._position = self._log.append(record, tensors)
@@ -283,39 +280,30 @@ class ShardPersistence:
                     return
                 touched, position = self._touched, log.rotate()
                 self._position, self._unlogged = position.records, False
-                groups, state = self._state_at(log, position)
-                self._journal_pending(log)
-                if written := any(callable(group) for group in groups.values()):
-                    self._write(log, groups, state)
-            if not written:
-                self._write(log, groups, state)
+                snapshot = self._state_at(log, position)
+            self._write(log, snapshot)
             fault_point("durability.before_forgetting")
             self._saved_touched = touched
             # The log since the previous checkpoint stays, because it is kept too, and used if this one is damaged.
             log.forget_before(self._forget_before)
             self._forget_before = position
 
-    def _state_at(self, log: PushLog, position: Position) -> tuple[dict[str, Group], dict[str, object]]:
+    def _state_at(self, log: PushLog, position: Position) -> ShardSnapshot:
         """Return the shard's present state, behind which the log goes on at ``position``."""
-        state, groups = self._shard.snapshot()
-        whole = {"of": log.directory.name, "shard": state, "log": list(position), "life": self.life}
-        return groups, {**whole, "changes": self._changes, **self._applied.state()}
+        snapshot = self._shard.snapshot_of_all()
+        whole = {"of": log.directory.name, "shard": snapshot.state, "log": list(position), "life": self.life}
+        snapshot.state = {**whole, "changes": self._changes, **self._applied.state()}
+        return snapshot
 
-    def _journal_pending(self, log: PushLog) -> None:
-        """Journal the pushes that wait for other workers', which no snapshot holds; they come first in the new file.
-
-        They are on disk before the checkpoint, which counts them.
-        """
-        self._logs_pending, touched = True, self._touched
+    def _write(self, log: PushLog, snapshot: ShardSnapshot) -> None:
+        state = snapshot.state
         try:
-            self._shard.journal_pending()
+            fault_point("durability.before_checkpoint")
+            checkpoint.write(
+                log.directory, snapshot.groups, state, more=snapshot.files(), step=cast(int, state["changes"])
+            )
         finally:
-            self._logs_pending, self._touched = False, touched
-        log.commit(self._position, Deadline.after(60.0))
-
-    def _write(self, log: PushLog, groups: Mapping[str, Group], state: dict[str, object]) -> None:
-        fault_point("durability.before_checkpoint")
-        checkpoint.write(log.directory, groups, state, step=cast(int, state["changes"]))
+            snapshot.rows.close()
 
     def close(self) -> None:
         """Close the log, and release the directory."""

@@ -1,0 +1,65 @@
+"""``ShardSnapshot``: one moment of a shard, read while the shard goes on; ``Reading``: by a client, part by part."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from anabranch.errors import SchemaError
+from anabranch.parameter_server.messages import SnapshotPart
+from anabranch.tables.row_block import files
+from anabranch.tables.snapshot import PIECE_BYTES, Snapshot
+
+__all__ = ["Reading", "ShardSnapshot"]
+
+
+@dataclass(slots=True)
+class ShardSnapshot:
+    """One moment of a shard.
+
+    Attributes:
+        state: the tables and parameters, and of a whole shard the order of the workers, as plain values.
+        groups: tensors of parameters, of steps that rows have missed, and of pushes that wait; they stay as they are.
+        rows: of the tables.
+    """
+
+    state: dict[str, object]
+    groups: dict[str, dict[str, Tensor]]
+    rows: Snapshot
+
+    def files(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """Yield groups with the rows."""
+        for number, tensors in enumerate(files(self.rows)):
+            yield f"rows-{number}", tensors
+
+
+class Reading:
+    """A snapshot in parts, of which the last can be had again; none is larger than ``part_bytes``."""
+
+    def __init__(self, snapshot: ShardSnapshot) -> None:
+        self.state, self.rows = {**snapshot.state, "groups": len(snapshot.groups)}, snapshot.rows
+        groups = [sum(tensor.nbytes for tensor in group.values()) for group in snapshot.groups.values()]
+        self.part_bytes = max(PIECE_BYTES, *groups, 0)
+        self._parts, self._lock = self._stream(snapshot), threading.Lock()
+        self._number = -1
+        self._last: tuple[SnapshotPart, list[Tensor]] | None = None
+
+    def _stream(self, snapshot: ShardSnapshot) -> Iterator[tuple[SnapshotPart, list[Tensor]]]:
+        for name, group in snapshot.groups.items():
+            self.rows.touch()
+            yield SnapshotPart(name), list(group.values())
+        snapshot.groups.clear()
+        for piece in self.rows:
+            yield SnapshotPart("", piece.tables, piece.counts), piece.rows.tensors()
+
+    def part(self, number: int) -> tuple[SnapshotPart, list[Tensor]] | None:
+        """Return part ``number``; ``None`` behind the last."""
+        with self._lock:
+            if number < self._number:
+                raise SchemaError(f"part {number} of a snapshot was asked for behind part {self._number}")
+            while self._number < number:
+                self._last, self._number = next(self._parts, None), self._number + 1
+            return self._last

@@ -1,0 +1,171 @@
+"""A snapshot is the tables of one moment, whatever happens to them until it is read."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anabranch.errors import CheckpointError
+from anabranch.tables import Family, RowBlock, RowOptimizer, Table, TableSpec
+from anabranch.tables.arena import Arena
+from anabranch.tables.kernels.vocabulary import BLOCK
+from anabranch.tables.snapshot import Piece, Snapshot
+
+ADAM = RowOptimizer(Family.ADAM, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8)
+SPECS = [
+    TableSpec("fixed", 90, 3),
+    TableSpec("moving", 40, 3, every_row_moves=True),
+    TableSpec("oldest", None, 3, capacity=9),
+    TableSpec("rarest", None, 3, capacity=7, eviction="frequency"),
+    TableSpec("growing", None, 3),
+    TableSpec("half", 30, 3, torch.float16),
+]
+
+Contents = dict[tuple[str, int], tuple[list[float], int, list[int]]]
+
+
+class Tables:
+    """Tables of two arenas, and the lock under which they change."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.arenas = [Arena(SPECS[0], ADAM), Arena(SPECS[-1], ADAM)]
+        self.tables = {spec.name: self.make(spec) for spec in SPECS}
+
+    def make(self, spec: TableSpec) -> Table:
+        return Table(spec, ADAM, self.arenas[spec.dtype == torch.float16])
+
+    def do(self, what: int, which: int, seed: int) -> None:
+        """Push, read in training, or drop and fill again from what other rows were."""
+        spec = SPECS[which]
+        table = self.tables[spec.name]
+        ids = torch.from_numpy(np.random.default_rng(seed).integers(0, 30, 6))
+        if what < 6:
+            table.push(ids, torch.randn(6, 3, dtype=spec.dtype))
+        elif what < 9:
+            table.pull(ids, training=True)
+        else:
+            blocks = [piece.rows for piece in Snapshot([table], self.lock)]
+            step, history = table.step, table.history
+            table.drop()
+            self.tables[spec.name] = again = self.make(spec)
+            for block in blocks:
+                again.restore(block)
+            again.resume(step, history)
+
+    def contents(self) -> Contents:
+        """Return all rows, read from memory."""
+        rows: Contents = {}
+        for name, table in self.tables.items():
+            arena = table.arena
+            wide, pitch, apart, first, stride, behind = map(int, arena.shape)
+            for row in np.flatnonzero(np.repeat(arena.owner[: arena.taken] == table.number, BLOCK)).tolist():
+                id_, stamp = arena.words[row * pitch : row * pitch + 2].tolist()
+                if stamp:
+                    weights = arena.w[row * apart + first : row * apart + first + wide]
+                    values = weights.view(np.float16 if weights.dtype == np.int16 else weights.dtype).tolist()
+                    values += arena.x[row * stride + behind : row * stride + behind + arena.states].tolist()
+                    rows[name, id_] = values, stamp, arena.usage[row].tolist() if len(arena.usage) else []
+        return rows
+
+
+def read(names: list[str], pieces: list[Piece]) -> Contents:
+    rows: Contents = {}
+    for piece in pieces:
+        block: RowBlock = piece.rows
+        owners = np.repeat(piece.tables, piece.counts)
+        usage = block.usage.tolist() or [[]] * len(block.ids)
+        for k, id_, values, stamp, used in zip(
+            owners, block.ids.tolist(), block.values.tolist(), block.stamps.tolist(), usage, strict=True
+        ):
+            assert (names[k], id_) not in rows
+            rows[names[k], id_] = values, stamp, used
+    return rows
+
+
+OPERATIONS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5), st.integers(0, 1 << 30)), max_size=60)
+
+
+@settings(max_examples=60, deadline=None)
+@given(before=OPERATIONS, after=OPERATIONS, rows=st.integers(1, 9), buffers=st.integers(1, 3), every=st.integers(1, 8))
+def test_a_snapshot_is_a_copy_under_the_lock(
+    before: list[Any], after: list[Any], rows: int, buffers: int, every: int
+) -> None:
+    tables = Tables()
+    for one in before:
+        tables.do(*one)
+    names = list(tables.tables)
+    with tables.lock:
+        copies = [tables.contents()]
+        snapshots = [Snapshot(list(tables.tables.values()), tables.lock, buffer=rows * 96, buffers=buffers)]
+    pieces: list[list[Piece]] = [[], []]
+    for k, one in enumerate(after):
+        if k == len(after) // 2:
+            copies.append(tables.contents())
+            snapshots.append(Snapshot(list(tables.tables.values()), tables.lock, buffer=rows * 96, buffers=buffers))
+        tables.do(*one)
+        for snapshot, some in zip(snapshots, pieces, strict=False):
+            if k % every == 0 and (piece := next(snapshot, None)) is not None:
+                some.append(piece)
+    for snapshot, some, copy in zip(snapshots, pieces, copies, strict=False):
+        assert read(names, some + list(snapshot)) == copy
+        assert snapshot.ended
+    assert not any(arena.watchers or arena._leaving for arena in tables.arenas)
+
+
+def filled(rows: int = 40) -> tuple[Table, threading.RLock]:
+    table = Table(TableSpec("t", rows, 1), RowOptimizer(Family.SGD, lr=1.0))
+    table.push(torch.arange(rows), torch.ones(rows, 1))
+    return table, threading.RLock()
+
+
+def test_a_change_never_waits_for_the_reader_and_its_writes_are_counted() -> None:
+    table, lock = filled()
+    snapshot = Snapshot([table], lock, buffer=200, buffers=2)  # four rows each
+    copy = table.pull(torch.arange(40))
+    table.push(torch.arange(40), torch.ones(40, 1))
+    assert snapshot.spills == 8
+    assert {id_: values for (_, id_), (values, *_) in read(["t"], list(snapshot)).items()} == dict(
+        enumerate(copy.tolist())
+    )
+
+
+def test_a_full_disk_ends_the_snapshot_and_harms_no_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, lock = filled()
+    snapshot = Snapshot([table], lock, buffer=200, buffers=2)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    table.push(torch.arange(40), torch.ones(40, 1))
+    assert table.step == 2
+    with pytest.raises(CheckpointError, match="No space left"):
+        list(snapshot)
+
+
+def test_a_snapshot_that_nobody_reads_ends_with_the_next_change() -> None:
+    table, lock = filled()
+    snapshot = Snapshot([table], lock, seconds=0.0)
+    table.push(torch.arange(3), torch.ones(3, 1))
+    assert not table.arena.watchers
+    with pytest.raises(CheckpointError, match="nobody has read it for 0 s"):
+        next(snapshot)
+
+
+def test_a_dropped_tables_memory_is_free_once_the_snapshot_has_ended() -> None:
+    table, lock = filled()
+    arena, snapshot = table.arena, Snapshot([table], lock)
+    table.drop()
+    assert not arena._free
+    assert [len(piece.rows.ids) for piece in snapshot] == [40]
+    assert arena._free == [0]
+    assert not arena.words[: 40 * int(arena.pitch)].any()
