@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import pkgutil
 from collections import Counter
 from pathlib import Path
 
@@ -29,3 +31,26 @@ def test_no_two_classes_share_a_name_that_other_files_use() -> None:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert [name for name, times in names.items() if times > 1] == []
+
+
+# Every package that users import lists what it exports: sorted, complete, and only existing names.
+
+NAMES = sorted(module.name for module in pkgutil.walk_packages(ab.__path__, "anabranch.") if module.ispkg)
+PACKAGES = [importlib.import_module(name) for name in ("anabranch", *NAMES)]
+MODULES = [package for package in PACKAGES if hasattr(package, "__all__")]
+
+
+def test_all_is_sorted_and_every_name_is_there() -> None:
+    for module in MODULES:
+        assert module.__all__ == sorted(set(module.__all__)), module.__name__
+        for exported in module.__all__:
+            assert hasattr(module, exported), f"{module.__name__} has no {exported}"
+
+
+def test_every_public_definition_has_a_docstring() -> None:
+    for module in MODULES:
+        assert module.__doc__, f"{module.__name__} has no docstring"
+        for exported in module.__all__:
+            value = getattr(module, exported)
+            if getattr(value, "__module__", None) == module.__name__:
+                assert value.__doc__, f"{module.__name__}.{exported} has no docstring"

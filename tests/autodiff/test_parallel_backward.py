@@ -268,29 +268,6 @@ def test_contexts_are_freed_after_backward_while_the_outputs_are_held() -> None:
     assert outputs
 
 
-def test_leaving_a_session_frees_saved_tensors() -> None:
-    x = torch.ones(2, requires_grad=True)
-
-    class Saves(Function):
-        @staticmethod
-        def forward(ctx, x):
-            middle = torch.exp(x)
-            alive.append(weakref.ref(middle))
-            ctx.save_for_backward(middle)
-            return middle * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * ctx.saved_tensors[0] * 2
-
-    alive: list = []
-    with ab.Grad().wrt(x):
-        outputs = ab.map_with_parallel_backward(Saves, (x,), (x,))
-    gc.collect()
-    assert [reference() for reference in alive] == [None, None]
-    assert outputs
-
-
 def test_modes_of_the_caller_reach_the_calls() -> None:
     seen: list = []
     both = threading.Barrier(2)
@@ -364,20 +341,6 @@ def test_the_first_error_has_its_call_s_index_and_is_raised_after_the_others_hav
     assert x.grad is None
 
 
-def test_calls_not_yet_begun_are_not_begun_after_an_error() -> None:
-    begun: list[int] = []
-
-    class First(Function):
-        @staticmethod
-        def forward(ctx, x, index):
-            begun.append(index)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        ab.map_with_parallel_backward(First, *[(torch.ones(1), index) for index in range(4)], max_workers=1)
-    assert begun == [0]
-
-
 def test_nested_maps_do_not_deadlock() -> None:
     class Nested(Function):
         @staticmethod
@@ -449,17 +412,3 @@ def test_the_isolated_pair_runs_outside_the_graph_around_it(func) -> None:
     assert x.grad is None
     with pytest.raises(ValueError, match="2 outputs, got 1"):
         ab.run_isolated_backward(func, ctx, torch.ones(3))
-
-
-def test_the_isolated_pair_works_on_plain_tensors_and_on_another_thread() -> None:
-    x, y = torch.randn(3), torch.randn(3)
-    with torch.no_grad():
-        ctx, _ = ab.run_isolated_forward(OldStyle, x, 2.0, y)
-    found: list = []
-    thread = threading.Thread(
-        target=lambda: found.append(ab.run_isolated_backward(OldStyle, ctx, torch.ones(3), torch.ones(3)))
-    )
-    thread.start()
-    thread.join(timeout=WAIT)
-    assert torch.equal(found[0][0], 2.0 * y + 1)
-    assert torch.equal(found[0][2], 2.0 * x + 1)

@@ -138,16 +138,6 @@ def test_a_killed_rank_is_named_on_all_others_at_once(ranks: Ranks) -> None:
         assert facts["elapsed"] < 30.0  # of 60
 
 
-@pytest.mark.parametrize("ranks", [("slow", 2)], indirect=True)
-def test_a_slow_rank_is_waited_for_until_the_deadline_and_no_longer(ranks: Ranks) -> None:
-    ranks.wait_until_ready()
-    facts, _ = ranks.facts(0, timeout=60)
-    assert facts["type"] == "DeadlineExceeded"
-    assert facts["peer"] == "rank 1"
-    assert 8.0 <= facts["elapsed"] < 40.0
-    assert "rank 1" in facts["text"]
-
-
 @pytest.mark.parametrize(
     ("ranks", "operation"),
     [

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from small_parts import in_job
 from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch import checkpoint
 from anabranch.deadline import Deadline
 from anabranch.executor.saving import background_saves
+from toys import in_job
 from waiting import wait_until
 
 BATCH = (torch.arange(8.0).reshape(4, 2), torch.ones(4, 1))
@@ -143,11 +143,6 @@ def test_closing_waits_no_longer_than_its_timeout(held: Held, tmp_path: Path) ->
     with pytest.raises(ab.DeadlineExceeded, match="save in the background"):
         target.close()
     held.go.set()
-
-
-def test_wait_is_true_or_false(tmp_path: Path) -> None:
-    with executor() as target, pytest.raises(TypeError, match="wait is True or False, got 3"):
-        target.save(tmp_path, wait=3)  # type: ignore[arg-type]
 
 
 def saving_with_a_failure(folder: str) -> list[Any]:

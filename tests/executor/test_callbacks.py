@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from small_parts import Kept
 from test_sinks import BATCH, make_step
-from torch import Tensor, nn
+from torch import nn
 
 import anabranch as ab
 from anabranch.errors import PeerLost, RolledBack
 from anabranch.observe import PeerLostRecord, RestartRecord, SaveRecord, StepRecord
+from toys import Kept
 
 
 def test_a_step_is_reported_after_it_was_taken() -> None:
@@ -131,14 +131,3 @@ def test_unknown_events_and_uncallable_values_are_refused() -> None:
 
 
 # What fetch tells of a run.
-
-
-def test_the_steps_own_keys_go_first() -> None:
-    model = nn.Linear(3, 1)
-
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        return model(batch["x"]).square().mean(), {"grad_norm": torch.tensor(7)}
-
-    step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
-    with ab.Executor(step, engine="tape") as executor:
-        assert executor.run(batch=BATCH, fetch=["grad_norm"])["grad_norm"].item() == 7

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from small_parts import in_job
 from torch import Tensor, nn
 
 import anabranch as ab
@@ -18,6 +17,7 @@ from anabranch.collectives import GradientBuckets
 from anabranch.executor.engines.graph_engine import Differs, Snapshot, bits_differ
 from anabranch.record.spans import heard
 from plain_loop import mean_square
+from toys import in_job
 
 SHARE = 1.0
 ADAM, SGD = torch.optim.Adam, torch.optim.SGD
@@ -199,53 +199,6 @@ def test_a_graph_of_another_function_is_refused_and_the_step_is_the_tapes(
 
 
 # What Python changes between steps.
-
-
-def hooked(step: int, model: Any) -> None:
-    if step == 2:
-        model.first.register_forward_hook(lambda module, args, output: output * 2)
-
-
-def changes_share(step: int, model: Any) -> None:
-    globals()["SHARE"] = 0.5 if step in (2, 3) else 1.0
-
-
-CHANGES: dict[str, Callable[[int, Any], object]] = {
-    "an attribute": lambda step, model: setattr(model, "beta", 2.0 if step > 1 else 1.0),
-    "an attribute of the class": lambda step, model: setattr(type(model), "power", 2.0 if step in (2, 3) else 1.0),
-    "an item of a list": lambda step, model: model.weights.__setitem__(0, 2.0 if step > 1 else 1.0),
-    "a global of the forward": changes_share,
-    "a forward hook": hooked,
-    "the memory of parameters": lambda step, model: [setattr(p, "data", p.data * 0.9) for p in model.parameters()],
-}
-
-
-FOLLOWING = [[*reversed(CHANGES)][first::2] for first in range(2)]
-"""Each of them begins after the one before was captured; what would make each later capture two comes last."""
-
-
-@pytest.mark.parametrize("changes", FOLLOWING, ids=str)
-def test_changes_between_steps_are_noticed(changes: list[str]) -> None:
-    def later(step: int, model: Any) -> None:
-        for place, change in enumerate(changes):
-            CHANGES[change](max(step - 3 - 2 * place, 0), model)  # after the graph was taken
-
-    steps = 8 + 2 * len(changes)
-    expected, _ = train("tape", steps=steps, change=later, optimize=SGD)
-    found, used = train("graph", steps=steps, change=later, optimize=SGD)
-    assert_same(found, expected)
-    assert used == "graph"
-
-
-def test_a_number_that_changes_every_step_is_an_input_of_one_graph(captures: list[object]) -> None:
-    def anneal(step: int, model: Any) -> None:
-        model.beta = 0.9**step
-
-    expected, _ = train("tape", steps=12, change=anneal, optimize=SGD)
-    found, used = train("graph", steps=12, change=anneal, optimize=SGD)
-    assert_same(found, expected)
-    assert used == "graph"
-    assert len(captures) == 2, "once as a constant, then as a number"
 
 
 # Several workers.

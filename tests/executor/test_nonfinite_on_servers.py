@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from small_parts import in_job, plain_step
 from torch import Tensor, nn
 
 import anabranch as ab
 from plain_loop import mean_square
+from toys import in_job, plain_step
 
 
 class Model(nn.Module):

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import anabranch as ab
 from plain_loop import mean_square
@@ -89,29 +88,3 @@ def test_extra_state_of_modules_is_saved_and_loaded(tmp_path: Path) -> None:
         pytest.raises(ab.CheckpointError, match=r"missing: .*2\._extra_state"),
     ):
         executor.load(tmp_path)
-
-
-def test_averaged_weights_of_a_step_follow_and_are_saved(tmp_path: Path) -> None:
-    def made() -> tuple[nn.Module, Any, ab.Executor]:
-        torch.manual_seed(0)
-        model = nn.Linear(2, 1)
-        averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-        train = ab.TrainStep(model, mean_square, torch.optim.SGD(model.parameters(), lr=0.1))
-        validate = ab.EvalStep(averaged, lambda m, batch: {"loss": mean_square(m, batch)})
-        return model, averaged, ab.Executor({"train": train, "validate": validate})
-
-    model, averaged, executor = made()
-    expected = model.weight.detach().clone()
-    batch = torch.ones(3, 2)
-    with executor:
-        for index in range(3):
-            executor.run("train", batch)
-            averaged.update_parameters(model)
-            expected = model.weight.detach().clone() if index == 0 else 0.5 * expected + 0.5 * model.weight.detach()
-        torch.testing.assert_close(averaged.module.weight.detach(), expected)
-        executor.save(tmp_path)
-    _, other, executor = made()
-    with executor:
-        executor.load(tmp_path)
-    assert torch.equal(other.module.weight, averaged.module.weight)
-    assert int(other.n_averaged) == 3

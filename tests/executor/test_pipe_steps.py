@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from small_parts import in_job
 from torch import Tensor, nn
 
 import anabranch as ab
 from covering import pairwise
+from toys import in_job
 
 # What every worker runs.
 

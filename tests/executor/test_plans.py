@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from small_parts import job_servers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -25,6 +24,7 @@ from anabranch.executor.spec import Spec
 from anabranch.executor.steps import distinct_models
 from anabranch.parameter_server import Consistency
 from plain_loop import mean_square
+from toys import job_servers
 
 # Powers of two, so that sums are exact.
 LINKS = {"workers": LinkCost(1024.0, 1.0), "servers": LinkCost(16.0, 2.0)}
@@ -85,12 +85,6 @@ def test_summed_gradients_cost_their_bytes_and_a_latency_per_bucket(plan: Any) -
     assert found.modes == (ModeCost("AllReduce", found.bytes, found.step_seconds),)
 
 
-def test_runs_that_are_accumulated_compute_each_and_tell_their_rows(plan: Any) -> None:
-    found = plan(Parts(table=False, head=True), "AllReduce", accumulate=3)
-    assert found.bytes == {"workers": BUCKET + 2 * HEADER}
-    assert found.parts == {"compute": 24.0, "workers": 3 * 1024.0 + BUCKET + 2.0 * HEADER}
-
-
 def test_rows_on_servers_are_read_and_moved_by_their_number(plan: Any) -> None:
     found = plan(Parts(), "Hybrid", accumulate=2, clip_grad_norm=1.0)
     assert found.bytes == {"workers": 2 * HEADER + VOTE, "servers": 2 * 10 * ROW + 9 * ROW}
@@ -103,24 +97,6 @@ def test_the_slowest_worker_makes_the_compute_and_ones_own_batch_the_bytes(plan:
     first, second = (plan(Parts(), "Hybrid", surveys=surveys, rank=rank) for rank in range(2))
     assert first.parts["compute"] == second.parts["compute"] == 9.0
     assert (first.bytes["servers"], second.bytes["servers"]) == (19 * ROW, 150 * ROW)
-
-
-def test_a_table_read_whole_costs_all_of_its_rows_and_pushes_those_that_moved(plan: Any) -> None:
-    found = plan(Parts(), "Hybrid", use_sparse_pull=False)
-    assert found.bytes["servers"] == 100 * ROW + 9 * ROW
-    assert found.parts["servers"] == 2 * 16.0 + 2 * 109 * ROW
-
-
-def test_ids_of_a_dynamic_vocabulary_are_long_and_lengthen_those_they_are_pushed_with(plan: Any) -> None:
-    model = Parts()
-    model.users = ab.RemoteEmbedding("users", None, 4)
-    found = plan(model, "Hybrid", surveys=[survey(users=TableRows(5, 5))])
-    assert [row.bytes for row in found.rows] == [10 * ROW + 9 * 24, (5 + 5) * 24]
-
-
-def test_sparse_gradients_travel_as_long_as_the_longest_workers(plan: Any) -> None:
-    found = plan(Parts(sparse=True), "AllReduce", surveys=[survey(moved=3), survey(moved=9)])
-    assert found.bytes["workers"] == HEADER + 16 + 80 + 144  # counts; ids in blocks of 16 bytes; rows
 
 
 def test_without_a_batch_a_plan_says_which_parts_it_leaves_out(plan: Any) -> None:
@@ -192,32 +168,6 @@ def test_a_survey_leaves_everything_unchanged() -> None:
     torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
     assert torch.equal(model.head.bias.grad, torch.ones(1))
     assert model.table.weight.grad is None
-
-
-def test_a_look_at_lookups_by_function_sees_their_ids() -> None:
-    model = nn.Sequential(nn.Embedding(10, 2))
-    step = ab.TrainStep(
-        model,
-        lambda model, ids: F.embedding(input=ids, weight=model[0].weight, padding_idx=3).sum(),
-        torch.optim.SGD(model.parameters(), lr=0.1),
-    )
-    found = survey_step(step, torch.tensor([3, 4, 4]), {model[0].weight: ("0.weight", True)})
-    assert found.tables == {"0.weight": TableRows(2, 1)}
-
-
-def test_reentrant_checkpoints_are_timed_by_their_forward() -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    layer = nn.Linear(3, 3)
-    step = ab.TrainStep(
-        layer,
-        lambda model, x: checkpoint(model, model(x), use_reentrant=True).sum(),
-        torch.optim.SGD(layer.parameters(), lr=0.1),
-    )
-    found = survey_step(step, torch.ones(2, 3), {})
-    assert found.parts["compute"] > 0
-    assert found.notes == ("compute is forward alone: this backward cannot be tried",)
-    assert layer.weight.grad is None
 
 
 def test_a_plan_is_of_the_loaders_next_batch_which_stays_the_next() -> None:
@@ -304,15 +254,6 @@ def test_planning_only_reads_live_servers_and_lists_every_possible_mode(server: 
     assert plan.bytes.get("servers", 0) == sum(after[name].bytes - counted[name].bytes for name in after)
     assert all(str(one) in str(plan).splitlines() for one in plan.modes)
     assert ("their bandwidth is not measured" in str(plan)) is (mode is None)
-
-
-def test_the_modes_that_are_planned_without_being_used_have_the_bytes_of_their_own_plans(server: None) -> None:
-    plans = {}
-    for mode in (None, "PS", "Hybrid"):
-        with ab.Executor(step_of(Model()), mode, served="replace") as executor:
-            plans[mode] = executor.plan(batch=IDS)
-    for plan in plans.values():
-        assert {one.comm_mode: one.bytes for one in plan.modes} == {mode: one.bytes for mode, one in plans.items()}
 
 
 def test_a_mode_that_the_model_does_not_allow_has_no_line(server: None) -> None:

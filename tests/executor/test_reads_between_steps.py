@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from small_parts import Users
 from torch import Tensor, nn
 
 import anabranch as ab
 from plain_loop import mean_square
+from toys import Users
 
 ROWS = 12
 CACHES = [None, ab.Cache(capacity=4), ab.Cache(capacity=ROWS)]
@@ -113,37 +113,6 @@ def test_looks_admit_no_ids_and_evict_no_rows(mode: str, cache: ab.Cache | None)
         assert rows_there(executor) == (4, 0)
 
 
-@pytest.mark.parametrize("consistency", ["bsp", "ssp:1", "asp"])
-def test_the_copies_are_read_once_a_step_and_again_where_other_workers_are_missing(
-    consistency: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, steps = nn.Linear(2, 2), list[int | None]()
-    step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
-    with ab.Executor(
-        {"train": step, "look": ab.EvalStep(model, lambda m, x: {"out": m(x)})}, "PS", consistency=consistency
-    ) as executor:
-        remote = executor._remote
-        assert remote is not None
-        pull_many = remote.client.pull_many
-
-        def counted(wanted: Any, **options: Any) -> Any:
-            steps.append(options["step"])
-            return pull_many(wanted, **options)
-
-        monkeypatch.setattr(remote.client, "pull_many", counted)
-        for _ in range(3):
-            executor.run("train", torch.ones(3, 2))
-        merges, waits = consistency == "bsp", consistency == "ssp:1"
-        assert steps == ([1, 2, 3] if merges else [0, 0, 0])  # 0: without waiting for anyone
-        steps.clear()
-        executor.run("look", torch.ones(3, 2))
-        assert steps == ([] if merges else [0])
-        steps.clear()
-        remote._as_of = 1  # as if another worker had been two steps behind when they were read
-        executor.run("train", torch.ones(3, 2))
-        assert steps == [*([3] if waits else []), 4 if merges else 0]
-
-
 # Asking ahead.
 
 
@@ -161,24 +130,6 @@ def test_a_batch_that_is_only_prefetched_admits_and_evicts_nothing() -> None:
         assert torch.equal(model(TRAINED), torch.full((4, 2), -3.0))
         executor.run()
         assert rows_there(executor) == (4, 4)
-
-
-@pytest.mark.parametrize("bound", [0, 3])
-def test_ids_asked_for_ahead_are_admitted_by_their_own_step(bound: int) -> None:
-    data = [TRAINED + 10 * k for k in range(5)]
-    found = []
-    for prefetch in (True, False):
-        model = Users(capacity=None)
-        cache = ab.Cache(capacity=100, pull_bound=bound)
-        with ab.Executor(
-            users_step(model), "Hybrid", cache=cache, prefetch=prefetch, dataloaders={"default": data}
-        ) as executor:
-            for _ in data:
-                executor.run()
-            found.append(model(torch.arange(60)).detach())
-            assert rows_there(executor) == (20, 0)
-    assert torch.equal(*found)
-    assert (found[0] == -1).sum() == 40
 
 
 # Gradients.

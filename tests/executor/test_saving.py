@@ -10,11 +10,11 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
-from small_parts import assert_same, in_job
 from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch import checkpoint
+from toys import assert_same, in_job
 
 
 def batch_of(step: int, rows: int = 6) -> dict[str, Tensor]:
@@ -110,31 +110,6 @@ def test_layers_that_joined_after_construction_are_saved_and_loaded(tmp_path: Pa
         assert resumed.resume(tmp_path)
         assert losses(resumed, range(4, 7)) == expected
     assert_same(other, model)
-
-
-class Counting(torch.optim.SGD):
-    """Keeps values of its own in its state, one under the name of a parameter."""
-
-    def step(self, closure: Any = None) -> Any:
-        self.state["steps"] = self.state.get("steps", 0) + 1
-        self.state["weight"] = self.state.get("weight", torch.zeros(1)) + 0.5
-        return super().step(closure)
-
-
-def test_an_optimizers_state_that_belongs_to_no_parameter_is_saved_and_loaded(tmp_path: Path) -> None:
-    def made() -> tuple[torch.optim.Optimizer, ab.Executor]:
-        model = nn.Linear(4, 3)
-        optimizer = Counting(model.parameters(), lr=0.1, momentum=0.9)
-        return optimizer, ab.Executor({"train": ab.TrainStep(model, loss, optimizer)})
-
-    (optimizer, executor), (other, resumed) = made(), made()
-    with executor, resumed:
-        losses(executor, range(2))
-        executor.save(tmp_path)
-        resumed.load(tmp_path)
-        assert losses(resumed, range(2, 4)) == losses(executor, range(2, 4))
-    assert other.state["steps"] == optimizer.state["steps"] == 4
-    assert torch.equal(other.state["weight"], torch.tensor([2.0]))
 
 
 def test_a_parameter_that_a_layer_in_its_place_left_without_a_name_is_an_error_that_says_so(tmp_path: Path) -> None:

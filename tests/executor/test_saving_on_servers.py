@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from small_parts import job_servers
 from torch import Tensor, nn
 
 import anabranch as ab
 from covering import slow_except
+from toys import job_servers
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),

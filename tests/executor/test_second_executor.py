@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from small_parts import in_job, job_servers
 from torch import Tensor, nn
 
 import anabranch as ab
+from toys import in_job, job_servers
 
 IDS, Y = torch.tensor([[1, 2], [3, 1]]), torch.tensor([1.0, -1.0])
 BATCH = {"ids": IDS, "y": Y}

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
-from small_parts import Kept, Seconds
 from torch import Tensor, nn
 
 import anabranch as ab
-from anabranch.executor import executor as executor_module
 from anabranch.executor.observing import sinks as sinks_module
 from anabranch.executor.observing.sinks import SinkFeed
+from toys import Kept, Seconds
 
 
 class Broken(Kept):
@@ -175,22 +173,6 @@ def test_sinks_are_closed_when_the_executor_cannot_be_made() -> None:
     with pytest.raises(ValueError, match=r"devices= names 'nowhere'; the modules are: "):
         ab.Executor(make_step(), sinks=[kept], devices={"nowhere": "cpu"})
     assert kept.closed == 1
-
-
-def test_the_first_group_is_left_if_the_second_cannot_be_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    line = SimpleNamespace(rank=0, size=1, closed=0)
-    line.close = lambda: vars(line).update(closed=1)
-
-    def lost(*_: object) -> None:
-        raise ab.PeerLost("rank 1 did not come", peer="rank 1", operation="rendezvous")
-
-    monkeypatch.setattr(executor_module, "join_pipelines", lost)
-    monkeypatch.setattr(executor_module.dist, "get_world_size", lambda *_: 2)
-    monkeypatch.setattr(executor_module, "Workers", lambda *_, **options: line)
-    monkeypatch.setattr(executor_module, "check_pipes", lambda *_: SimpleNamespace(process_group=None))
-    with pytest.raises(ab.PeerLost, match="rank 1 did not come"):
-        ab.Executor(make_step(), "AllReduce", process_group=object())  # type: ignore[arg-type]
-    assert line.closed
 
 
 @pytest.mark.parametrize("sinks", [[Kept], [object()], "sinks", Kept()])

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from small_parts import Users, job_servers
 
 import anabranch as ab
+from toys import Users, job_servers
 
 
 def executor_of(model: Users, **options: Any) -> ab.Executor:

@@ -146,28 +146,6 @@ def order_of(epoch: int, count: int = COUNT, batch: int = BATCH) -> GlobalBatche
     return loader
 
 
-def test_steps_and_the_script_itself_read_one_loader_each_at_its_own_place() -> None:
-    loader = GlobalBatches(range(COUNT), BATCH)
-    first, second = BoundLoader(loader), BoundLoader(loader)
-    expected = [numbers(batch) for epoch in range(2) for batch in order_of(epoch)]
-    taken: list[list[int]] = []
-    others: list[list[int]] = []
-    while len(taken) < 10:
-        next(iter(loader))  # a look
-        for one, into, most in ((first, taken, 10), (second, others, 3)):
-            if len(into) < most and (batch := one.next_batch()) is not ENDED:
-                into.append(numbers(batch))
-            elif len(into) < most:
-                one.start_epoch()
-        if len(taken) == 3:
-            again = BoundLoader(GlobalBatches(range(COUNT), BATCH))
-            again.restore([first.state()])
-            assert numbers(again.next_batch()) == expected[3]
-            assert sorted(sample for batch in first.one_pass() for sample in numbers(batch)) == list(range(COUNT))
-    assert taken == expected
-    assert others == expected[:3]
-
-
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_another_batch_size_goes_on_at_the_same_sample(drop_last: bool) -> None:
     first = BoundLoader(GlobalBatches(range(COUNT), 5, shuffle=False))
