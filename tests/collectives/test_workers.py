@@ -18,7 +18,7 @@ from anabranch.collectives.messages import ended_within
 from anabranch.collectives.workers import SAID_AFTER, _Comparison
 from anabranch.errors import BoundaryError, DeadlineExceeded
 from anabranch.record import spans
-from toys import in_job
+from toys import in_job, run_in_job
 
 
 def meeting_again() -> list[Any]:
@@ -79,7 +79,9 @@ def calls_apart() -> list[str]:
 
 def test_a_worker_that_makes_a_call_alone_and_the_others_are_told_of_each_other() -> None:
     calls = ["evaluation", "all_reduce of gradients"]
-    for rank, (waits, elsewhere) in enumerate(in_job(calls_apart, 2)):
+    for rank, result in enumerate(run_in_job(calls_apart, 2).results):  # whose groups are broken in the end
+        assert result is not None
+        waits, elsewhere = result["returned"]
         assert f"rank {1 - rank} waits in {calls[1 - rank]!r} and this rank in {calls[rank]!r}" in waits
         assert f"rank {1 - rank} is in another call" in elsewhere
 

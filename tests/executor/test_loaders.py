@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from _pytest.mark import ParameterSet
-from loader_kinds import LOADERS, Broken, Shuffled, Squares, bound, drain, numbers, plain, seed_all, seeded, take, train
+from loader_kinds import LOADERS, Shuffled, Squares, bound, drain, numbers, plain, seed_all, seeded, take, train
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -138,19 +138,6 @@ def test_skipped_batches_are_said_and_global_ones_are_not_loaded(
     ]
 
 
-def test_a_batch_that_could_not_be_made_counts_as_read(opened: Callable[..., BoundLoader]) -> None:
-    def fail(samples: list[Tensor]) -> Tensor:
-        if samples[0] == 16:
-            raise Broken
-        return torch.stack(samples)
-
-    loader = opened(DataLoader(Squares(), batch_size=2, collate_fn=fail))
-    take(loader, 2)
-    with pytest.raises(Broken):
-        loader.next_batch()
-    assert numbers(loader.next_batch()) == [36, 49]
-
-
 @pytest.mark.parametrize("kind", ["list", "plain", "stateful", "iterable", "shuffled", "pairs"])
 def test_another_number_of_workers_is_refused_within_an_epoch_and_taken_between_two(
     kind: str, opened: Callable[..., BoundLoader]
@@ -236,20 +223,6 @@ def test_a_batch_that_was_looked_at_is_the_next_and_not_in_the_position(
     assert numbers(again.next_batch()) == numbers(ahead)
     drain(loader)
     assert loader.peek() is None
-
-
-def test_a_failure_of_a_look_is_raised_where_the_batch_is_taken(opened: Callable[..., BoundLoader]) -> None:
-    def fail(samples: list[Tensor]) -> Tensor:
-        if samples[0] == 4:
-            raise Broken
-        return torch.stack(samples)
-
-    loader = opened(DataLoader(Squares(), batch_size=2, num_workers=1, collate_fn=fail))
-    assert numbers(loader.next_batch()) == [0, 1]
-    assert loader.peek() is None
-    with pytest.raises(Broken):
-        loader.next_batch()
-    assert numbers(loader.next_batch()) == [16, 25]
 
 
 # Epochs.

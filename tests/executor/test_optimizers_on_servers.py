@@ -270,7 +270,7 @@ FREEZES: dict[str, Callable[[nn.Module, bool], object]] = {
     [("tape", {}), ("graph", {}), ("tape", {"cache": ab.Cache("LRU", capacity=4, pull_bound=2, push_bound=2)})],
     ids=str,
 )
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("way", FREEZES)
 def test_a_remote_embedding_is_frozen_and_thawed_as_an_embedding(
     way: str, engine: Any, options: dict[str, Any]

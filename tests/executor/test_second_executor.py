@@ -48,10 +48,10 @@ def executor_of(model: nn.Module, mode: str = "Hybrid", **options: Any) -> ab.Ex
     return ab.Executor(steps, mode, **options)
 
 
-@pytest.fixture(params=[1, 2])
-def servers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Servers on which a job has trained two steps; it ended without a word."""
-    with job_servers(request.param, monkeypatch):
+    with job_servers(2, monkeypatch):
         first = executor_of(Model())
         for _ in range(2):
             first.run("train", BATCH)

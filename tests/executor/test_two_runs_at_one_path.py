@@ -135,20 +135,6 @@ def test_a_save_in_the_background_is_refused_too(tmp_path: Path) -> None:
 # Failures that are reported later.
 
 
-def _ended(target: ab.Executor) -> None:
-    target._saver._saving._written.exception(timeout=60)  # type: ignore[union-attr]
-
-
-def test_both_failures_are_told_if_the_second_save_fails_too(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with executor() as target:
-        target.save(tmp_path / "file", wait=False)
-        _ended(target)
-        with pytest.raises(ab.CheckpointError, match="file/second") as caught:
-            target.save(tmp_path / "file" / "second")
-        assert "file of step 0 could not be saved in the background" in caught.value.__notes__[0]
-
-
 # Generations that are replaced while they are read.
 
 
@@ -192,14 +178,6 @@ def test_a_generation_that_is_replaced_while_it_is_read_is_read_anew(
         assert (reader.resume if search else reader.load)(place) in (True, None)
         assert reader.step == checkpoint.read(place).step > 0
     assert not caplog.records  # nothing is damaged
-
-
-def test_reading_ends_if_it_is_replaced_every_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with executor() as writer:
-        writer.save(tmp_path)
-        replacing(monkeypatch, "check", lambda: [writer.save(tmp_path) for _ in "12"] and None, times=1000)
-        with pytest.raises(ab.CheckpointError, match="was replaced while it was read"):
-            checkpoint.read(tmp_path)
 
 
 def loading_while_another_saves(folder: str) -> int:

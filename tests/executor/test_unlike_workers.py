@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -10,9 +10,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, DistributedSampler
 
 import anabranch as ab
@@ -250,3 +255,32 @@ def test_an_interrupt_behind_the_first_message_of_a_run_is_no_crash_of_the_next(
     assert all("failed in the middle of its communication" in text for text in first[1:])
     assert second[0].startswith(("PeerLost", "DeadlineExceeded"))
     assert not (tmp_path / "saved").exists()
+
+
+# Modules whose parameters lie in parts on several ranks are refused when a step is made.
+
+
+@pytest.fixture
+def _fake_group() -> Iterator[None]:
+    # A gloo group of its own process leaves sockets that this process's end closes.
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_fake_group")
+def test_fully_sharded_modules_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(
+        ValueError, match=r"'0.weight' of .* is a DTensor.* give the Executor the model before it is sharded"
+    ):
+        ab.TrainStep(model, lambda m, x: m(x).sum(), torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.usefixtures("_fake_group")
+def test_tensor_parallel_modules_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    parallelize_module(model, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
+    with pytest.raises(ValueError, match=r"'0.weight' of Sequential is a DTensor"):
+        ab.EvalStep(model, lambda m, x: {"y": m(x)})

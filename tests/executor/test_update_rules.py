@@ -56,21 +56,6 @@ def test_a_step_that_is_not_finite_raises_and_updates_nothing(engine: Any) -> No
         assert executor.engine() == ("tape" if engine == "tape" else "graph")
 
 
-def test_a_gradient_that_is_not_finite_is_named_though_the_loss_is() -> None:
-    class Root(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fine, self.edge = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2))
-
-    model = Root()
-    step = ab.TrainStep(
-        model, lambda m, x: (m.fine * x + m.edge.sqrt()).sum(), torch.optim.SGD(model.parameters(), lr=0.1)
-    )
-    with ab.Executor(step) as executor, pytest.raises(ab.NonFinite, match="gradients of edge hold"):
-        executor.run(batch=torch.ones(1, 2))
-    assert torch.equal(model.fine.detach(), torch.ones(2))
-
-
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.1}, {"clip_grad_norm": 0.1, "clip_grad_value": 0.01}])
@@ -256,20 +241,6 @@ def test_mistakes(options: dict[str, Any], error: type[Exception], text: str) ->
 
 
 # Parameters that no optimizer holds
-
-
-@pytest.mark.quick_cases(2)
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("clip", [None, 1.0])
-def test_nonfinite_values_do_not_stay_in_uncleared_gradients(engine: Any, clip: float | None) -> None:
-    model = model_of()
-    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    step = ab.TrainStep(model, loss_of, optimizer, skip_nonfinite=True, clip_grad_norm=clip)
-    with ab.Executor(step, engine=engine) as executor:
-        for index in range(8):
-            executor.run(batch=batch_of(index, bad=index == 4))
-        assert (executor.step, executor.statistics().skipped_steps) == (7, 1)
-    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(("engine", "clip"), [("tape", 0.1), ("graph", 0.1), ("tape", None)])
