@@ -1,19 +1,14 @@
-"""The plan of the source tree: imports without circles, and no class name for two things."""
+"""The plan of the source tree: imports without circles, and lists of exported names that are sorted and complete."""
 
 from __future__ import annotations
 
-import ast
 import importlib
 import pkgutil
-from collections import Counter
-from pathlib import Path
 
 import grimp
 import networkx as nx
 
 import anabranch as ab
-
-ROOT = Path(ab.__file__).parent
 
 
 def test_imports_form_no_circle_however_late_they_are_made() -> None:
@@ -21,16 +16,6 @@ def test_imports_form_no_circle_however_late_they_are_made() -> None:
     imports = nx.DiGraph((a, b) for a in found.modules for b in found.find_modules_directly_imported_by(a))
     assert imports.number_of_edges() > 1000
     assert [sorted(part) for part in nx.strongly_connected_components(imports) if len(part) > 1] == []
-
-
-def test_no_two_classes_share_a_name_that_other_files_use() -> None:
-    names = Counter(
-        node.name
-        for path in ROOT.rglob("*.py")
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
-    )
-    assert [name for name, times in names.items() if times > 1] == []
 
 
 # Every package that users import lists what it exports: sorted, complete, and only existing names.

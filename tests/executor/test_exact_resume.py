@@ -184,13 +184,9 @@ def with_tensor_rate(parameters: Any) -> Optimizer:
 
 SCHEDULERS: dict[str, MakeScheduler] = {
     "NumPy": lambda o: lr_scheduler.LambdaLR(o, lambda step: np.cos(step / 9)),
-    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.01, anneal_epochs=4),
     "curious": lambda o: Curious(o, lambda step: 0.9**step),
     "warmup": lambda o: Warmup(o, lr_scheduler.CosineAnnealingLR(o, 9)),
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
-    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 4),
     "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 2, scale_fn=lambda x: 0.9**x),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, 9, cycle_momentum=False),
     "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
         [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.9)], o
     ),

@@ -230,23 +230,6 @@ def test_the_third_step_pulls_all_tables_in_one_message(engine: str, monkeypatch
     assert [sorted(one) for one in pulled] == [["a"], ["b"], ["c"]] * 2 + [["a", "b", "c"]] * 2
 
 
-def test_rows_of_the_next_batch_are_pulled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = data(5)
-    with (
-        pulls(monkeypatch) as pulled,
-        ab.Executor(
-            step_of(Model(fields)), "Hybrid", cache=ab.Cache(capacity=ROWS), dataloaders={"default": batches}
-        ) as executor,
-    ):
-        for _ in batches:
-            executor.run()
-    ahead = [{name: one[f"{name}+"] for name in "abc"} for one in pulled if "a+" in one]
-    assert len(ahead) == 2
-    for some, batch in zip(ahead, batches[3:], strict=True):
-        assert some["a"] <= set(batch["x"][:, 0].tolist())
-        assert some["c"] <= set(batch["x"][:, 2:].flatten().tolist())
-
-
 def test_a_lookup_of_other_ids_reads_those_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = data(6)
     torch.manual_seed(2)

@@ -50,11 +50,7 @@ CHANGES: dict[str, Callable[[int, Any, Any], object]] = {
     "the learning rate as a tensor": lambda step, m, o: (
         step == 4 and o.param_groups[0].__setitem__("lr", torch.tensor(0.5))
     ),
-    "a group replaced": lambda step, m, o: (
-        step == 4 and o.param_groups.__setitem__(0, {**o.param_groups[0], "lr": 0.5})
-    ),
     "the state cleared": lambda step, m, o: step == 4 and o.state.clear(),
-    "the betas": lambda step, m, o: step == 4 and o.param_groups[0].update(betas=(0.5, 0.5)),
 }
 
 
