@@ -24,23 +24,29 @@ $(STAMP)-%: $(STAMP)
 	@$(BIN)/python tools/install.py $*
 	@touch $@
 
+# Once for each dtype, and again where a source of the kernels has changed: or every process of the tests waits for them.
+$(STAMP)-kernels: $(STAMP)-test $(shell find src/anabranch/tables -name '*.py')
+	@echo "compiling kernels (about a minute)"
+	@for dtype in float32 float64 bfloat16; do $(BIN)/python tools/compile_kernels.py $$dtype caches & done; wait
+	@touch $@
+
 demo: $(STAMP)
 	@$(BIN)/anabranch run --workers 2 --servers 1 --experts 2 --log-dir runs/demo/logs examples/language_model.py --out runs/demo
 
 # Three at once on two cores: many tests wait for other processes. The empty variable: hundreds of processes would compile
 # the same sources where the environment forbids to keep that.
-test: $(STAMP)-test
+test: $(STAMP)-kernels
 	@$(PYTEST) -n 3 --dist worksteal --durations=10 -m "not slow" $(ELSEWHERE) $(ARGS)
 
-test-all: $(STAMP)-test
+test-all: $(STAMP)-kernels
 	@$(PYTEST) -n 3 --dist worksteal --durations=10 $(ELSEWHERE) $(ARGS)
 
 # Jobs on a Ray cluster of three nodes of this machine: two minutes and 2 GB.
-test-ray: $(STAMP)-test $(STAMP)-ray
+test-ray: $(STAMP)-kernels $(STAMP)-ray
 	@$(PYTEST) -n 0 -q tests/launch/ray $(ARGS)
 
 # Every way in which Python may change between two steps, against the plain loop.
-test-matrix: $(STAMP)-test
+test-matrix: $(STAMP)-kernels
 	@$(PYTEST) -n 2 --dist worksteal -q -m matrix tests/matrix $(ARGS)
 
 # Models and optimizers of other libraries, in a virtual environment of their own that borrows torch from ours.
@@ -52,7 +58,7 @@ $(MODELS)/.installed: $(STAMP)-test $(STAMP)-ray
 	@$(MODELS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --group models
 	@touch $@
 
-test-models: $(MODELS)/.installed
+test-models: $(MODELS)/.installed $(STAMP)-kernels
 	@PYTHONDONTWRITEBYTECODE= PYTHONPATH=src $(MODELS)/bin/python -m pytest -n 2 --dist worksteal -q -m models tests/models $(ARGS)
 
 # A random process of a training job is killed every 20 seconds; ends with a table, and with 1 if a promise was broken.

@@ -13,12 +13,6 @@ from anabranch.job import Job, job
 from anabranch.launch import roles
 
 
-def test_the_module_and_the_function_share_a_name() -> None:
-    assert ab.job is job
-    assert anabranch.job is job
-    assert ab.Job is Job
-
-
 def test_without_a_launcher_the_process_is_a_job_of_one_worker() -> None:
     assert job({}) == Job(rank=0, world_size=1, local_rank=0, role="worker", servers=(), experts=0, directory=None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -161,6 +162,7 @@ def questions(tree: ast.AST) -> Iterator[str]:
 def test_the_sources_keep_their_promises() -> None:
     """Each tree is looked at once and let go: kept, all of them would be in the way of every collection of garbage."""
     hooks, dates, printing, placed, forbidden, waits, asked = set(), set(), set(), set(), {}, {}, {}
+    classes: Counter[str] = Counter()
     for path in sorted(ROOT.rglob("*.py")):
         name, tree = str(path.relative_to(ROOT)), ast.parse(path.read_text())
         if list(registered_hooks(tree)):
@@ -177,6 +179,8 @@ def test_the_sources_keep_their_promises() -> None:
             waits[name] = places
         if opened := list(questions(tree)):
             asked[name] = opened
+        names = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+        classes.update(one for one in names if not one.startswith("_"))
     assert hooks == {HOOKS}, "hooks on tensors and modules are set in one file only"
     assert dates == DATES, "every deadline is on a clock that nobody sets"
     assert printing == PRINTS, "the library says nothing by itself"
@@ -184,6 +188,7 @@ def test_the_sources_keep_their_promises() -> None:
     assert forbidden == {FORKS: ["os.fork"] * 2}, "nothing unpickles or evaluates bytes"
     assert waits == {}, "no wait is without a bound"
     assert asked == {}, "docstrings say the thing itself"
+    assert [name for name, times in classes.items() if times > 1] == [], "no two classes share a name"
 
 
 @pytest.mark.parametrize(

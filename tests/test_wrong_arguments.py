@@ -21,22 +21,22 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).mean()
 
 
-def step(optimizer: Any = SGD, **options: Any) -> ab.TrainStep:
+def made(optimizer: Any = SGD, **options: Any) -> ab.TrainStep:
     return ab.TrainStep(MODEL, loss, optimizer, **options)
 
 
-def executor(**options: Any) -> ab.Executor:
-    return ab.Executor(step(), **options)
+def executor(step: ab.TrainStep | None = None, **options: Any) -> ab.Executor:
+    return ab.Executor(made() if step is None else step, **options)
 
 
 STEPS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: ab.TrainStep(MODEL, nn.MSELoss(), SGD), TypeError, "MSELoss takes an output and a target; write lambda"),
     (lambda: ab.TrainStep(MODEL, nn.functional.l1_loss, SGD), TypeError, "l1_loss takes an output and a target"),
     (lambda: executor().run(batch=[[1.0, 2.0]]), ValueError, "convert its numbers to tensors or arrays"),
-    (lambda: step(None), TypeError, "optimizer is one Optimizer or a list of them, got None"),
-    (lambda: step(torch.optim.SGD), TypeError, "optimizer is one Optimizer or a list of them, got <class"),
-    (lambda: step(scheduler=3), TypeError, "scheduler is one LRScheduler or a list of them, got 3"),
-    (lambda: step(clip_grad_norm="1"), TypeError, "clip_grad_norm is a finite number above 0, or None, got '1'"),
+    (lambda: made(None), TypeError, "optimizer is one Optimizer or a list of them, got None"),
+    (lambda: made(torch.optim.SGD), TypeError, "optimizer is one Optimizer or a list of them, got <class"),
+    (lambda: made(scheduler=3), TypeError, "scheduler is one LRScheduler or a list of them, got 3"),
+    (lambda: made(clip_grad_norm="1"), TypeError, "clip_grad_norm is a finite number above 0, or None, got '1'"),
     (lambda: executor(engine="auto"), ValueError, "engine is 'tape' or 'graph', got 'auto'"),
     (lambda: executor(compile=True), ValueError, "the engine is 'tape'; give engine='graph'"),
     (lambda: executor(comm_mode="P2P"), ValueError, "'PS' or 'Hybrid', got 'P2P'"),
@@ -51,6 +51,13 @@ STEPS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: executor(devices={"zz": "cpu"}), ValueError, r"'zz'; the modules are: none; use model.to\(device\)"),
     (lambda: executor().run(batch=torch.ones(2, 4), fetch=[3]), TypeError, r"fetch is a list of names.* got \[3\]"),
     (lambda: executor().save(None), TypeError, "path is a string or a pathlib.Path, got None"),
+    (lambda: executor().save("c", wait=3), TypeError, "wait is True or False, got 3"),
+    (lambda: executor().run("tain"), ValueError, "'tain'"),
+    (lambda: executor().graph("default"), RuntimeError, "engine='graph'"),
+    (lambda: executor().run("default"), ValueError, "no loader"),
+    (lambda: executor(dataloaders={"test": []}), ValueError, r"'test'; the steps are \['default'\]"),
+    (lambda: made(precision="float16", activation_budget=5), ValueError, "precision='float16' runs without one"),
+    (lambda: executor(made(precision="float16"), engine="graph"), ValueError, "or engine='tape'"),
     (lambda: ab.gradients(3, wrt=["x"]), TypeError, "graph must be a Graph, as capture returns, got int"),
     (lambda: LocalJob(workers=0), ValueError, "a job has at least 1 worker, got workers=0"),
 ]

@@ -1,8 +1,8 @@
 """Compiles the kernels of parameter servers and of cached tables, so that no first job and no test waits for them.
 
-Called by `tools/install.py` with a dtype, and `caches` for those of cached tables, too. Numba keeps what it made
-beside the sources, or in the user's cache where nothing can be written there. Whatever is missing is compiled when it
-is needed.
+Called by `tools/install.py` and `make` with a dtype, and `caches` for those of cached tables, too. Numba keeps what it
+made beside the sources, or in the user's cache where nothing can be written there. Whatever is missing is compiled when
+it is needed.
 """
 
 from __future__ import annotations

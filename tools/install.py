@@ -14,8 +14,6 @@ from pathlib import Path
 
 LOG = Path(sys.prefix, "install.log")
 PIP = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "-c", "constraints.txt"]
-# At once, one process at a time for each kernel.
-COMPILED = {"demo": ["float32"], "test": ["float32 caches", "float64 caches", "bfloat16 caches"]}
 MEGABYTE = 1 << 20
 LARGE = 50 * MEGABYTE
 SHOWN_LINES = 30
@@ -80,14 +78,10 @@ def main(group: str) -> None:
                 display.finish(f"pip failed (exit code {process.returncode}); the end of {LOG}:")
                 lines = [line for line in LOG.read_text().splitlines() if not line.startswith("Progress ")]
                 sys.exit("\n".join(lines[-SHOWN_LINES:]))
-        if group in COMPILED:
+        if group == "demo":
             display.take("compiling kernels (half a minute)")
-        compilers = [
-            subprocess.Popen([sys.executable, "tools/compile_kernels.py", *which.split()], stdout=log, stderr=log)
-            for which in COMPILED.get(group, ())
-        ]
-        for compiler in compilers:
-            compiler.wait()  # what it could not compile is compiled when it is needed, or fails there with its reason
+            # What it cannot compile is compiled when it is needed, or fails there with its reason.
+            subprocess.run([sys.executable, "tools/compile_kernels.py", "float32"], stdout=log, stderr=log, check=False)
     display.finish(f"installed in {time.monotonic() - started:.0f} s")
 
 

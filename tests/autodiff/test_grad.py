@@ -34,14 +34,6 @@ def test_gradients_of_leaves_and_intermediates_arrive_once_each_in_backward_orde
     assert x.grad is None
 
 
-def test_a_plain_tensor_requires_a_gradient_for_the_session_only() -> None:
-    x, got = torch.ones(2), {}
-    with ab.Grad().wrt(x, callback=saver(got, "x")) as grad:
-        grad((x * 2).sum(), None)
-    assert got["x"].tolist() == [2.0, 2.0]
-    assert not x.requires_grad
-
-
 def test_the_callback_of_a_dropped_intermediate_gets_none_for_it() -> None:
     x, got = torch.ones(2, requires_grad=True), []
     with ab.Grad() as grad:
@@ -99,17 +91,6 @@ def test_nested_sessions_give_second_and_third_derivatives() -> None:
     torch.testing.assert_close(got["2"].detach(), -torch.sin(x).detach())
     torch.testing.assert_close(got["3"], -torch.cos(x).detach())
     assert not got["3"].requires_grad
-
-
-def test_an_inner_session_does_not_record_the_outer_ones_sweep() -> None:
-    x = torch.tensor([0.7], requires_grad=True)
-    got: dict[str, torch.Tensor] = {}
-    with ab.Grad().wrt(x, callback=saver(got, "outer")) as outer, ab.Grad().wrt(x, callback=saver(got, "i")) as inner:
-        y = torch.sin(x)
-        outer(y, torch.ones_like(y))
-        assert not got["outer"].requires_grad
-        inner(y, torch.ones_like(y))
-    assert torch.equal(got["outer"], got["i"])
 
 
 def test_sessions_that_end_out_of_order_keep_each_others_tape() -> None:

@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import anabranch as ab
+from toys import in_job
 
 
 def model() -> nn.Sequential:
@@ -234,36 +236,6 @@ def test_second_order_through_nested_managers() -> None:
     assert torch.allclose(x.grad, -torch.cos(x))
 
 
-def test_a_rank_without_a_loss_calls_backward_with_nothing() -> None:
-    manager = ab.GradManager()
-    with manager:
-        manager.backward()
-
-
-def test_two_tensors_that_share_one_gradient_are_treated_once_each() -> None:
-    a, b = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
-    manager = ab.GradManager().attach([a, b], lambda tensor, grad: grad.mul_(2))
-    with manager:
-        manager.backward((a + b).sum())
-    assert a.grad.tolist() == b.grad.tolist() == [2.0] * 3
-
-
-def test_the_raw_gradient_is_released_as_soon_as_its_callback_has_replaced_it() -> None:
-    first, last = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    raw: list[weakref.ref[torch.Tensor]] = []
-
-    def callback(tensor, grad):
-        assert all(reference() is None for reference in raw)
-        raw.append(weakref.ref(grad))
-        return torch.full((2,), 5.0)
-
-    manager = ab.GradManager().attach([first, last], callback)
-    with manager:
-        manager.backward(((first * 2).exp() * last).sum())
-    assert len(raw) == 2
-    assert first.grad.tolist() == last.grad.tolist() == [5.0, 5.0]
-
-
 @pytest.mark.parametrize("old", ["dense", "sparse"])
 @pytest.mark.parametrize("new", ["dense", "sparse"])
 def test_dense_and_sparse_gradients_add_up_in_every_combination(old: str, new: str) -> None:
@@ -411,11 +383,62 @@ def test_groups_join_in_any_order_and_a_failed_entry_releases_the_others() -> No
     managers[1].release()
 
 
-def test_outputs_of_submodules_are_recorded_on_the_tape_and_the_hooks_leave_with_the_block() -> None:
-    net = model()
-    with ab.autodiff.record_outputs({"first": net[0], "unused": nn.Linear(1, 1)}) as outputs:
-        out = net(torch.randn(2, 4))
-    assert list(outputs) == ["first"]
-    assert outputs["first"].requires_grad
-    assert torch.equal(net[2](net[1](outputs["first"])), out)
-    assert not net[0]._forward_hooks
+# Callbacks that return the futures of ``torch.distributed``'s collectives: averages, compression, failures.
+
+WORKERS = 2
+
+
+def averaged(tensor: torch.Tensor, grad: torch.Tensor) -> torch._C.Future:
+    return dist.all_reduce(grad.div_(WORKERS), async_op=True).get_future()
+
+
+def compressed(tensor: torch.Tensor, grad: torch.Tensor) -> torch._C.Future:
+    """As the guide has it: half the bytes on the wire, divided afterwards."""
+    work = dist.all_reduce(grad.to(torch.bfloat16), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0].to(grad.dtype) / dist.get_world_size())
+
+
+def failing(tensor: torch.Tensor, grad: torch.Tensor) -> torch._C.Future:
+    def fail(future: torch._C.Future) -> torch.Tensor:
+        raise ConnectionError("the codec is broken")
+
+    return dist.all_reduce(grad, async_op=True).get_future().then(fail)
+
+
+def gathered(tensor: torch.Tensor, grad: torch.Tensor) -> torch._C.Future:
+    into = [torch.empty_like(grad) for _ in range(WORKERS)]
+    return dist.all_gather(into, grad, async_op=True).get_future()
+
+
+def trained(callback: object) -> list[list[float]]:
+    torch.manual_seed(0)
+    model, batch = nn.Linear(3, 2), torch.arange(12.0).reshape(4, 3)
+    manager = ab.GradManager(timeout=30.0).attach(model.parameters(), callback)
+    rank = dist.get_rank() if dist.is_initialized() else None
+    with manager:
+        manager.backward(model(batch if rank is None else batch[rank::WORKERS]).square().mean())
+    return [parameter.grad.flatten().tolist() for parameter in model.parameters()]
+
+
+def as_worker() -> dict[str, Any]:
+    dist.init_process_group("gloo")
+    results: dict[str, Any] = {"averaged": trained(averaged), "compressed": trained(compressed)}
+    for callback in (failing, gathered):
+        with pytest.raises((RuntimeError, ConnectionError, TypeError)) as caught:
+            trained(callback)
+        results[callback.__name__] = f"{caught.typename}: {caught.value}"
+    return results | {"after": trained(averaged)}
+
+
+def test_a_collectives_future_is_a_callbacks_answer() -> None:
+    whole = [torch.tensor(values) for values in trained(lambda tensor, grad: None)]
+    for found in in_job(as_worker, WORKERS):
+        for mean, rounded, again, wanted in zip(
+            found["averaged"], found["compressed"], found["after"], whole, strict=True
+        ):
+            torch.testing.assert_close(torch.tensor(mean), wanted)
+            torch.testing.assert_close(torch.tensor(again), wanted)
+            torch.testing.assert_close(torch.tensor(rounded), wanted, rtol=2**-6, atol=1e-3)
+        assert found["compressed"] != found["averaged"]
+        assert "the codec is broken" in found["failing"]
+        assert found["gathered"].startswith("TypeError: a callback's future returns a tensor, or a list of one")

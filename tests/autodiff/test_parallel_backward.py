@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -94,27 +95,17 @@ def test_no_calls_give_no_outputs() -> None:
     assert ab.map_with_parallel_backward(Bare) == ()
 
 
-def meeting(parties: int) -> type[Function]:
-    """A Function whose every call waits for all others, forward and backward: one at a time it would break."""
-    there, back = threading.Barrier(parties), threading.Barrier(parties)
-
-    class Meeting(Function):
-        @staticmethod
-        def forward(ctx, x):
-            there.wait(timeout=WAIT)
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            back.wait(timeout=WAIT)
-            return grad * 2
-
-    return Meeting
+def made(forward: Any = lambda ctx, x: x * 1, backward: Any = lambda ctx, grad: grad, name: str = "Made") -> Any:
+    """A Function of these two."""
+    return type(name, (Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
 
 
 def test_all_forwards_run_at_once_and_all_backwards_run_at_once() -> None:
+    """Each call waits for all others: one at a time they would break."""
+    there, back = threading.Barrier(5, timeout=WAIT), threading.Barrier(5, timeout=WAIT)
+    func = made(lambda ctx, x: (there.wait(), x * 2)[1], lambda ctx, grad: (back.wait(), grad * 2)[1])
     xs = [torch.ones(2, requires_grad=True) for _ in range(5)]
-    outputs = ab.map_with_parallel_backward(meeting(5), *[(x,) for x in xs])
+    outputs = ab.map_with_parallel_backward(func, *[(x,) for x in xs])
     sum(out.sum() for (out,) in outputs).backward()
     assert all(x.grad.tolist() == [2.0, 2.0] for x in xs)
 
@@ -123,61 +114,38 @@ def test_nothing_downstream_starts_before_all_calls_have_ended() -> None:
     log: list[str] = []
     first_done = threading.Event()
 
-    class Logged(Function):
-        @staticmethod
-        def forward(ctx, x, index):
-            ctx.index = index
-            return x * 1
+    def forward(ctx, x, index):
+        ctx.index = index
+        return x * 1
 
-        @staticmethod
-        def backward(ctx, grad):
-            if ctx.index == 0:
-                log.append("call 0")
-                first_done.set()
-            else:
-                assert first_done.wait(timeout=WAIT)
-                log.append("call 1")
-            return grad, None
+    def backward(ctx, grad):
+        assert ctx.index == 0 or first_done.wait(timeout=WAIT)
+        log.append(f"call {ctx.index}")
+        first_done.set()
+        return grad, None
 
-    class Downstream(Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, grad):
-            log.append("downstream")
-            return grad
-
+    downstream = made(backward=lambda ctx, grad: log.append("downstream") or grad)
     x = torch.ones(1, requires_grad=True)
-    (a,), (b,) = ab.map_with_parallel_backward(Logged, (Downstream.apply(x), 0), (Downstream.apply(x), 1))
+    (a,), (b,) = ab.map_with_parallel_backward(made(forward, backward), *[(downstream.apply(x), i) for i in range(2)])
     (a + b).sum().backward()
     assert log == ["call 0", "call 1", "downstream", "downstream"]
-
-
-def counted(log: list, materialize: bool = True) -> type[Function]:
-    class Two(Function):
-        @staticmethod
-        def forward(ctx, x, index):
-            ctx.index = index
-            ctx.set_materialize_grads(materialize)
-            return x * 1, x * 2
-
-        @staticmethod
-        def backward(ctx, first, second):
-            log.append(
-                (ctx.index, None if first is None else first.tolist(), None if second is None else second.tolist())
-            )
-            return torch.ones(1), None
-
-    return Two
 
 
 @pytest.mark.parametrize("materialize", [True, False])
 def test_an_unused_output_of_a_used_call_is_zeros_or_none_and_an_unused_call_has_no_backward(materialize) -> None:
     log: list = []
+
+    def forward(ctx, x, index):
+        ctx.index = index
+        ctx.set_materialize_grads(materialize)
+        return x * 1, x * 2
+
+    def backward(ctx, *grads):
+        log.append((ctx.index, *(grad if grad is None else grad.tolist() for grad in grads)))
+        return torch.ones(1), None
+
     x = torch.ones(1, requires_grad=True)
-    outputs = ab.map_with_parallel_backward(counted(log, materialize), (x, 0), (x, 1))
+    outputs = ab.map_with_parallel_backward(made(forward, backward), (x, 0), (x, 1))
     outputs[1][1].sum().backward()
     assert log == [(1, [0.0] if materialize else None, [1.0])]
 
@@ -185,19 +153,12 @@ def test_an_unused_output_of_a_used_call_is_zeros_or_none_and_an_unused_call_has
 def test_needs_input_grad_reaches_the_function() -> None:
     seen: list = []
 
-    class Looks(Function):
-        @staticmethod
-        def forward(ctx, x, y, number):
-            seen.append(ctx.needs_input_grad)
-            return x + y
-
-        @staticmethod
-        def backward(ctx, grad):
-            seen.append(ctx.needs_input_grad)
-            return grad, None, None
-
+    func = made(
+        lambda ctx, x, y, number: (seen.append(ctx.needs_input_grad), x + y)[1],
+        lambda ctx, grad: (seen.append(ctx.needs_input_grad), (grad, None, None))[1],
+    )
     x, y = torch.ones(1, requires_grad=True), torch.ones(1)
-    ((out,),) = ab.map_with_parallel_backward(Looks, (x, y, 3))
+    ((out,),) = ab.map_with_parallel_backward(func, (x, y, 3))
     out.backward()
     assert seen == [(True, False, False)] * 2
 
@@ -245,47 +206,16 @@ def test_backward_twice_with_retain_graph_works_and_without_it_is_torchs_error()
 
 
 def test_contexts_are_freed_after_backward_while_the_outputs_are_held() -> None:
-    class Holds(Function):
-        @staticmethod
-        def forward(ctx, x):
-            kept = torch.zeros(3)
-            alive.append(weakref.ref(kept))
-            ctx.kept = kept
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, grad):
-            assert ctx.kept is not None
-            return grad
+    def forward(ctx, x):
+        ctx.kept = torch.zeros(3)
+        alive.append(weakref.ref(ctx.kept))
+        return x * 1
 
     alive: list = []
     x = torch.ones(2, requires_grad=True)
-    outputs = ab.map_with_parallel_backward(Holds, (x,), (x,))
+    outputs = ab.map_with_parallel_backward(made(forward), (x,), (x,))
     assert all(reference() is not None for reference in alive)
     sum(out.sum() for (out,) in outputs).backward()
-    gc.collect()
-    assert [reference() for reference in alive] == [None, None]
-    assert outputs
-
-
-def test_leaving_a_session_frees_saved_tensors() -> None:
-    x = torch.ones(2, requires_grad=True)
-
-    class Saves(Function):
-        @staticmethod
-        def forward(ctx, x):
-            middle = torch.exp(x)
-            alive.append(weakref.ref(middle))
-            ctx.save_for_backward(middle)
-            return middle * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * ctx.saved_tensors[0] * 2
-
-    alive: list = []
-    with ab.Grad().wrt(x):
-        outputs = ab.map_with_parallel_backward(Saves, (x,), (x,))
     gc.collect()
     assert [reference() for reference in alive] == [None, None]
     assert outputs
@@ -295,27 +225,22 @@ def test_modes_of_the_caller_reach_the_calls() -> None:
     seen: list = []
     both = threading.Barrier(2)
 
-    class Looks(Function):
-        @staticmethod
-        def forward(ctx, x):
-            both.wait(timeout=WAIT)  # one of the two is on another thread
-            autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-            seen.append((autocast, torch.is_inference_mode_enabled()))
-            return x @ x
+    def forward(ctx, x):
+        both.wait(timeout=WAIT)  # one of the two is on another thread
+        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        seen.append((autocast, torch.is_inference_mode_enabled()))
+        return x @ x
 
-        @staticmethod
-        def backward(ctx, grad):
-            raise AssertionError("never")
-
+    func = made(forward)
     x = torch.ones(2, 2, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        outputs = ab.map_with_parallel_backward(Looks, (x,), (x,))
+        outputs = ab.map_with_parallel_backward(func, (x,), (x,))
     assert [out.dtype for (out,) in outputs] == [torch.bfloat16] * 2
     with torch.no_grad():
-        outputs = ab.map_with_parallel_backward(Looks, (x,), (x,))
+        outputs = ab.map_with_parallel_backward(func, (x,), (x,))
     assert not any(out.requires_grad for (out,) in outputs)
     with torch.inference_mode():
-        outputs = ab.map_with_parallel_backward(Looks, (x,), (x,))
+        outputs = ab.map_with_parallel_backward(func, (x,), (x,))
     assert all(out.is_inference() for (out,) in outputs)
     assert seen == [(torch.bfloat16, False)] * 2 + [(None, False)] * 2 + [(None, True)] * 2
 
@@ -334,19 +259,12 @@ def failing(phase: str, bad: int, stopped: list[int]) -> type[Function]:
         assert raised.wait(timeout=WAIT)
         stopped.append(index)
 
-    class Fails(Function):
-        @staticmethod
-        def forward(ctx, x, index):
-            ctx.index = index
-            act("forward", index)
-            return x * 1
+    def forward(ctx, x, index):
+        ctx.index = index
+        act("forward", index)
+        return x * 1
 
-        @staticmethod
-        def backward(ctx, grad):
-            act("backward", ctx.index)
-            return grad, None
-
-    return Fails
+    return made(forward, lambda ctx, grad: (act("backward", ctx.index), (grad, None))[1], "Fails")
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
@@ -362,20 +280,6 @@ def test_the_first_error_has_its_call_s_index_and_is_raised_after_the_others_hav
     assert sorted(stopped) == [index for index in range(3) if index != bad]
     assert threading.active_count() == threads
     assert x.grad is None
-
-
-def test_calls_not_yet_begun_are_not_begun_after_an_error() -> None:
-    begun: list[int] = []
-
-    class First(Function):
-        @staticmethod
-        def forward(ctx, x, index):
-            begun.append(index)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        ab.map_with_parallel_backward(First, *[(torch.ones(1), index) for index in range(4)], max_workers=1)
-    assert begun == [0]
 
 
 def test_nested_maps_do_not_deadlock() -> None:
@@ -449,17 +353,3 @@ def test_the_isolated_pair_runs_outside_the_graph_around_it(func) -> None:
     assert x.grad is None
     with pytest.raises(ValueError, match="2 outputs, got 1"):
         ab.run_isolated_backward(func, ctx, torch.ones(3))
-
-
-def test_the_isolated_pair_works_on_plain_tensors_and_on_another_thread() -> None:
-    x, y = torch.randn(3), torch.randn(3)
-    with torch.no_grad():
-        ctx, _ = ab.run_isolated_forward(OldStyle, x, 2.0, y)
-    found: list = []
-    thread = threading.Thread(
-        target=lambda: found.append(ab.run_isolated_backward(OldStyle, ctx, torch.ones(3), torch.ones(3)))
-    )
-    thread.start()
-    thread.join(timeout=WAIT)
-    assert torch.equal(found[0][0], 2.0 * y + 1)
-    assert torch.equal(found[0][2], 2.0 * x + 1)

@@ -46,23 +46,6 @@ class Twins:
         return torch.stack([tensor, tensor])
 
 
-class Alone(Twins):
-    """One worker of two; the other has no gradients."""
-
-    def start_all_reduce(self, tensor: Tensor, *, operation: str, step: int | None = None) -> Done:
-        return Done(lambda: None)
-
-    def start_all_gather(self, tensor: Tensor, into: Tensor, *, operation: str, step: int | None = None) -> Done:
-        def happen() -> None:
-            into[0] = tensor
-            into[1] = torch.tensor([-1, 0])
-
-        return Done(happen)
-
-    def all_gather(self, tensor: Tensor, *, operation: str, step: int | None = None) -> Tensor:
-        return torch.stack([tensor, torch.zeros_like(tensor)])
-
-
 def layers(count: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(count)))
 
@@ -114,54 +97,6 @@ def test_launches_overlap_the_rest_of_backward() -> None:
     assert workers.log == ["backward", "all_reduce 17"] * 3
 
 
-def test_gradients_are_weighted_summed_and_divided() -> None:
-    model, workers = layers(2), Twins()
-    buckets = GradientBuckets(parameters_of(model), workers)
-    buckets.start_window()
-    x = torch.randn(3, 4)
-    expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
-    one_run(buckets, model, model(x).square().mean(), weight=3.0)
-    buckets.finish(6.0)
-    for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        assert torch.allclose(parameter.grad, gradient, rtol=1e-6)
-
-
-def test_a_parameter_without_a_gradient_on_any_worker_keeps_none_and_one_that_another_has_gets_it() -> None:
-    model = layers(2)
-    for workers, present in ((Twins(), True), (Alone(), True)):
-        buckets = GradientBuckets(parameters_of(model), workers)
-        buckets.start_window()
-        model.zero_grad()
-        one_run(buckets, model, model[0](torch.ones(1, 4)).sum())
-        buckets.finish(1.0)
-        assert (model[0].weight.grad is not None) is present
-        assert model[1].weight.grad is None
-
-
-def test_leftovers_of_a_window_do_not_leak_into_the_next() -> None:
-    model, workers = layers(2), Twins()
-    buckets = GradientBuckets(parameters_of(model), workers)
-    for used in (model, model[0]):  # the second window does not use the last layer
-        model.zero_grad()
-        buckets.start_window()
-        one_run(buckets, model, used(torch.ones(1, 4)).sum())
-        buckets.finish(2.0)
-    assert model[1].weight.grad is None
-    assert torch.equal(model[0].weight.grad, torch.ones(4, 4))
-
-
-def test_runs_accumulate_and_only_the_last_communicates() -> None:
-    model, workers = layers(1), Twins()
-    buckets = GradientBuckets(parameters_of(model), workers)
-    buckets.start_window()
-    for run in range(3):
-        model.zero_grad()
-        one_run(buckets, model, model(torch.ones(1, 4)).sum(), weight=2.0, last=run == 2)
-        assert len(workers.log) == (1 if run == 2 else 0)
-    buckets.finish(12.0)
-    assert torch.equal(model[0].weight.grad, torch.ones(4, 4))
-
-
 def test_sparse_gradients_travel_as_rows_with_duplicates_merged_and_stay_sparse() -> None:
     model, workers = nn.Embedding(1000, 4, sparse=True), Twins()
     buckets = GradientBuckets(parameters_of(model), workers, sparse=["weight"])
@@ -193,15 +128,6 @@ def test_a_table_that_is_also_a_heads_weight_has_one_dense_gradient_as_in_the_pl
         if window:  # found out once, remembered
             assert workers.log == ["all_reduce 25"]
         workers.log.clear()
-
-
-def test_a_sparse_gradient_that_nobody_knew_of_is_made_dense() -> None:
-    model = nn.Embedding(6, 4, sparse=True)
-    buckets = GradientBuckets(parameters_of(model), Twins())
-    buckets.start_window()
-    one_run(buckets, model, model(torch.tensor([1, 1, 5])).sum())
-    buckets.finish(2.0)
-    assert model.weight.grad.sum(1).tolist() == [0.0, 8.0, 0.0, 0.0, 0.0, 4.0]
 
 
 def test_gradients_lie_in_memory_as_their_parameters_do_so_that_fused_optimizers_see_them_right() -> None:

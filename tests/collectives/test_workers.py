@@ -3,102 +3,85 @@
 from __future__ import annotations
 
 import threading
+import time
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from anabranch.collectives import Workers
+from anabranch.collectives import workers as workers_module
+from anabranch.collectives.messages import ended_within
 from anabranch.collectives.workers import SAID_AFTER, _Comparison
-from anabranch.testing import LocalJob
+from anabranch.errors import BoundaryError, DeadlineExceeded
+from anabranch.record import spans
+from toys import in_job, run_in_job
 
-AGAIN = """
-import json, torch
-import anabranch as ab
-from anabranch.collectives import Workers
 
-found = []
-for _ in range(3):
-    with Workers() as workers:
-        total = workers.all_reduce(torch.tensor([float(workers.rank)])).item()
-        texts = workers.all_gather_bytes(b"x" * workers.rank)
-        tensors = [torch.full((2,), float(workers.rank)), torch.full((), workers.rank)]
-        workers.broadcast(tensors)
-        found.append([total, [len(text) for text in texts], [tensor.sum().item() for tensor in tensors]])
-    assert not torch.distributed.is_initialized()
-print(json.dumps({"found": found, "bytes": workers.bytes_sent}))
-"""
+def meeting_again() -> list[Any]:
+    results: list[Any] = []
+    for _ in range(3):
+        with Workers() as workers:
+            total = workers.all_reduce(torch.tensor([float(workers.rank)])).item()
+            texts = workers.all_gather_bytes(b"x" * workers.rank)
+            tensors = [torch.full((2,), float(workers.rank)), torch.full((), workers.rank)]
+            workers.broadcast(tensors)
+            results.append([total, [len(text) for text in texts], [tensor.sum().item() for tensor in tensors]])
+        assert not dist.is_initialized()
+    return [*results, workers.bytes_sent > 0]
 
 
 def test_workers_may_meet_again_after_they_have_parted() -> None:
-    for found in LocalJob(3).run_source(AGAIN).check().results:
-        assert found["found"] == [[3.0, [0, 1, 2], [0.0, 0]]] * 3
-        assert found["bytes"] > 0
+    assert in_job(meeting_again, 3) == [[[3.0, [0, 1, 2], [0.0, 0]]] * 3 + [True]] * 3
 
 
-APART = """
-import json, time, torch
-import torch.distributed as dist
-import anabranch as ab
-from anabranch.collectives import Workers
-
-dist.init_process_group("gloo")
-store, rank, found = dist.distributed_c10d._get_default_store(), dist.get_rank(), []
-for group in (None, dist.new_group([0, 1])):
-    if rank == 0:  # the other one's construction has failed before it came here
-        try:
-            Workers(group, timeout=0.3)
-        except ab.DeadlineExceeded:
-            found.append("late")
-        store.set(f"late {len(found)}", "yes")
-    else:
-        found.append("late")
-        store.wait([f"late {len(found)}"])
-    began = time.monotonic()
-    with Workers(group, timeout=20) as workers:
-        found.append(workers.all_reduce(torch.ones(1)).item())
-        found.append(time.monotonic() - began < 15)
-print(json.dumps({"found": found}))
-"""
+def one_failing_at_first() -> list[Any]:
+    dist.init_process_group("gloo")
+    store, results = dist.distributed_c10d._get_default_store(), list[Any]()
+    for group in (None, dist.new_group([0, 1])):
+        if dist.get_rank() == 0:  # the other one's construction has failed before it came here
+            with pytest.raises(DeadlineExceeded):
+                Workers(group, timeout=0.3)
+            store.set(f"late {len(results)}", "yes")
+        else:
+            store.wait([f"late {len(results)}"])
+        began = time.monotonic()
+        with Workers(group, timeout=20) as workers:
+            results += [workers.all_reduce(torch.ones(1)).item(), time.monotonic() - began < 15]
+    return results
 
 
 def test_workers_meet_after_the_construction_of_one_of_them_has_failed() -> None:
-    for found in LocalJob(2).run_source(APART).check().results:
-        assert found == {"found": ["late", 2.0, True] * 2}
+    assert in_job(one_failing_at_first, 2) == [[2.0, True] * 2] * 2
 
 
-PARTED = """
-import json, torch
-import torch.distributed as dist
-import anabranch as ab
-from anabranch.collectives import Workers
-
-ab.collectives.workers.SAID_AFTER = 0.0
-dist.init_process_group("gloo")
-store, rank, messages = dist.distributed_c10d._get_default_store(), dist.get_rank(), []
-for turn in range(2):
-    workers = Workers(dist.new_group([0, 1]), heartbeat=0.1)
-    calls = [
-        lambda: workers.all_gather_bytes(b"results", operation="evaluation"),
-        lambda: workers.all_gather_bytes(b"", operation="save")
-        if turn
-        else workers.all_reduce(torch.ones(3), operation="all_reduce of gradients"),
-    ]
-    try:
-        calls[rank]()
-    except ab.BoundaryError as error:
-        messages.append(str(error))
-    store.set(f"{turn} {rank}", "over")
-    store.wait([f"{turn} {other}" for other in (0, 1)])
-print(json.dumps({"messages": messages}))
-"""
+def calls_apart() -> list[str]:
+    workers_module.SAID_AFTER = 0.0
+    dist.init_process_group("gloo")
+    store, rank, messages = dist.distributed_c10d._get_default_store(), dist.get_rank(), []
+    for turn in range(2):
+        workers = Workers(dist.new_group([0, 1]), heartbeat=0.1)
+        with pytest.raises(BoundaryError) as caught:  # noqa: PT012
+            if rank == 0:
+                workers.all_gather_bytes(b"results", operation="evaluation")
+            elif turn:
+                workers.all_gather_bytes(b"", operation="save")
+            else:
+                workers.all_reduce(torch.ones(3), operation="all_reduce of gradients")
+        messages.append(str(caught.value))
+        store.set(f"{turn} {rank}", "over")
+        store.wait([f"{turn} {other}" for other in (0, 1)])
+    return messages
 
 
 def test_a_worker_that_makes_a_call_alone_and_the_others_are_told_of_each_other() -> None:
     calls = ["evaluation", "all_reduce of gradients"]
-    for rank, result in enumerate(LocalJob(2).run_source(PARTED).results):
+    for rank, result in enumerate(run_in_job(calls_apart, 2).results):  # whose groups are broken in the end
         assert result is not None
-        [waits, elsewhere] = result["messages"]
+        waits, elsewhere = result["returned"]
         assert f"rank {1 - rank} waits in {calls[1 - rank]!r} and this rank in {calls[rank]!r}" in waits
         assert f"rank {1 - rank} is in another call" in elsewhere
 
@@ -121,22 +104,17 @@ def test_a_store_that_never_answers_ends_no_look_at_the_other_ranks() -> None:
     go.set()
 
 
-ALONE = """
-import json, torch
-from anabranch.record import spans
-from anabranch.collectives import Workers
-
-torch.distributed.init_process_group("gloo")
-recorder = spans.SpanRecorder()
-with spans.heard(recorder.add), Workers() as workers:
-    workers.all_reduce(torch.ones(2))
-    workers.gather_bytes(b"x")
-print(json.dumps({"spans": [name for name, *_ in recorder.take()]}))
-"""
+def alone() -> list[str]:
+    dist.init_process_group("gloo")
+    recorder = spans.SpanRecorder()
+    with spans.heard(recorder.add), Workers() as workers:
+        workers.all_reduce(torch.ones(2))
+        workers.gather_bytes(b"x")
+    return [name for name, *_ in recorder.take()]
 
 
 def test_a_collective_of_a_single_worker_sends_nothing_and_does_not_wait() -> None:
-    assert LocalJob(1).run_source(ALONE).check().results == ({"spans": []},)
+    assert in_job(alone, 1) == [[]]
 
 
 def test_workers_without_a_job_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,3 +122,39 @@ def test_workers_without_a_job_are_an_error(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match="RANK"):
         Workers()
+
+
+# A look at a collective that is under way: whether it has ended, and how.
+
+
+class Work:
+    """A collective that ends after so many waits, with this error if there is one."""
+
+    def __init__(self, waits: int, error: str = "") -> None:
+        self._left = waits
+        self._error = error
+
+    def wait(self, timeout: timedelta) -> None:
+        late = self._left > 0
+        if late:
+            self._left -= 1
+        if late or self._error:
+            raise RuntimeError("Timed out waiting" if late else self._error)
+
+    def is_completed(self) -> bool:
+        return self._left == 0
+
+
+def test_it_has_ended_or_not() -> None:
+    assert ended_within(Work(0), 1.0)
+    assert not ended_within(Work(2), 1.0)
+
+
+def test_one_that_ends_just_after_its_time_has_ended_well() -> None:
+    assert ended_within(Work(1), 1.0)
+
+
+@pytest.mark.parametrize("waits", [0, 1])
+def test_a_failed_one_gives_the_reason(waits: int) -> None:
+    with pytest.raises(RuntimeError, match="connection reset"):
+        ended_within(Work(waits, "connection reset"), 1.0)

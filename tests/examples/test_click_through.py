@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -64,38 +63,6 @@ def test_each_model_is_near_the_best_auc_after_80_steps(name, tmp_path, capsys):
     assert result["model"] == name
 
 
-@pytest.mark.slow
-def test_adults_format_is_learnt_too(tmp_path, capsys):
-    arguments = shlex.split("--format adult --steps 80 --batch 512 --lines 41000 --held-out-lines 8000 --rows 8192")
-    result = run_here(capsys, *arguments, "--out", tmp_path)
-    assert result["best_auc"] - 0.045 < result["auc"] < result["best_auc"] + 0.002
-
-
-def test_deepfms_pairs_are_the_products_of_all_pairs_of_vectors():
-    import click_through
-
-    torch.manual_seed(0)
-    model = click_through.DeepFM(40, 5, 4).double()
-    ids, numbers = torch.randint(40, (3, 5)), torch.randn(3, 4, dtype=torch.float64)
-    vectors = model.table(ids)
-    pairs = sum((vectors[:, i] * vectors[:, j]).sum(1) for i in range(5) for j in range(i))
-    others = model.wide(ids, numbers) + model.head(model.deep(model.joined(vectors, numbers))).squeeze(-1)
-    torch.testing.assert_close(model(ids, numbers), others + pairs)
-
-
-def test_a_crossing_multiplies_the_inputs_with_the_crossed_ones():
-    import click_through
-
-    torch.manual_seed(0)
-    model = click_through.DCN(40, 2, 3, crossings=1)
-    ids, numbers = torch.randint(40, (3, 2)), torch.randn(3, 3)
-    inputs = model.joined(model.table(ids), numbers)
-    weight, bias = model.crossings[0].weight, model.crossings[0].bias
-    crossed = torch.stack([x + x * (weight @ x + bias) for x in inputs])
-    expected = model.head(torch.cat([crossed, model.deep(inputs)], 1)).squeeze(-1)
-    torch.testing.assert_close(model(ids, numbers), expected)
-
-
 @pytest.mark.parametrize(
     "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("dcn", "deepfm")), "wide-deep"]
 )
@@ -138,26 +105,6 @@ def test_interrupted_the_same_command_ends_as_if_undisturbed(tmp_path, capsys, m
     assert all(torch.equal(stopped[name], whole[name]) for name in whole)
 
 
-def test_sigterm_lets_the_step_end_and_saves_it(tmp_path, capsys, monkeypatch):
-    import click_through
-
-    real = click_through.Meter.run
-    before = signal.getsignal(signal.SIGTERM)
-
-    def told_in_step_2(meter, runs=[0]):  # noqa: B006 - counts its calls
-        runs[0] += 1
-        if runs[0] == 2:
-            signal.raise_signal(signal.SIGTERM)
-        return real(meter)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(click_through.Meter, "run", told_in_step_2)
-        assert click_through.main([*SMALL, "--out", str(tmp_path)]) == 0
-    assert "saved after step 2" in capsys.readouterr().err
-    assert signal.getsignal(signal.SIGTERM) is before
-    assert run_here(capsys, *SMALL, "--out", tmp_path)["resumed_from"] == 2
-
-
 def test_other_settings_are_refused_with_the_cure(tmp_path, capsys):
     run_here(capsys, *SMALL, "--out", tmp_path)
     message = refused(capsys, *SMALL, "--model", "dcn", "--out", tmp_path)
@@ -177,19 +124,6 @@ def test_a_file_of_ones_own_is_trained_on_and_its_end_measured(tmp_path, capsys)
     result = run_here(capsys, *SMALL, "--data", path, "--out", tmp_path / "out")
     assert result["best_auc"] is None
     assert 50 < result["held_out_lines"] < 150
-
-
-def test_a_bad_line_ends_the_run_with_its_number(tmp_path):
-    import _clicks
-    import _planted
-    import click_through
-
-    path = tmp_path / "mine.txt"
-    _planted.Planted("criteo", seed=0, ids=50).write(path, 400, part=0)
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join([*lines[:99], "nonsense\n", *lines[100:]]))
-    with pytest.raises(_clicks.BadLine, match="line 100: 1 fields, not 40"):
-        click_through.main([*SMALL, "--data", str(path), "--out", str(tmp_path / "out")])
 
 
 @pytest.mark.parametrize(
@@ -214,16 +148,6 @@ def test_a_batch_that_workers_cannot_share_equally_is_refused(tmp_path, capsys, 
 
 
 # Every communication mode.
-
-
-@pytest.mark.slow
-def test_one_process_alone_runs_every_mode_alike(tmp_path, capsys):
-    alone = run_here(capsys, *SMALL, "--out", tmp_path / "alone")
-    for mode in ("AllReduce", "PS", "Hybrid"):
-        other = run_here(capsys, *SMALL, "--comm-mode", mode, "--out", tmp_path / mode)
-        assert other["comm_mode"] == mode
-        assert other["log_loss"] == pytest.approx(alone["log_loss"], rel=1e-6), mode
-        assert other["auc"] == pytest.approx(alone["auc"], abs=1e-4), mode
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -42,16 +41,6 @@ def sampled(graph, seeds, key, **options):
 
 
 # The graph.
-
-
-def test_links_go_both_ways_and_as_often_as_asked(graph):
-    sources = np.repeat(np.arange(graph.nodes), np.diff(graph.first))
-    links = set(zip(sources.tolist(), graph.neighbours.tolist(), strict=True))
-    assert len(links) == len(graph.neighbours), "no link twice"
-    assert all((other, one) in links and one != other for one, other in links)
-    within = (graph.block[sources] == graph.block[graph.neighbours]).sum() / graph.nodes
-    assert within == pytest.approx(8, rel=0.15)
-    assert len(links) / graph.nodes - within == pytest.approx(4, rel=0.15)
 
 
 def test_a_batch_has_each_node_once_and_edges_from_the_graph(graph):
@@ -96,75 +85,6 @@ def test_padding_makes_few_shapes_and_changes_nothing(graph, seeds):
     assert len(few) <= 3 < len(many)
 
 
-def test_sizes_leave_little_room():
-    import graph_sage
-
-    for count in range(5000):
-        assert count <= graph_sage.roomy(count) <= max(count * 1.25 + 1, count + 15)
-    assert len({graph_sage.roomy(count) for count in range(1024, 4096)}) <= 10
-
-
-def test_nodes_without_neighbours_are_batches_too():
-    import graph_sage
-
-    graph = graph_sage.stochastic_block_model(40, seed=0, within=0.0, between=0.0)
-    assert len(graph.neighbours) == 0
-    batch = sampled(graph, np.arange(6), key=0)
-    model = graph_sage.GraphSage(torch.from_numpy(graph.features)).double()
-    assert model(batch).shape == (6, graph_sage.BLOCKS)
-
-
-def test_the_shares_of_workers_have_the_loss_and_gradients_of_the_whole(graph):
-    import graph_sage
-
-    torch.manual_seed(0)
-    model = graph_sage.GraphSage(torch.from_numpy(graph.features)).double()
-
-    def gradients(batches):
-        model.zero_grad()
-        rows = sum(len(batch["blocks"]) for batch in batches)
-        for batch in batches:
-            (graph_sage.loss(model, batch) * len(batch["blocks"]) / rows).backward()
-        return [value.grad.to_dense() for value in model.parameters()]
-
-    def batches(workers):
-        return [
-            next(iter(graph_sage.Samples(graph, np.arange(100), 30, 0, rank=rank, workers=workers)))
-            for rank in range(workers)
-        ]
-
-    whole = gradients(batches(1))
-    for workers in (2, 4):
-        for mine, expected in zip(gradients(batches(workers)), whole, strict=True):
-            torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-14)
-
-
-def test_samples_resume_where_they_stopped(graph):
-    import graph_sage
-
-    def made():
-        return graph_sage.Samples(graph, np.arange(70), 20, seed=4)
-
-    whole = made()
-    assert len(whole) == 3
-    read = [*whole, *whole]
-    for stop in range(1, 6):
-        first = made()
-        iterator = iter(first)
-        for _ in range(stop):
-            batch = next(iterator, None)
-            if batch is None:
-                iterator = iter(first)
-                batch = next(iterator)
-        second = made()
-        second.load_state_dict(first.state_dict())
-        rest = [*second, *second][: len(read) - stop]
-        assert all(
-            torch.equal(one["near"], other["near"]) and torch.equal(one["far"], other["far"])
-            for one, other in zip(rest, read[stop:][: len(rest)], strict=True)
-        )
-
-
 # Runs.
 
 
@@ -190,22 +110,6 @@ def test_interrupted_the_same_command_ends_as_if_undisturbed(tmp_path, capsys, m
     assert gone_on["resumed_from"] == 2
     assert gone_on["losses"] == whole["losses"][2:]
     assert gone_on["accuracy"] == whole["accuracy"]
-
-
-def test_sigterm_lets_the_step_end_and_saves_it(tmp_path, capsys, monkeypatch):
-    import graph_sage
-
-    monkeypatch.setattr(graph_sage, "accuracy", lambda *_: signal.raise_signal(signal.SIGTERM) or 0.0)
-    assert graph_sage.main([*SMALL, "--out", str(tmp_path)]) == 0
-    assert "saved after step 4" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("mode", ["PS", "Hybrid"])
-def test_one_process_alone_runs_with_features_on_the_servers(mode, tmp_path, capsys):
-    alone = run_here(capsys, *SMALL, "--out", tmp_path / "alone")
-    other = run_here(capsys, *SMALL, "--comm-mode", mode, "--out", tmp_path / mode)
-    np.testing.assert_allclose(other["losses"], alone["losses"], rtol=1e-10)
-    assert other["accuracy"] == alone["accuracy"]
 
 
 @pytest.mark.parametrize(

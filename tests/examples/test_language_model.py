@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import signal
-import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -78,17 +75,6 @@ def test_a_run_ends_with_one_line_of_json_a_checkpoint_and_a_picture(small_text,
     assert (out / "checkpoint").is_dir()
 
 
-@pytest.mark.slow
-def test_another_seed_is_another_run_and_the_same_seed_the_same(small_text, tmp_path, capsys):
-    arguments = [*SMALL, "--steps", 2, "--text", small_text]
-    results = [
-        without_timings(run_here(capsys, *arguments, "--out", tmp_path / str(number), "--seed", seed))
-        for number, seed in enumerate((0, 0, 1))
-    ]
-    assert results[0] == results[1]
-    assert results[0]["loss"] != results[2]["loss"]
-
-
 def test_held_out_files_are_never_trained_on(small_text, tmp_path, capsys, monkeypatch):
     import _text
 
@@ -109,51 +95,7 @@ def test_held_out_files_are_never_trained_on(small_text, tmp_path, capsys, monke
     assert trained == set(range(48)) - held_out
 
 
-def test_without_matplotlib_it_says_so_and_continues(small_text, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    import language_model
-
-    out = tmp_path / "out"
-    assert language_model.main([*SMALL, "--text", str(small_text), "--out", str(out)]) == 0
-    printed = capsys.readouterr().out
-    assert "matplotlib is missing (pip install 'anabranch[examples]')" in printed
-    assert not (out / "loss.png").exists()
-
-
 # Going on.
-
-
-@pytest.mark.slow
-def test_killed_in_the_middle_the_same_command_ends_as_if_undisturbed(small_text, tmp_path, capsys):
-    arguments = [*SMALL, "--steps", "7", "--save-every", "3", "--evaluate-every", "2", "--text", str(small_text)]
-    killed = [*arguments, "--out", str(tmp_path / "killed")]
-    job = LocalJob().run_source(
-        f"""
-        import os, signal, sys
-        sys.path.insert(0, {str(EXAMPLES)!r})
-        import language_model
-
-        language_model.WIDTH = {WIDTH}
-
-        def killed_before_the_second_save(executor, path, real_save=language_model.ab.Executor.save, calls=[]):
-            calls.append(path)
-            if len(calls) == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
-            real_save(executor, path)
-
-        language_model.ab.Executor.save = killed_before_the_second_save
-        language_model.main({killed!r})
-        """
-    )
-    assert job.exit_codes == (-signal.SIGKILL,)
-    assert len(curve(tmp_path / "killed")["losses"]) == 6, "the curve is ahead of the checkpoint"
-
-    gone_on = run_here(capsys, *killed)
-    assert gone_on["resumed_from"] == 3
-    undisturbed = run_here(capsys, *arguments, "--out", tmp_path / "undisturbed")
-    assert undisturbed["resumed_from"] == 0
-    assert without_timings(gone_on) == without_timings(undisturbed)
-    assert curve(tmp_path / "killed") == curve(tmp_path / "undisturbed")
 
 
 def test_ctrl_c_says_how_to_resume_and_leaves_the_last_checkpoint(small_text, tmp_path, capsys, monkeypatch):
@@ -304,15 +246,6 @@ def test_it_continues_while_an_expert_process_is_killed_and_restarted(small_text
 
 
 @pytest.mark.slow
-def test_a_fresh_run_has_fresh_experts(small_text, tmp_path):
-    arguments = [*SMALL, "--text", str(small_text), "--out", str(tmp_path / "out"), "--fresh"]
-    results = [LocalJob(experts=1).run(SCRIPT, *arguments).check().results[0] for _ in range(2)]
-    assert results[0] is not None
-    assert results[1] is not None
-    assert without_timings(results[0]) == without_timings(results[1])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("workers_after", [1, 2])
 def test_killed_on_two_workers_it_resumes_with_any_number(workers_after, small_text, tmp_path, capsys):
     arguments = [*SMALL, "--save-every", "2", "--text", str(small_text)]
@@ -392,50 +325,6 @@ def test_a_byte_is_predicted_from_those_before_it_only():
     assert not same[25:].any()
 
 
-def test_the_memory_distinguishes_and_recognises_ngrams():
-    import language_model
-
-    memory = language_model.NgramMemory(rows=2**16)
-    with torch.no_grad():
-        first = memory(torch.tensor([list(b"abcd...abcd")]))[0]
-    width = language_model.MEMORY_WIDTH
-    assert torch.equal(first[3], first[10]), "the same 4 bytes before"
-    assert torch.equal(first[1, :width], first[8, :width]), "the same 2 bytes"
-    assert not torch.equal(first[1, width : 2 * width], first[8, width : 2 * width]), "another 3-gram"
-
-
-@pytest.mark.slow
-def test_the_default_text_is_pythons_library_without_its_tests():
-    import _text
-
-    text = _text.standard_library()
-    assert len(text.train) > 4_000_000
-    assert 50_000 < len(text.held_out) < len(text.train) / 4
-    tests = Path(sysconfig.get_paths()["stdlib"], "test", "support", "__init__.py")
-    if tests.exists():
-        assert tests.read_bytes() not in text.train
-
-
-def test_a_lone_file_is_measured_on_its_end(tmp_path):
-    import _text
-
-    path = tmp_path / "lone.txt"
-    path.write_bytes(b"a" * 950 + b"b" * 50)
-    text = _text.text_of([path])
-    assert text.train == b"a" * 950
-    assert text.held_out == b"b" * 50
-
-
-def test_files_of_the_same_name_in_two_directories_are_both_read(tmp_path):
-    import _text
-
-    for number in range(2):
-        (tmp_path / str(number) / "text").mkdir(parents=True)
-        (tmp_path / str(number) / "text" / "same.txt").write_bytes(bytes([65 + number]) * 600)
-    text = _text.text_of([tmp_path / "0" / "text", tmp_path / "1" / "text"])
-    assert {*text.train, *text.held_out} == {65, 66}
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -450,22 +339,3 @@ def test_files_of_the_same_name_in_two_directories_are_both_read(tmp_path):
 )
 def test_wrong_arguments_are_named(arguments, said, small_text, capsys):
     assert said in refused(capsys, *([] if "--text" in arguments else ["--text", small_text]), *arguments)
-
-
-def test_too_little_text_is_named(tmp_path, capsys):
-    path = tmp_path / "short.txt"
-    path.write_bytes(b"too short")
-    message = refused(capsys, "--text", path)
-    assert "too little text in" in message
-    assert "training needs more than 256" in message
-
-
-def test_the_learning_rate_rises_then_falls_to_almost_nothing():
-    import language_model
-
-    share = language_model.warm_up_and_cool_down(1000)
-    shares = [share(step) for step in range(1001)]
-    assert shares[0] == pytest.approx(0.02, abs=0.01)
-    assert max(shares) == pytest.approx(1.0, abs=0.02)
-    assert shares[-1] == pytest.approx(0.02)
-    assert all(math.isfinite(value) and value > 0 for value in shares)

@@ -86,19 +86,6 @@ def test_a_run_resumes_with_other_stages_and_without_any(small_text, tmp_path, c
 
 
 @pytest.mark.slow
-def test_the_memory_on_a_server_and_stages_draw_the_curve_of_one_process(small_text, tmp_path, capsys):
-    arguments = [*SMALL, "--steps", "3", "--text", str(small_text)]
-    job = LocalJob(4, servers=1)
-    found = job.run(SCRIPT, *arguments, "--stages", "2", "--out", str(tmp_path / "four")).check().results[0]
-    threads, _ = run_alone(capsys, *arguments, "--stages", "2", "--comm-mode", "PS", "--out", tmp_path / "threads")
-    plain, _ = run_alone(capsys, *arguments, "--out", tmp_path / "one")
-    assert (found["stages"], found["workers"], found["servers"], found["comm_mode"]) == (2, 4, 1, "Hybrid")
-    for one in (found, threads):
-        assert losses(Path(one["out"])) == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
-        assert one["bits_per_byte"] == pytest.approx(plain["bits_per_byte"], rel=1e-5)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "servers"), [(2, 0), (4, 1)])
 def test_a_stage_may_hold_a_mixture_of_experts(workers, servers, small_text, tmp_path):
     arguments = [*SMALL, "--steps", "3", "--text", str(small_text), "--stages", "2", "--out", str(tmp_path)]

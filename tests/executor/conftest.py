@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import pytest
 from loader_kinds import bound
 
 from anabranch.executor.loaders.loading import BoundLoader
-from anabranch.graph.step import joint as joint_module
 
 
 @pytest.fixture
@@ -24,17 +22,3 @@ def opened() -> Iterator[Callable[..., BoundLoader]]:
     for loader in loaders:
         loader.close()
     loaders.clear()  # a DataLoader's persistent workers live as long as it does
-
-
-@pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What was captured, in order."""
-    found: list[object] = []
-    real = joint_module.capture_backward
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        found.append(args)
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(joint_module, "capture_backward", counting)
-    return found

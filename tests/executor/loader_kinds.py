@@ -207,7 +207,3 @@ def drain(loader: BoundLoader) -> int:
     while loader.next_batch() is not ENDED:
         count += 1
     return count
-
-
-class Broken(RuntimeError):
-    pass

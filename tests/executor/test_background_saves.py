@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from small_parts import in_job
 from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch import checkpoint
 from anabranch.deadline import Deadline
 from anabranch.executor.saving import background_saves
+from programs import Programs
+from toys import in_job
 from waiting import wait_until
 
 BATCH = (torch.arange(8.0).reshape(4, 2), torch.ones(4, 1))
@@ -100,7 +99,7 @@ def test_one_is_written_at_a_time(held: Held, tmp_path: Path) -> None:
     assert checkpoint.read(tmp_path).generation == 2
 
 
-@pytest.mark.parametrize("call", ["save", "save later", "finish_saves", "load", "resume", "close"])
+@pytest.mark.parametrize("call", ["save later", "finish_saves", "load", "close"])
 def test_a_failure_is_raised_by_the_next_call_once(call: str, held: Held, tmp_path: Path) -> None:
     held.failure = OSError("the disk is full")
     held.go.set()
@@ -109,11 +108,9 @@ def test_a_failure_is_raised_by_the_next_call_once(call: str, held: Held, tmp_pa
     wait_until(lambda: target._saver._saving._written.done())  # type: ignore[union-attr]
     held.failure = None
     calls = {
-        "save": lambda: target.save(tmp_path / "second"),
         "save later": lambda: (target.save(tmp_path / "second", wait=False), target.finish_saves()),
         "finish_saves": target.finish_saves,
         "load": lambda: target.load(tmp_path),
-        "resume": lambda: target.resume(tmp_path),
         "close": target.close,
     }
     with pytest.raises(
@@ -143,11 +140,6 @@ def test_closing_waits_no_longer_than_its_timeout(held: Held, tmp_path: Path) ->
     with pytest.raises(ab.DeadlineExceeded, match="save in the background"):
         target.close()
     held.go.set()
-
-
-def test_wait_is_true_or_false(tmp_path: Path) -> None:
-    with executor() as target, pytest.raises(TypeError, match="wait is True or False, got 3"):
-        target.save(tmp_path, wait=3)  # type: ignore[arg-type]
 
 
 def saving_with_a_failure(folder: str) -> list[Any]:
@@ -200,27 +192,12 @@ def test_rows_on_servers_are_those_of_the_moment(held: Held, tmp_path: Path) -> 
         assert [second.run("train", ids)["loss"].item() for _ in range(3)] == after
 
 
-def test_the_end_of_the_process_waits_and_reports_failed_saves(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    go, written = threading.Event(), []
-
-    def write() -> None:
-        assert go.wait(60)
-        written.append(True)
-
-    saves = [background_saves.BackgroundSave(1, tmp_path, 0.0, act) for act in (write, failing)]
-    timer = threading.Timer(0.1, go.set)
-    timer.start()
-    background_saves._finish_all()
-    timer.join(60)
-    assert written
-    assert capfd.readouterr().err == (
-        "anabranch: a checkpoint could not be saved in the background: OSError: the disk is full\n"
-    )
-    background_saves._finish_all()
-    assert capfd.readouterr().err == ""
-    assert [save.wait(Deadline.after(60.0)) for save in saves] == ["", "OSError: the disk is full"]
+def test_the_end_of_the_process_reports_failed_saves(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    save = background_saves.BackgroundSave(1, tmp_path, 0.0, failing)
+    for said in ("anabranch: a checkpoint could not be saved in the background: OSError: the disk is full\n", ""):
+        background_saves._finish_all()
+        assert capfd.readouterr().err == said
+    assert save.wait(Deadline.after(60.0)) == "OSError: the disk is full"
 
 
 ENDS = """
@@ -234,15 +211,14 @@ executor = ab.Executor({"train": step})
 executor.run("train", torch.ones(2, 2))
 write = checkpoint.write
 def slowly(*arguments, **options):
-    time.sleep(1.0)
+    time.sleep(0.2)
     write(*arguments, **options)
 checkpoint.write = slowly
 executor.save(sys.argv[1], wait=False)
 """
 
 
-@pytest.mark.slow
-def test_a_script_that_ends_without_closing_its_executor(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", ENDS, str(tmp_path)], capture_output=True, text=True, timeout=200)
+def test_a_script_that_ends_without_closing_its_executor(tmp_path: Path, programs: Programs) -> None:
+    done = programs.run(ENDS, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert checkpoint.read(tmp_path).step == 1

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from small_parts import assert_same, in_job, plain_step
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import anabranch as ab
+from toys import assert_same, in_job, plain_step
 
 
 class Squares(Dataset[dict[str, Tensor]]):

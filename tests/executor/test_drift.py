@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from small_parts import in_job
 from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch.executor.likeness import checksum
 from plain_loop import collected_warnings, mean_square
+from toys import in_job
 
 
 def layers() -> nn.Sequential:

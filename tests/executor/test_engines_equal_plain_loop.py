@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from small_parts import assert_same, plain_step
 from torch import Tensor, nn
 
 import anabranch as ab
 from covering import pairwise
+from toys import assert_same, plain_step
 
 
 class WideAndDeep(nn.Module):

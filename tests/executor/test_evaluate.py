@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from loader_kinds import Stateful
-from small_parts import Kept, in_job
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import anabranch as ab
+from toys import Kept, in_job
 from waiting import wait_until
 
 DATA = torch.arange(22.0).view(11, 2)

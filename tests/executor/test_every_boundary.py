@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from small_parts import in_job
 from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch.autodiff.moved_parameter import parameters_here
+from toys import in_job
 
 # One job across every boundary. The experts are synchronous: one gathers the gradients of all rows of a step, whichever
 # microbatch and pipeline they come from, and then steps once. A pipeline's loss is a mean over its own rows, so the sum

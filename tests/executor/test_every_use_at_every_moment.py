@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from model_uses import CHANGES, KINDS, MODES, MOMENTS, Doing, Worker, close_tables, live, possible, reads_of, refuses
-from small_parts import in_job
 
 import anabranch as ab
+from toys import in_job
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import anabranch as ab
 from anabranch.checkpoint.tensor_file import Blocks
 from anabranch.executor.saving import exporting
-from anabranch.testing import LocalJob
+from toys import in_job
 
 
 class Tied(nn.Module):
@@ -197,37 +197,34 @@ def test_what_is_no_tensor_is_refused_and_the_older_export_stays(tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
-JOB = """
-import json, sys, torch
-from torch import nn
-import anabranch as ab
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(20, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
 
-torch.manual_seed(0)
-layers = nn.Sequential(nn.Embedding(20, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-model, loss = layers, lambda m, b: m(b[0]).square().mean()
-if sys.argv[2] == "pipe":
-    model = ab.Pipe(layers, [2, 2], chunks=2, process_group=ab.job().grid(data=1, pipeline=2).pipeline_group)
-    loss = lambda output, target: output.square().mean()
-step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
-with ab.Executor(step) as executor:
-    ids = torch.arange(8).view(8) + (8 * ab.job().rank if sys.argv[2] == "data" else 0)
-    for _ in range(2):
-        executor.run(batch=(ids, torch.zeros(8)))
-    state = executor.state_dict()
-    executor.export(sys.argv[1])
-both = {"state": state, "own": model.state_dict()}
-print(json.dumps({what: {name: value.tolist() for name, value in one.items()} for what, one in both.items()}))
-"""
+
+def exporting_together(folder: str, kind: str) -> dict[str, dict[str, Any]]:
+    model: nn.Module = layers()
+    loss: Any = lambda m, b: m(b[0]).square().mean()  # noqa: E731
+    if kind == "pipe":
+        group = ab.job().grid(data=1, pipeline=2).pipeline_group
+        model, loss = ab.Pipe(layers(), [2, 2], chunks=2, process_group=group), lambda y, target: y.square().mean()
+    step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    with ab.Executor(step) as executor:
+        for _ in range(2):
+            executor.run(batch=(torch.arange(8) + (8 * ab.job().rank if kind == "data" else 0), torch.zeros(8)))
+        both = {"state": executor.state_dict()}
+        executor.export(folder)
+    both["own"] = model.state_dict()
+    return {what: {name: value.tolist() for name, value in one.items()} for what, one in both.items()}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "servers"), [("data", 0), ("data", 2), ("pipe", 0)])
 def test_rank_0_writes_the_model_of_all_workers_and_stages(kind: str, servers: int, tmp_path: Path) -> None:
-    job = LocalJob(2, servers=servers).run_source(JOB, str(tmp_path / "out"), kind).check()
-    assert job.results[1]["state"] == {}
+    first, second = in_job(exporting_together, 2, str(tmp_path / "out"), kind, servers=servers)
+    assert second["state"] == {}
     if kind == "data":  # each worker has read its model back
-        assert job.results[0]["own"] == job.results[1]["own"] == job.results[0]["state"]
+        assert first["own"] == second["own"] == first["state"]
     loaded = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
-    assert {name: value.tolist() for name, value in loaded.items()} == job.results[0]["state"]
-    layers = nn.Sequential(nn.Embedding(20, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-    layers.load_state_dict(loaded, strict=True)
+    assert {name: value.tolist() for name, value in loaded.items()} == first["state"]
+    layers().load_state_dict(loaded, strict=True)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from small_parts import in_job, run_in_job
 from torch import Tensor, nn
 
 import anabranch as ab
-from anabranch.launch import Patience
+from toys import in_job
 
 ROWS = 24
 
@@ -91,34 +87,6 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
-def die(grad: Tensor) -> None:
-    time.sleep(0.3)  # so that the others have this worker's share of the totals
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def lose_one(mode: str) -> None:
-    """Rank 1 is killed in its fourth step, once it has said how many rows it has and before its gradients left."""
-    model, rank, world = new_model(), ab.job().rank, ab.job().world_size
-
-    def fatal(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        value = loss(model, batch)
-        if rank == 1 and executor.statistics().steps == 3:
-            value.register_hook(die)
-        return value
-
-    step = ab.TrainStep(model, fatal, torch.optim.Adam(model.parameters(), lr=0.05))
-    with ab.Executor(step, mode, engine="tape", heartbeat=1.0, timeout=50.0) as executor:
-        for number in range(3):
-            executor.run(batch=batch_of(number, rank, world))
-        began = time.monotonic()
-        try:
-            for number in range(3, 6):
-                executor.run(batch=batch_of(number, rank, world))
-        except ab.PeerLost as error:
-            print(json.dumps({"peer": error.peer, "seconds": time.monotonic() - began}), flush=True)
-            raise
-
-
 def go_on(folder: str, mode: str, last: int, at_end: str) -> dict[str, object]:
     """Trains from the newest checkpoint to step ``last``, then saves, or stops because rank 1 asks for it."""
     model, rank, world = new_model(), ab.job().rank, ab.job().world_size
@@ -130,20 +98,6 @@ def go_on(folder: str, mode: str, last: int, at_end: str) -> dict[str, object]:
             executor.run("train", batch_of(step, rank, world))
         executor.save(folder)
         return {"steps": executor.statistics().steps, "numbers": numbers(executor, model)}
-
-
-def killed(folder: str, mode: str) -> dict[str, object]:
-    """Trains to step 6 and saves every second step; the first time rank 1 is killed in the fifth."""
-    model, rank, world = new_model(), ab.job().rank, ab.job().world_size
-    with executor_of(model, mode, timeout=50.0) as executor:
-        resumed = executor.resume(folder)
-        while (step := executor.statistics().steps) < 6:
-            if rank == 1 and step == 5 and not resumed:
-                os.kill(os.getpid(), signal.SIGKILL)
-            executor.run("train", batch_of(step, rank, world))
-            if step % 2 == 1:
-                executor.save(folder)
-        return {"resumed": resumed, "numbers": numbers(executor, model)}
 
 
 def plainly(steps: int) -> object:
@@ -164,30 +118,9 @@ def test_when_one_worker_stops_the_others_halt_after_exactly_k_steps(bound: int,
     assert "nothing arrived from worker 1" in str(halted["error"])
 
 
-@pytest.mark.parametrize("mode", ["PS", pytest.param("Hybrid", marks=pytest.mark.slow)])
-def test_a_killed_worker_is_named_on_the_others_at_once(mode: str) -> None:
-    result = run_in_job(lose_one, 3, mode, servers=1, patience=Patience(failure=20.0))
-    assert result.exit_codes[1] == -9
-    for rank in (0, 2):
-        facts = result.results[rank]
-        assert facts is not None, result.logs[rank]
-        assert "rank 1" in str(facts["peer"])  # rank 0 may be lost to it by then
-        assert float(str(facts["seconds"])) < 30.0  # of 50
-
-
 @pytest.mark.slow
 def test_a_stopped_job_resumes_with_other_workers_and_servers(tmp_path: Path) -> None:
     stopped = in_job(go_on, 2, str(tmp_path), "PS", 8, "stop", servers=1)
     assert [result["steps"] for result in stopped] == [4, 4]
     in_job(go_on, 3, str(tmp_path), "Hybrid", 6, "save", servers=2)
     assert in_job(go_on, 1, str(tmp_path), "PS", 8, "save", servers=1)[0]["numbers"] == plainly(8)
-
-
-@pytest.mark.slow
-def test_a_job_of_which_a_worker_was_killed_resumes_by_the_same_command(tmp_path: Path) -> None:
-    """Its servers ended with it: what is on them comes from the last checkpoint."""
-    lost = run_in_job(killed, 2, str(tmp_path), "PS", servers=2, patience=Patience(failure=20.0))
-    assert lost.exit_codes[1] == -9
-    assert "rank 1 is lost" in lost.logs[0]
-    for result in in_job(killed, 2, str(tmp_path), "PS", servers=2):
-        assert (result["resumed"], result["numbers"]) == (True, plainly(6))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from _pytest.mark import ParameterSet
-from loader_kinds import LOADERS, Broken, Shuffled, Squares, bound, drain, numbers, plain, seed_all, seeded, take, train
+from loader_kinds import LOADERS, Shuffled, Squares, bound, drain, numbers, plain, seed_all, seeded, take, train
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -105,30 +104,6 @@ def test_persistent_workers_draw_their_seed_in_the_first_epoch_only(
     assert take(once_more, 2) == expected[10:]
 
 
-def test_persistent_workers_of_a_later_epoch_go_back_to_the_first(opened: Callable[..., BoundLoader]) -> None:
-    loader = opened(persistent(own=True))
-    state = loader.state()
-    expected = [step[:-3] for step in take(loader, 5)]
-    loader.restore([state])
-    assert [step[:-3] for step in take(loader, 5)] == expected
-
-
-@pytest.mark.parametrize("kind", ["shuffled", "own_generator", "stateful", "plain", "distributed", "global"])
-def test_a_restart_of_a_restart_resumes_too(kind: str, opened: Callable[..., BoundLoader], tmp_path: Path) -> None:
-    seed_all(0)
-    expected = plain(LOADERS[kind](), 12)
-    seed_all(0)
-    steps: list[list[float]] = []
-    loader = opened(LOADERS[kind]())
-    for turn in range(6):
-        steps += take(loader, 2)
-        state, draws = saved(tmp_path / str(turn), [loader]), random_state()
-        loader = opened(LOADERS[kind]())
-        loader.restore(state)
-        restore_random_state(draws)
-    assert steps == expected
-
-
 @pytest.mark.parametrize("kind", ["shuffled", "stateful", "list", "distributed", "global"])
 def test_a_restart_between_two_epochs_starts_the_second(
     kind: str, opened: Callable[..., BoundLoader], tmp_path: Path
@@ -161,19 +136,6 @@ def test_skipped_batches_are_said_and_global_ones_are_not_loaded(
     assert [record.getMessage() for record in caplog.records] == [
         "the loader DataLoader has no state_dict: skipping the 4 batches that were read"
     ]
-
-
-def test_a_batch_that_could_not_be_made_counts_as_read(opened: Callable[..., BoundLoader]) -> None:
-    def fail(samples: list[Tensor]) -> Tensor:
-        if samples[0] == 16:
-            raise Broken
-        return torch.stack(samples)
-
-    loader = opened(DataLoader(Squares(), batch_size=2, collate_fn=fail))
-    take(loader, 2)
-    with pytest.raises(Broken):
-        loader.next_batch()
-    assert numbers(loader.next_batch()) == [36, 49]
 
 
 @pytest.mark.parametrize("kind", ["list", "plain", "stateful", "iterable", "shuffled", "pairs"])
@@ -243,16 +205,6 @@ def test_the_first_batch_of_a_loader_is_fetched_once_and_its_error_stays(opened:
             fetch()
 
 
-def test_no_thread_is_started_and_nothing_is_loaded_before_it_is_asked_for(opened: Callable[..., BoundLoader]) -> None:
-    before, data = threading.active_count(), Squares()
-    loader = opened(DataLoader(data, batch_size=2))
-    for batches in range(1, 4):
-        loader.next_batch()
-        assert loader.peek() is None
-        assert len(data.loaded) == 2 * batches
-    assert threading.active_count() == before
-
-
 @pytest.mark.parametrize("kind", ["list", "two_workers_iterable", slow_if(True, "two_workers_global")])
 def test_a_batch_that_was_looked_at_is_the_next_and_not_in_the_position(
     kind: str, opened: Callable[..., BoundLoader]
@@ -271,20 +223,6 @@ def test_a_batch_that_was_looked_at_is_the_next_and_not_in_the_position(
     assert numbers(again.next_batch()) == numbers(ahead)
     drain(loader)
     assert loader.peek() is None
-
-
-def test_a_failure_of_a_look_is_raised_where_the_batch_is_taken(opened: Callable[..., BoundLoader]) -> None:
-    def fail(samples: list[Tensor]) -> Tensor:
-        if samples[0] == 4:
-            raise Broken
-        return torch.stack(samples)
-
-    loader = opened(DataLoader(Squares(), batch_size=2, num_workers=1, collate_fn=fail))
-    assert numbers(loader.next_batch()) == [0, 1]
-    assert loader.peek() is None
-    with pytest.raises(Broken):
-        loader.next_batch()
-    assert numbers(loader.next_batch()) == [16, 25]
 
 
 # Epochs.
@@ -320,26 +258,6 @@ def test_a_generator_has_one_epoch_and_a_second_one_is_an_error(opened: Callable
     loader.start_epoch()
     with pytest.raises(ValueError, match="is an iterator .* and is exhausted: it has one epoch"):
         loader.next_batch()
-
-
-def test_a_loader_that_is_its_own_iterator_and_starts_afresh_has_many_epochs(
-    opened: Callable[..., BoundLoader],
-) -> None:
-    class Reader:
-        def __iter__(self) -> Reader:
-            self.left = 3
-            return self
-
-        def __next__(self) -> int:
-            self.left -= 1
-            if self.left < 0:
-                raise StopIteration
-            return self.left
-
-    loader = opened(Reader())
-    for _ in range(3):
-        assert drain(loader) == 3
-        loader.start_epoch()
 
 
 def test_a_dataset_of_samples_is_no_loader() -> None:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from small_parts import in_job, plain_step
 from torch import Tensor, nn
 
 import anabranch as ab
+from toys import in_job, plain_step
 
 Batch = dict[str, Tensor]
 

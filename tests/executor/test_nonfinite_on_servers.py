@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from small_parts import in_job, plain_step
 from torch import Tensor, nn
 
 import anabranch as ab
 from plain_loop import mean_square
+from toys import in_job, plain_step
 
 
 class Model(nn.Module):
@@ -31,30 +30,6 @@ def batch_of(index: int, *, bad: bool = False) -> dict[str, Tensor]:
     if bad:
         x[2, 1] = float("inf")
     return {"ids": torch.tensor([0, 5, 5, index % 8]), "x": x}
-
-
-@pytest.mark.quick_cases(3)
-@pytest.mark.parametrize("comm_mode", ["PS", "Hybrid"])
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_steps_that_are_not_finite_are_passed_over(comm_mode: str, clip: Any, accumulate: int) -> None:
-    def run(mode: str | None, indices: list[tuple[int, bool]]) -> tuple[dict[str, Tensor], int]:
-        model = Model()
-        options: dict[str, Any] = {"clip_grad_norm": clip, "accumulate": accumulate, "skip_nonfinite": True}
-        step = ab.TrainStep(model, mean_square, torch.optim.SGD(model.parameters(), lr=0.01), **options)
-        with ab.Executor(step, comm_mode=mode) as executor:
-            for index, bad in indices:
-                executor.run(batch=batch_of(index, bad=bad))
-            skipped = executor.statistics().skipped_steps
-        return copy.deepcopy(model.state_dict()), skipped
-
-    good = [(index, False) for index in range(6)]
-    bad = [(9, True)] + [(9, False)] * (accumulate - 1)
-    expected, _ = run(None, good)
-    found, skipped = run(comm_mode, [*good[:2], *bad, *good[2:], *bad])
-    assert skipped == 2
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value)
 
 
 def test_dense_gradients_that_are_not_finite_keep_rows_from_being_pushed() -> None:
@@ -77,16 +52,6 @@ def test_dense_gradients_that_are_not_finite_keep_rows_from_being_pushed() -> No
         plain_step(other, mean_square, plain, batch_of(index))
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(one, two)
-
-
-def test_the_norm_of_gradients_on_servers_is_known_with_clipping_only() -> None:
-    model = Model()
-    step = ab.TrainStep(model, mean_square, torch.optim.SGD(model.parameters(), lr=0.01))
-    with (
-        ab.Executor(step, comm_mode="PS") as executor,
-        pytest.raises(ValueError, match="give the TrainStep clip_grad_norm"),
-    ):
-        executor.run(batch=batch_of(0), fetch=["grad_norm"])
 
 
 def passing_over() -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch.record.spans import Span, heard
+from programs import Programs
 
 ROWS = 40
 
@@ -198,82 +199,6 @@ def test_the_next_batch_s_rows_are_requested_before_this_backward_ends() -> None
         assert (loads.misses, loads.hits) == (24, 6)  # the fourth batch's rows were there when its step came
 
 
-def test_a_step_that_is_a_graph_prefetches_too() -> None:
-    """The first run is the tape's, the rest are replays."""
-    data = [{"ids": torch.tensor([[2 * k] * 3, [2 * k + 1] * 3]), "y": torch.zeros(2)} for k in range(5)]
-    seen: list[str] = []
-    options: dict[str, Any] = {"cache": ab.Cache(capacity=ROWS), "dataloaders": {"default": data}, "engine": "graph"}
-    with (
-        ab.Executor(step_of(new_model()), "Hybrid", **options) as executor,
-        heard(lambda span: seen.append(span[0])),
-    ):
-        for _ in data:
-            executor.run()
-        assert executor.engine() == "graph"
-    assert seen.count("tables.prefetch") == 2
-
-
-def test_ids_that_cannot_be_foretold_are_read_when_their_step_comes() -> None:
-    class Odd(Model):
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.head(self.table((ids.double() / 7).round().long() % 40).mean(1))[:, 0]
-
-    torch.manual_seed(0)
-    plain, model = Odd(), Odd()
-    model.load_state_dict(plain.state_dict())
-    with ab.Executor(step_of(plain)) as executor:
-        for batch in batches():
-            executor.run(batch=batch)
-    data = batches()
-    with ab.Executor(step_of(model), "Hybrid", cache=ab.Cache(capacity=5), dataloaders={"default": data}) as executor:
-        for _ in data:
-            executor.run()
-    torch.testing.assert_close(model.table.weight, plain.table.weight, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "cache", [None, ab.Cache(capacity=30), ab.Cache(capacity=30, pull_bound=2, push_bound=2)], ids=str
-)
-def test_a_step_reads_all_tables_in_one_request(cache: ab.Cache | None) -> None:
-    """From the third run on: the first two show what the ids are. One table is looked up twice."""
-
-    class Columns(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tables = nn.ModuleList([nn.Embedding(ROWS, 4) for _ in range(3)])
-
-        def forward(self, ids: Tensor) -> Tensor:
-            columns = [table(ids[:, k]) for k, table in enumerate(self.tables)]
-            return (sum(columns) + self.tables[0](ids[:, 1] + 1)).sum(1)
-
-    data = [{**batch, "ids": batch["ids"] % (ROWS - 1)} for batch in batches()]
-
-    torch.manual_seed(0)
-    plain, model = Columns(), Columns()
-    model.load_state_dict(plain.state_dict())
-    with ab.Executor(step_of(plain)) as executor:
-        for batch in data:
-            executor.run(batch=batch)
-    calls: list[int] = []
-    with ab.Executor(step_of(model), "Hybrid", cache=cache) as executor:
-        assert executor._remote is not None
-        pull_many = executor._remote.client.pull_many
-
-        def counted(wanted: Any, **options: Any) -> Any:
-            calls.append(len(wanted))
-            return pull_many(wanted, **options)
-
-        executor._remote.client.pull_many = counted  # type: ignore[method-assign]
-        for batch in data:
-            executor.run(batch=batch)
-        if cache is not None and cache.pull_bound:
-            assert len(calls) <= 8 + 4  # rows that were checked lately are not asked about
-            return
-        assert calls[-4:] == [3] * 4
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
 # Counting.
 
 
@@ -363,3 +288,39 @@ def test_rounded_rows_are_fewer_bytes_and_learn_as_well(compression: str, share:
 def test_another_compression_is_refused() -> None:
     with pytest.raises(ValueError, match="'int8', not as 'int4'"):
         ab.Executor(step_of(new_model()), "Hybrid", row_compression="int4")  # type: ignore[arg-type]
+
+
+# What cached tables run on is compiled when they are made, so that no step waits for a compiler.
+
+SCRIPT = """
+import types
+import torch
+from torch import nn
+import anabranch as ab
+from anabranch.tables.kernels import caches, routing, rows
+
+def made():
+    modules = (caches, routing, rows)
+    kernels = {f"{m.__name__}.{name}": k for m in modules for name, k in vars(m).items() if hasattr(k, "signatures")}
+    return {name: len(kernel.signatures) for name, kernel in kernels.items()}
+
+model = nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Flatten(), nn.Linear(8, 1))
+optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+step = ab.TrainStep(model, lambda m, ids: m(ids).square().mean(), optimizer)
+batches = [torch.randint(50, (9, 2)) for _ in range(8)]
+with ab.Executor(step, "Hybrid", cache=ab.Cache("LFU", 10, BOUNDS), dataloaders={"default": batches}) as executor:
+    before = made()
+    assert before["anabranch.tables.kernels.caches.ask"] == 1, before
+    assert before["anabranch.tables.kernels.routing.arrange"] == 1, before
+    for _ in batches:
+        executor.run()
+    after = made()
+assert after == before, {name: (before[name], after[name]) for name in after if after[name] != before[name]}
+"""
+
+
+@pytest.mark.parametrize("bounds", ["3, 2", pytest.param("0, 0", marks=pytest.mark.slow)])
+def test_no_cached_step_compiles_anything(bounds: str, programs: Programs) -> None:
+    """In a process of its own, for in this one the tests before have compiled everything."""
+    done = programs.run(SCRIPT.replace("BOUNDS", bounds), timeout=200.0)
+    assert done.returncode == 0, done.stderr[-3000:]

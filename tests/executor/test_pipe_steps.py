@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from small_parts import in_job
 from torch import Tensor, nn
 
 import anabranch as ab
 from covering import pairwise
+from toys import in_job
 
 # What every worker runs.
 
@@ -237,22 +237,28 @@ def go_on(case: dict, path: str, runs: int, seed: int) -> dict:
     return {"losses": losses, "calls": calls}
 
 
-def skip(case: dict) -> float:
-    """A step with NaN in it changes nothing, on the servers and on any stage; the next one counts."""
+def skip(case: dict) -> list[Any]:
+    """A step with NaN in it changes nothing, on the servers and on any stage; the next one counts.
+
+    One rank is asked to stop; all see it after the same run.
+    """
     dist.init_process_group("gloo")
-    plain, piped = Plain(case), Piped(case)
+    plain, piped, stopping = Plain(case), Piped(case), list[bool]()
     with piped.executor as executor:
         for run, spoilt in enumerate([False, True, False]):
             x, target = piped.shard(batch_of(run, 8), run)
             if target is not None and spoilt:
                 target[0, 0] = torch.nan
+            if spoilt and dist.get_rank() == dist.get_world_size() - 1:
+                executor.request_stop()
             executor.run("train", (x, target))
+            stopping.append(executor.stopping)
         plain.train(range(1), 8)
         plain.train(range(2, 3), 8)
         assert executor.statistics().skipped_steps == 1
         worst = compare(piped, plain)
     piped.pipe.close()
-    return worst
+    return [worst < 1e-12, stopping]
 
 
 def places(case: dict) -> dict:
@@ -305,21 +311,6 @@ def mistakes(case: dict) -> None:
     assert piped.pipe.calls - before in (0, 1)
     executor.close()
     piped.pipe.close()
-
-
-def stop(case: dict) -> list[bool]:
-    """One rank is asked to stop; all see it after the same run."""
-    dist.init_process_group("gloo")
-    piped = Piped(case)
-    seen = []
-    with piped.executor as executor:
-        for run in range(4):
-            if run == 1 and dist.get_rank() == dist.get_world_size() - 1:
-                executor.request_stop()
-            piped.train(range(run, run + 1), 8)
-            seen.append(executor.stopping)
-    piped.pipe.close()
-    return seen
 
 
 PADDING = -100
@@ -447,9 +438,9 @@ def test_so_they_weigh_across_ranks_and_data_parallel_pipes(data: int, pipeline:
     assert max(in_job(weigh_tokens, data * pipeline, data, pipeline)) < 1e-12
 
 
-def test_a_step_with_nan_is_passed_over_on_servers_and_all_stages():
+def test_a_step_with_nan_is_passed_over_and_a_stop_seen_on_servers_and_all_stages():
     chosen = case(2, 2, [1, 6], mode="PS", skip_nonfinite=True)
-    assert max(in_job(skip, 4, chosen, servers=1)) < 1e-12
+    assert in_job(skip, 4, chosen, servers=1) == [[True, [False, True, True]]] * 4
 
 
 def test_each_stage_has_its_own_parameters_on_the_servers_and_shared_ones_stay_with_the_ranks():
@@ -558,10 +549,6 @@ def test_a_resumed_pipe_draws_on_where_it_was(tmp_path: Path):
 
 def test_a_grid_refuses_unsupported_steps_on_every_rank_and_continues():
     in_job(mistakes, 2, case(1, 2, [3, 4]))
-
-
-def test_a_rank_that_is_asked_to_stop_stops_all_ranks_after_the_same_run():
-    assert in_job(stop, 4, case(2, 2, [3, 4])) == [[False, True, True, True]] * 4
 
 
 def test_options_that_no_pipe_supports_are_refused(caplog: pytest.LogCaptureFixture):

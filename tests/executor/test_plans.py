@@ -5,129 +5,19 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from small_parts import job_servers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import anabranch as ab
-from anabranch.executor import LinkCost, ModeCost, Plan, PlanRow
-from anabranch.executor.plan import planner
-from anabranch.executor.plan.survey import StepSurvey, TableRows, survey_step
-from anabranch.executor.routes import CommMode, plan_routes
-from anabranch.executor.running.window import HEADER_SIZE
-from anabranch.executor.spec import Spec
-from anabranch.executor.steps import distinct_models
-from anabranch.parameter_server import Consistency
+from anabranch.executor import ModeCost
+from anabranch.executor.plan.survey import TableRows, survey_step
 from plain_loop import mean_square
-
-# Powers of two, so that sums are exact.
-LINKS = {"workers": LinkCost(1024.0, 1.0), "servers": LinkCost(16.0, 2.0)}
-HEADER = 8 * HEADER_SIZE  # bytes of a header in its own message
-BUCKET = (3 + 1 + HEADER_SIZE) * 4  # elements, flag, header
-ROW = 4 + 16  # bytes: an id and four numbers
-VOTE = 8  # bytes: whether a worker and all servers have their part of a step
-
-
-class Parts(nn.Module):
-    """A table of 100 rows of 4 numbers, and three numbers."""
-
-    def __init__(self, *, table: bool = True, head: bool = False, sparse: bool = False, dtype: Any = None) -> None:
-        super().__init__()
-        if table:
-            self.table = nn.Embedding(100, 4, sparse=sparse)
-        if head:
-            self.head = nn.Parameter(torch.zeros(3, dtype=dtype))
-
-
-def survey(read: int = 10, moved: int = 9, seconds: float = 8.0, **tables: TableRows) -> StepSurvey:
-    return StepSurvey({"compute": seconds}, {"table.weight": TableRows(read, moved), **tables})
-
-
-def planned(
-    model: nn.Module,
-    mode: CommMode,
-    *,
-    surveys: list[StepSurvey | None] | None = None,
-    rank: int = 0,
-    use_sparse_pull: bool = True,
-    merges: bool = True,
-    monkeypatch: pytest.MonkeyPatch,
-    **options: Any,
-) -> Plan:
-    """What the planner makes of these surveys of workers, and of the links above."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = ab.TrainStep(model, lambda model, batch: torch.zeros(()), optimizer, **options)
-    routes = plan_routes({"train": step}, distinct_models({"train": step}), mode, None, use_sparse_pull=use_sparse_pull)
-    everyone = [survey(), survey()] if surveys is None else surveys
-    consistency = Consistency.parse("bsp" if merges else "asp")
-    monkeypatch.setattr(planner, "_measured", lambda *_: (LINKS, everyone, rank))
-    spec = Spec({"train": step}, {"": model}, mode, routes, consistency=consistency)
-    return planner.plan_step(spec, None, "train", None, None)
-
-
-@pytest.fixture
-def plan(monkeypatch: pytest.MonkeyPatch) -> Any:
-    return partial(planned, monkeypatch=monkeypatch)
-
-
-def test_summed_gradients_cost_their_bytes_and_a_latency_per_bucket(plan: Any) -> None:
-    found = plan(Parts(table=False, head=True), "AllReduce")
-    assert found.bytes == {"workers": BUCKET}
-    assert found.parts == {"compute": 8.0, "workers": 1024.0 + BUCKET}
-    assert found.step_seconds == 8.0 + 1024.0 + BUCKET
-    assert [(row.name, row.boundary, row.bytes, row.seconds) for row in found.rows] == [("head", "workers", 16, 16.0)]
-    assert found.modes == (ModeCost("AllReduce", found.bytes, found.step_seconds),)
-
-
-def test_runs_that_are_accumulated_compute_each_and_tell_their_rows(plan: Any) -> None:
-    found = plan(Parts(table=False, head=True), "AllReduce", accumulate=3)
-    assert found.bytes == {"workers": BUCKET + 2 * HEADER}
-    assert found.parts == {"compute": 24.0, "workers": 3 * 1024.0 + BUCKET + 2.0 * HEADER}
-
-
-def test_rows_on_servers_are_read_and_moved_by_their_number(plan: Any) -> None:
-    found = plan(Parts(), "Hybrid", accumulate=2, clip_grad_norm=1.0)
-    assert found.bytes == {"workers": 2 * HEADER + VOTE, "servers": 2 * 10 * ROW + 9 * ROW}
-    messages = 2 + 1 + 2  # reads, a push, the norm and its release
-    assert found.parts["servers"] == messages * 16.0 + 2 * found.bytes["servers"]
-
-
-def test_the_slowest_worker_makes_the_compute_and_ones_own_batch_the_bytes(plan: Any) -> None:
-    surveys = [survey(), survey(read=100, moved=50, seconds=9.0)]
-    first, second = (plan(Parts(), "Hybrid", surveys=surveys, rank=rank) for rank in range(2))
-    assert first.parts["compute"] == second.parts["compute"] == 9.0
-    assert (first.bytes["servers"], second.bytes["servers"]) == (19 * ROW, 150 * ROW)
-
-
-def test_a_table_read_whole_costs_all_of_its_rows_and_pushes_those_that_moved(plan: Any) -> None:
-    found = plan(Parts(), "Hybrid", use_sparse_pull=False)
-    assert found.bytes["servers"] == 100 * ROW + 9 * ROW
-    assert found.parts["servers"] == 2 * 16.0 + 2 * 109 * ROW
-
-
-def test_ids_of_a_dynamic_vocabulary_are_long_and_lengthen_those_they_are_pushed_with(plan: Any) -> None:
-    model = Parts()
-    model.users = ab.RemoteEmbedding("users", None, 4)
-    found = plan(model, "Hybrid", surveys=[survey(users=TableRows(5, 5))])
-    assert [row.bytes for row in found.rows] == [10 * ROW + 9 * 24, (5 + 5) * 24]
-
-
-def test_sparse_gradients_travel_as_long_as_the_longest_workers(plan: Any) -> None:
-    found = plan(Parts(sparse=True), "AllReduce", surveys=[survey(moved=3), survey(moved=9)])
-    assert found.bytes["workers"] == HEADER + 16 + 80 + 144  # counts; ids in blocks of 16 bytes; rows
-
-
-def test_without_a_batch_a_plan_says_which_parts_it_leaves_out(plan: Any) -> None:
-    found = plan(Parts(head=True), "Hybrid", surveys=[None, None])
-    assert found.bytes == {"workers": BUCKET + VOTE}
-    assert [row.bytes for row in found.rows] == [16, None]
-    assert "without a batch" in str(found)
+from toys import job_servers
 
 
 def test_a_plan_with_a_cache_says_that_fewer_rows_may_cross() -> None:
@@ -135,14 +25,6 @@ def test_a_plan_with_a_cache_says_that_fewer_rows_may_cross() -> None:
         assert "upper bounds" in str(executor.plan(batch=IDS))
     with ab.Executor(step_of(Model()), "Hybrid") as executor:
         assert "upper bounds" not in str(executor.plan(batch=IDS))
-
-
-def test_long_names_keep_both_ends() -> None:
-    name = "encoder.layers.11.feed_forward.intermediate.dense.weight"
-    row = PlanRow(name, (8,), "servers, table read whole", "servers", 6_400_000_000, 1234.5)
-    lines = str(Plan("train", "PS", 16, 4, (row,), {"servers": 1}, {"servers": 1.0}, LINKS, ())).splitlines()
-    assert lines[2].startswith("encoder.laye...dense.weight servers, table read whole  6,400,000,000")
-    assert all(len(line) <= 80 for line in lines)
 
 
 # Looking at a batch.
@@ -192,32 +74,6 @@ def test_a_survey_leaves_everything_unchanged() -> None:
     torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
     assert torch.equal(model.head.bias.grad, torch.ones(1))
     assert model.table.weight.grad is None
-
-
-def test_a_look_at_lookups_by_function_sees_their_ids() -> None:
-    model = nn.Sequential(nn.Embedding(10, 2))
-    step = ab.TrainStep(
-        model,
-        lambda model, ids: F.embedding(input=ids, weight=model[0].weight, padding_idx=3).sum(),
-        torch.optim.SGD(model.parameters(), lr=0.1),
-    )
-    found = survey_step(step, torch.tensor([3, 4, 4]), {model[0].weight: ("0.weight", True)})
-    assert found.tables == {"0.weight": TableRows(2, 1)}
-
-
-def test_reentrant_checkpoints_are_timed_by_their_forward() -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    layer = nn.Linear(3, 3)
-    step = ab.TrainStep(
-        layer,
-        lambda model, x: checkpoint(model, model(x), use_reentrant=True).sum(),
-        torch.optim.SGD(layer.parameters(), lr=0.1),
-    )
-    found = survey_step(step, torch.ones(2, 3), {})
-    assert found.parts["compute"] > 0
-    assert found.notes == ("compute is forward alone: this backward cannot be tried",)
-    assert layer.weight.grad is None
 
 
 def test_a_plan_is_of_the_loaders_next_batch_which_stays_the_next() -> None:
@@ -304,15 +160,6 @@ def test_planning_only_reads_live_servers_and_lists_every_possible_mode(server: 
     assert plan.bytes.get("servers", 0) == sum(after[name].bytes - counted[name].bytes for name in after)
     assert all(str(one) in str(plan).splitlines() for one in plan.modes)
     assert ("their bandwidth is not measured" in str(plan)) is (mode is None)
-
-
-def test_the_modes_that_are_planned_without_being_used_have_the_bytes_of_their_own_plans(server: None) -> None:
-    plans = {}
-    for mode in (None, "PS", "Hybrid"):
-        with ab.Executor(step_of(Model()), mode, served="replace") as executor:
-            plans[mode] = executor.plan(batch=IDS)
-    for plan in plans.values():
-        assert {one.comm_mode: one.bytes for one in plan.modes} == {mode: one.bytes for mode, one in plans.items()}
 
 
 def test_a_mode_that_the_model_does_not_allow_has_no_line(server: None) -> None:

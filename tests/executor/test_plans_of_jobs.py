@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_parts import in_job
 from torch import Tensor, nn
 
 import anabranch as ab
 from launched import run
 from plain_loop import mean_square
+from toys import in_job
 
 ROWS = 500
 KINDS: dict[str, dict[str, object]] = {

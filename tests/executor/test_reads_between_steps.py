@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from small_parts import Users
 from torch import Tensor, nn
 
 import anabranch as ab
 from plain_loop import mean_square
+from toys import Users, job_servers
 
 ROWS = 12
 CACHES = [None, ab.Cache(capacity=4), ab.Cache(capacity=ROWS)]
@@ -113,37 +113,6 @@ def test_looks_admit_no_ids_and_evict_no_rows(mode: str, cache: ab.Cache | None)
         assert rows_there(executor) == (4, 0)
 
 
-@pytest.mark.parametrize("consistency", ["bsp", "ssp:1", "asp"])
-def test_the_copies_are_read_once_a_step_and_again_where_other_workers_are_missing(
-    consistency: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, steps = nn.Linear(2, 2), list[int | None]()
-    step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
-    with ab.Executor(
-        {"train": step, "look": ab.EvalStep(model, lambda m, x: {"out": m(x)})}, "PS", consistency=consistency
-    ) as executor:
-        remote = executor._remote
-        assert remote is not None
-        pull_many = remote.client.pull_many
-
-        def counted(wanted: Any, **options: Any) -> Any:
-            steps.append(options["step"])
-            return pull_many(wanted, **options)
-
-        monkeypatch.setattr(remote.client, "pull_many", counted)
-        for _ in range(3):
-            executor.run("train", torch.ones(3, 2))
-        merges, waits = consistency == "bsp", consistency == "ssp:1"
-        assert steps == ([1, 2, 3] if merges else [0, 0, 0])  # 0: without waiting for anyone
-        steps.clear()
-        executor.run("look", torch.ones(3, 2))
-        assert steps == ([] if merges else [0])
-        steps.clear()
-        remote._as_of = 1  # as if another worker had been two steps behind when they were read
-        executor.run("train", torch.ones(3, 2))
-        assert steps == [*([3] if waits else []), 4 if merges else 0]
-
-
 # Asking ahead.
 
 
@@ -161,24 +130,6 @@ def test_a_batch_that_is_only_prefetched_admits_and_evicts_nothing() -> None:
         assert torch.equal(model(TRAINED), torch.full((4, 2), -3.0))
         executor.run()
         assert rows_there(executor) == (4, 4)
-
-
-@pytest.mark.parametrize("bound", [0, 3])
-def test_ids_asked_for_ahead_are_admitted_by_their_own_step(bound: int) -> None:
-    data = [TRAINED + 10 * k for k in range(5)]
-    found = []
-    for prefetch in (True, False):
-        model = Users(capacity=None)
-        cache = ab.Cache(capacity=100, pull_bound=bound)
-        with ab.Executor(
-            users_step(model), "Hybrid", cache=cache, prefetch=prefetch, dataloaders={"default": data}
-        ) as executor:
-            for _ in data:
-                executor.run()
-            found.append(model(torch.arange(60)).detach())
-            assert rows_there(executor) == (20, 0)
-    assert torch.equal(*found)
-    assert (found[0] == -1).sum() == 40
 
 
 # Gradients.
@@ -249,3 +200,58 @@ def test_ids_that_torch_refuses_are_refused(ids: Tensor, kind: str, moved: bool)
                 look()
         same(looks(model), before)
         executor.run(batch=BATCHES[0].int())
+
+
+# What a table's capacity costs is counted and said: ids that find no room, and rows that leave for others.
+
+
+def executor_of(model: Users, **options: Any) -> ab.Executor:
+    step = ab.TrainStep(model, Users.loss, torch.optim.SGD(model.head.parameters(), lr=0.1))
+    return ab.Executor(step, "Hybrid", **options)
+
+
+def counts(executor: ab.Executor) -> tuple[int, int]:
+    users = executor.statistics().tables["users"]
+    return users.unadmitted, users.evicted
+
+
+@pytest.mark.parametrize("cache", [None, ab.Cache(capacity=3), ab.Cache(capacity=99, pull_bound=5)], ids=str)
+def test_ids_without_room_are_counted_and_said_once(cache: ab.Cache | None) -> None:
+    model = Users(capacity=4)
+    with executor_of(model, cache=cache) as executor:
+        executor.run(batch=torch.tensor([1, 2, 3, 4]))
+        assert counts(executor) == (0, 0)
+        executor.run(batch=torch.tensor([1, 2, 3, 4, 5, 5, 6]))
+        assert counts(executor) == (2, 0)
+        with pytest.warns(RuntimeWarning, match=r"table users has no room .* capacity=4, .*\(there are 1\)") as given:
+            executor.run(batch=torch.tensor([6, 4, 3, 2, 1, 7, 8]))
+        assert given[0].filename == __file__
+        assert counts(executor) == (5, 0)
+        assert torch.equal(model(torch.arange(1, 9))[:, 0], torch.tensor([-3.0, -3, -3, -3, 0, 0, 0, 0]))
+        first = executor.record_loads().tables["users"]
+        executor.run(batch=torch.tensor([11, 12]))
+        assert counts(executor) == (5, 2)
+        later = executor.record_loads().tables["users"]
+    assert [(first.unadmitted, first.evicted), (later.unadmitted, later.evicted)] == [(5, 0), (0, 2)]
+    assert counts(executor) == (5, 2)  # after the end
+
+
+def test_ids_that_admission_leaves_out_and_tables_without_capacity_are_not_at_an_edge() -> None:
+    model = Users(None, admission=0.5)
+    with executor_of(model) as executor:
+        executor.run(batch=torch.arange(100))
+        assert counts(executor) == (0, 0)
+        assert 0 < executor._remote.client.statistics()[0].tables["users"].rows < 100  # type: ignore[union-attr]
+
+
+def test_the_shards_of_a_table_count_together_and_one_warning_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The capacity is divided between them, and ids are not spread quite evenly."""
+    with job_servers(3, monkeypatch):
+        model, ids = Users(capacity=300), torch.arange(300)
+        with executor_of(model) as executor:
+            executor.run(batch=ids)
+            with pytest.warns(RuntimeWarning, match=r"capacity=300, .*\(there are 3\)"):
+                executor.run(batch=ids)
+            untrained = int((model(ids)[:, 0] == 0).sum())
+            assert untrained > 0
+            assert counts(executor) == (2 * untrained, 0)

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_parts import in_job
 from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch.deadline import Deadline
-from anabranch.executor.observing import run_trace
 from anabranch.pipeline import Pipe
 from anabranch.record import spans
 from anabranch.transport import Client, Request, Server, Verb
+from toys import in_job
 from traces import check_valid
 
 BATCH = {"x": torch.ones(4, 2), "y": torch.zeros(4, 1)}
@@ -51,26 +50,6 @@ def test_so_many_steps_are_recorded_and_then_none(engine: str, names: list[str],
     assert [event["args"]["step"] for event in trace.spans(category="step")] == [3, 4, 5]
     assert (trace.other["first_step"], trace.other["last_step"], trace.other["complete"]) == (2, 5, True)
     assert trace.processes == [f"process {os.getpid()}"]
-
-
-def test_nothing_is_recorded_without_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> int:
-        raise AssertionError("the clock was read for a span")
-
-    monkeypatch.setattr(spans, "monotonic_ns", refuse)
-    with ab.Executor({"train": step_of()}) as executor:
-        executor.run("train", BATCH)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_with_ends_before_its_block_where_its_steps_do(tmp_path: Path) -> None:
-    with ab.Executor({"train": step_of()}, engine="tape") as executor:
-        with executor.trace(tmp_path / "out.json", steps=1):
-            executor.run("train", BATCH)
-            executor.trace(tmp_path / "next.json")  # goes on behind the block, to the end
-        executor.run("train", BATCH)
-    assert len(check_valid(tmp_path / "out.json").spans(category="step")) == 1
-    assert len(check_valid(tmp_path / "next.json").spans(category="step")) == 1
 
 
 def test_an_early_end_writes_the_trace_so_far(tmp_path: Path) -> None:
@@ -170,17 +149,3 @@ def test_ranks_are_refused_together_and_state_by_how_much_their_clocks_may_be_of
     assert first["offset_error_us"] == 0
     assert abs(second["offset_us"]) <= second["offset_error_us"]  # it is the same clock, and was found to be
     assert second["offset_error_us"] > 0
-
-
-def test_a_long_trace_keeps_its_first_spans_and_counts_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_trace.spans, "CAPACITY", 6)
-    with ab.Executor({"train": step_of()}, engine="tape") as executor:
-        executor.trace(tmp_path / "out.json", steps=50)
-        for _ in range(50):
-            executor.run("train", BATCH)
-    trace = check_valid(tmp_path / "out.json")
-    kept = ["train", "forward", "backward", "optimizer", "forward", "backward"]
-    assert [event["name"] for event in trace.spans()] == kept
-    assert trace.other["dropped_spans"] == {trace.processes[0]: 50 * 4 - 6}

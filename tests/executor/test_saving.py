@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,13 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
-from small_parts import assert_same, in_job
 from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch import checkpoint
+from launched import start_run
+from plain_loop import mean_square
+from toys import assert_same, in_job
 
 
 def batch_of(step: int, rows: int = 6) -> dict[str, Tensor]:
@@ -110,44 +114,6 @@ def test_layers_that_joined_after_construction_are_saved_and_loaded(tmp_path: Pa
         assert resumed.resume(tmp_path)
         assert losses(resumed, range(4, 7)) == expected
     assert_same(other, model)
-
-
-class Counting(torch.optim.SGD):
-    """Keeps values of its own in its state, one under the name of a parameter."""
-
-    def step(self, closure: Any = None) -> Any:
-        self.state["steps"] = self.state.get("steps", 0) + 1
-        self.state["weight"] = self.state.get("weight", torch.zeros(1)) + 0.5
-        return super().step(closure)
-
-
-def test_an_optimizers_state_that_belongs_to_no_parameter_is_saved_and_loaded(tmp_path: Path) -> None:
-    def made() -> tuple[torch.optim.Optimizer, ab.Executor]:
-        model = nn.Linear(4, 3)
-        optimizer = Counting(model.parameters(), lr=0.1, momentum=0.9)
-        return optimizer, ab.Executor({"train": ab.TrainStep(model, loss, optimizer)})
-
-    (optimizer, executor), (other, resumed) = made(), made()
-    with executor, resumed:
-        losses(executor, range(2))
-        executor.save(tmp_path)
-        resumed.load(tmp_path)
-        assert losses(resumed, range(2, 4)) == losses(executor, range(2, 4))
-    assert other.state["steps"] == optimizer.state["steps"] == 4
-    assert torch.equal(other.state["weight"], torch.tensor([2.0]))
-
-
-def test_a_parameter_that_a_layer_in_its_place_left_without_a_name_is_an_error_that_says_so(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(4, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with ab.Executor({"train": ab.TrainStep(model, loss, optimizer)}) as executor:
-        model[0] = nn.Linear(4, 3)
-        optimizer.add_param_group({"params": model[0].parameters()})
-        losses(executor, range(1))
-        with pytest.raises(ab.CheckpointError, match=r"SGD holds a parameter of shape \(3, 4\) .* remove it from"):
-            executor.save(tmp_path)
-        del optimizer.param_groups[0]
-        executor.save(tmp_path)
 
 
 def test_several_models_and_steps_share_a_checkpoint(tmp_path: Path) -> None:
@@ -310,3 +276,136 @@ def test_another_number_of_workers_resumes_where_the_others_stopped(
         assert found["head"] == pytest.approx(whole[0]["head"], rel=0, abs=1e-12)
         if before == after:
             assert found == {**whole[rank], "losses": whole[rank]["losses"][4:]}  # bit for bit, random numbers too
+
+
+# A job that is asked to stop saves and stops as a whole; one that dies is restarted and resumes.
+
+DRAINING = """
+import json, signal, sys
+import torch
+from torch import nn
+import anabranch as ab
+
+path = sys.argv[1]
+rank = ab.job().rank
+torch.manual_seed(0)
+model = nn.Linear(3, 1)
+step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.Adam(model.parameters()))
+with ab.Executor(step, comm_mode="AllReduce") as executor:
+    signal.signal(signal.SIGTERM, lambda *_: executor.request_stop())
+    while not executor.stopping:
+        executor.run(batch=torch.ones(2, 3))
+        if executor.statistics().steps == 1 and rank == 0:
+            print("running", flush=True)
+    executor.save(path)
+    print(json.dumps({"steps": executor.statistics().steps}))
+"""
+
+
+def test_an_accumulating_worker_stops_behind_the_optimizer_step(tmp_path: Path) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), optimizer, accumulate=3)
+    with ab.Executor(step) as executor:
+        executor.request_stop()
+        found = []
+        for _ in range(4):
+            executor.run(batch=torch.ones(2, 3))
+            found.append(executor.stopping)
+            if executor.stopping:
+                executor.save(tmp_path)
+        assert found == [False, False, True, False]
+
+
+def test_sigterm_lets_the_workers_finish_the_same_step_and_save_it(tmp_path: Path) -> None:
+    script, logs = tmp_path / "draining.py", tmp_path / "logs"
+    script.write_text(DRAINING)
+    with start_run("--workers", 2, "--log-dir", logs, script, tmp_path / "saved") as launcher:
+        while "running" not in (line := launcher.stdout.readline()):
+            assert line, launcher.stderr.read()
+        launcher.send_signal(signal.SIGTERM)
+        _, err = launcher.communicate(timeout=200)
+    assert launcher.returncode == 0, err
+    steps = [json.loads((logs / f"worker-{rank}.log").read_text().splitlines()[-1])["steps"] for rank in range(2)]
+    assert steps[0] == steps[1] >= 1
+    assert ab.checkpoint.read(tmp_path / "saved").step == steps[0]
+
+
+# State of the user's own in checkpoints: objects given to the executor, extra state of modules, averaged weights.
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {"words": ["a"], "count": 0, "total": torch.zeros(2)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.seen
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state
+
+
+class Noted(nn.Linear):
+    note: Any = None
+
+    def get_extra_state(self) -> Any:
+        return {"note": self.note, "versions": (1, 2)}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.note = state["note"]
+
+
+def executor_of(model: nn.Module, **options: Any) -> ab.Executor:
+    return ab.Executor(ab.TrainStep(model, mean_square, torch.optim.SGD(model.parameters(), lr=0.1)), **options)
+
+
+class Strict(Counter):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("not mine")
+
+
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        ({"other": Counter()}, r"no state called \['other'\], only \['counter'\]"),
+        ({"counter": Strict()}, r"'counter'.* \(Strict\) rejected its saved state: KeyError: 'not mine'"),
+    ],
+)
+def test_objects_that_the_state_does_not_fit_are_named_before_anything_changes(
+    state: Any, text: str, tmp_path: Path
+) -> None:
+    model = nn.Linear(2, 1)
+    with executor_of(nn.Linear(2, 1), state={"counter": Counter()}) as executor:
+        executor.save(tmp_path)
+    before = model.weight.detach().clone()
+    with executor_of(model, state=state) as executor, pytest.raises(ab.CheckpointError, match=text):
+        executor.load(tmp_path)
+    assert torch.equal(before, model.weight)
+
+
+def test_unsavable_values_are_named(tmp_path: Path) -> None:
+    counter = Counter()
+    with executor_of(nn.Linear(2, 1), state={"counter": counter}) as executor:
+        counter.seen = {"file": object()}
+        with pytest.raises(ValueError, match=r"counter.*file"):
+            executor.save(tmp_path)
+    for state, text in (([], "a dict of objects by name"), ({1: counter}, "strings")):
+        with pytest.raises(TypeError, match=text):
+            executor_of(nn.Linear(2, 1), state=state)
+
+
+def test_extra_state_of_modules_is_saved_and_loaded(tmp_path: Path) -> None:
+    one, two = nn.Sequential(nn.Linear(2, 2), Noted(2, 1)), nn.Sequential(nn.Linear(2, 2), Noted(2, 1))
+    one[1].note = {"seen": [1, 2.5, None], "mean": torch.arange(3)}
+    with executor_of(one) as executor:
+        executor.save(tmp_path)
+    with executor_of(two) as executor:
+        executor.load(tmp_path)
+    note: Any = two[1].note
+    assert note["seen"] == [1, 2.5, None]
+    assert torch.equal(note["mean"], torch.arange(3))
+    with (
+        executor_of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1), Noted(1, 1))) as executor,
+        pytest.raises(ab.CheckpointError, match=r"missing: .*2\._extra_state"),
+    ):
+        executor.load(tmp_path)

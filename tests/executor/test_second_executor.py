@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from small_parts import in_job, job_servers
 from torch import Tensor, nn
 
 import anabranch as ab
+from toys import in_job, job_servers
 
 IDS, Y = torch.tensor([[1, 2], [3, 1]]), torch.tensor([1.0, -1.0])
 BATCH = {"ids": IDS, "y": Y}
@@ -48,10 +48,10 @@ def executor_of(model: nn.Module, mode: str = "Hybrid", **options: Any) -> ab.Ex
     return ab.Executor(steps, mode, **options)
 
 
-@pytest.fixture(params=[1, 2])
-def servers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Servers on which a job has trained two steps; it ended without a word."""
-    with job_servers(request.param, monkeypatch):
+    with job_servers(2, monkeypatch):
         first = executor_of(Model())
         for _ in range(2):
             first.run("train", BATCH)

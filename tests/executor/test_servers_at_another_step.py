@@ -43,8 +43,9 @@ def unanswered(call: Callable[..., Any], error: Exception, *, arrives: bool) -> 
     return ask
 
 
-@pytest.mark.parametrize("arrives", [True, False])
-@pytest.mark.parametrize("error", [ab.DeadlineExceeded("no answer"), ab.PeerLost("gone")], ids=["late", "lost"])
+@pytest.mark.parametrize(
+    ("error", "arrives"), [(ab.DeadlineExceeded("no answer"), True), (ab.PeerLost("gone"), False)], ids=["late", "lost"]
+)
 def test_after_an_unanswered_push_a_checkpoint_is_required(
     error: Exception, arrives: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,7 +67,7 @@ def test_after_an_unanswered_push_a_checkpoint_is_required(
 
 
 @pytest.mark.parametrize("arrives", [True, False])
-@pytest.mark.parametrize(("verb", "clip"), [("push_many", None), ("push_many", 1.0), ("squared_norm", 1.0)])
+@pytest.mark.parametrize(("verb", "clip"), [("push_many", None), ("squared_norm", 1.0)])
 @pytest.mark.parametrize("error", [ab.DeadlineExceeded("no answer"), KeyboardInterrupt()], ids=["late", "interrupt"])
 def test_a_held_push_that_was_not_answered_is_dropped_and_the_next_run_goes_on(
     error: Exception, verb: str, clip: float | None, arrives: bool, monkeypatch: pytest.MonkeyPatch

@@ -8,17 +8,16 @@ import os
 import pty
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from small_parts import Seconds
 
 from anabranch.executor.observing.run_facts import Curve, RunFacts
 from anabranch.executor.observing.tracking import Progress
 from anabranch.executor.statistics import TableLoads
 from anabranch.record.process import ProcessRecord
 from programs import Programs
+from toys import Seconds
 
 HELLO = "[bold]hello 1 :smile: " + "x" * 100  # as it is, markup and long lines too
 
@@ -74,36 +73,6 @@ def test_elsewhere_a_line_is_written_every_five_seconds() -> None:
     ]
     run(Progress(True, short := io.StringIO(), clock), clock, 10, 0.1)
     assert short.getvalue() == ""
-
-
-def test_other_ranks_say_nothing() -> None:
-    clock, stream = Seconds(), Terminal()
-    run(Progress(False, stream, clock), clock, 100, 1.0)
-    assert stream.getvalue() == ""
-
-
-def test_without_a_length_no_remaining_time_is_shown() -> None:
-    class Endless:
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(4))
-
-        def __len__(self) -> int:
-            raise TypeError("no length")
-
-    clock, stream = Seconds(), Terminal()
-    for _ in Progress(True, stream, clock).track(Endless()):
-        clock.now += 4.0
-    assert drawn(stream)[-1] == "4 · 4.0 s each"
-
-
-def test_a_loop_that_is_left_ends_its_line() -> None:
-    clock, stream = Seconds(), Terminal()
-    progress = Progress(True, stream, clock)
-    for i in progress.track(10):
-        clock.now += 1.0
-        if i == 4:
-            break
-    assert drawn(stream)[-1].startswith("4/10 40%")
 
 
 def test_loops_inside_one_another_share_the_line() -> None:
@@ -216,15 +185,6 @@ def test_counts_and_rates_are_read_once_a_second(tmp_path: Path) -> None:
     facts.close()
     run = told(record, tmp_path)
     assert (run["loss"], run["curve"], run["saved"]) == (0.5, [1.0, 0.75, 0.5], str(Path("checkpoint").absolute()))
-
-
-def test_a_look_that_came_late_counts_for_all_its_time(tmp_path: Path) -> None:
-    clock, record = Seconds(), ProcessRecord(tmp_path / "worker-0")
-    facts = RunFacts(record, lambda: ({}, {}), clock=clock)
-    for now, step in ((1.0, 10), (2.0, 30), (5.0, 45)):
-        clock.now = now
-        facts.counted(step)
-    assert told(record, tmp_path)["pace"] == [20.0, 5.0, 5.0, 5.0]
 
 
 def test_tracked_loops_are_among_the_facts(tmp_path: Path) -> None:

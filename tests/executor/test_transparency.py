@@ -8,11 +8,11 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
-from small_parts import in_job, plain_step
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce as functional_all_reduce
 
 import anabranch as ab
+from toys import in_job, plain_step
 
 STEPS = 5
 OPTIMIZERS = {

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from small_parts import in_job
 from torch import nn
 
 import anabranch as ab
@@ -17,6 +16,7 @@ from anabranch import checkpoint
 from anabranch.checkpoint import reading
 from anabranch.job import JOB_VARIABLE
 from anabranch.testing import faults
+from toys import in_job
 
 
 def executor(**options: Any) -> ab.Executor:
@@ -87,18 +87,6 @@ def test_a_run_that_is_continued_is_handed_on_in_its_other_folders(place: str) -
             second.save(f"{place}/third")
 
 
-def test_a_run_that_is_continued_twice_is_handed_on_in_its_other_folders(place: str) -> None:
-    """The run between found nothing better, so it saved no best checkpoint."""
-    for best in (True, False, True):
-        with executor() as target:
-            target.resume(f"{place}/last")
-            run(target)
-            if best:
-                target.save(f"{place}/best")
-            target.save(f"{place}/last")
-    assert checkpoint.read(f"{place}/best").step == 3
-
-
 def test_a_run_continues_also_where_the_newest_is_damaged(tmp_path: Path) -> None:
     with executor() as first, executor() as second:
         first.save(tmp_path)
@@ -147,44 +135,6 @@ def test_a_save_in_the_background_is_refused_too(tmp_path: Path) -> None:
 # Failures that are reported later.
 
 
-def test_a_save_that_reports_an_earlier_failure_is_made_all_the_same(tmp_path: Path) -> None:
-    def full() -> None:
-        raise OSError(28, "No space left on device")
-
-    reported = []
-    with executor() as target:
-        target.on("save", lambda record: reported.append(record.step))
-        for wait in (True, False):
-            run(target)
-            with faults.at("checkpoint.file_opened", 1, full) as fault:
-                target.save(tmp_path, wait=False)
-                while not fault.struck:
-                    pass
-            run(target)
-            _ended(target)
-            with pytest.raises(
-                ab.CheckpointError, match=r"step \d could not be saved in the background.*No space left"
-            ):
-                target.save(tmp_path, wait=wait)
-            target.finish_saves()
-            assert checkpoint.read(tmp_path).step == target.step
-    assert reported == [2, 4]
-
-
-def _ended(target: ab.Executor) -> None:
-    target._saver._saving._written.exception(timeout=60)  # type: ignore[union-attr]
-
-
-def test_both_failures_are_told_if_the_second_save_fails_too(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with executor() as target:
-        target.save(tmp_path / "file", wait=False)
-        _ended(target)
-        with pytest.raises(ab.CheckpointError, match="file/second") as caught:
-            target.save(tmp_path / "file" / "second")
-        assert "file of step 0 could not be saved in the background" in caught.value.__notes__[0]
-
-
 # Generations that are replaced while they are read.
 
 
@@ -228,14 +178,6 @@ def test_a_generation_that_is_replaced_while_it_is_read_is_read_anew(
         assert (reader.resume if search else reader.load)(place) in (True, None)
         assert reader.step == checkpoint.read(place).step > 0
     assert not caplog.records  # nothing is damaged
-
-
-def test_reading_ends_if_it_is_replaced_every_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with executor() as writer:
-        writer.save(tmp_path)
-        replacing(monkeypatch, "check", lambda: [writer.save(tmp_path) for _ in "12"] and None, times=1000)
-        with pytest.raises(ab.CheckpointError, match="was replaced while it was read"):
-            checkpoint.read(tmp_path)
 
 
 def loading_while_another_saves(folder: str) -> int:

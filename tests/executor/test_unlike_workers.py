@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -10,17 +10,22 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from small_parts import in_job, run_in_job
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.data import DataLoader, DistributedSampler
 
 import anabranch as ab
 from anabranch.collectives import Workers
 from anabranch.executor.likeness import check_alike
 from anabranch.executor.routes import CommMode, plan_routes
 from anabranch.executor.steps import Step, distinct_models
+from toys import in_job, run_in_job
 
 
 def executor(model: nn.Module) -> ab.Executor:
@@ -81,38 +86,18 @@ class Model(nn.Module):
         return cast(torch.Tensor, self.head(self.table(ids)))
 
 
-def shares(samples: int) -> tuple[Any, ...]:
-    data = TensorDataset(torch.zeros(samples, 2))
-    sampler = DistributedSampler(data, 2, 0)
-    return (
-        DataLoader(data, 2, sampler=sampler),
-        DataLoader(data, batch_sampler=BatchSampler(sampler, 2, drop_last=True)),
-        [torch.zeros(2)],
-        ab.loaders.GlobalBatches(data, 2),
-    )
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "warned"),
-    [
-        *(((one, other, False)) for one, other in zip(shares(6), shares(6), strict=True)),
-        (DataLoader(range(6), 2), DataLoader(range(6), 3, shuffle=True), True),  # type: ignore[arg-type]
-        (DataLoader(range(6), 2), DataLoader(range(7), 2), False),  # type: ignore[arg-type]
-    ],
-)
-def test_workers_that_each_read_all_samples_are_warned_of_it(
-    first: Any, second: Any, warned: bool, recwarn: pytest.WarningsRecorder
-) -> None:
-    workers, model = cast(Workers, OneAfterAnother()), Model()
+def test_workers_that_each_read_all_samples_are_warned_of_it(recwarn: pytest.WarningsRecorder) -> None:
+    model, data = Model(), range(6)
     steps: dict[str, Step] = {"train": ab.TrainStep(model, lambda m, b: m(b).mean(), sgd(model))}
-    for loader in (first, second):
-        recwarn.clear()
-        loaders = {"train": loader, "validate": DataLoader(range(6))}  # type: ignore[arg-type]
-        check_alike(workers, None, steps, plan_routes(steps, distinct_models(steps), None, None), loaders)
-    messages = [str(one.message) for one in recwarn]
-    assert ["the 6 samples of the DataLoader of step 'train' in whole" in message for message in messages] == [
-        True
-    ] * warned
+    routes = plan_routes(steps, distinct_models(steps), None, None)
+    parts = DataLoader(data, sampler=DistributedSampler(data, 2, 0))  # type: ignore[arg-type,var-annotated]
+    for loader, warned in ((parts, 0), (DataLoader(data, 2), 1)):  # type: ignore[arg-type,var-annotated]
+        workers = cast(Workers, OneAfterAnother())
+        for _ in range(2):
+            recwarn.clear()
+            check_alike(workers, None, steps, routes, {"train": loader})
+        assert len(recwarn) == warned
+    assert "the 6 samples of the DataLoader of step 'train' in whole" in str(recwarn[0].message)
 
 
 Make = Callable[[Model], Optimizer | list[Optimizer]]
@@ -270,3 +255,32 @@ def test_an_interrupt_behind_the_first_message_of_a_run_is_no_crash_of_the_next(
     assert all("failed in the middle of its communication" in text for text in first[1:])
     assert second[0].startswith(("PeerLost", "DeadlineExceeded"))
     assert not (tmp_path / "saved").exists()
+
+
+# Modules whose parameters lie in parts on several ranks are refused when a step is made.
+
+
+@pytest.fixture
+def _fake_group() -> Iterator[None]:
+    # A gloo group of its own process leaves sockets that this process's end closes.
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_fake_group")
+def test_fully_sharded_modules_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(
+        ValueError, match=r"'0.weight' of .* is a DTensor.* give the Executor the model before it is sharded"
+    ):
+        ab.TrainStep(model, lambda m, x: m(x).sum(), torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.usefixtures("_fake_group")
+def test_tensor_parallel_modules_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    parallelize_module(model, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
+    with pytest.raises(ValueError, match=r"'0.weight' of Sequential is a DTensor"):
+        ab.EvalStep(model, lambda m, x: {"y": m(x)})

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from small_parts import in_job, job_servers, run_in_job
 from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch.deadline import Deadline
 from anabranch.launch import Patience
 from anabranch.parameter_server.messages import ReleaseMessage
+from toys import in_job, job_servers, run_in_job
 
 ROWS, FATAL = 24, 3
 POINTS = ("half pushed", "pushed", "voted", "updated", "half told", "told")

@@ -127,16 +127,6 @@ def test_a_graph_crosses_as_the_tape_does(alias: bool) -> None:
     assert graph.log == tape.log == ["far forward", "far backward"] * 3
 
 
-def test_a_run_frees_its_tensors_when_it_ends() -> None:
-    far = Scale()
-    model = Model(far)
-    program = StepProgram(model, loss, [torch.optim.SGD(model.parameters(), lr=0.1)])
-    for _ in range(3):
-        program.run(torch.randn(3, 4))
-    assert len(far.kept) == 3
-    assert all(kept() is None for kept in far.kept)
-
-
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("engine", ["tape", "graph"])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
@@ -238,25 +228,6 @@ def test_the_far_side_learns_even_if_no_input_wants_a_gradient() -> None:
     for _ in range(2):
         program.run(torch.randn(3, 4))
     assert far.log == ["far forward", "far backward"] * 2
-
-
-def test_without_grad_mode_nothing_is_kept_for_backward() -> None:
-    wanted: list[object] = []
-
-    class Asked(Scale):
-        def forward(self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
-            wanted.append(wants)
-            return super().forward(inputs, wants)
-
-    far = Asked()
-
-    def fn(x: Tensor) -> Tensor:
-        with torch.no_grad():
-            return cross(far, x)[0] + 1
-
-    graph = capture(fn, torch.ones(2, 2))
-    assert torch.equal(graph(torch.ones(2, 2)), torch.full((2, 2), 4.0))  # type: ignore[arg-type]
-    assert wanted == [None]
 
 
 def test_an_answer_of_another_form_than_the_graphs_is_refused() -> None:

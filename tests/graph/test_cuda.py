@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +13,6 @@ from torch import Tensor, nn
 
 from anabranch.graph import StepProgram, capture
 from anabranch.graph.run import cuda_graphs
-from anabranch.graph.trace.undisturbed import random_states_untouched
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -72,79 +68,10 @@ def test_a_program_that_cannot_be_recorded_still_runs_and_logs_it_once(
     assert all(torch.equal(each, torch.full((3,), 2.0)) for each in found)  # type: ignore[arg-type]
 
 
-def test_a_failed_recording_gives_its_stream_and_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch gives back the memory of a recording that was ended, and of no other."""
-    did: list[str] = []
-
-    def fail(*_: Tensor) -> tuple[object, ...]:
-        raise torch.OutOfMemoryError("example")
-
-    stream = SimpleNamespace(device_index=1)
-    for name, value in {
-        "CUDAGraph": SimpleNamespace,
-        "current_stream": lambda: stream,
-        "graph_pool_handle": lambda: (0, 7),
-        "graph": lambda *_, **__: contextlib.nullcontext(),
-        "set_stream": lambda given: did.append("stream" if given is stream else "other"),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: did.append(f"close {device} {pool}"))
-    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda device, pool: did.append(f"release {device} {pool}"))
-    monkeypatch.setattr(cuda_graphs, "_BROKEN", kept := [])
-    with pytest.raises(torch.OutOfMemoryError):
-        cuda_graphs._record(cuda_graphs.Program("", fail), [])
-    assert did == ["stream", "close 1 (0, 7)", "release 1 (0, 7)"]
-    assert len(kept) == 1
-
-
-def test_one_thread_of_a_process_records_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    inside, go_on, made = threading.Event(), threading.Event(), []
-
-    def record(program: Any, inputs: Sequence[Tensor]) -> Any:
-        made.append(threading.current_thread().name)
-        inside.set()
-        assert go_on.wait(60)
-        results = program.run(*inputs)
-        return lambda: results[0].copy_(inputs[0] * 2), results
-
-    def run(times: int) -> None:
-        graph = capture(lambda x: x * 2, torch.ones(3))
-        program = cuda_graphs.Replayed(graph.program(), graph, [False])
-        for step in range(times):
-            assert torch.equal(program.run(torch.full((3,), step + 1.0))[0], torch.full((3,), 2 * (step + 1.0)))  # type: ignore[arg-type]
-
-    monkeypatch.setattr(cuda_graphs, "_record", record)
-    first = threading.Thread(target=run, args=(6,), name="first")
-    first.start()
-    assert inside.wait(60)
-    run(8)
-    assert made == ["first"], "it did not wait for the other, nor record beside it"
-    go_on.set()
-    first.join(60)
-    run(8)
-    assert made == ["first", threading.current_thread().name]
-
-
 def test_programs_on_a_cpu_or_with_python_calls_are_not_recorded() -> None:
     assert not cuda_graphs.can_replay(capture(lambda x: x * 2, torch.ones(3)))
     far = Scale()
     assert not cuda_graphs.can_replay(capture(lambda x: far.call_whole(x)[0], torch.ones(2, 2)))
-
-
-def test_a_capture_does_not_set_a_random_state_that_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Setting it makes cuDNN's dropout start anew; PyTorch's tracer does so after each trace."""
-    state, told = torch.tensor([1, 2], dtype=torch.uint8), []
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device="cuda": state)
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device="cuda": told.append(state.tolist()))
-    with random_states_untouched():
-        torch.cuda.set_rng_state(torch.tensor([1, 2], dtype=torch.uint8))
-        torch.cuda.set_rng_state(torch.tensor([1, 3], dtype=torch.uint8))
-        other = threading.Thread(target=torch.cuda.set_rng_state, args=(state,))  # a user's own, elsewhere
-        other.start()
-        other.join(60)
-    torch.cuda.set_rng_state(state)
-    assert told == [[1, 3], [1, 2], [1, 2]]
 
 
 # On a device.

@@ -28,14 +28,6 @@ class Plain:
     def scale(self, value: float) -> float:
         return value
 
-    @staticmethod
-    def static(value: float) -> float:
-        return value
-
-    @classmethod
-    def of_class(cls, value: float) -> float:
-        return value
-
     @property
     def share(self) -> float:
         return 1.0
@@ -48,9 +40,6 @@ class Base(nn.Module):
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.fill_(0.1)
-
-    def factor(self) -> float:
-        return 1.0
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) * self.read(self)  # type: ignore[no-any-return]
@@ -80,18 +69,14 @@ def one(model: Any) -> float:
 REPLACED: dict[str, tuple[Callable[[Any], Any], object, str, object]] = {
     "forward": (one, Model, "forward", lambda self, x: self.layer(x) * 2),
     "the forward of a base class": (one, Base, "forward", lambda self, x: self.layer(x) * 2),
-    "the forward of torch's": (one, nn.Linear, "forward", lambda self, x: x @ self.weight * 4),
-    "an inherited method": (lambda m: m.factor(), Model, "factor", lambda self: 2.0),
     "a method of a plain class": (lambda m: m.plain.scale(1.0), Plain, "scale", doubled),
-    "a static method": (lambda m: m.plain.static(1.0), Plain, "static", staticmethod(lambda value: value * 2)),
-    "a class method": (lambda m: m.plain.of_class(1.0), Plain, "of_class", classmethod(doubled)),
     "a property": (lambda m: m.plain.share, Plain, "share", property(lambda self: 2.0)),
     "the code of a method": (lambda m: m.plain.scale(1.0), Plain.scale, "__code__", doubled.__code__),
     "the code of a function": (lambda m: helper(1.0), helper, "__code__", (lambda value: value * 2).__code__),
 }
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("what", REPLACED)
 def test_code_that_is_replaced_is_used_from_the_next_step_on(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read, place, name, new = REPLACED[what]

@@ -106,27 +106,6 @@ def test_dropout_is_not_drawn_again() -> None:
     assert all(map(torch.equal, tree_leaves(expected), tree_leaves(smaller(x))))
 
 
-def test_reads_of_state_that_is_written_later_are_kept() -> None:
-    state = torch.zeros(2000)
-
-    def fn(x: Tensor) -> Tensor:
-        kept = [torch.sin(x * i) for i in range(1, 6)]
-        scaled = [torch.cos(k + state) for k in kept]
-        state.add_(1)
-        return sum(s.sum() for s in reversed(scaled))  # type: ignore[return-value]
-
-    graph = capture(fn, torch.ones(2000))
-    x = torch.randn(2000)
-    expected = graph(x)
-    for share in (0.9, 0.8, 0.7, 0.6, 0.5):
-        try:
-            smaller = graph.recompute(int(share * graph.memory_plan().peak_bytes))
-        except ValueError:
-            continue
-        state.zero_()
-        assert torch.equal(smaller(x), expected)  # type: ignore[arg-type]
-
-
 def test_a_budget_that_nothing_fits_names_the_least() -> None:
     graph, _ = chain()
     with pytest.raises(ValueError, match=r"with recomputation \d+; give it at least that"):

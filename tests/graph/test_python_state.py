@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import random
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -36,23 +35,9 @@ def advance(self: Any, x: Tensor) -> float:
     return float(next(self.held))
 
 
-def draw(self: Any, x: Tensor) -> float:
-    return float(self.held.random())
-
-
-def nested(self: Any, x: Tensor) -> int:
-    self.held["a"][0].append(1)
-    return len(self.held["a"][0])
-
-
 def rebind(self: Any, x: Tensor) -> Tensor:
     self.held += 1
     return self.held  # type: ignore[no-any-return]
-
-
-def switch(self: Any, x: Tensor) -> Tensor:
-    self.drop.train(not self.drop.training)
-    return self.drop(torch.ones(3))  # type: ignore[no-any-return]
 
 
 def backward(self: Any, x: Tensor) -> float:
@@ -69,23 +54,13 @@ def recompute(self: Any, x: Tensor) -> Tensor:
     return checkpoint(lambda x: self.drop(self.layer(x)), x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-def new_parameter(self: Any, x: Tensor) -> Tensor:
-    if not hasattr(self, "late"):
-        self.late = nn.Parameter(torch.ones(3))
-    return self.late  # type: ignore[no-any-return]
-
-
 LOST: dict[str, tuple[Callable[[], object], Callable[[Any, Tensor], Any]]] = {
     "a deque": (lambda: collections.deque(maxlen=5), append),
-    "a container in a container": (lambda: {"a": ([1],)}, nested),
     "a generator": (lambda: (n + 1.0 for n in range(9)), advance),
-    "a generator of Python's numbers": (lambda: random.Random(0), draw),
     "a tensor that is not a buffer": (lambda: torch.zeros(1), rebind),
-    "the mode of a module": (lambda: None, switch),
     "a backward within": (lambda: None, backward),
     "the memory of a parameter": (lambda: None, replace_data),
     "a checkpoint's mask": (lambda: None, recompute),
-    "a parameter of its own": (lambda: None, new_parameter),
 }
 
 

@@ -12,7 +12,6 @@ from test_boundaries import Scale
 from torch import Tensor, nn
 
 import anabranch as ab
-from anabranch.cli.view import _page
 from anabranch.graph import Graph
 
 
@@ -86,22 +85,6 @@ def test_operations_and_arguments(fn: Any, tmp_path: Path) -> None:
         assert torch.equal(one, two) if isinstance(one, Tensor) else one == two
 
 
-def test_weights_tied_stay_tied(tmp_path: Path) -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one = nn.Linear(3, 3)
-            self.two = nn.Linear(3, 3)
-            self.two.weight = self.one.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.two(self.one(x))
-            return y
-
-    model, x = Tied(), torch.randn(2, 3)
-    assert torch.equal(kept(ab.capture(model, x), tmp_path)(x), model(x))  # type: ignore[arg-type]
-
-
 def test_state_that_shares_memory_is_refused(tmp_path: Path) -> None:
     whole = torch.ones(4)
     first, last = whole[:2], whole[2:]
@@ -144,21 +127,6 @@ def test_a_number_read_out_of_a_tensor_cannot_be_saved(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="reads a number out of a tensor"):
             executor.graph().save(tmp_path / "step")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_graph_and_its_gradients_are_loaded_and_shown(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    x = torch.randn(2, 5, 8)
-    graph = ab.capture(lambda x: nn.functional.huber_loss(layer(x), x), x)
-    torch.manual_seed(1)
-    expected = graph(x)
-    torch.manual_seed(1)
-    assert torch.equal(kept(graph, tmp_path)(x), expected)  # type: ignore[arg-type]
-    table, ids = nn.Embedding(5, 3), torch.tensor([1, 2])
-    loaded = kept(ab.gradients(ab.capture(lambda ids: table(ids).sum(), ids), wrt=["weight"]), tmp_path)
-    assert "embedding_dense_backward" in _page(tmp_path / "graph.safetensors")
-    assert loaded(ids)[-1].sum() == 6  # type: ignore[index]
 
 
 def test_what_belongs_to_this_process_cannot_be_saved(tmp_path: Path) -> None:

@@ -9,16 +9,17 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
+import anabranch as ab
 from anabranch.collectives import Workers
 from anabranch.errors import CheckpointError
 from anabranch.executor.loaders.batches import Batches
 from anabranch.executor.loaders.loading import ENDED, BoundLoader
 from anabranch.executor.randomness import random_state, same_random_state
 from anabranch.loaders import GlobalBatches
-from anabranch.testing import LocalJob
+from toys import in_job
 
 COUNT, BATCH = 23, 5  # the last batch has 3 samples: fewer than four workers
 
@@ -146,28 +147,6 @@ def order_of(epoch: int, count: int = COUNT, batch: int = BATCH) -> GlobalBatche
     return loader
 
 
-def test_steps_and_the_script_itself_read_one_loader_each_at_its_own_place() -> None:
-    loader = GlobalBatches(range(COUNT), BATCH)
-    first, second = BoundLoader(loader), BoundLoader(loader)
-    expected = [numbers(batch) for epoch in range(2) for batch in order_of(epoch)]
-    taken: list[list[int]] = []
-    others: list[list[int]] = []
-    while len(taken) < 10:
-        next(iter(loader))  # a look
-        for one, into, most in ((first, taken, 10), (second, others, 3)):
-            if len(into) < most and (batch := one.next_batch()) is not ENDED:
-                into.append(numbers(batch))
-            elif len(into) < most:
-                one.start_epoch()
-        if len(taken) == 3:
-            again = BoundLoader(GlobalBatches(range(COUNT), BATCH))
-            again.restore([first.state()])
-            assert numbers(again.next_batch()) == expected[3]
-            assert sorted(sample for batch in first.one_pass() for sample in numbers(batch)) == list(range(COUNT))
-    assert taken == expected
-    assert others == expected[:3]
-
-
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_another_batch_size_goes_on_at_the_same_sample(drop_last: bool) -> None:
     first = BoundLoader(GlobalBatches(range(COUNT), 5, shuffle=False))
@@ -269,34 +248,25 @@ def test_mistakes_are_named() -> None:
         GlobalBatches(Endless(), 2)
 
 
-TRAINS = """
-import json, sys, torch
-from torch import nn
-import anabranch as ab
-
-path, runs = sys.argv[1], int(sys.argv[2])
-generator = torch.Generator().manual_seed(0)
-data = torch.utils.data.TensorDataset(*(torch.randn(23, size, generator=generator).double() for size in (4, 1)))
-loader = ab.loaders.GlobalBatches(data, 5)
-torch.manual_seed(0)
-model = nn.Linear(4, 1).double()
-adam = torch.optim.Adam(model.parameters(), lr=0.1)
-step = ab.TrainStep(model, lambda m, b: (m(b[0]) - b[1]).square().mean(), adam)
-with ab.Executor(step, dataloaders={"default": loader}) as executor:
-    executor.resume(path)
-    for _ in range(runs):
-        executor.run()
-    executor.save(path)
-print(json.dumps({"weight": model.weight.tolist(), "step": executor.step}))
-"""
+def trained(path: str, runs: int) -> list[Any]:
+    generator = torch.Generator().manual_seed(0)
+    data = TensorDataset(*(torch.randn(23, size, generator=generator).double() for size in (4, 1)))
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1).double()
+    adam = torch.optim.Adam(model.parameters(), lr=0.1)
+    step = ab.TrainStep(model, lambda m, b: (m(b[0]) - b[1]).square().mean(), adam)
+    with ab.Executor(step, dataloaders={"default": GlobalBatches(data, 5)}) as executor:
+        executor.resume(path)
+        for _ in range(runs):
+            executor.run()
+        executor.save(path)
+    return [executor.step, *model.weight[0].tolist()]
 
 
 @pytest.mark.slow
 def test_parameters_do_not_depend_on_the_number_of_workers_and_their_changes(tmp_path: Path) -> None:
-    expected = LocalJob(1).run_source(TRAINS, str(tmp_path / "alone"), "13").check().results[0]
-    for sizes in ((4,), (2, 3, 1, 4)):
-        for number, size in enumerate(sizes):
-            runs = 13 if len(sizes) == 1 else (3, 4, 3, 3)[number]
-            results = LocalJob(size).run_source(TRAINS, str(tmp_path / str(sizes)), str(runs)).check().results
-        assert results[0]["step"] == 13
-        assert results[0]["weight"][0] == pytest.approx(expected["weight"][0], rel=1e-12)
+    expected = trained(str(tmp_path / "alone"), 13)
+    for sizes, runs in ([(4,), (13,)], [(2, 3, 1, 4), (3, 4, 3, 3)]):
+        for size, count in zip(sizes, runs, strict=True):
+            results = in_job(trained, size, str(tmp_path / str(sizes)), count)
+        assert results[0] == pytest.approx(expected, rel=1e-12)

@@ -128,11 +128,6 @@ def hf_gpt2_gradient_checkpointing(patch: pytest.MonkeyPatch) -> TrainingCase:
 
 
 @real
-def hf_gpt2_bfloat16_autocast_around(patch: pytest.MonkeyPatch) -> TrainingCase:
-    return of(gpt2(), own_loss, padded, around=lambda: torch.autocast("cpu", torch.bfloat16))
-
-
-@real
 def hf_gpt2_lengths_change(patch: pytest.MonkeyPatch) -> TrainingCase:
     def batch(i: int) -> dict[str, Tensor]:
         ids = tokens(i, length=6 + i % 3)
@@ -157,31 +152,9 @@ def hf_t5(patch: pytest.MonkeyPatch) -> TrainingCase:
 
 
 @real
-def hf_vit(patch: pytest.MonkeyPatch) -> TrainingCase:
-    sizes = TOWER | {"image_size": 16, "patch_size": 8, "hidden_dropout_prob": 0.1, "num_labels": 4}
-    model = transformer("ViTForImageClassification", "ViTConfig", **sizes)
-    return of(model, own_loss, lambda i: {"pixel_values": pictures(i), "labels": torch.tensor([0, 1, i % 4])})
-
-
-@real
 def hf_mixtral(patch: pytest.MonkeyPatch) -> TrainingCase:
     sizes = SMALL | TOWER | {"num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
     return of(transformer("MixtralForCausalLM", "MixtralConfig", output_router_logits=True, **sizes), own_loss, padded)
-
-
-@real
-def hf_clip(patch: pytest.MonkeyPatch) -> TrainingCase:
-    towers = {
-        "text_config": TOWER | SMALL | {"eos_token_id": 49},
-        "vision_config": TOWER | {"image_size": 16, "patch_size": 8},
-    }
-    model = transformer("CLIPModel", "CLIPConfig", projection_dim=8, **towers)
-
-    def batch(i: int) -> dict[str, Tensor]:
-        ids = {name: value for name, value in padded(i).items() if name != "labels"}
-        return ids | {"pixel_values": pictures(i, rows=2)}
-
-    return of(model, lambda m, b: m(**b, return_loss=True).loss, batch)
 
 
 @real
@@ -233,31 +206,11 @@ def torchvision_resnet_channels_last(patch: pytest.MonkeyPatch) -> TrainingCase:
 
 
 @real
-def torchvision_mobilenet(patch: pytest.MonkeyPatch) -> TrainingCase:
-    model = load("torchvision.models").mobilenet_v2(num_classes=4, width_mult=0.25)
-    return of(model, classified, labelled, optimizer=momentum(model))
-
-
-@real
-def torchvision_convnext(patch: pytest.MonkeyPatch) -> TrainingCase:
-    convnext = load("torchvision.models.convnext")
-    setting = [convnext.CNBlockConfig(16, 32, 2), convnext.CNBlockConfig(32, None, 2)]
-    return of(convnext.ConvNeXt(setting, stochastic_depth_prob=0.5, num_classes=4), classified, labelled)
-
-
-@real
 def timm_vit_with_drop_path(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = load("timm.models.vision_transformer").VisionTransformer(
         img_size=16, patch_size=8, embed_dim=16, depth=3, num_heads=2, num_classes=4, drop_path_rate=0.3, drop_rate=0.1
     )
     return of(model, classified, lambda i: labelled(i, 16))
-
-
-@real
-def timm_resnet(patch: pytest.MonkeyPatch) -> TrainingCase:
-    resnet = load("timm.models.resnet")
-    model = resnet.ResNet(resnet.BasicBlock, [1, 1, 1, 1], channels=(8, 8, 16, 16), num_classes=4, drop_path_rate=0.2)
-    return of(model, classified, labelled, optimizer=momentum(model))
 
 
 @real
@@ -307,11 +260,6 @@ def lstm(patch: pytest.MonkeyPatch) -> TrainingCase:
 
 
 @real
-def gru(patch: pytest.MonkeyPatch) -> TrainingCase:
-    return of(Language(nn.GRU), next_token, tokens, clip=0.5)
-
-
-@real
 def packed_lstm(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = nn.LSTM(4, 6, batch_first=True)
 
@@ -320,37 +268,6 @@ def packed_lstm(patch: pytest.MonkeyPatch) -> TrainingCase:
         return model(packed)[0].data.square().mean()
 
     return of(model, loss, lambda i: {"x": torch.ones(2, 5, 4) * i, "lengths": torch.tensor([5, 2 + i % 3])})
-
-
-class Towers(nn.Module):
-    """Two towers and a temperature, as CLIP has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.picture = nn.Sequential(nn.Conv2d(3, 4, 4, 4), nn.GELU(), nn.Flatten(), nn.Linear(64, 8))
-        self.text, self.scale = nn.EmbeddingBag(50, 8), nn.Parameter(torch.tensor(2.6592))
-
-    def forward(self, pictures: Tensor, ids: Tensor) -> Tensor:
-        a, b = F.normalize(self.picture(pictures), dim=-1), F.normalize(self.text(ids), dim=-1)
-        return self.scale.exp() * a @ b.T
-
-
-@real
-def two_towers(patch: pytest.MonkeyPatch) -> TrainingCase:
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        logits = model(*batch)
-        wanted = torch.arange(len(logits))
-        return (F.cross_entropy(logits, wanted) + F.cross_entropy(logits.T, wanted)) / 2
-
-    model = Towers()
-    case = of(model, loss, lambda i: (pictures(i), tokens(i, 3)))
-
-    def between(out: dict[str, Tensor]) -> None:
-        with torch.no_grad():
-            model.scale.clamp_(0, 2.6589)
-
-    case.between = between
-    return case
 
 
 @real

@@ -62,14 +62,6 @@ def test_an_answer_returns_to_its_caller(network: Transport) -> None:
     assert all(torch.equal(sent, came) for sent, came in zip(tensors, answer.tensors, strict=True))
 
 
-def test_megabytes_pass_in_both_directions(network: Transport) -> None:
-    tensor = torch.randn(3, 1 << 19)
-    with Server([ECHO], transport=network) as server, Client(transport=network) as client:
-        for _ in range(3):
-            answer = client.call(Request(server.endpoint, "echo", tensors=[tensor]), soon())
-            assert torch.equal(answer.tensors[0], tensor)
-
-
 def test_threads_that_share_a_client_get_their_own_answers(network: Transport) -> None:
     wrong: list[object] = []
 
@@ -87,26 +79,6 @@ def test_threads_that_share_a_client_get_their_own_answers(network: Transport) -
         for thread in threads:
             thread.join(timeout=60)
     assert wrong == []
-
-
-def test_a_call_may_be_answered_from_another_thread_later() -> None:
-    waiting: list[Call] = []
-    arrived = threading.Event()
-
-    def keep(call: Call) -> None:
-        waiting.append(call)
-        arrived.set()
-
-    with Server([Verb("keep", keep)]) as server, Client() as client:
-        answers: list[Answer] = []
-        thread = threading.Thread(
-            target=lambda: answers.append(client.call(Request(server.endpoint, "keep"), soon())), daemon=True
-        )
-        thread.start()
-        assert arrived.wait(timeout=60)
-        waiting[0].reply([torch.full((1 << 21,), 7.0)])
-        thread.join(timeout=60)
-        assert float(answers[0].tensors[0].sum()) == 7.0 * (1 << 21)
 
 
 @pytest.mark.parametrize(
@@ -406,35 +378,6 @@ def test_draining_waits_until_long_answers_are_sent() -> None:
     assert [type(outcome) for outcome in outcomes] == [Answer] * 8
 
 
-def test_an_answer_after_the_end_touches_nothing() -> None:
-    gate = Gate()
-    verb = Verb("gate", gate.verb.handler, quick=True)
-    with Server([verb], drain_seconds=0.01) as server, Client(retries=0) as client:
-        thread = in_thread(lambda: client.gather([Request(server.endpoint, "gate")] * 2, soon()))
-        gate.wait_for(2)
-    for call in gate.calls:
-        call.reply()
-    thread.join(timeout=60)
-    assert not thread.is_alive()
-
-
-def test_a_fault_of_ours_with_one_connection_spares_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    from anabranch.transport.server.connection import Connection
-
-    original = Connection._greet
-    faults = [RuntimeError("ours")]
-
-    def greet(self: Connection) -> None:
-        if faults:
-            raise faults.pop()
-        original(self)
-
-    monkeypatch.setattr(Connection, "_greet", greet)
-    with Server([ECHO]) as server, Client() as client:
-        assert client.call(Request(server.endpoint, "echo", payload=b"x"), soon()).payload == b"x"
-        assert server.statistics().connections == 1
-
-
 def test_a_client_above_the_cap_is_refused_at_once() -> None:
     gate = Gate()
     with Server([gate.verb, ECHO], max_connections=2) as server, Client() as client:
@@ -446,26 +389,6 @@ def test_a_client_above_the_cap_is_refused_at_once() -> None:
             call.reply()
         for thread in threads:
             thread.join(timeout=60)
-
-
-def test_a_server_that_gets_no_thread_loses_that_client_and_serves_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    starts = [0]
-    original = threading.Thread.start
-
-    def start(self: threading.Thread) -> None:
-        if self.name == "anabranch-connection":
-            starts[0] += 1
-            if starts[0] == 1:
-                raise RuntimeError("can't start new thread")
-        original(self)
-
-    with Server([ECHO]) as server, Client(retries=1) as client:
-        monkeypatch.setattr(threading.Thread, "start", start)
-        assert client.call(Request(server.endpoint, "echo", payload=b"x"), soon()).payload == b"x"
-        assert starts[0] == 2
-        assert server.statistics().connections == 1
 
 
 def test_bytes_in_flight_are_bounded_and_released() -> None:

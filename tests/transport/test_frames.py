@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -18,8 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from anabranch.errors import ProtocolError
+from anabranch import errors
+from anabranch.errors import ProtocolError, RemoteError, RolledBack
 from anabranch.tensors.dtypes import DTYPES
+from anabranch.transport.failures import error_of, failure_of
 from anabranch.transport.frame import (
     FailureFrame,
     Heartbeat,
@@ -34,6 +37,7 @@ from anabranch.transport.frame import (
     pack,
     unpack,
 )
+from anabranch.transport.sockets import _UNIX_BUFFER, SocketTransport
 from frame_reading import Bytes, Frame, next_frame, wire_of
 
 
@@ -324,3 +328,78 @@ def test_a_kind_is_learnt_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatc
         found = list(threads.map(lambda _: unpack(pack(Point(3)), Point), range(2)))
     assert [point.x for point in found] == [3, 3]
     assert most == [1]
+
+
+# Errors on the wire: each arrives with its type, as the answer to its own request.
+
+KINDS = [
+    "CheckpointError",
+    "DeadlineExceeded",
+    "NonFinite",
+    "NotFound",
+    "Overloaded",
+    "PeerLost",
+    "ProtocolError",
+    "RolledBack",
+    "SchemaError",
+    "Unauthorized",
+]
+
+
+def arrived(error: BaseException, sequence: int | None) -> tuple[FailureFrame, Exception]:
+    """What the client decodes, and what it raises for it."""
+    failure = msgspec.msgpack.decode(msgspec.msgpack.encode(failure_of(error, sequence)), type=FailureFrame)
+    return failure, error_of(failure, peer="unix:shard", operation="rows.push", step=7, elapsed=1.5)
+
+
+@pytest.mark.parametrize(("lost", "sequence"), [(0, None), (52, 0), (2**40, 2**40)])
+def test_a_rollback_error_carries_its_request_and_the_loss(lost: int, sequence: int | None) -> None:
+    failure, error = arrived(RolledBack("52 pushes are gone", lost=lost, peer="another"), sequence)
+    assert failure.sequence == sequence
+    assert isinstance(error, RolledBack)
+    assert error.lost == lost
+    assert (error.message, error.peer, error.operation, error.step) == (
+        "52 pushes are gone",
+        "unix:shard",
+        "rows.push",
+        7,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_arrives_with_its_type(kind: str) -> None:
+    failure, error = arrived(getattr(errors, kind)("why"), 3)
+    assert type(error) is getattr(errors, kind)
+    assert failure.sequence == 3
+    assert str(error).startswith("why")
+    where = str(error) if isinstance(error, errors.BoundaryError) else " ".join(error.__notes__)
+    assert "unix:shard" in where
+    assert "rows.push" in where
+
+
+def test_any_other_error_arrives_as_text() -> None:
+    failure, error = arrived(ZeroDivisionError("1/0"), 3)
+    assert isinstance(error, RemoteError)
+    assert (error.remote_type, failure.sequence) == ("ZeroDivisionError", 3)
+    assert "1/0" in str(error)
+
+
+# What a request that is asked alone costs: no table of those that wait, and few calls of the kernel.
+
+
+@pytest.mark.skipif(
+    int(Path("/proc/sys/net/core/wmem_max").read_text()) < _UNIX_BUFFER,
+    reason="the kernel's limit on a socket's buffer (net.core.wmem_max) is lower than what is asked for",
+)
+def test_two_megabytes_and_their_header_leave_in_one_go() -> None:
+    network = SocketTransport()
+    listener = network.listen(None)
+    stream = network.connect(listener.endpoint)
+    try:
+        assert stream.handshake()
+        frame = encode(ReplyHeader(), [torch.zeros(512, 1024)])
+        # Nobody reads.
+        assert stream.send(frame) == sum(map(len, frame))
+    finally:
+        stream.close()
+        listener.close()

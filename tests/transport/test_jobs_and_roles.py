@@ -217,28 +217,6 @@ def test_where_another_group_could_put_its_own_authority_is_refused(own: Path, m
         path.chmod(before)
 
 
-def test_the_sticky_bit_of_a_file_protects_nothing(own: Path) -> None:
-    (own / "authority.pem").chmod(0o1666)
-    with pytest.raises(ValueError, match="any user can replace the certificates"):
-        Client(keys=own)
-
-
-def test_an_authority_that_another_user_put_into_a_shared_directory_is_refused(
-    own: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own.chmod(0o1777)
-    Client(keys=own).close()
-    stat = Path.stat
-
-    def foreign(path: Path, **options: bool) -> os.stat_result:
-        found = stat(path, **options)
-        return os.stat_result([*found[:4], 54321, *found[5:10]]) if path.name == "authority.pem" else found
-
-    monkeypatch.setattr(Path, "stat", foreign)
-    with pytest.raises(ValueError, match="belongs to user 54321"):
-        Client(keys=own)
-
-
 def test_where_others_could_put_their_own_authority_is_refused(own: Path) -> None:
     own.chmod(0o777)
     with pytest.raises(ValueError, match=f"any user can replace the certificates; close it with: chmod o-w {own}"):

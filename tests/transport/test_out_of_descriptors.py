@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 import threading
-from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -67,50 +66,3 @@ def test_a_listener_without_descriptors_warns_once(
         assert client.call(Request(server.endpoint, "quick"), soon()).payload == b"quick"
     assert len(tries) > 3
     assert sum("ulimit -n" in record.getMessage() for record in caplog.records) == 1
-
-
-def test_nothing_stays_open_for_a_connection_that_was_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = Path("/proc/self/fd")
-    with Server([SLOW, QUICK]) as server:
-        with Client() as client:
-            client.call(Request(server.endpoint, "quick"), soon())
-        wait_until(lambda: not server.statistics().connections)
-        before = len(list(folder.iterdir()))
-        for _ in range(3):
-            with Client(retries=0) as client, monkeypatch.context() as scarce:
-                client.call(Request(server.endpoint, "quick"), soon())
-                scarce.setattr(os, "eventfd", full)
-                with pytest.raises(PeerLost):
-                    client.call(Request(server.endpoint, "slow"), soon())
-        wait_until(lambda: not server.statistics().connections)
-        assert len(list(folder.iterdir())) == before
-
-
-def test_a_loop_that_gets_no_thread_in_place_of_one_that_is_away_gets_it_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error ended the thread that beats: no loop was replaced, and clients took the server as lost."""
-    blocked, free = threading.Event(), threading.Event()
-    starts: list[str] = []
-    start = threading.Thread.start
-
-    def scarce(self: threading.Thread) -> None:
-        if self.name == "anabranch-loop":
-            starts.append(self.name)
-            if len(starts) == 1:
-                no_thread()
-        start(self)
-
-    def after_round() -> None:
-        if asked and not blocked.is_set():
-            blocked.set()
-            assert free.wait(timeout=60)
-
-    asked: list[None] = []
-    with Server([QUICK], after_round=after_round) as server, Client() as client:
-        assert client.call(Request(server.endpoint, "quick"), soon()).payload == b"quick"
-        monkeypatch.setattr(threading.Thread, "start", scarce)
-        asked.append(None)
-        assert client.call(Request(server.endpoint, "quick"), soon()).payload == b"quick"
-        assert blocked.wait(timeout=60)
-        wait_until(lambda: len(starts) == 2)
-        assert client.call(Request(server.endpoint, "quick"), soon()).payload == b"quick"
-        free.set()

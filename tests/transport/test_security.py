@@ -6,15 +6,12 @@ import os
 import socket
 import ssl
 import stat
-import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from anabranch.errors import PeerLost, ProtocolError, Unauthorized
-from anabranch.testing import FakeClock
 from anabranch.transport import Call, Client, Request, Server, SocketTransport, Verb, make_keys
 from anabranch.transport.frame import Hello, encode
 from anabranch.transport.streams import Peer
@@ -74,27 +71,6 @@ def test_the_environment_may_name_the_keys(keys: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("ANABRANCH_KEYS", str(keys))
     with Server([ECHO], listen="tcp://127.0.0.1:0") as server, Client() as client:
         assert client.call(Request(server.endpoint, "echo"), soon()).payload.startswith(b"worker")
-
-
-def test_beats_pass_under_tls_while_a_call_waits(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The call is answered when three beats have been sent, and by then it has received them: they come in order."""
-    monkeypatch.setattr("anabranch.transport.client.time", SimpleNamespace(monotonic=FakeClock()))  # no beat is late
-    beaten = threading.Semaphore(0)
-
-    def healthy() -> bool:
-        beaten.release()  # asked before each beat
-        return True
-
-    def wait(call: Call) -> None:
-        for _ in range(4):
-            assert beaten.acquire(timeout=60)
-        call.reply()
-
-    with (
-        Server([Verb("wait", wait)], listen="tcp://127.0.0.1:0", keys=keys, heartbeat=0.05, healthy=healthy) as server,
-        Client(keys=keys) as client,
-    ):
-        assert client.call(Request(server.endpoint, "wait"), soon()).payload == b""
 
 
 def refused(client: Client, endpoint: str) -> None:

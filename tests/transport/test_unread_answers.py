@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import socket
-import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
@@ -17,7 +16,7 @@ import torch
 from anabranch.errors import Overloaded
 from anabranch.testing import FakeClock
 from anabranch.transport import Call, Checked, Client, Request, RequestHeader, Server, Verb
-from anabranch.transport.frame import Hello, Wire, encode
+from anabranch.transport.frame import Hello, encode
 from waiting import soon, wait_until
 
 # More than the buffers of a Unix socket take.
@@ -75,30 +74,6 @@ def test_an_answer_is_freed_at_once_when_its_client_has_gone(quick: bool) -> Non
         wait_until(lambda: large.held() == 0)
 
 
-@pytest.mark.usefixtures("_no_collector")
-@pytest.mark.parametrize("lost", [True, False])
-def test_a_client_frees_its_connection_when_it_is_closed(lost: bool) -> None:
-    from anabranch.transport import client as module
-
-    large = Large(quick=True)
-    made: list[weakref.ref[object]] = []
-    init = module._Channel.__init__
-
-    def remember(channel: module._Channel, *arguments: object) -> None:
-        init(channel, *arguments)  # type: ignore[arg-type]
-        made.append(weakref.ref(channel))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module._Channel, "__init__", remember)
-        with Server([large.verb]) as server, Client(retries=0) as client:
-            assert client.call(Request(server.endpoint, "large"), soon()).tensors[0].sum() == NUMBERS
-            if lost:
-                server.close()
-                with pytest.raises(Exception, match="attempt 1"):
-                    client.call(Request(server.endpoint, "large"), soon())
-    assert [ref() for ref in made if ref() is not None] == []
-
-
 @pytest.fixture
 def _never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that does not read keeps its answer, however long the test takes."""
@@ -141,42 +116,6 @@ def read_all(sock: socket.socket) -> int:
     while some := sock.recv(1 << 20):
         total += len(some)
     return total
-
-
-def test_a_long_call_leaves_its_client_time_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silence was counted from the request, so an answer that took long was cut off before it could be read."""
-    calls: list[Call] = []
-    monkeypatch.setattr("anabranch.transport.server.server._SWEEP", 0.02)
-    with Server([Verb("large", calls.append, quick=True)]) as server, asker(server) as sock:
-        wait_until(lambda: len(calls) == 1)
-        (connection,) = server._admission.connections
-        connection._progress -= 1000.0
-        calls[0].reply([torch.ones(NUMBERS)])
-        assert not connection.overdue(time.monotonic())
-        received = 0
-        while received < NBYTES:
-            some = sock.recv(1 << 20)
-            assert some
-            received += len(some)
-
-
-def test_its_time_to_read_begins_before_the_first_byte_of_an_answer_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sweep that came between the first bytes and the note of when they left cut the client off."""
-    calls: list[Call] = []
-    stood: list[float] = []
-    send = Wire.send
-    with Server([Verb("large", calls.append, quick=True)]) as server, asker(server):
-        wait_until(lambda: len(calls) == 1)
-        (connection,) = server._admission.connections
-        connection._progress -= 1000.0
-
-        def watched(wire: Wire, frame: Sequence[memoryview] = ()) -> int:
-            stood.append(time.monotonic() - connection._progress)
-            return send(wire, frame)
-
-        monkeypatch.setattr(Wire, "send", watched)
-        calls[0].reply([torch.ones(4)])
-    assert stood[0] < 500
 
 
 @pytest.mark.usefixtures("_no_collector")
@@ -224,18 +163,6 @@ def test_an_answer_without_room_is_not_made() -> None:
         wait_until(lambda: server._admission.in_flight == 0)
 
 
-@pytest.mark.parametrize("nbytes", [0, NBYTES // 2, 2 * NBYTES])
-def test_room_that_was_too_large_or_too_small_becomes_right(nbytes: int) -> None:
-    def answer(call: Call) -> None:
-        call.reply([torch.ones(NUMBERS)])
-
-    verb = Verb("large", answer, lambda header: Checked(answer_bytes=nbytes), quick=True)
-    with Server([verb]) as server, asker(server) as sock:
-        wait_until(lambda: server._admission.in_flight == NBYTES)
-        assert read_frames(sock, NBYTES) >= NBYTES
-        wait_until(lambda: server._admission.in_flight == 0)
-
-
 @pytest.mark.parametrize("end", ["error", "leaves"])
 def test_room_is_free_again_if_no_answer_comes(end: str) -> None:
     calls: list[Call] = []
@@ -249,15 +176,6 @@ def test_room_is_free_again_if_no_answer_comes(end: str) -> None:
             sock.close()
             wait_until(calls[0].drop)
         wait_until(lambda: server._admission.in_flight == 0)
-
-
-def read_frames(sock: socket.socket, least: int) -> int:
-    total = 0
-    while total < least:
-        some = sock.recv(1 << 20)
-        assert some
-        total += len(some)
-    return total
 
 
 def test_memory_of_unread_answers_is_returned_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
-"""What many tests here need: a step of the plain loop, a clock that is set, a sink that keeps, servers, and a job."""
+"""Small models, a step of the plain loop, a clock that is set, a sink that keeps, servers, and jobs of functions."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -106,7 +107,7 @@ print(json.dumps({{"returned": module.{function}(*{arguments})}}))
 
 def run_in_job(function: Callable[..., Any], workers: int, *arguments: object, **options: Any) -> JobResult:
     """Run a test module's function in each worker of a job; arguments and results are JSON's."""
-    folders = [str(folder) for folder in Path(__file__).parents[:2]]
+    folders = [str(Path(inspect.getfile(function)).parent), str(Path(__file__).parent)]
     source = _IN_JOB.format(
         folders=folders, module=function.__module__, function=function.__name__, arguments=arguments
     )
