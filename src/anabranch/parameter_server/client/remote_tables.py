@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from anabranch.autodiff.moved_parameter import Move
 from anabranch.errors import NotFound
-from anabranch.parameter_server.client.cache_group import CacheGroup, CacheQuery, Caches, CachesOneByOne
+from anabranch.parameter_server.client.cache_group import CacheGroup, CacheQuery
 from anabranch.parameter_server.client.distinct_ids import Distinct, distinct_ids, unique_of
 from anabranch.parameter_server.client.parameter_client import ParameterClient, Pulled
 from anabranch.parameter_server.client.remote_embedding import RemoteEmbedding
@@ -105,7 +105,7 @@ class RemoteTables:
         self._reading = threading.RLock()  # the caches and the messages in flight are one state
         self._cache = cache
         self._sources: dict[str, _Source] = {}
-        self._caches: list[tuple[Caches, list[str]]] = []
+        self._caches: list[CacheGroup] = []
         self._uncached: list[_Source] = []
         self._ahead: dict[str, Distinct] = {}  # of the next step
         self._taken: dict[str, nn.Parameter] = {}
@@ -117,7 +117,7 @@ class RemoteTables:
         self.unexpected: set[str] = set()
         self._reads = self._usual_reads = 0
         self._between: Callable[[], None] | None = None
-        self._coming: tuple[list[tuple[Caches, CacheQuery]], _Aside[dict[str, Pulled]]] | None = None
+        self._coming: tuple[list[tuple[CacheGroup, CacheQuery]], _Aside[dict[str, Pulled]]] | None = None
         self._leaves: _Aside[None] | None = None  # the push that is in flight, or has failed
 
     @property
@@ -252,33 +252,26 @@ class RemoteTables:
             self._uncached.append(source)
         return source
 
-    def _all_caches(self, cache: Cache) -> list[tuple[Caches, list[str]]]:
-        """Return the caches of all tables, and the tables of each; tables new since the last call get caches."""
+    def _all_caches(self, cache: Cache) -> list[CacheGroup]:
+        """Return the caches of all tables; tables new since the last call get theirs."""
         coming, self._uncached = self._uncached, []
         alike: dict[tuple[object, ...], list[_Source]] = {}
         for source in coming:
             rule, spec = source.rule(), source.spec
-            grouped = spec.dtype in (torch.float32, torch.float64)
             kind = (rule.number, rule.state_names) if cache.push_bound else None
-            alike.setdefault((spec.width, spec.dtype, kind) if grouped else (), []).append(source)
-        for key, some in alike.items():
+            alike.setdefault((spec.width, spec.dtype, kind), []).append(source)
+        for some in alike.values():
             names, rules = [source.name for source in some], [source.rule for source in some]
-            if key:
-                group: Caches = CacheGroup(names, cache, some[0].spec.width, some[0].spec.dtype, rules)
-            else:
-                group = single = CachesOneByOne(cache)
-                for source in some:
-                    single.add(source.name, source.spec.width, source.spec.dtype, rule=source.rule)
-            self._caches.append((group, names))
+            self._caches.append(CacheGroup(names, cache, some[0].spec.width, some[0].spec.dtype, rules))
         return self._caches
 
-    def _by_cache(self, some: Mapping[str, _T]) -> list[tuple[Caches, dict[str, _T]]]:
+    def _by_cache(self, some: Mapping[str, _T]) -> list[tuple[CacheGroup, dict[str, _T]]]:
         """Split ``some``, by table, into each cache's part; empty without caches."""
         if self._cache is None:
             return []
         parts = [
-            (caches, {name: some[name] for name in names if name in some})
-            for caches, names in self._all_caches(self._cache)
+            (caches, {name: some[name] for name in caches.names if name in some})
+            for caches in self._all_caches(self._cache)
         ]
         return [(caches, part) for caches, part in parts if part]
 
@@ -322,8 +315,8 @@ class RemoteTables:
 
     def _uncount_evaluation(self) -> None:
         """Let training request rows that evaluation has just checked, where a request is what keeps a row cached."""
-        for caches, names in self._caches:
-            leaving = [name for name in names if not self._sources[name].spec.stays]
+        for caches in self._caches:
+            leaving = [name for name in caches.names if not self._sources[name].spec.stays]
             caches.check_again(leaving, self._step)
 
     def expect(self, wanted: Mapping[str, Tensor]) -> None:
@@ -374,7 +367,7 @@ class RemoteTables:
         """Return the rows of distinct ids of several tables, through the caches: one message per shard."""
         if self._cache is None:
             return {name: pulled.rows for name, pulled in self._pull_many(ids, None).items()}
-        queries: list[tuple[Caches, CacheQuery]] = []
+        queries: list[tuple[CacheGroup, CacheQuery]] = []
         left = {name: _all_due(self._sources[name].leaving) for name in ids if self._sources[name].leaving}
         for caches, some in self._by_cache(ids):
             queries.append((caches, caches.ask(some, self._step, training=self._training)))
@@ -387,9 +380,7 @@ class RemoteTables:
         found = self._pull_many(asked, known) if asked else {}
         rows: dict[str, Tensor] = {}
         for caches, query in queries:
-            came, leaving = caches.answer(query, found)
-            self._leave(leaving)
-            rows |= came
+            rows |= caches.answer(query, found)
         return rows
 
     def _leave(self, leaving: Mapping[str, Due]) -> None:
@@ -518,8 +509,8 @@ class RemoteTables:
         if self._cache is None:
             due = {name: (*some, None) for name, some in given.items()}
         else:
-            for caches, names in self._all_caches(self._cache):
-                due |= caches.write({name: given[name] for name in names if name in given}, self._step)
+            for caches in self._all_caches(self._cache):
+                due |= caches.write({name: given[name] for name in caches.names if name in given}, self._step)
         for name in due:
             source = self._sources[name]
             if source.leaving:
@@ -559,7 +550,7 @@ class RemoteTables:
         """Push gradients waiting in the caches, at once and outside the order of steps: before saving and closing."""
         self._arrive()
         waiting: dict[str, Due] = {}
-        for caches, _ in self._caches:
+        for caches in self._caches:
             waiting |= caches.waiting()
         for name, source in self._sources.items():
             parts = [waiting[name]] if name in waiting else []
@@ -587,7 +578,7 @@ class RemoteTables:
         """Forget all cached and prefetched rows and messages in flight: the servers' rows have been replaced."""
         self.wait_until_quiet()
         self._leaves = self._coming = None
-        for caches, _ in self._caches:
+        for caches in self._caches:
             caches.drop()
         self.forget()
         for source in self._sources.values():
@@ -603,7 +594,7 @@ class RemoteTables:
 
     def statistics(self) -> dict[str, CacheStatistics]:
         """Statistics of each table's cache; empty without caches."""
-        return {name: counts for caches, _ in self._caches for name, counts in caches.statistics().items()}
+        return {name: counts for caches in self._caches for name, counts in caches.statistics().items()}
 
     def _sender(
         self, due: Mapping[str, Due], weight: float, mean: bool, hold: bool, beside: Beside, *, awaited: bool
