@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from torch import Tensor
 
-from anabranch.tables import Cache, RowCache
+from anabranch.parameter_server.client.cache_group import CacheGroup, CacheQuery
+from anabranch.parameter_server.client.parameter_client import Pulled
+from anabranch.tables import Cache, CacheStatistics, Family, RowOptimizer
 from anabranch.tables.cache import SPARE
 from anabranch.tables.kernels.row_versions import WITH_STATE
 
@@ -48,13 +51,13 @@ class Later:
 
     def __init__(self, server: Server, *, states: bool = False) -> None:
         self.server = server
-        self.states = states  # a column more, which is 1 in rows that were asked for with their state
+        self.states = states  # rows have momentum, which is zero
         self.leaving: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
     def pull(self, ids: Tensor, known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         positions, versions, rows = self.server.pull(ids, known)
         if self.states:
-            rows = torch.cat([rows, (known[positions] == WITH_STATE).float()[:, None]], 1)
+            rows = torch.cat([rows, torch.zeros_like(rows)], 1)
         return positions, versions, rows
 
     def push(self, ids: Tensor, grads: Tensor, squares: Tensor | None = None) -> None:
@@ -66,13 +69,41 @@ class Later:
         self.leaving.clear()
 
 
-def add(rows: Tensor, grads: Tensor, squares: Tensor | None) -> Tensor:
-    return rows + grads
+class OneTable:
+    """The cache of one table, as a worker uses it; a step adds the gradient to the row."""
 
+    def __init__(self, cache: Cache, peer: Server | Later, width: int = UPDATES, *, states: bool = False) -> None:
+        # So little momentum is a state, and moves nothing by more than rounding.
+        rule = RowOptimizer(Family.SGD, lr=1.0, maximize=True, momentum=1e-30 if states else 0.0)
+        self.group, self.peer = CacheGroup(["t"], cache, width, torch.float32, [lambda: rule]), peer
 
-def add_with_state(rows: Tensor, grads: Tensor, squares: Tensor | None) -> Tensor:
-    assert (rows[:, -1] == 1).all(), "a row moves here only if its state is here"
-    return torch.cat([rows[:, :-1] + grads, rows[:, -1:]], 1)
+    def came(self, query: CacheQuery) -> dict[str, Pulled]:
+        return {name: Pulled(*self.peer.pull(ids, query.known[name])) for name, ids in query.ids.items()}
+
+    def read(self, ids: list[int], step: int, *, training: bool = True) -> Tensor:
+        query = self.group.ask({"t": torch.tensor(ids)}, step, training=training)
+        self.leave(query.leaving)
+        return self.group.answer(query, self.came(query))["t"]
+
+    def leave(self, leaving: Mapping[str, tuple[Tensor, Tensor, Tensor | None]]) -> None:
+        for due in leaving.values():
+            self.peer.push(*due)
+
+    def write(self, ids: list[int], grads: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.group.write({"t": (torch.tensor(ids, dtype=torch.int64), grads)}, step)["t"]
+
+    def start_prefetch(self, ids: list[int], step: int) -> CacheQuery:
+        return self.group.start_prefetch({"t": torch.tensor(ids)}, step, training=True)
+
+    def finish_prefetch(self, query: CacheQuery, came: Mapping[str, Pulled]) -> None:
+        self.leave(self.group.finish_prefetch(query, came))
+
+    def flush(self, server: Server) -> None:
+        for due in self.group.waiting().values():
+            server.push(*due)
+
+    def statistics(self) -> CacheStatistics:
+        return self.group.statistics()["t"]
 
 
 IDS = st.lists(st.integers(0, 7), min_size=1, max_size=4, unique=True)
@@ -87,20 +118,11 @@ class Workers(RuleBasedStateMachine):
         pull_bound=st.integers(0, 4),
         push_bound=st.integers(0, 4),
         workers=st.integers(2, 3),
-        kind=st.sampled_from(["compiled", "plain"]),
         states=st.booleans(),
         spare=st.booleans(),
     )
     def start(
-        self,
-        policy: str,
-        capacity: int,
-        pull_bound: int,
-        push_bound: int,
-        workers: int,
-        kind: str,
-        states: bool,
-        spare: bool,
+        self, policy: str, capacity: int, pull_bound: int, push_bound: int, workers: int, states: bool, spare: bool
     ) -> None:
         # As if bounds of 2 steps had one to spare, which takes too many steps to get to otherwise.
         self.patch = mock.patch("anabranch.tables.cache.SPARE", 2 if spare else SPARE)
@@ -109,10 +131,7 @@ class Workers(RuleBasedStateMachine):
         self.server = Server()
         states = states and push_bound > 0
         self.peers = [Later(self.server, states=states) for _ in range(workers)]
-        move, held = (add_with_state, UPDATES + 1) if states else (add, UPDATES)
-        self.caches = [
-            RowCache(self.cache, UPDATES, torch.float32, peer, move=move, held=held, kind=kind) for peer in self.peers
-        ]
+        self.caches = [OneTable(self.cache, peer, states=states) for peer in self.peers]
         self.step = 0
         self.updates: list[tuple[int, int, int]] = []  # (step, worker, id); the column is the place in this list
 
@@ -125,7 +144,7 @@ class Workers(RuleBasedStateMachine):
     ) -> None:
         read = list(zip(range(len(self.caches)), self.caches, batches, strict=False))
         for worker, cache, ids in read:
-            self.check(worker, ids, cache.read(torch.tensor(ids), self.step))
+            self.check(worker, ids, cache.read(ids, self.step))
         between()
         due = []
         for worker, cache, ids in read:
@@ -134,7 +153,7 @@ class Workers(RuleBasedStateMachine):
             for at, known_id in enumerate(mine):
                 grads[at, len(self.updates)] = 1
                 self.updates.append((self.step, worker, known_id))
-            due.append(cache.write(torch.tensor(mine, dtype=torch.int64), grads, self.step))
+            due.append(cache.write(mine, grads, self.step))
         for ids, grads, _ in due:
             self.server.push(ids, grads)
         self.deliver()
@@ -152,38 +171,37 @@ class Workers(RuleBasedStateMachine):
     def one_step_with_prefetching(self, batches: list[list[int]], ahead: list[list[int]], flushed: bool) -> None:
         """What the next step will ask about is asked before this step's pushes, and taken in after them."""
         coming = []
-        asked_at = self.step
 
         def ask() -> None:
-            for cache, peer, wanted in zip(self.caches, self.peers, ahead, strict=False):
-                ids, asked = cache.start_prefetch(torch.tensor(wanted), asked_at)
-                coming.append((cache, torch.tensor(wanted), ids, asked, peer.pull(ids, asked)))
+            for cache, ids in zip(self.caches, ahead, strict=False):
+                query = cache.start_prefetch(ids, self.step)
+                coming.append((cache, query, cache.came(query)))
 
         self.run_step(batches, between=ask)
         if flushed:
             self.flush(0, forget=False)
-        for cache, wanted, ids, asked, came in coming:
-            cache.finish_prefetch(wanted, ids, asked, *came, asked_at)
+        for cache, query, came in coming:
+            cache.finish_prefetch(query, came)
         self.deliver()  # who left for them may be read in the next step
 
     @rule(worker=st.integers(0, 2), ids=IDS)
     def evaluate(self, worker: int, ids: list[int]) -> None:
         cache = self.caches[worker % len(self.caches)]
-        found = cache.read(torch.tensor(ids), self.step, training=False)
+        found = cache.read(ids, self.step, training=False)
         self.check(worker % len(self.caches), ids, found)
 
     @rule(worker=st.integers(0, 2), forget=st.booleans())
     def flush(self, worker: int, forget: bool) -> None:
         cache = self.caches[worker % len(self.caches)]
         self.deliver()
-        self.server.push(*cache.waiting())
+        cache.flush(self.server)
         if forget:
-            cache.drop()
+            cache.group.drop()
 
     def check(self, reader: int, ids: list[int], rows: Tensor) -> None:
         for known_id, row in zip(ids, rows, strict=True):
             for column, (step, writer, written) in enumerate(self.updates):
-                count = row[column].item()
+                count = round(row[column].item(), 6)
                 if written != known_id:
                     assert count == 0
                     continue
@@ -195,7 +213,7 @@ class Workers(RuleBasedStateMachine):
             self.patch.stop()
             self.deliver()
             for cache in self.caches:
-                self.server.push(*cache.waiting())
+                cache.flush(self.server)
             for column, (_, _, known_id) in enumerate(self.updates):
                 assert self.server.rows[known_id][column] == 1
 
@@ -204,21 +222,17 @@ TestWorkersMissNothingOlderThanTheBounds = Workers.TestCase
 TestWorkersMissNothingOlderThanTheBounds.settings = settings(deadline=None, max_examples=20, stateful_step_count=25)
 
 
-def make(server: Server, **options: object) -> RowCache:
-    return RowCache(Cache(**options), server.width, torch.float32, server, move=add)
-
-
-def read(cache: RowCache, ids: list[int], step: int) -> None:
-    cache.read(torch.tensor(ids), step)
+def make(server: Server, **options: Any) -> OneTable:
+    return OneTable(Cache(**options), server, server.width)
 
 
 def test_a_row_within_its_bound_costs_no_message() -> None:
     server = Server(2)
     cache = make(server, pull_bound=3)
-    read(cache, [1, 2], 0)
+    cache.read([1, 2], 0)
     server.pull = None  # type: ignore[assignment]
     for step in (1, 2, 3):
-        read(cache, [1, 2], step)
+        cache.read([1, 2], step)
     found = cache.statistics()
     assert (found.hits, found.misses) == (6, 2)
 
@@ -227,10 +241,10 @@ def test_an_unchanged_row_is_not_sent_again() -> None:
     server = Server(2)
     cache = make(server)
     for step in range(4):
-        read(cache, [1, 2], step)
+        cache.read([1, 2], step)
     assert server.sent == 2
     server.push(torch.tensor([2]), torch.ones(1, 2))
-    assert cache.read(torch.tensor([1, 2]), 4).tolist() == [[0, 0], [1, 1]]
+    assert cache.read([1, 2], 4).tolist() == [[0, 0], [1, 1]]
     assert server.sent == 3
     assert cache.statistics().refreshed == 1
 
@@ -239,8 +253,8 @@ def test_hot_rows_age_in_steps_and_not_in_lookups() -> None:
     server = Server(2)
     cache = make(server, pull_bound=5)
     for _ in range(100):
-        read(cache, [1], 0)
-    read(cache, [1], 5)
+        cache.read([1], 0)
+    cache.read([1], 5)
     assert server.sent == 1
 
 
@@ -249,9 +263,9 @@ def test_the_policy_decides_which_row_is_evicted(policy: str, stays: int) -> Non
     server = Server(2)
     cache = make(server, policy=policy, capacity=2, pull_bound=100)
     for step, known_id in enumerate([1, 1, 1, 2, 3]):
-        read(cache, [known_id], step)
+        cache.read([known_id], step)
     sent = server.sent
-    read(cache, [stays], 5)
+    cache.read([stays], 5)
     assert server.sent == sent
 
 
@@ -259,45 +273,42 @@ def test_under_lfuopt_a_row_of_ten_uses_stays_for_good_and_the_rest_go_uncached(
     server = Server(2)
     cache = make(server, policy="LFUOpt", capacity=2, pull_bound=10**6)
     for step in range(10):
-        read(cache, [1, 2], step)
+        cache.read([1, 2], step)
     for step in range(10, 60):
-        read(cache, [3], step)
+        cache.read([3], step)
     assert server.sent == 2 + 50
     assert cache.statistics().evictions == 0
-    read(cache, [1, 2], 60)
+    cache.read([1, 2], 60)
     assert server.sent == 52
     plain = make(server, policy="LFU", capacity=2, pull_bound=10**6)
     for step in range(10):
-        read(plain, [1, 2], step)
-    read(plain, [3], 10)
+        plain.read([1, 2], step)
+    plain.read([3], 10)
     assert plain.statistics().evictions == 1
 
 
 def test_a_dirty_row_that_leaves_is_pushed() -> None:
     server = Server(2)
     cache = make(server, capacity=1, push_bound=100)
-    read(cache, [1], 0)
-    cache.write(torch.tensor([1]), torch.ones(1, 2), 0)
+    cache.read([1], 0)
+    cache.write([1], torch.ones(1, 2), 0)
     assert not server.rows
-    read(cache, [2], 1)
+    cache.read([2], 1)
     assert server.rows[1].tolist() == [1, 1]
-    assert not len(cache.waiting()[0])
+    assert not cache.group.waiting()
 
 
 def test_a_row_is_sent_without_its_state_until_it_is_used_again() -> None:
     """Most rows are used once and leave; what they came with would have come for nothing."""
     server = Server(2)
     peer = Later(server, states=True)
-    cache = RowCache(
-        Cache(capacity=4, pull_bound=2, push_bound=100), 2, torch.float32, peer, move=add_with_state, held=3
-    )
+    cache = OneTable(Cache(capacity=4, pull_bound=2, push_bound=100), peer, 2, states=True)
     asked: list[list[int]] = []
     pull = peer.pull
     peer.pull = lambda ids, known: asked.append(known.tolist()) or pull(ids, known)
-    one, grad = torch.tensor([1]), torch.ones(1, 2)
     for step in range(6):
-        assert cache.read(one, step).tolist() == [[step, step]], "own writes are read"
-        due_ids, due, _ = cache.write(one, grad, step)
+        assert cache.read([1], step).tolist() == [[step, step]], "own writes are read"
+        due_ids, due, _ = cache.write([1], torch.ones(1, 2), step)
         assert due_ids.tolist() == ([1] if step == 0 else []), "the first is pushed at once, the others wait"
         server.push(due_ids, due)
     assert asked == [[-1], [WITH_STATE], [server.versions[1]]]
@@ -311,21 +322,15 @@ def test_a_cache_that_cannot_be_is_refused(fault: dict[str, object]) -> None:
         Cache(**fault)
 
 
-def test_waiting_pushes_without_a_way_to_read_them_are_refused() -> None:
-    with pytest.raises(ValueError, match="own writes"):
-        RowCache(Cache(push_bound=1), 2, torch.float32, Server(2))
-
-
 def test_rows_of_the_next_step_are_not_evicted_for_prefetched_ones() -> None:
     server = Server(1)
-    cache = RowCache(Cache(capacity=4, pull_bound=50), 1, torch.float32, server, move=add)
-    cache.read(torch.tensor([1, 2]), 0)
-    cache.read(torch.tensor([3, 4]), 1)
-    wanted = torch.tensor([1, 5, 6])
-    ids, asked = cache.start_prefetch(wanted, 1)
-    assert ids.tolist() == [5, 6]
-    cache.finish_prefetch(wanted, ids, asked, *server.pull(ids, asked), 1)
-    cache.read(wanted, 2)
+    cache = make(server, capacity=4, pull_bound=50)
+    cache.read([1, 2], 0)
+    cache.read([3, 4], 1)
+    query = cache.start_prefetch([1, 5, 6], 1)
+    assert query.ids["t"].tolist() == [5, 6]
+    cache.finish_prefetch(query, cache.came(query))
+    cache.read([1, 5, 6], 2)
     assert server.sent == 4 + 2
 
 
@@ -333,29 +338,38 @@ def test_rows_of_the_next_step_are_not_evicted_for_prefetched_ones() -> None:
 def test_own_gradients_that_were_flushed_meanwhile_stay_in_the_row(flushed: bool) -> None:
     """The answer that is on its way lacks them, and they wait no more to be added to it."""
     server = Server(3)
-    cache = RowCache(Cache(capacity=4, pull_bound=1, push_bound=9), 3, torch.float32, server, move=add)
-    ids = torch.tensor([1])
-    cache.read(ids, 0)
-    cache.write(ids, torch.tensor([[1.0, 0.0, 0.0]]), 0)
-    server.push(ids, torch.tensor([[0.0, 1.0, 0.0]]))  # another worker's
-    cache.read(torch.tensor([2]), 1)
-    asked = cache.start_prefetch(ids, 1)
-    came = server.pull(*asked)
+    cache = make(server, capacity=4, pull_bound=1, push_bound=9)
+    cache.read([1], 0)
+    cache.write([1], torch.tensor([[1.0, 0.0, 0.0]]), 0)
+    server.push(torch.tensor([1]), torch.tensor([[0.0, 1.0, 0.0]]))  # another worker's
+    cache.read([2], 1)
+    query = cache.start_prefetch([1], 1)
+    came = cache.came(query)
     if flushed:
-        server.push(*cache.waiting())
-    cache.finish_prefetch(ids, *asked, *came, 1)
-    assert cache.read(ids, 2).tolist() == [[1.0, 1.0, 0.0]]
+        cache.flush(server)
+    cache.finish_prefetch(query, came)
+    assert cache.read([1], 2).tolist() == [[1.0, 1.0, 0.0]]
 
 
 def test_a_row_in_the_place_of_a_requested_one_waits_for_nothing() -> None:
-    server = Server(2)
-    cache = RowCache(
-        Cache(capacity=1, pull_bound=9, push_bound=9), 2, torch.float32, Later(server, states=True),
-        move=add_with_state, held=3,
-    )  # fmt: skip
-    cache.read(torch.tensor([1]), 0)
-    _, asked = cache.start_prefetch(torch.tensor([1]), 0)
-    assert asked.tolist() == [WITH_STATE]
-    cache.read(torch.tensor([2]), 1)
-    ids, _, _ = cache.write(torch.tensor([2]), torch.ones(1, 2), 1)
+    peer = Later(Server(2), states=True)
+    cache = OneTable(Cache(capacity=1, pull_bound=9, push_bound=9), peer, 2, states=True)
+    cache.read([1], 0)
+    assert cache.start_prefetch([1], 0).known["t"].tolist() == [WITH_STATE]
+    cache.read([2], 1)
+    ids, _, _ = cache.write([2], torch.ones(1, 2), 1)
     assert ids.tolist() == [2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_rows_are_read_as_they_are_on_the_servers(dtype: torch.dtype) -> None:
+    group = CacheGroup(["t"], Cache(capacity=4), 2, dtype, [lambda: RowOptimizer(Family.SGD, lr=1.0)])
+    ids, rows = torch.tensor([1, 5]), torch.tensor([[0.1, 2.0], [-3e-4, 7.0]]).to(dtype)
+    for step in range(2):
+        query = group.ask({"t": ids}, step, training=True)
+        assert query.known["t"].tolist() == ([-1, -1], [4, 4])[step]
+        fresh = 2 - 2 * step  # unchanged, it does not come again
+        came = Pulled(torch.arange(fresh), torch.full((fresh,), 4), rows[:fresh])
+        read = group.answer(query, {"t": came})["t"]
+        assert read.dtype == dtype
+        assert torch.equal(read, rows)

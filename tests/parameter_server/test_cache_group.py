@@ -1,12 +1,16 @@
-"""Caches that are worked on in one call against the simple form, a cache for each table."""
+"""Caches of several tables that are worked on in one call against a call for each table."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from anabranch.parameter_server.client.cache_group import CacheGroup, Caches, CachesOneByOne
+from anabranch.parameter_server.client.cache_group import CacheGroup
 from anabranch.parameter_server.client.parameter_client import Pulled
 from anabranch.tables import Cache, Family, RowOptimizer
 from anabranch.tables.kernels.row_versions import WITH_STATE
@@ -47,22 +51,29 @@ class Servers:
         return found
 
 
-def grouped(cache: Cache, rule: RowOptimizer, dtype: torch.dtype) -> Caches:
-    return CacheGroup(NAMES, cache, WIDTH, dtype, [lambda: rule] * len(NAMES))
+TOGETHER, APART = [NAMES], [[name] for name in NAMES]
 
 
-def one_by_one(cache: Cache, rule: RowOptimizer, dtype: torch.dtype) -> Caches:
-    caches = CachesOneByOne(cache)
-    for name in NAMES:
-        caches.add(name, WIDTH, dtype, rule=lambda: rule, kind="plain")
-    return caches
+class Groups:
+    """Groups of these tables, called in turn, as ``RemoteTables`` does."""
+
+    def __init__(self, names: list[list[str]], cache: Cache, rule: RowOptimizer, dtype: torch.dtype) -> None:
+        self.groups = [CacheGroup(some, cache, WIDTH, dtype, [lambda: rule] * len(some)) for some in names]
+
+    def each(self, call: Callable[[CacheGroup, dict[str, Any]], Any], given: Mapping[str, Any]) -> list[Any]:
+        parts = [(group, {name: given[name] for name in group.names if name in given}) for group in self.groups]
+        return [(group, call(group, part)) for group, part in parts if part]
 
 
-def run(make: object, cache: Cache, rule: RowOptimizer, dtype: torch.dtype, steps: int) -> list[object]:
+def merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def run(names: list[list[str]], cache: Cache, rule: RowOptimizer, dtype: torch.dtype, steps: int) -> list[object]:
     """What so many steps of reading, writing, prefetching, evaluating, flushing and forgetting come to."""
     draw, log = torch.Generator().manual_seed(1), list[object]()
     servers = Servers(rule, dtype, cache)
-    caches: Caches = make(cache, rule, dtype)  # type: ignore[operator]
+    caches = Groups(names, cache, rule, dtype)
 
     def chance(of: int) -> bool:
         return int(torch.randint(of, (), generator=draw)) == 0
@@ -84,37 +95,45 @@ def run(make: object, cache: Cache, rule: RowOptimizer, dtype: torch.dtype, step
                 servers.change(name, ids, torch.full((len(ids), servers.wide), 0.125, dtype=dtype))
 
     def read(ids: dict[str, Tensor], *, training: bool) -> None:
-        question = caches.ask(ids, step, training=training)
-        leaving = question.leaving
-        log.extend([question.ids, question.known])
-        rows, more = caches.answer(question, servers.pull(question.ids, question.known))
-        assert not (leaving and more), "what leaves is said once"
-        log.append(rows)
-        note("left", leaving or more)
+        queries = caches.each(lambda group, part: group.ask(part, step, training=training), ids)
+        asked, known = merged(query.ids for _, query in queries), merged(query.known for _, query in queries)
+        came = servers.pull(asked, known)
+        log.extend([asked, known])
+        log.append(merged(group.answer(query, came) for group, query in queries))
+        note("left", merged(query.leaving for _, query in queries))
+
+    def flush() -> None:
+        note("waited", merged(group.waiting() for group in caches.groups))
 
     for step in range(steps):
         ids = some_ids()
         read(ids, training=True)
         if chance(4):
             read(some_ids(), training=False)
-        ahead = caches.start_prefetch(some_ids(), step, training=not chance(5)) if chance(2) else None
-        came = servers.pull(ahead.ids, ahead.known) if ahead else {}
+        ahead: list[Any] = []
+        if chance(2):
+            start = partial(CacheGroup.start_prefetch, step=step, training=not chance(5))
+            ahead = caches.each(start, some_ids())
+        asked, known = merged(query.ids for _, query in ahead), merged(query.known for _, query in ahead)
+        came = servers.pull(asked, known)
         grads = {name: (some, torch.randn(len(some), WIDTH, generator=draw, dtype=dtype)) for name, some in ids.items()}
-        note("due", caches.write(grads, step))
+        parts = [{name: grads[name] for name in group.names if name in grads} for group in caches.groups]
+        note("due", merged(group.write(part, step) for group, part in zip(caches.groups, parts, strict=True)))
         if chance(10):
-            note("waited", caches.waiting())
+            flush()
         if ahead:
-            log.extend([ahead.ids, ahead.known])
-            note("left", caches.finish_prefetch(ahead, came))
+            log.extend([asked, known])
+            note("left", merged(group.finish_prefetch(query, came) for group, query in ahead))
         for name in NAMES:
             others = torch.unique(torch.randint(ROWS, (3,), generator=draw))
             servers.change(name, others, torch.full((len(others), servers.wide), 0.25, dtype=dtype))
         if chance(15):
-            note("waited", caches.waiting())
+            flush()
         if chance(20):
-            note("waited", caches.waiting())
-            caches.drop()
-        log.append(caches.statistics())
+            flush()
+            for group in caches.groups:
+                group.drop()
+        log.append(merged(group.statistics() for group in caches.groups))
     return log
 
 
@@ -142,7 +161,7 @@ DTYPES = [torch.float32, torch.float64]
 
 def compare(policy: str, bounds: tuple[int, int], rule: str, dtype: torch.dtype, steps: int) -> None:
     cache = Cache(policy, 9, *bounds)  # type: ignore[arg-type]
-    found, wanted = (run(make, cache, RULES[rule], dtype, steps) for make in (grouped, one_by_one))
+    found, wanted = (run(names, cache, RULES[rule], dtype, steps) for names in (TOGETHER, APART))
     assert len(found) == len(wanted)
     for one, other in zip(found, wanted, strict=True):
         same(one, other)
@@ -161,22 +180,3 @@ def test_caches_in_one_call_are_the_caches_one_by_one(policy: str, bounds: tuple
 def test_caches_in_one_call_are_the_caches_one_by_one_for_long(policy: str, bounds: tuple[int, int], rule: str) -> None:
     for dtype in DTYPES if policy == "LFU" else DTYPES[:1]:
         compare(policy, bounds, rule, dtype, 60)
-
-
-def test_without_squares_the_rows_are_the_same_to_the_bit() -> None:
-    """No row that waits is read anew within the bounds, so nothing depends on squares."""
-    ids = {name: torch.arange(6) for name in NAMES}
-    draw = torch.Generator().manual_seed(2)
-    steps = [{name: (ids[name], torch.randn(6, WIDTH, generator=draw)) for name in NAMES} for _ in range(5)]
-    cache, read = Cache("LRU", 10, 50, 50), []
-    for make in (grouped, one_by_one):
-        servers = Servers(RULES["Adam"], torch.float32, cache)
-        caches = make(cache, RULES["Adam"], torch.float32)
-        answers = []
-        for step, grads in enumerate(steps):
-            question = caches.ask(ids, step, training=True)
-            answers.append(caches.answer(question, servers.pull(question.ids, question.known))[0])
-            caches.write(grads, step)
-        read.append(answers)
-    assert all(torch.equal(a[n], b[n]) for a, b in zip(*read, strict=True) for n in NAMES)
-    assert not torch.equal(read[0][1]["a"], read[0][4]["a"])

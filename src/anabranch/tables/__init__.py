@@ -6,7 +6,7 @@ share, ``kernels`` the loops over rows, ``optimizers`` what torch's optimizers m
 on workers.
 """
 
-from anabranch.tables.cache import Cache, CacheStatistics, RowCache
+from anabranch.tables.cache import Cache, CacheStatistics
 from anabranch.tables.dense_parameter import DenseParameter
 from anabranch.tables.initial import Constant, Initial, Normal, Uniform
 from anabranch.tables.kernels.memory import KernelThreads
@@ -29,7 +29,6 @@ __all__ = [
     "ParameterState",
     "Placement",
     "RowBlock",
-    "RowCache",
     "RowOptimizer",
     "RowWiseAdagrad",
     "Table",

@@ -22,7 +22,6 @@ from anabranch.tensors.blocks import from_blocks, to_blocks
 
 Compression = Literal["bfloat16", "int8"]
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_ORDER = (*FLOATS, torch.int8)  # in which a message's tensors follow each other
 _BLOCK = 16
 _UNIT = 144
 _NO_NUMBER = 255
@@ -82,12 +81,9 @@ def expected(shares: Iterable[Share], compression: Compression | None = None) ->
     """
     sizes: dict[torch.dtype, int] = {}
     for share in shares:
-        kind = share.dtype if compression is None else share.travels_as(compression)
+        kind = share.travels_as(compression)
         sizes[kind] = sizes.get(kind, 0) + math.prod(share.shape)
-    found = []
-    for dtype in _ORDER if len(sizes) > 1 else sizes:
-        if dtype in sizes:
-            found.append((dtype, sizes[dtype]))  # noqa: PERF401 - a comprehension is one more call
+    found = [(dtype, sizes[dtype]) for dtype in (*FLOATS, torch.int8) if dtype in sizes]
     if torch.int8 in sizes:
         found.append((torch.uint8, -(-sizes[torch.int8] // _BLOCK)))
     return found
@@ -101,16 +97,15 @@ def join(tensors: Iterable[Tensor], shares: Sequence[Share], compression: Compre
     """
     alike: dict[torch.dtype, list[Tensor]] = {}
     for tensor, share in zip(tensors, shares, strict=True):
-        kind = share.dtype if compression is None else share.travels_as(compression)
+        kind = share.travels_as(compression)
         flat = tensor.detach().reshape(-1)
         if kind == torch.bfloat16 and flat.dtype != kind:
             flat = _in_bfloat16(flat)
         alike.setdefault(kind, []).append(_in_float32(flat) if kind == torch.int8 else flat)
-    found = []
-    for kind in _ORDER if len(alike) > 1 else alike:
-        if kind in alike:
-            whole = alike[kind][0].contiguous() if len(alike[kind]) == 1 else torch.cat(alike[kind])
-            found += _in_blocks(whole) if kind == torch.int8 else [whole]
+    whole = {kind: parts[0].contiguous() if len(parts) == 1 else torch.cat(parts) for kind, parts in alike.items()}
+    found = [whole[dtype] for dtype in FLOATS if dtype in whole]
+    if torch.int8 in whole:
+        found += _in_blocks(whole[torch.int8])
     return found
 
 
@@ -135,7 +130,7 @@ def views(flat: Sequence[Tensor], shares: Sequence[Share], compression: Compress
     places = dict.fromkeys(whole, 0)
     found = []
     for share in shares:
-        kind = share.dtype if compression is None else share.travels_as(compression)
+        kind = share.travels_as(compression)
         first, places[kind] = places[kind], places[kind] + math.prod(share.shape)
         mine = whole[kind][first : places[kind]]
         if kind != share.dtype == torch.float16:  # which the rounding may have passed

@@ -126,6 +126,8 @@ class LeafIds:
         self._own: Collection[str] = ()
         # For each lookup of a table the rules that have fitted so far, the best first; before several all together.
         self._lookups: dict[str, list[list[_Rule]]] = {}
+        self._rules: dict[str, list[_Rule]] = {}  # of each table, those that are used
+        self._used: set[tuple[object, ...]] = set()  # the leaves that they read
         self._looks: Counter[str] = Counter()
         self._leaves: Leaves = {}
         self.watching = True  # the lookups of the next step are wanted by ``end``
@@ -155,7 +157,7 @@ class LeafIds:
             if len(ids) and table not in self._own:
                 tables.setdefault(table, []).append(ids)
         candidates = _Candidates(self._leaves)
-        learned = {table: lookups for table, lookups in self._lookups.items() if self._rules_of(table)}
+        learned = {table: lookups for table, lookups in self._lookups.items() if self._rules[table]}
         for table, several in tables.items():
             self._looks[table] += 1
             before = self._lookups.get(table, [])
@@ -166,36 +168,44 @@ class LeafIds:
                 rules = [rule for rule in (rule.after(self._leaves, distinct) for rule in old) if rule is not None]
                 learned[table].append(rules or candidates.of(ids, distinct))
         self._lookups = learned
+        self._rules = {table: _best(*lookups) for table, lookups in learned.items()}
+        self._used = {part.leaf for rules in self._rules.values() for rule in rules for part in rule.parts}
 
     def of(self, batch: Structure) -> dict[str, Tensor]:
         """Return the ids that a step with ``batch`` is expected to look up, by table; those that are known."""
         expected: dict[str, Tensor] = {} if self._ids is None else dict(self._ids(batch))
-        self._own = expected.keys()
+        self._own = set(expected)
         for table in expected:
             if table not in self._parameters:
                 raise ValueError(f"ids= names {table!r}; the parameters are: {', '.join(self._parameters)}")
-        expected = {
-            table: torch.as_tensor(ids, device="cpu") for table, ids in expected.items() if table in self._tables
-        }
-        rules = {table: self._rules_of(table) for table in self._lookups if table not in expected}
-        used = {part.leaf for some in rules.values() for rule in some for part in rule.parts}
-        leaves = {path: leaf.detach().cpu() for path, leaf in _leaves(batch) if path in used} if used else {}
-        for table, some in rules.items():
-            if parts := [part for rule in some if (part := rule.of(leaves)) is not None]:
+        if expected:
+            expected = {
+                table: torch.as_tensor(ids, device="cpu") for table, ids in expected.items() if table in self._tables
+            }
+        leaves: dict[tuple[object, ...], Tensor] = {}
+        for path, leaf in _leaves(batch) if self._used else ():
+            if path in self._used:
+                leaves[path] = leaf.detach().cpu()
+        for table, rules in self._rules.items():
+            parts = []
+            for rule in rules if table not in expected else ():
+                if (part := rule.of(leaves)) is not None:
+                    parts.append(part)  # noqa: PERF401 - a comprehension is one more call
+            if parts:
                 expected[table] = torch.cat(parts)
         return expected
 
     def describe(self) -> dict[str, str]:
         """Return how each table's ids are known, of those whose ids are."""
-        rules = {table: ", ".join(dict.fromkeys(map(str, self._rules_of(table)))) for table in self._lookups}
+        rules = {table: ", ".join(dict.fromkeys(map(str, rules))) for table, rules in self._rules.items()}
         return {table: text for table, text in rules.items() if text} | dict.fromkeys(self._own, "ids=")
 
-    def _rules_of(self, table: str) -> list[_Rule]:
-        """Return the rules of a table's lookups: one for all together, where it is as good as one for each."""
-        together, *each = self._lookups[table]
-        worst = max((rules[0].rank if rules[0].fits else 5 for rules in each), default=5)
-        best = together[0].fits and together[0].rank <= max(worst, 2)
-        return [rules[0] for rules in ([together] if best else each) if rules[0].fits]
+
+def _best(together: list[_Rule], *each: list[_Rule]) -> list[_Rule]:
+    """Return the rules of a table's lookups: one for all together, where it is as good as one for each."""
+    worst = max((rules[0].rank if rules[0].fits else 5 for rules in each), default=5)
+    best = together[0].fits and together[0].rank <= max(worst, 2)
+    return [rules[0] for rules in ([together] if best else each) if rules[0].fits]
 
 
 class _Candidates:

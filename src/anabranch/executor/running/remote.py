@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
@@ -83,6 +83,7 @@ class RemotePart:
         torn: the number of a push that the servers may have applied, and this worker does not know: without votes, from
             its start until all servers have answered it, and after a run that failed behind it; else while the workers
             vote. -1 while the parameters move to the servers.
+        votes: the servers hold what is pushed until all workers have agreed that it is whole.
         moved: the parameters of the models on this rank that belong on the servers.
         there: those of them that are there.
         embeddings: the tables of ``RemoteEmbedding``s, on all ranks.
@@ -104,6 +105,8 @@ class RemotePart:
         self._optimizers = list(dict.fromkeys(moved.optimizer for moved in self.moved))
         self.embeddings = [route.parameter for route in spec.routes if route.place.served and route.tensor is None]
         self.is_open, self.clock = False, 0
+        delays = spec.cache is not None and spec.cache.push_bound > 0
+        self.votes = self.consistency.merges and not delays
         self.there: Sequence[ServedParameter] = ()
         self.torn: int | None = None
         self._undecided = False  # something is pushed that is neither released nor dropped
@@ -335,9 +338,10 @@ class RemotePart:
                 f"the servers hold {', '.join(sorted(self._replaced_later))} of an earlier Executor, which the first "
                 "training run or save replaces; evaluate after it"
             )
-        self.client.check_whole()
         if training:
             self._refuse_step_hooks()
+        else:
+            self.client.check_whole()  # a training run has
         lag = self.consistency.lag
         recent = lag is None or self._as_of >= self.clock - lag  # although other workers may have pushed since
         apart = fresh and not self.consistency.merges and not (training and recent)
@@ -406,11 +410,6 @@ class RemotePart:
             )
 
     # A step that is voted for.
-
-    @property
-    def votes(self) -> bool:
-        """True if the servers hold what is pushed until all workers have agreed that it is whole."""
-        return self.consistency.merges and not self.tables.delays
 
     def begin_push(self) -> None:
         """Begin a push that is to be decided about."""
@@ -486,8 +485,10 @@ class RemotePart:
             "the model; go on from the last checkpoint with executor.load, or restart the job from it"
         )
 
-    def check_fetch(self, names: Iterable[str], model: nn.Module) -> None:
+    def check_fetch(self, names: Collection[str], model: nn.Module) -> None:
         """Raise ``ValueError`` for the gradient of a parameter on the servers: they alone have the workers' sum."""
+        if not names:
+            return
         prefix = next(prefix for prefix, other in self._models.items() if other is model_of(model))
         served = {f"{name.removeprefix(prefix)}.grad": name for moved in self.moved for name in moved.names}
         for name in served.keys() & names:

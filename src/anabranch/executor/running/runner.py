@@ -135,7 +135,7 @@ class StepRunner:
 
     def _lay_out(self) -> None:
         """Create buckets for the parameters that now require a gradient; repeated when some were frozen or unfrozen."""
-        layout = tuple(parameter.requires_grad for parameter in (*self._parameters, *self._elsewhere))
+        layout = tuple(map(operator.attrgetter("requires_grad"), (*self._parameters, *self._elsewhere)))
         if layout == self._layout:
             return
         if self._workers is not None and layout != self._alike:

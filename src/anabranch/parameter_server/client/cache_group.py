@@ -1,17 +1,16 @@
-"""The caches of all of a worker's tables: one by one, or all tables of one kind in one call.
+"""The caches of a worker's tables: all tables of one kind in one call.
 
 A step's ids of all tables are known together, and a model has dozens of tables: a kernel's fixed cost is the same for
 ten rows and ten thousand, and a torch call's fixed cost is paid a dozen times per table. ``CacheGroup`` keeps the rows
-of tables of one width, dtype and rule in its own arrays, and handles them in one compiled call. Its results are those
-of a ``RowCache`` per table, bit for bit except for squares, which are summed in another order. ``CachesOneByOne`` is
-the simple form, for tables that fit no group and for use without Numba.
+of tables of one width, dtype and rule in its own arrays, and handles them in one compiled call. ``tables/cache.py``
+says what a cache does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,13 +18,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.parameter_server.client.parameter_client import Pulled
-from anabranch.tables.cache import SETTLED, Cache, CacheStatistics, Due, RowCache, spare_of
+from anabranch.tables.cache import SETTLED, Cache, CacheStatistics, Due, spare_of
 from anabranch.tables.kernels import caches
+from anabranch.tables.kernels.memory import working_dtype
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
 from anabranch.tables.optimizers.row_step import move_rows
 from anabranch.tables.table import side_by_side
 
-__all__ = ["CacheGroup", "CacheQuery", "Caches", "CachesOneByOne"]
+__all__ = ["CacheGroup", "CacheQuery"]
 
 Array = NDArray[Any]
 Ids = Mapping[str, Tensor]
@@ -46,155 +46,6 @@ class CacheQuery:
     known: dict[str, Tensor]
     leaving: dict[str, Due]
     state: object = field(repr=False)
-
-
-class Caches(Protocol):
-    """The caches of several tables; ``RowCache`` describes each method for one."""
-
-    def ask(self, wanted: Ids, step: int, *, training: bool) -> CacheQuery:
-        """Return the first half of ``read``: the request to make. No other call may come between it and ``answer``."""
-
-    def answer(self, query: CacheQuery, found: Mapping[str, Pulled]) -> tuple[dict[str, Tensor], dict[str, Due]]:
-        """Return the second half: the rows of all ids wanted, and the gradients evicted meanwhile."""
-
-    def start_prefetch(self, wanted: Ids, step: int, *, training: bool) -> CacheQuery:
-        """Return the request to make during ``step`` so that the next one, which wants these ids, need not."""
-
-    def finish_prefetch(self, query: CacheQuery, found: Mapping[str, Pulled]) -> dict[str, Due]:
-        """Store the rows that ``start_prefetch`` requested; returns the gradients evicted for them."""
-
-    def write(self, given: Mapping[str, tuple[Tensor, Tensor]], step: int) -> dict[str, Due]:
-        """Take the gradients of distinct ids; returns those that are due at the servers."""
-
-    def waiting(self) -> dict[str, Due]:
-        """All gradients that wait, which then count as pushed."""
-
-    def drop(self) -> None:
-        """Forgets all rows and gradients."""
-
-    def check_again(self, names: Iterable[str], step: int) -> None:
-        """Let the servers be asked once more about these tables' rows that were checked in ``step``."""
-
-    def statistics(self) -> dict[str, CacheStatistics]:
-        """Counters since each was created."""
-
-
-class _FetchedRows:
-    """The source of one ``RowCache``, with rows fetched before the cache requests them."""
-
-    def __init__(self) -> None:
-        self.answer: Pulled | None = None
-        self.leaving: list[Due] = []
-
-    def pull(self, ids: Tensor, known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        assert self.answer is not None
-        return self.answer.positions, self.answer.versions, self.answer.rows
-
-    def push(self, ids: Tensor, grads: Tensor, squares: Tensor | None) -> None:
-        self.leaving.append((ids, grads, squares))
-
-    def left(self) -> Due | None:
-        """Return the gradients evicted since the last call; at most one set, because every call takes it."""
-        parts, self.leaving = self.leaving, []
-        assert len(parts) <= 1
-        return parts[0] if parts else None
-
-
-class CachesOneByOne:
-    """A ``RowCache`` for each table.
-
-    Args:
-        cache: policy, capacity and bounds of each.
-    """
-
-    def __init__(self, cache: Cache) -> None:
-        self._cache = cache
-        self._step = 0  # of the last call, in which own writes are applied
-        self._caches: dict[str, tuple[RowCache, _FetchedRows]] = {}
-
-    def add(
-        self,
-        name: str,
-        width: int,
-        dtype: torch.dtype,
-        *,
-        rule: Callable[[], RowOptimizer],
-        kind: Literal["compiled", "plain"] | None = None,
-    ) -> None:
-        """Add a table, whose optimizer ``rule`` gives."""
-        held = rule().row_width(width) if self._cache.push_bound else width
-        far = _FetchedRows()
-
-        def own(rows: Tensor, grads: Tensor, squares: Tensor | None) -> Tensor:
-            return move_rows(rows, grads, rule(), self._step + 1, squares)
-
-        move = own if self._cache.push_bound else None
-        self._caches[name] = RowCache(self._cache, width, dtype, far, move=move, held=held, kind=kind), far
-
-    def ask(self, wanted: Ids, step: int, *, training: bool) -> CacheQuery:
-        stale = {name: self._caches[name][0].stale(ids, step, training=training) for name, ids in wanted.items()}
-        asked = {name: some for name, some in stale.items() if len(some[0])}
-        return CacheQuery(
-            {name: ids for name, (ids, _) in asked.items()},
-            {name: known for name, (_, known) in asked.items()},
-            {},
-            (wanted, step, training),
-        )
-
-    def answer(self, query: CacheQuery, found: Mapping[str, Pulled]) -> tuple[dict[str, Tensor], dict[str, Due]]:
-        wanted, self._step, training = cast("tuple[Ids, int, bool]", query.state)
-        rows = {}
-        for name, ids in wanted.items():
-            cache, far = self._caches[name]
-            far.answer = found.get(name)
-            rows[name] = cache.read(ids, self._step, training=training)
-            far.answer = None
-        return rows, self._left(wanted)
-
-    def _left(self, names: Ids) -> dict[str, Due]:
-        left = {name: self._caches[name][1].left() for name in names}
-        return {name: due for name, due in left.items() if due is not None}
-
-    def start_prefetch(self, wanted: Ids, step: int, *, training: bool) -> CacheQuery:
-        found = {
-            name: self._caches[name][0].start_prefetch(ids, step, training=training) for name, ids in wanted.items()
-        }
-        asked = {name: some for name, some in found.items() if len(some[0])}
-        ids = {name: some for name, (some, _) in asked.items()}
-        return CacheQuery(ids, {name: known for name, (_, known) in asked.items()}, {}, (wanted, step, training))
-
-    def finish_prefetch(self, query: CacheQuery, found: Mapping[str, Pulled]) -> dict[str, Due]:
-        wanted, self._step, training = cast("tuple[Ids, int, bool]", query.state)
-        nothing = torch.empty(0, dtype=torch.int64, device="cpu")
-        for name, ids in wanted.items():
-            cache = self._caches[name][0]
-            asked, known = query.ids.get(name, nothing), query.known.get(name, nothing)
-            came = found.get(name) or Pulled(nothing, nothing, torch.empty(0, cache.held, device="cpu"))
-            cache.finish_prefetch(
-                ids if training else asked, asked, known, came.positions, came.versions, came.rows, self._step
-            )
-        return self._left(wanted)
-
-    def write(self, given: Mapping[str, tuple[Tensor, Tensor]], step: int) -> dict[str, Due]:
-        due, self._step = {}, step
-        for name, (cache, _) in self._caches.items():
-            if name in given or self._cache.push_bound:
-                due[name] = cache.write(*(given.get(name) or cache.nothing()), step)
-        return due
-
-    def waiting(self) -> dict[str, Due]:
-        return {name: cache.waiting() for name, (cache, _) in self._caches.items()}
-
-    def drop(self) -> None:
-        for cache, _ in self._caches.values():
-            cache.drop()
-
-    def check_again(self, names: Iterable[str], step: int) -> None:
-        for name in names:
-            self._caches[name][0].check_again(step)
-
-    def statistics(self) -> dict[str, CacheStatistics]:
-        return {name: cache.statistics() for name, (cache, _) in self._caches.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,12 +79,12 @@ class _Prefetch:
 
 
 class CacheGroup:
-    """Caches of tables of one width and dtype and, if own writes wait, one kind of optimizer. Needs Numba.
+    """Caches of tables of one width and dtype and, if own writes wait, one kind of optimizer.
 
     Args:
         names: of the tables.
         cache: policy, capacity and bounds of each.
-        width, dtype: of their rows; float32 or float64.
+        width, dtype: of their rows; those of a half type are float32 in the cache.
         rules: each table's optimizer, with the numbers of this step.
     """
 
@@ -248,7 +99,8 @@ class CacheGroup:
         self._kernels = caches
         self.names = list(names)
         self._numbers = {name: number for number, name in enumerate(self.names)}
-        self._cache, self._width, self._dtype, self._rules = cache, width, dtype, list(rules)
+        self._cache, self._width, self._rules = cache, width, list(rules)
+        self._read_as, self._dtype = dtype, working_dtype(dtype)
         self._spare = spare_of(cache)
         rule = self._rules[0]()
         self._wide = rule.row_width(width) if cache.push_bound else width
@@ -289,6 +141,7 @@ class CacheGroup:
         self._clock = 0  # of the last step that was asked about ahead, or written
 
     def check_again(self, names: Iterable[str], step: int) -> None:
+        """Allow another check of these tables' rows that were checked in ``step``."""
         for name in names:
             checked = self._held.checked[self._numbers[name]]
             checked[checked == step] = step - 1
@@ -296,6 +149,10 @@ class CacheGroup:
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def ask(self, wanted: Ids, step: int, *, training: bool) -> CacheQuery:
+        """Begin to read distinct ids at ``step``; return the request to make.
+
+        No other call may come between it and ``answer``. Evaluation checks all rows, caches none and counts as no use.
+        """
         names, members, starts = self._lookups(wanted)
         ids = side_by_side([wanted[name] for name in names])
         count = len(ids)
@@ -317,7 +174,8 @@ class CacheGroup:
             state,
         )
 
-    def answer(self, query: CacheQuery, found: Mapping[str, Pulled]) -> tuple[dict[str, Tensor], dict[str, Due]]:
+    def answer(self, query: CacheQuery, found: Mapping[str, Pulled]) -> dict[str, Tensor]:
+        """Return the rows of all ids of ``ask``."""
         asked = query.state
         assert isinstance(asked, _Asked)
         names = asked.names
@@ -331,7 +189,7 @@ class CacheGroup:
             if again:
                 places, moved = self._apply_again(dirty[:again], asked.step)
                 asked.rows[places] = moved[:, : self._width]
-        return _parts(names, asked.rows, asked.starts, empty=True), {}
+        return _parts(names, asked.rows.to(self._read_as), asked.starts, empty=True)
 
     def _side_by_side(self, names: list[str], found: Mapping[str, Pulled]) -> tuple[Array, Array, Array, Array]:
         """Return the received rows of all tables: their positions, where each table's begin, the versions and the
@@ -369,6 +227,10 @@ class CacheGroup:
     # --- reading ahead ----------------------------------------------------------------------------------------------
 
     def start_prefetch(self, wanted: Ids, step: int, *, training: bool) -> CacheQuery:
+        """Return the request to make during ``step`` so that the next one, which reads these ids, need not.
+
+        Rows that this step will push are left out: the answer would lack the push. Evaluation requests missing rows.
+        """
         names, members, starts = self._lookups(wanted)
         ids = side_by_side([wanted[name] for name in names])
         asks, asked = (np.empty(len(ids), np.int64) for _ in range(2))
@@ -388,6 +250,7 @@ class CacheGroup:
         )
 
     def finish_prefetch(self, query: CacheQuery, found: Mapping[str, Pulled]) -> dict[str, Due]:
+        """Store the rows that ``start_prefetch`` requested; return the gradients of the rows that left for them."""
         asked = query.state
         assert isinstance(asked, _Prefetch)
         leaving = self._room(len(asked.wanted), len(asked.names))

@@ -52,19 +52,24 @@ def distinct_ids(wanted: Mapping[str, Tensor], rows: Mapping[str, int]) -> dict[
         wanted: ids by table, of any shape.
         rows: the number of rows of each table.
     """
-    flat = {name: ids.detach().cpu().long().reshape(-1) for name, ids in wanted.items()}
+    flat, counts, limits = list[Tensor](), list[int](), list[int]()
+    for name, ids in wanted.items():
+        flat.append(ids.detach().cpu().long().reshape(-1))
+        counts.append(ids.numel())
+        limits.append(rows[name])
     if not flat:
         return {}
-    counts = [len(ids) for ids in flat.values()]
     starts = np.concatenate([[0], np.cumsum(counts)])
-    together = torch.cat(list(flat.values()))
+    together = torch.cat(flat)
     out, out_starts = torch.empty_like(together), np.zeros_like(starts)
     inverse, whole = torch.empty_like(together), np.empty(len(flat), np.bool_)
-    limits = np.array([rows[name] for name in flat])
-    routing.distinct_all(together.numpy(), starts, limits, out.numpy(), out_starts, inverse.numpy(), whole)
-    found = torch.split(out[: out_starts[-1]], np.diff(out_starts).tolist())
-    parts = zip(flat, torch.split(together, counts), found, torch.split(inverse, counts), whole.tolist(), strict=True)
-    return {name: Distinct(given, ids, places if all_of else None) for name, given, ids, places, all_of in parts}
+    routing.distinct_all(together.numpy(), starts, np.array(limits), out.numpy(), out_starts, inverse.numpy(), whole)
+    each = torch.split(out[: out_starts[-1]], np.diff(out_starts).tolist())
+    parts = zip(wanted, torch.split(together, counts), each, torch.split(inverse, counts), whole.tolist(), strict=True)
+    distinct = {}
+    for name, given, ids, places, all_of in parts:
+        distinct[name] = Distinct(given, ids, places if all_of else None)
+    return distinct
 
 
 def unique_of(ids: Tensor) -> tuple[Tensor, Tensor]:

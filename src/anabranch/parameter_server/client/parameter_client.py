@@ -142,8 +142,13 @@ class ParameterClient:
             checkpoints are exact.
 
     Attributes:
+        shards, endpoints: the number of shards, and their addresses.
+        compression: as given.
         in_process: true if the one shard is in this process, and ends with this client.
+        worker, rank: this worker of a job, and its rank; ``None`` and 0 for a bare client.
+        leads: true if all workers use this worker's initial values; always true for a bare client.
         made: the tables that this client has made or found, and their optimizers.
+        full: the tables that had no room for an id of a push, as far as their answers have said.
         pushed: the number of steps that every worker had pushed when the last pull was answered.
 
     Every call raises a kind of ``BoundaryError`` where a shard does not answer, ``NotFound`` for an unknown name or
@@ -168,11 +173,12 @@ class ParameterClient:
         transport: Transport | None = None,
         compression: Compression | None = None,
     ) -> None:
-        self._compression = check_compression(compression)
+        self.compression = check_compression(compression)
         check_seconds(timeout=timeout, heartbeat=heartbeat)
         found = _checked_endpoints(job().servers if endpoints is None else endpoints, given=endpoints is not None)
         self._stack = ExitStack()
-        self._worker: Worker | None = None
+        self.worker: Worker | None = None
+        self.rank, self.leads = 0, True
         self.in_process = False
         self._barriers = 0
         self._traffic: dict[str, Traffic] = {}
@@ -194,7 +200,9 @@ class ParameterClient:
             )
         )
         self._calls = ShardCalls(self._client, found, timeout, watch, heartbeat)
+        self.shards, self.endpoints, self.full = len(found), tuple(found), self._calls.full
         self._tables = HeldTables(self._calls, in_process=self.in_process)
+        self.made = self._tables.made
         if worker is not None:
             self.join(0, worker)
 
@@ -203,50 +211,14 @@ class ParameterClient:
         return f"ParameterClient({'in this process' if self.in_process else self._calls.endpoints})"
 
     @property
-    def shards(self) -> int:
-        """The number of shards."""
-        return self._calls.shards
-
-    @property
-    def endpoints(self) -> tuple[str, ...]:
-        """The shards' addresses."""
-        return tuple(self._calls.endpoints)
-
-    @property
     def forked(self) -> bool:
         """True in a forked child of the process that has used the client: every request raises ``ForkedClient``."""
         return self._client.forked
 
     @property
-    def compression(self) -> Compression | None:
-        """The rounding of rows and their gradients in messages."""
-        return self._compression
-
-    @property
     def timeout(self) -> float:
         """Seconds that a call may take."""
         return self._calls.timeout
-
-    @property
-    def full(self) -> set[str]:
-        """The tables that had no room for an id of a push, as far as their answers have said."""
-        return self._calls.full
-
-    @property
-    def worker(self) -> Worker | None:
-        """This worker of a job; ``None`` for a bare client."""
-        return self._worker
-
-    @property
-    def rank(self) -> int:
-        """The worker's rank; 0 for a bare client."""
-        return 0 if self._worker is None else self._worker.rank
-
-    @property
-    def leads(self) -> bool:
-        """True if all workers use this worker's initial values; always true for a bare client."""
-        leads = None if self._worker is None else self._worker.leads
-        return self.rank == 0 if leads is None else leads
 
     # --- making -----------------------------------------------------------------------------------------------------
 
@@ -295,11 +267,6 @@ class ParameterClient:
     def init_table(self, spec: TableSpec, rule: RowOptimizer, *, row_shape: tuple[int, ...] | None = None) -> None:
         """Create the table that ``spec`` describes on every shard; an existing one stays unchanged."""
         self._tables.init_table(spec, rule, row_shape=row_shape)
-
-    @property
-    def made(self) -> list[tuple[TableSpec, RowOptimizer]]:
-        """The tables that this client has created or found, and their optimizers."""
-        return self._tables.made
 
     def _init_rows(
         self,
@@ -511,7 +478,7 @@ class ParameterClient:
         """
         began = time.monotonic()
         deadline = Deadline(self._calls.timeout)
-        compression = None if exact else self._compression
+        compression = None if exact else self.compression
         layout, rank = self._tables.layout(wanted), self._rank_at(step)
         with self._counting:
             clocks = []
@@ -599,7 +566,7 @@ class ParameterClient:
                 last step.
             awaited: whether to count the wait in the statistics.
         """
-        if hold and (self._worker is None or self._worker.consistency != "bsp"):
+        if hold and (self.worker is None or self.worker.consistency != "bsp"):
             raise ValueError(
                 "only under bsp are the workers' gradients combined into one whose norm is known before it is applied"
             )
@@ -614,9 +581,9 @@ class ParameterClient:
         numbers = []
         for rule in kinds:
             numbers.append(rule.to_dict())  # noqa: PERF401 - a comprehension is one more call
-        push = Push(layout, gradients, squares or {}, self.shards, self._compression)
-        if unordered and self._worker is not None:
-            rank = self._worker.rank
+        push = Push(layout, gradients, squares or {}, self.shards, self.compression)
+        if unordered and self.worker is not None:
+            rank = self.worker.rank
         at = -1 if step is None else step
         requests: list[Request] = []
         refused: list[Request] = []
@@ -624,7 +591,7 @@ class ParameterClient:
             parts, tensors = push.message(shard, rule_of)
             if parts or step is not None:
                 turn = None if step is None else self._turn_for(shard)
-                message = PushMessage(parts, numbers, rank, at, weight, mean, hold, self._compression, turn)
+                message = PushMessage(parts, numbers, rank, at, weight, mean, hold, self.compression, turn)
                 requests.append(self._calls.request(shard, "push", pack(message), tensors, step=step))
                 if not acceptable(tensors):
                     refused.append(requests[-1])
@@ -656,7 +623,7 @@ class ParameterClient:
                 f"the push of step {self._torn} was refused by one shard and applied by others, so they no longer hold "
                 "one state"
             )
-        elif self._worker is not None and self._calls.rolled_back:
+        elif self.worker is not None and self._calls.rolled_back:
             why = "a server has lost pushes of this worker, so the servers are at an earlier step than the worker"
         if why is not None:
             raise BoundaryError(
@@ -691,7 +658,10 @@ class ParameterClient:
         """Send what was decided to the shards that no message has told, without waiting for their answers."""
         if self._uninformed:
             # A word that does not arrive is repeated by the next message.
-            self._calls.post([self._word(shard) for shard in sorted(self._uninformed)])
+            words = []
+            for shard in sorted(self._uninformed):
+                words.append(self._word(shard))  # noqa: PERF401 - a comprehension is one more call
+            self._calls.post(words)
 
     def settle(self) -> None:
         """Apply on all shards the last step that any worker of a job has had the outcome of; its workers have gone.
@@ -720,8 +690,9 @@ class ParameterClient:
 
     def join(self, step: int, worker: Worker | None = None) -> None:
         """Register this worker, for a bare client ``worker``, with the shards; its next push is for ``step``."""
-        worker = self._worker = worker or self._worker
+        worker = self.worker = worker or self.worker
         assert worker is not None
+        self.rank, self.leads = worker.rank, worker.rank == 0 if worker.leads is None else worker.leads
         self._torn, self._calls.rolled_back = None, False
         for pushes in self._calls.acknowledged.values():
             pushes.life = 0
@@ -751,10 +722,10 @@ class ParameterClient:
 
     def barrier(self) -> None:
         """Wait until every worker of the job has called this as often; a bare client does not wait."""
-        if self._worker is None:
+        if self.worker is None:
             return
         self._barriers += 1
-        message = BarrierMessage(self._worker.rank, self._worker.world, self._barriers)
+        message = BarrierMessage(self.worker.rank, self.worker.world, self._barriers)
         self._calls.in_turn([self._calls.request(0, "barrier", pack(message))], Deadline(self._calls.timeout))
 
     def statistics(self) -> list[ShardStatistics]:
@@ -793,10 +764,10 @@ class ParameterClient:
         """Return what a message of ``step`` says of who sends it: this worker's rank, or -1 without a step."""
         if step is None:
             return -1
-        if self._worker is None:
+        if self.worker is None:
             raise ValueError("a client without a worker has no steps; give ParameterClient a worker")
         self.check_whole()
-        return self._worker.rank
+        return self.worker.rank
 
     def wait_for(self, future: Future[_T], operation: str, *, step: int | None = None) -> _T:
         """Wait for a call of this client on another thread, checking meanwhile that all workers are alive.

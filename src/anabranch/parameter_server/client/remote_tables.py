@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from anabranch.autodiff.moved_parameter import Move
 from anabranch.errors import NotFound
-from anabranch.parameter_server.client.cache_group import CacheGroup, CacheQuery, Caches, CachesOneByOne
+from anabranch.parameter_server.client.cache_group import CacheGroup, CacheQuery
 from anabranch.parameter_server.client.distinct_ids import Distinct, distinct_ids, unique_of
 from anabranch.parameter_server.client.parameter_client import ParameterClient, Pulled
 from anabranch.parameter_server.client.remote_embedding import RemoteEmbedding
@@ -92,6 +92,7 @@ class RemoteTables:
         unexpected: tables of which this step has looked up ids that it was not expected to look up.
         trains: they are an executor's that is open, and are not only read.
         moves: the parameters of models that are placeholders now.
+        delays: gradients may wait in a cache.
         keeps_reads: a step's lookups read the rows of the same ids once: for layers that run again before their
             backward, which are to see the rows that they saw.
 
@@ -101,11 +102,12 @@ class RemoteTables:
     def __init__(self, client: ParameterClient, *, cache: Cache | None = None) -> None:
         self.keeps_reads = False
         self.trains = False
+        self.delays = cache is not None and cache.push_bound > 0
         self._client = client
         self._reading = threading.RLock()  # the caches and the messages in flight are one state
         self._cache = cache
         self._sources: dict[str, _Source] = {}
-        self._caches: list[tuple[Caches, list[str]]] = []
+        self._caches: list[CacheGroup] = []
         self._uncached: list[_Source] = []
         self._ahead: dict[str, Distinct] = {}  # of the next step
         self._taken: dict[str, nn.Parameter] = {}
@@ -117,18 +119,13 @@ class RemoteTables:
         self.unexpected: set[str] = set()
         self._reads = self._usual_reads = 0
         self._between: Callable[[], None] | None = None
-        self._coming: tuple[list[tuple[Caches, CacheQuery]], _Aside[dict[str, Pulled]]] | None = None
+        self._coming: tuple[list[tuple[CacheGroup, CacheQuery]], _Aside[dict[str, Pulled]]] | None = None
         self._leaves: _Aside[None] | None = None  # the push that is in flight, or has failed
 
     @property
     def names(self) -> list[str]:
         """The tables, in the order in which they were adopted."""
         return list(self._sources)
-
-    @property
-    def delays(self) -> bool:
-        """True if gradients may wait in a cache."""
-        return self._cache is not None and self._cache.push_bound > 0
 
     def spec(self, name: str) -> TableSpec:
         """Return the servers' spec of one table."""
@@ -252,33 +249,26 @@ class RemoteTables:
             self._uncached.append(source)
         return source
 
-    def _all_caches(self, cache: Cache) -> list[tuple[Caches, list[str]]]:
-        """Return the caches of all tables, and the tables of each; tables new since the last call get caches."""
+    def _all_caches(self, cache: Cache) -> list[CacheGroup]:
+        """Return the caches of all tables; tables new since the last call get theirs."""
         coming, self._uncached = self._uncached, []
         alike: dict[tuple[object, ...], list[_Source]] = {}
         for source in coming:
             rule, spec = source.rule(), source.spec
-            grouped = spec.dtype in (torch.float32, torch.float64)
             kind = (rule.number, rule.state_names) if cache.push_bound else None
-            alike.setdefault((spec.width, spec.dtype, kind) if grouped else (), []).append(source)
-        for key, some in alike.items():
+            alike.setdefault((spec.width, spec.dtype, kind), []).append(source)
+        for some in alike.values():
             names, rules = [source.name for source in some], [source.rule for source in some]
-            if key:
-                group: Caches = CacheGroup(names, cache, some[0].spec.width, some[0].spec.dtype, rules)
-            else:
-                group = single = CachesOneByOne(cache)
-                for source in some:
-                    single.add(source.name, source.spec.width, source.spec.dtype, rule=source.rule)
-            self._caches.append((group, names))
+            self._caches.append(CacheGroup(names, cache, some[0].spec.width, some[0].spec.dtype, rules))
         return self._caches
 
-    def _by_cache(self, some: Mapping[str, _T]) -> list[tuple[Caches, dict[str, _T]]]:
+    def _by_cache(self, some: Mapping[str, _T]) -> list[tuple[CacheGroup, dict[str, _T]]]:
         """Split ``some``, by table, into each cache's part; empty without caches."""
         if self._cache is None:
             return []
         parts = [
-            (caches, {name: some[name] for name in names if name in some})
-            for caches, names in self._all_caches(self._cache)
+            (caches, {name: some[name] for name in caches.names if name in some})
+            for caches in self._all_caches(self._cache)
         ]
         return [(caches, part) for caches, part in parts if part]
 
@@ -322,8 +312,8 @@ class RemoteTables:
 
     def _uncount_evaluation(self) -> None:
         """Let training request rows that evaluation has just checked, where a request is what keeps a row cached."""
-        for caches, names in self._caches:
-            leaving = [name for name in names if not self._sources[name].spec.stays]
+        for caches in self._caches:
+            leaving = [name for name in caches.names if not self._sources[name].spec.stays]
             caches.check_again(leaving, self._step)
 
     def expect(self, wanted: Mapping[str, Tensor]) -> None:
@@ -335,8 +325,10 @@ class RemoteTables:
         Args:
             wanted: ids by table; ids outside a table are left to the lookup that names them.
         """
-        distinct = self._distinct(wanted)
-        fixed = {name: some.ids for name, some in distinct.items() if self._sources[name].spec.rows is not None}
+        distinct, fixed = self._distinct(wanted), {}
+        for name, some in distinct.items():
+            if self._sources[name].spec.rows is not None:
+                fixed[name] = some.ids
         rows = self._read(fixed) if fixed else {}
         for name, some in distinct.items():
             self._sources[name].expected = some, rows.get(name)
@@ -360,21 +352,28 @@ class RemoteTables:
     def _distinct(self, wanted: Mapping[str, Tensor]) -> dict[str, Distinct]:
         """Return the distinct ids of each table, of those that were asked for ahead as they are known."""
         ahead, self._ahead = self._ahead, {}
-        distinct = {name: ahead[name] for name, ids in wanted.items() if name in ahead and ahead[name].is_of(ids)}
-        fixed: dict[str, int] = {}
-        for name in (name for name in wanted if name not in distinct):
-            if (rows := self._sources[name].spec.rows) is not None:
-                fixed[name] = rows
+        distinct: dict[str, Distinct] = {}
+        fixed: dict[str, Tensor] = {}
+        limits: dict[str, int] = {}
+        for name, ids in wanted.items():
+            rows = self._sources[name].spec.rows
+            if name in ahead and ahead[name].is_of(ids):
+                distinct[name] = ahead[name]
+            elif rows is None:
+                flat = ids.detach().cpu().long().reshape(-1).clone()
+                distinct[name] = Distinct(flat, *unique_of(flat))
             else:
-                ids = wanted[name].detach().cpu().long().reshape(-1).clone()
-                distinct[name] = Distinct(ids, *unique_of(ids))
-        return distinct | distinct_ids({name: wanted[name] for name in fixed}, fixed)
+                fixed[name], limits[name] = ids, rows
+        return distinct | distinct_ids(fixed, limits) if fixed else distinct
 
     def _read(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the rows of distinct ids of several tables, through the caches: one message per shard."""
+        rows: dict[str, Tensor] = {}
         if self._cache is None:
-            return {name: pulled.rows for name, pulled in self._pull_many(ids, None).items()}
-        queries: list[tuple[Caches, CacheQuery]] = []
+            for name, pulled in self._pull_many(ids, None).items():
+                rows[name] = pulled.rows
+            return rows
+        queries: list[tuple[CacheGroup, CacheQuery]] = []
         left = {name: _all_due(self._sources[name].leaving) for name in ids if self._sources[name].leaving}
         for caches, some in self._by_cache(ids):
             queries.append((caches, caches.ask(some, self._step, training=self._training)))
@@ -385,11 +384,8 @@ class RemoteTables:
         back = [name for name, due in left.items() if name in asked and torch.isin(asked[name], due[0]).any()]
         self._push_at_once({name: _all_due(self._sources[name].leaving) for name in back})
         found = self._pull_many(asked, known) if asked else {}
-        rows: dict[str, Tensor] = {}
         for caches, query in queries:
-            came, leaving = caches.answer(query, found)
-            self._leave(leaving)
-            rows |= came
+            rows |= caches.answer(query, found)
         return rows
 
     def _leave(self, leaving: Mapping[str, Due]) -> None:
@@ -439,11 +435,6 @@ class RemoteTables:
         # Evicted rows may be read again this step: push their gradients now.
         self._push_at_once({name: _all_due(source.leaving) for name, source in self._sources.items() if source.leaving})
 
-    def _count_read(self) -> None:
-        self._reads += 1
-        if self._between is not None and self._reads == self._usual_reads:
-            self._between()
-
     def close(self) -> None:
         """Pushes waiting gradients, and ends the thread that prefetches."""
         try:
@@ -475,8 +466,12 @@ class RemoteTables:
         """Return the gradients left by backward since ``begin``: by table, distinct ids and their gradients; empty if
         none.
         """
-        taken = {name: source.take() for name, source in self._sources.items()}
-        return {name: given for name, given in taken.items() if given is not None}
+        taken = {}
+        for name, source in self._sources.items():
+            given, source.gradients = source.gradients, []
+            if given:
+                taken[name] = given[0] if len(given) == 1 else merge_rows(given)
+        return taken
 
     def push(
         self,
@@ -508,31 +503,32 @@ class RemoteTables:
         given = self.take() if given is None else given
         self._arrive()
         due: dict[str, Due] = {}
-        waits = self.delays
-        rounding = self._client.compression
-        dense = [grads for _, grads, _ in (beside or {}).values()]
-        if waits and not (acceptable([grads for _, grads in given.values()], rounding) and acceptable(dense)):
-            refused: dict[str, Due] = {name: (*some, None) for name, some in given.items()}
-            self._sender(refused, weight, mean, hold, beside or {}, awaited=True)()  # and the cache stays unchanged
-            return
+        waits, rounding, beside = self.delays, self._client.compression, beside or {}
+        if waits:
+            dense = [grads for _, grads, _ in beside.values()]
+            if not (acceptable([grads for _, grads in given.values()], rounding) and acceptable(dense)):
+                refused: dict[str, Due] = {name: (*some, None) for name, some in given.items()}
+                self._sender(refused, weight, mean, hold, beside, awaited=True)()  # and the cache stays unchanged
+                return
         if self._cache is None:
-            due = {name: (*some, None) for name, some in given.items()}
+            for name, (ids, grads) in given.items():
+                due[name] = (ids, grads, None)
         else:
-            for caches, names in self._all_caches(self._cache):
-                due |= caches.write({name: given[name] for name in names if name in given}, self._step)
+            for caches in self._all_caches(self._cache):
+                due |= caches.write({name: given[name] for name in caches.names if name in given}, self._step)
         for name in due:
             source = self._sources[name]
             if source.leaving:
                 due[name] = _all_due([due[name], *source.leaving])
                 source.leaving.clear()
-        waited = {name: some for name, some in due.items() if some[2] is not None and len(some[0])}
-        if mean and not weight and waited:  # waiting gradients have weight even if this step's batch has none
+        if waits and mean and not weight:  # waiting gradients have weight even if this step's batch has none
+            waited = {name: some for name, some in due.items() if some[2] is not None and len(some[0])}
             self._push_at_once(waited)
             due |= {name: (*self._sources[name].nothing(), None) for name in waited}
         # A sum may be too large although no gradient is: if it were refused a step late, this worker would wait for
         # the others in that step, and they for its push.
         leaves = waits and not beside and acceptable([grads for _, grads, _ in due.values()], rounding)
-        send = self._sender(due, weight, mean, hold, beside or {}, awaited=not leaves)
+        send = self._sender(due, weight, mean, hold, beside, awaited=not leaves)
         if leaves:
             self._leaves = _Aside(send, "anabranch-push")
         else:
@@ -559,7 +555,7 @@ class RemoteTables:
         """Push gradients waiting in the caches, at once and outside the order of steps: before saving and closing."""
         self._arrive()
         waiting: dict[str, Due] = {}
-        for caches, _ in self._caches:
+        for caches in self._caches:
             waiting |= caches.waiting()
         for name, source in self._sources.items():
             parts = [waiting[name]] if name in waiting else []
@@ -570,15 +566,9 @@ class RemoteTables:
     def _push_at_once(self, due: Mapping[str, Due]) -> None:
         if due:
             self._arrive()
-            rules = {name: self._sources[name].rule() for name in due}
             # Under bsp the push waits for the other workers, which may be lost meanwhile: await it like any other.
-            self._leaves = _Aside(
-                partial(
-                    self._client.push_many, _without_squares(due), rules=rules, squares=_squares_of(due),
-                    weight=self._weight, mean=self._mean, unordered=True,
-                ),
-                "anabranch-push",
-            )  # fmt: skip
+            push = partial(self._client.push_many, **self._contents(due, {}), unordered=True)
+            self._leaves = _Aside(partial(push, weight=self._weight, mean=self._mean), "anabranch-push")
             self._arrive()
         for name in due:
             self._sources[name].leaving.clear()
@@ -587,7 +577,7 @@ class RemoteTables:
         """Forget all cached and prefetched rows and messages in flight: the servers' rows have been replaced."""
         self.wait_until_quiet()
         self._leaves = self._coming = None
-        for caches, _ in self._caches:
+        for caches in self._caches:
             caches.drop()
         self.forget()
         for source in self._sources.values():
@@ -603,20 +593,28 @@ class RemoteTables:
 
     def statistics(self) -> dict[str, CacheStatistics]:
         """Statistics of each table's cache; empty without caches."""
-        return {name: counts for caches, _ in self._caches for name, counts in caches.statistics().items()}
+        return {name: counts for caches in self._caches for name, counts in caches.statistics().items()}
 
     def _sender(
         self, due: Mapping[str, Due], weight: float, mean: bool, hold: bool, beside: Beside, *, awaited: bool
     ) -> Callable[[], None]:
         """Return a function that sends the gradients, with the optimizers' hyperparameters of this moment."""
-        rules = {name: self._sources[name].rule() for name in due}
-        rules |= {name: rule for name, (_, _, rule) in beside.items()}
-        given = _without_squares(due) | {name: (ids, grads) for name, (ids, grads, _) in beside.items()}
         step = self._step if self._client.worker is not None else None
         return partial(
-            self._client.push_many, given, rules=rules, step=step, weight=weight, mean=mean, hold=hold,
-            squares=_squares_of(due), awaited=awaited,
+            self._client.push_many, **self._contents(due, beside), step=step, weight=weight, mean=mean, hold=hold,
+            awaited=awaited,
         )  # fmt: skip
+
+    def _contents(self, due: Mapping[str, Due], beside: Beside) -> dict[str, Any]:
+        """Return the gradients, optimizers and squares of a push, as ``push_many`` takes them."""
+        gradients, rules, squares = {}, {}, {}
+        for name, (ids, grads, own) in due.items():
+            gradients[name], rules[name] = (ids, grads), self._sources[name].rule()
+            if own is not None:
+                squares[name] = own
+        for name, (ids, grads, rule) in beside.items():
+            gradients[name], rules[name] = (ids, grads), rule
+        return {"gradients": gradients, "rules": rules, "squares": squares}
 
     def _widths(self, names: Iterable[str]) -> dict[str, int] | None:
         """Values per row with its state, which a cache with own writes needs; else ``None``."""
@@ -678,7 +676,10 @@ class _Source:
             rows = self._rows_of(ids)
             if self.tables.keeps_reads and self.tables._training:
                 self.seen.append((ids, rows))
-            self.tables._count_read()
+            tables = self.tables
+            tables._reads += 1
+            if tables._between is not None and tables._reads == tables._usual_reads:
+                tables._between()
             return rows
 
     def _rows_of(self, ids: Tensor) -> Tensor:
@@ -716,13 +717,6 @@ class _Source:
                 + (cure if any(move.name == self.name for move in self.tables.moves) else "")
             )
         self.gradients.append((ids, grads))
-
-    def take(self) -> tuple[Tensor, Tensor] | None:
-        """Return the step's gradients, one for each row; ``None`` if backward reached none."""
-        given, self.gradients = self.gradients, []
-        if not given:
-            return None
-        return given[0] if len(given) == 1 else merge_rows(given)
 
     def nothing(self) -> tuple[Tensor, Tensor]:
         return torch.empty(0, dtype=torch.int64, device="cpu"), torch.empty(
@@ -820,14 +814,6 @@ def _all_due(parts: Sequence[Due]) -> Due:
     return torch.cat(ids), torch.cat(grads), torch.cat(known)
 
 
-def _without_squares(due: Mapping[str, Due]) -> dict[str, tuple[Tensor, Tensor]]:
-    return {name: (ids, grads) for name, (ids, grads, _) in due.items()}
-
-
-def _squares_of(due: Mapping[str, Due]) -> dict[str, Tensor]:
-    return {name: squares for name, (_, _, squares) in due.items() if squares is not None}
-
-
 def users_of(parameter: nn.Parameter, models: Iterable[nn.Module]) -> list[Use]:
     """All modules that hold ``parameter``, and its name in each."""
     modules = dict.fromkeys(module for model in models for module in model.modules())
@@ -848,8 +834,9 @@ def rule_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str
 
     def rule() -> RowOptimizer:
         for number, group in enumerate(optimizer.param_groups):
-            if any(held is parameter for held in group["params"]):
-                return RowOptimizer.from_torch(optimizer, number)
+            for one in group["params"]:
+                if one is parameter:
+                    return RowOptimizer.from_torch(optimizer, number)
         raise ValueError(
             f"the optimizer does not have {name}; give it the parameters before they move to the servers, and "
             "freeze one with requires_grad_(False)"

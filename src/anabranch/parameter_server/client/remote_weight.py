@@ -236,9 +236,7 @@ class RemoteLookups:
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> Tensor:
-        self._refuse_max_norm(max_norm)
-        options = (self._from_the_front(padding_idx), scale_grad_by_freq, _trains(weight), None, False)
-        return self._whole(input, None, None, *options)
+        return self._whole(max_norm, weight, padding_idx, input, None, None, scale_grad_by_freq, None, False)
 
     def bags(
         self,
@@ -254,24 +252,31 @@ class RemoteLookups:
         include_last_offset: bool = False,
         padding_idx: int | None = None,
     ) -> Tensor:
-        self._refuse_max_norm(max_norm)
-        options = (self._from_the_front(padding_idx), scale_grad_by_freq, _trains(weight), mode)
-        return self._whole(input, offsets, per_sample_weights, *options, include_last_offset)
+        options = (scale_grad_by_freq, mode, include_last_offset)
+        return self._whole(max_norm, weight, padding_idx, input, offsets, per_sample_weights, *options)
 
-    def _whole(self, *args: Any) -> Tensor:
+    def _whole(self, max_norm: float | None, weight: MovedParameter, padding_id: int | None, *options: Any) -> Tensor:
         """Return the lookup; where Dynamo reads the code, as one call, of which the weight is no argument."""
+        if max_norm is not None:
+            raise ValueError(
+                f"table {self.name}: max_norm={max_norm} shrinks rows in place whenever they are looked up, which the "
+                "servers' copy would not see; leave it None"
+            )
+        if padding_id is not None and padding_id < 0:
+            padding_id += self._count
+        args = (weight.requires_grad and not weight.detached, padding_id, *options)
         if torch.compiler.is_dynamo_compiling():
             return whole_calls.call(self._handle, args, {})[0]
         return self.call_whole(*args)[0]
 
     def call_whole(
         self,
+        trained: bool,
+        padding_id: int | None,
         ids: Tensor,
         offsets: Tensor | None,
         per_sample_weights: Tensor | None,
-        padding_id: int | None,
         scale_grad_by_freq: bool,
-        trained: bool,
         mode: str | None,
         include_last_offset: bool,
     ) -> list[Tensor]:
@@ -298,17 +303,3 @@ class RemoteLookups:
 
     def _read_from(self) -> WeightSource:
         return self.source
-
-    def _refuse_max_norm(self, max_norm: float | None) -> None:
-        if max_norm is not None:
-            raise ValueError(
-                f"table {self.name}: max_norm={max_norm} shrinks rows in place whenever they are looked up, which the "
-                "servers' copy would not see; leave it None"
-            )
-
-    def _from_the_front(self, padding_idx: int | None) -> int | None:
-        return padding_idx if padding_idx is None or padding_idx >= 0 else padding_idx + self._count
-
-
-def _trains(weight: MovedParameter) -> bool:
-    return weight.requires_grad and not weight.detached

@@ -171,6 +171,7 @@ class Routed:
             kinds: the kind of each id, below ``count``.
             count: the number of kinds.
         """
+        assert kinds.shape == self.flat.shape
         self.counts, self.order = np.zeros((self.shards, len(self.starts) - 1, count), np.int64), np.empty_like(kinds)
         routing.arrange(self.owners, kinds, self.starts, self.counts, np.empty_like(self.counts), self.order)
         self.kinds = kinds[self.order]
@@ -444,8 +445,10 @@ class Push:
         for part in rows:
             shares.append(Share(part.dtype, tuple(part.shape), "rows"))
         for name, share in layout.dense[shard].items():
+            gradient = self._gradients[name][1]
+            assert gradient.shape == share.shape
             parts.append(PushPart(name, 0, rules.get(name, 0)))
-            rows.append(self._gradients[name][1].detach().to("cpu", share.dtype))
+            rows.append(gradient.detach().to("cpu", share.dtype))
             shares.append(share)
         return parts, [*tensors, *join(rows, shares, self._compression)]
 

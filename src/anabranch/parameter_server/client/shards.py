@@ -146,7 +146,10 @@ class ShardCalls:
 
     def post(self, requests: Sequence[Request]) -> None:
         """Send requests whose answers nobody needs, and whose loss a later request makes good."""
-        unsent = [request for request in requests if not self._client.post(request, self.timeout)]
+        unsent = []
+        for request in requests:
+            if not self._client.post(request, self.timeout):
+                unsent.append(request)  # noqa: PERF401 - a comprehension is one more call
         if unsent:
             self.outcomes(unsent, Deadline(self.timeout))
 

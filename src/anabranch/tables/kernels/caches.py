@@ -2,7 +2,6 @@
 
 ``held`` has all contents of the caches, an array of ``[tables, ...]`` of each kind. ``members`` names the tables of a
 call, and ``starts`` splits its ids by table: those of ``members[k]`` are ``starts[k]:starts[k + 1]``.
-Each kernel does for one table the same as the ``RowCache`` method of that name, which is its test oracle.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _AHEAD = 12  # ids
 
 
 class CacheArrays(NamedTuple):
-    """The index of each table, then the contents of its slots; ``RowCache`` describes them."""
+    """The index of each table, then the contents of its slots."""
 
     keys: Any
     slots: Any
@@ -32,14 +31,14 @@ class CacheArrays(NamedTuple):
     last_use: Any
     heap: Any
     sizes: Any  # rows that are filled, entries of the heap
-    versions: Any
-    checked: Any
-    due_at: Any
-    with_state: Any
-    coming: Any
+    versions: Any  # -1 for a row that has not come yet
+    checked: Any  # the step
+    due_at: Any  # the step at which a gradient that waits is pushed, ``NEVER`` if there is none
+    with_state: Any  # whether a row's optimizer state is here, if it has any
+    coming: Any  # whether it was requested ahead
     rows: Any
     waiting: Any
-    energy: Any
+    energy: Any  # the sum of squares of the gradients that wait
     pushed: Any  # since the received rows were requested
     counters: Any
 
@@ -74,7 +73,7 @@ def _take(held: Any, t: int, slot: int, width: int, own: int, due: Any, at: int)
 def _use(
     held: Any, t: int, ids: Any, step: int, by_frequency: bool, settled: int, width: int, out: Any, due: Any, at: int
 ) -> int:
-    """``RowCache._use`` of one table; returns the number of gradients in ``due`` afterwards."""
+    """Use rows of one table in training, which may evict others; return the number of gradients in ``due`` then."""
     everyone = np.ones(ids.size, np.bool_)
     reused, left = np.empty(ids.size, np.int64), np.empty(ids.size, np.int64)
     filled, size, taken = use(
@@ -316,7 +315,7 @@ def finish_prefetch(
     came: Any,
     dirty: Any,
 ) -> int:
-    """``RowCache.finish_prefetch`` of ids that were admitted; ``dirty`` and the result are as in ``answer``."""
+    """Store requested rows of ids that were admitted; ``dirty`` and the result are as in ``answer``."""
     again = 0
     for k in range(members.size):
         t, p = U(members[k]), came_starts[k]

@@ -1,4 +1,4 @@
-"""The index of a dynamic vocabulary, compiled: open addressing, and a heap of the rows to evict next.
+"""The index of a cached table, compiled: open addressing, and a heap of the rows to evict next.
 
 ``keys`` and ``slots`` are one hash table of a power of two: an id is at the first free place from its mixed bits on;
 ``slots`` holds its row, or -1 in a free place. Any int64 is an id. Rows are allocated from 0 up; once they are all in
@@ -39,23 +39,6 @@ def _look_ahead(keys: Any, slots: Any, ids: Any, i: int) -> None:
         prefetch(slots, at)
 
 
-@kernel
-def find(keys: Any, slots: Any, ids: Any, out: Any) -> None:
-    """Find the row of each id, -1 for one without a row."""
-    for i in range(ids.size):
-        _look_ahead(keys, slots, ids, i)
-        out[i] = slots[_place(keys, slots, ids[i])]
-
-
-@kernel
-def put(keys: Any, slots: Any, ids: Any, first: int) -> None:
-    """Enters distinct new ids under the rows ``first``, ``first + 1``, ..."""
-    for i in range(ids.size):
-        at = _place(keys, slots, ids[i])
-        keys[at] = ids[i]
-        slots[at] = first + i
-
-
 @inline
 def _remove(keys: Any, slots: Any, leaving: Any) -> None:
     """Remove an id and move back those that it had pushed on, so that no search ends too early."""
@@ -71,15 +54,6 @@ def _remove(keys: Any, slots: Any, leaving: Any) -> None:
             keys[hole], slots[hole] = keys[at], slots[at]
             hole = at
     slots[hole] = -1
-
-
-@kernel
-def rank(heap: Any, uses: Any, last_use: Any, rows: int, by_frequency: bool) -> int:
-    """Fill the heap with ``rows`` rows; returns its size."""
-    size = 0
-    for row in range(rows):
-        size = add(heap, size, uses[row] if by_frequency else 0, last_use[row], row)
-    return size
 
 
 @kernel
