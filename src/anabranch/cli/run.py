@@ -141,22 +141,17 @@ def run(
         try:
             with plain_errors():
                 spec = replace(spec, log_dir=logs)
-                outcome = _launch_on_ray(spec, address) if engine == "ray" else launch(spec, tell)
+                if engine == "ray":
+                    from anabranch.launch.ray import launch_on_ray
+
+                    outcome = launch_on_ray(spec, tell, address=address)
+                else:
+                    outcome = launch(spec, tell)
             show_end(outcome, logs, verbose=verbose)
         finally:
             if log_dir is None and (outcome is None or outcome.first_failure is None):
                 shutil.rmtree(logs, ignore_errors=True)
     raise typer.Exit(outcome.exit_code)
-
-
-def _launch_on_ray(job: JobSpec, address: str | None) -> JobOutcome:
-    from anabranch.launch.ray import RayError, launch_on_ray
-
-    try:
-        return launch_on_ray(job, tell, address=address)
-    except RayError as error:
-        tell(str(error))
-        raise typer.Exit(1) from error
 
 
 def _check_engine(engine: str, **options: object) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -54,20 +53,12 @@ def status(
             look = lambda: status_of(folder)  # noqa: E731
         seen = look()
         if as_json:
-            typer.echo(json.dumps(_finite(asdict(seen)), allow_nan=False))
+            text = json.dumps(asdict(seen))
+            typer.echo(json.dumps(json.loads(text, parse_constant=lambda _: None)))  # JSON has no NaN
         else:
             _show(look, seen, watch=watch)
     if address and any(role.state in ("gone", "stopped") for role in seen.roles):
         raise typer.Exit(1)
-
-
-def _finite(value: Any) -> Any:
-    """Return ``value`` with null for each number that is not finite, which JSON cannot say."""
-    if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _show(look: Callable[[], JobStatus], job: JobStatus, *, watch: bool) -> None:

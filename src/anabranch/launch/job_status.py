@@ -161,21 +161,15 @@ def status_of(folder: Path) -> JobStatus:
 def job_of(reports: Sequence[tuple[RoleStatus, Mapping[str, Any]]]) -> JobStatus:
     """Return the job of these processes, each with its reported status."""
     roles = [_with_facts(role, facts) for role, facts in reports]
-    first, run = next(
-        (
-            (role, facts.get("run", {}))
-            for role, (_, facts) in zip(roles, reports, strict=True)
-            if role.name == "worker 0"
-        ),
-        (None, {}),
-    )
+    run: Mapping[str, Any] = next((facts.get("run", {}) for role, facts in reports if role.name == "worker 0"), {})
+    runs = any(role.name == "worker 0" and role.state == "running" for role in roles)
     return JobStatus(
         tuple(_with_names(role, roles) for role in roles),
         progress=tuple(TrackedLoop(**loop) for loop in run.get("progress", ())),
         loss=run.get("loss"),
         curve=tuple(run.get("curve", ())),
         saved=run.get("saved"),
-        steps_per_second=run.get("steps_per_second") if first and first.state == "running" else None,
+        steps_per_second=run.get("steps_per_second") if runs else None,
         pace=tuple(run.get("pace", ())),
     )
 

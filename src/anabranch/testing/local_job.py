@@ -7,6 +7,7 @@ import os
 import tempfile
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,26 +52,16 @@ class JobResult:
         Raises:
             RemoteError: names the process that failed first, and carries its log.
         """
-        if self.first_failed is not None and not self.first_failed.startswith("rank "):
-            raise RemoteError(
-                f"{self.first_failed} failed",
-                peer=self.first_failed,
-                operation="run",
-                elapsed=self.seconds,
-                remote_traceback=self.service_logs[self.first_failed.replace(" ", "-")],
-            )
-        if any(self.exit_codes):
-            rank = self.first_failure
-            if rank is None:
-                rank = next(rank for rank, code in enumerate(self.exit_codes) if code)
-            raise RemoteError(
-                f"rank {rank} ended with {self.exit_codes[rank]}, all with {list(self.exit_codes)}",
-                peer=f"rank {rank}",
-                operation="run",
-                elapsed=self.seconds,
-                remote_traceback=self.logs[rank],
-            )
-        return self
+        if self.first_failed is None and not any(self.exit_codes):
+            return self
+        who = self.first_failed or f"rank {next(rank for rank, code in enumerate(self.exit_codes) if code)}"
+        role, _, number = who.partition(" ")
+        if role == "rank":
+            end = f"ended with {self.exit_codes[int(number)]}, all with {list(self.exit_codes)}"
+            log = self.logs[int(number)]
+        else:
+            end, log = "failed", self.service_logs[who.replace(" ", "-")]
+        raise RemoteError(f"{who} {end}", peer=who, operation="run", elapsed=self.seconds, remote_traceback=log)
 
 
 class LocalJob:
@@ -181,10 +172,7 @@ def _result(outcome: JobOutcome, told: Sequence[str]) -> JobResult:
 def _last_json_object(log: str) -> dict[str, object] | None:
     for line in reversed(log.splitlines()):
         if line.startswith("{"):
-            try:
-                value = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(value, dict):
+            with suppress(ValueError):
+                value: dict[str, object] = json.loads(line)
                 return value
     return None

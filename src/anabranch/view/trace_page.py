@@ -171,7 +171,7 @@ def _crossings(lanes: Sequence[_Lane]) -> list[dict[str, Any]]:
             if event["cat"] != "crossing" or "peer" not in facts or event["name"].startswith("receive "):
                 continue  # received messages are recorded by their sender
             here = f"stage {lane.name[len(_STAGE) :]}" if lane.name.startswith(_STAGE) else lane.process
-            peers = [_called(peer, stages) for peer in _peers(str(facts["peer"]))]
+            peers = [stages.get(peer, peer) for peer in _peers(str(facts["peer"]))]
             for peer in peers:
                 total = found.setdefault((here, peer, str(event["name"])), [0, 0.0])
                 total[0] += 1
@@ -207,10 +207,6 @@ def _processes_of_stages(lanes: Iterable[_Lane]) -> dict[str, str]:
                 found.setdefault(f"stage {facts['stage']}", set()).add(lane.process)
     single = {stage: next(iter(processes)) for stage, processes in found.items() if len(processes) == 1}
     return single if len(set(single.values())) == len(found) else {}
-
-
-def _called(peer: str, stages: Mapping[str, str]) -> str:
-    return stages.get(peer, peer)
 
 
 def _waits(lanes: Iterable[_Lane], steps: _Steps) -> list[dict[str, Any]]:

@@ -25,7 +25,6 @@ import socket
 import sys
 import tempfile
 import time
-import traceback
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing import current_process
@@ -77,12 +76,7 @@ def main() -> None:
         number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     }
     channel = socket.socket(fileno=0)
-    try:
-        _import_all()
-    except BaseException:
-        with suppress(OSError):
-            send(channel, {"error": traceback.format_exc()})
-        raise
+    _import_all()  # an error is on the launcher's stderr, and the channel's end tells it
     keep()
     gc.collect()
     gc.freeze()  # a collection in a fork would write to, and so copy, every page that they share
@@ -139,7 +133,7 @@ def _serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
 def _refuse(report: int, reason: str) -> None:
     """Tell the launcher, if it is still alive, that the process was not created."""
     with suppress(OSError):
-        os.write(report, f"error {reason}".encode())
+        os.write(report, reason.encode())
 
 
 def _become(role: dict[str, Any], program: PythonProgram, descriptors: list[int]) -> None:

@@ -110,7 +110,7 @@ class ForkServer:
                 raise ForkServerError(f"the fork server did not answer in {_FORK_SECONDS:.0f} s")
             text = answer.read(_LONGEST_REPORT).decode(errors="replace")
         if not text.isdecimal():
-            raise ForkServerError(text.removeprefix("error ") or "the fork server died")
+            raise ForkServerError(text or "the fork server died")
         return int(text)
 
     def close(self) -> None:
@@ -144,9 +144,6 @@ class ForkServer:
             raise ForkServerError(f"the fork server does not answer: {error}") from None
         if received is None:
             raise ForkServerError("the fork server died while it started")
-        message, _ = received
-        if "error" in message:
-            raise ForkServerError(f"the fork server could not import what its forks need:\n{message['error']}")
         self._channel.settimeout(_FORK_SECONDS)
         self._ready = True
 

@@ -11,7 +11,6 @@ from anabranch.record.words import in_words
 
 __all__ = ["LongWaits"]
 
-_EVERY = 2.0  # seconds between two checks
 _LONG = 10.0
 _CONNECTING = ("life", "join")  # a worker's first request to a parameter server
 _AGAIN = 3  # times as long until the next line about the same wait
@@ -26,8 +25,10 @@ class LongWaits:
         look_at: reads the folder.
 
     Attributes:
-        next_check: the time of the next check.
+        every: seconds between two checks.
     """
+
+    every = 2.0
 
     def __init__(
         self, folder: Path, tell: Callable[[str], None], look_at: Callable[[Path], JobStatus] = status_of
@@ -35,15 +36,11 @@ class LongWaits:
         self._folder = folder
         self._tell = tell
         self._look_at = look_at
-        self.next_check = 0.0
         self._due_doings: dict[tuple[str, str], float] = {}
         self._due: dict[str, float] = {}  # for each reported process, the wait at which the next line is due
 
-    def check(self, now: float) -> None:
+    def check(self) -> None:
         """Report the waits that have become long."""
-        if now < self.next_check:
-            return
-        self.next_check = now + _EVERY
         try:
             roles = self._look_at(self._folder).roles
         except ValueError:  # a folder that was removed

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from anabranch.errors import AnabranchError
 from anabranch.launch.spec import Resources
 
 __all__ = ["RayError", "check_resources", "connected", "import_ray", "parse_resources", "resources_of"]
@@ -20,7 +21,7 @@ _CPU = {"worker": 0.5, "server": 0.25, "expert": 0.25}
 _NOT_SHIPPED = (".git", ".venv*", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache", "node_modules")
 
 
-class RayError(Exception):
+class RayError(AnabranchError):
     """The cluster cannot run the job; the message names the cure."""
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -79,8 +79,8 @@ class _Site(Site):
 
     meeting = None
     keys = None  # each actor has its own
-    directory = None
-    parameters = ()
+    directory: str | None = None
+    parameters: Sequence[str] = ()
 
     def __init__(self, ray: ModuleType, attempt: Attempt) -> None:
         self._ray = ray

@@ -26,7 +26,6 @@ from __future__ import annotations
 import selectors
 import signal
 import time
-from collections import deque
 from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -60,62 +59,38 @@ class Patience:
     drain: float = 25.0
 
 
-class _Ending:
-    """The end of some processes: the signals still to be sent to those that run on, and their times."""
+class _Timers:
+    """What is to be done when; of one kind until that is cleared."""
 
-    def __init__(self, processes: Sequence[RoleProcess], tell: Callable[[str], None]) -> None:
-        self.processes = processes
-        self._tell = tell
-        self._steps: deque[tuple[float, signal.Signals]] = deque()  # the last is always SIGKILL
-        self._given_up_at: float | None = None
+    def __init__(self) -> None:
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
 
-    @property
-    def planned(self) -> bool:
-        return bool(self._steps) or self._given_up_at is not None
+    def after(self, seconds: float, act: Callable[[], None], kind: int = 0) -> None:
+        """Call ``act`` then."""
+        self._due.append((time.monotonic() + seconds, kind, act))
 
-    def running(self) -> list[RoleProcess]:
-        return [process for process in self.processes if process.running]
+    def has(self, kind: int) -> bool:
+        """Return True if something of this kind is to be done."""
+        return any(one == kind for _, one, _ in self._due)
 
-    def send(self, number: signal.Signals) -> None:
-        for process in self.running():
-            process.signal(number)
-
-    def plan(self, moment: float, number: signal.Signals) -> None:
-        """Send ``number`` then."""
-        self._steps.append((moment, number))
-
-    def end_by(self, moment: float, what: str = "did not stop in time") -> None:
-        """Kill those that still run then; ``what`` says what they did."""
-        self._what = what
-        self._steps.append((moment, signal.SIGKILL))
-        self._given_up_at = moment + _KERNEL_SECONDS
-
-    def clear(self) -> None:
-        self._steps.clear()
-        self._given_up_at = None
+    def clear(self, kind: int) -> None:
+        """Forget what is of this kind."""
+        self._due = [one for one in self._due if one[1] != kind]
 
     def postpone(self, seconds: float) -> None:
-        self._steps = deque((moment + seconds, number) for moment, number in self._steps)
-        if self._given_up_at is not None:
-            self._given_up_at += seconds
+        """Do everything later."""
+        self._due = [(moment + seconds, kind, act) for moment, kind, act in self._due]
 
-    def moments(self) -> list[float]:
-        """Return the time at which ``act`` has something to do."""
-        found = [moment for moment, _ in self._steps]
-        return found if self._given_up_at is None else [*found, self._given_up_at]
+    def remaining(self) -> float | None:
+        """Return the seconds until something is to be done; ``None`` if nothing is."""
+        return max(0.0, min(moment for moment, _, _ in self._due) - time.monotonic()) if self._due else None
 
-    def act(self, now: float) -> None:
-        while self._steps and now >= self._steps[0][0]:
-            number = self._steps.popleft()[1]
-            if number == signal.SIGKILL:
-                for process in self.running():
-                    self._tell(f"{process.who} {self._what}; killing it")
-            self.send(number)
-        if self._given_up_at is not None and now >= self._given_up_at:
-            for process in self.running():
-                self._tell(f"{process.who} (pid {process.pid}) does not die from SIGKILL: it hangs in the kernel")
-                process.abandon()
-            self._given_up_at = None
+    def run(self) -> None:
+        """Do what is due."""
+        now = time.monotonic()
+        while self._due and (first := min(self._due, key=lambda one: one[0]))[0] <= now:
+            self._due.remove(first)
+            first[2]()
 
 
 class Supervisor:
@@ -156,45 +131,49 @@ class Supervisor:
     ) -> None:
         self.interrupted: signal.Signals | None = None
         self.timed_out = False
+        self._workers = workers
         self._services: MutableSequence[RoleProcess] = [] if services is None else services
         self._rendezvous = rendezvous
         self._start = start
         self._returns = returns
-        self._workers = _Ending(workers, tell)
-        self._service_ending = _Ending(self._services, tell)
         self._signals = signals
         self._screen = screen
         self._patience = patience or Patience()
-        self._ends = None if seconds is None else time.monotonic() + seconds
         self._tell = tell
-        self._waits = waits
         self._failed = False
-        self._returning: list[tuple[float, RoleProcess]] = []  # services, and when they are to be restarted
+        self._selector = selectors.DefaultSelector()
+        self._timers = _Timers()
+        if seconds is not None:
+            self._timers.after(seconds, self._time_out)
+        if waits is not None:
+            self._look(waits)
 
     def run(self) -> None:
         """Return when every process has ended and was reaped."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._signals.descriptor, selectors.EVENT_READ, self._on_signal)
-            for process in (*self._workers.processes, *self._services, *filter(None, [self._rendezvous])):
-                self._watch(selector, process)
-            while self._workers.running() or self._service_ending.running():
-                if not self._workers.running() and not self._service_ending.planned:
+        with self._selector:
+            self._selector.register(self._signals.descriptor, selectors.EVENT_READ, self._on_signal)
+            for process in self._everyone():
+                self._watch(process)
+            while _running(self._workers) or _running(self._services):
+                if not _running(self._workers) and not self._timers.has(id(self._services)):
                     self._stop_services()
-                for key, _ in selector.select(self._next_moment()):
+                for key, _ in self._selector.select(self._timers.remaining()):
                     key.data()
-                self._bring_back(selector)
-                self._act()
+                self._timers.run()
 
     def kill(self) -> None:
         """End all processes at once."""
-        self._workers.send(signal.SIGKILL)
-        self._service_ending.send(signal.SIGKILL)
+        _send(self._workers, signal.SIGKILL)
+        _send(self._services, signal.SIGKILL)
 
-    def _watch(self, selector: selectors.BaseSelector, process: RoleProcess) -> None:
-        selector.register(process.pidfd, selectors.EVENT_READ, partial(self._on_end, selector, process))
+    def _everyone(self) -> list[RoleProcess]:
+        return [*self._workers, *self._services, *filter(None, [self._rendezvous])]
 
-    def _on_end(self, selector: selectors.BaseSelector, process: RoleProcess) -> None:
-        selector.unregister(process.pidfd)
+    def _watch(self, process: RoleProcess) -> None:
+        self._selector.register(process.pidfd, selectors.EVENT_READ, partial(self._on_end, process))
+
+    def _on_end(self, process: RoleProcess) -> None:
+        self._selector.unregister(process.pidfd)
         process.reap()
         self._on_signal()  # one that was sent to all processes at once ended this one
         if self.interrupted is not None and process.exit_code == -self.interrupted:
@@ -203,12 +182,12 @@ class Supervisor:
             process.early = True
             self._fail(process)
         elif process.role != "worker":
-            self._on_service_end(selector, process)
+            self._on_service_end(process)
         elif process.exit_code != 0 and not process.stopped:
             self._fail(process)
 
-    def _on_service_end(self, selector: selectors.BaseSelector, service: RoleProcess) -> None:
-        if service.stopped or self._failed or not self._workers.running():
+    def _on_service_end(self, service: RoleProcess) -> None:
+        if service.stopped or self._failed or not _running(self._workers):
             return
         spec, exit_ = service.spec, service.exit
         served = service.restarted > 0 or service.has_served()
@@ -221,8 +200,7 @@ class Supervisor:
             when = f" in {pause:g} s" if pause else ""
             self._tell(f"{exit_.describe()}; restarted{when} ({restarts.used} of {restarts.times})")
             self._returns(spec)
-            self._returning.append((time.monotonic() + pause, service))
-            self._bring_back(selector)
+            self._timers.after(pause, partial(self._bring_back, service))
         elif spec.role == "expert" and served:
             service.forgiven = True
             self._tell(f"{exit_.describe()}; the job continues without it")
@@ -232,40 +210,52 @@ class Supervisor:
                 self._tell(f"{exit_.describe()}: the script never called job.serve()")
             self._fail(service)
 
-    def _bring_back(self, selector: selectors.BaseSelector) -> None:
-        """Restart the services whose pause is over, if they are still needed."""
-        now = time.monotonic()
-        due = [service for moment, service in self._returning if moment <= now]
-        self._returning = [(moment, service) for moment, service in self._returning if moment > now]
-        if self._failed or self.interrupted or not self._workers.running():
-            return
-        for service in due:
+    def _bring_back(self, service: RoleProcess) -> None:
+        """Restart a service whose pause is over, if it is still needed."""
+        if not self._failed and not self.interrupted and _running(self._workers):
             successor = self._start(service.spec, service.restarted + 1)
             self._services[self._services.index(service)] = successor
-            self._watch(selector, successor)
+            self._watch(successor)
 
     def _fail(self, process: RoleProcess) -> None:
         """End the job because of ``process``, after giving the others a moment to report."""
         if self._failed:
             return
         self._failed = True
-        others = len(self._workers.running())
-        if others and not self._workers.planned:
+        others = len(_running(self._workers))
+        if others and not self._timers.has(id(self._workers)):
             count, other = f"{others} " if others > 1 else "", "other " if process.role == "worker" else ""
             self._tell(f"{process.who} failed; stopping the {count}{other}worker{'s' * (others > 1)}")
-            now = time.monotonic()
-            self._workers.plan(now + self._patience.failure, signal.SIGTERM)
-            self._workers.end_by(now + self._patience.failure + self._patience.stop)
+            self._send_after(self._workers, self._patience.failure, signal.SIGTERM)
+            self._end_after(self._workers, self._patience.failure + self._patience.stop)
 
     def _stop_services(self) -> None:
         """Request that they finish, save and exit: no worker is left to call them.
 
         The second signal is for those that linger, because somebody from elsewhere is connected.
         """
-        self._service_ending.send(signal.SIGTERM)
-        self._service_ending.plan(time.monotonic() + _LINGER_SECONDS, signal.SIGTERM)
-        patience = self._patience.stop if self._failed or self.timed_out else self._patience.drain
-        self._service_ending.end_by(time.monotonic() + patience)
+        _send(self._services, signal.SIGTERM)
+        self._send_after(self._services, _LINGER_SECONDS, signal.SIGTERM)
+        failed = self._failed or self.timed_out
+        self._end_after(self._services, self._patience.stop if failed else self._patience.drain)
+
+    def _send_after(self, processes: Sequence[RoleProcess], seconds: float, number: signal.Signals) -> None:
+        self._timers.after(seconds, partial(_send, processes, number), id(processes))
+
+    def _end_after(self, processes: Sequence[RoleProcess], seconds: float, what: str = "did not stop in time") -> None:
+        """Kill those that still run then; ``what`` says what they did."""
+        self._timers.after(seconds, partial(self._kill, processes, what), id(processes))
+        self._timers.after(seconds + _KERNEL_SECONDS, partial(self._give_up, processes), id(processes))
+
+    def _kill(self, processes: Sequence[RoleProcess], what: str) -> None:
+        for process in _running(processes):
+            self._tell(f"{process.who} {what}; killing it")
+        _send(processes, signal.SIGKILL)
+
+    def _give_up(self, processes: Sequence[RoleProcess]) -> None:
+        for process in _running(processes):
+            self._tell(f"{process.who} (pid {process.pid}) does not die from SIGKILL: it hangs in the kernel")
+            process.abandon()
 
     def _on_signal(self) -> None:
         for number, again in self._signals.take():
@@ -278,50 +268,44 @@ class Supervisor:
                 continue
             elif self.interrupted:
                 self._tell(f"{number.name} again: killing the workers")
-                for ending in (self._workers, self._service_ending):
-                    ending.clear()
-                    ending.end_by(time.monotonic(), "did not stop")
+                for processes in (self._workers, self._services):
+                    self._timers.clear(id(processes))
+                    self._end_after(processes, 0.0, "did not stop")
             else:
                 self.interrupted = number
                 self._tell(f"{number.name}: stopping the workers (send it again to kill them)")
-                self._workers.send(number)
-                self._workers.clear()
-                self._workers.end_by(time.monotonic() + self._patience.drain)
+                self._stop_workers(number, self._patience.drain)
+
+    def _stop_workers(self, number: signal.Signals, patience: float) -> None:
+        _send(self._workers, number)
+        self._timers.clear(id(self._workers))
+        self._end_after(self._workers, patience)
 
     def _pause(self) -> None:
         """Ctrl-Z: stop all processes, and this one, until the shell lets it continue; that time is nobody's."""
-        everyone = [*self._workers.processes, *self._services, *filter(None, [self._rendezvous])]
-        for process in everyone:
+        for process in self._everyone():
             process.signal_group(signal.SIGSTOP)
         before = time.monotonic()
         signal_box.suspend()
-        stopped = time.monotonic() - before
-        for process in everyone:
+        self._timers.postpone(time.monotonic() - before)
+        for process in self._everyone():
             process.signal_group(signal.SIGCONT)
-        self._workers.postpone(stopped)
-        self._service_ending.postpone(stopped)
-        self._returning = [(moment + stopped, service) for moment, service in self._returning]
-        if self._ends is not None:
-            self._ends += stopped
         if self._screen:
             self._screen.fit()
 
-    def _next_moment(self) -> float | None:
-        moments = [*self._workers.moments(), *self._service_ending.moments(), *(due for due, _ in self._returning)]
-        if self._ends is not None and not self.timed_out:
-            moments.append(self._ends)
-        if self._waits is not None:
-            moments.append(self._waits.next_check)
-        return max(0.0, min(moments) - time.monotonic()) if moments else None
+    def _look(self, waits: LongWaits) -> None:
+        waits.check()
+        self._timers.after(waits.every, partial(self._look, waits))
 
-    def _act(self) -> None:
-        now = time.monotonic()
-        if self._waits is not None:
-            self._waits.check(now)
-        if self._ends is not None and now >= self._ends and not self.timed_out:
-            self.timed_out = True
-            self._workers.send(signal.SIGABRT)
-            self._workers.clear()
-            self._workers.end_by(now + self._patience.stop)
-        self._workers.act(now)
-        self._service_ending.act(now)
+    def _time_out(self) -> None:
+        self.timed_out = True
+        self._stop_workers(signal.SIGABRT, self._patience.stop)
+
+
+def _running(processes: Sequence[RoleProcess]) -> list[RoleProcess]:
+    return [process for process in processes if process.running]
+
+
+def _send(processes: Sequence[RoleProcess], number: signal.Signals) -> None:
+    for process in _running(processes):
+        process.signal(number)
