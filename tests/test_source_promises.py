@@ -127,7 +127,7 @@ def prints(tree: ast.AST) -> bool:
 ON_DEFAULT_DEVICE = {
     "autodiff/moved_parameter.py",  # a module's parameter, beside the model's others
     "executor/loaders/loading.py",  # draws the number that a DataLoader draws
-    "experts/client/switch_mixture.py",  # a module's buffer, beside its parameters
+    "experts/client/mixture.py",  # a module's buffer, beside its parameters
     "tensors/jagged.py",  # a batch from lists
 }
 FACTORIES = {function.__name__ for function in _device_constructors()}

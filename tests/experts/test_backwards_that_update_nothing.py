@@ -174,18 +174,6 @@ def test_what_torch_could_only_do_with_the_parameters_here_is_refused_by_name(ki
         assert backend.updates == 0
 
 
-def test_a_stage_that_runs_again_updates_an_expert_once_a_microbatch_and_a_frozen_one_never() -> None:
-    module = nn.Linear(4, 4).double()
-    backend = ExpertBackend("e.0", module, torch.optim.SGD(module.parameters(), lr=0.1), args_schema=[SPEC])
-    with served(backend) as server:
-        layers = nn.Sequential(nn.Linear(4, 4).double(), RemoteExpert("e.0", server.endpoint))
-        pipe = ab.Pipe(layers, balance=[1, 1], chunks=2, checkpoint="always")
-        for trained, updates in ((True, 2), (False, 2), (True, 4)):
-            layers[1].requires_grad_(trained)
-            pipe(torch.ones(4, 4, dtype=torch.float64)).sum().backward()
-            assert backend.updates == updates
-
-
 def test_a_frozen_expert_is_so_after_a_resume(tmp_path: Path) -> None:
     module = nn.Linear(4, 4)
     with served(ExpertBackend("e.0", module, args_schema=[TensorSpec(4)])) as server:
@@ -214,21 +202,3 @@ def test_in_a_pipe_the_same_sweeps_update_an_expert(schedule: str) -> None:
             pipe = ab.Pipe(nn.Sequential(nn.Identity(), remote), [1, 1], checkpoint="always", schedule=schedule)
             compare_sweeps(pipe, backend)
             pipe.close()
-
-
-def test_in_a_pipe_a_sweep_moves_rows_if_it_would_reach_them() -> None:
-    table = ab.RemoteEmbedding("t", 4, 2, init=1.0, optimizer=lambda rows: torch.optim.SGD(rows, lr=1.0))
-    scale = torch.ones(2, 1, requires_grad=True)
-    with ab.Pipe(nn.Sequential(table, Scales()), [1, 1]) as pipe:
-        ids = torch.tensor([1, 2])
-        (gradient,) = torch.autograd.grad(pipe(ids, scale=scale).sum(), scale)
-        assert torch.equal(gradient, torch.full((2, 1), 2.0))
-        assert torch.equal(table(ids).detach(), torch.ones(2, 2))
-        pipe(ids, scale=scale.detach()).sum().backward()  # nothing else requires a gradient
-        assert torch.equal(table(ids).detach(), torch.zeros(2, 2))
-    table.close()
-
-
-class Scales(nn.Module):
-    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        return x * scale

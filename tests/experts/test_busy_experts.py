@@ -19,7 +19,6 @@ from torch import Tensor
 from anabranch.deadline import Deadline
 from anabranch.errors import (
     DeadlineExceeded,
-    NotFound,
     Overloaded,
     PeerLost,
 )
@@ -30,7 +29,7 @@ from anabranch.transport.frame import Hello, encode
 from networks import CountingTransport
 from waiting import join, wait_until
 
-PLAIN = pack(wire.Forward(b"", False))
+PLAIN = pack(wire.ForwardHeader(b"", False))
 
 
 def test_a_module_that_becomes_slow_delays_only_its_own_callers() -> None:
@@ -122,30 +121,6 @@ def test_expired_requests_are_dropped_before_compute() -> None:
     statistics = backend.forward_pool.statistics()
     assert statistics.dropped == 1
     assert statistics.batches == 2
-
-
-def test_a_cancelled_request_is_dropped_before_compute_whatever_its_deadline() -> None:
-    module = Slow()
-    backend = ExpertBackend("slow.0", module, args_schema=[TensorSpec(2)], max_batch_size=1)
-    with served(backend) as server, Client() as client:
-        expert = RemoteExpert("slow.0", server.endpoint)
-        expert.get_info()
-        call = Request(server.endpoint, wire.FORWARD, "slow.0", [torch.ones(1, 2)], PLAIN, backend.schema.hash)
-        never = Request(server.endpoint, wire.FORWARD, "slow.9")
-
-        def queued(_: object) -> bool:
-            # The second says at once that there is no such expert; the first is in the queue soon after.
-            wait_until(lambda: backend.forward_pool.statistics().waiting_rows)
-            return True
-
-        with in_the_module(module, lambda: expert(torch.ones(1, 2))):
-            outcomes = client.gather([call, never], Deadline.after(60.0), enough=queued)
-            assert outcomes[0] is None
-            assert isinstance(outcomes[1], NotFound)
-            wait_until(lambda: server.statistics().transport.connections <= 2)
-        assert expert(torch.ones(1, 2)).shape == (1, 2)
-    assert backend.forward_pool.statistics().dropped == 1
-    assert backend.forward_pool.statistics().batches == 2
 
 
 def test_a_stuck_device_stops_the_beats_so_that_callers_learn_of_it() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Sequence
 from typing import cast
 
@@ -13,17 +12,14 @@ from torch import Tensor, nn
 
 from anabranch.deadline import Deadline
 from anabranch.experts import (
-    Directory,
     ExpertBackend,
     ExpertServer,
     RemoteExpert,
-    RemoteMixtureOfExperts,
     Task,
     TaskPool,
 )
-from anabranch.experts.server.device_copies import DeviceCopies
+from anabranch.experts.server.scheduler import DeviceCopies
 from anabranch.tensors import TensorSpec
-from backward_threads import NotesThreads
 
 on_cuda = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -87,90 +83,3 @@ def test_an_expert_on_a_device_is_the_module_here(device: str, keep_activations:
             mine.zero_grad()
     for a, b in zip(here.parameters(), there.parameters(), strict=True):
         torch.testing.assert_close(b.cpu(), a)
-
-
-class OwnThread(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return NotesThreads.apply(x)  # type: ignore[no-any-return,no-untyped-call]
-
-
-@pytest.mark.parametrize("keep_activations", [0, 64])
-def test_an_expert_differentiates_on_the_servers_thread_alone(
-    keep_activations: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A caller in the same process waits on torch's thread of the device: the expert must not need it."""
-    monkeypatch.setattr(NotesThreads, "seen", [])
-    backend = ExpertBackend("own.0", OwnThread(), args_schema=[TensorSpec(4)], keep_activations=keep_activations)
-    with ExpertServer([backend]) as server:
-        x = torch.ones(2, 4, requires_grad=True)
-        RemoteExpert("own.0", server.endpoint)(x).sum().backward()
-    assert x.grad is not None
-    assert NotesThreads.seen == [False]
-
-
-@pytest.mark.parametrize("keep_activations", [0, 64])
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_cuda)])
-def test_caller_and_expert_may_share_a_device_and_a_process(device: str, keep_activations: int) -> None:
-    backend = ExpertBackend("own.0", nn.Linear(4, 4), args_schema=[TensorSpec(4)], keep_activations=keep_activations)
-    with ExpertServer([backend], device=device) as server:
-        expert = RemoteExpert("own.0", server.endpoint)
-        x = torch.ones(2, 4, device=device, requires_grad=True)
-        expert(expert(x * 2)).sum().backward()
-        near = x.detach().clone().requires_grad_()
-        backend.module(backend.module(near * 2)).sum().backward()
-    torch.testing.assert_close(x.grad, near.grad)
-
-
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_cuda)])
-def test_callers_of_an_expert_on_a_device_get_their_own_answers(device: str) -> None:
-    backend = ExpertBackend("same.0", nn.Linear(1, 1), args_schema=[TensorSpec(1)])
-    nn.init.ones_(backend.module.weight)
-    nn.init.zeros_(backend.module.bias)
-    wrong: list[tuple[float, Tensor]] = []
-    with ExpertServer([backend], device=device) as server, torch.no_grad():
-        expert = RemoteExpert("same.0", server.endpoint)
-
-        def ask(value: float) -> None:
-            for rows in (1, 300, 8000):  # eight times 8000 may wait at once
-                answer = expert(torch.full((rows, 1), value))
-                if not torch.equal(answer, torch.full((rows, 1), value)):
-                    wrong.append((value, answer))
-
-        threads = [threading.Thread(target=ask, args=(float(value),)) for value in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=60)
-    assert wrong == []
-
-
-class PaddedSum(nn.Module):
-    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        return (x * mask[..., None]).sum(1), x * 2.0
-
-
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_cuda)])
-def test_an_expert_of_padded_sequences_on_a_device(device: str) -> None:
-    backend = ExpertBackend("sum.0", PaddedSum(), args_schema=[TensorSpec(None, 4, pad=True)], timeout=0.05)
-    with ExpertServer([backend], device=device) as server:
-        expert = RemoteExpert("sum.0", server.endpoint)
-        for length in (1, 5, 300):
-            x = torch.randn(2, length, 4, device=device, requires_grad=True)
-            total, double = expert(x)
-            torch.testing.assert_close(total, x.sum(1))
-            torch.testing.assert_close(double, 2.0 * x)
-            (total.sum() + double.sum()).backward()
-            torch.testing.assert_close(x.grad, torch.full_like(x, 3.0))
-
-
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_cuda)])
-def test_a_mixture_under_autocast_gives_the_dtype_of_its_experts(device: str) -> None:
-    directory, spec = Directory(), TensorSpec(4, dtype=torch.bfloat16)
-    backends = [ExpertBackend(f"same.{i}", nn.Identity(), args_schema=[spec], outputs_schema=spec) for i in range(2)]
-    with ExpertServer(backends, device=device, directory=directory):
-        mixture = RemoteMixtureOfExperts(4, [2], directory, "same", k_best=2).to(device)
-        x = torch.ones(3, 4, device=device)
-        with torch.autocast("cuda", dtype=torch.bfloat16):  # where sums are in single precision
-            answer = mixture(x)
-        assert answer.dtype == torch.bfloat16
-        torch.testing.assert_close(answer, x.bfloat16())

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from contextlib import nullcontext
 
-import pytest
 import torch
 from expert_modules import (
     Feedforward,
@@ -120,33 +118,6 @@ class Picky(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         self.calls += 1
         return self.table(ids)
-
-
-class PickyNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        if x.max() > 50:
-            raise ValueError("bad rows")
-        return y
-
-
-def test_a_batch_that_fails_and_runs_one_by_one_counts_each_request_once_in_the_statistics() -> None:
-    module, here = PickyNorm(), PickyNorm()
-    backend = ExpertBackend("norm.0", module, args_schema=[TensorSpec(2)])
-    inputs = [torch.randn(4, 2) + (100.0 if index == 1 else 0.0) for index in range(3)]
-    pool = backend.forward_pool
-    answers = [pool.submit(Task([x], 4, Deadline.after(600.0))) for x in inputs]
-    pool.run(pool.take_batch())
-    for index, (x, answer) in enumerate(zip(inputs, answers, strict=True)):
-        with pytest.raises(ValueError, match="bad rows") if index == 1 else nullcontext():
-            expected = here(x)
-            assert torch.equal(answer.result(timeout=0)[0], expected)  # type: ignore[arg-type]
-    for name, value in here.state_dict().items():
-        assert torch.equal(module.state_dict()[name], value), name
 
 
 def test_one_request_that_fails_in_the_module_harms_none_of_its_batch() -> None:

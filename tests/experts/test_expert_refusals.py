@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -14,18 +13,15 @@ from expert_modules import (
 )
 from torch import Tensor, nn
 
-from anabranch.deadline import Deadline
 from anabranch.errors import (
     NonFinite,
-    NotFound,
     ProtocolError,
     SchemaError,
 )
 from anabranch.experts import ExpertBackend, ExpertServer, RemoteExpert, wire
 from anabranch.tensors import TensorSpec
 from anabranch.tensors.spec import Compression
-from anabranch.transport import Call, Client, Request, TensorHeader, allocate, pack
-from waiting import join
+from anabranch.transport import Call, TensorHeader, allocate
 
 
 @pytest.mark.parametrize(
@@ -52,43 +48,6 @@ def test_rows_that_disagree_name_both_inputs() -> None:
     backend = ExpertBackend("pair.0", nn.Bilinear(2, 2, 1), args_schema=schema)
     with served(backend) as server, pytest.raises(SchemaError, match=r"args\.0 has 2, args\.1 has 3"):
         RemoteExpert("pair.0", server.endpoint)(torch.ones(2, 2), torch.ones(3, 2))
-
-
-def test_a_bad_request_that_passes_the_caller_is_refused_by_the_server_before_it_is_queued() -> None:
-    backend = ExpertBackend("ffn.0", Feedforward(), args_schema=[TensorSpec(4)])
-    right = backend.schema.hash
-    one, two = (pack(wire.Backward([True] * count, b"", False, True)) for count in (1, 2))
-    bad = [
-        Request("", wire.FORWARD, "ffn.0", [torch.ones(2, 5)], schema=right),
-        Request("", wire.FORWARD, "ffn.0", [torch.ones(2, 4).double()], schema=right),
-        Request("", wire.FORWARD, "ffn.0", [], schema=right),
-        Request("", wire.FORWARD, "ffn.0", [torch.tensor(1.0)], schema=right),
-        Request("", wire.FORWARD, "ffn.0", [torch.ones(2, 4)] * 2, schema=right),
-        Request("", wire.FORWARD, "ffn.0", [torch.ones(2, 4)], schema=b"other"),
-        Request("", wire.FORWARD, "ffn.9", [torch.ones(2, 4)], schema=right),
-        Request("", "expert.steal", "ffn.0", [torch.ones(2, 4)], schema=right),
-        Request("", wire.BACKWARD, "ffn.0", [torch.ones(2, 4)], schema=right, payload=b"\xc1", once=True),
-        Request("", wire.BACKWARD, "ffn.0", [torch.ones(2, 4)], one, right, once=True),
-        Request("", wire.BACKWARD, "ffn.0", [torch.ones(2, 4)], two, right, once=True),
-        Request("", wire.BACKWARD, "ffn.0", [torch.ones(2, 4), torch.ones(3, 4)], one, right, once=True),
-    ]
-    with served(backend) as server, Client() as client:
-        for request in bad:
-            request = type(request)(
-                server.endpoint,
-                request.verb,
-                request.target,
-                request.tensors,
-                request.payload,
-                request.schema,
-                request.once,
-            )
-            with pytest.raises((SchemaError, NotFound, Exception)) as caught:
-                client.call(request, Deadline.after(60.0))
-            assert isinstance(caught.value, (SchemaError, NotFound)) or "ProtocolError" in type(caught.value).__name__
-        assert backend.forward_pool.statistics().tasks == 0
-        assert backend.backward_pool.statistics().tasks == 0
-        assert RemoteExpert("ffn.0", server.endpoint)(torch.ones(1, 4)).shape == (1, 4)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
@@ -173,64 +132,12 @@ def test_an_expert_of_more_tensors_than_a_backward_can_send_is_refused_when_it_i
         return ExpertBackend("many.0", Many(), args_schema=[spec] * inputs, **options)  # type: ignore[arg-type]
 
     make(32)
-    says = r"^many\.0: a message carries at most 64 tensors, and this expert needs 33 .* 32 for the gradients"
+    says = r"^many\.0: a message carries at most 64 tensors, and this expert needs 65 .*requires_grad=False"
     with pytest.raises(SchemaError, match=says):
         make(33)
     make(64, outputs_schema=[TensorSpec(2, requires_grad=False)] * 63)
-    with pytest.raises(SchemaError, match="needs 46 for its inputs with 22"):
+    with pytest.raises(SchemaError, match="needs 68 "):
         make(23, "int8")
-
-
-def plateau(module: nn.Module) -> dict[str, object]:
-    optimizer = torch.optim.SGD(module.parameters())
-    return {"optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)}
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (
-            lambda module: {"optimizer": torch.optim.LBFGS(module.parameters())},
-            "of LBFGS needs more than gradients",
-        ),
-        (plateau, "of ReduceLROnPlateau needs more than gradients"),
-    ],
-)
-def test_optimizers_that_need_more_than_gradients_are_refused_at_the_start(
-    make: Callable[[nn.Module], dict[str, object]], says: str
-) -> None:
-    class Own(ExpertBackend):
-        def apply_gradients(self) -> None:
-            """Gives them what they need."""
-
-    module = nn.Linear(4, 4)
-    given = make(module)
-    with pytest.raises(ValueError, match=f"ffn.0: a step {says}.*use another .* or override apply_gradients"):
-        ExpertBackend("ffn.0", module, args_schema=[TensorSpec(4)], **given)  # type: ignore[arg-type]
-    Own("ffn.0", module, args_schema=[TensorSpec(4)], **given)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("timeout", "least"), [(None, 8), (0.01, 8), (None, 1)])
-def test_a_server_warns_that_small_requests_may_wait_until_their_deadline(
-    caplog: pytest.LogCaptureFixture, timeout: float | None, least: int
-) -> None:
-    made = [
-        ExpertBackend(
-            f"ffn.{index}", nn.Linear(4, 4), args_schema=[TensorSpec(4)], min_batch_size=least, timeout=timeout
-        )
-        for index in range(9)
-    ]
-    with served(*made):
-        pass
-    assert ("ffn.7 and 1 more: min_batch_size is 8 and there is no timeout" in caplog.text) == (
-        least > 1 and timeout is None
-    )
-
-
-def test_an_unknown_uid_is_not_found() -> None:
-    backend = ExpertBackend("ffn.0", Feedforward(), args_schema=[TensorSpec(4)])
-    with served(backend) as server, pytest.raises(NotFound, match=r"no expert 'ffn\.1' here"):
-        RemoteExpert("ffn.1", server.endpoint)(torch.ones(1, 4))
 
 
 class Short(nn.Module):
@@ -267,33 +174,6 @@ def test_a_module_that_returns_other_rows_than_it_took_is_named(pair: bool, keep
             with pytest.raises(SchemaError, match=says):
                 (found[1] if pair else found).sum().backward()
             assert not backend.updates
-
-
-@pytest.mark.parametrize("keep", [0, 64])
-def test_a_batch_that_comes_back_with_other_rows_is_refused_to_each_caller(keep: int) -> None:
-    module = Short(pair=False)
-    backend = ExpertBackend(
-        "e.0", module, args_schema=[TensorSpec(4)], keep_activations=keep, min_batch_size=4, timeout=60.0
-    )
-    module.loses = True
-    refusals: list[SchemaError] = []
-    with ExpertServer([backend]) as server:
-
-        def call() -> None:
-            try:
-                RemoteExpert("e.0", server.endpoint)(torch.ones(2, 4, requires_grad=True))
-            except SchemaError as error:
-                refusals.append(error)
-
-        threads = [threading.Thread(target=call, daemon=True) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            join(thread)
-    # Found for four rows, and then for each caller's two.
-    assert [str(error).partition(";")[0] for error in refusals] == [
-        "e.0's output 0: expected 2 rows, as in the input, got 1"
-    ] * 2
 
 
 @pytest.mark.parametrize("shape", [(1 << 20, 4), (2, 1 << 20), (2, 4, 1)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch.autodiff.moved_parameter import parameters_here
-from anabranch.errors import BoundaryError, DeadlineExceeded, NotFound, PeerLost, RemoteError
+from anabranch.errors import BoundaryError, NotFound, RemoteError
 from anabranch.experts.client.finder import FailureBackoff
 from anabranch.testing import FakeClock
 from anabranch.transport import Client
@@ -242,53 +241,3 @@ def test_an_expert_that_moves_is_found_again_by_a_graph() -> None:
                 assert executor.run("train", batch)["loss"].isfinite()
                 assert executor.run("train", batch)["loss"].isfinite()
             assert backend.updates == 2
-
-
-class Slow(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.open = threading.Event()
-        self.open.set()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.open.wait(timeout=60)
-        return self.linear(x)  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_deadline_and_a_lost_server_are_the_same_errors_on_either_engine(engine: Engine) -> None:
-    slow = Slow()
-    backend = ab.ExpertBackend("slow.0", slow, args_schema=[ab.TensorSpec(4)])
-    batch = torch.randn(3, 4), torch.randn(3, 1)
-    with ExitStack() as stack:
-        server = stack.enter_context(ab.ExpertServer([backend], drain_seconds=0.1))
-        client = stack.enter_context(Client(retries=2))
-        expert = ab.RemoteExpert("slow.0", server.endpoint, client=client)
-        executor = stack.enter_context(ab.Executor({"train": step_of(Model(expert))}, engine=engine))
-        executor.run("train", batch)
-        slow.open.clear()
-        expert.forward_timeout = 0.3
-        with pytest.raises(DeadlineExceeded):
-            executor.run("train", batch)
-        slow.open.set()
-        expert.forward_timeout = 30.0
-        executor.run("train", batch)  # the deadline is each run's own
-        server.__exit__(None, None, None)
-        with pytest.raises(PeerLost):
-            executor.run("train", batch)
-    assert backend.updates == 2
-
-
-def test_a_changed_deadline_is_captured_again() -> None:
-    with grid() as there:
-        expert = ab.RemoteExpert("ffn.0.0", there.directory)
-        model = Model(expert)
-        batch = torch.randn(3, 4), torch.randn(3, 1)
-        with ab.Executor({"train": step_of(model)}, engine="graph") as executor:
-            executor.run("train", batch)
-            expert.forward_timeout = 1e-6
-            with pytest.raises(BoundaryError):
-                executor.run("train", batch)
-            expert.forward_timeout = 60.0
-            executor.run("train", batch)

@@ -134,15 +134,6 @@ def test_activations_dropped_for_the_budget_are_recomputed() -> None:
     assert backend.updates == 6
 
 
-def test_backward_twice_finds_its_graph_once_and_computes_the_second() -> None:
-    backend = backend_of(nn.Linear(4, 4), keep=10)
-    with ExpertServer([backend]) as server:
-        output = RemoteExpert("kept.0", server.endpoint)(torch.randn(2, 4))
-        output.sum().backward(retain_graph=True)
-        output.sum().backward()
-    assert backend.updates == 2
-
-
 @pytest.mark.parametrize("keep", [0, 100])
 def test_requests_batched_together_get_their_own_gradients(keep: int) -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
@@ -231,19 +222,3 @@ def test_two_backwards_of_one_forward_in_a_batch_both_count() -> None:
     assert len(gradients) == 2
     assert any(torch.allclose(gradient, expected) for gradient in gradients)
     assert all(float((gradient - expected).abs().max()) < 0.1 for gradient in gradients)
-
-
-def test_a_budget_is_a_number_of_rows() -> None:
-    with pytest.raises(ValueError, match="keep_activations"):
-        backend_of(nn.Linear(4, 4), keep=-1)
-
-
-def test_a_server_without_kept_activations_gets_one_forward_and_one_backward() -> None:
-    backend = ExpertBackend("ffn.0", nn.Linear(4, 4), args_schema=[TensorSpec(4)])
-    with ExpertServer([backend]) as server:
-        RemoteExpert("ffn.0", server.endpoint)(torch.ones(2, 4)).sum().backward()
-        assert server.statistics().transport.requests == {
-            "expert.info": 1,
-            "expert.forward": 1,
-            "expert.backward": 1,
-        }

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor, nn
 
 from anabranch.deadline import Deadline
 from anabranch.errors import RemoteError
-from anabranch.experts import Directory, ExpertBackend, RemoteExpert, Runtime, Task, TaskPool
+from anabranch.experts import Directory, ExpertBackend, RemoteExpert, Task, TaskPool
 from anabranch.tensors import TensorSpec
 from waiting import wait_until
 
@@ -90,52 +88,6 @@ def test_an_exit_in_a_module_is_its_callers_error_and_the_server_serves_on(
         assert all(parameter.grad is None for parameter in module.parameters())
 
 
-def test_an_exit_answers_the_task_that_it_belongs_to_and_not_those_of_its_batch() -> None:
-    def exits_for_zeros(x: Tensor) -> list[Tensor]:
-        if not x.all():
-            raise SystemExit(1)
-        return [2 * x]
-
-    pool = TaskPool(exits_for_zeros)
-    answers: dict[int, object] = {}
-    done = threading.Event()
-
-    def finish(number: int, outcome: object) -> None:
-        answers[number] = outcome
-        if len(answers) == 2:
-            done.set()
-
-    for number in range(2):
-        x = torch.full((1, 1), float(number))
-        pool.submit(Task([x], 1, Deadline.after(60.0), lambda outcome, number=number: finish(number, outcome)))
-    with Runtime([pool]):
-        assert done.wait(timeout=60)
-    assert isinstance(answers[0], SystemExit)
-    assert isinstance(answers[1], list)
-
-
-def test_an_exit_while_an_answer_is_made_ends_no_thread(caplog: pytest.LogCaptureFixture) -> None:
-    outcomes: list[object] = []
-    done = threading.Event()
-
-    def finish(outcome: object) -> None:
-        outcomes.append(outcome)
-        if len(outcomes) == 1:
-            raise SystemExit("while answering")
-        done.set()
-
-    pool = TaskPool(lambda x: [x])
-    with Runtime([pool]):
-        pool.submit(Task([torch.ones(1, 1)], 1, Deadline.after(60.0), finish))
-        assert done.wait(timeout=60)
-        done.clear()
-        pool.submit(Task([torch.ones(1, 1)], 1, Deadline.after(60.0), finish))
-        assert done.wait(timeout=60)
-    assert isinstance(outcomes[1], SystemExit)
-    assert isinstance(outcomes[2], list)
-    assert "while answering" in caplog.text
-
-
 def test_ctrl_c_in_the_main_thread_passes() -> None:
     def interrupted(x: Tensor) -> list[Tensor]:
         raise KeyboardInterrupt
@@ -169,20 +121,3 @@ def test_announcements_are_renewed_after_a_directory_has_exited(caplog: pytest.L
     with served(make()[1], directory=directory, ttl=0.01):
         wait_until(lambda: directory.announced > 3)
     assert "no directory" in caplog.text
-
-
-def test_saving_works_after_a_state_dict_has_exited(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    _, backend = make()
-    plain, asked = backend.state_dict, 0
-
-    def state_dict() -> dict[str, object]:
-        nonlocal asked
-        asked += 1
-        if asked == 1:
-            raise SystemExit("no state")
-        return plain()
-
-    backend.state_dict = state_dict  # type: ignore[method-assign]
-    with served(backend, checkpoint_dir=tmp_path, checkpoint_seconds=0.005):
-        wait_until(lambda: asked > 1)
-    assert "no state" in caplog.text

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
-import signal
 import socket
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from torch import nn
 
 from anabranch.errors import CheckpointError
 from anabranch.experts import ExpertBackend, RemoteExpert
-from anabranch.experts.server.persistence import DirectoryLock
+from anabranch.experts.server.persistence import lock
 from anabranch.tensors import TensorSpec
 from programs import Programs
 
@@ -46,9 +44,9 @@ def test_the_holder_is_named_and_a_killed_one_blocks_no_other(tmp_path: Path, pr
     text = """
 import sys, time
 from pathlib import Path
-from anabranch.experts.server.persistence import DirectoryLock
+from anabranch.experts.server.persistence import lock
 
-lock = DirectoryLock(Path(sys.argv[1]), "ffn.0")
+mine = lock(Path(sys.argv[1]), "ffn.0")
 print("locked", flush=True)
 time.sleep(600)
 """
@@ -56,34 +54,10 @@ time.sleep(600)
     with programs.start(text, directory) as holder:
         assert holder.stdout.readline() == "locked\n"
         with pytest.raises(CheckpointError, match=rf"process {holder.pid} on {socket.gethostname()}"):
-            DirectoryLock(directory, "ffn.0")
+            lock(directory, "ffn.0")
         holder.kill()
-    DirectoryLock(directory, "ffn.0").close()
-
-
-def test_a_forked_child_does_not_keep_the_directory_of_a_server_that_died(tmp_path: Path, programs: Programs) -> None:
-    text = """
-import os, sys, time
-from pathlib import Path
-from anabranch.experts.server.persistence import DirectoryLock
-
-lock = DirectoryLock(Path(sys.argv[1]), "ffn.0")
-reader, writer = os.pipe()
-child = os.fork()
-if child == 0:
-    os.write(writer, b"!")
-    time.sleep(600)
-os.read(reader, 1)
-print(child, flush=True)
-os._exit(0)
-"""
-    with programs.start(text, tmp_path / "ffn.0") as parent:
-        child = int(parent.stdout.readline())
-        try:
-            parent.wait()
-            DirectoryLock(tmp_path / "ffn.0", "ffn.0").close()
-        finally:
-            os.kill(child, signal.SIGKILL)
+    with lock(directory, "ffn.0"):
+        pass
 
 
 def test_a_directory_that_may_only_be_read_is_served_from_without_a_lock(
@@ -102,17 +76,3 @@ def test_a_directory_that_may_only_be_read_is_served_from_without_a_lock(
     first, second = make(), make()
     with served(first, checkpoint_dir=tmp_path), served(second, checkpoint_dir=tmp_path):
         assert first.updates == second.updates == 1
-
-
-def test_a_file_system_without_locks_is_reported_once_and_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def no_locks(file: int, how: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    lock = DirectoryLock(tmp_path / "ffn.0", "ffn.0")
-    assert "file system without locks" in caplog.text
-    assert "ffn.0" in caplog.text
-    monkeypatch.undo()
-    lock.close()

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 
 import pytest
 import torch
-from expert_modules import CausalBlock, Slow, causal_backend, in_the_module, served
+from expert_modules import CausalBlock, causal_backend
 from torch import Tensor, nn
 
 from anabranch.deadline import Deadline
-from anabranch.errors import RemoteError, SchemaError, SessionGone
-from anabranch.experts import ExpertBackend, RemoteExpert
+from anabranch.errors import SchemaError, SessionGone
+from anabranch.experts import ExpertBackend
 from anabranch.experts.server import sessions as module
 from anabranch.experts.server.sessions import LEAST_BYTES, Sessions, Step, bytes_held
-from anabranch.experts.wire import Step as StepHeader
+from anabranch.experts.wire import StepHeader
 from anabranch.tensors import TensorSpec
 from anabranch.testing import FakeClock
-from waiting import join
 
 
 def step_of(key: bytes, number: int = 0, *, rows: int = 1, length: int = 1, ttl: float = 10.0) -> Step:
@@ -70,60 +68,6 @@ def test_a_step_that_is_computed_for_longer_than_the_ttl_keeps_its_session(numbe
     clock.advance(11.0)
     with pytest.raises(SessionGone, match="its time to live"):
         sessions.check(step_of(b"a", number + 2), backend, Deadline.after(1.0))
-
-
-@pytest.mark.parametrize("when", ["made", "stepped"])
-def test_a_cache_that_cannot_be_measured_ends_its_session(when: str) -> None:
-    class Unreadable:
-        __slots__ = ("keys",)
-
-        def __getattr__(self, name: str) -> object:
-            raise ZeroDivisionError(name)
-
-    class Hiding(CausalBlock):
-        def make_cache(self, rows: int, max_length: int) -> dict[str, object]:  # type: ignore[override]
-            return {"hidden": Unreadable()} if when == "made" else {}
-
-        def forward(self, x: Tensor, cache: dict[str, object] | None = None) -> Tensor:  # type: ignore[override]
-            if cache is not None:
-                cache["hidden"] = Unreadable()
-                taken.append(x)
-            return x * 1.0
-
-    taken: list[Tensor] = []
-    sessions = Sessions(1 << 30, FakeClock())
-    backend = ExpertBackend("block.0", Hiding(), args_schema=[TensorSpec(None, 8)])
-    for error in (ZeroDivisionError, SessionGone):
-        with pytest.raises(error):
-            take(sessions, backend, step_of(b"a"))
-    assert len(taken) == (when == "stepped")
-    assert backend.open_sessions == len(sessions) == sessions.nbytes == 0
-
-
-def test_a_step_that_waits_in_the_queue_keeps_its_session() -> None:
-    clock = FakeClock()
-    gate = Slow()
-
-    class Gated(CausalBlock):
-        def forward(self, x: Tensor, cache: dict[str, Tensor] | None = None) -> Tensor:
-            return gate(super().forward(x, cache))
-
-    backend = ExpertBackend("block.0", Gated(), args_schema=[TensorSpec(None, 8)])
-    with served(backend, clock=clock) as server:
-        expert = RemoteExpert("block.0", server.endpoint)
-        came: list[object] = []
-        with expert.session(8, ttl=1.0) as session, expert.session(8, ttl=60.0) as other:
-            session.step(torch.ones(1, 1, 8))
-            waiting = threading.Thread(target=lambda: came.append(session.step(torch.ones(1, 1, 8))))
-            with in_the_module(gate, lambda: other.step(torch.ones(1, 1, 8))):
-                waiting.start()
-                pool = backend.session_pool
-                assert pool is not None
-                while not pool.statistics().waiting_tasks:
-                    waiting.join(timeout=0.001)
-                clock.advance(5.0)
-            join(waiting)
-    assert len(came) == 1
 
 
 def test_a_first_step_after_the_end_opens_nothing() -> None:
@@ -206,58 +150,3 @@ def test_the_bytes_of_a_cache_are_those_of_its_tensors_wherever_they_are() -> No
     assert (
         bytes_held(cache, [keys.view(2, 5)], {"more": (torch.zeros(1, dtype=torch.float64), None, "text", 3.0)}) == 68
     )
-
-
-class EndedMeanwhile(RemoteExpert):
-    """An expert whose session another thread ends while the first step is about to be sent."""
-
-    ending = None
-
-    def find(self, deadline: Deadline):  # type: ignore[no-untyped-def]
-        if self.ending is not None:
-            self.ending.end()
-        return super().find(deadline)
-
-
-def test_a_session_that_is_ended_before_its_first_step_is_sent_is_not_left_open() -> None:
-    backend = causal_backend()
-    with served(backend) as server:
-        expert = EndedMeanwhile("block.0", server.endpoint)
-        expert.ending = expert.session(8)
-        expert.ending.step(torch.ones(1, 1, 8))
-        assert not backend.open_sessions
-
-
-def test_steps_that_wait_together_fail_alone() -> None:
-    gate = Slow()
-
-    class Failing(CausalBlock):
-        def forward(self, x: Tensor, cache: dict[str, Tensor] | None = None) -> Tensor:
-            if x.max() > 99:
-                raise ZeroDivisionError("the module's own")
-            return gate(super().forward(x, cache))
-
-    backend = ExpertBackend("block.0", Failing(), args_schema=[TensorSpec(None, 8)])
-    with served(backend) as server:
-        expert = RemoteExpert("block.0", server.endpoint)
-        outcomes: dict[float, object] = {}
-
-        def ask(value: float) -> None:
-            with expert.session(8) as session:
-                try:
-                    outcomes[value] = session.step(torch.full((1, 1, 8), value))
-                except RemoteError as error:
-                    outcomes[value] = error.remote_type
-
-        threads = [threading.Thread(target=ask, args=(value,)) for value in (1.0, 100.0, 2.0)]
-        with in_the_module(gate, lambda: ask(0.0)):
-            for thread in threads:
-                thread.start()
-            pool = backend.session_pool
-            assert pool is not None
-            while pool.statistics().waiting_tasks < 3:
-                threads[0].join(timeout=0.001)
-        join(*threads)
-    assert outcomes.pop(100.0) == "ZeroDivisionError"
-    assert all(isinstance(outcome, Tensor) for outcome in outcomes.values())
-    assert len(outcomes) == 3

@@ -83,16 +83,6 @@ def test_pools_of_a_device_share_the_turns_and_the_priorities() -> None:
     assert order.index("urgent") < order.index("few")
 
 
-def test_a_caller_without_advance_is_forgotten() -> None:
-    pool = TaskPool(lambda x: [x], max_batch_size=1)
-    pool.submit(task("caller 0", rows=1))
-    for index in range(1, 3000):
-        pool.submit(task(f"caller {index}"))
-        pool.take_batch()
-        pool.scheduler._now += 2.0  # as by the turns of others
-    assert len(pool.scheduler._ends) <= 1024
-
-
 def test_submitting_returns_a_future_of_the_outputs_or_of_the_error() -> None:
     def process(x: Tensor) -> Sequence[Tensor]:
         if x.max() > 5:
@@ -149,18 +139,6 @@ def test_waiting_for_a_cancelled_future_ends_at_once() -> None:
     assert wait([before, after], timeout=0).done == {before, after}
     pool.run(pool.take_batch())
     assert pool.statistics().dropped == 2
-
-
-def test_a_split_task_is_cancelled_when_its_caller_leaves_between_parts() -> None:
-    gone: list[bool] = []
-    pool = TaskPool(lambda x: [x], max_batch_size=2)
-    future = pool.submit(task(rows=4, unwanted=lambda: bool(gone)))
-    pool.run(pool.take_batch())
-    gone.append(True)
-    pool.run(pool.take_batch())
-    with pytest.raises(CancelledError):
-        future.result(timeout=0)
-    assert pool.statistics().dropped == 1
 
 
 def test_an_expert_decides_the_order_of_its_tasks() -> None:

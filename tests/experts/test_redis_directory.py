@@ -20,12 +20,10 @@ from torch import nn
 
 import anabranch as ab
 from anabranch import Directory, RedisDirectory
-from anabranch.deadline import Deadline
-from anabranch.errors import DeadlineExceeded, Overloaded, PeerLost, RemoteError, Unauthorized
-from anabranch.experts.directory import as_directory, within
+from anabranch.errors import Overloaded, PeerLost, RemoteError, Unauthorized
+from anabranch.experts.directory import as_directory
 from anabranch.transport import make_keys
 from anabranch.transport import redis_directory as module
-from leaks import held_resources, wait_until_released
 from redis_servers import RealRedis, redis
 from waiting import join, wait_until
 
@@ -90,15 +88,6 @@ def test_redis_expires_entries_that_are_not_renewed(redis: RealRedis, directory:
     assert directory.active(["ffn", "ffn.0", "gone"]) == {"ffn": [], "ffn.0": [], "gone": []}
 
 
-def test_more_names_than_fit_into_one_question(directory: RedisDirectory) -> None:
-    uids = [f"ffn.{index // 40}.{index % 40}" for index in range(1200)]
-    directory.announce(uids, AT, ttl=60.0)
-    assert directory.lookup(uids) == dict.fromkeys(uids, AT)
-    assert directory.active(["ffn", "ffn.29"]) == {"ffn": list(range(30)), "ffn.29": list(range(40))}
-    directory.withdraw(uids, AT)
-    assert directory.active(["ffn"]) == {"ffn": []}
-
-
 def test_a_mixture_and_an_expert_find_their_servers(redis: RealRedis) -> None:
     with served(make("ffn.0"), make("ffn.1"), directory=redis.socket_url) as server:
         mixture = ab.RemoteMixtureOfExperts(2, [2], redis.socket_url, "ffn", k_best=2)
@@ -137,13 +126,6 @@ def test_a_call_waits_a_while_for_a_redis_that_is_started_again(
     assert directory.lookup(UIDS) == dict.fromkeys(UIDS, AT)
 
 
-def test_copies_lead_to_the_same_table(redis: RealRedis, directory: RedisDirectory) -> None:
-    for same in (copy.deepcopy(directory), pickle.loads(pickle.dumps(directory)), as_directory(redis.url)):
-        same.announce(UIDS, AT, ttl=60.0)
-        assert directory.lookup(UIDS) == dict.fromkeys(UIDS, AT)
-        assert directory.endpoint in repr(same)
-
-
 @pytest.mark.slow
 def test_a_forked_process_makes_its_own_connections(redis: RealRedis) -> None:
     code = f"""
@@ -162,38 +144,7 @@ else:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
-def test_connections_are_released(redis: RealRedis) -> None:
-    before = held_resources()
-    directory = RedisDirectory(redis.url)
-    threads = [threading.Thread(target=directory.lookup, args=(UIDS,)) for _ in range(20)]
-    for thread in threads:
-        thread.start()
-    join(*threads)
-    directory.close()
-    assert not wait_until_released(before)
-
-
 # What goes wrong, and what is said.
-
-
-def test_no_service_at_the_address(tmp_path: Path) -> None:
-    pytest.importorskip("redis")
-    for url in (f"unix://{tmp_path}/nobody", "redis://127.0.0.1:1"):
-        with pytest.raises(PeerLost, match="start redis-server") as caught:
-            RedisDirectory(url).lookup(UIDS)
-        assert caught.value.peer == url
-        assert caught.value.operation == "directory.lookup"
-
-
-def test_one_that_never_answers_meets_the_deadline(stack: ExitStack) -> None:
-    pytest.importorskip("redis")
-    silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-    url = f"redis://127.0.0.1:{silent.getsockname()[1]}"
-    with pytest.raises(DeadlineExceeded) as caught:
-        RedisDirectory(url, timeout=0.1).lookup(UIDS)
-    assert caught.value.peer == url
-    with pytest.raises(DeadlineExceeded):
-        within(RedisDirectory(url, timeout=600.0), Deadline.after(0.1)).lookup(UIDS)
 
 
 @pytest.mark.parametrize(
@@ -270,16 +221,6 @@ def test_the_rights_that_its_user_needs(redis: RealRedis) -> None:
     assert directory.active(["ffn"]) == {"ffn": []}
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    ["redis://a:1,redis://b:1", "redis://127.0.0.1:port", "redis://127.0.0.1/name", "unix://", "tcp://127.0.0.1:1"],
-)
-def test_addresses_that_are_none(wrong: str) -> None:
-    pytest.importorskip("redis")
-    with pytest.raises(ValueError, match=r"is not a Redis address.*redis://HOST:PORT/DATABASE"):
-        RedisDirectory(wrong)
-
-
 def test_the_url_of_a_redis_is_not_an_endpoint() -> None:
     with pytest.raises(ValueError, match=r"redis://db:1 is a Redis server; use anabranch\.RedisDirectory"):
         Directory("redis://:secret@db:1")
@@ -291,18 +232,6 @@ def test_without_the_package_the_error_names_the_one_to_install(monkeypatch: pyt
         with pytest.raises(ModuleNotFoundError, match=r"redis://db:6379: .*pip install 'anabranch\[redis\]'") as caught:
             make("redis://:secret@db:6379")
         assert caught.value.name == "redis"
-
-
-@pytest.mark.slow
-def test_redis_is_imported_only_when_it_is_used() -> None:
-    code = """
-import sys
-import anabranch as ab
-from anabranch.experts.directory import as_directory
-ab.ExpertServer, ab.ParameterServer, ab.RedisDirectory, as_directory(ab.Directory())
-assert not [name for name in sys.modules if name.partition(".")[0] == "redis"]
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
 def test_endpoints_reachable_from_this_host_only_are_not_announced_to_others(stack: ExitStack) -> None:

@@ -313,12 +313,3 @@ def test_a_faulty_update_fails_its_callers_and_spares_the_server() -> None:
         backend.broken = False
         expert(torch.ones(1, 4)).sum().backward()
     assert backend.updates == 1
-
-
-def test_many_experts_share_a_server_and_its_device_thread() -> None:
-    modules = [nn.Linear(2, 2) for _ in range(16)]
-    backends = [ExpertBackend(f"ffn.{i}", module, args_schema=[TensorSpec(2)]) for i, module in enumerate(modules)]
-    with served(*backends) as server:
-        x = torch.ones(3, 2)
-        for index in (0, 7, 15):
-            assert torch.equal(RemoteExpert(f"ffn.{index}", server.endpoint)(x), modules[index](x))

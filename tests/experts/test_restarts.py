@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from anabranch.errors import BoundaryError, NotFound, Unauthorized
+from anabranch.errors import BoundaryError, NotFound
 from anabranch.experts import (
     Directory,
     DirectoryServer,
@@ -19,8 +19,7 @@ from anabranch.experts import (
     RemoteMixtureOfExperts,
 )
 from anabranch.tensors import TensorSpec
-from anabranch.testing import FakeClock
-from anabranch.transport import Client, make_keys
+from anabranch.transport import Client
 from waiting import wait_until
 
 
@@ -84,37 +83,3 @@ def test_a_directory_that_lost_its_table_learns_it_again_from_the_servers(tmp_pa
         wait_until(lambda: directory.lookup(["ffn.0"]))
         wait_until(lambda: directory.active(["ffn"]) == {"ffn": [0]})
         wait_until(served)
-
-
-def test_workers_may_look_up_and_not_announce(tmp_path: Path) -> None:
-    make_keys(tmp_path / "keys")
-    keys = tmp_path / "keys"
-    with DirectoryServer("tcp://127.0.0.1:0", keys=keys) as server:
-        worker = Directory(server.endpoint, keys=keys)
-        services = Directory(server.endpoint, role="experts", keys=keys)
-        services.announce(["ffn.0"], "tcp://here:1", ttl=30.0)
-        assert worker.lookup(["ffn.0"]) == {"ffn.0": "tcp://here:1"}
-        for ask in (
-            lambda: worker.announce(["ffn.0"], "tcp://elsewhere:1", ttl=30.0),
-            lambda: worker.withdraw(["ffn.0"], "tcp://here:1"),
-        ):
-            with pytest.raises(Unauthorized, match="role 'worker' may not"):
-                ask()
-        assert worker.lookup(["ffn.0"]) == {"ffn.0": "tcp://here:1"}
-
-
-def test_an_entry_that_is_not_renewed_is_forgotten_after_its_time() -> None:
-    clock = FakeClock()
-    with DirectoryServer(clock=clock) as server:
-        for directory in (Directory(clock=clock), Directory(server.endpoint)):
-            directory.announce(["ffn.0.1", "ffn.2.0"], "unix:/here", ttl=10.0)
-            clock.advance(6.0)
-            directory.announce(["ffn.2.0"], "unix:/there", ttl=10.0)
-            # What another has taken over is not its former server's to withdraw.
-            directory.withdraw(["ffn.2.0"], "unix:/here")
-            assert directory.lookup(["ffn.0.1", "ffn.2.0"]) == {"ffn.0.1": "unix:/here", "ffn.2.0": "unix:/there"}
-            clock.advance(5.0)
-            assert directory.lookup(["ffn.0.1", "ffn.2.0"]) == {"ffn.2.0": "unix:/there"}
-            assert directory.active(["ffn", "ffn.0"]) == {"ffn": [2], "ffn.0": []}
-            clock.advance(6.0)
-            assert directory.active(["ffn"]) == {"ffn": []}

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from expert_modules import served
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, PeerLost
 from anabranch.experts import Directory, ExpertBackend, ExpertServer, RemoteExpert, RemoteMixtureOfExperts, Schema, wire
-from anabranch.experts.server.scheduler import Task
 from anabranch.pipeline import Pipe
 from anabranch.tensors import TensorSpec
 from anabranch.transport import Server, Verb
@@ -76,24 +71,6 @@ def test_an_expert_called_twice_in_a_model(keep: int, caplog: pytest.LogCaptureF
     assert "keep_activations=" in message
 
 
-@pytest.mark.parametrize("keep", [0, 100])
-def test_four_microbatches_of_one_step(keep: int, caplog: pytest.LogCaptureFixture) -> None:
-    module = feedforward()
-    here = copy.deepcopy(module)
-    batches = [inputs(2) for _ in range(4)]
-    with served(backend_of(module, keep)) as server:
-        expert = RemoteExpert("e.0", server.endpoint)
-        losses = [expert(x).square().sum() for x in batches]
-        for loss in reversed(losses):
-            loss.backward()
-        for x in batches:  # each forward directly before its backward
-            expert(x.detach()).square().sum().backward()
-        assert expert.statistics().stale_backwards == (0 if keep else 3)
-    assert len(said(caplog)) == (0 if keep else 1)
-    for x in batches if keep else batches[-1:]:
-        assert torch.allclose(x.grad, gradient_here(here, x), rtol=1e-12)  # type: ignore[arg-type]
-
-
 def test_other_trainers_updates_are_counted_and_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     backend = backend_of(feedforward())
     with served(backend) as server:
@@ -126,102 +103,6 @@ def test_a_server_that_went_back_is_warned_of(caplog: pytest.LogCaptureFixture) 
     assert "after 1 changes, but its gradient that of the expert after 0: its server has gone back" in message
 
 
-class Codebook(nn.Module):
-    """Moves its codes towards what is close to them, in forward."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        codes = torch.randn(5, 4, dtype=torch.float64)
-        self.kind = kind
-        if kind == "parameter":
-            self.codes: Tensor = nn.Parameter(codes, requires_grad=False)
-        elif kind == "attribute":
-            self.codes = codes
-        else:
-            self.register_buffer("codes", codes)
-        self.first = nn.Linear(4, 4).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        codes = self.codes
-        chosen = torch.cdist(hidden, codes).argmin(1)
-        quantised = codes[chosen]
-        if self.training:
-            with torch.no_grad():
-                moved = codes.lerp(hidden.mean(0), 0.3)
-                if self.kind == "replaced":
-                    self.codes = moved
-                else:
-                    self.codes.copy_(moved)
-        return hidden * quantised
-
-
-@pytest.mark.parametrize("kind", ["buffer", "replaced", "parameter", "attribute"])
-@pytest.mark.parametrize("keep", [0, 100])
-def test_a_codebook(keep: int, kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    module, x = Codebook(kind), inputs()
-    here = copy.deepcopy(module)
-    near = x.detach().clone().requires_grad_()
-    with served(backend_of(module, keep)) as server:
-        expert = RemoteExpert("e.0", server.endpoint)
-        answer, expected = expert(x), here(near)
-        assert torch.equal(answer, expected)
-        assert torch.equal(module.codes, here.codes)
-        expected.sum().backward()
-        answer.sum().backward()
-        assert torch.equal(module.codes, here.codes)  # written by the forward alone
-        assert expert.statistics().stale_backwards == (0 if keep else 1)
-        assert torch.equal(x.grad, near.grad) == bool(keep)  # type: ignore[arg-type]
-        expert.eval()(inputs()).sum().backward()  # writes nothing
-        assert expert.statistics().stale_backwards == (0 if keep else 1)
-    assert len(said(caplog)) == (0 if keep else 1)
-
-
-class Counting(nn.Module):
-    """Has state of every kind that no optimizer moves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
-        self.frozen = nn.Parameter(torch.zeros(4, dtype=torch.float64), requires_grad=False)
-        self.register_buffer("buffer", torch.zeros(()))
-        self.calls, self.seen, self.last, self.fails = 0, torch.zeros(()), None, False
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.seen += len(x)
-        self.buffer = self.buffer + 1
-        with torch.no_grad():
-            self.frozen += x.mean(0)
-        self.last = x * 2
-        if self.fails:
-            raise ValueError("bad rows")
-        return x * self.weight
-
-    def state(self) -> list[object]:
-        return [self.calls, self.seen.item(), self.buffer.item(), self.frozen.tolist(), self.last.tolist()]  # type: ignore[attr-defined]
-
-
-def test_state_of_every_kind_changes_once_a_call() -> None:
-    module = Counting()
-    backend = backend_of(module)
-    assert (module.calls, module.last) == (0, None)  # the run that finds the schema leaves nothing
-    here = copy.deepcopy(module)
-    with served(backend) as server:
-        expert = RemoteExpert("e.0", server.endpoint)
-        for _ in range(2):
-            x = inputs()
-            expert(x).sum().backward()
-            here(x)
-            assert module.state() == here.state()
-        assert not module.last.requires_grad  # type: ignore[attr-defined]
-        module.fails = True  # in a batch of several, each of which then runs alone, and fails too
-        batch = [Task([inputs()], 6, Deadline.after(60.0)) for _ in range(2)]
-        with pytest.raises(ValueError, match="bad rows"):
-            backend._run_forward(batch)
-        assert module.state() == here.state()
-
-
 def test_a_number_that_a_forward_changes_counts(caplog: pytest.LogCaptureFixture) -> None:
     class Annealed(nn.Sequential):
         def __init__(self) -> None:
@@ -237,48 +118,6 @@ def test_a_number_that_a_forward_changes_counts(caplog: pytest.LogCaptureFixture
         expert(inputs()).sum().backward()
         assert expert.statistics().stale_backwards == 1
     assert len(said(caplog)) == 1
-
-
-class Patient(ExpertBackend):
-    """Steps at every other batch."""
-
-    batches = 0
-
-    def apply_gradients(self) -> None:
-        self.batches += 1
-        if self.batches % 2 == 0:
-            super().apply_gradients()
-
-
-def test_what_changes_no_output_is_no_change(caplog: pytest.LogCaptureFixture) -> None:
-    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    with served(Patient("e.0", module, optimizer, args_schema=[SPEC])) as server:
-        expert = RemoteExpert("e.0", server.endpoint)
-        for _ in range(2):
-            first, second = expert(inputs()).sum(), expert(inputs()).sum()
-            first.backward()  # leaves its gradient for the next
-            second.backward()
-        assert expert.statistics().stale_backwards == 0
-        first, second = expert(inputs()).sum(), expert(inputs()).sum()
-        first.backward()
-        second.backward()
-        first = expert(inputs()).sum()
-        expert(inputs()).sum().backward()
-        expert(inputs()).sum().backward()
-        first.backward()
-        assert expert.statistics().stale_backwards == 1
-    assert len(said(caplog)) == 1
-
-
-def test_a_request_that_is_split_updates_between_its_own_parts() -> None:
-    with served(backend_of(feedforward(), max_batch_size=4)) as server:
-        expert = RemoteExpert("e.0", server.endpoint)
-        expert(inputs(4)).sum().backward()
-        assert expert.statistics().stale_backwards == 0
-        expert(inputs(8)).sum().backward()
-        expert(inputs(0)).sum().backward()
-        assert expert.statistics().stale_backwards == 1
 
 
 def load(module: nn.Module, other: nn.Module) -> None:
@@ -315,53 +154,6 @@ def test_kept_activations_see_every_write_to_the_served_module(
         assert expert.statistics().stale_backwards == 0
 
 
-def test_a_kept_graph_has_the_buffers_of_its_forward() -> None:
-    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
-    here, x = copy.deepcopy(module).eval(), inputs()
-    expected = gradient_here(here, x)
-    with served(backend_of(module, keep=100)) as server:
-        expert = RemoteExpert("e.0", server.endpoint)
-        loss = expert.eval()(x).square().sum()
-        with torch.no_grad():
-            expert.train()(inputs() * 9.0)  # moves the statistics
-        loss.backward()
-    assert torch.allclose(x.grad, expected, rtol=1e-12)  # type: ignore[arg-type]
-    assert int(module[1].num_batches_tracked) == 1  # type: ignore[arg-type]
-
-
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = feedforward()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = checkpoint(self.inner, x, use_reentrant=False)
-        return y
-
-
-def test_a_kept_graph_that_runs_a_part_again_runs_it_from_the_forwards_weights() -> None:
-    module, x = Checkpointed(), inputs()
-    expected = gradient_here(module, x, calls=2)
-    with served(backend_of(module, keep=100)) as server:
-        expert = RemoteExpert("e.0", server.endpoint)
-        expert(expert(x)).square().sum().backward()
-    assert torch.allclose(x.grad, expected, rtol=1e-12)  # type: ignore[arg-type]
-
-
-def test_memory_that_is_not_pytorchs_own_is_kept_too() -> None:
-    module, x = feedforward(), inputs()
-    numbers = [parameter.detach().numpy().copy() for parameter in module.parameters()]
-    for parameter, memory in zip(module.parameters(), numbers, strict=True):
-        parameter.data = torch.from_numpy(memory)
-    module.register_buffer("few", torch.eye(4, dtype=torch.float64).to_sparse())
-    expected = gradient_here(module, x, calls=2)
-    with served(backend_of(module, keep=100)) as server:
-        expert = RemoteExpert("e.0", server.endpoint)
-        expert(expert(x)).square().sum().backward()
-        assert expert.statistics().stale_backwards == 0
-    assert torch.allclose(x.grad, expected, rtol=1e-12)  # type: ignore[arg-type]
-
-
 def test_mixtures_count_and_warn_too(caplog: pytest.LogCaptureFixture) -> None:
     directory = Directory()
     backends = [backend_of(feedforward(), uid=f"e.{index}") for index in range(2)]
@@ -390,60 +182,6 @@ def test_statistics_of_an_expert() -> None:
     assert (counted.calls, counted.answered, counted.cancelled, counted.stale_backwards) == (3, 2, 0, 0)
     assert counted.rows == {"e.0": 6}
     assert sum(counted.failed.values()) == 2
-
-
-def test_a_restart_keeps_the_number_and_an_older_checkpoint_goes_back(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    torch.manual_seed(0)
-    listen = f"unix:{tmp_path / 'socket'}"
-    places = tmp_path / "first", tmp_path / "second"
-
-    def server(place: Path) -> ExpertServer:
-        torch.manual_seed(0)
-        return ExpertServer([backend_of(feedforward())], listen=listen, checkpoint_dir=place)
-
-    expert = RemoteExpert("e.0", listen)
-    with server(places[0]):
-        expert(inputs()).sum().backward()
-        loss = expert(inputs()).sum()
-    shutil.copytree(places[0], places[1])
-    with server(places[0]):
-        loss.backward()
-        assert expert.statistics().stale_backwards == 0
-        loss = expert(inputs()).sum()
-    with server(places[1]):
-        loss.backward()
-    assert expert.statistics().stale_backwards == 1
-    (message,) = said(caplog)
-    assert "after 2 changes, but its gradient that of the expert after 1: its server has gone back" in message
-
-
-def test_activations_that_were_dropped_and_writes_of_the_owner_count() -> None:
-    module = feedforward()
-    with served(backend_of(module, keep=6)) as server:
-        expert = RemoteExpert("e.0", server.endpoint)
-        first = expert(inputs()).sum()
-        expert(inputs()).sum().backward()  # the server has room for one of them
-        first.backward()
-        assert expert.statistics().stale_backwards == 1
-        first = expert(inputs(7)).sum()
-        with torch.no_grad():
-            module[0].weight.clamp_(-0.1, 0.1)
-        first.backward()
-        assert expert.statistics().stale_backwards == 2
-
-
-@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}])
-def test_a_kept_graph_outlives_every_kind_of_step_in_half_precision(options: dict[str, bool]) -> None:
-    module, x = feedforward().half(), torch.randn(5, 4).half().requires_grad_()
-    expected = gradient_here(module, x, calls=2)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, **options)  # type: ignore[arg-type]
-    spec = TensorSpec(4, dtype=torch.float16)
-    with served(ExpertBackend("e.0", module, optimizer, args_schema=[spec], keep_activations=100)) as server:
-        expert = RemoteExpert("e.0", server.endpoint)
-        expert(expert(x)).square().sum().backward()
-    assert torch.equal(x.grad, expected)  # type: ignore[arg-type]
 
 
 def test_an_answer_that_does_not_say_how_often_the_expert_changed_costs_a_mixture_that_expert() -> None:

@@ -61,25 +61,6 @@ def test_leading_dimensions_are_those_of_the_module_here(shape: tuple[int, ...],
         assert torch.allclose(a, b, rtol=1e-11)
 
 
-class Masked(nn.Module):
-    def forward(self, x: Tensor, *, mask: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:
-        return x * mask[..., None] * by, mask
-
-
-def test_all_inputs_have_the_same_leading_dimensions() -> None:
-    schema = {"mask": TensorSpec(dtype=torch.bool), "by": TensorSpec(1)}
-    with served(ExpertBackend("m.0", Masked(), args_schema=[TensorSpec(4)], kwargs_schema=schema)) as server:
-        expert = RemoteExpert("m.0", server.endpoint)
-        x, mask, by = torch.randn(2, 3, 4), torch.rand(2, 3) > 0.5, torch.randn(2, 3, 1)
-        y, same = expert(x, mask=mask, by=by)
-        assert torch.equal(y, x * mask[..., None] * by)
-        assert torch.equal(same, mask)
-        with pytest.raises(SchemaError, match=r"args\.0 has \(2, 3\), kwargs\.by has \(2,\)"):
-            expert(x, mask=mask, by=by[:, 0])
-        with pytest.raises(SchemaError, match=r"rows \(dim 0\): args\.0 has 2, kwargs\.by has 3"):
-            expert(x[:, 0], mask=mask[:, 0], by=torch.ones(3, 1))
-
-
 @pytest.mark.parametrize("shape", [(2, 3), (2, 3, 5), (6,)])
 def test_a_mixture_chooses_experts_for_each_position_of_a_sequence(shape: tuple[int, ...]) -> None:
     directory = Directory()
@@ -231,26 +212,6 @@ def test_containers_come_back_in_a_graph_as_on_the_tape(made: type) -> None:
         with ab.Executor(step, engine="graph") as executor:  # which compares its first batch with the tape
             executor.run(batch=torch.ones(3, 4))
             assert executor.engine() == "graph"
-
-
-def test_a_mixture_returns_the_containers_of_its_experts_and_takes_any_mapping() -> None:
-    directory = Directory()
-    backends = [
-        ExpertBackend(f"w.{i}", Both(), args_schema=[TensorSpec(4)], kwargs_schema={"more": {"y": TensorSpec(4)}})
-        for i in range(2)
-    ]
-    with served(*backends, directory=directory):
-        mixture = RemoteMixtureOfExperts(4, [2], directory, "w", k_best=2)
-        x = torch.randn(2, 3, 4)
-        answer = mixture(x, more=UserDict(y=x))
-        assert type(answer) is Output
-        assert torch.allclose(answer.hidden, 2 * x)
-        assert isinstance(answer.more, Pair)
-
-
-class Both(nn.Module):
-    def forward(self, x: Tensor, more: Mapping[str, Tensor]) -> Output:
-        return Output(hidden=x + more["y"], more=Pair(x, None))
 
 
 def test_a_class_that_is_not_imported_here_becomes_a_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 
 import pytest
@@ -111,20 +110,6 @@ def test_a_request_that_runs_whole_is_finished_though_its_caller_goes_and_its_de
     assert pool.statistics().batches == 3
 
 
-def test_a_request_that_runs_whole_waits_for_its_turn_alone() -> None:
-    answers: list[Outcome] = []
-    pool = TaskPool(lambda x: [x], max_batch_size=4, whole=True)
-    for rows in (1, 2, 9, 3):
-        pool.submit(task(rows, answers))
-    batches = []
-    while batch := pool.take_batch():
-        batches.append([one.rows for one in batch])
-        pool.run(batch)
-    assert batches == [[1, 2], [9], [3]]
-    assert [len(outcome[0]) for outcome in answers] == [1, 2, 9, 3]  # type: ignore[index,arg-type]
-    assert pool.statistics().batches == 5
-
-
 @pytest.mark.parametrize("error", [NonFinite("w is NaN"), PeerLost("a part of the module is away")])
 def test_a_later_part_that_fails_tells_that_those_before_it_are_applied(error: Exception) -> None:
     """A ``PeerLost`` would mean that nothing was done, and the caller would send all of it again."""
@@ -160,22 +145,6 @@ def test_queues_are_bounded_in_rows_and_in_bytes_but_take_one_request_of_any_siz
     assert narrow.statistics().declined == 1
 
 
-def test_the_pool_with_the_longest_waiting_task_runs_first() -> None:
-    order: list[str] = []
-    answers: list[Outcome] = []
-
-    def process(name: str) -> TaskPool:
-        return TaskPool(lambda x: (order.append(name), [x])[1], name=name)
-
-    a, b, c = (process(name) for name in "abc")
-    now = time.monotonic()
-    for pool, age in ((a, 1.0), (b, 3.0), (c, 2.0)):
-        pool.submit(task(1, answers, arrived=now - age))
-    with Runtime([a, b, c]):
-        wait_until(lambda: len(answers) == 3)
-    assert order == ["b", "c", "a"]
-
-
 def test_an_update_that_failed_half_way_is_not_repeated_task_by_task() -> None:
     calls: list[int] = []
     answers: list[Outcome] = []
@@ -201,35 +170,6 @@ def test_no_batch_runs_while_the_runtime_is_paused() -> None:
             pool.submit(task(1, answers))
             assert not ran.wait(timeout=0.1)
         assert ran.wait(timeout=60)
-
-
-def test_pools_without_tasks_are_not_examined() -> None:
-    looked: list[str] = []
-    done = threading.Semaphore(0)
-
-    class Watched(TaskPool):
-        @property
-        def min_batch_size(self) -> int:
-            looked.append(self.name)
-            return 1
-
-        @min_batch_size.setter
-        def min_batch_size(self, size: int) -> None:
-            pass
-
-    pools = [Watched(lambda x: [x], name=str(index)) for index in range(50)]
-
-    def one() -> Task:
-        return Task([torch.ones(1, 1)], 1, Deadline.after(600.0), lambda outcome: done.release())
-
-    pools[3].submit(one())  # before there is a runtime
-    with Runtime(pools) as runtime:
-        assert done.acquire(timeout=60)
-        runtime.submit({pools[7]: [one()], pools[9]: [one()]})
-        pools[8].submit(one())
-        for _ in range(3):
-            assert done.acquire(timeout=60)
-    assert set(looked) == {"3", "7", "8", "9"}
 
 
 class QuickPool:

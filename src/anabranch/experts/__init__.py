@@ -6,10 +6,8 @@ boundary operation. ``client`` and ``server`` are its two ends, ``directory.py``
 """
 
 from anabranch.experts.client.calls import CallStatistics
-from anabranch.experts.client.mixture import RemoteMixtureOfExperts
-from anabranch.experts.client.remote_expert import RemoteExpert
-from anabranch.experts.client.session import InferenceSession
-from anabranch.experts.client.switch_mixture import RemoteSwitchMixtureOfExperts
+from anabranch.experts.client.mixture import RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
+from anabranch.experts.client.remote_expert import InferenceSession, RemoteExpert
 from anabranch.experts.directory import Directory, DirectoryLike, DirectoryServer
 from anabranch.experts.schema import Schema
 from anabranch.experts.server.backend import ExpertBackend, ExpertInfo

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from anabranch.deadline import Deadline
 from anabranch.errors import SchemaError, Unauthorized
-from anabranch.job import DirectoryLike
+from anabranch.job import DirectoryLike as DirectoryLike
 from anabranch.transport import Call, Client, Peer, Request, Server, ServerStatistics, Transport, Verb, pack, unpack
 from anabranch.transport.announcements import (
     check_announced,
@@ -33,14 +33,12 @@ from anabranch.transport.announcements import (
     portions,
     prefixes_of,
 )
-from anabranch.transport.certificates import EVERY_JOB
-from anabranch.transport.endpoints import parse_endpoint
+from anabranch.transport.certificates import EVERY_JOB, resolve_keys
+from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint
 from anabranch.transport.redis_directory import RedisDirectory, is_redis_url, shown_url
 
 if TYPE_CHECKING:
     from anabranch.experts.client.connections import ModuleClient
-
-__all__ = ["Directory", "DirectoryLike", "DirectoryServer", "as_directory", "within"]
 
 _SERVICES = frozenset({"experts"})
 # Up to this many entries, expired ones are not searched for.
@@ -100,6 +98,10 @@ class _Table:
                     index for index, uids in list(below.items()) if any(self._alive(uid) for uid in list(uids))
                 )
         return found
+
+    def uids(self) -> list[str]:
+        with self._lock:
+            return [uid for uid in list(self._entries) if self._alive(uid)]
 
     def _check_owner(self, uid: str, owner: str | None) -> None:
         """Refuse a uid announced by another owner; ``None`` is this host's user, who may replace any."""
@@ -177,7 +179,12 @@ class Directory:
         if endpoint is not None and is_redis_url(endpoint):
             raise ValueError(f"{shown_url(endpoint)} is a Redis server; use anabranch.RedisDirectory(url)")
         if endpoint is not None:
-            parse_endpoint(endpoint)
+            secured = client is not None or insecure or resolve_keys(keys) is not None
+            if isinstance(parse_endpoint(endpoint), TcpEndpoint) and not secured:
+                raise ValueError(
+                    f"{endpoint} is reached over TCP, which takes certificates: give keys=DIR, as `anabranch keys DIR` "
+                    "makes it, or set ANABRANCH_KEYS; on a network that you trust insecure=True"
+                )
         self.endpoint = endpoint
         self._timeout = timeout
         self._within: Deadline | None = None
@@ -226,7 +233,7 @@ class Directory:
             return
         check_ttl(ttl)
         for some in portions(check_uid(uid) for uid in uids):
-            self._ask("directory.announce", (some, endpoint, ttl))
+            self._ask("announce", (some, endpoint, ttl))
 
     def withdraw(self, uids: Iterable[str], endpoint: str) -> None:
         """Announce that ``endpoint`` no longer serves ``uids``."""
@@ -234,32 +241,33 @@ class Directory:
             self._table.withdraw(uids, endpoint)
             return
         for some in portions(uids):
-            self._ask("directory.withdraw", (some, endpoint))
+            self._ask("withdraw", (some, endpoint))
 
     def lookup(self, uids: Iterable[str]) -> dict[str, str]:
         """Return the endpoint of each of ``uids`` that is announced; the others are left out."""
         if self.endpoint is None:
             return self._table.lookup(uids)
-        endpoints: dict[str, str] = {}
-        for some in portions(uids):
-            endpoints |= unpack(self._ask("directory.lookup", some), dict[str, str])
-        return endpoints
+        answers = [unpack(self._ask("lookup", some), dict[str, str]) for some in portions(uids)]
+        return {uid: endpoint for answer in answers for uid, endpoint in answer.items()}
 
     def active(self, prefixes: Iterable[str]) -> dict[str, list[int]]:
         """Return for each prefix the indices, in order, that follow it in the announced uids."""
         if self.endpoint is None:
             return self._table.active(prefixes)
-        indices: dict[str, list[int]] = {}
-        for some in portions(check_prefix(prefix) for prefix in prefixes):
-            indices |= unpack(self._ask("directory.active", some), dict[str, list[int]])
-        return indices
+        some = portions(check_prefix(prefix) for prefix in prefixes)
+        answers = [unpack(self._ask("active", one), dict[str, list[int]]) for one in some]
+        return {prefix: indices for answer in answers for prefix, indices in answer.items()}
+
+    def uids(self) -> list[str]:
+        """Return announced uids, of a server at most 1,024."""
+        return self._table.uids() if self.endpoint is None else unpack(self._ask("uids", None), list[str])
 
     def _ask(self, verb: str, question: object) -> bytes:
         assert self.endpoint is not None
         assert self._module_client is not None
         whole = self._within
         deadline = Deadline.after(self._timeout) if whole is None else whole.sooner(self._timeout)
-        request = Request(self.endpoint, verb, payload=pack(question), role="directory")
+        request = Request(self.endpoint, f"directory.{verb}", payload=pack(question), role="directory")
         return self._module_client.client.call(request, deadline).payload
 
 
@@ -320,6 +328,7 @@ class DirectoryServer:
             Verb("directory.withdraw", self._withdraw, roles=_SERVICES, quick=True),
             Verb("directory.lookup", self._lookup, quick=True),
             Verb("directory.active", self._active, quick=True),
+            Verb("directory.uids", self._uids, quick=True),
         ]
         self._server = Server(
             verbs,
@@ -389,6 +398,10 @@ class DirectoryServer:
         call.reply(
             payload=pack({prefix: sorted({i for indices in found for i in indices[prefix]}) for prefix in prefixes})
         )
+
+    def _uids(self, call: Call) -> None:
+        uids = {uid for table in self._seen_by(call.peer) for uid in table.uids()}
+        call.reply(payload=pack(sorted(uids)[:_FEW]))
 
     def _table_of(self, peer: Peer) -> _Table:
         """Return the announcements of the peer's job."""

@@ -337,25 +337,21 @@ class Schema:
         Raises:
             SchemaError: tensors that are padded together differ in length.
         """
-        if not self.varies:
-            return (), 0
-        sizes: list[int] = []
-        length, first = -1, ""
-        names = [*self.input_names, *(f"gradient of output {index}" for index in range(len(gradients)))]
+        names = [*self.input_names, *(self.gradient_names if gradients else ())]
         specs = [*self.inputs, *(self.output_specs if gradients else ())]
-        for tensor, spec, name in zip([*inputs, *gradients], specs, names, strict=True):
-            if spec is None or not spec.varying:
-                continue
+        sizes = [
             # For one without a gradient it is unknown whether its output would be as large as others'.
-            mine = [-1] * len(spec.varying) if tensor is None else spec.sizes_of(tensor.shape)
-            if not self.pads:
-                sizes += mine
-            elif tensor is not None:
-                if length < 0:
-                    length, first = mine[0], name
-                if any(size != length for size in mine):
-                    raise SchemaError(f"{name} has length {max(mine)}, {first} {length}; they share one mask")
-        return tuple(sizes), max(length, 0)
+            (name, (-1,) * len(spec.varying) if tensor is None else spec.sizes_of(tensor.shape))
+            for tensor, spec, name in zip([*inputs, *gradients], specs, names, strict=True)
+            if spec is not None and (tensor is not None or not self.pads)
+        ]
+        if not self.pads:
+            return tuple(size for _, its in sizes for size in its), 0
+        lengths = [(name, size) for name, its in sizes for size in its]
+        for name, size in lengths:
+            if size != lengths[0][1]:
+                raise SchemaError(f"{name} has length {size}, {lengths[0][0]} {lengths[0][1]}; they share one mask")
+        return (), lengths[0][1] if lengths else 0
 
 
 def _leading(leaf: object, spec: TensorSpec, name: str) -> tuple[int, ...]:

@@ -1,11 +1,10 @@
 """Messages between callers and servers of experts: their verbs, their headers, and the tensors in them.
 
     expert.info            -> the schema
-    expert.forward         Forward, inputs -> Outputs, outputs
-    expert.backward        Backward, inputs, gradients of outputs -> Gradients, gradients of inputs; done exactly once
-    expert.session_step    Step, inputs -> outputs; the first step opens the session
+    expert.forward         inputs -> outputs
+    expert.backward        inputs, gradients of outputs -> gradients of inputs; done exactly once
+    expert.session_step    inputs -> outputs; the first step opens the session
     expert.session_end     a session's id -> nothing
-    expert.session_count   -> the number of the expert's open sessions
 
 Tensors come in the schema's order. A missing gradient is left out, and the header lists those present. A forward may
 carry a ticket; if the answer repeats it, its activations are kept, and the backward brings it for the inputs. The
@@ -37,7 +36,6 @@ FORWARD = "expert.forward"
 BACKWARD = "expert.backward"
 SESSION_STEP = "expert.session_step"
 SESSION_END = "expert.session_end"
-SESSION_COUNT = "expert.session_count"
 
 GONE = b"gone"
 
@@ -49,7 +47,7 @@ _HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 Ticket = Annotated[bytes, msgspec.Meta(max_length=32)]
 
 
-class Forward(msgspec.Struct, array_like=True, frozen=True):
+class ForwardHeader(msgspec.Struct, array_like=True, frozen=True):
     """The header of a forward.
 
     Attributes:
@@ -61,7 +59,7 @@ class Forward(msgspec.Struct, array_like=True, frozen=True):
     evaluating: bool
 
 
-class Outputs(msgspec.Struct, array_like=True, frozen=True):
+class OutputsHeader(msgspec.Struct, array_like=True, frozen=True):
     """The header of a forward's answer.
 
     Attributes:
@@ -75,7 +73,7 @@ class Outputs(msgspec.Struct, array_like=True, frozen=True):
     changed: bool
 
 
-class Backward(msgspec.Struct, array_like=True, frozen=True):
+class BackwardHeader(msgspec.Struct, array_like=True, frozen=True):
     """The header of a backward.
 
     Attributes:
@@ -91,7 +89,7 @@ class Backward(msgspec.Struct, array_like=True, frozen=True):
     updates: bool
 
 
-class Gradients(msgspec.Struct, array_like=True, frozen=True):
+class GradientsHeader(msgspec.Struct, array_like=True, frozen=True):
     """The header of a backward's answer.
 
     Attributes:
@@ -103,7 +101,7 @@ class Gradients(msgspec.Struct, array_like=True, frozen=True):
     changes: int
 
 
-class Step(msgspec.Struct, array_like=True, frozen=True):
+class StepHeader(msgspec.Struct, array_like=True, frozen=True):
     """The header of a session's step.
 
     Attributes:
@@ -117,11 +115,6 @@ class Step(msgspec.Struct, array_like=True, frozen=True):
     number: Annotated[int, msgspec.Meta(ge=0)]
     max_length: Annotated[int, msgspec.Meta(ge=1)]
     ttl: float
-
-
-def present(tensors: Sequence[Tensor | None]) -> list[bool]:
-    """Return which of ``tensors`` are sent."""
-    return [tensor is not None for tensor in tensors]
 
 
 def gradient_layout(
@@ -149,7 +142,7 @@ def gradient_layout(
 
 def backward_layout(schema: Schema, header: RequestHeader) -> Layout:
     """Return the layout that a backward with ``header`` must have."""
-    backward = unpack(header.payload, Backward)
+    backward = unpack(header.payload, BackwardHeader)
     gradients = gradient_layout(schema.output_specs, backward.present, "output")
     if backward.ticket and not gradients:
         raise SchemaError("a backward without inputs needs a gradient of an output")

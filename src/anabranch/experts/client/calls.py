@@ -24,6 +24,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import msgspec
@@ -204,35 +205,26 @@ class Calls(msgspec.Struct, eq=False):
     counts: CallCounts = msgspec.field(default_factory=CallCounts)
 
 
+@dataclass(frozen=True, slots=True)
 class ExpertBoundary:
     """The boundary of the calls of one forward; see the module's drawing.
 
-    Args:
+    Attributes:
         kind: ``expert``, or ``experts`` for those of a mixture.
         name: of the expert, or of some.
-        ask: goes there: gets the inputs, and whether there will be a backward.
-        forms: returns the forms of the outputs for such inputs. Of a mixture's calls these are known only at run time,
-            so it is captured around them.
+        forward: as ``Boundary``; the state that it leaves are the ``Calls``.
+        forms: as ``Boundary``. Of a mixture's calls these are known only at run time, so it is captured around them.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        name: str,
-        ask: Callable[[Sequence[Tensor | None], bool], Crossed],
-        forms: Callable[[Sequence[Tensor | None]], Sequence[Form]],
-    ) -> None:
-        self.kind, self.name = kind, name
-        self.forms = forms
-        self._ask = ask
-
-    def forward(self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
-        return self._ask(inputs, wants is not None)
+    kind: str
+    name: str
+    forward: Callable[[Sequence[Tensor | None], Sequence[bool] | None], Crossed]
+    forms: Callable[[Sequence[Tensor | None]], Sequence[Form]]
 
     def backward(
         self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], *, updates: bool
     ) -> list[Tensor | None]:
-        return _ask_gradients(cast("Calls", state), inputs, gradients, updates=updates)
+        return ask_gradients(cast("Calls", state), inputs, gradients, updates=updates)
 
 
 def call_experts(calls: Calls, entry: Tensor | None = None) -> list[list[Tensor | None] | None]:
@@ -246,7 +238,9 @@ def call_experts(calls: Calls, entry: Tensor | None = None) -> list[list[Tensor 
     """
     flat = [tensor for call in calls.calls for tensor in call.inputs]
     name = ", ".join(call.uid for call in calls.calls[:3])
-    boundary = ExpertBoundary("experts", name, lambda inputs, keep: ask(calls, keep=keep), lambda inputs: ())
+    boundary = ExpertBoundary(
+        "experts", name, lambda inputs, wants: ask(calls, keep=wants is not None), lambda inputs: ()
+    )
     outputs = iter(cross(boundary, *flat, entry=entry))
     return [
         [None if spec is None else next(outputs) for spec in call.schema.output_specs] if call.answered else None
@@ -263,8 +257,8 @@ def ask(calls: Calls, *, keep: bool) -> Crossed:
         tensors = call.inputs if schema.takes_as_is else wire.to_wire(call.inputs, schema.inputs)
         request = Request(
             call.endpoint, wire.FORWARD, call.uid, cast("Sequence[Tensor]", tensors),
-            payload=pack(wire.Forward(call.ticket, call.evaluating)), schema=schema.hash,
-            check=expect(schema.output_layout, call.rows), role="experts",
+            payload=pack(wire.ForwardHeader(call.ticket, call.evaluating)), schema=schema.hash,
+            check=partial(check_answer, schema.output_layout, call.rows), role="experts",
         )  # fmt: skip
         requests.append(request)
 
@@ -336,7 +330,7 @@ def _take_answers(calls: Calls, outcomes: Sequence[Outcome]) -> None:
             call.error = outcome
             continue
         try:
-            header = unpack(outcome.payload, wire.Outputs)
+            header = unpack(outcome.payload, wire.OutputsHeader)
         except ProtocolError as error:
             # Another one: the traceback of ``error``, and of what it is from, holds this call, a cycle.
             call.error = ProtocolError(str(error), peer=call.endpoint)
@@ -360,15 +354,11 @@ def _take_answers(calls: Calls, outcomes: Sequence[Outcome]) -> None:
         call.outputs, call.answered = outputs, True
 
 
-def expect(layout: Layout, rows: int) -> Callable[[ReplyHeader], None]:
-    """Return the check of an answer that must have this layout and this many rows."""
-
-    def check(answer: ReplyHeader) -> None:
-        came = wire.check_parts(answer.tensors, layout)
-        if answer.tensors and came != rows:
-            raise ProtocolError(f"{rows} rows were requested, but {came} were received")
-
-    return check
+def check_answer(layout: Layout, rows: int, answer: ReplyHeader) -> None:
+    """Refuse an answer that does not have this layout and this many rows."""
+    came = wire.check_parts(answer.tensors, layout)
+    if answer.tensors and came != rows:
+        raise ProtocolError(f"{rows} rows were requested, but {came} were received")
 
 
 # --- backward
@@ -389,15 +379,17 @@ class _Backward(msgspec.Struct, eq=False):
     first: int
     inputs: Sequence[Tensor | None]
     gradients: Sequence[Tensor | None]
-    answer: wire.Gradients | None = None
+    answer: wire.GradientsHeader | None = None
 
     def request(self, *, updates: bool) -> Request:
         """Return the request; it has the inputs for experts that do not have the activations."""
         call, schema = self.call, self.call.schema
-        sent = wire.to_wire(self.gradients, schema.output_specs)
+        tensors, specs = self.gradients, schema.output_specs
         if not call.ticket:
-            sent = [*wire.to_wire(self.inputs, schema.inputs), *sent]
-        header = wire.Backward(wire.present(self.gradients), call.ticket, call.evaluating, updates)
+            tensors, specs = [*self.inputs, *tensors], [*schema.inputs, *specs]
+        sent = wire.to_wire(tensors, specs)
+        present = [gradient is not None for gradient in self.gradients]
+        header = wire.BackwardHeader(present, call.ticket, call.evaluating, updates)
         return Request(
             call.endpoint, wire.BACKWARD, call.uid, sent, payload=pack(header), schema=schema.hash, once=True,
             check=self.check, role="experts",
@@ -407,7 +399,7 @@ class _Backward(msgspec.Struct, eq=False):
         """Refuse an answer that does not hold gradients of the inputs."""
         if answer.payload == wire.GONE and not answer.tensors:
             return
-        header = unpack(answer.payload, wire.Gradients)
+        header = unpack(answer.payload, wire.GradientsHeader)
         layout = wire.gradient_layout(self.call.schema.inputs, header.present, "input", self.inputs)
         came = wire.check_parts(answer.tensors, layout)
         if answer.tensors and came != self.call.rows:
@@ -436,7 +428,7 @@ class _Backward(msgspec.Struct, eq=False):
         return gradients
 
 
-def _ask_gradients(
+def ask_gradients(
     calls: Calls, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], *, updates: bool
 ) -> list[Tensor | None]:
     """Return the gradients of all inputs, from the experts whose outputs have one; with ``updates`` these update
@@ -457,11 +449,13 @@ def _ask_gradients(
         first = end
     if not asked:
         return answers
-    deadline = Deadline.after(calls.backward_timeout)
+    deadline = Deadline(calls.backward_timeout)
     outcomes = calls.client.gather([backward.request(updates=updates) for backward in asked], deadline)
-    gone = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, ActivationsGone) and asked[i].call.ticket]
-    for index in gone:
-        asked[index].call.ticket = b""
+    gone: list[int] = []
+    for index, (backward, outcome) in enumerate(zip(asked, outcomes, strict=True)):
+        if backward.call.ticket and isinstance(outcome, ActivationsGone):
+            backward.call.ticket = b""
+            gone.append(index)
     # With the inputs.
     again = calls.client.gather([asked[index].request(updates=updates) for index in gone], deadline) if gone else []
     for index, outcome in zip(gone, again, strict=True):

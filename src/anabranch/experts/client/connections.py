@@ -9,26 +9,20 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from typing import cast
 
 from anabranch.transport import Client
 from anabranch.transport.client import ClientOptions
 
-__all__ = ["ModuleClient", "shared_client"]
-
-_clients: weakref.WeakValueDictionary[tuple[str, str | None, bool, int], Client] = weakref.WeakValueDictionary()
+_clients: weakref.WeakValueDictionary[ClientOptions, Client] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 
 
-def shared_client(
-    *, role: str = "worker", keys: str | os.PathLike[str] | None = None, insecure: bool = False, retries: int = 8
-) -> Client:
-    """Return the client with ``role`` and ``keys``; its connections close when its last user closes it."""
-    key = (role, None if keys is None else os.fspath(keys), insecure, retries)
+def shared_client(options: ClientOptions) -> Client:
+    """Return this process's client of these options; its connections close when its last user closes it."""
     with _lock:
-        client = _clients.get(key)
+        client = _clients.get(options)
         if client is None:
-            client = _clients[key] = Client(role=role, keys=keys, insecure=insecure, retries=retries)
+            client = _clients[options] = options.make()
         return client
 
 
@@ -53,40 +47,36 @@ class ModuleClient:
         retries: int = 8,
     ) -> None:
         self._shared = client is None
-        self._options: ClientOptions | None = None
+        self._options: ClientOptions | None = None  # of the user's own, once it is pickled
         if client is None:
-            client = shared_client(role=role, keys=keys, insecure=insecure, retries=retries)
+            folder = None if keys is None else os.fspath(keys)
+            self._options = ClientOptions(role, folder, insecure, heartbeat=1.0, retries=retries)
+            client = shared_client(self._options)
         self._client: Client | None = client
 
     @property
     def client(self) -> Client:
         """The client of this process."""
         client = self._client
-        if client is not None and not client.forked:
-            return client
-        # Without a lock that a thread of the parent may have held.
-        options = self._options or cast("Client", client).options
-        if self._shared:
-            made = shared_client(
-                role=options.role, keys=options.keys, insecure=options.insecure, retries=options.retries
-            )
-        else:
-            made = options.make()
-        self._client = made
-        return made
+        if client is None or client.forked:
+            # Without a lock that a thread of the parent may have held.
+            options = self._its_options()
+            client = self._client = shared_client(options) if self._shared else options.make()
+        return client
+
+    def _its_options(self) -> ClientOptions:
+        if self._options is None:
+            assert self._client is not None
+            return self._client.options
+        return self._options
 
     def __deepcopy__(self, memo: dict[int, object]) -> ModuleClient:
         # Copying a model copies no connection.
         return self
 
     def __getstate__(self) -> dict[str, object]:
-        return {"shared": self._shared, "options": self._options or cast("Client", self._client).options}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self._shared = cast(bool, state["shared"])
-        self._options = cast(ClientOptions, state["options"])
         # Created at the first use: where a model is only loaded, there may be no keys.
-        self._client = None
+        return {"_shared": self._shared, "_options": self._its_options(), "_client": None}
 
 
 def _forget_in_child() -> None:

@@ -1,21 +1,31 @@
-"""Endpoints and schemas of a mixture's experts, and the experts avoided for a while after failures."""
+"""The experts of a mixture: the best ones of a grid, their endpoints and schemas, and those avoided after failures."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from anabranch.deadline import Deadline
-from anabranch.errors import ProtocolError
+from anabranch.errors import NotFound, PeerLost, ProtocolError
 from anabranch.experts import wire
+from anabranch.experts.client.calls import ExpertCall
 from anabranch.experts.client.connections import ModuleClient
 from anabranch.experts.directory import DirectoryLike, within
 from anabranch.experts.schema import Schema
 from anabranch.transport import Answer, Client, Request
+from anabranch.transport.failures import printable
 
-__all__ = ["ExpertFinder", "FailureBackoff"]
+_log = logging.getLogger("anabranch.experts")
+
+GONE = (PeerLost, NotFound)
+"""Errors of an expert whose server has gone."""
 
 _PATIENCE = 2
 _SHORTEST_BREAK = 0.5
@@ -70,7 +80,10 @@ class ExpertFinder:
         directory: lists their endpoints.
         backoff: the experts that failed.
         form: the schema of most of the experts first called.
-        warned: the experts that do not fit and have been named in a warning.
+        misfits: why experts are left out because of their form; each has been named in a warning.
+        answered: the experts that have answered a forward.
+        gone: those of them that did not answer when last called, because their server had gone.
+        waits: a warning has said that a forward waits for them.
     """
 
     def __init__(self, directory: DirectoryLike, module_client: ModuleClient) -> None:
@@ -78,7 +91,10 @@ class ExpertFinder:
         self._module_client = module_client
         self.backoff = FailureBackoff()
         self.form: Schema | None = None
-        self.warned: set[str] = set()
+        self.misfits: dict[str, str] = {}
+        self.answered: set[str] = set()
+        self.gone: set[str] = set()
+        self.waits = False
         self._schemas: dict[tuple[str, str], Schema] = {}
 
     def __deepcopy__(self, memo: dict[int, object]) -> ExpertFinder:
@@ -115,7 +131,133 @@ class ExpertFinder:
             if (uid, endpoint) in self._schemas
         }
 
+    def note_gone(self, calls: Iterable[ExpertCall]) -> None:
+        """Note the outcomes of forwards; warn of experts that have gone, and of those that are back."""
+        lost = {call.uid: call.error for call in calls if isinstance(call.error, GONE) and call.uid not in self.gone}
+        back = sorted(call.uid for call in calls if call.answered and call.uid in self.gone)
+        self.answered |= {call.uid for call in calls if call.answered}
+        if lost := {uid: error for uid, error in lost.items() if uid in self.answered}:
+            why = printable(str(next(iter(lost.values()))))
+            _log.warning("experts have gone: %s (%s); the mixture goes on with the others", ", ".join(lost), why)
+            self.gone |= set(lost)
+        if back:
+            _log.warning("experts are back: %s", ", ".join(back))
+            self.gone -= set(back)
+            self.waits = False
+
+    def retry_gone(self) -> None:
+        """Avoid those no longer that have gone: one of them may be back."""
+        for uid in self.gone:
+            self.backoff.answered(uid)
+
     def forget(self, uids: Iterable[str]) -> None:
         """Forget their schemas, so that they are requested again."""
         gone = set(uids)
         self._schemas = {key: schema for key, schema in self._schemas.items() if key[0] not in gone}
+
+
+# --- beam search: the best experts of a grid for each row, dimension by dimension among the announced ones
+#
+# An expert's score is the sum of its coordinates' scores, so the best ones have prefixes among the best prefixes:
+# keeping k prefixes per dimension finds the k best experts of a full grid. The directory is asked once per dimension,
+# for all rows together.
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The experts chosen for each row.
+
+    Attributes:
+        uids: the chosen experts, each once.
+        slots: of shape (rows, k): an index into ``uids``, best first; -1 where there are fewer than k.
+        coordinates: of shape (rows, k, dimensions): the indices in the experts' uids; 0 where ``slots`` is -1.
+    """
+
+    uids: list[str]
+    slots: NDArray[np.int64]
+    coordinates: NDArray[np.int64]
+
+    def with_rows_of(self, other: Choices, which: NDArray[np.bool_]) -> Choices:
+        """Return these choices with those of ``other`` for the rows that are true in ``which``."""
+        place = {uid: slot for slot, uid in enumerate(dict.fromkeys([*self.uids, *other.uids]))}
+        width = max(self.slots.shape[1], other.slots.shape[1])
+        mine, theirs = self._widened(width), other._widened(width)
+        translated = np.array([*(place[uid] for uid in other.uids), -1])[theirs.slots]
+        slots = np.where(which[:, None], translated, mine.slots)
+        return Choices([*place], slots, np.where(which[:, None, None], theirs.coordinates, mine.coordinates))
+
+    def _widened(self, width: int) -> Choices:
+        missing = width - self.slots.shape[1]
+        slots = np.pad(self.slots, ((0, 0), (0, missing)), constant_values=-1)
+        return Choices(self.uids, slots, np.pad(self.coordinates, ((0, 0), (0, missing), (0, 0))))
+
+
+def beam_search(
+    directory: DirectoryLike,
+    uid_prefix: str,
+    scores: Sequence[NDArray[np.float64]],
+    k: int,
+    avoid: Collection[str] = (),
+) -> Choices:
+    """Return the ``k`` best experts for each row.
+
+    >>> from anabranch.experts import Directory
+    >>> directory = Directory()
+    >>> directory.announce(["ffn.0.0", "ffn.0.1", "ffn.1.1"], "unix:/run/experts", ttl=30.0)
+    >>> found = beam_search(directory, "ffn", [np.array([[0.0, 1.0]]), np.array([[5.0, 0.0]])], k=2)
+    >>> [found.uids[slot] for slot in found.slots[0]]
+    ['ffn.0.0', 'ffn.1.1']
+
+    Args:
+        directory: finds the announced experts.
+        uid_prefix: of all uids.
+        scores: for each dimension of the grid, of shape (rows, size of the dimension).
+        k: experts a row.
+        avoid: uids not to choose.
+    """
+    rows = len(scores[0])
+    prefixes = [uid_prefix]
+    # Of each row's beams: the prefix, the score so far (-inf where there is none), the indices so far.
+    beam_RK = np.zeros((rows, 1), dtype=np.int64)
+    score_RK = np.zeros((rows, 1))
+    coordinates_RKD = np.zeros((rows, 1, 0), dtype=np.int64)
+    for dimension, grid_RG in enumerate(scores):
+        size = grid_RG.shape[1]
+        last = dimension == len(scores) - 1
+        # Each avoided expert may rule out one prefix that is better than those of the experts to be found.
+        width = k if last else k + len(avoid)
+        known_PG = _known(directory, prefixes, size, avoid if last else ())
+        candidate_RKG = np.where(known_PG[beam_RK], score_RK[:, :, None] + grid_RG[:, None, :], -np.inf)
+        flat = candidate_RKG.reshape(rows, beam_RK.shape[1] * size)
+        best = np.argsort(-flat, axis=1, kind="stable")[:, :width]
+        score_RK = np.take_along_axis(flat, best, axis=1)
+        parent, index = best // size, best % size
+        there = np.isfinite(score_RK)
+        index = np.where(there, index, 0)
+        coordinates_RKD = np.concatenate(
+            [np.take_along_axis(coordinates_RKD, parent[:, :, None], axis=1), index[:, :, None]], axis=2
+        )
+        keys = np.take_along_axis(beam_RK, parent, axis=1) * size + index
+        distinct, inverse = np.unique(keys[there], return_inverse=True)
+        prefixes = [f"{prefixes[key // size]}.{key % size}" for key in distinct.tolist()]
+        beam_RK = np.zeros_like(keys)
+        beam_RK[there] = inverse
+        if not prefixes:
+            break
+    if not prefixes:
+        shape = (rows, k)
+        return Choices([], np.full(shape, -1), np.zeros((*shape, len(scores)), dtype=np.int64))
+    return Choices(prefixes, np.where(np.isfinite(score_RK), beam_RK, -1), coordinates_RKD)
+
+
+def _known(directory: DirectoryLike, prefixes: Sequence[str], size: int, avoid: Collection[str]) -> NDArray[np.bool_]:
+    active = directory.active(prefixes)
+    known = np.zeros((len(prefixes), size), dtype=np.bool_)
+    for position, prefix in enumerate(prefixes):
+        known[position, [index for index in active.get(prefix, ()) if index < size]] = True
+    positions = {prefix: position for position, prefix in enumerate(prefixes)}
+    for uid in avoid:
+        prefix, _, last = uid.rpartition(".")
+        if prefix in positions and int(last) < size:
+            known[positions[prefix], int(last)] = False
+    return known

@@ -23,13 +23,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import os
-import warnings
+import re
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, cast
 
@@ -38,11 +38,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from anabranch.autodiff.boundary import whole_calls
 from anabranch.autodiff.boundary.crossing import Form, RecordedBoundary, cross, outside_tracing
 from anabranch.deadline import Deadline, check_seconds
-from anabranch.errors import BoundaryError, NonFinite, PeerLost, SchemaError
-from anabranch.experts.client.beam_search import Choices, beam_search
+from anabranch.errors import BoundaryError, DeadlineExceeded, NonFinite, PeerLost, SchemaError
 from anabranch.experts.client.calls import (
     CallCounts,
     Calls,
@@ -53,17 +51,14 @@ from anabranch.experts.client.calls import (
     sample_forms,
 )
 from anabranch.experts.client.connections import ModuleClient
-from anabranch.experts.client.finder import ExpertFinder, Phase
-from anabranch.experts.client.remote_module import RemoteModule
-from anabranch.experts.directory import DirectoryLike, as_directory, within
+from anabranch.experts.client.finder import GONE, Choices, ExpertFinder, Phase, beam_search
+from anabranch.experts.client.remote_expert import RemoteModule
+from anabranch.experts.directory import Directory, DirectoryLike, as_directory, within
 from anabranch.experts.schema import Nesting, Schema, outline, with_leading
-from anabranch.job import job
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.transport import Client
 from anabranch.transport.announcements import check_prefix
 from anabranch.transport.failures import printable
-
-__all__ = ["RemoteMixtureOfExperts", "check_fraction", "scores_of"]
 
 _log = logging.getLogger("anabranch.experts")
 
@@ -73,9 +68,10 @@ _RETRIES = 2
 _SURVEYED = 16
 # Times that rows with too few answers are asked for from other experts, the first one included.
 _ROUNDS = 3
-
-_MOST_LOOKED_UP = 4096
-_LOOK_SECONDS = 2.0
+# Seconds between two looks whether experts that are gone are back.
+_PAUSE = 0.1
+# For an error: seconds of asking the directory for its experts, and kinds of those that are named.
+_GLANCE, _NAMED = 2.0, 8
 
 Rows = NDArray[np.int64]
 Experts = dict[str, tuple[str, Schema]]
@@ -95,7 +91,6 @@ class _Forward:
         calls: those of the best experts, then those in place of lost ones.
         rows: the rows of each call.
         outputs: its answer; ``None`` if there was none.
-        misfits: why experts were left out because of their form.
     """
 
     args: tuple[Structure, ...]
@@ -107,7 +102,6 @@ class _Forward:
     calls: list[ExpertCall]
     rows: list[Rows]
     outputs: list[list[Tensor | None] | None]
-    misfits: list[str] = field(default_factory=list)
 
     def accepted_by(self, schema: Schema) -> bool:
         """Return True if the inputs fit ``schema``."""
@@ -176,8 +170,6 @@ class RemoteMixtureOfExperts(RemoteModule):
         allow_zero_outputs: rows with fewer than ``k_min`` answers are mixed from the answers there are, zeros without
             any, instead of raising.
         detect_anomalies: treats an answer that holds NaN, Inf or a number above 1e18 (6e4 in float16) as missing.
-        grid_dropout: in train mode each index of each dimension is left out of a call with this probability, so that
-            other experts are tried too; a dimension that would lose all its indices keeps them.
         client: sends the requests; shared by the process's mixtures by default, with ``keys`` and ``insecure``.
 
     Raises:
@@ -217,14 +209,11 @@ class RemoteMixtureOfExperts(RemoteModule):
         backward_timeout: float = 30.0,
         allow_zero_outputs: bool = False,
         detect_anomalies: bool = True,
-        grid_dropout: float = 0.0,
         client: Client | None = None,
         keys: str | os.PathLike[str] | None = None,
         insecure: bool = False,
     ) -> None:
         super().__init__(f"the experts {uid_prefix!r}")
-        check_fraction("grid_dropout", grid_dropout)
-        self.grid_dropout = grid_dropout
         self.grid_size = tuple(grid_size)
         if not self.grid_size or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in self.grid_size):
             raise ValueError(f"grid_size is one size above 0 per dimension, got {grid_size!r}")
@@ -249,36 +238,12 @@ class RemoteMixtureOfExperts(RemoteModule):
         self._finder = ExpertFinder(as_directory(directory, keys=keys, insecure=insecure), module_client)
         self._counts = CallCounts()
         self._dimensions = 1
-        if job().experts and not allow_zero_outputs:  # they have announced themselves, and can be asked
-            self._warn_of_one_process(k_min)
 
-    def forward(self, x: Tensor, *args: Structure, **kwargs: Structure) -> Structure:
-        """Return the mixture's output for ``x``."""
-        if torch.compiler.is_dynamo_compiling() and self._schema is None:  # a compiler that is not this library's
-            return cast(Structure, whole_calls.beside(RemoteMixtureOfExperts.forward, (self, x, *args), kwargs))
+    def _call_experts(self, x: Tensor, *args: Any, **kwargs: Any) -> Structure:
         leading = self._leading_sizes(x)
         gated = self._gate_logits(x, leading)
         schema, outputs = self._mixed(gated, (x, *args), kwargs)
         return schema.nest_outputs(with_leading(outputs, leading))
-
-    def _warn_of_one_process(self, k_min: int) -> None:
-        """Warn if one process serves so many of the job's experts that too few are left without it."""
-        if math.prod(self.grid_size) > _MOST_LOOKED_UP:
-            return
-        points = itertools.product(*map(range, self.grid_size))
-        uids = [f"{self.uid_prefix}.{'.'.join(map(str, point))}" for point in points]
-        try:
-            endpoints = within(self._finder.directory, Deadline.after(_LOOK_SECONDS)).lookup(uids)
-        except BoundaryError:
-            return
-        _, most = max(Counter(endpoints.values()).items(), key=lambda item: item[1], default=("", 0))
-        if most and len(endpoints) - most < k_min:
-            warnings.warn(
-                f"one process serves {most} of the {len(endpoints)} experts of {self.uid_prefix!r}: if it dies, rows "
-                f"have fewer than k_min={k_min} answers and the step fails. Start more (anabranch run --experts N), or "
-                "give allow_zero_outputs=True",
-                stacklevel=3,
-            )
 
     def extra_repr(self) -> str:
         """Return where the experts are in the grid, and how many are called."""
@@ -318,16 +283,9 @@ class RemoteMixtureOfExperts(RemoteModule):
         """Return the input as the gate gets it."""
         return x
 
-    def _draw_columns(self, gated: Tensor) -> Tensor | None:
-        """Return which of the gate's columns may be chosen in this call; ``None`` for all."""
-        if not (self.training and self.grid_dropout):
-            return None
-        return torch.rand(gated.shape[-1], device=gated.device) >= self.grid_dropout
-
     def _weights(self, scores: Sequence[Tensor], choices: Choices, present: Tensor) -> Tensor:
         """Return the weights of the chosen experts' answers, (rows, k_best); 0 for those that are not ``present``."""
-        # A row without responders has no softmax; zero scores keep NaN out of its gradient too. Its own may be -inf:
-        # those of indices that grid_dropout has dropped.
+        # A row without responders has no softmax; zero scores keep NaN out of its gradient too.
         answered = present.any(dim=1, keepdim=True)
         logits = scores_of(scores, choices).masked_fill(~present, float("-inf")).masked_fill(~answered, 0.0)
         return torch.softmax(logits, dim=1) * answered
@@ -346,15 +304,13 @@ class RemoteMixtureOfExperts(RemoteModule):
         self, gated: Tensor, args: tuple[Structure, ...], kwargs: dict[str, Structure]
     ) -> tuple[Schema, Sequence[Tensor]]:
         """Return the experts' schema and everything after the gate."""
-        return self._behind((gated, self._draw_columns(gated), *args), kwargs)
+        return self._behind((gated, *args), kwargs)
 
     def _cross(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, evaluating: bool
     ) -> tuple[Schema, Sequence[Tensor]]:
-        gated: Tensor
-        drawn: Tensor | None
-        gated, drawn, *rest = args
-        args = tuple(rest)
+        gated: Tensor = args[0]
+        args = args[1:]
         nesting = Nesting.of((args, kwargs))
         leaves = nesting.leaves_of((args, kwargs))
         for leaf in leaves:
@@ -369,24 +325,24 @@ class RemoteMixtureOfExperts(RemoteModule):
             deadline = Deadline.after(self.forward_timeout)
             return _Forward(its_args, its_kwargs, evaluating, casting, deadline, entry, [], [], [])
 
-        def run(entry: Tensor | None, gated: Tensor, drawn: Tensor | None, *inputs: Tensor | None) -> list[Tensor]:
+        def run(entry: Tensor | None, gated: Tensor, *inputs: Tensor | None) -> list[Tensor]:
             # A captured graph runs this outside the autocast of its capture, and the tape does the same.
             with torch.autocast(gated.device.type, enabled=False) if casting else nullcontext():
-                outputs, schema = self._mix(start(entry, inputs), gated, drawn)
+                outputs, schema = self._mix(start(entry, inputs), gated)
             schemas[:] = [schema]
             return outputs
 
         def forms(inputs: Sequence[Tensor | None]) -> list[Form]:
             # Not the outer ``gated``: a graph must not hold a tensor of its capture.
             gated = cast("Tensor", inputs[0])
-            schema, outputs = self._forms(start(None, inputs[2:]), len(gated), gated.device)
+            schema, outputs = self._forms(start(None, inputs[1:]), len(gated), gated.device)
             schemas[:] = [schema]
             # The gate's gradient comes through every output.
             return [*(replace(form, differentiable=True) for form in outputs), *self._extra_forms(gated.device)]
 
         boundary = RecordedBoundary("mixture", self.uid_prefix, run, forms)
         tensors = cast("list[Tensor | None]", leaves)
-        outputs = list(cross(boundary, gated, drawn, *tensors, entry=self.weights_there))
+        outputs = list(cross(boundary, gated, *tensors, entry=self.weights_there))
         # A stage of a pipe that runs again is given the first answers, and asks nobody.
         return schemas[0] if schemas else self._form(), outputs
 
@@ -402,9 +358,9 @@ class RemoteMixtureOfExperts(RemoteModule):
                 if _same_form(its, schema):
                     client = self._finder.client
                     return its, sample_forms(client, uid, endpoint, its, leaves, rows, forward.deadline)
-        raise _no_schema(forward.deadline)
+        raise self._no_form(forward.deadline)
 
-    def _mix(self, forward: _Forward, gated: Tensor, drawn: Tensor | None) -> tuple[list[Tensor], Schema]:
+    def _mix(self, forward: _Forward, gated: Tensor) -> tuple[list[Tensor], Schema]:
         """Return the outputs, and the schema of the experts that gave them."""
         # Softmax and sums are in single precision under autocast.
         if forward.casting and gated.dtype in (torch.float16, torch.bfloat16):
@@ -412,16 +368,11 @@ class RemoteMixtureOfExperts(RemoteModule):
         if not len(gated):
             return self._mix_no_rows(forward, gated)
         scores = list(torch.split(gated, list(self.grid_size), dim=-1))
-        columns = None
-        if drawn is not None:
-            columns = [mask | ~mask.any() for mask in torch.split(drawn, list(self.grid_size))]
-        choices = self._call_chosen(forward, scores, columns)
+        choices = self._call_chosen(forward, scores)
         schema = self._finder.form
         if schema is None:
-            raise _no_schema(forward.deadline)
+            raise self._no_form(forward.deadline)
         outputs = self._answers(forward, choices, schema, gated.device)
-        if columns is not None:
-            scores = [grid.masked_fill(~mask, float("-inf")) for grid, mask in zip(scores, columns, strict=True)]
         weights = self._weights(scores, choices, torch.from_numpy(forward.present(choices)).to(gated.device))
         mixed = [_weighted_sum(weights, answers) for answers in outputs if answers is not None]
         return [*mixed, *self._extra_outputs(choices, gated)], schema
@@ -456,7 +407,7 @@ class RemoteMixtureOfExperts(RemoteModule):
                 return finder.form
             candidates = [one for one in schemas if forward is None or forward.accepted_by(one)] or schemas
         if not candidates:
-            raise _no_schema(deadline)
+            raise self._no_form(deadline)
         form = max(candidates, key=lambda one: sum(_same_form(one, other) for other in candidates))
         for spec in form.output_specs:
             if spec is not None and not spec.dtype.is_floating_point:
@@ -491,58 +442,76 @@ class RemoteMixtureOfExperts(RemoteModule):
                 f"{uid} at {endpoint} is left out of the mixture: it takes {_inputs_of(schema)} and returns "
                 f"{outline(schema.outputs)}, the others take {_inputs_of(form)} and return {outline(form.outputs)}"
             )
-            forward.misfits.append(says)
             self._counts.failure(SchemaError(says))
             self._finder.backoff.failed(uid, "form")
-            if uid not in self._finder.warned:
-                self._finder.warned.add(uid)
+            if uid not in self._finder.misfits:
                 _log.warning("%s; serve it as they are, or under another prefix", says)
+            self._finder.misfits[uid] = says
         if misfits:
             self._finder.forget(misfits)
         return misfits
 
     # --- the calls
 
-    def _choose(
-        self, forward: _Forward, scores: Sequence[Tensor], columns: Sequence[Tensor] | None, failed: Collection[str]
-    ) -> tuple[Choices, Experts]:
+    def _choose(self, forward: _Forward, scores: Sequence[Tensor], failed: Collection[str]) -> tuple[Choices, Experts]:
         """Return the best experts of each row by the gate's scores, without those avoided, ``failed``, or of another
         form; and those of them that can be reached.
         """
         arrays = [grid.detach().double().cpu().numpy() for grid in scores]
         if not all(np.isfinite(array).all() for array in arrays):
             raise NonFinite("the gate's scores hold NaN or Inf; check its inputs and weights")
-        masks = None if columns is None else [mask.cpu().numpy() for mask in columns]
         directory = within(self._finder.directory, forward.deadline)
         avoid = self._finder.backoff.now().union(failed)
         while True:
-            choices = beam_search(directory, self.uid_prefix, arrays, self.k_best, avoid, masks)
+            choices = beam_search(directory, self.uid_prefix, arrays, self.k_best, avoid)
             experts = self._finder.find(choices.uids, forward.deadline)
             misfits = self._leave_out(forward, experts)
             if not misfits:
                 return choices, experts
             avoid |= misfits
 
-    def _call_chosen(self, forward: _Forward, scores: Sequence[Tensor], columns: Sequence[Tensor] | None) -> Choices:
-        """Call the best experts, and the next best ones for rows with too few answers; return those of each row."""
+    def _call_chosen(self, forward: _Forward, scores: Sequence[Tensor]) -> Choices:
+        """Call the best experts, and the next best ones for rows with too few answers; return those of each row.
+
+        Where experts have gone, they are called again until they are back or the deadline has passed.
+        """
         deadline = forward.deadline
-        choices, experts = self._choose(forward, scores, columns, ())
+        choices, experts = self._choose(forward, scores, ())
         self._call(forward, choices, choices.slots >= 0, experts)
         failed: set[str] = set()
-        for _ in range(_ROUNDS - 1):
+        for attempt in itertools.count(1):
             short = forward.present(choices).sum(axis=1) < self.k_min
+            if not short.any() or self.allow_zero_outputs:
+                return choices
             silent = forward.failed(choices) - failed
-            if not silent or not short.any() or self.allow_zero_outputs or deadline.expired():
-                break
+            if attempt >= _ROUNDS or not silent:
+                if deadline.expired() or not self._may_come_back(forward, choices, short):
+                    break
+                time.sleep(min(_PAUSE, deadline.remaining()))
+                silent = set()
+                failed.clear()
+                self._finder.retry_gone()
             failed |= silent
-            others, experts = self._choose(forward, scores, columns, failed)
+            try:
+                others, experts = self._choose(forward, scores, failed)
+            except DeadlineExceeded:
+                break
             choices = choices.with_rows_of(others, short)
             self._call(forward, choices, short[:, None] & (choices.slots >= 0) & ~forward.present(choices), experts)
-        short = forward.present(choices).sum(axis=1) < self.k_min
-        if short.any() and not self.allow_zero_outputs:
-            errors = [call.error for call in forward.calls]
-            raise self._too_few("forward", forward.calls, errors, short.sum(), deadline.elapsed(), forward.misfits)
-        return choices
+        errors = [call.error for call in forward.calls]
+        raise self._too_few("forward", forward.calls, errors, short.sum(), deadline)
+
+    def _may_come_back(self, forward: _Forward, choices: Choices, short: NDArray[np.bool_]) -> bool:
+        """Return True if rows are short of answers only because experts have gone that were there before."""
+        finder = self._finder
+        if any(call.error is not None and not isinstance(call.error, GONE) for call in forward.calls):
+            return False
+        if not finder.gone and (not finder.answered or (choices.slots[short] >= 0).any()):
+            return False
+        if not finder.waits:
+            finder.waits = True
+            _log.warning("too few experts of %s answer; waiting until they are back", self.uid_prefix)
+        return True
 
     def _call(self, forward: _Forward, choices: Choices, wanted: NDArray[np.bool_], experts: Experts) -> None:
         """Call the experts of the slots that are true in ``wanted``, each once for all its rows."""
@@ -580,6 +549,7 @@ class RemoteMixtureOfExperts(RemoteModule):
             ),
             forward.entry,
         )
+        self._finder.note_gone(calls)
         for call in calls:
             if not call.answered and call.error is None:
                 self._finder.backoff.failed(call.uid, "cut off", seconds=self.timeout_after_k_min or 0.0)
@@ -669,27 +639,55 @@ class RemoteMixtureOfExperts(RemoteModule):
         calls: Sequence[ExpertCall],
         errors: Sequence[Exception | None],
         short: int,
-        elapsed: float | None = None,
-        misfits: Sequence[str] = (),
+        deadline: Deadline | None = None,
     ) -> BoundaryError:
         least = self.k_min if phase == "forward" else self.backward_k_min
-        causes = [f"{call.uid}: {error}" for call, error in zip(calls, errors, strict=True) if error is not None]
-        causes += misfits
-        why = "; ".join(causes[:3]) or "the directory lists too few"
+        pairs = zip(calls, errors, strict=True)
+        causes = {call.uid: f"{call.uid}: {error}" for call, error in pairs if error is not None}
         if phase == "backward":
             cures = f"with backward_k_min={least - 1} the step continues without these gradients"
         else:
+            for uid in sorted(self._finder.backoff.now() - set(causes)):
+                causes[uid] = self._finder.misfits.get(uid, f"{uid} is left alone for a while after its failures")
             cures = "give allow_zero_outputs=True to mix these rows from the available answers"
             if least > 1:
                 cures = f"lower k_min={least}, or {cures}"
             if any(isinstance(error, PeerLost) for error in errors):
                 cures += ", or serve the experts from more processes (anabranch run --experts N)"
+            if not calls and not causes:
+                causes[""], cures = self._nobody(), "check uid_prefix, grid_size and whether the servers run"
+        why = "; ".join([*causes.values()][:3]) or "the directory lists no more"
         return BoundaryError(
             f"{short} rows have fewer than {least} experts that answered ({why}); {cures}",
             peer=f"{len(calls)} experts",
             operation=f"mixture.{phase}",
-            elapsed=elapsed,
+            elapsed=None if deadline is None else deadline.elapsed(),
         )
+
+    def _no_form(self, deadline: Deadline) -> BoundaryError:
+        return BoundaryError(
+            f"no expert has answered yet, so the shape of their outputs is not known ({self._nobody()})",
+            peer="experts",
+            operation="mixture",
+            elapsed=deadline.elapsed(),
+        )
+
+    def _nobody(self) -> str:
+        """Say that the directory lists no expert of this mixture, if so, and what it lists."""
+        directory = within(self._finder.directory, Deadline.after(_GLANCE))
+        grid = "".join(f".[0:{size}]" for size in self.grid_size)
+        says = f"the directory lists no expert {self.uid_prefix}{grid}"
+        try:
+            if directory.active([self.uid_prefix]).get(self.uid_prefix):
+                return f"of the experts {self.uid_prefix}{grid} that the directory lists none answers"
+            if isinstance(directory, Directory):
+                kinds = sorted({re.sub(r"\.\d+", ".*", uid) for uid in directory.uids()})
+                says += (
+                    f"; it lists {', '.join(kinds[:_NAMED]) or 'none at all'}{' and more' if kinds[_NAMED:] else ''}"
+                )
+        except BoundaryError as error:
+            return f"the directory does not answer: {error}"
+        return printable(says)
 
 
 def scores_of(scores: Sequence[Tensor], choices: Choices) -> Tensor:
@@ -762,10 +760,122 @@ def _check_gated(x: object, gate: nn.Module) -> None:
         )
 
 
-def _no_schema(deadline: Deadline) -> BoundaryError:
-    return BoundaryError(
-        "no expert has answered yet, so the shape of their outputs is not known",
-        peer="experts",
-        operation="mixture",
-        elapsed=deadline.elapsed(),
-    )
+class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
+    """Calls the best expert of a grid for each row, and keeps the experts evenly used.
+
+    >>> from anabranch.experts import Directory, ExpertBackend, ExpertServer
+    >>> from anabranch.tensors import TensorSpec
+    >>> directory = Directory()
+    >>> backends = [ExpertBackend(f"same.{i}", torch.nn.Identity(), args_schema=[TensorSpec(4)]) for i in range(3)]
+    >>> with ExpertServer(backends, directory=directory):
+    ...     mixture = RemoteSwitchMixtureOfExperts(4, [3], directory, "same")
+    ...     output, balancing_loss = mixture(torch.ones(5, 4))
+    >>> output.shape, balancing_loss.shape
+    (torch.Size([5, 4]), torch.Size([]))
+
+    A row's output is its expert's, times the expert's probability: the product over dimensions of the softmax of the
+    gate's scores, which is how the gate learns. The balancing loss is, for each dimension, the size times the sum over
+    indices of mean probability times utilisation, averaged over dimensions: 1 when all are used evenly, more otherwise.
+    Add a small multiple of it to the training loss.
+
+    Arguments not listed here are as for ``RemoteMixtureOfExperts``.
+
+    Args:
+        k_min: 1: every row's expert must answer; 0: rows whose expert does not are zeros, if ``allow_zero_outputs``.
+        backward_k_min: 1: every gradient must come back.
+        allow_zero_outputs: rows without an answer are zeros instead of raising.
+        utilization_alpha: weight of the past in the moving mean of utilisation.
+        jitter: in train mode the gate's input is multiplied by numbers drawn evenly from 1 - jitter to 1 + jitter.
+
+    Raises:
+        ValueError: as ``RemoteMixtureOfExperts``; a weight outside [0, 1) or a jitter outside [0, 1).
+
+    Returns a pair: what an expert returns, and the balancing loss.
+
+    Source: Fedus, Zoph and Shazeer, "Switch Transformers", 2021.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        grid_size: Sequence[int],
+        directory: DirectoryLike | str,
+        uid_prefix: str,
+        *,
+        k_min: int = 0,
+        forward_timeout: float = 30.0,
+        backward_k_min: int = 0,
+        backward_timeout: float = 30.0,
+        allow_zero_outputs: bool = True,
+        detect_anomalies: bool = True,
+        utilization_alpha: float = 0.9,
+        jitter: float = 1e-2,
+        client: Client | None = None,
+        keys: str | os.PathLike[str] | None = None,
+        insecure: bool = False,
+    ) -> None:
+        for name, value in (("utilization_alpha", utilization_alpha), ("jitter", jitter)):
+            check_fraction(name, value)
+        super().__init__(
+            in_features,
+            grid_size,
+            directory,
+            uid_prefix,
+            k_best=1,
+            k_min=k_min,
+            forward_timeout=forward_timeout,
+            backward_k_min=backward_k_min,
+            backward_timeout=backward_timeout,
+            allow_zero_outputs=allow_zero_outputs,
+            detect_anomalies=detect_anomalies,
+            client=client,
+            keys=keys,
+            insecure=insecure,
+        )
+        self.utilization_alpha = utilization_alpha
+        self.jitter = jitter
+        for dimension, size in enumerate(self.grid_size):
+            self.register_buffer(f"utilization_{dimension}", torch.full((size,), 1.0 / size))
+
+    def _call_experts(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Structure, Tensor]:
+        leading = self._leading_sizes(x)
+        gated = self._gate_logits(x, leading)
+        grids = len(self.grid_size)
+        schema, outputs = self._mixed(gated, (x, *args), kwargs)
+        loss = self._balancing_loss(torch.split(gated, list(self.grid_size), dim=-1), outputs[-grids:])
+        return schema.nest_outputs(with_leading(outputs[:-grids], leading)), loss
+
+    def _prepare_gate_input(self, x: Tensor) -> Tensor:
+        if self.training and self.jitter:
+            return x * torch.empty_like(x).uniform_(1 - self.jitter, 1 + self.jitter)
+        return x
+
+    def _weights(self, scores: Sequence[Tensor], choices: Choices, present: Tensor) -> Tensor:
+        return scores_of([grid.log_softmax(dim=-1) for grid in scores], choices).exp() * present
+
+    def _extra_forms(self, device: torch.device) -> list[Form]:
+        return [Form((n + 1,), self.gate.weight.dtype, device, differentiable=False) for n in self.grid_size]
+
+    def _extra_outputs(self, choices: Choices, gated: Tensor) -> list[Tensor]:
+        """For each dimension the share of rows of each index, then 1 if there were any rows."""
+        taken = choices.slots[:, 0] >= 0
+        shares = []
+        for dimension, size in enumerate(self.grid_size):
+            counts = np.bincount(choices.coordinates[taken, 0, dimension], minlength=size)
+            share = np.append(counts / max(counts.sum(), 1), float(taken.any()))
+            shares.append(torch.from_numpy(share).to(gated.device, self.gate.weight.dtype))
+        return shares
+
+    def _balancing_loss(self, scores: Sequence[Tensor], shares: Sequence[Tensor]) -> Tensor:
+        losses: list[Tensor] = []
+        for dimension, (grid, share) in enumerate(zip(scores, shares, strict=True)):
+            utilization = cast(Tensor, getattr(self, f"utilization_{dimension}"))
+            if self.training:
+                given = share.to(utilization)
+                now = (utilization * self.utilization_alpha).add(given[:-1], alpha=1 - self.utilization_alpha)
+                with torch.no_grad():
+                    utilization.copy_(torch.where(given[-1] > 0, now, utilization))
+            # The mean over no rows is NaN.
+            mean = grid.softmax(dim=-1).mean(0) if len(grid) else grid.sum(0)
+            losses.append(grid.shape[1] * (mean * utilization).sum())
+        return torch.stack(losses).mean()

@@ -1,21 +1,23 @@
-"""A remote expert, called as if it were local."""
+"""A remote expert, called as if it were local, or step by step; and what it has in common with mixtures of them."""
 
 from __future__ import annotations
 
 import copy
 import os
 import threading
+from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anabranch.autodiff.boundary import whole_calls
 from anabranch.autodiff.boundary.crossing import Crossed, Form, cross, current_tracer, outside_tracing
-from anabranch.deadline import Deadline
-from anabranch.errors import AnotherSchema, NotFound, PeerLost
+from anabranch.autodiff.moved_parameter import Switch
+from anabranch.deadline import LONGEST_SLEEP, Deadline, check_seconds
+from anabranch.errors import AnotherSchema, BoundaryError, CaptureError, NotFound, PeerLost, SchemaError, SessionGone
 from anabranch.experts import wire
 from anabranch.experts.client.calls import (
     CallCounts,
@@ -24,20 +26,95 @@ from anabranch.experts.client.calls import (
     ExpertBoundary,
     ExpertCall,
     ask,
+    check_answer,
     output_forms,
     sample_forms,
 )
 from anabranch.experts.client.connections import ModuleClient
-from anabranch.experts.client.remote_module import RemoteModule
-from anabranch.experts.client.session import InferenceSession
 from anabranch.experts.directory import DirectoryLike, within
-from anabranch.experts.schema import Schema, with_leading
+from anabranch.experts.schema import RowInputs, Schema, with_leading
 from anabranch.experts.server.backend import ExpertInfo, info_of
+from anabranch.record.spans import mark
 from anabranch.tensors import Structure
-from anabranch.transport import Client, Request, unpack
+from anabranch.transport import Client, Request, pack
 from anabranch.transport.announcements import check_uid
 
-__all__ = ["RemoteExpert", "fetch_schema"]
+_CURE = (
+    "leave it out of what sums, counts, copies or averages parameters (`if not name.endswith('weights_there')`); "
+    "loss.backward() trains them there, with the weight_decay= of their optimizer and clip_grad_norm= of their server"
+)
+
+
+class RemoteModule(nn.Module):
+    """A module that calls experts, which update themselves in its backward.
+
+    Attributes:
+        weights_there: a parameter without numbers, in place of the experts' own. Where it is frozen, as by
+            ``requires_grad_(False)`` of a model around it, or where a backward does not go to it, as
+            ``torch.autograd.grad(y, x)``, the experts give gradients and are not updated.
+
+    Args:
+        served: what is on servers, for errors.
+    """
+
+    steps_there: ClassVar[bool] = True
+    """The far side makes an update of every gradient that comes."""
+
+    def __init__(self, served: str) -> None:
+        super().__init__()
+        self.weights_there = Switch(f"weights_there stands for the parameters of {served} on servers", _CURE)
+        self._schema: Schema | None = None  # once a capture has asked for it, by ``learn_form``
+        self._handle = whole_calls.handle_of(self)
+
+    def _keep(self, schema: Schema) -> None:
+        """Keep it with what nesting outputs takes: Dynamo cannot follow the lock of a property's first reading."""
+        _ = schema.gives_one, schema.output_nesting, schema.output_specs
+        self._schema = schema
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the experts' outputs for these inputs."""
+        if torch.compiler.is_dynamo_compiling() and self._schema is None:  # a compiler that is not this library's
+            return whole_calls.beside(type(self)._call_experts, (self, *args), kwargs)
+        return self._call_experts(*args, **kwargs)
+
+    @abstractmethod
+    def _call_experts(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the outputs, nested."""
+
+    def _behind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Schema, Sequence[Tensor]]:
+        """Cross the boundary, which Dynamo sees as one call; it guards what it reads itself: the modes."""
+        if torch.compiler.is_dynamo_compiling():
+            assert self._schema is not None
+            modes = self.training, self.weights_there.requires_grad
+            return self._schema, whole_calls.call(self._handle, (*modes, *args), kwargs)
+        return self._cross(args, kwargs, evaluating=not self.training)
+
+    def call_whole(self, training: bool, trained: bool, *args: Any, **kwargs: Any) -> Sequence[Tensor]:
+        """Cross the boundary, as one call that Dynamo does not trace into."""
+        return self._cross(args, kwargs, evaluating=not training)[1]
+
+    @abstractmethod
+    def _cross(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, evaluating: bool
+    ) -> tuple[Schema, Sequence[Tensor]]:
+        """Return the schema of the experts that answered, and their outputs; each caller's own."""
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "_handle"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._handle = whole_calls.handle_of(self)
+
+    # Servers save the experts' parameters.
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        del destination[f"{prefix}weights_there"]
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        with self.weights_there.out_of(self):
+            super()._load_from_state_dict(*args)
 
 
 def fetch_schema(client: Client, uid: str, endpoint: str, deadline: Deadline) -> Schema:
@@ -138,13 +215,8 @@ class RemoteExpert(RemoteModule):
         return f"{self.uid!r}, {self._where if isinstance(self._where, str) else 'by directory'}"
 
     def get_info(self) -> ExpertInfo:
-        """Return the schemas of the expert's inputs and outputs, its keyword names, sorted, and how many sessions its
-        server has open for it now.
-        """
-        deadline = Deadline.after(self.forward_timeout)
-        endpoint, schema = self.find(deadline)
-        answer = self.client.call(Request(endpoint, wire.SESSION_COUNT, self.uid, role="experts"), deadline)
-        return info_of(schema, unpack(answer.payload, int))
+        """Return the schemas of the expert's inputs and outputs, and its keyword names, sorted."""
+        return info_of(self.find(Deadline.after(self.forward_timeout))[1])
 
     def statistics(self) -> CallStatistics:
         """Counters of its calls since it was made, or copied."""
@@ -162,17 +234,14 @@ class RemoteExpert(RemoteModule):
         """
         return InferenceSession(self, max_length, ttl)
 
-    def forward(self, *args: object, **kwargs: object) -> Structure:
-        """Return the expert's outputs for these inputs."""
-        if torch.compiler.is_dynamo_compiling() and self._schema is None:  # a compiler that is not this library's
-            return cast(Structure, whole_calls.beside(RemoteExpert.forward, (self, *args), kwargs))
+    def _call_experts(self, *args: Any, **kwargs: Any) -> Structure:
         schema, outputs = self._behind(args, kwargs)
-        return schema.nest_outputs(outputs)
+        return outputs[0] if schema.gives_one else schema.nest_outputs(outputs)
 
     def _cross(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, evaluating: bool
     ) -> tuple[Schema, Sequence[Tensor]]:
-        deadline = Deadline.after(self.forward_timeout)
+        deadline = Deadline(self.forward_timeout)
         known = self._known
         if known is None:
             with outside_tracing():
@@ -180,17 +249,13 @@ class RemoteExpert(RemoteModule):
         schema = known[1]
         inputs, leading = schema.flatten_inputs(args, kwargs)
         # A graph starts a new deadline in every run.
-        first_deadline = deadline if current_tracer() is None else None
-        answering = schema  # another one, if the expert has come back with another
-
-        def ask_again(inputs: Sequence[Tensor | None], keep: bool) -> Crossed:
-            nonlocal answering
-            crossed, answering = self._ask(schema, inputs, first_deadline, keep=keep, evaluating=evaluating)
-            return crossed
-
-        boundary = ExpertBoundary("expert", self.uid, ask_again, partial(self._forms, schema))
+        first = deadline if current_tracer() is None else None
+        ask_it = partial(self._ask, schema, first, evaluating)
+        boundary = ExpertBoundary("expert", self.uid, ask_it, partial(self._forms, schema))
         crossed = cross(boundary, *inputs, entry=self.weights_there)
-        return answering, with_leading(crossed, leading)
+        if (known := self._known) is not None:  # with another schema, if the expert has come back with one
+            schema = known[1]
+        return schema, crossed if len(leading) == 1 else with_leading(crossed, leading)
 
     def _forms(self, schema: Schema, inputs: Sequence[Tensor | None]) -> Sequence[Form]:
         first = next(tensor for tensor in inputs if tensor is not None)
@@ -204,13 +269,12 @@ class RemoteExpert(RemoteModule):
     def _ask(
         self,
         known: Schema,
-        inputs: Sequence[Tensor | None],
         deadline: Deadline | None,
-        *,
-        keep: bool,
         evaluating: bool,
-    ) -> tuple[Crossed, Schema]:
-        """Call the expert, once more if it may have moved; return the answer and the schema that it then had."""
+        inputs: Sequence[Tensor | None],
+        wants: Sequence[bool] | None,
+    ) -> Crossed:
+        """Call the expert, once more if it may have moved."""
         deadline = deadline or Deadline.after(self.forward_timeout)
         for _ in range(2):
             endpoint, schema = self._known or self.find(deadline)
@@ -219,13 +283,11 @@ class RemoteExpert(RemoteModule):
                 args, kwargs = known.input_nesting.rebuild(inputs)
                 sent = schema.flatten_inputs(args, kwargs, casting=False).tensors
             call = ExpertCall(self.uid, endpoint, schema, sent, evaluating)
-            calls = Calls(
-                self._module_client.client, [call], deadline, self.backward_timeout, check_backward=_raise_first,
-                counts=self._counts,
-            )  # fmt: skip
-            crossed = ask(calls, keep=keep)
+            client = self._module_client.client
+            calls = Calls(client, [call], deadline, self.backward_timeout, None, 0.0, _raise_first, counts=self._counts)
+            crossed = ask(calls, keep=wants is not None)
             if call.error is None:
-                return crossed, schema
+                return crossed
             error, call.error = call.error, None
             if deadline.expired() or not self.forget_if_changed(error, deadline):
                 break
@@ -276,3 +338,192 @@ def _raise_first(calls: Sequence[ExpertCall]) -> None:
                 raise error
             finally:
                 del error  # held by the traceback: a cycle
+
+
+_ID_BYTES = 16
+# Seconds for telling the server that the session has ended; otherwise the session expires there.
+_FAREWELL = 5.0
+
+
+# --- a sequence that an expert continues step by step, whose earlier positions its server keeps
+#
+#     step(x) ── fits max_length? ──> session id, number n, x ──> server ──> outputs for x's positions, n becomes n + 1
+#                                           └── no answer: n stays, and the same step may be asked for again
+
+
+class InferenceSession:
+    """Sequences that an expert continues; created by ``RemoteExpert.session``, and used as a context manager.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from anabranch.experts import ExpertBackend, ExpertServer, RemoteExpert
+    >>> from anabranch.tensors import TensorSpec
+    >>> class RunningSum(nn.Module):
+    ...     def make_cache(self, rows, max_length):
+    ...         return {"sum": torch.zeros(rows, 1, 2)}
+    ...     def forward(self, x, cache=None):
+    ...         sums = x.cumsum(1) if cache is None else cache["sum"] + x.cumsum(1)
+    ...         if cache is not None:
+    ...             cache["sum"] = sums[:, -1:]
+    ...         return sums
+    >>> backend = ExpertBackend("sum.0", RunningSum(), args_schema=[TensorSpec(None, 2)])
+    >>> with ExpertServer([backend]) as server:
+    ...     with RemoteExpert("sum.0", server.endpoint).session(max_length=8) as session:
+    ...         _ = session.step(torch.ones(1, 3, 2))
+    ...         session.step(torch.ones(1, 1, 2)), session.length
+    (tensor([[[4., 4.]]]), 4)
+
+    Its first step opens it on the server, which keeps the cache that the expert's module makes for this many rows.
+    Steps run in eval mode and without gradients, and change nothing of the expert. Several threads may share a session;
+    their steps come one after the other.
+
+    Where a step raises ``DeadlineExceeded``, ``PeerLost`` or ``Overloaded``, whether it was taken is not known, and it
+    may be requested again with the same inputs: it is never taken twice.
+    """
+
+    def __init__(self, expert: RemoteExpert, max_length: int, ttl: float = 60.0) -> None:
+        if isinstance(max_length, bool) or not isinstance(max_length, int) or not 1 <= max_length < 1 << 62:
+            raise ValueError(f"max_length is a whole number of positions above 0, got {max_length!r}")
+        check_seconds(ttl=ttl)
+        self.max_length = max_length
+        """Positions that the sequences may grow to."""
+        self.length = 0
+        """Positions of the sequences so far."""
+        self.ttl = ttl
+        """Seconds without a step after which the server frees the cache."""
+        self._expert = expert
+        self._id = os.urandom(_ID_BYTES)
+        self._lock = threading.Lock()
+        self._where: tuple[str, Schema] | None = None
+        self._steps = 0
+        self._rows = -1
+        self._ended = False
+
+    def __enter__(self) -> InferenceSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def __repr__(self) -> str:
+        state = "ended" if self._ended else f"{self.length} of {self.max_length} positions"
+        return f"InferenceSession({self._expert.uid!r}, {state})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a session of {self._expert.uid} belongs to the process that opened it and cannot be copied or pickled; "
+            "send the expert, and open another session there"
+        )
+
+    def step(self, *args: object, **kwargs: object) -> Structure:
+        """Return the expert's outputs for the next positions of the sequences.
+
+        Args:
+            args: as of the expert; the first size that varies of the first input that has one is the number of
+                positions. Every step has as many rows as the first.
+            kwargs: the same.
+
+        Raises:
+            ValueError: the session was ended here.
+            SchemaError: the inputs do not fit the expert's schema, have another number of rows than before, no row or
+                no position, or exceed ``max_length``; nothing was sent. Or the expert keeps no sequences.
+            SessionGone: the server no longer has the session: its time to live has passed, the server was restarted, a
+                step has failed there.
+            Overloaded: the server has no room.
+            BoundaryError: as of a call of the expert.
+            CaptureError: a graph is captured, which cannot advance a sequence each time it runs.
+        """
+        if current_tracer() is not None:
+            raise CaptureError(
+                f"a step of a session of {self._expert.uid} cannot be part of a graph; use engine='tape'"
+            )
+        deadline = Deadline.after(self._expert.forward_timeout)
+        while not self._lock.acquire(timeout=min(LONGEST_SLEEP, deadline.remaining())):
+            if deadline.expired():
+                raise deadline.error(peer=self._expert.uid, operation="wait for another thread's step of the session")
+        try:
+            return self._take(args, kwargs, deadline)
+        finally:
+            if self._ended:
+                # Another thread ended it meanwhile, perhaps before this step had opened it there.
+                self._tell_server()
+            self._lock.release()
+
+    def end(self) -> None:
+        """End the session: its server frees the cache at once. Ending it again does nothing.
+
+        An unreachable server frees it after the time to live; that raises nothing.
+        """
+        self._ended = True
+        self._tell_server()
+
+    def _tell_server(self) -> None:
+        where, self._where = self._where, None
+        if where is None:
+            return
+        request = Request(where[0], wire.SESSION_END, self._expert.uid, payload=self._id, role="experts")
+        try:
+            self._expert.client.call(request, Deadline.after(min(_FAREWELL, self._expert.forward_timeout)))
+        except (BoundaryError, ValueError) as error:
+            mark("experts.session_not_ended", uid=self._expert.uid, error=str(error))
+
+    def _take(self, args: tuple[object, ...], kwargs: dict[str, object], deadline: Deadline) -> Structure:
+        if self._ended:
+            raise ValueError(f"this session of {self._expert.uid} was ended; open another with expert.session(...)")
+        for again in (False, True):
+            endpoint, schema = self._where or self._expert.find(deadline)
+            rows = schema.flatten_inputs(args, kwargs)
+            length = self._check(schema, rows)
+            try:
+                outputs = self._ask(endpoint, schema, rows, deadline)
+                break
+            except (BoundaryError, ValueError) as error:
+                if again or deadline.expired() or not self._may_be_elsewhere(error, deadline):
+                    raise
+                # Before the first answer nothing is lost by calling another server; after it, the expert's current one
+                # knows whether the session still exists.
+                self._where = (self._expert.find(deadline)[0], schema) if self._steps else None
+        self._steps += 1
+        self.length += length
+        return schema.nest_outputs(with_leading(outputs, rows.leading))
+
+    def _may_be_elsewhere(self, error: Exception, deadline: Deadline) -> bool:
+        """Return True if the expert has moved or changed its schema, so that a retry may help."""
+        try:
+            return not isinstance(error, SessionGone) and self._expert.forget_if_changed(error, deadline)
+        except NotFound:
+            return False  # not served now; the same step may be requested once its server is back
+
+    def _check(self, schema: Schema, given: RowInputs) -> int:
+        """Return the positions of a step that fits the session."""
+        length = schema.length_of(given.tensors)
+        rows = next(len(tensor) for tensor in given.tensors if tensor is not None)
+        if not rows or not length:
+            raise SchemaError(f"a step has at least one row and one position, got {rows} rows of {length}")
+        if self._steps and rows != self._rows:
+            raise SchemaError(f"the session has {self._rows} rows, but this step has {rows}")
+        if self.length + length > self.max_length:
+            raise SchemaError(
+                f"the session has {self.length} positions; {length} more exceed its max_length, {self.max_length}; "
+                "open it with a larger one"
+            )
+        self._rows = rows
+        return length
+
+    def _ask(self, endpoint: str, schema: Schema, given: RowInputs, deadline: Deadline) -> list[Tensor]:
+        self._where = endpoint, schema
+        tensors = [None if tensor is None else tensor.detach() for tensor in given.tensors]
+        request = Request(
+            endpoint,
+            wire.SESSION_STEP,
+            self._expert.uid,
+            wire.to_wire(tensors, schema.inputs),
+            payload=pack(wire.StepHeader(self._id, self._steps, self.max_length, self.ttl)),
+            schema=schema.hash,
+            check=partial(check_answer, schema.output_layout, self._rows),
+            role="experts",
+        )
+        answer = self._expert.client.call(request, deadline)
+        device = next(tensor.device for tensor in tensors if tensor is not None)
+        outputs = wire.from_wire(answer.tensors, schema.output_specs)
+        return [output.to(device) for output in outputs if output is not None]

@@ -24,14 +24,12 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from anabranch.autodiff.layer_state import LayerState
+from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.errors import ActivationsGone, NonFinite, SchemaError
 from anabranch.experts.schema import Mismatch, Nesting, Schema, first_not_finite, infer_specs, outline, specs_of
-from anabranch.experts.server.batch_gradients import ParameterGradients
-from anabranch.experts.server.batches import cut, join_padded, make_mask, split_padded
-from anabranch.experts.server.device_copies import DeviceCopies
 from anabranch.experts.server.kept_activations import (
     KeptActivations,
     KeptBatch,
@@ -39,14 +37,24 @@ from anabranch.experts.server.kept_activations import (
     copies_of,
     take_writes,
 )
-from anabranch.experts.server.scheduler import ProcessTasks, Task, TaskPool, Unrepeatable, join_tasks, split_outputs
+from anabranch.experts.server.scheduler import (
+    DeviceCopies,
+    ProcessTasks,
+    Task,
+    TaskPool,
+    Unrepeatable,
+    cut,
+    join_padded,
+    join_tasks,
+    make_mask,
+    split_outputs,
+    split_padded,
+)
 from anabranch.experts.wire import count_parts
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.transport import Limits
 from anabranch.transport.announcements import check_uid
 from anabranch.transport.failures import ends_the_program
-
-__all__ = ["ExpertBackend", "ExpertInfo", "info_of"]
 
 # BatchNorm refuses one row, and 3 coincides with a shape's other sizes less often than 2.
 _SAMPLE_ROWS = 3
@@ -56,12 +64,11 @@ _LONGEST_STEP = 1 << 40
 
 
 class ExpertInfo(TypedDict):
-    """The schema of an expert, as a caller needs it, and its open sessions; see ``ExpertBackend.get_info``."""
+    """The schema of an expert, as a caller needs it; see ``ExpertBackend.get_info``."""
 
     forward_schema: tuple[tuple[Structure, ...], dict[str, Structure]]
     outputs_schema: Structure
     keyword_names: tuple[str, ...]
-    sessions: int
 
 
 class ExpertBackend:
@@ -101,8 +108,7 @@ class ExpertBackend:
             half padding.
 
     Raises:
-        ValueError: an invalid uid, no inputs in the schema, an optimizer of another module's parameters, an optimizer
-            or scheduler that steps with more than gradients (``LBFGS``, ``ReduceLROnPlateau``).
+        ValueError: an invalid uid, no inputs in the schema, an optimizer of another module's parameters.
         SchemaError: the module does not accept the schema's inputs, or returns values that cannot be sent, or has more
             inputs and outputs than a message carries tensors.
 
@@ -138,8 +144,6 @@ class ExpertBackend:
         if isinstance(keep_activations, bool) or not isinstance(keep_activations, int) or keep_activations < 0:
             raise ValueError(f"keep_activations is a number of rows, 0 or more, got {keep_activations!r}")
         _check_optimizer(uid, module, optimizer)
-        if type(self).apply_gradients is ExpertBackend.apply_gradients:
-            _check_steps(uid, optimizer, scheduler)
         self.module = module
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -166,7 +170,13 @@ class ExpertBackend:
         self.schema = Schema(arguments, keywords, outputs)
         # Refuse unsendable specs here rather than at the first call.
         _ = self.schema.packed
-        _check_count(uid, self.schema)
+        layout = self.schema.output_layout
+        backward = [*self.schema.input_layout, *((name, spec) for name, spec in layout if spec.requires_grad)]
+        if (parts := max(count_parts(layout), count_parts(backward))) > Limits().tensors:
+            raise SchemaError(
+                f"{uid}: a message carries at most {Limits().tensors} tensors, and this expert needs {parts} (int8 "
+                "takes two each); join some, or declare outputs that need no gradient by requires_grad=False"
+            )
         pool = partial(TaskPool, max_queue_rows=max_queue_rows, max_queue_bytes=max_queue_bytes)
         sized = partial(pool, min_batch_size=min_batch_size, max_batch_size=max_batch_size, timeout=timeout)
         self.forward_pool = sized(name=f"{uid}_forward", process_tasks=_weakly(self._run_forward))
@@ -183,10 +193,8 @@ class ExpertBackend:
     # --- for callers
 
     def get_info(self) -> ExpertInfo:
-        """Return the schemas of the expert's inputs and outputs, its keyword names, sorted, and how many sessions are
-        open.
-        """
-        return info_of(self.schema, self.open_sessions)
+        """Return the schemas of the expert's inputs and outputs, and its keyword names, sorted."""
+        return info_of(self.schema)
 
     def get_pools(self) -> tuple[TaskPool, ...]:
         """Return the queues of forward and backward, and of sessions' steps if the module makes caches."""
@@ -326,7 +334,12 @@ class ExpertBackend:
         leaves = [self._as_leaf(tensor, spec) for tensor, spec in zip(inputs[:count], self.schema.inputs, strict=True)]
         with torch.enable_grad(), self._state.put_back(trained=self._written):
             outputs = self._check_outputs(self._call(leaves), leaves)
-            roots, gradients = self._roots(outputs, inputs[count:])
+            roots: list[Tensor] = []
+            gradients: list[Tensor] = []
+            for output, gradient in zip(outputs, inputs[count:], strict=True):
+                if output is not None and gradient is not None and output.requires_grad:
+                    roots.append(output)
+                    gradients.append(gradient.to(output.device, output.dtype, non_blocking=True))
             if roots:
                 # On this thread alone: torch's thread of a device may be waiting for this answer, in this same process.
                 with torch.autograd.set_multithreading_enabled(False):
@@ -344,6 +357,8 @@ class ExpertBackend:
         ):
             if batch[0].ticket if len(batch) == 1 else any(task.ticket for task in batch):
                 outputs = self._keep_forward(batch, changes)
+            elif len(batch) == 1 and not self.schema.pads:
+                outputs = [self.forward(*batch[0].inputs)]
             else:
                 outputs = self._split(self.forward(*self._join(batch)), batch)
         changed = self._count_changes() != changes
@@ -366,6 +381,8 @@ class ExpertBackend:
                     self._refuse_another_mask()
                 if not batch[0].updates or tickets:
                     return self._backward_tasks(batch, updates=batch[0].updates)
+                if len(batch) == 1 and not self.schema.pads:
+                    return [self.backward(*batch[0].inputs)]
                 with self._with_mask(batch) if self.schema.pads else _as_it_is:
                     return self._split(self.backward(*self._join(batch)), batch, gradients=True)
         finally:
@@ -570,17 +587,6 @@ class ExpertBackend:
                     raise _other_rows(name, leaf, rows)
         return cast(list[Tensor | None], leaves)
 
-    def _roots(
-        self, outputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        roots: list[Tensor] = []
-        seeds: list[Tensor] = []
-        for output, gradient in zip(outputs, gradients, strict=True):
-            if output is not None and gradient is not None and output.requires_grad:
-                roots.append(output)
-                seeds.append(gradient.to(output.device, output.dtype, non_blocking=True))
-        return roots, seeds
-
     def _check_gradients(self, outputs: Sequence[Tensor | None]) -> None:
         gradients = {name: parameter.grad for name, parameter in self.module.named_parameters()}
         name = first_not_finite([*gradients.values()], [*gradients])
@@ -624,11 +630,11 @@ class ExpertBackend:
             except SchemaError as error:
                 refused = refused or error
                 continue
-            return self._merge_inferred(shorter, longer, length)
+            return self._merge_inferred(shorter, longer)
         assert refused is not None
         raise refused
 
-    def _merge_inferred(self, shorter: Structure, longer: Structure, length: int) -> Structure:
+    def _merge_inferred(self, shorter: Structure, longer: Structure) -> Structure:
         merged: list[TensorSpec | None] = []
         for a, b in zip(specs_of(shorter), specs_of(longer), strict=True):
             if a is None and b is None:
@@ -639,11 +645,6 @@ class ExpertBackend:
                     f"{self.uid}: the module returns {shorter} or {longer}, depending on the length of its input"
                 )
             sizes = [one if one == other else None for one, other in zip(a.shape, b.shape, strict=True)]
-            if self.schema.pads and any(a.shape[index] != length for index, size in enumerate(sizes) if size is None):
-                raise SchemaError(
-                    f"{self.uid}: the module returns rows of {tuple(a.shape)} for inputs of length {length}; with "
-                    "pad=True a size that varies must equal that of the inputs"
-                )
             merged.append(TensorSpec(*sizes, dtype=a.dtype, requires_grad=a.requires_grad))
         return Nesting.of(shorter).rebuild(merged)
 
@@ -672,14 +673,13 @@ class ExpertBackend:
         return infer_specs(outputs, _SAMPLE_ROWS)
 
 
-def info_of(schema: Schema, sessions: int) -> ExpertInfo:
-    """Return the facts about an expert with this schema and this many open sessions."""
+def info_of(schema: Schema) -> ExpertInfo:
+    """Return the facts about an expert with this schema."""
     keywords = dict(schema.keywords)
     return {
         "forward_schema": (schema.arguments, keywords),
         "outputs_schema": schema.outputs,
         "keyword_names": tuple(sorted(keywords)),
-        "sessions": sessions,
     }
 
 
@@ -748,19 +748,6 @@ def _check_inputs(uid: str, arguments: tuple[Structure, ...], keywords: Mapping[
         raise ValueError(f"{uid}: {padded[0]} is padded, and {grouped[0]} is not; give both pad=True, or neither")
 
 
-def _check_count(uid: str, schema: Schema) -> None:
-    """Refuse more tensors than fit into a backward's message, which has the inputs and the outputs' gradients."""
-    most = Limits().tensors
-    inputs, outputs = count_parts(schema.input_layout), count_parts(schema.output_layout)
-    gradients = count_parts([(name, spec) for name, spec in schema.output_layout if spec.requires_grad])
-    if max(inputs + gradients, outputs) > most:
-        raise SchemaError(
-            f"{uid}: a message carries at most {most} tensors, and this expert needs {inputs} for its inputs with "
-            f"{gradients} for the gradients of its outputs, and {outputs} for its outputs (int8 needs two for each); "
-            "join some of them, or declare outputs that need no gradient with requires_grad=False in outputs_schema"
-        )
-
-
 def _check_optimizer(uid: str, module: nn.Module, optimizer: Optimizer | None) -> None:
     if optimizer is None:
         return
@@ -774,11 +761,101 @@ def _check_optimizer(uid: str, module: nn.Module, optimizer: Optimizer | None) -
             )
 
 
-def _check_steps(uid: str, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> None:
-    """Refuse an optimizer that recomputes the loss, and a scheduler that steps with a metric."""
-    if isinstance(optimizer, torch.optim.LBFGS) or isinstance(scheduler, ReduceLROnPlateau):
-        name = type(optimizer if isinstance(optimizer, torch.optim.LBFGS) else scheduler).__name__
-        raise ValueError(
-            f"{uid}: a step of {name} needs more than gradients, which an update by a caller's backward does not have; "
-            "use another one, or override apply_gradients"
-        )
+# --- gradients of parameters: a batch's own, and those that earlier batches left for a later step
+#
+#     left by earlier batches ──> set aside ───────────────────────┐
+#     this batch ──> .grad ──> finite? ──> mean over requests ──> sum ──> apply_gradients ──> cleared if it has stepped,
+#                                └── a batch that fails leaves the others' as they were           else left for the next
+
+
+class ParameterGradients:
+    """The gradients of a module's parameters: a batch's own, in ``.grad``, and those of earlier batches beside them.
+
+    Attributes:
+        applied: they have been used in an update; set by the update itself if it may leave the parameters unchanged.
+        stepped: the batch's update has changed parameters.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.applied = self.stepped = self._summed = False
+        self._parameters: list[nn.Parameter] = []
+        self._earlier: list[Tensor | None] = []
+
+    @contextmanager
+    def of_batch(self) -> Iterator[None]:
+        """Set aside those of earlier batches while a batch's are computed; restore them if it fails or has none."""
+        self._parameters = list(parameters_here(self._module).values())
+        self._earlier = [parameter.grad for parameter in self._parameters]
+        self.stepped = self._summed = False
+        for parameter in self._parameters:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            if not self._summed:
+                for parameter, gradient in zip(self._parameters, self._earlier, strict=True):
+                    parameter.grad = gradient
+            self._parameters, self._earlier = [], []
+
+    @contextmanager
+    def added(self, *, overridden: bool) -> Iterator[None]:
+        """Add the earlier gradients to the batch's for an update in the block; clear them if it was made.
+
+        An update that fails before it has changed anything discards only this batch. ``overridden``: it may leave them
+        for later, or change parameters in ways visible only in their values.
+        """
+        for parameter, gradient in zip(self._parameters, self._earlier, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else _sum(gradient, parameter.grad)
+        before = self._marks() if overridden else None
+        self.applied = not overridden
+        try:
+            yield
+            self._summed = True
+        finally:
+            if self.applied or before != self._marks():
+                self._summed = self.stepped = True
+                for parameter in self._parameters:
+                    parameter.grad = None
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the gradients by parameter; empty if none waits."""
+        return {
+            name: _packed(parameter.grad)
+            for name, parameter in self._module.named_parameters()
+            if parameter.grad is not None
+        }
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Load the gradients from ``state_dict``."""
+        for name, parameter in self._module.named_parameters():
+            parameter.grad = _unpacked(state[name], parameter) if name in state else None
+
+    def _marks(self) -> tuple[list[int], list[float]]:
+        """Return what changes when a parameter does: its version, or through ``.data`` only its values."""
+        with torch.no_grad():
+            sums = [parameter.sum().double() for parameter in self._parameters if parameter.numel()]
+            return [parameter._version for parameter in self._parameters], torch.stack(sums).tolist() if sums else []
+
+
+def _sum(earlier: Tensor, gradient: Tensor) -> Tensor:
+    # A sparse one is added to a dense one, not the reverse.
+    return gradient + earlier if earlier.is_sparse else earlier + gradient
+
+
+def _packed(gradient: Tensor) -> object:
+    if not gradient.is_sparse:
+        return gradient
+    gradient = gradient.coalesce()
+    return {"indices": gradient.indices(), "values": gradient.values()}
+
+
+def _unpacked(state: object, parameter: Tensor) -> Tensor:
+    if isinstance(state, Tensor):
+        return state.to(parameter.device, parameter.dtype)
+    parts = cast("Mapping[str, Tensor]", state)
+    found = torch.sparse_coo_tensor(
+        parts["indices"], parts["values"], parameter.shape, check_invariants=True, device=parts["values"].device
+    )
+    return found.coalesce().to(parameter.device, parameter.dtype)

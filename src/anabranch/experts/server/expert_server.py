@@ -29,8 +29,6 @@ from anabranch.record.spans import mark
 from anabranch.transport import Answer, Client, Limits, Request, Server, ServerStatistics, Transport
 from anabranch.transport.failures import note_failure
 
-__all__ = ["ExpertServer", "ExpertServerStatistics"]
-
 _log = logging.getLogger("anabranch.experts")
 
 # Announcements are renewed three times within their time to live.
@@ -129,7 +127,6 @@ class ExpertServer:
             self._backends[backend.uid] = backend.to(device) if device is not None else backend
         if not self._backends:
             raise ValueError("a server without experts has nothing to serve; give it backends")
-        _warn_of_waits(self._backends.values())
         if not 0 < ttl < float("inf"):
             raise ValueError(f"ttl is a finite number of seconds above 0, got {ttl!r}")
         self._directory = (
@@ -241,26 +238,20 @@ class ExpertServer:
 
         A server restarted at a new address finds its old address listed, but nothing answers there.
         """
-        uids_at: dict[str, list[str]] = {}
-        for uid, endpoint in endpoints.items():
-            if endpoint != self.endpoint:
-                uids_at.setdefault(endpoint, []).append(uid)
-        # Well before the announcements are to be renewed.
-        deadline = Deadline.after(min(_GLANCE, self._ttl / _RENEWALS / 2))
+        others = [(uid, endpoint) for uid, endpoint in endpoints.items() if endpoint != self.endpoint]
+        requests = [Request(endpoint, wire.INFO, uid, role="experts") for uid, endpoint in others]
         with self._make_client() as client:
-            requests = [Request(endpoint, wire.INFO, uids[0], role="experts") for endpoint, uids in uids_at.items()]
-            outcomes = client.gather(requests, deadline) if requests else []
-        for (endpoint, uids), outcome in zip(uids_at.items(), outcomes, strict=True):
-            if isinstance(outcome, Answer):
-                mark("experts.announced_twice", uids=uids, other=endpoint, endpoint=self.endpoint)
-                _log.warning(
-                    "%s was listed at another live server, %s, when this one announced it at %s; callers will find "
-                    "sometimes one, sometimes the other, and each trains on its own callers only: stop one of them, or "
-                    "give them different uids",
-                    _some(uids),
-                    endpoint,
-                    self.endpoint,
-                )
+            # Well before the announcements are to be renewed.
+            outcomes = client.gather(requests, Deadline.after(min(_GLANCE, self._ttl / _RENEWALS / 2)))
+        twice = [one for one, outcome in zip(others, outcomes, strict=True) if isinstance(outcome, Answer)]
+        if twice:
+            mark("experts.announced_twice", uids=[uid for uid, _ in twice], other=twice[0][1], endpoint=self.endpoint)
+            some = ", ".join(uid for uid, _ in twice[:8]) + (f" and {len(twice) - 8} more" if twice[8:] else "")
+            _log.warning(
+                "%s was listed at another live server, %s, when this one announced it at %s; callers will find "
+                "sometimes one, sometimes the other, and each trains on its own callers only: stop one of them, or "
+                "give them different uids", some, twice[0][1], self.endpoint,
+            )  # fmt: skip
 
     def _withdraw(self) -> None:
         assert self._directory is not None
@@ -277,22 +268,6 @@ class ExpertServer:
             mark("experts.directory_lost", error=str(error))
         except BaseException as error:  # noqa: BLE001 - a user's own directory; the next renewal may work
             note_failure("experts.directory_lost", error)
-
-
-def _warn_of_waits(backends: Iterable[ExpertBackend]) -> None:
-    """Warn of experts that keep a small request waiting until its caller's deadline."""
-    pools = {backend.uid: backend.forward_pool for backend in backends}
-    if waiting := [uid for uid, pool in pools.items() if pool.min_batch_size > 1 and pool.timeout is None]:
-        _log.warning(
-            "%s: min_batch_size is %d and there is no timeout, so fewer rows wait for more until their callers get "
-            "DeadlineExceeded; give timeout=, in seconds, after which a smaller batch runs anyway",
-            _some(waiting),
-            pools[waiting[0]].min_batch_size,
-        )
-
-
-def _some(uids: list[str]) -> str:
-    return ", ".join(uids[:8]) + (f" and {len(uids) - 8} more" if len(uids) > 8 else "")
 
 
 def _or_none(function: Callable[[_T], _R], argument: _T) -> _R | None:

@@ -20,9 +20,6 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from anabranch.autodiff.layer_state import lazy_clone
 from anabranch.autodiff.moved_parameter import parameters_here
-from anabranch.experts.server.batches import fill
-
-__all__ = ["KeptActivations", "KeptBatch", "KeptRows", "copies_of", "copy_on_write", "is_unwritten", "take_writes"]
 
 
 def copies_of(module: nn.Module) -> dict[str, Tensor]:
@@ -80,24 +77,17 @@ class KeptBatch:
         """
         roots: list[Tensor] = []
         seeds: list[Tensor] = []
-        parts = sorted(parts, key=lambda part: part[0].start)
         for index, output in enumerate(self.outputs):
-            if output is None or not output.requires_grad or all(its[index] is None for _, its in parts):
+            mine = [(kept, its[index]) for kept, its in parts if its[index] is not None]
+            if output is None or not output.requires_grad or not mine:
                 continue
-            seed: list[Tensor] = []
-            position = 0
-            for kept, its in parts:
-                gradient = its[index]
-                if gradient is not None:
-                    if kept.start > position:
-                        seed.append(output.new_zeros(kept.start - position, *output.shape[1:]))
-                    placed = gradient.to(output.device, output.dtype, non_blocking=True)
-                    seed.append(fill(placed, output.shape[1:]))
-                    position = kept.start + kept.rows
-            if position < self.rows:
-                seed.append(output.new_zeros(self.rows - position, *output.shape[1:]))
+            seed = torch.zeros_like(output)
+            for kept, gradient in mine:
+                assert gradient is not None
+                rows = seed[kept.start : kept.start + kept.rows]
+                rows[tuple(slice(size) for size in gradient.shape)].copy_(gradient, non_blocking=True)
             roots.append(output)
-            seeds.append(torch.cat(seed) if len(seed) > 1 else seed[0])
+            seeds.append(seed)
         leaves = [leaf for leaf in self.leaves if leaf is not None and leaf.requires_grad]
         trained = {name: copy for name, copy in self.copies.items() if copy.requires_grad}
         found: Sequence[Tensor | None] = [None] * (len(leaves) + len(trained))

@@ -19,8 +19,6 @@ from anabranch.experts.server.backend import ExpertBackend
 from anabranch.tensors import TensorSpec
 from anabranch.transport.announcements import check_uid
 
-__all__ = ["Feedforward", "Nothing", "expand_uids", "load_function", "make_backends_of", "make_named_experts"]
-
 _FEATURES = 512
 _RANGE = re.compile(r"\[(0|[1-9][0-9]*):(0|[1-9][0-9]*)\]")
 

@@ -8,12 +8,11 @@ restarted server knows whether the update is in the state it loaded.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import cast
 
@@ -28,12 +27,7 @@ from anabranch.record.spans import mark
 from anabranch.transport.failures import note_failure
 from anabranch.transport.server.once import RequestIdentity
 
-__all__ = ["DirectoryLock", "Persistence"]
-
-_log = logging.getLogger("anabranch.experts")
 _FILE = "lock"
-# From file systems without locks. Any other error is the directory's own.
-_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 _READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 _GROUP = "expert"
 # Requests remembered for each expert. A live client settles all but those it waits for, so it never reaches this bound,
@@ -77,7 +71,7 @@ class Persistence:
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with ExitStack() as locks:
             for uid in self._backends:
-                locks.enter_context(DirectoryLock(self._directory / uid, uid))
+                locks.enter_context(lock(self._directory / uid, uid))
             return locks.pop_all()
 
     def load(self) -> list[RequestIdentity]:
@@ -151,70 +145,45 @@ class Persistence:
             note_failure("experts.not_saved", error)
 
 
-class DirectoryLock:
-    """Makes this the only server that saves an expert in ``directory``, until it is closed.
+def lock(directory: Path, uid: str) -> AbstractContextManager[object]:
+    """Make this the only server that saves an expert in ``directory``, until the lock is closed.
 
     >>> import tempfile
     >>> directory = Path(tempfile.mkdtemp()) / "ffn.0"
-    >>> with DirectoryLock(directory, "ffn.0"):
+    >>> with lock(directory, "ffn.0"):
     ...     try:
-    ...         DirectoryLock(directory, "ffn.0")
+    ...         lock(directory, "ffn.0")
     ...     except CheckpointError as error:
     ...         print(str(error).partition(": ")[2].partition(" (")[0])
     another server saves ffn.0 here
-    >>> DirectoryLock(directory, "ffn.0").close()
 
     Args:
-        directory: the expert's; made if it does not exist. One that may only be read has no lock: nobody saves there.
+        directory: the expert's; made if it does not exist. One that may only be read has no lock: nobody saves there,
+            and any number of servers may serve a frozen expert from it.
         uid: the expert, for messages.
 
     Raises:
-        CheckpointError: another server has the directory, or it cannot be made.
+        CheckpointError: another server has the directory, or it cannot be made or locked.
     """
-
-    def __init__(self, directory: Path, uid: str) -> None:
-        self._lock: FileLock | None = None
-        try:
-            directory.mkdir(mode=0o700, exist_ok=True)
-            file = os.open(directory / _FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except OSError as error:
-            if error.errno in _READ_ONLY and directory.is_dir():
-                # Frozen experts may be served from such a directory, by any number of servers.
-                return
-            raise CheckpointError(
-                f"the checkpoint directory of {uid} cannot be used: {error}; give one that user {os.geteuid()} may "
-                "write to"
-            ) from error
-        try:
-            self._lock = FileLock(file)
-        except BlockingIOError:
-            raise CheckpointError(
-                f"{directory}: another server saves {uid} here ({_holder(directory)}); two servers on one directory "
-                "would overwrite each other's state: stop that one, or give each its own checkpoint_dir "
-                "(--checkpoint-dir)"
-            ) from None
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise CheckpointError(f"{directory} cannot be locked: {error}; give another directory") from error
-            _log.warning(
-                "%s is on a file system without locks (%s): make sure that no other server saves %s there",
-                directory, error, uid,
-            )  # fmt: skip
-            return
-        with suppress(OSError):  # only for messages
-            os.ftruncate(file, 0)
-            os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-
-    def close(self) -> None:
-        """Release the directory to another server."""
-        if self._lock is not None:
-            self._lock.close()
-
-    def __enter__(self) -> DirectoryLock:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        own = FileLock(os.open(directory / _FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+    except BlockingIOError:
+        raise CheckpointError(
+            f"{directory}: another server saves {uid} here ({_holder(directory)}); two servers on one directory would "
+            "overwrite each other's state: stop that one, or give each its own checkpoint_dir (--checkpoint-dir)"
+        ) from None
+    except OSError as error:
+        if error.errno in _READ_ONLY and directory.is_dir():
+            return nullcontext()
+        raise CheckpointError(
+            f"the checkpoint directory of {uid} cannot be used: {error}; give one that user {os.geteuid()} may write "
+            "to and that can be locked"
+        ) from error
+    with suppress(OSError):  # only for messages
+        os.ftruncate(own.descriptor, 0)
+        os.pwrite(own.descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return own
 
 
 def _holder(directory: Path) -> str:

@@ -31,8 +31,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -42,22 +41,10 @@ import torch
 from torch import Tensor
 
 from anabranch.deadline import Deadline
-from anabranch.errors import BoundaryError, DeadlineExceeded, NonFinite, Overloaded, PeerLost
-from anabranch.experts.server.device_copies import DeviceCopies
+from anabranch.errors import BoundaryError, DeadlineExceeded, NonFinite, Overloaded, PeerLost, SchemaError
 from anabranch.record import spans
+from anabranch.tensors import TensorSpec
 from anabranch.transport.failures import ends_the_program, note_failure
-
-__all__ = [
-    "PoolStatistics",
-    "ProcessTasks",
-    "Runtime",
-    "StateSeen",
-    "Task",
-    "TaskPool",
-    "Unrepeatable",
-    "join_tasks",
-    "split_outputs",
-]
 
 # Seconds after which an idle runtime wakes up, so that its wait has an end.
 _LONGEST_NAP = 60.0
@@ -148,6 +135,20 @@ class Task(msgspec.Struct, eq=False):
                 self.nbytes += tensor.nbytes
 
 
+class PoolStatistics(msgspec.Struct):
+    """Counters of a pool since it was made, and its present queue."""
+
+    tasks: int = 0
+    batches: int = 0
+    rows: int = 0
+    dropped: int = 0
+    declined: int = 0
+    waiting_tasks: int = 0
+    waiting_rows: int = 0
+    waiting_bytes: int = 0
+    busy_seconds: float = 0.0
+
+
 class _Queue:
     """Waiting tasks of one pool that may share a batch."""
 
@@ -208,9 +209,10 @@ class _Scheduler:
             queue = self.queues[key] = _Queue(pool, key)
         heappush(queue.heap, ((-task.priority, start, task.arrived, next(self._numbers)), task))
         queue.rows += task.rows
-        pool.waiting_tasks += 1
-        pool.waiting_rows += task.rows
-        pool.waiting_bytes += task.nbytes
+        counts = pool.counts
+        counts.waiting_tasks += 1
+        counts.waiting_rows += task.rows
+        counts.waiting_bytes += task.nbytes
 
     def most_urgent(self, now: float, pool: TaskPool | None = None) -> _Queue | None:
         """Return the queue with the most urgent task among those with a batch due, of all pools or of one."""
@@ -219,7 +221,7 @@ class _Scheduler:
             if (
                 (pool is None or queue.pool is pool)
                 and (best is None or queue.heap[0][0] < best.heap[0][0])
-                and queue.due_at() <= now
+                and (queue.pool.min_batch_size <= 1 or queue.due_at() <= now)
             ):
                 best = queue
         return best
@@ -228,14 +230,14 @@ class _Scheduler:
         """Return the moment at which the next batch is due."""
         due = float("inf")
         for queue in self.queues.values():
-            due = min(due, queue.due_at())
+            due = 0.0 if queue.pool.min_batch_size <= 1 else min(due, queue.due_at())
         return due
 
     def take(self, queue: _Queue) -> tuple[list[Task], list[Task]]:
         """Return the most urgent task and those that may share its batch, up to ``max_batch_size`` rows, or one larger
         task that is to run whole; and those past their deadline. A batch that is padded is at most half padding.
         """
-        heap, pool = queue.heap, queue.pool
+        heap, pool, counts = queue.heap, queue.pool, queue.pool.counts
         batch: list[Task] = []
         late: list[Task] = []
         left: list[tuple[Urgency, Task]] = []
@@ -251,13 +253,13 @@ class _Scheduler:
                 left.append(entry)
                 continue
             queue.rows -= task.rows
-            pool.waiting_tasks -= 1
-            pool.waiting_rows -= task.rows
-            pool.waiting_bytes -= task.nbytes
+            counts.waiting_tasks -= 1
+            counts.waiting_rows -= task.rows
+            counts.waiting_bytes -= task.nbytes
             if task.unwanted():
-                pool.dropped += 1
+                counts.dropped += 1
             elif task.deadline.expired():
-                pool.dropped += 1
+                counts.dropped += 1
                 late.append(task)
             else:
                 batch.append(task)
@@ -274,23 +276,8 @@ class _Scheduler:
         mine = [queue for queue in self.queues.values() if queue.pool is pool]
         self.queues = {key: queue for key, queue in self.queues.items() if queue.pool is not pool}
         tasks = [task for queue in mine for _, task in sorted(queue.heap, key=lambda entry: entry[0])]
-        pool.waiting_tasks = pool.waiting_rows = pool.waiting_bytes = 0
+        pool.counts.waiting_tasks = pool.counts.waiting_rows = pool.counts.waiting_bytes = 0
         return tasks
-
-
-@dataclass(frozen=True, slots=True)
-class PoolStatistics:
-    """Counters of a pool since it was made, and its present queue."""
-
-    tasks: int
-    batches: int
-    rows: int
-    dropped: int
-    declined: int
-    waiting_tasks: int
-    waiting_rows: int
-    waiting_bytes: int
-    busy_seconds: float = 0.0
 
 
 class TaskPool:
@@ -353,11 +340,8 @@ class TaskPool:
         """Number of tasks in the running batch, for ``process``."""
         self.took: dict[int, float] = {}
         """Seconds that batches of this many rows (by powers of two) have taken recently."""
-        self.dropped = 0
         self.scheduler = _Scheduler()
-        self.waiting_tasks = self.waiting_rows = self.waiting_bytes = 0
-        self._busy_seconds = 0.0
-        self._tasks = self._batches = self._rows_run = self._declined = 0
+        self.counts = PoolStatistics()
         self._closed = False
 
     # --- queueing
@@ -366,15 +350,16 @@ class TaskPool:
         """Raise ``Overloaded`` if there is no room now for a request of this many rows and bytes."""
         if self._closed:
             raise PeerLost(f"{self.name} is closed")
+        counts = self.counts
         # An empty queue accepts any request; otherwise one beyond the bound would never be served.
-        if self.waiting_tasks and (
-            self.waiting_rows + rows > self.max_queue_rows or self.waiting_bytes + nbytes > self.max_queue_bytes
+        if counts.waiting_tasks and (
+            counts.waiting_rows + rows > self.max_queue_rows or counts.waiting_bytes + nbytes > self.max_queue_bytes
         ):
             with self.scheduler.lock:
-                self._declined += 1
+                counts.declined += 1
             raise Overloaded(
-                f"{self.name}: {self.waiting_rows} rows and {self.waiting_bytes} bytes are queued; {rows} more rows "
-                f"exceed {self.max_queue_rows} rows or {self.max_queue_bytes} bytes"
+                f"{self.name}: {counts.waiting_rows} rows and {counts.waiting_bytes} bytes are queued; {rows} more "
+                f"rows exceed {self.max_queue_rows} rows or {self.max_queue_bytes} bytes"
             )
 
     def submit(self, task: Task) -> Future[Sequence[Tensor | None]]:
@@ -397,9 +382,9 @@ class TaskPool:
 
     def put(self, task: Task) -> None:
         """``submit`` for a caller that holds the scheduler's lock and wakes the device."""
-        if self.waiting_tasks or self._closed:
+        if self.counts.waiting_tasks or self._closed:
             self.check_room(task.rows, task.nbytes)
-        self._tasks += 1
+        self.counts.tasks += 1
         if self.whole or task.rows <= self.max_batch_size:
             self.scheduler.put(self, task)
             return
@@ -453,8 +438,8 @@ class TaskPool:
         for task in batch:
             rows += task.rows
         try:
-            self._batches += 1
-            self._rows_run += rows
+            self.counts.batches += 1
+            self.counts.rows += rows
             self.tasks_in_batch = len(batch)
             with spans.span(self.name, "compute", tasks=len(batch), rows=rows):
                 outputs = self._compute(batch)
@@ -483,24 +468,14 @@ class TaskPool:
 
     def note_seconds(self, rows: int, seconds: float) -> None:
         """Record a batch's seconds: a longer time raises the estimate at once, a shorter one lowers it by averaging."""
-        self._busy_seconds += seconds
+        self.counts.busy_seconds += seconds
         size = rows.bit_length()
         self.took[size] = max(seconds, (seconds + self.took.get(size, 0.0)) / 2)
 
     def statistics(self) -> PoolStatistics:
         """Counters since the pool was made, and its present queue."""
         with self.scheduler.lock:
-            return PoolStatistics(
-                self._tasks,
-                self._batches,
-                self._rows_run,
-                self.dropped,
-                self._declined,
-                self.waiting_tasks,
-                self.waiting_rows,
-                self.waiting_bytes,
-                self._busy_seconds,
-            )
+            return msgspec.structs.replace(self.counts)
 
 
 class Runtime:
@@ -676,7 +651,7 @@ class Runtime:
         rows = 0
         for task in batch:
             rows += task.rows
-            if last < task.deadline:
+            if task.deadline is not last and last < task.deadline:
                 last = task.deadline
         if rows > pool.max_batch_size:
             # A request that runs whole continues after its deadline, which does not mean that the device is stuck.
@@ -692,10 +667,12 @@ class Runtime:
         """Return the queue to serve, as soon as one has a batch due; ``None`` when the thread should end."""
         while not self._stopped:
             now = time.monotonic()
-            queue = None if self._helped else self._scheduler.most_urgent(now)
-            if queue is not None:
-                return queue
-            next_due = float("inf") if self._helped else self._scheduler.next_due()
+            next_due = float("inf")
+            if self._scheduler.queues and not self._helped:
+                queue = self._scheduler.most_urgent(now)
+                if queue is not None:
+                    return queue
+                next_due = self._scheduler.next_due()
             self._sleeps_until = min(next_due, now + _LONGEST_NAP)
             self._scheduler.changed.wait(timeout=self._sleeps_until - now)
             self._sleeps_until = 0.0
@@ -724,24 +701,19 @@ def _future_of(task: Task) -> Future[Sequence[Tensor | None]]:
     finish, unwanted = task.finish, task.unwanted
 
     def settle(outcome: Outcome) -> None:
-        try:
+        with suppress(InvalidStateError):  # cancelled
             if isinstance(outcome, BaseException):
                 future.set_exception(outcome)
             else:
                 future.set_result(outcome)
-        except InvalidStateError:
-            spans.mark("experts.cancelled_late")
         finish(outcome)
 
     def is_unwanted() -> bool:
         # Called again for each part of a split task, whose first part may have run.
-        if future.running():
-            if unwanted():
+        if unwanted() and not future.cancel():
+            with suppress(InvalidStateError):
                 future.set_exception(CancelledError())
-            return future.done()
-        if unwanted():
-            future.cancel()
-        return future.cancelled() or not future.set_running_or_notify_cancel()
+        return future.done() or not (future.running() or future.set_running_or_notify_cancel())
 
     def notify(future: Future[Sequence[Tensor | None]]) -> None:
         if future.cancelled():
@@ -831,3 +803,133 @@ def _failed_later(error: BaseException, first: int, last: int) -> BaseException:
     later = Unrepeatable(f"{type(error).__name__}: {error} ({which})")
     later.__cause__ = error
     return later
+
+
+# --- requests of unequal lengths, padded to the longest
+#
+#     lengths 2 and 4     x x 0 0      mask  1 1 0 0      outputs and gradients are cut back to each request's length
+#                         x x x x            1 1 1 1
+#
+# All dimensions that vary in a padded schema are this one length. Gradients of outputs are padded with zeros too, so
+# padding adds nothing to any gradient, if the module's outputs at values do not depend on masked positions.
+
+
+def fill(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return ``tensor`` padded with zeros at the ends to rows of ``shape``."""
+    if tuple(tensor.shape[1:]) == tuple(shape):
+        return tensor
+    filled = tensor.new_zeros(len(tensor), *shape)
+    filled[tuple(slice(size) for size in tensor.shape)] = tensor
+    return filled
+
+
+def cut(tensor: Tensor, spec: TensorSpec, length: int) -> Tensor:
+    """Return ``tensor`` with the dimensions that vary cut to ``length``."""
+    for dimension in spec.varying:
+        tensor = tensor.narrow(1 + dimension, 0, length)
+    return tensor
+
+
+def make_mask(batch: Sequence[Task], device: torch.device) -> Tensor:
+    """Return the bool mask of the values of a padded batch."""
+    lengths = torch.tensor([task.length for task in batch], device=device)
+    each = lengths.repeat_interleave(torch.tensor([task.rows for task in batch], device=device))
+    return torch.arange(_longest(batch), device=device) < each[:, None]
+
+
+def join_padded(batch: Sequence[Task], specs: Sequence[TensorSpec | None]) -> list[list[Tensor | None]]:
+    """Return the inputs of each task of a batch, of the longest one's length; the tasks keep their own, to be run one
+    by one if the batch fails.
+    """
+    longest = _longest(batch)
+    return [
+        [
+            tensor
+            if tensor is None or spec is None or not spec.varying
+            else fill(tensor, spec.with_sizes([longest] * len(spec.varying)))
+            for tensor, spec in zip(task.inputs, specs, strict=True)
+        ]
+        for task in batch
+    ]
+
+
+def split_padded(
+    outputs: Sequence[Sequence[Tensor | None]],
+    batch: Sequence[Task],
+    specs: Sequence[TensorSpec | None],
+    names: Sequence[str],
+) -> list[list[Tensor | None]]:
+    """Return the outputs of each task of a batch, of its own length.
+
+    Raises:
+        SchemaError: a size that varies is not the length of the batch.
+    """
+    longest = _longest(batch)
+    for output, spec, name in zip(outputs[0], specs, names, strict=True):
+        if output is not None and spec is not None and any(n != longest for n in spec.sizes_of(output.shape)):
+            raise SchemaError(
+                f"{name}: expected length {longest}, as its inputs were padded to, got {tuple(output.shape)}; sizes of "
+                "outputs that vary must be those of the inputs"
+            )
+    return [
+        [
+            output if output is None or spec is None else cut(output, spec, task.length)
+            for output, spec in zip(mine, specs, strict=True)
+        ]
+        for task, mine in zip(batch, outputs, strict=True)
+    ]
+
+
+def _longest(batch: Sequence[Task]) -> int:
+    return max(task.length for task in batch)
+
+
+# --- copies between main memory and a device, in parallel with the device's computation
+#
+#     thread that reads   pinned memory ── copy stream ──> device memory, an event behind it
+#     device thread                                          │ the computing stream waits for the event, and no other
+#                         pinned memory <── copy stream ──── outputs of the batch
+#
+# A request is copied to the device while the previous batch is computed. Memory is pinned because the device copies
+# only such memory asynchronously.
+
+
+class DeviceCopies:
+    """The copies to and from one CUDA device.
+
+    Args:
+        device: the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def bring(self, tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], torch.cuda.Event]:
+        """Start copying ``tensors`` to the device; call ``await_arrival`` before computing with them."""
+        with torch.cuda.stream(self._stream):
+            there = [None if tensor is None else tensor.to(self._device, non_blocking=True) for tensor in tensors]
+            return there, self._stream.record_event()
+
+    def await_arrival(self, tensors: Sequence[Tensor | None], copied: torch.cuda.Event) -> None:
+        """Make this thread's later computation wait for ``tensors``, returned by ``bring``."""
+        computing = torch.cuda.current_stream(self._device)
+        computing.wait_event(copied)
+        for tensor in tensors:
+            if tensor is not None:
+                # The memory belongs to the copy stream: without this it could be reused before the computation is done.
+                tensor.record_stream(computing)
+
+    def take(self, outputs: Sequence[Sequence[Tensor | None]]) -> list[list[Tensor | None]]:
+        """Copy the outputs computed on this thread to pinned main memory."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            here = [[None if tensor is None else self._to_pinned(tensor) for tensor in one] for one in outputs]
+        self._stream.record_event().synchronize()
+        return here
+
+    def _to_pinned(self, tensor: Tensor) -> Tensor:
+        tensor.record_stream(self._stream)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu").copy_(
+            tensor, non_blocking=True
+        )

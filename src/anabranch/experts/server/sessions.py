@@ -29,11 +29,9 @@ from torch import Tensor, nn
 from anabranch.deadline import Deadline
 from anabranch.errors import Overloaded, SchemaError, SessionGone
 from anabranch.experts.server.backend import ExpertBackend
-from anabranch.experts.wire import Step as StepHeader
+from anabranch.experts.wire import StepHeader
 from anabranch.periodic import periodic
 from anabranch.record.spans import mark
-
-__all__ = ["Sessions", "Step", "bytes_held"]
 
 LEAST_BYTES = 1 << 16
 """The least that a session counts with, for its record here and its module's own, which is not measured."""

@@ -31,8 +31,6 @@ from anabranch.experts.server.sessions import Sessions, Step
 from anabranch.transport import Call, RequestHeader, Server, TensorHeader, Verb, allocate, pack, unpack
 from anabranch.transport.frame import bytes_of
 
-__all__ = ["ExpertVerbs"]
-
 Finish = Callable[[Sequence[Tensor | None] | BaseException], None]
 
 
@@ -90,7 +88,6 @@ class ExpertVerbs:
             ),
             Verb(wire.SESSION_STEP, self._step, check=self._check_step, allocate=into, quick=True),
             Verb(wire.SESSION_END, self._end_session, quick=True),
-            Verb(wire.SESSION_COUNT, self._count_sessions, quick=True),
         ]
 
     def healthy(self) -> bool:
@@ -128,7 +125,7 @@ class ExpertVerbs:
 
     def _check(self, header: RequestHeader) -> None:
         """Refuse a request that does not fit its expert, before memory is allocated for it."""
-        backend = self._find(header.target)
+        backend = self.backends.get(header.target) or self._find(header.target)
         if header.schema != self.schemas[header.target][1]:
             raise AnotherSchema(
                 f"{header.target} has a different schema than the caller expects; request its info again"
@@ -148,7 +145,7 @@ class ExpertVerbs:
         another schema.
         """
         backend = self._find(header.target)
-        step = unpack(header.payload, wire.Step)
+        step = unpack(header.payload, wire.StepHeader)
         if step.number:
             self._sessions.find(step, backend)
         self._check(header)
@@ -167,10 +164,10 @@ class ExpertVerbs:
 
     def _forward(self, call: Call) -> None:
         backend = self.backends[call.target]  # the check has been there
-        schema, header = backend.schema, unpack(call.payload, wire.Forward)
+        schema, header = backend.schema, unpack(call.payload, wire.ForwardHeader)
         inputs = call.tensors if schema.takes_as_is else wire.from_wire(call.tensors, schema.inputs)
         self._check_finite(call, inputs, schema.input_names)
-        seen, rows, evaluating = StateSeen(), _rows(inputs), header.evaluating
+        seen, rows, evaluating = StateSeen(), call.tensors[0].shape[0], header.evaluating
         # A request that is split has no single graph.
         ticket = header.ticket if 0 < rows <= min(backend.kept.budget, backend.forward_pool.max_batch_size) else b""
         if not rows:  # the module knows the sizes of its outputs
@@ -189,7 +186,7 @@ class ExpertVerbs:
             # The ticket in the answer says that it is valid for a backward.
             valid = ticket if ticket and ticket in backend.kept else b""
             sent = outcome if schema.gives_as_is else wire.to_wire(outcome, schema.output_specs)
-            call.reply(cast("Sequence[Tensor]", sent), pack(wire.Outputs(valid, seen.changes, seen.changed)))
+            call.reply(cast("Sequence[Tensor]", sent), pack(wire.OutputsHeader(valid, seen.changes, seen.changed)))
 
         sizes, length = schema.measure(inputs) if schema.varies else ((), 0)
         task = Task(
@@ -200,19 +197,16 @@ class ExpertVerbs:
 
     def _backward(self, call: Call) -> None:
         backend = self.backends[call.target]
-        schema, header = backend.schema, unpack(call.payload, wire.Backward)
-        specs, parts = schema.inputs, 0
-        inputs: list[Tensor | None] = [None] * len(specs)
-        if not header.ticket:
-            parts = wire.count_parts(schema.input_layout)
-            inputs = wire.from_wire(call.tensors[:parts], specs)
-        elif header.ticket not in backend.kept:
+        schema, header = backend.schema, unpack(call.payload, wire.BackwardHeader)
+        if header.ticket and header.ticket not in backend.kept:
             raise ActivationsGone(f"{call.target} has not kept these activations; send the inputs again")
-        gradients = wire.from_wire(call.tensors[parts:], schema.output_specs, header.present)
-        tensors = [*inputs, *gradients]
+        specs = schema.inputs
+        sent = [not header.ticket] * len(specs) + header.present
+        tensors = wire.from_wire(call.tensors, [*specs, *schema.output_specs], sent)
+        inputs, gradients = tensors[: len(specs)], tensors[len(specs) :]
         hint = ". If an output did too, the cause is the module, not the loss"
         self._check_finite(call, tensors, [*schema.input_names, *schema.gradient_names], hint)
-        seen, rows = StateSeen(), _rows(tensors)
+        seen, rows = StateSeen(), call.tensors[0].shape[0]
 
         def finish(outcome: Sequence[Tensor | None] | BaseException) -> None:
             changed = not isinstance(outcome, BaseException) or isinstance(outcome, Unrepeatable)
@@ -221,7 +215,7 @@ class ExpertVerbs:
             if isinstance(outcome, BaseException):
                 call.fail(outcome)
             else:
-                answer = wire.Gradients(wire.present(outcome), seen.changes)
+                answer = wire.GradientsHeader([gradient is not None for gradient in outcome], seen.changes)
                 call.reply(wire.to_wire(outcome, specs), pack(answer))
 
         if not rows:
@@ -250,11 +244,11 @@ class ExpertVerbs:
         schema = backend.schema
         inputs = wire.from_wire(call.tensors, schema.inputs)
         self._check_finite(call, inputs, schema.input_names)
-        rows, length = _rows(inputs), schema.length_of(inputs)
+        rows, length = call.tensors[0].shape[0], schema.length_of(inputs)
         if not rows or not length:
             raise SchemaError(f"{call.target}: a step has at least one row and one position, got {rows} and {length}")
         nbytes = sum(tensor.nbytes for tensor in call.tensors)
-        step = Step(unpack(call.payload, wire.Step), rows, length, nbytes, _checksum(call.tensors))
+        step = Step(unpack(call.payload, wire.StepHeader), rows, length, nbytes, _checksum(call.tensors))
         self._sessions.check(step, backend, call.deadline)
 
         def finish(outcome: Sequence[Tensor | None] | BaseException) -> None:
@@ -274,15 +268,13 @@ class ExpertVerbs:
         self._sessions.end(call.payload[:32], "the session was ended by its caller")
         call.reply()
 
-    def _count_sessions(self, call: Call) -> None:
-        call.reply(payload=pack(self._find(call.target).open_sessions))
-
     # --- queueing
 
     def _put_aside(self, call: Call, backend: ExpertBackend, pool: TaskPool, task: Task) -> None:
         """Queue the task once all requests received so far are read, so that they share a batch."""
         task.caller = call.peer.name
-        task.priority = backend.prioritize(task.caller, task.rows, backward=pool is backend.backward_pool)
+        if type(backend).prioritize is not ExpertBackend.prioritize:
+            task.priority = backend.prioritize(task.caller, task.rows, backward=pool is backend.backward_pool)
         if not isinstance(task.priority, int):
             raise TypeError(f"{type(backend).__name__}.prioritize returned {task.priority!r}; return a whole number")
         if backend.copies is not None:
@@ -298,16 +290,13 @@ class ExpertVerbs:
         if not aside:
             return
         self._round.tasks = None
-        one_of_many = not self._transport().on_loop()
+        server = None if self._server is None else self._server()
+        assert server is not None
+        one_of_many = not server.on_loop()
         for runtime in self.runtimes:
             mine = aside if len(self.runtimes) == 1 else {pool: own for pool, own in aside.items() if pool in runtime}
             if mine:
                 runtime.submit(mine, one_of_many=one_of_many)
-
-    def _transport(self) -> Server:
-        server = None if self._server is None else self._server()
-        assert server is not None
-        return server
 
 
 def _session_pool(backend: ExpertBackend) -> TaskPool:
@@ -317,13 +306,6 @@ def _session_pool(backend: ExpertBackend) -> TaskPool:
             "make_cache(rows, max_length); see 'Generate step by step' in the guide of experts"
         )
     return backend.session_pool
-
-
-def _rows(tensors: Sequence[Tensor | None]) -> int:
-    for tensor in tensors:
-        if tensor is not None:
-            return tensor.shape[0]
-    raise AssertionError("a schema has an input")
 
 
 def _checksum(tensors: Sequence[Tensor]) -> int:
