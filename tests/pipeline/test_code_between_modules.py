@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextvars
+import functools
+import gc
 import os
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ import pytest
 import torch
 from pipeline_models import assert_same_gradients, close
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from anabranch import Executor, TrainStep
 from anabranch.errors import CaptureError
@@ -401,25 +404,116 @@ def test_a_seeding_between_modules_is_refused_and_undone(forked: bool):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_mask_that_a_cache_kept_from_a_trace_is_named():
-    cache: dict[int, Tensor] = {}
+MASKS: dict[object, object] = {}
 
-    def mask(n: int) -> Tensor:
-        if n not in cache:
-            cache[n] = torch.ones(n, n).tril()
-        return cache[n]
 
-    class Masks(nn.Module):
+def by_dict(n: int) -> Tensor:
+    if n not in MASKS:
+        MASKS[n] = torch.ones(n, n).tril()
+    return MASKS[n]
+
+
+@functools.lru_cache(4)
+def by_lru_cache(n: int) -> Tensor:
+    return torch.ones(n, n).tril()
+
+
+@functools.cache
+def of_pairs(n: int) -> tuple[Tensor, list[Tensor]]:
+    return torch.ones(n, n).tril(), [torch.ones(n)]
+
+
+def on_an_object(n: int) -> Tensor:
+    if not hasattr(Config, "mask"):
+        Config.mask = torch.ones(n, n).tril()
+    return Config.mask
+
+
+def by_global(n: int) -> Tensor:
+    if "mask" not in globals():
+        globals()["mask"] = torch.ones(n, n).tril()
+    return globals()["mask"]
+
+
+def forget_masks() -> None:
+    MASKS.clear()
+    by_lru_cache.cache_clear()
+    of_pairs.cache_clear()
+    globals().pop("mask", None)
+    if hasattr(Config, "mask"):
+        del Config.mask
+
+
+class Masks(nn.Module):
+    def __init__(self, mask: Callable[[int], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.mask = nn.Linear(3, 3), nn.Linear(3, 3), mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.mask(x.shape[1]) @ self.a(x))
+
+
+class Whole(nn.Sequential):
+    """The same mask in a module that stays whole."""
+
+    def __init__(self, mask: Callable[[int], Tensor]) -> None:
+        super().__init__(Masks(mask), nn.Linear(3, 3))
+
+
+MEMOS = [by_dict, by_lru_cache, lambda n: of_pairs(n)[0], on_an_object, by_global]
+
+
+def no_tensor_without_memory() -> bool:
+    gc.collect()
+    return not any(type(one) is FakeTensor for one in gc.get_objects())
+
+
+@pytest.mark.parametrize("mask", MEMOS)
+def test_a_mask_kept_outside_the_model_is_refused_and_taken_out_there(mask: Callable[[int], Tensor]):
+    forget_masks()
+    model, x = Masks(mask), torch.randn(4, 2, 3)
+    with pytest.raises(CaptureError, match=r"test_code_between_modules.py:\d+ .* kept outside the model .* call the"):
+        split(model, ["b"], example=x)
+    assert no_tensor_without_memory()
+    expected = model(x)
+    parts = split(model, ["b"], example=x)
+    assert torch.equal(parts(x), expected)
+    forget_masks()
+    with Pipe(parts, [1, 1], chunks=2) as pipe:
+        with pytest.raises(CaptureError, match="kept outside the model"):
+            pipe(x)
+        assert no_tensor_without_memory()
+        assert torch.equal(model(x), expected)
+        torch.testing.assert_close(pipe(x), expected)
+    forget_masks()
+
+
+@pytest.mark.parametrize("mask", MEMOS)
+def test_a_mask_kept_by_a_whole_module_is_a_real_one(mask: Callable[[int], Tensor]):
+    forget_masks()
+    model, x = Whole(mask), torch.randn(4, 2, 3)
+    parts = split(model, ["1"], example=x)
+    assert no_tensor_without_memory()
+    with Pipe(parts, [1, 1], chunks=2) as pipe:
+        y = pipe(x)
+        assert no_tensor_without_memory()
+        forget_masks()
+        torch.testing.assert_close(y, model(x))
+    forget_masks()
+
+
+def test_a_refused_trace_leaves_nothing_without_memory_behind():
+    seen: list[Tensor] = []
+
+    class Keeps(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.b(mask(len(x)) @ self.a(x))
+            seen.append(x := self.a(x))
+            return self.b(x if x.sum() > 0 else -x)
 
-    model, x = Masks(), torch.randn(4, 3)
-    with pytest.raises(CaptureError, match="a cache outside the model .* clear the cache"):
-        split(model, ["b"], example=x)
-    cache.clear()
-    expected = model(x)
-    assert torch.equal(split(model, ["b"], example=x)(x), expected)
+    with pytest.raises(CaptureError, match="depends on the values of a tensor"):
+        split(Keeps(), ["b"], example=torch.randn(4, 3))
+    assert not seen

@@ -124,7 +124,7 @@ class SplitModel(PartedModel):
         """Run the parts one after the other."""
         call = SplitCall(self.source.trace)
         try:
-            call.add(signature_of(args, kwargs))
+            call.add([signature_of(args, kwargs)])
             with call.current():
                 value = super().forward(*args, **kwargs)
             call.check()
@@ -212,7 +212,7 @@ class SplitSource:
                 if example is None:
                     yield uses_by_fx(self.model, self.at)
                 else:
-                    yield self._trace(signature_of(*example)).uses()
+                    yield self._trace([signature_of(*example)])[0].uses()
         finally:
             for module, flag in flags:
                 module.training = flag
@@ -241,14 +241,15 @@ class SplitSource:
 
     # Programs.
 
-    def trace(self, signature: Signature) -> PartProgram:
-        """Return the program of the model's code, as it is now, for inputs of this form."""
-        program = self._trace(signature)
-        self._check_owners(program.uses())
-        return program
+    def trace(self, signatures: Sequence[Signature]) -> list[PartProgram]:
+        """Return the programs of the model's code, as it is now, for inputs of these forms."""
+        programs = self._trace(signatures)
+        for program in programs:
+            self._check_owners(program.uses())
+        return programs
 
-    def _trace(self, signature: Signature) -> PartProgram:
-        return trace(self.model, self.at, signature, _plain_modes(), self._device(), self.forms)
+    def _trace(self, signatures: Sequence[Signature]) -> list[PartProgram]:
+        return trace(self.model, self.at, signatures, _plain_modes(), self._device(), self.forms)
 
     def forget_forms(self) -> None:
         """Forget the forms of the modules' results: after a failure one of them may be another's."""
@@ -311,7 +312,7 @@ class SplitPart(ModelPart):
         else:
             signature = signature_of(args, kwargs)
             if call is source.alone:
-                call.add(signature)
+                call.add([signature])
             number, program = call.start(signature)
             values = _tensors_of(args, kwargs)
         return number, *program.run(self.index, values, source.model, self._held)

@@ -28,15 +28,15 @@ class SplitCall:
     They belong to this call alone: the next one runs the code again.
     """
 
-    def __init__(self, trace: Callable[[Signature], PartProgram]) -> None:
+    def __init__(self, trace: Callable[[Sequence[Signature]], list[PartProgram]]) -> None:
         self._trace = trace
         self._programs: dict[Signature, PartProgram] = {}
 
-    def add(self, signature: Signature) -> PartProgram:
-        """Run the code for inputs of this form."""
-        if signature not in self._programs:
-            self._programs[signature] = self._trace(signature)
-        return self._programs[signature]
+    def add(self, signatures: Sequence[Signature]) -> list[PartProgram]:
+        """Run the code for inputs of these forms."""
+        new = [one for one in dict.fromkeys(signatures) if one not in self._programs]
+        self._programs.update(zip(new, self._trace(new), strict=True))
+        return [self._programs[one] for one in signatures]
 
     def prepare(
         self,
@@ -48,13 +48,11 @@ class SplitCall:
         tells: bool,
     ) -> list[InputKind]:
         """Run the code for microbatches of these sizes; return the data that other ranks need to do the same."""
-        kinds: list[InputKind] = []
-        for size in dict.fromkeys(sizes):
-            inputs = _microbatch(args, kwargs, size, records)
-            program = self.add(signature_of(*inputs))
-            if tells:
-                kinds.append((program.digest(), *describe(inputs)))
-        return kinds
+        inputs = [_microbatch(args, kwargs, size, records) for size in dict.fromkeys(sizes)]
+        programs = self.add([signature_of(*one) for one in inputs])
+        if not tells:
+            return []
+        return [(program.digest(), *describe(one)) for program, one in zip(programs, inputs, strict=True)]
 
     def learn(self, kinds: Sequence[InputKind], rank: int) -> None:
         """Run the code as the first stage's rank has.
@@ -62,9 +60,10 @@ class SplitCall:
         Raises:
             CaptureError: it takes another way on this one, number ``rank``.
         """
-        for digest, spec, shapes, needs_grad in kinds:
-            args, kwargs = cast(_Inputs, described(spec, shapes, needs_grad))
-            if self.add(signature_of(args, kwargs)).digest() != digest:
+        inputs = [cast(_Inputs, described(*kind)) for _, *kind in kinds]
+        programs = self.add([signature_of(*one) for one in inputs])
+        for (digest, *_), program in zip(kinds, programs, strict=True):
+            if program.digest() != digest:
                 raise CaptureError(
                     f"the code between the modules calls something else on rank {rank} than on the first stage's rank: "
                     "their models differ in a mode, or in a number or a function that the code reads; use the same on "
@@ -77,8 +76,9 @@ class SplitCall:
         Raises:
             CaptureError: it takes another way now, because a module changed what the code reads.
         """
-        for signature, program in self._programs.items():
-            place = program.place_of_difference(self._trace(signature))
+        again = self._trace(list(self._programs))
+        for program, other in zip(self._programs.values(), again, strict=True):
+            place = program.place_of_difference(other)
             if place is not None:
                 raise CaptureError(
                     f"while the parts ran, a module changed what the code between the modules reads ({place}), so that "

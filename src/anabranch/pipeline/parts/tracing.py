@@ -23,6 +23,7 @@ import copy
 import dataclasses
 import enum
 import functools
+import gc
 import inspect
 import operator
 import random
@@ -53,7 +54,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from anabranch.autodiff.moved_parameter import Elsewhere, Switch
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.errors import CaptureError
-from anabranch.pipeline.parts.model_part import is_within
 from anabranch.pipeline.parts.part_program import HeldTensor, Instruction, PartProgram, Slot, TensorForm, is_plain
 from anabranch.pipeline.parts.trees import Tree, build, take_apart
 from anabranch.pipeline.stage.skips import SkipStore, declaration_of, using_store
@@ -93,6 +93,8 @@ def _form_of_input(leaf: object) -> object:
     )
 
 
+_DisableTorchFunction = torch._C.DisableTorchFunction
+
 _Run: TypeAlias = Callable[[list[object], Tree | None, ThreadModes], object]
 """A call, given the leaves and the containers of its arguments and the thread's modes."""
 
@@ -106,23 +108,25 @@ Form: TypeAlias = tuple[Tree | None, tuple[object, ...]]
 def trace(
     model: nn.Module,
     at: Sequence[str],
-    signature: Signature,
+    signatures: Sequence[Signature],
     modes: ThreadModes,
     device: torch.device,
     forms: dict[object, Form],
-) -> PartProgram:
-    """Return the program of ``model``'s forward for inputs of this form.
+) -> list[PartProgram]:
+    """Return the programs of ``model``'s forward for inputs of these forms.
 
     Raises:
         CaptureError: the code between the modules cannot be seen from outside; says where and why.
     """
-    recorder = _Recorder(model, at, modes, device, forms)
+    fake = _WithoutMemory()
+    references = sys.getrefcount(fake)
+    recorder = _Recorder(model, at, modes, device, forms, fake)
     result: list[PartProgram] = []
     error: list[BaseException] = []
 
     def run() -> None:
         try:
-            result.append(recorder.run(signature))
+            result.extend(recorder.run(signatures))
         except BaseException as caught:  # noqa: BLE001 - raised again in the caller's thread
             error.append(caught)
 
@@ -131,16 +135,68 @@ def trace(
     thread.start()
     while thread.is_alive():  # the caller's own work, done there; looked at so that an interrupt comes through
         thread.join(0.5)
+    place_of = recorder.close()
+    if error or sys.getrefcount(fake) > references:  # each of its tensors has a reference to it
+        gc.unfreeze()  # what is frozen is not looked at below
+        gc.collect()
+        left = [it for it in gc.get_objects() if type(it) is FakeTensor and it.fake_mode is fake]
+        places = [place_of[id(tensor)] for tensor in left if id(tensor) in place_of]
+        _take_out(left)
+        left.clear()  # of an error's frame
+        if places and not error:
+            raise CaptureError(
+                f"{places[0]} makes a tensor that is kept outside the model (in a global dictionary or by "
+                "functools.lru_cache), where it would have no values; call the model itself once with inputs of this "
+                "shape, so that it is there before, make it a buffer, or give the code of the parts as glue="
+            )
     if error:
         raise error[0]
-    return result[0]
+    return result
+
+
+def _take_out(left: list[FakeTensor]) -> None:
+    """Take tensors without memory out of whatever the model's code has put them into."""
+    inside: list[object] = list(left)
+    while inside:
+        ids = set(map(id, inside))
+        tuples: list[object] = []
+        for holder in gc.get_referrers(*inside):
+            if isinstance(holder, dict):
+                owner = next((one for one in gc.get_referrers(holder) if isinstance(one, type)), None)
+                for key in [key for key, value in dict.items(holder) if id(value) in ids]:
+                    if owner is None:
+                        del holder[key]
+                    else:
+                        delattr(owner, key)
+            elif isinstance(holder, list | deque) and holder is not inside and holder is not left:
+                others = [value for value in holder if id(value) not in ids]
+                holder.clear()
+                holder.extend(others)
+            elif isinstance(holder, set):
+                holder.difference_update([value for value in holder if id(value) in ids])
+            elif isinstance(holder, types.CellType):
+                del holder.cell_contents
+            elif isinstance(holder, tuple):
+                tuples.append(holder)
+            elif hasattr(holder, "cache_clear"):  # of functools.lru_cache
+                holder.cache_clear()
+            else:
+                for name in [name for name, value in getattr(holder, "__dict__", {}).items() if id(value) in ids]:
+                    delattr(holder, name)
+        inside = tuples
 
 
 class _Recorder(TorchFunctionMode):
     """The instructions so far, and which tensor is in which slot."""
 
     def __init__(
-        self, model: nn.Module, at: Sequence[str], modes: ThreadModes, device: torch.device, forms: dict[object, Form]
+        self,
+        model: nn.Module,
+        at: Sequence[str],
+        modes: ThreadModes,
+        device: torch.device,
+        forms: dict[object, Form],
+        fake: _WithoutMemory,
     ) -> None:
         super().__init__()
         self._model = model
@@ -148,30 +204,45 @@ class _Recorder(TorchFunctionMode):
         self._device = device
         self._forms = forms
         self._opened = {name for cut in at for name in _around(cut)}
-        self._cuts = _Cuts(at)
-        self._fake = _WithoutMemory()
+        self._at = at
+        self._fake = fake
         self._anchor = torch.empty(0, requires_grad=True, device="meta")
         self._depth = 0
         self._guess: int | None = None
         self._classes: dict[type[nn.Module], type[nn.Module]] = {}
-        self._slots: dict[int, Slot] = {}
+        self._states: dict[str, tuple[object, ...]] = {}
         self._alive: list[object] = []
-        self._count = 0
+        self._places: dict[int, str] = {}
         self._seed = torch.initial_seed()
-        self._loose: dict[int, tuple[Tensor, int]] = {}
-        self._parts: list[list[Instruction]] = [[] for _ in range(len(at) + 1)]
 
-    def run(self, signature: Signature) -> PartProgram:
+    def run(self, signatures: Sequence[Signature]) -> list[PartProgram]:
+        """Return the programs: of one copy of the model, which a run that is not refused leaves as it is."""
         with _none_drawn_elsewhere(), self._modes.entered(), using_store(SkipStore()):
             self._modes = ThreadModes.take()
             self._copy = _Copy(self._model, self._opened, self._device, self._fake, self._listen)
-            leaves = [self._without_memory(leaf) if isinstance(leaf, TensorForm) else leaf for leaf in signature.leaves]
-            args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", build(signature.tree, iter(leaves)))
-            inputs = tuple(self._put(leaf) for leaf in leaves if isinstance(leaf, Tensor))
-            with self._fake, self:
-                output = self._called(args, kwargs)
-            self._check_seed()
-            self._copy.check()
+            return list(map(self._run, signatures))
+
+    def close(self) -> dict[int, str]:
+        """Let go of all tensors; return the places that made those of the last run, by their ids."""
+        places = self._places
+        if "_copy" in vars(self):
+            self._copy.close()
+        vars(self).clear()
+        return places
+
+    def _run(self, signature: Signature) -> PartProgram:
+        self._cuts = _Cuts(self._at)
+        self._count = 0
+        self._slots: dict[int, Slot] = {}
+        self._loose: dict[int, tuple[Tensor, int]] = {}
+        self._parts: list[list[Instruction]] = [[] for _ in range(len(self._at) + 1)]
+        leaves = [self._without_memory(leaf) if isinstance(leaf, TensorForm) else leaf for leaf in signature.leaves]
+        args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", build(signature.tree, iter(leaves)))
+        inputs = tuple(self._put(leaf, "the model's input") for leaf in leaves if isinstance(leaf, Tensor))
+        with self._fake, self:
+            output = self._called(args, kwargs)
+        self._check_seed()
+        self._copy.check()
         self._cuts.close()
         out_leaves: list[object] = []
         tree = take_apart(output, out_leaves)
@@ -224,28 +295,30 @@ class _Recorder(TorchFunctionMode):
             return run()
         self._cuts.enter(path)
         if path in self._opened:
-            _refuse_hooks(path or type(self._model).__name__, self._model.get_submodule(path))
+            _refuse_hooks(path or type(self._model).__name__, self._copy.originals[path])
             return run()
         self._copy.check(path)
-        return self._record(path, functools.partial(self._returned, path, given), given)
+        return self._record(path, functools.partial(self._returned, path), given)
 
-    def _returned(
-        self, path: str, given: object, leaves: Sequence[object], tree: Tree | None, modes: ThreadModes
-    ) -> object:
+    def _returned(self, path: str, leaves: Sequence[object], tree: Tree | None, modes: ThreadModes) -> object:
         """Return a result of the form remembered, or that of a first run on tensors without memory."""
-        modules = list(self._model.get_submodule(path).modules())
-        with torch._C.DisableTorchFunction():
+        with _DisableTorchFunction():
+            if path not in self._states:
+                modules = list(self._copy.originals[path].modules())
+                tensors = [tensor for child in modules for tensor in _tensors_in(child)]
+                state = ((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors)
+                self._states[path] = (*state, *(child.training for child in modules))
             inputs = [TensorForm.of(x) if isinstance(x, Tensor) else (type(x), x) for x in leaves]
-            tensors = [tensor for child in modules for tensor in _tensors_in(child)]
-            state = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors]
-        key = (path, tree, modes, *inputs, *state, *(child.training for child in modules))
+        key = (path, tree, modes, *inputs, self._states[path])
         form = self._forms.get(key)
         if form is None:
             results: list[object] = []
-            out_tree = take_apart(self._first_run(path, given), results)
+            # Other tensors than the code's, so that the module may keep them.
+            own = [self._without_memory(TensorForm.of(x), x.stride()) if isinstance(x, Tensor) else x for x in leaves]
+            out_tree = take_apart(self._first_run(path, build(tree, iter(own))), results)
             form = out_tree, tuple((TensorForm.of(x), x.stride()) if isinstance(x, Tensor) else x for x in results)
             plain = all(isinstance(x, Tensor | None) for x in results)  # numbers may be others the next time
-            if plain and not any(map(declaration_of, modules)):
+            if plain and not any(map(declaration_of, self._copy.originals[path].modules())):
                 if len(self._forms) >= _MOST_FORMS:
                     self._forms.clear()
                 self._forms[key] = form
@@ -302,7 +375,7 @@ class _Recorder(TorchFunctionMode):
                 raise
             self._guessed = True
             tensor = cast(Tensor, args[0])
-            with torch._C.DisableTorchFunction(), unset_fake_temporarily():
+            with _DisableTorchFunction(), unset_fake_temporarily():
                 return func(torch.full(tensor.shape, self._guess, dtype=tensor.dtype, device="cpu"))
 
     def _record(self, target: str | Callable[..., object], run: _Run, given: object) -> object:
@@ -323,35 +396,33 @@ class _Recorder(TorchFunctionMode):
             )
 
     def _write_down(self, target: str | Callable[..., object], run: _Run, given: object) -> object:
-        place = _place()
-        leaves: list[object] = []
-        tree = take_apart(given, leaves)
-        what = f"{target!r}" if isinstance(target, str) else getattr(target, "__name__", str(target))
-        named = tuple(self._named(leaf, what) for leaf in leaves) if isinstance(target, str) else ()
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if any(isinstance(tensor, FakeTensor) and tensor.fake_mode is not self._fake for tensor in tensors):
-            raise CaptureError(
-                f"{_place()} passes {what} a tensor that a cache outside the model (a global dictionary "
-                "or functools.lru_cache) has kept from an earlier run without values; clear the cache and call the "
-                "model once before split, or make the tensor a buffer"
-            )
-        before = list(map(_version, tensors))
-        modes = ThreadModes.take()
+        by_module = isinstance(target, str)
+        with _DisableTorchFunction():  # reading a tensor's facts is no call of the code's
+            place = _place()
+            leaves: list[object] = []
+            tree = take_apart(given, leaves)
+            what = f"{target!r}" if by_module else getattr(target, "__name__", str(target))
+            named = tuple(self._named(leaf, what) for leaf in leaves) if by_module else ()
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            before = [] if by_module else list(map(_version, tensors))
+            modes = ThreadModes.take()
         result = run(leaves, tree, modes)
-        found: list[object] = []
-        out_tree = take_apart(result, found)
-        makes = any(isinstance(leaf, Tensor) for leaf in found)
-        changes = list(map(_version, tensors)) != before
-        if not (isinstance(target, str) or makes or changes or target in _EFFECTS):
-            return result
-        if not isinstance(target, str):
-            named = tuple(self._named(leaf, what) for leaf in leaves)
-        out_leaves = tuple(self._put(leaf) if isinstance(leaf, Tensor) else leaf for leaf in found)
-        differing = modes if modes != self._modes else None
-        self._parts[self._cuts.part].append(Instruction(target, tree, named, out_tree, out_leaves, differing, place))
+        with _DisableTorchFunction():
+            found: list[object] = []
+            out_tree = take_apart(result, found)
+            makes = any(isinstance(leaf, Tensor) for leaf in found)
+            if not (by_module or makes or list(map(_version, tensors)) != before or target in _EFFECTS):
+                return result
+            if not by_module:
+                named = tuple(self._named(leaf, what) for leaf in leaves)
+            out_leaves = tuple(self._put(leaf, place) if isinstance(leaf, Tensor) else leaf for leaf in found)
+            differing = modes if modes != self._modes else None
+            part = self._parts[self._cuts.part]
+            part.append(Instruction(target, tree, named, out_tree, out_leaves, differing, place))
         return result
 
-    def _put(self, tensor: Tensor) -> Slot:
+    def _put(self, tensor: Tensor, place: str) -> Slot:
+        self._places[id(tensor)] = place
         slot = self._slots[id(tensor)] = Slot(self._count, TensorForm.of(tensor))
         self._count += 1
         self._alive.append(tensor)
@@ -403,6 +474,8 @@ class _WithoutMemory(FakeTensorMode):  # type: ignore[no-untyped-call]
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor) and not self.in_kernel_invocation:
+            return args[0].fake_device  # asked for so often that the general way takes a tenth of a run
         kwargs = kwargs or {}
         for tensor in _written(func, args, kwargs):
             if not isinstance(tensor, FakeTensor):
@@ -499,7 +572,7 @@ def _fake_tensor(
     form: TensorForm, stride: Sequence[int] | None, device: torch.device, fake: _WithoutMemory
 ) -> FakeTensor:
     # Made directly: an operation of the mode takes thirty times as long.
-    with torch._C.DisableTorchFunction(), unset_fake_temporarily():
+    with _DisableTorchFunction(), unset_fake_temporarily():
         meta = torch.empty(form.shape, dtype=form.dtype, device="meta")
         if stride is not None and tuple(stride) != meta.stride():
             meta = torch.empty_strided(form.shape, stride, dtype=form.dtype, device="meta")
@@ -516,6 +589,7 @@ class _Copy:
     Of another module it has, once something of the module is read, the attributes; ``whole`` is a copy that can run.
 
     Attributes:
+        originals: the model's modules, by name.
         paths: the names of the copied modules, by their ids.
         names: the names of parameters and buffers, by the ids of the model's own and of the copy's.
     """
@@ -532,7 +606,7 @@ class _Copy:
         self._device = device
         self._fake = fake
         self._listen = listen
-        self._originals = dict(model.named_modules())
+        self.originals = dict(model.named_modules())
         self._copies: dict[str, nn.Module] = {}
         self._seen: dict[str, list[tuple[str, object, dict[object, object]]]] = {}
         self._memo = _Memo(self)
@@ -540,20 +614,20 @@ class _Copy:
         no_hooks: OrderedDict[object, object] = OrderedDict()
         self._hooks = dict.fromkeys(_HOOKS, no_hooks)
         self._watch("", "hooks", [no_hooks])
-        self.path_of = {id(module): path for path, module in self._originals.items()}
+        self.path_of = {id(module): path for path, module in self.originals.items()}
         self.paths: dict[int, str] = {}
         self.names: dict[int, HeldTensor] = {}
-        for path, module in self._originals.items():
+        for path, module in self.originals.items():
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None and type(tensor) is not Switch:
                     self.names.setdefault(id(tensor), HeldTensor(path, name))
         for path in opened:
-            self._memo.update((id(t), self._without_memory(t)) for t in _tensors_in(self._originals[path]))
+            self._memo.update((id(t), self._without_memory(t)) for t in _tensors_in(self.originals[path]))
 
     def module(self, path: str) -> nn.Module:
         """Return the copy of a module."""
         if path not in self._copies:
-            original = self._originals[path]
+            original = self.originals[path]
             self._copies[path] = module = nn.Module.__new__(type(original))
             self.paths[id(module)] = path
             state = vars(module)
@@ -572,9 +646,15 @@ class _Copy:
             self._watch(path, "", [state, state["_modules"]])
         return self._copies[path]
 
+    def close(self) -> None:
+        """Let go of all tensors, in cycles too."""
+        for module in self._copies.values():
+            vars(module).clear()
+        vars(self).clear()
+
     def _without_memory(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._empty:
-            with torch._C.DisableTorchFunction():
+            with _DisableTorchFunction():
                 stride = None if isinstance(tensor, Elsewhere) else tensor.stride()
                 empty = _fake_tensor(TensorForm.of(tensor), stride, self._device, self._fake)
             if isinstance(tensor, nn.Parameter):
@@ -585,7 +665,7 @@ class _Copy:
 
     def whole(self, path: str) -> nn.Module:
         """Return a new copy of a module with all that it holds."""
-        module = self._originals[path]
+        module = self.originals[path]
         memo: dict[int, object] = {}
         for child in module.modules():
             memo.update((id(tensor), self._without_memory(tensor)) for tensor in _tensors_in(child))
@@ -603,7 +683,8 @@ class _Copy:
 
     def check(self, within: str = "") -> None:
         """Raise for an object that holds something else now: of the model, or of one of its modules."""
-        paths = [path for path in self._seen if not within or is_within(path, within)]
+        inside = f"{within}."
+        paths = [path for path in self._seen if not within or path == within or path.startswith(inside)]
         for owner, (name, value, before) in ((path, one) for path in paths for one in self._seen[path]):
             now = _contents(value)
             if len(now) == len(before) and all(map(operator.is_, now.values(), before.values())):
@@ -848,7 +929,7 @@ def _none_drawn_elsewhere() -> Iterator[None]:
         )
 
 
-_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
@@ -866,7 +947,7 @@ def _place() -> str:
         code = frame.f_code
         if code is _APPLY:  # no mode sees such a call, only what its forward calls
             applied, place = frame.f_locals["cls"], None
-        elif place is None and not code.co_filename.startswith((*_OURS, "<")):
+        elif place is None and not code.co_filename.startswith(_OURS):
             place = f"{code.co_filename}:{frame.f_lineno} ({code.co_name})"
         frame = frame.f_back
     if applied is not None:
@@ -881,7 +962,7 @@ def _line_of(error: BaseException) -> str:
     trace, found = error.__traceback__, "the model's forward"
     while trace is not None:
         code = trace.tb_frame.f_code
-        if not code.co_filename.startswith((*_OURS, "<")):
+        if not code.co_filename.startswith(_OURS):
             found = f"{code.co_filename}:{trace.tb_lineno} ({code.co_name})"
         trace = trace.tb_next
     return found
