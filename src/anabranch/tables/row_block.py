@@ -21,7 +21,7 @@ from anabranch.tables.table_spec import TableSpec, state_dtype
 
 __all__ = ["Piece", "RowBlock", "files", "pieces"]
 
-_FILE = 16 << 20  # bytes of rows
+_FILE = 8 << 20  # bytes of rows
 
 
 @dataclass(frozen=True, slots=True)

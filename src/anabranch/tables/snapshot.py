@@ -86,7 +86,7 @@ class _Part:
         arena, (words, marks) = self.arena, self.views(buffer)
         w, x = words.view(arena.w.dtype), words.view(arena.x.dtype)
         rows, row_wise = np.argsort(marks[:count, 0], kind="stable"), arena.rule == ROW_WISE
-        heads = words.reshape(-1, int(arena.pitch))[rows]
+        heads = words.reshape(-1, int(arena.pitch))[:count]
         states = 0 if row_wise else arena.states
         values = torch.empty(count, arena.width + states, dtype=state_dtype(arena.dtype), device="cpu")
         kernels.states(arena.keys, arena.firsts, w, x, arena.shape, states, 0, rows, rows, as_array(values))
@@ -94,7 +94,11 @@ class _Part:
         usage = marks[rows if arena.usage.size else rows[:0], 1:]
         tables, counts = np.unique(marks[:count, 0], return_counts=True)
         block = RowBlock(
-            _owned(heads[:, 0]), values, _owned(heads[:, 1]), _owned(sums).to(working_dtype(arena.dtype)), _owned(usage)
+            _owned(heads[:, 0][rows]),
+            values,
+            _owned(heads[:, 1][rows]),
+            _owned(sums).to(working_dtype(arena.dtype)),
+            _owned(usage),
         )
         return Piece((tables - 1).tolist(), counts.tolist(), block)
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Literal, SupportsIndex, TypeVar
 
 import numpy as np
@@ -69,7 +69,6 @@ from anabranch.tables.initial import Constant, Initial
 from anabranch.tables.kernels.row_versions import WITH_STATE
 from anabranch.tables.optimizers.row_optimizers import Family, OptimizerFactory, RowOptimizer
 from anabranch.tables.optimizers.torch_state import ParameterState
-from anabranch.tables.row_block import RowBlock
 from anabranch.tables.table_spec import TableSpec, state_dtype
 from anabranch.tensors.packing import Compression, acceptable, check_compression
 from anabranch.transport import Client, MemoryTransport, Request, Transport, pack, unpack
@@ -327,24 +326,26 @@ class ParameterClient:
         dtype, width = holding.dtype, holding.width
         if holding.placement is None:
             return None, Blocks(dtype, holding.shape, lambda: [self.pull(name)])
+        each = max(1, min(CHUNK, _BLOCK_BYTES // (width * dtype.itemsize)))
+        known: list[Tensor] = []  # ids of a dynamic vocabulary: 8 bytes a row
+
+        def ids() -> list[Tensor]:
+            if holding.shape[0] < 0 and not known:
+                with self.collect([name]) as saved:
+                    known.extend(piece.rows.ids for piece in saved.pieces())
+            return known
+
+        def values() -> Iterator[Tensor]:
+            rows = max(holding.shape[0], 0)
+            fixed = (torch.arange(at, min(at + each, rows), device="cpu") for at in range(0, rows, each))
+            for some in chain(fixed, (part for one in ids() for part in one.split(each))):
+                yield self.pull_many({name: some}, exact=True)[name].rows.reshape(-1, *holding.shape[1:])
+
         if holding.shape[0] >= 0:
-            each = max(1, min(CHUNK, _BLOCK_BYTES // (width * dtype.itemsize)))
-
-            def fixed() -> Iterator[Tensor]:
-                for first in range(0, holding.shape[0], each):
-                    ids = torch.arange(first, min(first + each, holding.shape[0]), device="cpu")
-                    yield self.pull_many({name: ids}, exact=True)[name].rows.reshape(-1, *holding.shape[1:])
-
-            return None, Blocks(dtype, holding.shape, fixed)
-
-        def some() -> Iterator[RowBlock]:
-            with self.collect([name]) as saved:
-                yield from (piece.rows for piece in saved.pieces())
-
+            return None, Blocks(dtype, holding.shape, values)
         tables = [table for shard in self._calls.describe() for table in shard["tables"]]
-        rows = sum(table["rows"] for table in tables if table["spec"]["name"] == name)
-        values = Blocks(dtype, (rows, width), lambda: (block.values[:, :width].to(dtype) for block in some()))
-        return Blocks(torch.int64, (rows,), lambda: (block.ids for block in some())), values
+        count = sum(table["rows"] for table in tables if table["spec"]["name"] == name)
+        return Blocks(torch.int64, (count,), ids), Blocks(dtype, (count, width), values)
 
     def end_by(self, until: Deadline | None) -> None:
         """Let no call that begins now take longer than ``until``; the client is closed next."""
