@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import queue
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import cast
@@ -33,8 +35,7 @@ from anabranch.pipeline.description import Observed
 from anabranch.pipeline.links.connection import Connection
 from anabranch.pipeline.links.inbox import Inbox
 from anabranch.pipeline.links.packet_codec import Facts, Header, PacketFault, pack
-from anabranch.pipeline.links.stage_threads import StageThreads
-from anabranch.pipeline.schedule.actions import Action, Kind, phase_of
+from anabranch.pipeline.schedule.actions import PHASES, Action, Kind
 from anabranch.pipeline.stage.packet import Message, Packet, cut, size_of
 from anabranch.pipeline.stage.stage import OUTSIDE, StageRun
 from anabranch.record import fault_points, spans
@@ -174,7 +175,7 @@ class Engine:
         kind = type(error)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         action = self._failure[1] if self._failure is not None and self._failure[0] is error else None
-        where = (None, None, None) if action is None else (action.stage, action.microbatch, phase_of(action))
+        where = (None, None, None) if action is None else (action.stage, action.microbatch, PHASES[action.kind])
         try:
             message = str(error)
         except Exception:  # noqa: BLE001 - whatever it raises, the others must hear of the failure
@@ -294,7 +295,8 @@ class Engine:
         finally:
             self._runs_in = None
         self._seen = run.outcome.observed
-        self.observed.add(self._seen)
+        self.observed.seconds |= self._seen.seconds
+        self.observed.sent_bytes |= self._seen.sent_bytes
         return run.outcome
 
     def _run_on_threads(self, run: _Run, actions: Sequence[Sequence[Action]]) -> None:
@@ -303,7 +305,7 @@ class Engine:
 
         def work(rank: int) -> None:
             try:
-                with on_streams(streams):
+                with on_streams(streams) if streams else nullcontext():
                     run.perform(rank, actions[rank])
             except Aborted:
                 pass
@@ -356,8 +358,11 @@ class Engine:
                 return data.pop(key)
         with inbox.changed:
             if key not in data:
-                with spans.span("wait", "wait", peer=f"stage {action.peer}", operation=str(action)):
-                    inbox.changed.wait_for(lambda: key in data or bool(inbox.fault), self._deadline.remaining())
+                began = spans.begin()
+                inbox.changed.wait_for(lambda: key in data or bool(inbox.fault), self._deadline.remaining())
+                if began:
+                    facts: dict[str, object] = {"peer": f"stage {action.peer}", "operation": str(action)}
+                    spans.complete(began, "wait", "wait", facts=facts)
             if inbox.fault:
                 raise Aborted
             if key not in data:
@@ -407,7 +412,7 @@ class _Run:
             if computing is None:
                 started = perf_counter()
                 self._compute(action)
-                place = action.stage, phase_of(action)
+                place = action.stage, PHASES[action.kind]
                 seconds[place] = seconds.get(place, 0.0) + perf_counter() - started
                 continue
             key = computing, action.stage, action.microbatch
@@ -441,7 +446,7 @@ class _Run:
     def _compute(self, action: Action) -> None:
         """Run a stage; an exception gets the place."""
         run, i, key = self._runs[action.stage], action.microbatch, (action.kind, action.stage, action.microbatch)
-        phase = phase_of(action)
+        phase = PHASES[action.kind]
         try:
             if fault_points.installed is not None:
                 fault_points.installed(f"pipeline.{phase}.{action.stage}.{i}")
@@ -500,3 +505,88 @@ def _as_error(fault: PacketFault) -> PipelineError:
         remote_type=fault.type_name,
         remote_traceback=fault.traceback,
     )
+
+
+_Task = Callable[[], None]
+
+
+class StageThreads:
+    """The worker threads of a pipe in one process, one for each rank, which each run a task; tasks must not raise.
+
+    They live as long as the pipe, because PyTorch's per-thread state, built at a thread's first computation, is costly.
+    They hold no reference to the pipe, and end when it is collected or closed.
+
+    >>> threads, seen = StageThreads(2), []
+    >>> threads.start([lambda: seen.append(0), lambda: seen.append(1)])
+    >>> threads.wait(60.0), sorted(seen)
+    (True, [0, 1])
+    >>> threads.close()
+
+    Args:
+        count: how many.
+
+    Attributes:
+        hurried: ``wait`` returns although tasks are running.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._queues: list[queue.SimpleQueue[_Task | None]] = [queue.SimpleQueue() for _ in range(count)]
+        self._changed = threading.Condition()
+        self._running: list[_Task] = []
+        self.hurried = False
+        self._threads = [
+            threading.Thread(
+                target=_work, args=(tasks, self._changed, self._running), name=f"anabranch-stage-{index}", daemon=True
+            )
+            for index, tasks in enumerate(self._queues)
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._end = weakref.finalize(self, _end_threads, self._queues)
+
+    def start(self, tasks: Sequence[_Task]) -> None:
+        """Give each thread a task."""
+        self.hurried = False
+        self._running += tasks
+        for queue_, task in zip(self._queues, tasks, strict=True):
+            queue_.put(task)
+
+    def hurry(self) -> None:
+        """Wake the thread that waits: the tasks have failed, whatever some are still doing."""
+        with self._changed:
+            self.hurried = True
+            self._changed.notify_all()
+
+    def wait(self, seconds: float, *, all_ended: bool = True) -> bool:
+        """Wait for the tasks to end, or ``hurry`` unless for ``all_ended``; return True if all tasks have ended."""
+        deadline = Deadline(max(seconds, 1e-3))
+        with self._changed:
+            while self._running and (all_ended or not self.hurried) and not deadline.expired():
+                # A signal in the moment before the wait begins wakes nobody.
+                self._changed.wait(min(LONGEST_SLEEP, deadline.remaining()))
+            return not self._running
+
+    def are_here(self) -> bool:
+        """Return True on one of these threads."""
+        return threading.current_thread() in self._threads
+
+    def close(self) -> None:
+        """End the threads, each after its current task, and wait briefly for them."""
+        self._end()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=5.0)
+
+
+def _work(tasks: queue.SimpleQueue[_Task | None], changed: threading.Condition, running: list[_Task]) -> None:
+    while (task := tasks.get()) is not None:
+        task()
+        with changed:
+            running.remove(task)
+            changed.notify_all()
+        del task  # with what it refers to, while the thread waits
+
+
+def _end_threads(queues: Sequence[queue.SimpleQueue[_Task | None]]) -> None:
+    for tasks in queues:
+        tasks.put(None)
