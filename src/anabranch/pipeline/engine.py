@@ -34,12 +34,13 @@ from anabranch.errors import PipelineError
 from anabranch.pipeline.description import Observed
 from anabranch.pipeline.links.connection import Connection
 from anabranch.pipeline.links.inbox import Inbox
-from anabranch.pipeline.links.packet_codec import Facts, Header, PacketFault, pack
+from anabranch.pipeline.links.packet_codec import Facts, Header, PacketFault, pack, pack_message
 from anabranch.pipeline.schedule.actions import PHASES, Action, Kind
-from anabranch.pipeline.stage.packet import Message, Packet, cut, size_of
+from anabranch.pipeline.stage.packet import Message, Packet, size_of
 from anabranch.pipeline.stage.stage import OUTSIDE, StageRun
 from anabranch.record import fault_points, spans
-from anabranch.tensors import Structure
+from anabranch.tensors import Structure, flatten
+from anabranch.tensors.tree_codec import decode, encode
 
 __all__ = ["Engine", "Outcome"]
 
@@ -148,14 +149,16 @@ class Engine:
         """Wait until every other process has done its part."""
         if self._connection is not None:
             self._end(None)
-            ended = self._inbox.ended
+            ended = self._inbox.bodies
             waiting = [peer for peer in self._peers if peer not in ended]
             self._wait(lambda: len(ended) == len(self._peers), "end", waiting)
             self._connection.channel.look()
             if self._inbox.fault:
                 raise Aborted
-            for body in self._inbox.bodies.values():
-                self.observed.add(Observed.from_plain(cast("list[object]", body)[1]))
+            for body in ended.values():
+                _, seconds, sent_bytes = decode(body)
+                self.observed.seconds |= seconds
+                self.observed.sent_bytes |= sent_bytes
             self._connection.channel.flush(self._timeout)
 
     def _end(self, fault: PacketFault | None) -> None:
@@ -163,7 +166,7 @@ class Engine:
         if self._connection is None or self._has_ended:
             return
         self._has_ended = True
-        body = None if fault else [self._word, self._seen.as_plain()]
+        body = None if fault else encode([self._word, self._seen.seconds, self._seen.sent_bytes])
         for peer in self._peers:
             self._send(peer, Header(self._number, self._operation, "end", body=body, fault=fault))
         if fault is not None:
@@ -219,40 +222,35 @@ class Engine:
     def agree(self, make: Callable[[], Facts]) -> Facts:
         """Return the call's facts, made on the rank of the first stage and sent to all others."""
         source = self._rank_of[0]
-        if self._connection is None or self.rank == source:
-            facts = make()
-            for peer in self._peers:
-                self._send(peer, Header(self._number, self._operation, "facts", facts=facts))
-            return facts
-        self._wait(lambda: self._inbox.facts is not None, "start", [source])
-        assert self._inbox.facts is not None
-        return self._inbox.facts
+        if self._connection is None:
+            return make()
+        mine = tuple(make()) if self.rank == source else ()
+        return Facts(*self._exchanged("facts", mine, self._peers if self.rank == source else [], [source])[0])
 
     def share(self, index: int, tensor: Tensor | None, ranks: Sequence[int]) -> list[Tensor | None]:
         """Return the tensors that ``ranks``, this one among them, give under ``index``, in the order of ranks."""
         if self._connection is None:
             return [tensor]
-        others = [rank for rank in ranks if rank != self.rank]
-        spec, described, parts = pack([[tensor]])
-        header = Header(self._number, self._operation, "share", stage=index, body=spec, tensors=described)
-        for rank in others:
-            self._send(rank, header, parts)
-        shares = self._inbox.shares
-        self._wait(lambda: all((index, rank) in shares for rank in others), "tied gradients", others)
-        return [tensor if rank == self.rank else shares[index, rank] for rank in sorted(ranks)]
+        return self._exchanged(index, tensor, [rank for rank in ranks if rank != self.rank], sorted(ranks))
 
     def spread(self, value: Structure, source: int) -> Structure:
         """Return the value that rank ``source`` gives, on every rank; tensors come without a graph."""
         if self._connection is None:
             return value
-        if self.rank == source:
-            spec, described, parts = pack([cut(value)[0]])
-            header = Header(self._number, self._operation, "spread", body=spec, tensors=described)
-            for peer in self._peers:
+        peers = self._peers if self.rank == source else []
+        return self._exchanged("output", value, peers, [source])[0]
+
+    def _exchanged(self, name: int | str, value: Structure, to: Sequence[int], ranks: Sequence[int]) -> list[Structure]:
+        """Give ``value`` to these other ranks; return what ``ranks`` give, of this one the value itself."""
+        if to:
+            spec, described, parts = pack((name, value), flatten(value)[0])
+            header = Header(self._number, self._operation, "value", body=spec, tensors=described)
+            for peer in to:
                 self._send(peer, header, parts)
-            return value
-        self._wait(lambda: source in self._inbox.spread, "output", [source])
-        return cast("list[Packet]", self._inbox.spread[source])[0].structure()
+        values, others = self._inbox.values, [rank for rank in ranks if rank != self.rank]
+        if others:
+            self._wait(lambda: all((name, rank) in values for rank in others), str(name), others)
+        return [value if rank == self.rank else values[name, rank] for rank in ranks]
 
     def put_note(self, word: object) -> None:
         """Leave a plain value for all ranks, sent with the end of the turn."""
@@ -260,7 +258,7 @@ class Engine:
 
     def notes(self) -> dict[int, object]:
         """Return each rank's value at the end of the turn."""
-        words = {peer: cast("list[object]", body)[0] for peer, body in self._inbox.bodies.items()}
+        words = {peer: decode(body)[0] for peer, body in self._inbox.bodies.items()}
         return {**words, self.rank: self._word}
 
     # Actions.
@@ -342,7 +340,7 @@ class Engine:
         if rank in self._inboxes:
             self._inboxes[rank].put((action.kind, action.stage, action.peer, action.microbatch), message)
             return
-        spec, described, parts = pack(message)
+        spec, described, parts = pack_message(message)
         where = action.stage, action.peer, action.microbatch
         self._send(rank, Header(self._number, self._operation, action.kind.value, *where, spec, described), parts)
 
