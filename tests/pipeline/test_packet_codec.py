@@ -9,7 +9,14 @@ import msgspec
 import pytest
 import torch
 
-from anabranch.pipeline.links.packet_codec import HEADER_BYTES, Header, decode_header, encode_header, pack, unpack
+from anabranch.pipeline.links.packet_codec import (
+    HEADER_BYTES,
+    Header,
+    decode_header,
+    encode_header,
+    pack_message,
+    unpack_message,
+)
 from anabranch.pipeline.schedule.actions import Kind
 from anabranch.pipeline.stage.packet import cut
 
@@ -23,14 +30,14 @@ class Word(enum.StrEnum):
 
 
 def through_a_header(value: object) -> object:
-    spec, described, parts = pack([cut(value)[0]])
+    spec, described, parts = pack_message([cut(value)[0]])
     tensors = [
         torch.frombuffer(bytearray(part.numpy().tobytes()), dtype=getattr(torch, dtype)).view(shape)
         for (dtype, shape), part in zip(described, parts, strict=True)
     ]
     first, *rest = encode_header(Header(1, "step", "send_f", body=spec, tensors=described))
     header = decode_header(first, lambda buffer: buffer.copy_(rest[0]))
-    (packet,) = unpack(Kind.SEND_F, msgspec.to_builtins(header.body), tensors)
+    (packet,) = unpack_message(Kind.SEND_F, msgspec.to_builtins(header.body), tensors)
     return packet.structure()
 
 
@@ -76,7 +83,7 @@ def test_a_sparse_tensor_arrives_coalesced() -> None:
 )
 def test_values_that_would_arrive_changed_are_refused_by_name(value: object, words: str) -> None:
     with pytest.raises(TypeError, match=words):
-        pack([cut(value)[0]])
+        pack_message([cut(value)[0]])
 
 
 @pytest.mark.filterwarnings("ignore")  # both are on their way out of PyTorch
@@ -87,4 +94,4 @@ def test_tensors_of_another_make_are_refused_where_they_are_sent(kind: str) -> N
     else:
         value = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
     with pytest.raises(TypeError, match=f"a {kind} tensor"):
-        pack([[value]])
+        pack_message([[value]])

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import checkpoint as recomputation
 
 from anabranch import Pipe
-from anabranch.pipeline.stage.random_streams import _GiveGenerator, _Stream, drawing_from
+from anabranch.pipeline.stage.random_streams import _GiveGenerator, drawing_from
 
 DRAWS = {
     "dropout": lambda x: F.dropout(x, 0.5),
@@ -93,7 +93,7 @@ def test_a_given_generator_is_used():
 
 def test_an_operation_without_generator_is_refused_by_name():
     def draw() -> None:
-        with _GiveGenerator(_Stream(0)):
+        with _GiveGenerator(drawing_from(0, 0, 0, 0)):
             torch.ops.aten._cudnn_init_dropout_state(0.5, True, 0)
 
     with pytest.raises(RuntimeError, match="_cudnn_init_dropout_state"):

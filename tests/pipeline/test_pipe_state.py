@@ -484,7 +484,7 @@ def test_outputs_are_kept_only_where_somebody_wants_them():
         Pipe(nn.Sequential(nn.Linear(3, 3), Keep()), [1, 1], chunks=4, schedule="1F1B", checkpoint="never") as pipe,
         heard(count),
     ):
-        pipe.step_together((x,), {}, x, loss=lambda y, t: (y - t).sum(), reduction="sum", rows=4, word=None)
+        pipe.ranks.step((x,), {}, x, loss=lambda y, t: (y - t).sum(), reduction="sum", rows=4, word=None)
         assert max(alive) <= 1
         kept.clear()
         result = pipe.step(x, x, loss=lambda y, t: (y - t).sum(), reduction="sum")

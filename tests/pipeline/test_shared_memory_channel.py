@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from anabranch.pipeline.links.inbox import Inbox
-from anabranch.pipeline.links.packet_codec import Header, pack
+from anabranch.pipeline.links.packet_codec import Header, pack_message
 from anabranch.pipeline.links.shared_memory_channel import Meeting, SharedMemoryChannel
 from anabranch.pipeline.schedule.actions import Kind
 from anabranch.pipeline.stage.packet import cut
@@ -36,7 +36,7 @@ def pair() -> Iterator[Pair]:
 
 
 def post_value(channel: SharedMemoryChannel, value: Structure, i: int = 0) -> None:
-    spec, described, parts = pack([cut(value)[0]])
+    spec, described, parts = pack_message([cut(value)[0]])
     channel.send(1, Header(1, "step", Kind.SEND_F.value, 0, 1, i, spec, described), parts)
 
 
@@ -122,11 +122,11 @@ def test_messages_for_a_later_turn_stay_in_the_socket(pair: Pair):
     sender, receiver, inbox = pair
     sender.send(1, Header(1, "step", "end"))
     sender.send(1, Header(2, "step", "end", body="later"))
-    receiver.wait_for(lambda: bool(inbox.ended), 60.0)
+    receiver.wait_for(lambda: bool(inbox.bodies), 60.0)
     receiver.look()
     assert inbox.bodies == {0: None}
     inbox.begin(2, "step")
-    receiver.wait_for(lambda: bool(inbox.ended), 60.0)
+    receiver.wait_for(lambda: bool(inbox.bodies), 60.0)
     assert inbox.bodies == {0: "later"}
 
 

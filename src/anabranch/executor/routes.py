@@ -203,8 +203,8 @@ def plan_routes(
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
     pipes = {prefix: model for prefix, model in models.items() if isinstance(model, Pipe)}
-    tied = {parameter for pipe in pipes.values() for parameter in pipe.tied_to_other_ranks()}
-    traced = {parameter for pipe in pipes.values() if pipe.is_traced for parameter in pipe.parameters()}
+    tied = {parameter for pipe in pipes.values() for parameter in pipe.ranks.tied()}
+    traced = {parameter for pipe in pipes.values() if pipe.ranks.is_traced for parameter in pipe.parameters()}
     known = {*named, *(f"{prefix}{name}" for prefix, pipe in pipes.items() for name in pipe.elsewhere)}
     if unknown := [name for name in overrides or {} if name not in known]:
         raise ValueError(f"routes= names {unknown[0]!r}; the parameters are: {', '.join(named)}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 from anabranch.autodiff.moved_parameter import Switch
 from anabranch.pipeline.stage.partition import Route
@@ -25,27 +24,6 @@ class Observed:
 
     seconds: dict[tuple[int, str], float] = field(default_factory=dict)
     sent_bytes: dict[tuple[int, int], int] = field(default_factory=dict)
-
-    def add(self, other: Observed) -> None:
-        """Add the measurements of ``other``."""
-        self.seconds |= other.seconds
-        self.sent_bytes |= other.sent_bytes
-
-    def as_plain(self) -> object:
-        """Return the measurements in lists of numbers and strings, to be sent to other ranks."""
-        return [
-            [[stage, phase, seconds] for (stage, phase), seconds in self.seconds.items()],
-            [[stage, target, size] for (stage, target), size in self.sent_bytes.items()],
-        ]
-
-    @classmethod
-    def from_plain(cls, lists: object) -> Observed:
-        """Rebuild the measurements from the lists of ``as_plain``."""
-        seconds, sizes = cast("tuple[list[tuple[int, str, float]], list[tuple[int, int, int]]]", lists)
-        return cls(
-            {(stage, phase): second for stage, phase, second in seconds},
-            {(stage, target): size for stage, target, size in sizes},
-        )
 
 
 @dataclass(frozen=True, slots=True)

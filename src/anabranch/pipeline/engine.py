@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import queue
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import cast
@@ -32,13 +34,13 @@ from anabranch.errors import PipelineError
 from anabranch.pipeline.description import Observed
 from anabranch.pipeline.links.connection import Connection
 from anabranch.pipeline.links.inbox import Inbox
-from anabranch.pipeline.links.packet_codec import Facts, Header, PacketFault, pack
-from anabranch.pipeline.links.stage_threads import StageThreads
-from anabranch.pipeline.schedule.actions import Action, Kind, phase_of
-from anabranch.pipeline.stage.packet import Message, Packet, cut, size_of
+from anabranch.pipeline.links.packet_codec import Facts, Header, PacketFault, pack, pack_message
+from anabranch.pipeline.schedule.actions import PHASES, Action, Kind
+from anabranch.pipeline.stage.packet import Message, Packet, size_of
 from anabranch.pipeline.stage.stage import OUTSIDE, StageRun
 from anabranch.record import fault_points, spans
-from anabranch.tensors import Structure
+from anabranch.tensors import Structure, flatten
+from anabranch.tensors.tree_codec import decode, encode
 
 __all__ = ["Engine", "Outcome"]
 
@@ -147,14 +149,16 @@ class Engine:
         """Wait until every other process has done its part."""
         if self._connection is not None:
             self._end(None)
-            ended = self._inbox.ended
+            ended = self._inbox.bodies
             waiting = [peer for peer in self._peers if peer not in ended]
             self._wait(lambda: len(ended) == len(self._peers), "end", waiting)
             self._connection.channel.look()
             if self._inbox.fault:
                 raise Aborted
-            for body in self._inbox.bodies.values():
-                self.observed.add(Observed.from_plain(cast("list[object]", body)[1]))
+            for body in ended.values():
+                _, seconds, sent_bytes = decode(body)
+                self.observed.seconds |= seconds
+                self.observed.sent_bytes |= sent_bytes
             self._connection.channel.flush(self._timeout)
 
     def _end(self, fault: PacketFault | None) -> None:
@@ -162,7 +166,7 @@ class Engine:
         if self._connection is None or self._has_ended:
             return
         self._has_ended = True
-        body = None if fault else [self._word, self._seen.as_plain()]
+        body = None if fault else encode([self._word, self._seen.seconds, self._seen.sent_bytes])
         for peer in self._peers:
             self._send(peer, Header(self._number, self._operation, "end", body=body, fault=fault))
         if fault is not None:
@@ -174,7 +178,7 @@ class Engine:
         kind = type(error)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         action = self._failure[1] if self._failure is not None and self._failure[0] is error else None
-        where = (None, None, None) if action is None else (action.stage, action.microbatch, phase_of(action))
+        where = (None, None, None) if action is None else (action.stage, action.microbatch, PHASES[action.kind])
         try:
             message = str(error)
         except Exception:  # noqa: BLE001 - whatever it raises, the others must hear of the failure
@@ -218,40 +222,35 @@ class Engine:
     def agree(self, make: Callable[[], Facts]) -> Facts:
         """Return the call's facts, made on the rank of the first stage and sent to all others."""
         source = self._rank_of[0]
-        if self._connection is None or self.rank == source:
-            facts = make()
-            for peer in self._peers:
-                self._send(peer, Header(self._number, self._operation, "facts", facts=facts))
-            return facts
-        self._wait(lambda: self._inbox.facts is not None, "start", [source])
-        assert self._inbox.facts is not None
-        return self._inbox.facts
+        if self._connection is None:
+            return make()
+        mine = tuple(make()) if self.rank == source else ()
+        return Facts(*self._exchanged("facts", mine, self._peers if self.rank == source else [], [source])[0])
 
     def share(self, index: int, tensor: Tensor | None, ranks: Sequence[int]) -> list[Tensor | None]:
         """Return the tensors that ``ranks``, this one among them, give under ``index``, in the order of ranks."""
         if self._connection is None:
             return [tensor]
-        others = [rank for rank in ranks if rank != self.rank]
-        spec, described, parts = pack([[tensor]])
-        header = Header(self._number, self._operation, "share", stage=index, body=spec, tensors=described)
-        for rank in others:
-            self._send(rank, header, parts)
-        shares = self._inbox.shares
-        self._wait(lambda: all((index, rank) in shares for rank in others), "tied gradients", others)
-        return [tensor if rank == self.rank else shares[index, rank] for rank in sorted(ranks)]
+        return self._exchanged(index, tensor, [rank for rank in ranks if rank != self.rank], sorted(ranks))
 
     def spread(self, value: Structure, source: int) -> Structure:
         """Return the value that rank ``source`` gives, on every rank; tensors come without a graph."""
         if self._connection is None:
             return value
-        if self.rank == source:
-            spec, described, parts = pack([cut(value)[0]])
-            header = Header(self._number, self._operation, "spread", body=spec, tensors=described)
-            for peer in self._peers:
+        peers = self._peers if self.rank == source else []
+        return self._exchanged("output", value, peers, [source])[0]
+
+    def _exchanged(self, name: int | str, value: Structure, to: Sequence[int], ranks: Sequence[int]) -> list[Structure]:
+        """Give ``value`` to these other ranks; return what ``ranks`` give, of this one the value itself."""
+        if to:
+            spec, described, parts = pack((name, value), flatten(value)[0])
+            header = Header(self._number, self._operation, "value", body=spec, tensors=described)
+            for peer in to:
                 self._send(peer, header, parts)
-            return value
-        self._wait(lambda: source in self._inbox.spread, "output", [source])
-        return cast("list[Packet]", self._inbox.spread[source])[0].structure()
+        values, others = self._inbox.values, [rank for rank in ranks if rank != self.rank]
+        if others:
+            self._wait(lambda: all((name, rank) in values for rank in others), str(name), others)
+        return [value if rank == self.rank else values[name, rank] for rank in ranks]
 
     def put_note(self, word: object) -> None:
         """Leave a plain value for all ranks, sent with the end of the turn."""
@@ -259,7 +258,7 @@ class Engine:
 
     def notes(self) -> dict[int, object]:
         """Return each rank's value at the end of the turn."""
-        words = {peer: cast("list[object]", body)[0] for peer, body in self._inbox.bodies.items()}
+        words = {peer: decode(body)[0] for peer, body in self._inbox.bodies.items()}
         return {**words, self.rank: self._word}
 
     # Actions.
@@ -294,7 +293,8 @@ class Engine:
         finally:
             self._runs_in = None
         self._seen = run.outcome.observed
-        self.observed.add(self._seen)
+        self.observed.seconds |= self._seen.seconds
+        self.observed.sent_bytes |= self._seen.sent_bytes
         return run.outcome
 
     def _run_on_threads(self, run: _Run, actions: Sequence[Sequence[Action]]) -> None:
@@ -303,7 +303,7 @@ class Engine:
 
         def work(rank: int) -> None:
             try:
-                with on_streams(streams):
+                with on_streams(streams) if streams else nullcontext():
                     run.perform(rank, actions[rank])
             except Aborted:
                 pass
@@ -340,7 +340,7 @@ class Engine:
         if rank in self._inboxes:
             self._inboxes[rank].put((action.kind, action.stage, action.peer, action.microbatch), message)
             return
-        spec, described, parts = pack(message)
+        spec, described, parts = pack_message(message)
         where = action.stage, action.peer, action.microbatch
         self._send(rank, Header(self._number, self._operation, action.kind.value, *where, spec, described), parts)
 
@@ -356,8 +356,11 @@ class Engine:
                 return data.pop(key)
         with inbox.changed:
             if key not in data:
-                with spans.span("wait", "wait", peer=f"stage {action.peer}", operation=str(action)):
-                    inbox.changed.wait_for(lambda: key in data or bool(inbox.fault), self._deadline.remaining())
+                began = spans.begin()
+                inbox.changed.wait_for(lambda: key in data or bool(inbox.fault), self._deadline.remaining())
+                if began:
+                    facts: dict[str, object] = {"peer": f"stage {action.peer}", "operation": str(action)}
+                    spans.complete(began, "wait", "wait", facts=facts)
             if inbox.fault:
                 raise Aborted
             if key not in data:
@@ -407,7 +410,7 @@ class _Run:
             if computing is None:
                 started = perf_counter()
                 self._compute(action)
-                place = action.stage, phase_of(action)
+                place = action.stage, PHASES[action.kind]
                 seconds[place] = seconds.get(place, 0.0) + perf_counter() - started
                 continue
             key = computing, action.stage, action.microbatch
@@ -441,7 +444,7 @@ class _Run:
     def _compute(self, action: Action) -> None:
         """Run a stage; an exception gets the place."""
         run, i, key = self._runs[action.stage], action.microbatch, (action.kind, action.stage, action.microbatch)
-        phase = phase_of(action)
+        phase = PHASES[action.kind]
         try:
             if fault_points.installed is not None:
                 fault_points.installed(f"pipeline.{phase}.{action.stage}.{i}")
@@ -500,3 +503,88 @@ def _as_error(fault: PacketFault) -> PipelineError:
         remote_type=fault.type_name,
         remote_traceback=fault.traceback,
     )
+
+
+_Task = Callable[[], None]
+
+
+class StageThreads:
+    """The worker threads of a pipe in one process, one for each rank, which each run a task; tasks must not raise.
+
+    They live as long as the pipe, because PyTorch's per-thread state, built at a thread's first computation, is costly.
+    They hold no reference to the pipe, and end when it is collected or closed.
+
+    >>> threads, seen = StageThreads(2), []
+    >>> threads.start([lambda: seen.append(0), lambda: seen.append(1)])
+    >>> threads.wait(60.0), sorted(seen)
+    (True, [0, 1])
+    >>> threads.close()
+
+    Args:
+        count: how many.
+
+    Attributes:
+        hurried: ``wait`` returns although tasks are running.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._queues: list[queue.SimpleQueue[_Task | None]] = [queue.SimpleQueue() for _ in range(count)]
+        self._changed = threading.Condition()
+        self._running: list[_Task] = []
+        self.hurried = False
+        self._threads = [
+            threading.Thread(
+                target=_work, args=(tasks, self._changed, self._running), name=f"anabranch-stage-{index}", daemon=True
+            )
+            for index, tasks in enumerate(self._queues)
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._end = weakref.finalize(self, _end_threads, self._queues)
+
+    def start(self, tasks: Sequence[_Task]) -> None:
+        """Give each thread a task."""
+        self.hurried = False
+        self._running += tasks
+        for queue_, task in zip(self._queues, tasks, strict=True):
+            queue_.put(task)
+
+    def hurry(self) -> None:
+        """Wake the thread that waits: the tasks have failed, whatever some are still doing."""
+        with self._changed:
+            self.hurried = True
+            self._changed.notify_all()
+
+    def wait(self, seconds: float, *, all_ended: bool = True) -> bool:
+        """Wait for the tasks to end, or ``hurry`` unless for ``all_ended``; return True if all tasks have ended."""
+        deadline = Deadline(max(seconds, 1e-3))
+        with self._changed:
+            while self._running and (all_ended or not self.hurried) and not deadline.expired():
+                # A signal in the moment before the wait begins wakes nobody.
+                self._changed.wait(min(LONGEST_SLEEP, deadline.remaining()))
+            return not self._running
+
+    def are_here(self) -> bool:
+        """Return True on one of these threads."""
+        return threading.current_thread() in self._threads
+
+    def close(self) -> None:
+        """End the threads, each after its current task, and wait briefly for them."""
+        self._end()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=5.0)
+
+
+def _work(tasks: queue.SimpleQueue[_Task | None], changed: threading.Condition, running: list[_Task]) -> None:
+    while (task := tasks.get()) is not None:
+        task()
+        with changed:
+            running.remove(task)
+            changed.notify_all()
+        del task  # with what it refers to, while the thread waits
+
+
+def _end_threads(queues: Sequence[queue.SimpleQueue[_Task | None]]) -> None:
+    for tasks in queues:
+        tasks.put(None)

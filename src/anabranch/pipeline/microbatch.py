@@ -7,15 +7,21 @@ none: each microbatch gets them whole.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from anabranch.pipeline.stage.packet import Packet
 from anabranch.tensors import Structure, flatten, paths, unflatten
 
-__all__ = ["NoChunk", "count_batch_rows", "cut_rows", "gather", "has_rows", "microbatch_sizes", "open_whole", "scatter"]
+if TYPE_CHECKING:
+    from optree import PyTreeSpec
+
+__all__ = ["Batch", "NoChunk", "Part", "gather", "microbatch_sizes", "open_whole", "scatter"]
 
 
 class NoChunk:
@@ -60,7 +66,7 @@ def open_whole(batch: Structure) -> tuple[Structure, list[bool]]:
         while isinstance(inside, NoChunk):
             inside, _ = open_whole(inside.value)
         opened.append(inside)
-        whole += [True] * len(flatten(inside)[0]) if inside is not leaf else [not _is_cut(leaf)]
+        whole += [not _is_cut(leaf)] if inside is leaf else [True] * len(flatten(inside)[0])
     return unflatten(treedef, opened), whole
 
 
@@ -68,27 +74,115 @@ def _is_cut(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and leaf.ndim > 0
 
 
-def has_rows(batch: Structure) -> bool:
-    """Return True if there is a tensor in ``batch`` to cut."""
-    return any(_is_cut(leaf) for leaf in flatten(batch)[0])
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One input of a call, or its target, taken apart.
 
-
-def count_batch_rows(batch: Structure, what: str) -> int:
-    """Return the rows (dim 0) on which all tensors of ``batch`` agree; those that are not cut are ignored.
-
-    Raises:
-        ValueError: they disagree, or none has rows; names each with its shape. ``what`` is the batch's name there.
+    Attributes:
+        what: its name in errors.
+        treedef: how its leaves are nested.
+        leaves: tensors and other values.
+        whole: for each leaf whether every microbatch gets it whole.
     """
-    leaves, _ = flatten(batch)
-    named = [(path, leaf) for path, leaf in zip(paths(batch), leaves, strict=True) if isinstance(leaf, Tensor)]
-    rows = {leaf.shape[0] for _, leaf in named if leaf.ndim}
-    if len(rows) != 1:
-        shapes = ", ".join(f"{path or what} {tuple(leaf.shape)}" for path, leaf in named) or type(batch).__name__
-        problem = (
-            "have different numbers of rows (dim 0)" if rows else "have no rows (dim 0) to split into microbatches"
+
+    what: str
+    treedef: PyTreeSpec
+    leaves: list[object]
+    whole: list[bool]
+
+    def rows(self) -> int | None:
+        """Return the rows (dim 0) on which its tensors agree; ``None`` if none is cut.
+
+        Raises:
+            ValueError: they disagree; names each with its shape.
+        """
+        rows = {leaf.shape[0] for leaf, whole in zip(self.leaves, self.whole, strict=True) if not whole}  # type: ignore[attr-defined]
+        if len(rows) > 1:
+            raise ValueError(f"the tensors of {self.what} have different numbers of rows (dim 0): {self.shapes()}")
+        return rows.pop() if rows else None
+
+    def check_rows(self, rows: int) -> None:
+        """Raise ``ValueError`` for tensors whose number of rows differs from the batch's."""
+        own = self.rows()
+        if own not in (None, rows):
+            raise ValueError(
+                f"{self.what} has {own} rows, but the batch has {rows}; both are split into the same microbatches"
+            )
+
+    def shapes(self) -> str:
+        """Return the paths and shapes of its tensors."""
+        alone = self.treedef.type is tuple and self.treedef.num_children == 1  # a single input
+        pairs = zip(self.treedef.paths(), self.leaves, strict=True)
+        named = [(".".join(map(str, path[alone:])), leaf) for path, leaf in pairs if isinstance(leaf, Tensor)]
+        return ", ".join(f"{name or self.what} {tuple(leaf.shape)}" for name, leaf in named)
+
+    def cut(self, sizes: Sequence[int]) -> list[list[object]]:
+        """Return for each microbatch the leaves that it gets."""
+        if len(sizes) == 1:
+            return [list(self.leaves)]
+        columns = [
+            [leaf] * len(sizes) if whole else cut_rows(leaf, sizes)  # type: ignore[arg-type]
+            for leaf, whole in zip(self.leaves, self.whole, strict=True)
+        ]
+        return [[column[i] for column in columns] for i in range(len(sizes))]
+
+    def structures(self, sizes: Sequence[int]) -> list[Structure]:
+        """Return its value for each microbatch."""
+        return [unflatten(self.treedef, leaves) for leaves in self.cut(sizes)]
+
+
+class Batch:
+    """The positional inputs, the keyword inputs and the target of one call, flattened together, once.
+
+    Attributes:
+        inputs: the parts, keyword inputs by their names, and the positional ones, a tuple, under ``None``.
+        target: of the loss.
+        leaves: of the inputs those that require gradients.
+    """
+
+    def __init__(self, args: tuple[Structure, ...], keywords: Mapping[str, Structure], target: Structure) -> None:
+        values = [args, *keywords.values(), target]
+        flat, treedef = flatten(values)
+        whole = [not (isinstance(leaf, Tensor) and leaf.ndim) for leaf in flat]
+        if NoChunk in map(type, flat):
+            opened, whole = open_whole(values)
+            flat, treedef = flatten(opened)
+        parts: list[Part] = []
+        start = 0
+        names = ["the batch", *[f"the keyword input {name!r}" for name in keywords], "the target"]
+        for what, tree in zip(names, treedef.children(), strict=True):
+            end = start + tree.num_leaves
+            parts.append(Part(what, tree, flat[start:end], whole[start:end]))
+            start = end
+        self.target = parts.pop()
+        self.inputs: dict[str | None, Part] = dict(zip([None, *keywords], parts, strict=True))
+        self.leaves = [
+            leaf for part in parts for leaf in part.leaves if isinstance(leaf, Tensor) and leaf.requires_grad
+        ]
+
+    def rows(self) -> int:
+        """Return the rows of the batch; keyword inputs are compared with those of the positional ones later.
+
+        Raises:
+            ValueError: they disagree, or there are none.
+        """
+        for part in self.inputs.values():
+            rows = part.rows()
+            if rows is not None:
+                return rows
+        shapes = ", ".join(filter(None, [part.shapes() for part in self.inputs.values()]))
+        raise ValueError(
+            f"the tensors of the batch have no rows (dim 0) to split into microbatches: {shapes or 'there are none'}"
         )
-        raise ValueError(f"the tensors of {what} {problem}: {shapes}")
-    return rows.pop()
+
+    def packets(self, name: str | None, sizes: Sequence[int]) -> list[Packet]:
+        """Return an input for each microbatch, as it enters a stage."""
+        part = self.inputs[name]
+        needs_grad = tuple([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in part.leaves])
+        detached: list[object] = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in part.leaves]
+        shared = tuple([index for index, whole in enumerate(part.whole) if whole]) if len(sizes) > 1 else ()
+        cut = Part(part.what, part.treedef, detached, part.whole).cut(sizes)
+        return [Packet(part.treedef, leaves, needs_grad, shared) for leaves in cut]
 
 
 def microbatch_sizes(rows: int, chunks: int) -> list[int]:
@@ -117,13 +211,7 @@ def scatter(batch: Structure, sizes: Sequence[int]) -> list[Structure]:
     >>> [part["x"].tolist() for part in scatter({"x": torch.arange(3)}, [2, 1])]
     [[0, 1], [2]]
     """
-    batch, whole = open_whole(batch)
-    leaves, treedef = flatten(batch)
-    cut = [
-        cut_rows(leaf, sizes) if isinstance(leaf, Tensor) and not is_whole else [leaf] * len(sizes)
-        for leaf, is_whole in zip(leaves, whole, strict=True)
-    ]
-    return [unflatten(treedef, list(parts)) for parts in zip(*cut, strict=True)] if leaves else [batch] * len(sizes)
+    return Batch((), {}, batch).target.structures(sizes)
 
 
 def gather(parts: Sequence[Structure], sizes: Sequence[int], *, lists: bool = False) -> Structure:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,43 +21,39 @@ from torch.nn.modules.module import _IncompatibleKeys
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.job import job
-from anabranch.pipeline.call_inputs import (
-    NOT_GIVEN,
-    HeadParts,
-    Loss,
-    Reduction,
-    Weigh,
-    batch_rows,
-    check_rows,
-    make_head,
-    split_target,
-    with_keywords,
-)
-from anabranch.pipeline.description import StageCosts, costs_of, describe
+from anabranch.pipeline.description import describe
 from anabranch.pipeline.engine import Engine
 from anabranch.pipeline.links.connection import Connection
 from anabranch.pipeline.links.packet_codec import Facts, InputKind
-from anabranch.pipeline.microbatch import microbatch_sizes, open_whole, scatter
+from anabranch.pipeline.microbatch import Batch, microbatch_sizes, scatter
 from anabranch.pipeline.parts.model_part import PartedModel
 from anabranch.pipeline.parts.split import SplitModel
 from anabranch.pipeline.parts.split_call import SplitCall
-from anabranch.pipeline.pipe_call import Inputs, PipeCall, Tie, deliver, open_portal
-from anabranch.pipeline.schedule.actions import Action, phase_of
+from anabranch.pipeline.pipe_call import (
+    Loss,
+    LossOfStep,
+    PipeCall,
+    Reduction,
+    Tie,
+    deliver,
+    make_head,
+    open_portal,
+    with_keywords,
+)
+from anabranch.pipeline.ranks import PipeRanks, values_of_gradient
 from anabranch.pipeline.schedule.schedule import Lowered, Schedule
 from anabranch.pipeline.schedule.schedules_of_pipe import (
     Checkpoint,
     Output,
     PipeSchedules,
-    check_choices,
+    check_setting,
     recomputed_actions,
 )
-from anabranch.pipeline.schedule.simulator import Simulation, simulate
 from anabranch.pipeline.stage.deferred_batch_norm import defer_batch_norms
-from anabranch.pipeline.stage.loose_leaves import LooseLeaves
 from anabranch.pipeline.stage.outline import outline, refuse_changes
 from anabranch.pipeline.stage.partition import Layer, flatten_layers, keywords_of, split_layers
 from anabranch.pipeline.stage.skips import verify_skippables
-from anabranch.pipeline.stage.stage import OUTSIDE, StagePlan, StageRun
+from anabranch.pipeline.stage.stage import OUTSIDE, LooseLeaves, StagePlan, StageRun
 from anabranch.pipeline.stage.stage_placement import (
     count_places,
     describe_split,
@@ -68,14 +63,14 @@ from anabranch.pipeline.stage.stage_placement import (
     part_of,
     place_stages,
 )
-from anabranch.tensors import Structure, flatten
-from anabranch.tensors.dtypes import dtype_name, dtype_named
+from anabranch.tensors import Structure
 
-__all__ = ["Checkpoint", "Loss", "Pipe", "Reduction", "Shared", "StepResult"]
+__all__ = ["Checkpoint", "Loss", "Pipe", "Reduction", "StepResult"]
 
 
 _LEFT_OUT = cast("dist.ProcessGroup", object())
-"""No process group was passed: not even ``None``, which ``dist.group.WORLD`` is before it is initialised."""
+"""An argument was not passed: no process group, not even ``None``, which ``dist.group.WORLD`` is before it is
+initialised; or no target."""
 
 
 def _count_workers() -> int:
@@ -107,19 +102,6 @@ class StepResult:
             self._outputs = [self._join(self._outputs)]
             self._join = None
         return self._outputs[0]
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """Results that all ranks have after a step made together.
-
-    Attributes:
-        loss: the whole batch's loss, on every rank: on the device of this rank's last stage.
-        words: the values passed by the callers on the ranks, in the order of ranks.
-    """
-
-    loss: Tensor
-    words: list[object]
 
 
 class Pipe(nn.Module):
@@ -203,7 +185,7 @@ class Pipe(nn.Module):
             )
         self._left_out = process_group is _LEFT_OUT
         process_group = None if self._left_out else process_group
-        check_choices(chunks, checkpoint, output)
+        self.chunks, self.checkpoint, self.output = chunks, checkpoint, output
         layers = flatten_layers(module)
         verify_skippables(nn.ModuleList(module.parts()) if isinstance(module, PartedModel) else module)
         if deferred_batch_norm:
@@ -222,9 +204,6 @@ class Pipe(nn.Module):
         self._source = module.source if isinstance(module, SplitModel) else None
         self.process_group = process_group
         self.submodules = frozenset(name for name, _ in module.named_modules() if name)
-        self.chunks = chunks
-        self.checkpoint = checkpoint
-        self.output = output
         self._adopt(module if process_group is None else part_of(module, [split[j] for j in self._here]))
         roots: list[nn.Module] = [module, module.model if isinstance(module, PartedModel) else module, self.module]
         self._roots = list(dict.fromkeys(roots))
@@ -238,6 +217,7 @@ class Pipe(nn.Module):
             raise TypeError(f"seed is a whole number, got {seed!r}")
         self.seed = torch.initial_seed() if seed is None else operator.index(seed)
         self.calls = 0
+        self._plans: dict[tuple[int, str], tuple[Lowered, frozenset[tuple[int, int]]]] = {}
         self._anchor = None if process_group is None else torch.empty(0, requires_grad=True, device="cpu")
         self._ties: list[Tie] = []
         connection = None
@@ -251,6 +231,8 @@ class Pipe(nn.Module):
 
     def __setattr__(self, name: str, value: object) -> None:
         # Bypasses nn.Module's, which would confuse these with a child or tensor of the module with such a name.
+        if name in ("chunks", "checkpoint", "output"):
+            check_setting(name, value)
         if name in _SETTINGS:
             object.__setattr__(self, name, value)
         else:
@@ -306,6 +288,11 @@ class Pipe(nn.Module):
         return [self._stages[j].device for j in self._here]
 
     @property
+    def ranks(self) -> PipeRanks:
+        """What its ranks do together for an Executor."""
+        return PipeRanks(self)
+
+    @property
     def output_rank(self) -> int:
         """The rank, in the process group, of the last stage; 0 in one process."""
         return 0 if self._ranks == 1 else self._schedules.rank_of[-1]
@@ -333,7 +320,7 @@ class Pipe(nn.Module):
             BaseException: any exception of a stage, with a note of stage, microbatch and phase.
         """
         with self._turn("forward") as turn:
-            call = self._call(turn, args, inputs, head=None)
+            call = self._call(turn, args, inputs)
             if call.differentiable:
                 self._warn_if_alone()
                 output = open_portal(call, turn)
@@ -354,7 +341,7 @@ class Pipe(nn.Module):
     def step(
         self,
         *args: Structure,
-        target: Structure = NOT_GIVEN,
+        target: Structure = _LEFT_OUT,
         loss: Loss,
         reduction: Reduction = "mean",
         rows: Callable[..., float | Tensor] | None = None,
@@ -385,58 +372,16 @@ class Pipe(nn.Module):
         """
         self._warn_if_alone()
         with self._turn("step") as turn:
-            args, target = split_target(args, target)
+            if target is _LEFT_OUT:
+                args, target = (args[:-1], args[-1]) if len(args) > 1 else (args, None)
             batch = *args, target
             weigh = None if rows is None else lambda sizes: [rows(*part) for part in scatter(batch, sizes)]
-            call, outputs, grads = self._step(turn, args, inputs, HeadParts(loss, target, reduction, weigh=weigh))
+            head = LossOfStep(loss, reduction, weigh=weigh)
+            call, outputs, grads = self._step(turn, args, inputs, target, head)
         # Only after every rank has done its part: a step that fails on any rank leaves no gradient.
         if call.records:
             deliver(call.leaves, grads)
-        sizes = call.inputs.sizes
-        return StepResult(call.loss(), outputs, lambda parts: call.finish(call.join(parts, sizes)))
-
-    def step_together(
-        self,
-        args: tuple[Structure, ...],
-        inputs: Mapping[str, Structure],
-        target: Structure,
-        *,
-        loss: Loss,
-        reduction: Reduction,
-        rows: int,
-        word: object,
-        seed: float = 1.0,
-        weigh: Weigh | None = None,
-    ) -> Shared:
-        """``step`` for coordinated callers: every rank gets the loss, and a value from each other caller.
-
-        Args:
-            args: positional inputs, as for ``step``.
-            inputs: keyword inputs, as for ``step``.
-            target: as for ``step``.
-            loss: as for ``step``.
-            reduction: as for ``step``.
-            rows: the number of rows that this rank's caller expects.
-            word: a plain value for the others' callers.
-            seed: the gradient of the loss from which backward starts.
-            weigh: the weights of microbatches of these rows, in place of them.
-
-        Raises:
-            ValueError: as for ``step``, or ranks that disagree in rows.
-            BaseException: as for ``step``.
-        """
-        with self._turn("step") as turn:
-            head = HeadParts(loss, target, reduction, False, seed, weigh)
-            call, _, grads = self._step(turn, args, inputs, head, rows)
-            mine = call.loss()
-            turn.put_note([None if mine is None else [mine.item(), dtype_name(mine.dtype)], word])
-        if call.records:
-            deliver(call.leaves, grads)
-        notes = sorted(cast("dict[int, list[object]]", turn.notes()).items())
-        if mine is None:
-            number, dtype = cast("tuple[float, str]", next(said[0] for _, said in notes if said[0] is not None))
-            mine = torch.tensor(number, dtype=dtype_named(dtype), device=self._stages[self._here[-1]].device)
-        return Shared(mine, [said[1] for _, said in notes])
+        return StepResult(call.loss(), outputs, lambda parts: call.finish(call.join(parts, call.sizes)))
 
     def _warn_if_alone(self) -> None:
         """Warn once that other workers have pipes of their own, whose gradients an Executor would share."""
@@ -464,12 +409,13 @@ class Pipe(nn.Module):
         turn: Engine,
         args: tuple[Structure, ...],
         inputs: Mapping[str, Structure],
-        head: HeadParts,
+        target: Structure,
+        head: LossOfStep,
         rows: int | None = None,
     ) -> tuple[PipeCall, list[Structure], list[Tensor | None]]:
         if head.reduction not in ("mean", "sum"):
             raise ValueError(f"reduction is 'mean' or 'sum', got {head.reduction!r}")
-        call = self._call(turn, args, inputs, head=head, expected_rows=rows)
+        call = self._call(turn, args, inputs, target, head, rows)
         outputs, grads = call.step(turn) if call.records else (call.outputs(turn), [])
         call.check()
         return call, outputs, grads
@@ -479,15 +425,18 @@ class Pipe(nn.Module):
         turn: Engine,
         args: tuple[Structure, ...],
         inputs: Mapping[str, Structure],
-        head: HeadParts | None,
+        target: Structure = None,
+        head: LossOfStep | None = None,
         expected_rows: int | None = None,
     ) -> PipeCall:
-        check_choices(self.chunks, self.checkpoint, self.output)
         for root, before in zip(self._roots, self._outlines, strict=True):
             refuse_changes(before, outline(root, self._inside))
         modes = ThreadModes.take()
         split = None if self._source is None else SplitCall(self._source.trace)
-        facts = turn.agree(lambda: self._facts(args, inputs, modes, split))
+        # Inputs are read on the first stage's rank alone, and the target on the last one's.
+        last = len(self._stages) - 1
+        batch = Batch(args if 0 in self._here else (), inputs, target if last in self._here else None)
+        facts = turn.agree(lambda: self._facts(batch, args, inputs, modes, split))
         self.calls = facts.step + 1
         if split is not None and 0 not in self._here:
             split.learn(facts.kinds, self._rank)
@@ -497,40 +446,55 @@ class Pipe(nn.Module):
                 f"the first stage's batch has {rows} rows, this rank's {expected_rows}; the ranks of a pipeline take "
                 "the same batch"
             )
-        args = args if 0 in self._here else ()
-        self._check_inputs(facts, args, inputs, rows)
-        recompute = recomputed_actions(self.checkpoint, len(self._stages), m)
-        plan = StagePlan(
-            modes, facts.seed, facts.step, m, recompute, self._schedules.splits_backward, LooseLeaves(), split
-        )
-        if plan.records != facts.records:
+        if inputs or facts.keywords:
+            self._check_inputs(facts, batch, len(args) if 0 in self._here else 0, rows)
+        records = modes.grad and not modes.inference
+        lowered, recompute = self._lowered(m, self.checkpoint if records else "never")
+        splits = self._schedules.splits_backward
+        plan = StagePlan(modes, facts.seed, facts.step, m, recompute, splits, LooseLeaves(), records, split)
+        if records != facts.records:
             raise ValueError("some ranks call the pipe with gradients and some without; call it in one mode on all")
         if self.output != facts.output:
             raise ValueError(f"pipe.output is {facts.output!r} on the first stage's rank and {self.output!r} here")
         runs = {}
-        for stage in (self._stages[j] for j in self._here):
-            at_end = None
-            if head and OUTSIDE in stage.targets:
+        for j in self._here:
+            stage, at_end = self._stages[j], None
+            if inputs:
+                stage = with_keywords(stage, inputs, len(args) if 0 in self._here else 0)
+            if head is not None and j == last:
                 finish = None if split is None else split.output
-                at_end = make_head(head, facts.sizes, rows, stage, finish, self.module)
-            runs[stage.index] = StageRun(with_keywords(stage, inputs, len(args)), plan, at_end)
-        if self._others and plan.records:
+                at_end = make_head(head, batch.target, facts.sizes, stage.device, finish, self.module)
+            runs[j] = StageRun(stage, plan, at_end)
+        if self._others and records:
             here = set(self.parameters())
             untied = (p for _, p, _ in self._ties if p.requires_grad and p not in here)
             changed = here.intersection(self._others).union(untied)
             if changed:
                 raise ValueError(f"{self._names[changed.pop()]} was tied or untied after Pipe(...); make a new Pipe")
-        actions = self._lowered(m, recompute if plan.records else frozenset()).actions
-        given = Inputs(args, inputs, facts.sizes)
         output_rank = self.output_rank if self.output == "all" and head is None and self._ranks > 1 else None
         return PipeCall(
-            self._engine, runs, actions, facts.step, given, plan.records, split, self._ties, self._anchor, output_rank
+            self._engine,
+            runs,
+            lowered.actions,
+            facts.step,
+            batch,
+            facts.sizes,
+            records,
+            split,
+            self._ties,
+            self._anchor,
+            output_rank,
         )
 
     def _facts(
-        self, args: tuple[Structure, ...], inputs: Mapping[str, Structure], modes: ThreadModes, split: SplitCall | None
+        self,
+        batch: Batch,
+        args: tuple[Structure, ...],
+        inputs: Mapping[str, Structure],
+        modes: ThreadModes,
+        split: SplitCall | None,
     ) -> Facts:
-        sizes = microbatch_sizes(batch_rows(args, inputs), operator.index(self.chunks))
+        sizes = microbatch_sizes(batch.rows(), operator.index(self.chunks))
         records = modes.grad and not modes.inference
         kinds: list[InputKind] = []
         if split is not None:
@@ -539,35 +503,38 @@ class Pipe(nn.Module):
             kinds = split.prepare(args, named, sizes, records=records, tells=self.process_group is not None)
         return Facts(self.calls, self.seed % 2**64, sizes, records, self.output, sorted(inputs), kinds)
 
-    def _check_inputs(
-        self, facts: Facts, args: tuple[Structure, ...], inputs: Mapping[str, Structure], rows: int
-    ) -> None:
-        names = {*facts.keywords, *inputs}
+    def _check_inputs(self, facts: Facts, batch: Batch, args: int, rows: int) -> None:
+        inputs = {name: part for name, part in batch.inputs.items() if name is not None}
         layers = [layer for stage in self._stages for layer in stage.layers]
-        taken = {layer.name: keywords_of(layer, names, 1 if i else len(args)) for i, layer in enumerate(layers)}
-        for name in inputs:
+        names = {*facts.keywords, *inputs}
+        taken = {layer.name: keywords_of(layer, names, 1 if i else args) for i, layer in enumerate(layers)}
+        for name, part in inputs.items():
             if not any(name in names for names in taken.values()):
                 raise TypeError(
                     f"no layer's forward has a parameter named {name!r}; the first layer, "
-                    f"{type(layers[0].module).__name__}, got {len(args)} inputs by position"
+                    f"{type(layers[0].module).__name__}, got {args} inputs by position"
                 )
-            check_rows(inputs[name], rows, f"the keyword input {name!r}")
-            leaves = flatten(open_whole(inputs[name])[0])[0] if facts.records and self._ranks > 1 else []
-            if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+            part.check_rows(rows)
+            tensors = [leaf for leaf in part.leaves if isinstance(leaf, Tensor)]
+            if facts.records and self._ranks > 1 and any(tensor.requires_grad for tensor in tensors):
                 raise ValueError(
-                    f"the keyword input {name!r} requires gradients, which do not cross between ranks to a keyword: "
+                    f"{part.what} requires gradients, which do not cross between ranks to a keyword: "
                     "pass it positionally to the first layer, and stash it there for later ones, or detach it"
                 )
             if name not in facts.keywords:
-                raise ValueError(f"the keyword input {name!r} is missing on the first stage's rank: pass it there too")
-        for layer in (layer for j in self._here for layer in self._stages[j].layers):
+                raise ValueError(f"{part.what} is missing on the first stage's rank: pass it there too")
+        for layer in self._layers_here():
             for name in taken[layer.name]:
                 if name not in inputs:
                     raise ValueError(f"layer {layer.name!r} takes the keyword input {name!r}: pass it on its rank too")
 
-    def _lowered(self, m: int, recompute: frozenset[tuple[int, int]]) -> Lowered:
-        skips = [(stage.index, target) for stage in self._stages for target in stage.targets if target != OUTSIDE]
-        return self._schedules.of(m).with_transfers(skips, recompute)
+    def _lowered(self, m: int, checkpoint: Checkpoint) -> tuple[Lowered, frozenset[tuple[int, int]]]:
+        """Return all actions for ``m`` microbatches, and the stages and microbatches that run forward again."""
+        if (m, checkpoint) not in self._plans:
+            skips = [(stage.index, target) for stage in self._stages for target in stage.targets if target != OUTSIDE]
+            recompute = recomputed_actions(checkpoint, len(self._stages), m)
+            self._plans[m, checkpoint] = self._schedules.of(m).with_transfers(skips, recompute), recompute
+        return self._plans[m, checkpoint]
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0, *, elsewhere: float | None = None) -> Tensor:
         """Scale all stages' gradients so that their norm, as one vector, is at most ``max_norm``.
@@ -582,52 +549,15 @@ class Pipe(nn.Module):
         Returns:
             The norm before, a tensor of no dimensions, the same on every rank.
         """
-        total = self.grad_norm(norm_type)
+        total = self.ranks.grad_norm(norm_type)
         if elsewhere is not None:
             total = (total.double().square() + elsewhere).sqrt()
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for parameter in parameters_here(self).values():
             if parameter.grad is not None:
-                value = _values_of_gradient(parameter)
+                value = values_of_gradient(parameter)
                 value.mul_(scale.to(value.device))
         return total
-
-    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """Return the norm of all stages' gradients, as of one vector, the same on every rank; every rank calls it."""
-        with self._engine.turn("clip_grad_norm", self.calls) as turn:
-            elsewhere = {id(parameter) for _, parameter, ranks in self._ties if ranks[0] != self._rank}
-            here = [p for p in parameters_here(self).values() if p.grad is not None]
-            values = {p: _values_of_gradient(p) for p in here}
-            counted = [values[p] for p in here if id(p) not in elsewhere]
-            norms = [torch.linalg.vector_norm(grad, norm_type).cpu() for grad in counted]
-            shares = turn.share(
-                _NORMS, torch.stack(norms) if norms else torch.zeros(0, device="cpu"), range(self._ranks)
-            )
-        # The norm of all parameters' norms, in their order: bit for bit the norm of the unsplit module.
-        found = [share for share in shares if share is not None and share.numel()]
-        return torch.linalg.vector_norm(torch.cat(found), norm_type) if found else torch.zeros((), device="cpu")
-
-    def first_names(self) -> Mapping[Tensor, str]:
-        """Return this process's parameters and their names in the unsplit module; a tied one has its first name
-        there.
-        """
-        here = set(self.parameters())
-        return {parameter: name for name, parameter in self._roots[0].named_parameters() if parameter in here}
-
-    @property
-    def is_traced(self) -> bool:
-        """True if its stages run code that was traced from a model: parameters must be tensors with values here."""
-        return self._source is not None
-
-    def tied_to_other_ranks(self) -> frozenset[Tensor]:
-        """Return this process's parameters that stages on other ranks use too."""
-        return frozenset(parameter for _, parameter, _ in self._ties)
-
-    def align_ties(self) -> None:
-        """Give a parameter shared by several ranks the gradient of the first of them; all ranks call it."""
-        with self._engine.turn("align_ties", self.calls) as turn:
-            for index, parameter, ranks in self._ties:
-                parameter.grad = turn.share(index, parameter.grad, ranks)[0]
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, object]]:
         """Return the optimizer's state of each of this process's parameters, by the parameter's name in the unsplit
@@ -636,7 +566,7 @@ class Pipe(nn.Module):
         It fits any other split: ``load_optimizer_state_dict`` takes the parts for its own parameters.
         """
         states = {id(parameter): state for parameter, state in optimizer.state.items()}
-        return {name: dict(states[id(p)]) for p, name in self.first_names().items() if id(p) in states}
+        return {name: dict(states[id(p)]) for p, name in self.ranks.first_names().items() if id(p) in states}
 
     def load_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Mapping[str, object]]
@@ -647,7 +577,7 @@ class Pipe(nn.Module):
             ValueError: a trained parameter whose state is missing while others have one.
         """
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        mine = {name: parameter for parameter, name in self.first_names().items() if id(parameter) in trained}
+        mine = {name: parameter for parameter, name in self.ranks.first_names().items() if id(parameter) in trained}
         missing = [name for name in mine if name not in state_dict]
         if state_dict and missing:
             raise ValueError(f"the optimizer's state of {missing} is missing; merge the states of all ranks that saved")
@@ -665,45 +595,6 @@ class Pipe(nn.Module):
             "times and bytes of the last call, bytes a microbatch"
         )
         return describe(self._stages, self._schedules.rank_of, self._engine.observed, title)
-
-    def every_layer(self) -> Iterator[nn.Module]:
-        """Return the layers of all ranks, in the order they run; those of others have no values here."""
-        return (layer.module for stage in self._stages for layer in stage.layers)
-
-    def costs(self) -> list[StageCosts]:
-        """Return what each stage took in the last call, on whichever rank it is."""
-        return costs_of(self._stages, self._schedules.rank_of, self._engine.observed)
-
-    def simulated(self, rows: int) -> Simulation:
-        """Return the schedule of a step with ``rows`` rows, with the stages' times of the last call.
-
-        What crosses between stages takes no time there, and no rank has less of a processor because others compute.
-        """
-        m = self.microbatches(rows)
-        seconds = self._engine.observed.seconds
-        lowered = self._lowered(m, recomputed_actions(self.checkpoint, len(self._stages), m))
-        times = Counter((action.stage, action.kind) for actions in lowered.actions for action in actions)
-
-        def cost(action: Action) -> float:
-            if not action.kind.computes:
-                return 0.0
-            return seconds.get((action.stage, phase_of(action)), 0.0) / times[action.stage, action.kind]
-
-        return simulate(lowered, cost)
-
-    def microbatches(self, rows: int) -> int:
-        """Return how many a batch of ``rows`` rows is cut into."""
-        return len(microbatch_sizes(rows, operator.index(self.chunks)))
-
-    @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Lets the calls of the block leave no trace in ``calls`` and ``bytes_sent``: they only look."""
-        calls, sent = self.calls, self.bytes_sent
-        try:
-            yield
-        finally:
-            self.calls = calls
-            self._engine.bytes_sent = sent
 
     def load_state_dict(
         self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
@@ -727,17 +618,3 @@ class Pipe(nn.Module):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-_NORMS = -1
-"""Index of the shares of the gradients' norm, beside those of tied parameters, which count from 0."""
-
-
-def _values_of_gradient(parameter: Tensor) -> Tensor:
-    """Return the numbers in ``.grad``, to read and to scale in place; a sparse one's rows, duplicates merged."""
-    grad = parameter.grad
-    assert grad is not None
-    if not grad.is_sparse:
-        return grad
-    parameter.grad = grad.coalesce()
-    return parameter.grad._values()

@@ -12,87 +12,93 @@ so that hooks, accumulation and graphs before ``x`` behave as with the unsplit m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeAlias, cast
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple, TypeAlias, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anabranch.autodiff.boundary.crossing import reaches
 from anabranch.autodiff.grad_sessions import boundary_entry
 from anabranch.pipeline.engine import Engine, Outcome
-from anabranch.pipeline.microbatch import cut_rows, gather, open_whole
+from anabranch.pipeline.microbatch import Batch, Part, gather
 from anabranch.pipeline.parts.split_call import SplitCall
 from anabranch.pipeline.schedule.actions import Action, Kind
 from anabranch.pipeline.stage.packet import Gradients, Message, Packet
-from anabranch.pipeline.stage.stage import OUTSIDE, StageRun
+from anabranch.pipeline.stage.partition import keywords_of
+from anabranch.pipeline.stage.stage import OUTSIDE, Head, Stage, StageRun
 from anabranch.tensors import Structure, flatten, paths, unflatten
 
-__all__ = ["Inputs", "PipeCall", "Tie", "deliver", "open_portal"]
+__all__ = ["Loss", "LossOfStep", "PipeCall", "Reduction", "Tie", "Weigh", "deliver", "make_head", "open_portal"]
+
+
+Loss: TypeAlias = Callable[[Structure, Structure], Tensor]
+"""A function from output and target to one number."""
+Reduction: TypeAlias = Literal["mean", "sum"]
+"""Reduction of the loss over the rows of a batch."""
+Weigh: TypeAlias = Callable[[Sequence[int]], Sequence[float | Tensor]]
+"""A function from the rows of the microbatches to the weight of each one's loss in the mean."""
+
+
+class LossOfStep(NamedTuple):
+    """The loss of a step.
+
+    Attributes:
+        loss: from output and target to one number.
+        reduction: over the rows.
+        keeps_output: outputs are kept beside the loss.
+        seed: the loss's gradient.
+        weigh: under ``"mean"``: weights of the microbatches, in place of their rows.
+    """
+
+    loss: Loss
+    reduction: Reduction
+    keeps_output: bool = True
+    seed: float = 1.0
+    weigh: Weigh | None = None
+
+
+def with_keywords(stage: Stage, inputs: Iterable[str], args: int) -> Stage:
+    """Return the stage with the keyword inputs that its layers take."""
+    counts = [args if stage.index == 0 else 1, *[1] * len(stage.layers)]
+    keywords = {layer.name: keywords_of(layer, inputs, n) for layer, n in zip(stage.layers, counts, strict=False)}
+    names = dict.fromkeys(name for taken in keywords.values() for name in taken)
+    if not names:
+        return stage
+    outside = (*stage.sources.get(OUTSIDE, ()), *names)
+    return replace(stage, sources={**stage.sources, OUTSIDE: outside}, keywords=keywords)
+
+
+def make_head(
+    of: LossOfStep,
+    target: Part,
+    sizes: Sequence[int],
+    device: torch.device,
+    finish: Callable[[Structure], Structure] | None,
+    model: nn.Module,
+) -> Head:
+    """Return the loss of each microbatch, as the last stage computes it."""
+    target.check_rows(sum(sizes))
+    leaves: list[object] = [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in target.leaves]
+    weights = [1.0] * len(sizes)
+    if of.reduction == "mean":
+        weights = list(map(float, sizes if of.weigh is None else of.weigh(sizes)))
+        if any(not 0 <= weight < math.inf for weight in weights):
+            raise ValueError(f"rows= gave {weights}: the weight of a microbatch is a finite number of at least 0")
+        total = sum(weights)
+        weights = [weight / total if total else 1.0 for weight in weights]
+    own: list[nn.Module] = []
+    if isinstance(of.loss, nn.Module):
+        layers = set(model.modules())
+        own = [module for module in of.loss.modules() if module not in layers]
+    targets = replace(target, leaves=leaves).structures(sizes)
+    return Head(of.loss, targets, weights, of.keeps_output, finish, of.seed, own)
 
 
 Tie: TypeAlias = tuple[int, Tensor, Sequence[int]]
 """A parameter whose gradient comes from several ranks: a number, the same on all of them, itself, and those ranks."""
-
-
-class Inputs:
-    """The caller's inputs: the positional ones for the first layer and keyword inputs, cut into microbatches."""
-
-    def __init__(self, value: tuple[Structure, ...], keywords: Mapping[str, Structure], sizes: Sequence[int]) -> None:
-        self.sizes = list(sizes)
-        opened: dict[str | None, tuple[Structure, list[bool]]] = {None: open_whole(value)}
-        opened.update((name, open_whole(structure)) for name, structure in keywords.items())
-        self._given: dict[str | None, list[tuple[object, bool]]] = {
-            name: list(zip(flatten(structure)[0], whole, strict=True)) for name, (structure, whole) in opened.items()
-        }
-        self._packets = {name: _cut_up(structure, whole, sizes) for name, (structure, whole) in opened.items()}
-        self.leaves = [
-            leaf for given in self._given.values() for leaf, _ in given
-            if isinstance(leaf, Tensor) and leaf.requires_grad
-        ]  # fmt: skip
-
-    def messages(self, routes: Sequence[str | None]) -> list[list[Packet]]:
-        """For each microbatch the packets of ``routes``."""
-        return [[self._packets[route][i] for route in routes] for i in range(len(self.sizes))]
-
-    def gradients(self, answers: Mapping[int, Mapping[int, Mapping[str | None, Gradients]]]) -> list[Tensor | None]:
-        """Return the gradient of each of ``leaves``, from those that stages (by number) returned by microbatch and
-        route.
-        """
-        found = []
-        for name, given in self._given.items():
-            for index, (leaf, whole) in enumerate(given):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    by_stage = [
-                        [by_route[i][name][index] for i in range(len(self.sizes))]
-                        for _, by_route in sorted(answers.items())
-                        if name in by_route[0]
-                    ]
-                    found.append(_sum([_sum(pieces) if whole else self._join(leaf, pieces) for pieces in by_stage]))
-        return found
-
-    def _join(self, leaf: Tensor, pieces: Sequence[Tensor | None]) -> Tensor | None:
-        if all(piece is None for piece in pieces):
-            return None
-        whole = [
-            leaf.new_zeros(size, *leaf.shape[1:]) if piece is None else piece.to(leaf.device)
-            for size, piece in zip(self.sizes, pieces, strict=True)
-        ]
-        return torch.cat(whole)
-
-
-def _cut_up(structure: Structure, whole: Sequence[bool], sizes: Sequence[int]) -> list[Packet]:
-    leaves, treedef = flatten(structure)
-    needs_grad = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
-    rows = [
-        cut_rows(leaf.detach(), sizes)
-        if isinstance(leaf, Tensor) and not is_whole
-        else [leaf.detach() if isinstance(leaf, Tensor) else leaf] * len(sizes)
-        for leaf, is_whole in zip(leaves, whole, strict=True)
-    ]
-    shared = tuple(index for index, is_whole in enumerate(whole) if is_whole and len(sizes) > 1)
-    return [Packet(treedef, [row[i] for row in rows], needs_grad, shared) for i in range(len(sizes))]
 
 
 def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
@@ -115,7 +121,8 @@ class PipeCall:
         runs: the stages of this process, by number.
         actions: of each rank.
         number: the call's.
-        inputs: the caller's; only those parts that these stages take are used.
+        batch: the caller's inputs; only those parts that these stages take are used.
+        sizes: the rows of the microbatches.
         records: true if a backward may follow.
         split: the call's programs of a split model.
         ties: parameters that other ranks train too.
@@ -128,7 +135,8 @@ class PipeCall:
     runs: Mapping[int, StageRun]
     actions: Sequence[Sequence[Action]]
     number: int
-    inputs: Inputs
+    batch: Batch
+    sizes: Sequence[int]
     records: bool
     split: SplitCall | None = None
     ties: Sequence[Tie] = ()
@@ -148,7 +156,7 @@ class PipeCall:
     def leaves(self) -> list[Tensor]:
         """The call's differentiable inputs: the inputs that require grad, the parameters, switches, and the anchor."""
         ends = self.switches if self.anchor is None else [*self.switches, self.anchor]
-        return [*self.inputs.leaves, *self._parameters.values(), *ends]
+        return [*self.batch.leaves, *self._parameters.values(), *ends]
 
     @property
     def differentiable(self) -> bool:
@@ -175,8 +183,7 @@ class PipeCall:
 
     def loss(self) -> Tensor | None:
         """Return the sum of the microbatches' losses; ``None`` without a loss here."""
-        losses = [run.losses[i] for run in self.runs.values() if run.head for i in range(len(self.inputs.sizes))]
-        return _sum(losses)
+        return _sum([run.losses[i] for run in self.runs.values() if run.head for i in range(len(self.sizes))])
 
     def forward(self, turn: Engine) -> tuple[Structure, list[bool]]:
         """Run the F half. Returns the output, and for each of its leaves whether it is differentiable.
@@ -188,7 +195,7 @@ class PipeCall:
         output: Structure = None
         needs_grad: list[bool] = []
         if packets:
-            output = self.join([packet.structure() for packet in packets], self.inputs.sizes)
+            output = self.join([packet.structure() for packet in packets], self.sizes)
             _refuse_hidden_gradients(output)
             self._outputs = [[_rows(leaf) for leaf in packet.leaves] for packet in packets]
             needs_grad = [any(needs) for needs in zip(*(packet.needs_grad for packet in packets), strict=True)]
@@ -226,14 +233,19 @@ class PipeCall:
         return [packet.structure() for packet in self._collect(turn.run(self.runs, half, self._outside()))]
 
     def _outside(self) -> dict[int, Sequence[Message]]:
-        return {
-            j: self.inputs.messages(_caller_routes(run)) for j, run in self.runs.items() if OUTSIDE in run.stage.sources
-        }
+        messages: dict[int, Sequence[Message]] = {}
+        for j, run in self.runs.items():
+            if OUTSIDE in run.stage.sources:
+                routes = [
+                    self.batch.packets(cast("str | None", name), self.sizes) for name in run.stage.sources[OUTSIDE]
+                ]
+                messages[j] = [[packets[i] for packets in routes] for i in range(len(self.sizes))]
+        return messages
 
     def _collect(self, outcome: Outcome) -> list[Packet]:
         if not outcome.outputs:
             return []
-        return [outcome.outputs[i][0] for i in range(len(self.inputs.sizes))]  # type: ignore[misc]
+        return [cast(Packet, outcome.outputs[i][0]) for i in range(len(self.sizes))]
 
     def _output_gradients(self, grads: Sequence[Tensor | None]) -> dict[int, Sequence[Message]]:
         if not self.has_output:
@@ -248,30 +260,48 @@ class PipeCall:
         return {last[0]: [[[pieces[i] for pieces in cut_up]] for i in range(len(self._outputs))]}
 
     def _gradients(self, turn: Engine, outcome: Outcome) -> list[Tensor | None]:
-        answers: dict[int, dict[int, dict[str | None, Gradients]]] = {}
-        for (j, i), message in outcome.input_gradients.items():
-            routes = _caller_routes(self.runs[j])
-            answers.setdefault(j, {})[i] = dict(zip(routes, message, strict=True))  # type: ignore[arg-type]
         gathered: dict[int, list[Tensor | None]] = {}
         for _, run in sorted(self.runs.items()):
             for parameter, grad in run.take_gradients():
                 self._parameters.setdefault(id(parameter), parameter)
                 gathered.setdefault(id(parameter), []).append(grad)
-        grads = {key: _sum(parts) for key, parts in gathered.items()}
-        of_inputs = self.inputs.gradients(answers)
+        grads = {key: parts[0] if len(parts) == 1 else _sum(parts) for key, parts in gathered.items()}
         for number, parameter, ranks in self.ties:
             grads[id(parameter)] = _sum(turn.share(number, grads.get(id(parameter)), ranks))
         # A tied parameter is on one of its stages' devices.
-        found = [(parameter, grads.get(key)) for key, parameter in self._parameters.items()]
-        on_device = [None if grad is None else grad.to(parameter.device) for parameter, grad in found]
-        return [*of_inputs, *on_device, *[None] * (len(self.switches) + (self.anchor is not None))]
+        pairs = [(parameter, grads.get(key)) for key, parameter in self._parameters.items()]
+        on_device = [None if grad is None else grad.to(parameter.device) for parameter, grad in pairs]
+        ends = [None] * (len(self.switches) + (self.anchor is not None))
+        return [*self._of_inputs(outcome.input_gradients), *on_device, *ends]
+
+    def _of_inputs(self, answers: Mapping[tuple[int, int], Message]) -> list[Tensor | None]:
+        """Return the gradients of the inputs that require them, from those that stages returned by microbatch."""
+        if not self.batch.leaves:
+            return []
+        grads: list[Tensor | None] = []
+        for name, part in self.batch.inputs.items():
+            routes = [(j, run.stage.sources.get(OUTSIDE, ())) for j, run in sorted(self.runs.items())]
+            places = [(j, names.index(name)) for j, names in routes if name in names]
+            for index, (leaf, whole) in enumerate(zip(part.leaves, part.whole, strict=True)):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    by_stage = [
+                        [cast("list[Gradients]", answers[j, i])[at][index] for i in range(len(self.sizes))]
+                        for j, at in places
+                    ]
+                    grads.append(_sum([_sum(parts) if whole else self._joined(leaf, parts) for parts in by_stage]))
+        return grads
+
+    def _joined(self, leaf: Tensor, pieces: Sequence[Tensor | None]) -> Tensor | None:
+        if all(piece is None for piece in pieces):
+            return None
+        whole = [
+            leaf.new_zeros(size, *leaf.shape[1:]) if piece is None else piece.to(leaf.device)
+            for size, piece in zip(self.sizes, pieces, strict=True)
+        ]
+        return torch.cat(whole)
 
 
 _FORWARD = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F})
-
-
-def _caller_routes(run: StageRun) -> list[str | None]:
-    return list(run.stage.sources[OUTSIDE])  # type: ignore[arg-type]
 
 
 def _rows(leaf: object) -> int:

@@ -152,7 +152,7 @@ def survey_pipe(step: TrainStep, pipe: Pipe, batch: Structure) -> StepSurvey:
         step.clip_grad_norm is not None
     )
     gradients = [(parameter, parameter.grad) for parameter in trained]
-    with _as_before(pipe), pipe.uncounted():
+    with _as_before(pipe), pipe.ranks.uncounted():
         try:
             for _ in range(_RUNS):
                 for parameter in trained:
@@ -160,7 +160,7 @@ def survey_pipe(step: TrainStep, pipe: Pipe, batch: Structure) -> StepSurvey:
                 sent, began = pipe.bytes_sent, time.perf_counter()
                 pipe_run(step, pipe, batch, word=None)
                 for _ in range(norms):
-                    pipe.grad_norm()
+                    pipe.ranks.grad_norm()
                 walls.append(time.perf_counter() - began)
                 sent = pipe.bytes_sent - sent
         finally:
@@ -168,15 +168,16 @@ def survey_pipe(step: TrainStep, pipe: Pipe, batch: Structure) -> StepSurvey:
                 parameter.grad = gradient
     busy: defaultdict[int, float] = defaultdict(float)
     stages = []
-    for costs in pipe.costs():
+    for costs in pipe.ranks.costs():
         seconds = sum(costs.seconds.values())
         busy[costs.rank] += seconds
         place = f"rank {costs.rank}, layers {costs.layers}"
-        crosses = pipe.microbatches(rows) * sum(costs.sends.values())
+        crosses = pipe.ranks.microbatches(rows) * sum(costs.sends.values())
         stages.append(PlanRow(f"stage {costs.stage}", (costs.parameters,), place, "pipeline", crosses, seconds))
     wall = median(walls[1:])
     compute = min(max(busy.values()), wall)
-    idle = f"pipeline: waits for stages; the schedule alone idles ranks {pipe.simulated(rows).bubble:.0%} of the time"
+    bubble = pipe.ranks.simulated(rows).bubble
+    idle = f"pipeline: waits for stages; the schedule alone idles ranks {bubble:.0%} of the time"
     parts = {"compute": compute, "pipeline": wall - compute}
     return StepSurvey(parts, rows=tuple(stages), bytes={"pipeline": sent} if sent else {}, notes=(idle,))
 
@@ -186,7 +187,9 @@ def check_planned(name: str, step: TrainStep, comm_mode: CommMode | None) -> Non
     if not isinstance(step.model, Pipe):
         return
     away = (RemoteEmbedding, RemoteExpert, RemoteMixtureOfExperts)
-    names = [type(m).__name__ for layer in step.model.every_layer() for m in layer.modules() if isinstance(m, away)]
+    names = [
+        type(m).__name__ for layer in step.model.ranks.every_layer() for m in layer.modules() if isinstance(m, away)
+    ]
     if names or comm_mode in ("PS", "Hybrid"):
         raise ValueError(
             f"step {name!r} trains a Pipe {f'with {names[0]}' if names else f'under {comm_mode!r}'}, and a look at it "

@@ -40,7 +40,7 @@ class OptimizerState(TypedDict):
 def names_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters of ``model`` by their names in checkpoints."""
     if isinstance(model, Pipe):
-        return {name: parameter for parameter, name in model.first_names().items()}
+        return {name: parameter for parameter, name in model.ranks.first_names().items()}
     return dict(model.named_parameters())
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import cast
 
 from torch import Tensor
 
-from anabranch.pipeline.links.packet_codec import Facts, Header, PacketFault, unpack
+from anabranch.pipeline.links.packet_codec import Header, PacketFault, unpack, unpack_message
 from anabranch.pipeline.schedule.actions import Kind
-from anabranch.pipeline.stage.packet import Gradients, Message
+from anabranch.pipeline.stage.packet import Message
+from anabranch.tensors import Structure
 
 __all__ = ["Inbox", "Key"]
 
@@ -24,6 +24,9 @@ class Inbox:
     Stages of one process are joined here alone: one puts the message, as it is, into the inbox of the other's rank.
 
     Attributes:
+        data: messages of actions.
+        values: those that ranks give to all, by name and rank.
+        bodies: of the ends that have arrived, by rank.
         fault: the reason why the turn has failed, of another rank; ``True`` if it failed in this process.
     """
 
@@ -42,11 +45,8 @@ class Inbox:
             self._operation = operation
             self.other_operation: tuple[int, str] | None = None
             self.data: dict[Key, Message] = {}
-            self.shares: dict[tuple[int, int], Tensor | None] = {}
-            self.spread: dict[int, Message] = {}
+            self.values: dict[tuple[int | str, int], Structure] = {}
             self.bodies: dict[int, object] = {}
-            self.facts: Facts | None = None
-            self.ended: set[int] = set()
             self.fault: PacketFault | bool = False
             for peer in self.owed:
                 self.owed[peer] += turn > 0
@@ -79,20 +79,15 @@ class Inbox:
             return
         match header.kind:
             case "end":
-                self.ended.add(peer)
                 self.bodies[peer] = header.body
                 self.fault = self.fault or header.fault or False
-            case "facts":
-                self.facts = header.facts
-            case "share":
-                shares = cast("list[Gradients]", unpack(Kind.SEND_B, header.body, tensors))
-                self.shares[header.stage, peer] = shares[0][0]
-            case "spread":
-                self.spread[peer] = unpack(Kind.SEND_F, header.body, tensors)
+            case "value":
+                name, value = unpack(header.body, tensors)
+                self.values[name, peer] = value
             case name:
                 kind = Kind(name)
                 key = kind, header.stage, header.peer, header.microbatch
-                self.data[key] = unpack(kind, header.body, tensors)
+                self.data[key] = unpack_message(kind, header.body, tensors)
 
     def lose(self, peer: int, why: str) -> None:
         """Record that nothing more will come from ``peer``."""

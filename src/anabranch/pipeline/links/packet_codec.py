@@ -7,7 +7,8 @@ plain values are in it, as the tree codec writes them. Received data is never ev
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias, cast
+from functools import partial
+from typing import NamedTuple, TypeAlias, cast
 
 import msgspec
 import torch
@@ -30,7 +31,9 @@ __all__ = [
     "described",
     "encode_header",
     "pack",
+    "pack_message",
     "unpack",
+    "unpack_message",
 ]
 
 HEADER_BYTES = 1024
@@ -43,7 +46,7 @@ InputKind: TypeAlias = tuple[str, object, list[tuple[str, list[int]]], list[bool
 """A key, and what ``describe`` gives of inputs."""
 
 
-class Facts(msgspec.Struct, array_like=True, frozen=True):
+class Facts(NamedTuple):
     """Facts about a call that all ranks must know before they start, sent by the first stage's rank.
 
     ``kinds`` are those of the microbatches of a split model.
@@ -55,7 +58,7 @@ class Facts(msgspec.Struct, array_like=True, frozen=True):
     records: bool
     output: str
     keywords: list[str]
-    kinds: list[InputKind] = []
+    kinds: Sequence[InputKind] = ()
 
 
 class PacketFault(msgspec.Struct, array_like=True, frozen=True):
@@ -71,7 +74,7 @@ class PacketFault(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Header(msgspec.Struct, array_like=True, frozen=True):
-    """A message's header: a sending action's data, the facts of a call, shares of tied gradients, or a turn's end."""
+    """A message's header: a sending action's data, a value that all ranks are given, or a turn's end."""
 
     turn: int
     operation: str
@@ -81,7 +84,6 @@ class Header(msgspec.Struct, array_like=True, frozen=True):
     microbatch: int = -1
     body: object = None
     tensors: list[tuple[str, list[int]]] = []
-    facts: Facts | None = None
     fault: PacketFault | None = None
 
 
@@ -110,23 +112,33 @@ def decode_header(first: Tensor, receive: Callable[[Tensor], None]) -> Header:
     return HEADERS.decode(body[:length])
 
 
-def pack(message: Message) -> tuple[object, list[tuple[str, list[int]]], list[Tensor]]:
-    """Pack a message: plain values for the header, its tensors' dtypes and shapes, and their bytes, where they are.
+def pack(value: Structure, leaves: Iterable[object] = ()) -> tuple[object, list[tuple[str, list[int]]], list[Tensor]]:
+    """Pack a value: plain ones for the header, its tensors' dtypes and shapes, and their bytes, where they are.
 
     Raises:
-        TypeError: a value that is meaningless outside this process; names its type.
+        TypeError: a value, or one of these ``leaves`` of it, that is meaningless outside this process; names its type.
     """
+    tree, tensors = _encode(value, leaves)
+    return tree, [(dtype_name(tensor.dtype), list(tensor.shape)) for tensor in tensors], bytes_of(tensors)
+
+
+def unpack(tree: object, tensors: Sequence[Tensor]) -> Structure:
+    """Return the value from what ``pack`` has made of it."""
+    return decode(tree, {"$sparse": partial(_sparse, tensors)}, tensors=tensors)
+
+
+def pack_message(message: Message) -> tuple[object, list[tuple[str, list[int]]], list[Tensor]]:
+    """Pack the message of a sending action, like ``pack``."""
     parts = [
         [part.structure(), list(part.needs_grad), list(part.doubled)] if isinstance(part, Packet) else part
         for part in message
     ]
-    tree, tensors = _encode(parts, [leaf for part in message if isinstance(part, Packet) for leaf in part.leaves])
-    return tree, [(dtype_name(tensor.dtype), list(tensor.shape)) for tensor in tensors], bytes_of(tensors)
+    return pack(parts, [leaf for part in message if isinstance(part, Packet) for leaf in part.leaves])
 
 
-def unpack(kind: Kind, tree: object, tensors: list[Tensor]) -> Message:
+def unpack_message(kind: Kind, tree: object, tensors: list[Tensor]) -> Message:
     """Return the message of a sending action of ``kind``."""
-    parts = _decode(tree, tensors)
+    parts = unpack(tree, tensors)
     if kind is Kind.SEND_B:
         return cast("list[Gradients]", parts)
     packets: list[Packet] = []
@@ -153,7 +165,7 @@ def described(tree: object, shapes: Sequence[tuple[str, list[int]]], needs_grad:
         torch.empty(shape, dtype=dtype_named(dtype), device="meta", requires_grad=needs)
         for (dtype, shape), needs in zip(shapes, needs_grad, strict=True)
     ]
-    return _decode(tree, tensors)
+    return unpack(tree, tensors)
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -192,13 +204,12 @@ def _refusal(value: object) -> TypeError:
     )
 
 
-def _decode(tree: object, tensors: list[Tensor]) -> Structure:
-    def sparse(content: tuple[int, list[int]]) -> Tensor:
-        (first, shape), options = content, {"is_coalesced": True, "check_invariants": False}
-        indices, values = tensors[first : first + 2]
-        return torch.sparse_coo_tensor(indices, values, shape, device=values.device, **options)  # type: ignore[arg-type]
-
-    return decode(tree, {"$sparse": sparse}, tensors=tensors)
+def _sparse(tensors: Sequence[Tensor], content: tuple[int, list[int]]) -> Tensor:
+    first, shape = content
+    indices, values = tensors[first : first + 2]
+    return torch.sparse_coo_tensor(
+        indices, values, shape, is_coalesced=True, check_invariants=False, device=values.device
+    )
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

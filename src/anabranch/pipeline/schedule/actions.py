@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Action", "Kind", "phase_of"]
+__all__ = ["Action", "Kind", "PHASES"]
 
 
 class Kind(StrEnum):
@@ -63,9 +63,5 @@ class Action:
         return f"{text}{arrow}{self.peer}"
 
 
-_PHASES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight", Kind.R: "recompute"}
-
-
-def phase_of(action: Action) -> str:
-    """Return the name of a computing action in errors and events: forward, backward, weight or recompute."""
-    return _PHASES[action.kind]
+PHASES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight", Kind.R: "recompute"}
+"""The names of computing actions in errors and events."""

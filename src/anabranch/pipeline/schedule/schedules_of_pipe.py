@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import operator
 from functools import partial
-from typing import Literal, SupportsIndex, TypeAlias, get_args
+from typing import Literal, SupportsIndex, TypeAlias, cast, get_args
 
 from anabranch.choices import choice
 from anabranch.pipeline.schedule.orders import SCHEDULES, default_ranks, make_schedule
 from anabranch.pipeline.schedule.schedule import Schedule
 
-__all__ = ["Checkpoint", "Output", "PipeSchedules", "check_choices", "recomputed_actions"]
+__all__ = ["Checkpoint", "Output", "PipeSchedules", "check_setting", "recomputed_actions"]
 
 
 Checkpoint: TypeAlias = Literal["except_last", "always", "never"]
@@ -21,12 +21,12 @@ Output: TypeAlias = Literal["last", "all"]
 """The ranks on which a call returns the output: the last stage's, or all."""
 
 
-def check_choices(chunks: int, checkpoint: str, output: str) -> None:
+def check_setting(name: str, value: object) -> None:
     """Raise for an invalid number of microbatches, ``checkpoint`` or ``output``."""
-    if isinstance(chunks, bool) or not isinstance(chunks, SupportsIndex) or operator.index(chunks) < 1:
-        raise ValueError(f"chunks is the number of microbatches, at least 1, got {chunks!r}")
-    choice("checkpoint", checkpoint, get_args(Checkpoint))
-    choice("output", output, get_args(Output))
+    if name != "chunks":
+        choice(name, cast(str, value), get_args(Checkpoint if name == "checkpoint" else Output))
+    elif isinstance(value, bool) or not isinstance(value, SupportsIndex) or operator.index(value) < 1:
+        raise ValueError(f"chunks is the number of microbatches, at least 1, got {value!r}")
 
 
 class PipeSchedules:

@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from anabranch.pipeline.stage.overlaps import sharing_pairs
 from anabranch.pipeline.stage.packet import Packet
-from anabranch.tensors import Structure, flatten
 
-__all__ = ["Watch", "mark_doubled"]
+__all__ = ["Watched", "check_unchanged", "mark_doubled", "sharing_pairs"]
 
 
 def mark_doubled(outputs: Mapping[int, Sequence[Packet]], known: Sequence[Tensor]) -> dict[int, list[Packet]]:
@@ -42,29 +43,78 @@ def _marked(packet: Packet, doubled: Collection[int], places: Iterator[int]) -> 
     return dataclasses.replace(packet, doubled=tuple(where))
 
 
-class Watch:
-    """The tensors that one stage must not change, for one microbatch."""
+Watched: TypeAlias = tuple[str, Tensor, int]
+"""A tensor that a stage must not change, by the name it has in errors, and its version."""
 
-    def __init__(self) -> None:
-        self._watched: list[tuple[str, Tensor, int]] = []
 
-    def over(self, what: str, value: Structure, packet: Packet) -> None:
-        """Watches the leaves of ``value`` that are marked in ``packet``; the stage made ``value`` of it."""
-        if packet.doubled:
-            leaves = flatten(value)[0]
-            tensors = [leaves[index] for index in packet.doubled]
-            self._watched += [(what, t, t._version) for t in tensors if isinstance(t, Tensor) and not t.is_inference()]
+def check_unchanged(watched: Sequence[Watched], stage: int) -> None:
+    """Raise ``RuntimeError`` if one of them has been changed."""
+    for what, tensor, version in watched:
+        if tensor._version != version:
+            raise RuntimeError(
+                f"stage {stage} changes {what} in place, which is also sent to another stage or microbatch: the "
+                "unsplit module changes both, but a split one cannot; make the operation out of place, or stash a "
+                "clone"
+            )
 
-    def tensors(self) -> list[Tensor]:
-        """Return the watched tensors."""
-        return [tensor for _, tensor, _ in self._watched]
 
-    def check(self, stage: int) -> None:
-        """Raise ``RuntimeError`` if one of them has been changed."""
-        for what, tensor, version in self._watched:
-            if tensor._version != version:
-                raise RuntimeError(
-                    f"stage {stage} changes {what} in place, which is also sent to another stage or microbatch: the "
-                    "unsplit module changes both, but a split one cannot; make the operation out of place, or stash a "
-                    "clone"
-                )
+_MOST_WORK = 10_000
+"""Steps in which NumPy may look for an element that two tensors share; without an answer they count as sharing."""
+
+
+def sharing_pairs(leaves: Sequence[object]) -> Iterator[tuple[int, int]]:
+    """Return the places, the lower one first, of every two dense tensors in ``leaves`` that share memory.
+
+    Views of one tensor do, unless their elements lie beside each other: the halves of ``x.chunk(2, dim=1)`` interleave
+    without sharing an element, so their ranges of addresses do not decide.
+
+    >>> x = torch.zeros(4, 6)
+    >>> list(sharing_pairs([*x.chunk(2, dim=1), "text", x[:, 2:]]))
+    [(0, 3), (1, 3)]
+    """
+    if len(leaves) < 2:
+        return
+    ranges = [(*found, place) for place, leaf in enumerate(leaves) if (found := _range(leaf)) is not None]
+    reaching: list[tuple[int, int]] = []
+    for start, end, place in sorted(ranges):
+        reaching = [(until, other) for until, other in reaching if until > start]
+        for _, other in reaching:
+            if _share(leaves[place], leaves[other]):
+                yield min(place, other), max(place, other)
+        reaching.append((end, place))
+
+
+def _range(leaf: object) -> tuple[int, int] | None:
+    """Return the addresses of its first element and after its last; ``None`` for a leaf without such memory."""
+    if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.is_nested:
+        return None
+    shape, start = leaf.shape, leaf.data_ptr()
+    if not start or 0 in shape:
+        return None
+    last = sum((size - 1) * stride for size, stride in zip(shape, leaf.stride(), strict=True))
+    return start, start + (last + 1) * leaf.itemsize
+
+
+def _share(one: object, other: object) -> bool:
+    try:
+        return np.shares_memory(
+            np.asarray(_Layout(one)),
+            np.asarray(_Layout(other)),
+            max_work=_MOST_WORK,  # type: ignore[arg-type] # NumPy's types name only its two special values
+        )
+    except np.exceptions.TooHardError:
+        return True
+
+
+class _Layout:
+    """The places of a tensor's elements, for NumPy, which does not read them: they may be on any device."""
+
+    def __init__(self, tensor: object) -> None:
+        assert isinstance(tensor, Tensor)
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), True),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * tensor.itemsize for stride in tensor.stride()),
+            "typestr": f"|V{tensor.itemsize}",
+        }

@@ -14,12 +14,13 @@ memory is freed when the stage's own operations no longer need it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from anabranch.autodiff.layer_state import lazy_clone
 from anabranch.pipeline.stage.device_transfers import on_device
@@ -28,7 +29,7 @@ from anabranch.tensors import Structure, flatten, unflatten
 if TYPE_CHECKING:
     from optree import PyTreeSpec
 
-__all__ = ["Gradients", "Message", "Packet", "cut", "enter", "size_of"]
+__all__ = ["Gradients", "Message", "Packet", "cut", "enter", "size_of", "sweep"]
 
 Gradients = list[Tensor | None]
 """A gradient for each leaf of a packet; ``None`` for a leaf without one."""
@@ -79,26 +80,29 @@ Message = list[Packet] | list[Gradients]
 def cut(value: Structure) -> tuple[Packet, list[GradientEdge | None]]:
     """``value`` detached from its graph, and for each leaf the place in that graph where its gradient enters."""
     leaves, treedef = flatten(value)
-    edges = [get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
-    detached = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return Packet(treedef, detached, tuple(edge is not None for edge in edges)), edges
+    edges: list[GradientEdge | None] = [None] * len(leaves)
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            if leaf.requires_grad:
+                edges[index] = get_gradient_edge(leaf)
+            leaves[index] = leaf.detach()
+    return Packet(treedef, leaves, tuple([edge is not None for edge in edges])), edges
 
 
-def enter(packet: Packet, device: torch.device, phony: Tensor) -> tuple[Structure, Gradients]:
-    """Return the value as the start of a graph on ``device``, and the box into which its backward puts the gradients.
+def enter(packet: Packet, device: torch.device, phony: Tensor) -> tuple[list[object], Gradients]:
+    """Return the leaves as the start of a graph on ``device``, and the box into which its backward puts the gradients.
 
     ``phony`` is a leaf that requires grad: it makes the entering nodes part of the graph, and is the common leaf where
     backward stops at the boundary. In no-grad mode no graph starts and the box stays empty.
     """
-    box: Gradients = [None] * len(packet.leaves)
-    leaves: list[object] = []
-    for index, (leaf, needs_grad) in enumerate(zip(packet.leaves, packet.needs_grad, strict=True)):
+    leaves, box = list(packet.leaves), cast(Gradients, [None] * len(packet.leaves))
+    for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            leaf = on_device(leaf, device)
-            if needs_grad:
-                leaf = _Enter.apply(box, index, phony, leaf)  # type: ignore[no-untyped-call]
-        leaves.append(leaf)
-    return unflatten(packet.treedef, leaves), box
+            if leaf.device != device:
+                leaves[index] = leaf = on_device(leaf, device)
+            if packet.needs_grad[index]:
+                leaves[index] = _Enter.apply(box, index, phony, leaf)  # type: ignore[no-untyped-call]
+    return leaves, box
 
 
 class _Enter(torch.autograd.Function):
@@ -114,3 +118,13 @@ class _Enter(torch.autograd.Function):
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor | None) -> tuple[None, None, None, None]:
         ctx.box[ctx.index] = grad  # type: ignore[attr-defined]
         return None, None, None, None
+
+
+def sweep(edges: Sequence[GradientEdge], grads: Sequence[Tensor], *, keep: bool, inputs: Sequence[Tensor] = ()) -> None:
+    """Accumulate gradients into ``inputs``, or all leaves.
+
+    Not by ``torch.autograd.backward``, which with inputs leaves the thread's function mode: a layer that is
+    checkpointed in itself runs again in a sweep, and draws its random numbers through the mode.
+    """
+    options = {"allow_unreachable": True, "accumulate_grad": True}
+    _engine_run_backward(tuple(edges), tuple(grads), keep, False, tuple(inputs), **options)

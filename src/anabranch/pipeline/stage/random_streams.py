@@ -17,8 +17,7 @@ import struct
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -31,44 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["drawing_from", "refuse_undrawable"]
 
 
-@contextmanager
-def drawing_from(seed: int, step: int, stage: int, microbatch: int) -> Iterator[set[int]]:
-    """Make this thread draw its random numbers from the stream of these four numbers until the block ends.
-
-    Yields the sequence numbers of the graph's nodes on which hooks were set meanwhile, for ``SplitBackward``: another
-    mode to see them would cost every operation a second lookup.
-
-    >>> with drawing_from(0, 1, 2, 3):
-    ...     first = torch.rand(2)
-    >>> with drawing_from(0, 1, 2, 3):
-    ...     torch.equal(torch.rand(2), first)
-    True
-    """
-    digest = hashlib.blake2b(struct.pack("<Q3q", seed % 2**64, step, stage, microbatch), digest_size=8).digest()
-    stream, before = _Stream(int.from_bytes(digest, "little") >> 1), _here.stream
-    with _states_of_streams(), _Catch(stream) as catch:
-        _here.stream = stream
-        try:
-            yield catch.hooked
-        finally:
-            _here.stream = before
-
-
-class _Stream:
-    """One generator for each device, all from one seed."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._generators: dict[torch.device, torch.Generator] = {}
-
-    def on(self, device: torch.device) -> torch.Generator:
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
-        return self._generators[device]
-
-
 class _Here(threading.local):
-    stream: _Stream | None = None
+    stream: drawing_from | None = None
 
 
 _here = _Here()
@@ -110,26 +73,6 @@ _PROCESS = [getattr(*place) for place in _PLACES]
 _STREAMS = [_get_state, _set_state, _get_device_states, _set_device_states]
 
 
-@contextmanager
-def _states_of_streams() -> Iterator[None]:
-    """Let ``torch.utils.checkpoint`` save and restore the stream of its thread: it reads the process's generator else.
-
-    Other threads' calls reach the process's functions as before.
-    """
-    global _entered
-    with _entering:
-        _entered += 1
-        for (module, name), function in zip(_PLACES, _STREAMS, strict=True):
-            setattr(module, name, function)
-    try:
-        yield
-    finally:
-        with _entering:
-            _entered -= 1
-            for (module, name), function in zip(_PLACES, () if _entered else _PROCESS, strict=False):
-                setattr(module, name, function)
-
-
 _DROPOUTS = "dropout alpha_dropout feature_alpha_dropout feature_dropout"
 _DRAWING_NAMES = (
     f"{_DROPOUTS} dropout1d dropout2d dropout3d native_dropout rrelu gumbel_softmax scaled_dot_product_attention "
@@ -151,22 +94,68 @@ def _drawing_functions() -> frozenset[Callable[..., object]]:
 _DRAWING = _drawing_functions()
 
 
-class _Catch(TorchFunctionMode):
-    def __init__(self, stream: _Stream) -> None:
+class drawing_from(TorchFunctionMode):  # noqa: N801 - a context
+    """Makes this thread draw its random numbers from the stream of these four numbers until the block ends.
+
+    >>> with drawing_from(0, 1, 2, 3):
+    ...     first = torch.rand(2)
+    >>> with drawing_from(0, 1, 2, 3):
+    ...     torch.equal(torch.rand(2), first)
+    True
+
+    ``torch.utils.checkpoint`` saves and restores the stream of its thread meanwhile: it reads the process's generator
+    else. Other threads' calls reach the process's functions as before.
+
+    Attributes:
+        hooked: the sequence numbers of the graph's nodes on which hooks were set meanwhile, for ``SplitBackward``:
+            another mode to see them would cost every operation a second lookup.
+    """
+
+    def __init__(self, seed: int, step: int, stage: int, microbatch: int) -> None:
         super().__init__()
-        self._stream = stream
+        self._place = struct.pack("<Q3q", seed % 2**64, step, stage, microbatch)
+        self._generators: dict[torch.device, torch.Generator] = {}
         self.hooked: set[int] = set()
+
+    def on(self, device: torch.device) -> torch.Generator:
+        """Return the stream's generator on ``device``."""
+        if device not in self._generators:
+            seed = int.from_bytes(hashlib.blake2b(self._place, digest_size=8).digest(), "little") >> 1
+            self._generators[device] = torch.Generator(device).manual_seed(seed)
+        return self._generators[device]
+
+    def __enter__(self) -> drawing_from:
+        global _entered
+        with _entering:
+            if not _entered:
+                for (module, name), function in zip(_PLACES, _STREAMS, strict=True):
+                    setattr(module, name, function)
+            _entered += 1
+        self._outer, _here.stream = _here.stream, self
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        global _entered
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        _here.stream = self._outer
+        with _entering:
+            _entered -= 1
+            if not _entered:
+                for (module, name), function in zip(_PLACES, _PROCESS, strict=True):
+                    setattr(module, name, function)
 
     def __torch_function__(
         self,
         func: Callable[..., object],
-        types: object,
+        types_: object,
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        func = _original(func)
+        if type(func) is types.FunctionType:
+            func = _original(func)
         if func in _DRAWING:
-            with _GiveGenerator(self._stream):
+            with _GiveGenerator(self):
                 return func(*args, **(kwargs or {}))
         if func is Tensor.register_hook:
             node = args[0].grad_fn  # type: ignore[attr-defined]
@@ -182,7 +171,7 @@ def _original(func: Callable[..., object]) -> Callable[..., object]:
     would run a second time.
     """
     frame = sys._getframe(2)
-    if type(func) is types.FunctionType and frame.f_code is _HANDLE and frame.f_back is not None:
+    if frame.f_code is _HANDLE and frame.f_back is not None:
         code = frame.f_back.f_code
         if code is not func.__code__ and not func.__code__.co_filename.startswith(_TORCH):
             return _PYTHON.get(code) or types.FunctionType(code, frame.f_back.f_globals)
@@ -195,7 +184,7 @@ _PYTHON = {one.__code__: one for one in (*vars(F).values(), *vars(nn.init).value
 
 
 class _GiveGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, stream: _Stream) -> None:
+    def __init__(self, stream: drawing_from) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._stream = stream
 
@@ -266,7 +255,7 @@ def _draws(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[s
     )
 
 
-def _native_dropout(stream: _Stream, x: Tensor, p: float, train: bool | None = True) -> tuple[Tensor, Tensor]:
+def _native_dropout(stream: drawing_from, x: Tensor, p: float, train: bool | None = True) -> tuple[Tensor, Tensor]:
     if not train:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     if p == 1.0:

@@ -18,14 +18,14 @@ behind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from anabranch.autodiff.boundary.answers import FirstForward
 from anabranch.autodiff.layer_state import LayerState, StateValues
@@ -34,17 +34,16 @@ from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.pipeline.parts.split_call import SplitCall
 from anabranch.pipeline.stage.deferred_batch_norm import DeferredBatchNorm
 from anabranch.pipeline.stage.device_transfers import on_device
-from anabranch.pipeline.stage.doubled import Watch, mark_doubled
-from anabranch.pipeline.stage.loose_leaves import LooseLeaves
-from anabranch.pipeline.stage.packet import Gradients, Packet, cut, enter
+from anabranch.pipeline.stage.doubled import Watched, check_unchanged, mark_doubled
+from anabranch.pipeline.stage.packet import Gradients, Packet, cut, enter, sweep
 from anabranch.pipeline.stage.partition import Layer, Route
 from anabranch.pipeline.stage.random_streams import drawing_from
 from anabranch.pipeline.stage.recomputing import Fingerprints, fingerprints, recomputing, same
 from anabranch.pipeline.stage.skips import SkipName, SkipStore, using_store
-from anabranch.pipeline.stage.weight_split import SplitBackward, sweep
-from anabranch.tensors import Structure, flatten, map_structure
+from anabranch.pipeline.stage.weight_split import SplitBackward
+from anabranch.tensors import Structure, map_structure, unflatten
 
-__all__ = ["GradientMessages", "Head", "Messages", "Stage", "StagePlan", "StageRun"]
+__all__ = ["GradientMessages", "Head", "LooseLeaves", "Messages", "Stage", "StagePlan", "StageRun"]
 
 OUTSIDE = -1
 """The number of the caller as a stage: it gives the inputs and takes the output."""
@@ -61,6 +60,7 @@ class Stage:
         sources: for each stage that sends to it (``OUTSIDE`` for the caller), the values sent.
         targets: for each stage that it sends to, the values sent.
         shared: the skips that several modules pop, in this stage or others.
+        has_skips: some of its modules stash or pop.
         common: the parameters and buffers that other stages use too, by name.
         keywords: the keyword inputs of this call, by the names of the layers that take them.
     """
@@ -71,6 +71,7 @@ class Stage:
     sources: Mapping[int, tuple[Route, ...]]
     targets: Mapping[int, tuple[Route, ...]]
     shared: frozenset[SkipName] = frozenset()
+    has_skips: bool = False
     common: Mapping[str, Tensor] = field(default_factory=dict)
     keywords: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -87,15 +88,67 @@ class Head:
     targets: Sequence[Structure]
     weights: Sequence[float]
     keeps_outputs: bool
-    finish: Callable[[Structure], Structure] = lambda output: output
+    finish: Callable[[Structure], Structure] | None = None
     seed: float = 1.0
     modules: Sequence[nn.Module] = ()
+
+
+_Hooks: TypeAlias = list[tuple[dict[Any, Any], dict[Any, Any]]]
+
+
+@dataclass(slots=True)
+class LooseLeaves:
+    """Leaves that the stages of one call read past their placeholders, such as a parameter in the closure of a loss.
+
+    Autograd adds to ``.grad`` of these with each microbatch. So until the call is over, their gradients and hooks of
+    before are set aside: a failed step leaves nothing behind, and a hook sees the sum, once.
+
+    Attributes:
+        placeholders: the ids of those of all stages here.
+    """
+
+    placeholders: set[int] = field(default_factory=set)
+    _before: dict[Tensor, tuple[Tensor | None, _Hooks]] = field(default_factory=dict)
+
+    def set_aside(self, loss: Node, outputs: Iterable[Node | None]) -> None:
+        """Set aside what the leaves between the model's outputs and the loss have so far."""
+        for leaf in _leaves_between([loss], outputs):
+            if leaf not in self._before and id(leaf) not in self.placeholders:
+                hooks = [those for those in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks) if those]
+                self._before[leaf] = leaf.grad, [(those, those.copy()) for those in hooks]
+                leaf.grad = None
+                for those in hooks:
+                    those.clear()
+
+    def take(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Return the leaves with the gradients of this call, and give them back what they had before."""
+        gradients = [(leaf, leaf.grad) for leaf in self._before]
+        for leaf, (grad, hooks) in self._before.items():
+            leaf.grad = grad
+            for those, before in hooks:
+                those.update(before)
+        self._before.clear()
+        return gradients
+
+
+def _leaves_between(roots: Iterable[Node], ends: Iterable[Node | None]) -> list[Tensor]:
+    leaves: list[Tensor] = []
+    seen, todo = {*ends, None}, [*roots]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            following = node.next_functions
+            todo += [after for after, _ in following]  # type: ignore[misc]
+            if not following and hasattr(node, "variable"):
+                leaves.append(node.variable)
+    return leaves
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
     """Settings of a whole call: the caller's modes, the random stream, the microbatches that keep no activations, what
-    its stages read past their placeholders, and the programs of a split model.
+    its stages read past their placeholders, whether a backward may follow, and the programs of a split model.
     """
 
     modes: ThreadModes
@@ -105,14 +158,11 @@ class StagePlan:
     recompute: frozenset[tuple[int, int]]
     split_backward: bool
     loose: LooseLeaves
+    records: bool
     split: SplitCall | None = None
 
-    @property
-    def records(self) -> bool:
-        """True if a backward may follow."""
-        return self.modes.grad and not self.modes.inference
 
-
+_VERSIONED = (Tensor, nn.Parameter)  # a table on servers has no version
 Messages = dict[int, list[Packet]]
 GradientMessages = dict[int, list[Gradients]]
 
@@ -131,7 +181,7 @@ class _Pass:
     loss_edge: GradientEdge | None = None
     hooked: set[int] = field(default_factory=set)
     split: SplitBackward | None = None
-    experts: FirstForward = field(default_factory=FirstForward)
+    experts: FirstForward | None = None
 
 
 class StageRun:
@@ -152,10 +202,10 @@ class StageRun:
         if head is not None:
             modules += head.modules
         self._slots = _stand_ins(modules, stage.device) if plan.records else []
-        plan.loose.placeholders.update(id(slot.stand_in) for slot in self._slots)
-        self._state = LayerState(modules)
-        buffers = (buffer for child in modules for buffer in child._buffers.values())
-        self._buffers = {_memory(buffer) for buffer in buffers if type(buffer) is Tensor}
+        plan.loose.placeholders.update([id(slot.stand_in) for slot in self._slots])
+        self._state = LayerState(modules) if plan.recompute else None
+        buffers = [buffer for child in modules for buffer in child._buffers.values() if type(buffer) is Tensor]
+        self._buffers = set(map(_memory, buffers))
         self._norms = [child for child in modules if isinstance(child, DeferredBatchNorm)]
         self._phony = torch.empty(0, device=stage.device, requires_grad=True)
         self._passes: dict[int, _Pass] = {}
@@ -164,23 +214,24 @@ class StageRun:
 
     def forward(self, i: int, inputs: Messages) -> Messages:
         """Run microbatch ``i`` on the packets of each source; returns those for each target."""
-        recompute = (self.stage.index, i) in self.plan.recompute and self.plan.records
+        recompute = (self.stage.index, i) in self.plan.recompute
         here = _Pass()
         if recompute:
-            here.state = self._state.take()
+            assert self._state is not None
+            here.state, here.experts = self._state.take(), FirstForward()
             if self.head is not None:  # a copy, because a loss may change its target in place
                 here.target = map_structure(_copied, self.head.targets[i])
             here.inputs = _kept(inputs)
-        plain = (Tensor, nn.Parameter)  # a table on servers has no version
-        versions = {name: t._version for name, t in self.stage.common.items() if type(t) in plain}
+        common = self.stage.common
+        versions = {name: common[name]._version for name in common if type(common[name]) in _VERSIONED}
         outputs = self._run(i, inputs, here)
-        for name, version in versions.items():
-            if self.stage.common[name]._version != version:
-                raise RuntimeError(
-                    f"{name}, which several stages use, was changed in a forward: the stages run different "
-                    "microbatches at once, so each would see another value; put the layers that share "
-                    "it into one stage, or give each its own"
-                )
+        changed = [name for name, version in versions.items() if common[name]._version != version]
+        if changed:
+            raise RuntimeError(
+                f"{changed[0]}, which several stages use, was changed in a forward: the stages run different "
+                "microbatches at once, so each would see another value; put the layers that share "
+                "it into one stage, or give each its own"
+            )
         if recompute:
             here.batch = [(leaf, leaf._version) for leaf in _tensors({0: inputs.get(OUTSIDE, [])})]
             here.boxes, here.edges, here.loss_edge = {}, {}, None
@@ -206,6 +257,7 @@ class StageRun:
             )
         inputs = _kept(here.inputs)  # another backward, with retain_graph, starts from them
         first = here.fingerprints
+        assert self._state is not None
         with self._state.restored(here.state), recomputing():
             self._run(i, inputs, here, again=True)
         if not same(first, here.fingerprints):
@@ -217,60 +269,74 @@ class StageRun:
             )
 
     def _run(self, i: int, inputs: Messages, here: _Pass, *, again: bool = False) -> Messages:
-        plan = self.plan
-        runs_twice = plan.records and (self.stage.index, i) in plan.recompute
+        plan, stage, head = self.plan, self.stage, self.head
         with ExitStack() as stack:
             stack.enter_context(plan.modes.entered())
             stack.enter_context(_standing_in(self._slots))
-            here.hooked = stack.enter_context(drawing_from(plan.seed, plan.step, self.stage.index, i))
-            if runs_twice:
+            if here.experts is not None:
                 stack.enter_context(here.experts.current(again=again))
-            store = SkipStore(self.stage.shared)
-            stack.enter_context(using_store(store))
+            store = SkipStore(stage.shared) if stage.has_skips else None
+            if store is not None:
+                stack.enter_context(using_store(store))
             if plan.split is not None:
                 stack.enter_context(plan.split.current())
-            watch = Watch()
-            value, keywords = self._enter_all(inputs, here, store, watch)
-            positional = cast("tuple[Structure, ...]", value) if self.stage.index == 0 else (value,)
-            for layer in self.stage.layers:
-                named = {name: keywords[name] for name in self.stage.keywords.get(layer.name, ())}
-                value = layer.module(*positional, **named)
-                positional = (value,)
-            watch.check(self.stage.index)
-            if self.head is not None:
-                loss = self._loss(value, here.target if again else self.head.targets[i], self.head.weights[i])
-                here.loss_edge = get_gradient_edge(loss) if loss.requires_grad else None
-                if here.loss_edge is not None:
-                    ends = (leaf.grad_fn for leaf in flatten(value)[0] if isinstance(leaf, Tensor))
-                    plan.loose.set_aside(here.loss_edge.node, ends)
-                self.losses[i] = loss.detach()
+            value, keywords, watched = self._enter_all(inputs, here, store)
+            positional = cast("tuple[Structure, ...]", value) if stage.index == 0 else (value,)
+            with self._drawing(i) as drawing:
+                here.hooked = drawing.hooked
+                for layer in stage.layers:
+                    if stage.keywords:
+                        named = {name: keywords[name] for name in stage.keywords.get(layer.name, ())}
+                        value = layer.module(*positional, **named)
+                    else:
+                        value = layer.module(*positional)
+                    positional = (value,)
+            if watched:
+                check_unchanged(watched, stage.index)
             outputs = self._cut_all(value, store, here)
-            if runs_twice:
-                with torch._C.DisableTorchFunction():  # nothing is drawn here, so the mode need not look at each call
-                    here.fingerprints = fingerprints([*_leaves(outputs), self.losses.get(i)])
-            marked = mark_doubled(outputs, watch.tensors())
-            return {target: [_apart(packet, self._buffers) for packet in packets] for target, packets in marked.items()}
+            if head is not None:
+                with drawing:
+                    loss = self._loss(head, value, here.target if again else head.targets[i], head.weights[i])
+                self.losses[i] = loss.detach()
+                if loss.requires_grad:
+                    here.loss_edge = get_gradient_edge(loss)
+                    ends = [edge.node for edge in here.edges[OUTSIDE][0] if edge is not None]
+                    plan.loose.set_aside(here.loss_edge.node, ends)
+            if here.experts is not None:
+                here.fingerprints = fingerprints([*_leaves(outputs), self.losses.get(i)])
+            return self._separate(outputs, watched)
+
+    def _drawing(self, i: int) -> drawing_from:
+        """Return the random numbers of microbatch ``i``; in backward a layer checkpointed in itself runs again."""
+        return drawing_from(self.plan.seed, self.plan.step, self.stage.index, i)
 
     def _enter_all(
-        self, inputs: Messages, here: _Pass, store: SkipStore, watch: Watch
-    ) -> tuple[Structure, dict[str, Structure]]:
+        self, inputs: Messages, here: _Pass, store: SkipStore | None
+    ) -> tuple[Structure, dict[str, Structure], list[Watched]]:
+        """Return what the stage starts from, keyword inputs by their names, and the tensors that it must not change."""
         value: Structure = None
         keywords: dict[str, Structure] = {}
+        watched: list[Watched] = []
         for source, routes in self.stage.sources.items():
             boxes = here.boxes[source] = []
             for route, packet in zip(routes, inputs[source], strict=True):
-                structure, box = enter(packet, self.stage.device, self._phony)
+                leaves, box = enter(packet, self.stage.device, self._phony)
                 boxes.append(box)
-                watch.over(_name_of(route), structure, packet)
+                for index in packet.doubled:
+                    leaf = leaves[index]
+                    if isinstance(leaf, Tensor) and not leaf.is_inference():
+                        watched.append((_name_of(route), leaf, leaf._version))
+                structure = unflatten(packet.treedef, leaves)
                 if route is None:
                     value = structure
                 elif isinstance(route, str):
                     keywords[route] = structure
                 else:
+                    assert store is not None
                     store.put(route, structure)
-        return value, keywords
+        return value, keywords, watched
 
-    def _cut_all(self, value: Structure, store: SkipStore, here: _Pass) -> Messages:
+    def _cut_all(self, value: Structure, store: SkipStore | None, here: _Pass) -> Messages:
         outputs: Messages = {}
         for target, routes in self.stage.targets.items():
             outputs[target], here.edges[target] = [], []
@@ -280,7 +346,16 @@ class StageRun:
                 here.edges[target].append(edges)
         return outputs
 
-    def _stashed(self, store: SkipStore, route: Route) -> Structure:
+    def _separate(self, outputs: Messages, watched: Sequence[Watched]) -> Messages:
+        """Mark the outputs that share memory, and copy views of buffers, which later microbatches may change."""
+        if len(_leaves(outputs)) + len(watched) > 1:
+            outputs = mark_doubled(outputs, [tensor for _, tensor, _ in watched])
+        if not self._buffers:
+            return outputs
+        return {target: [_apart(packet, self._buffers) for packet in packets] for target, packets in outputs.items()}
+
+    def _stashed(self, store: SkipStore | None, route: Route) -> Structure:
+        assert store is not None
         assert isinstance(route, tuple)
         if route not in store:
             raise RuntimeError(
@@ -289,9 +364,8 @@ class StageRun:
             )
         return store.take(route, shared=True)
 
-    def _loss(self, output: Structure, target: Structure, weight: float) -> Tensor:
-        assert self.head is not None
-        loss = self.head.loss(self.head.finish(output), target)
+    def _loss(self, head: Head, output: Structure, target: Structure, weight: float) -> Tensor:
+        loss = head.loss(output if head.finish is None else head.finish(output), target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"the loss must be one number per microbatch, got {shape}; end it with .mean() or .sum()")
@@ -308,7 +382,8 @@ class StageRun:
         for boxes in here.boxes.values():
             for box in boxes:
                 box[:] = [None] * len(box)
-        with self._sweeping(i):
+        # On this thread alone: torch's thread of a device may be the very one that waits for this pipe.
+        with torch.autograd.set_multithreading_enabled(False), self._drawing(~i):
             if edges and not self.updates:
                 here_alone = [self._phony, *(slot.stand_in for slot in self._slots)]
                 sweep(edges, grads, keep=keep, inputs=here_alone)
@@ -317,43 +392,35 @@ class StageRun:
                 here.split.inputs()
             elif edges:
                 sweep(edges, grads, keep=keep)
-        answers = {source: [list(box) for box in boxes] for source, boxes in here.boxes.items()}
+        answers = {source: list(map(list, boxes)) for source, boxes in here.boxes.items()}
         if not self.plan.split_backward:
             self._done(i, keep)
         return answers
-
-    @contextmanager
-    def _sweeping(self, i: int) -> Iterator[None]:
-        """Run backward on this thread alone: torch's thread of a device may be the very one that waits for this pipe.
-
-        A layer that is checkpointed in itself runs again here, with its random numbers.
-        """
-        plan = self.plan
-        with torch.autograd.set_multithreading_enabled(False), drawing_from(plan.seed, plan.step, self.stage.index, ~i):
-            yield
 
     def weights(self, i: int, *, keep: bool) -> None:
         """Run the weights' part of microbatch ``i``, left by ``backward``."""
         here = self._passes[i]
         if here.split is not None:
-            with self._sweeping(i):
+            with torch.autograd.set_multithreading_enabled(False), self._drawing(~i):
                 here.split.weights(keep=keep)
             here.split = None
         self._done(i, keep)
 
     def _roots(self, i: int, gradients: GradientMessages) -> tuple[list[GradientEdge], list[Tensor]]:
-        here, roots = self._passes[i], []
+        here, device = self._passes[i], self.stage.device
+        starts: list[GradientEdge] = []
+        roots: list[Tensor] = []
         for target, routed in here.edges.items():
             for edges, grads in zip(routed, gradients.get(target, ()), strict=False):
-                roots += [
-                    (edge, on_device(grad, self.stage.device))
-                    for edge, grad in zip(edges, grads, strict=True)
-                    if edge is not None and grad is not None
-                ]
+                for edge, grad in zip(edges, grads, strict=True):
+                    if edge is not None and grad is not None:
+                        starts.append(edge)
+                        roots.append(grad if grad.device == device else on_device(grad, device))
         if here.loss_edge is not None:
             assert self.head is not None
-            roots.append((here.loss_edge, torch.full_like(self.losses[i], self.head.seed)))
-        return [edge for edge, _ in roots], [grad for _, grad in roots]
+            starts.append(here.loss_edge)
+            roots.append(torch.full_like(self.losses[i], self.head.seed))
+        return starts, roots
 
     def _done(self, i: int, keep: bool) -> None:
         if not keep:

@@ -21,6 +21,7 @@ from anabranch.pipeline.schedule.schedules_of_pipe import PipeSchedules
 from anabranch.pipeline.stage.balance import balance_by_size, balance_by_time
 from anabranch.pipeline.stage.partition import Layer, Route, route_skips, shared_skips
 from anabranch.pipeline.stage.random_streams import refuse_undrawable
+from anabranch.pipeline.stage.skips import declaration_of
 from anabranch.pipeline.stage.stage import OUTSIDE, Stage
 from anabranch.tensors import Structure
 
@@ -169,7 +170,8 @@ def place_stages(
             sources[OUTSIDE] = (None,)
         if j == len(split) - 1:
             targets[OUTSIDE] = (None,)
-        stages.append(Stage(j, tuple(layers), device, sources, targets, shared, common[j]))
+        skips = any(declaration_of(child) for layer in layers for child in layer.module.modules())
+        stages.append(Stage(j, tuple(layers), device, sources, targets, shared, skips, common[j]))
     return stages
 
 

@@ -26,21 +26,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from anabranch.autodiff.hooks import watch_node
+from anabranch.pipeline.stage.packet import sweep
 
-__all__ = ["SplitBackward", "sweep"]
-
-
-def sweep(edges: Sequence[GradientEdge], grads: Sequence[Tensor], *, keep: bool, inputs: Sequence[Tensor] = ()) -> None:
-    """Accumulate gradients into ``inputs``, or all leaves.
-
-    Not by ``torch.autograd.backward``, which with inputs leaves the thread's function mode: a layer that is
-    checkpointed in itself runs again in a sweep, and draws its random numbers through the mode.
-    """
-    options = {"allow_unreachable": True, "accumulate_grad": True}
-    _engine_run_backward(tuple(edges), tuple(grads), keep, False, tuple(inputs), **options)
+__all__ = ["SplitBackward"]
 
 
 @dataclass(slots=True)

@@ -1,0 +1,180 @@
+"""What the ranks of a pipe do together for an Executor, beside a module's calls and steps."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from anabranch.autodiff.moved_parameter import parameters_here
+from anabranch.pipeline.description import StageCosts, costs_of
+from anabranch.pipeline.microbatch import microbatch_sizes
+from anabranch.pipeline.pipe_call import Loss, LossOfStep, Reduction, Weigh, deliver
+from anabranch.pipeline.schedule.actions import PHASES, Action
+from anabranch.pipeline.schedule.simulator import Simulation, simulate
+from anabranch.tensors import Structure
+from anabranch.tensors.dtypes import dtype_name, dtype_named
+
+if TYPE_CHECKING:
+    from anabranch.pipeline.pipe import Pipe
+
+__all__ = ["PipeRanks", "Shared", "values_of_gradient"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Results that all ranks have after a step made together.
+
+    Attributes:
+        loss: the whole batch's loss, on every rank: on the device of this rank's last stage.
+        words: the values passed by the callers on the ranks, in the order of ranks.
+    """
+
+    loss: Tensor
+    words: list[object]
+
+
+class PipeRanks:
+    """The ranks of ``pipe``."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+
+    def step(
+        self,
+        args: tuple[Structure, ...],
+        inputs: Mapping[str, Structure],
+        target: Structure,
+        *,
+        loss: Loss,
+        reduction: Reduction,
+        rows: int,
+        word: object,
+        seed: float = 1.0,
+        weigh: Weigh | None = None,
+    ) -> Shared:
+        """``Pipe.step`` for coordinated callers: every rank gets the loss, and a value from each other caller.
+
+        Args:
+            args: positional inputs, as for ``Pipe.step``.
+            inputs: keyword inputs, as for ``Pipe.step``.
+            target: as for ``Pipe.step``.
+            loss: as for ``Pipe.step``.
+            reduction: as for ``Pipe.step``.
+            rows: the number of rows that this rank's caller expects.
+            word: a plain value for the others' callers.
+            seed: the gradient of the loss from which backward starts.
+            weigh: the weights of microbatches of these rows, in place of them.
+
+        Raises:
+            ValueError: as for ``Pipe.step``, or ranks that disagree in rows.
+            BaseException: as for ``Pipe.step``.
+        """
+        with self._pipe._turn("step") as turn:
+            head = LossOfStep(loss, reduction, False, seed, weigh)
+            call, _, grads = self._pipe._step(turn, args, inputs, target, head, rows)
+            mine = call.loss()
+            turn.put_note([None if mine is None else [mine.item(), dtype_name(mine.dtype)], word])
+        notes = cast("list[list[object]]", [note for _, note in sorted(turn.notes().items())])
+        if call.records:
+            deliver(call.leaves, grads)  # may take turns of its own: the inputs may be results of the pipe
+        if mine is None:
+            number, dtype = cast("tuple[float, str]", next(note[0] for note in notes if note[0] is not None))
+            mine = torch.tensor(number, dtype=dtype_named(dtype), device=self._pipe.devices[-1])
+        return Shared(mine, [note[1] for note in notes])
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Return the norm of all stages' gradients, as of one vector, the same on every rank; every rank calls it."""
+        with self._pipe._engine.turn("clip_grad_norm", self._pipe.calls) as turn:
+            elsewhere = {id(parameter) for _, parameter, ranks in self._pipe._ties if ranks[0] != self._pipe._rank}
+            here = [p for p in parameters_here(self._pipe).values() if p.grad is not None]
+            values = {p: values_of_gradient(p) for p in here}
+            counted = [values[p] for p in here if id(p) not in elsewhere]
+            norms = [torch.linalg.vector_norm(grad, norm_type).cpu() for grad in counted]
+            shares = turn.share(
+                _NORMS, torch.stack(norms) if norms else torch.zeros(0, device="cpu"), range(self._pipe._ranks)
+            )
+        # The norm of all parameters' norms, in their order: bit for bit the norm of the unsplit module.
+        found = [share for share in shares if share is not None and share.numel()]
+        return torch.linalg.vector_norm(torch.cat(found), norm_type) if found else torch.zeros((), device="cpu")
+
+    def first_names(self) -> Mapping[Tensor, str]:
+        """Return this process's parameters and their names in the unsplit module; a tied one has its first name
+        there.
+        """
+        here = set(self._pipe.parameters())
+        return {parameter: name for name, parameter in self._pipe._roots[0].named_parameters() if parameter in here}
+
+    @property
+    def is_traced(self) -> bool:
+        """True if its stages run code that was traced from a model: parameters must be tensors with values here."""
+        return self._pipe._source is not None
+
+    def tied(self) -> frozenset[Tensor]:
+        """Return this process's parameters that stages on other ranks use too."""
+        return frozenset(parameter for _, parameter, _ in self._pipe._ties)
+
+    def align_ties(self) -> None:
+        """Give a parameter shared by several ranks the gradient of the first of them; all ranks call it."""
+        with self._pipe._engine.turn("align_ties", self._pipe.calls) as turn:
+            for index, parameter, ranks in self._pipe._ties:
+                parameter.grad = turn.share(index, parameter.grad, ranks)[0]
+
+    def every_layer(self) -> Iterator[nn.Module]:
+        """Return the layers of all ranks, in the order they run; those of others have no values here."""
+        return (layer.module for stage in self._pipe._stages for layer in stage.layers)
+
+    def costs(self) -> list[StageCosts]:
+        """Return what each stage took in the last call, on whichever rank it is."""
+        return costs_of(self._pipe._stages, self._pipe._schedules.rank_of, self._pipe._engine.observed)
+
+    def simulated(self, rows: int) -> Simulation:
+        """Return the schedule of a step with ``rows`` rows, with the stages' times of the last call.
+
+        What crosses between stages takes no time there, and no rank has less of a processor because others compute.
+        """
+        m = self.microbatches(rows)
+        seconds = self._pipe._engine.observed.seconds
+        lowered, _ = self._pipe._lowered(m, self._pipe.checkpoint)
+        times = Counter((action.stage, action.kind) for actions in lowered.actions for action in actions)
+
+        def cost(action: Action) -> float:
+            if not action.kind.computes:
+                return 0.0
+            return seconds.get((action.stage, PHASES[action.kind]), 0.0) / times[action.stage, action.kind]
+
+        return simulate(lowered, cost)
+
+    def microbatches(self, rows: int) -> int:
+        """Return how many a batch of ``rows`` rows is cut into."""
+        return len(microbatch_sizes(rows, operator.index(self._pipe.chunks)))
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Lets the calls of the block leave no trace in ``calls`` and ``bytes_sent``: they only look."""
+        calls, sent = self._pipe.calls, self._pipe.bytes_sent
+        try:
+            yield
+        finally:
+            self._pipe.calls = calls
+            self._pipe._engine.bytes_sent = sent
+
+
+_NORMS = -1
+"""Index of the shares of the gradients' norm, beside those of tied parameters, which count from 0."""
+
+
+def values_of_gradient(parameter: Tensor) -> Tensor:
+    """Return the numbers in ``.grad``, to read and to scale in place; a sparse one's rows, duplicates merged."""
+    grad = parameter.grad
+    assert grad is not None
+    if not grad.is_sparse:
+        return grad
+    parameter.grad = grad.coalesce()
+    return parameter.grad._values()
