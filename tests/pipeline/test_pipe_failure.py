@@ -319,12 +319,6 @@ def test_attributes_are_checked_where_they_are_set(name: str, value: object):
         assert pipe(x).shape == (4, 3)
 
 
-def test_numbers_of_any_whole_kind_are_taken():
-    module, x, _ = model_and_batch()
-    with Pipe(module, torch.tensor([2, 2]), chunks=torch.tensor(2), seed=2**70) as pipe:  # type: ignore[arg-type]
-        assert pipe(x).shape == (4, 3)
-
-
 def test_the_same_layer_twice_is_refused_unless_it_has_no_state():
     layer = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="'0' and '1' are the same Linear"):
