@@ -192,8 +192,9 @@ def test_an_interrupt_in_the_moment_before_the_caller_falls_asleep_is_not_lost()
         release.set()
 
 
+@pytest.mark.parametrize("balance", [[1, 1], [2]], ids=["on threads", "on the caller's"])
 @pytest.mark.parametrize("place", ["layer", "loss"])
-def test_a_pipe_called_by_itself_is_refused_at_once_and_works_afterwards(place: str):
+def test_a_pipe_called_by_itself_is_refused_at_once_and_works_afterwards(place: str, balance: list[int]):
     class Again(nn.Module):
         again = place == "layer"
 
@@ -204,7 +205,7 @@ def test_a_pipe_called_by_itself_is_refused_at_once_and_works_afterwards(place: 
         return F.mse_loss(output, pipe(target))
 
     layer, (x, target) = Again(), torch.randn(2, 4, 3)
-    with Pipe(nn.Sequential(nn.Linear(3, 3), layer), [1, 1], chunks=2, timeout=300.0) as pipe:
+    with Pipe(nn.Sequential(nn.Linear(3, 3), layer), balance, chunks=2, timeout=300.0) as pipe:
         with pytest.raises(RuntimeError, match="a layer or the loss of a pipe starts a forward of the same pipe"):
             pipe.step(x, target, loss=loss)
         layer.again = False
