@@ -37,12 +37,8 @@ class Counts(nn.Module):
                 self.n = ONE.clone()
             case "number":
                 self.n = 1.0
-            case "None":
-                self.n = None
             case "tuple":
                 self.n = (ONE.clone(), 1)
-            case "list":
-                self.n = [1.0]
             case "dict":
                 self.n = {"of tensors": [ONE.clone()]}
             case "view":
@@ -56,9 +52,6 @@ class Counts(nn.Module):
             self.both += 1
         elif self.how.endswith(".data"):
             self.n.data += 1
-        elif self.how == "list":
-            self.n.append(self.n[-1] + 1)
-            return x * self.w * self.n[-1]
         elif self.how == "dict":
             self.n["of tensors"][0] += 1
             return x * self.w * self.n["of tensors"][0].clone()
@@ -79,8 +72,6 @@ class Counts(nn.Module):
         match self.how:
             case "tuple":
                 return float(self.n[0])
-            case "list":
-                return self.n[-1]
             case "dict":
                 return float(self.n["of tensors"][0])
         return float(self.n)
@@ -114,7 +105,7 @@ def total(y: Tensor, _: Tensor) -> Tensor:
 
 WAYS = (
     *("buffer", "buffer .data", "frozen", "frozen .data", "tensor", "tensor .data", "tensor rebound"),
-    *("number", "None", "missing", "tuple", "list", "dict", "view", "memory"),
+    *("number", "missing", "tuple", "dict", "view", "memory"),
 )
 
 
@@ -208,21 +199,6 @@ def test_frozen_weights_that_no_forward_changes_are_not_copied():
     assert len(layer.seen) == 6
 
 
-class Teacher(nn.Module):
-    """A student that pulls a frozen copy of itself behind it, as BYOL's and Mean Teacher's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.student = nn.Linear(3, 3).double()
-        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            for slow, fast in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
-                slow.lerp_(fast + 1.0, 0.25)
-        return self.student(x) * self.teacher(x)
-
-
 class Codebook(nn.Module):
     """Vector quantisation whose codes, frozen parameters, follow what was assigned to them."""
 
@@ -243,42 +219,8 @@ class Codebook(nn.Module):
         return (z + (q - z).detach()) * z
 
 
-class ActNorm(nn.Module):
-    """Sets its scale from the first rows that it sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
-        self.begun = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.begun:
-            self.scale.data.copy_(1 / (x.detach().std(0) + 1))
-            self.begun = True
-        return x * self.scale
-
-
-class Experts(nn.Module):
-    """Sends rows to the experts that had least, and keeps the books in a plain tensor and a number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(3, 3).double() for _ in range(3))
-        self.load = torch.zeros(3)
-        self.rows = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        favourite = int(self.load.argmin())
-        self.load[favourite] += len(x)
-        self.rows += len(x)
-        return self.experts[favourite](x) * self.rows
-
-
 MODULES: dict[str, Callable[[], nn.Module]] = {
-    "EMA teacher": Teacher,
     "codebook": Codebook,
-    "ActNorm": ActNorm,
-    "experts": Experts,
     "spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(3, 3).double()),
     "parametrized spectral_norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3).double()),
     "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3).double()),

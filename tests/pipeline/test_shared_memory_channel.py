@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import socket
 import threading
 from collections.abc import Iterator
@@ -71,25 +70,6 @@ def test_values_of_every_dtype_arrive_as_they_were(pair: Pair, dtype: torch.dtyp
             assert found[name] == expected
 
 
-def test_a_slot_serves_again_when_the_last_tensor_in_it_is_freed(pair: Pair):
-    sender, receiver, inbox = pair
-    post_value(sender, (torch.ones(100), torch.zeros(7)))
-    first = taken(receiver, inbox)
-    post_value(sender, torch.full((100,), 2.0))
-    second = taken(receiver, inbox)
-    assert len(slots(sender)) == 2, "the first is in use"
-    kept = first[1]
-    del first
-    gc.collect()
-    assert all(slot.taken for slot in slots(sender))
-    del kept, second
-    gc.collect()
-    for i in range(20):
-        post_value(sender, torch.full((100,), float(i)), i)
-        assert torch.equal(taken(receiver, inbox, i), torch.full((100,), float(i)))
-    assert len(slots(sender)) == 2
-
-
 def test_received_tensors_are_not_copies_and_may_be_changed_in_place(pair: Pair):
     sender, receiver, inbox = pair
     x = torch.ones(4)
@@ -116,18 +96,6 @@ def test_messages_longer_than_a_frame_and_more_than_a_socket_holds_arrive_in_ord
         assert x[0] == i
     pumping.join(timeout=60.0)
     assert not sender._lines[1].unsent
-
-
-def test_messages_for_a_later_turn_stay_in_the_socket(pair: Pair):
-    sender, receiver, inbox = pair
-    sender.send(1, Header(1, "step", "end"))
-    sender.send(1, Header(2, "step", "end", body="later"))
-    receiver.wait_for(lambda: bool(inbox.bodies), 60.0)
-    receiver.look()
-    assert inbox.bodies == {0: None}
-    inbox.begin(2, "step")
-    receiver.wait_for(lambda: bool(inbox.bodies), 60.0)
-    assert inbox.bodies == {0: "later"}
 
 
 def test_last_words_are_heard_before_a_closed_connection_is_a_lost_peer(pair: Pair):

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from anabranch.autodiff.moved_parameter import Switch
-from anabranch.pipeline.stage.partition import Route
 from anabranch.pipeline.stage.stage import OUTSIDE, Stage
 
 __all__ = ["Observed", "StageCosts", "costs_of", "describe"]
@@ -50,31 +49,21 @@ class StageCosts:
 
 def costs_of(stages: Sequence[Stage], rank_of: Sequence[int], observed: Observed) -> list[StageCosts]:
     """Return the costs of each stage, as far as they were observed."""
-    return [
-        StageCosts(
-            stage.index,
-            rank_of[stage.index],
-            _layers(stage),
-            _parameters(stage),
-            {phase: seconds for (at, phase), seconds in observed.seconds.items() if at == stage.index},
-            {
-                target: size
-                for (at, target), size in observed.sent_bytes.items()
-                if at == stage.index and target != OUTSIDE and size
-            },
+    costs = []
+    for stage in stages:
+        j, names = stage.index, [layer.name for layer in stage.layers]
+        unique = {id(parameter): parameter for layer in stage.layers for parameter in layer.module.parameters()}
+        costs.append(
+            StageCosts(
+                j,
+                rank_of[j],
+                names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}",
+                sum(parameter.numel() for parameter in unique.values() if type(parameter) is not Switch),
+                {phase: seconds for (at, phase), seconds in observed.seconds.items() if at == j},
+                {target: size for (at, target), size in observed.sent_bytes.items() if at == j and size},
+            )
         )
-        for stage in stages
-    ]
-
-
-def _layers(stage: Stage) -> str:
-    names = [layer.name for layer in stage.layers]
-    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-
-
-def _parameters(stage: Stage) -> int:
-    unique = {id(parameter): parameter for layer in stage.layers for parameter in layer.module.parameters()}
-    return sum(parameter.numel() for parameter in unique.values() if type(parameter) is not Switch)
+    return costs
 
 
 _HEADINGS = ("stage", "rank", "device", "layers", "parameters", "forward", "backward", "to next", "skips")
@@ -82,54 +71,33 @@ _HEADINGS = ("stage", "rank", "device", "layers", "parameters", "forward", "back
 
 def describe(stages: Sequence[Stage], rank_of: Sequence[int], observed: Observed, title: str) -> str:
     """Return the table; times and bytes are those of the last call, and missing before the first."""
-    rows = [_row(stage, rank_of[stage.index], observed) for stage in stages]
+    rows = list(map(_row, stages, costs_of(stages, rank_of, observed)))
     widths = [max(map(len, column)) for column in zip(_HEADINGS, *rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    heading = "  ".join(cell.ljust(width) for cell, width in zip(_HEADINGS, widths, strict=True)).rstrip()
-    return "\n".join([title, heading, *lines])
+    table = [_HEADINGS, *rows]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    return "\n".join([title, *lines])
 
 
-def _row(stage: Stage, rank: int, observed: Observed) -> tuple[str, ...]:
-    backward = [_add(observed.seconds, stage.index, phases) for phases in (("forward",), _BACKWARD)]
-    return (
-        str(stage.index),
-        str(rank),
-        str(stage.device),
-        _layers(stage),
-        f"{_parameters(stage):,}",
-        *("-" if seconds is None else f"{1000 * seconds:.1f} ms" for seconds in backward),
-        _show_bytes(observed.sent_bytes.get((stage.index, stage.index + 1))),
-        "; ".join(_skips(stage)) or "-",
+def _row(stage: Stage, costs: StageCosts) -> tuple[str, ...]:
+    cells = [str(costs.stage), str(costs.rank), str(stage.device), costs.layers, f"{costs.parameters:,}"]
+    for phases in (("forward",), ("recompute", "backward", "weight")):
+        seconds = [costs.seconds[phase] for phase in phases if phase in costs.seconds]
+        cells.append(f"{1000 * sum(seconds):.1f} ms" if seconds else "-")
+    sent = Counter(
+        f"{route[1] if isinstance(route, tuple) else route} to stage {target}"
+        for target, routes in stage.targets.items()
+        for route in routes
+        if target != OUTSIDE and route is not None
     )
+    skips = [text if count == 1 else f"{count} x {text}" for text, count in sent.items()]
+    return *cells, _show_bytes(costs.sends.get(stage.index + 1)), "; ".join(skips) or "-"
 
 
-_BACKWARD = ("recompute", "backward", "weight")
-
-
-def _add(seconds: Mapping[tuple[int, str], float], stage: int, phases: Sequence[str]) -> float | None:
-    found = [seconds[stage, phase] for phase in phases if (stage, phase) in seconds]
-    return sum(found) if found else None
-
-
-def _show_bytes(size: int | None) -> str:
+def _show_bytes(size: float | None) -> str:
     if size is None:
         return "-"
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.4g} {unit}"
-        size /= 1024  # type: ignore[assignment]
+        size /= 1024
     return f"{size:.4g} GiB"
-
-
-def _skips(stage: Stage) -> list[str]:
-    sent = Counter(
-        f"{_name(route)} to stage {target}"
-        for target, routes in stage.targets.items()
-        for route in routes
-        if target != OUTSIDE and route is not None
-    )
-    return [text if count == 1 else f"{count} x {text}" for text, count in sent.items()]
-
-
-def _name(route: Route) -> str:
-    return route[1] if isinstance(route, tuple) else str(route)

@@ -12,11 +12,10 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from anabranch.deadline import Deadline
 from anabranch.liveness.group import Group
@@ -24,7 +23,6 @@ from anabranch.liveness.meeting import end_without_waiting, interruptible
 from anabranch.liveness.peers import Identity, peers_of_job
 from anabranch.pipeline.links.gloo_channel import GlooChannel
 from anabranch.pipeline.links.inbox import Inbox
-from anabranch.pipeline.links.packet_codec import Header
 from anabranch.pipeline.links.shared_memory_channel import SharedMemoryChannel, meet
 
 __all__ = ["Channel", "Connection"]
@@ -37,29 +35,8 @@ _FIRST_TAG = 0x70697065
 _tags: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
-class Channel(Protocol):
-    """Carries messages to and from the other ranks, in order between any two."""
-
-    def send(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> None:
-        """Send a message without waiting for its arrival. ``tensors`` are flat bytes, as ``pack`` gives them."""
-
-    def wait_for(self, ready: Callable[[], bool], seconds: float) -> None:
-        """Return when ``ready()``, which looks at the inbox, is true, or after this many seconds."""
-
-    def look(self) -> None:
-        """Process arrived messages without waiting."""
-
-    def flush(self, seconds: float) -> None:
-        """Wait until all messages have been handed over: the process may end after this."""
-
-    def is_stuck(self) -> bool:
-        """Return True if a wait for a peer is in progress that cannot be interrupted."""
-
-    def settle(self, seconds: float) -> None:
-        """Wait for peers that are about to end a failed turn, so that they are not considered stuck."""
-
-    def close(self) -> None:
-        """End threads and connections within a moment."""
+Channel: TypeAlias = GlooChannel | SharedMemoryChannel
+"""Carries messages to and from the other ranks, in order between any two."""
 
 
 class Connection:

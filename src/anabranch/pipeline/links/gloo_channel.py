@@ -1,8 +1,7 @@
 """Messages over ``torch.distributed`` point-to-point, to ranks on any host.
 
 gloo never ends a waiting receive early, so no thread that must continue waits in one: each peer has a thread that
-    receives
-and one that sends. gloo reads straight into the received tensors' memory, which is reused when they are freed.
+receives and one that sends. gloo reads straight into the received tensors' memory.
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ from torch import Tensor
 
 from anabranch.pipeline.links.inbox import Inbox
 from anabranch.pipeline.links.packet_codec import HEADER_BYTES, Header, bytes_of, decode_header, encode_header
-from anabranch.pipeline.links.receive_buffers import Buffers
+from anabranch.tensors.dtypes import dtype_named
 
 __all__ = ["GlooChannel"]
 
-_IDLE_SECONDS = 60.0
 _FAREWELL_SECONDS = 0.5
 
 _Outgoing = list[Tensor] | threading.Event | None
@@ -100,10 +98,7 @@ def _send_all(
     group: dist.ProcessGroup, peer: int, tag: int, inbox: Inbox, outgoing: queue.SimpleQueue[_Outgoing]
 ) -> None:
     while True:
-        try:
-            tensors = outgoing.get(timeout=_IDLE_SECONDS)
-        except queue.Empty:
-            continue
+        tensors = outgoing.get()
         if tensors is None:
             return
         if isinstance(tensors, threading.Event):
@@ -122,19 +117,16 @@ def _receive_all(group: dist.ProcessGroup, peer: int, tag: int, inbox: Inbox) ->
     def receive(into: Tensor) -> None:
         dist.recv(into, group=group, group_src=peer, tag=tag)
 
-    buffers = Buffers()
     while True:
         with inbox.changed:
-            inbox.changed.wait_for(lambda: inbox.owed[peer] > 0 or inbox.closed, _IDLE_SECONDS)
+            inbox.changed.wait_for(lambda: inbox.owed[peer] > 0 or inbox.closed)
             if inbox.closed:
                 return
-            if not inbox.owed[peer]:
-                continue
         try:
             first = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
             receive(first)
             header = decode_header(first, receive)
-            tensors = [buffers.empty(name, shape) for name, shape in header.tensors]
+            tensors = [torch.empty(shape, dtype=dtype_named(name), device="cpu") for name, shape in header.tensors]
             for part in bytes_of(tensors):
                 receive(part)
                 del part

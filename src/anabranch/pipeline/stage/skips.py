@@ -348,60 +348,39 @@ def verify_skippables(module: nn.Module) -> None:
         SkipError: names every mismatch at once: a name declared both ways by one module, stashed twice, popped twice
             without being shared, popped but not stashed before, stashed but not popped.
     """
-    matcher = _SkipMatcher()
+    stashed_by: dict[SkipName, str] = {}
+    popped_by: dict[SkipName, str] = {}
+    shared: set[SkipName] = set()
+    faults: list[str] = []
     for path, child in module.named_modules(remove_duplicate=False):
         declaration = declaration_of(child)
-        if declaration is not None:
-            matcher.enter(path or type(child).__name__, declaration)
-    faults = matcher.close()
+        if declaration is None:
+            continue
+        path = path or type(child).__name__
+        shared |= declaration.shared
+        both = [name for name in declaration.stashes if name in declaration.pops]
+        faults += [f"{name!r} is declared both in stash= and in pop= by {path!r}" for _, name in both]
+        for name in (name for name in declaration.stashes if name not in both):
+            earlier = stashed_by.setdefault(name, path)
+            if earlier != path:
+                faults.append(
+                    f"{name[1]!r} is stashed by {earlier!r} and again by {path!r}; isolate them into two namespaces"
+                )
+        for name in (name for name in declaration.pops if name not in both):
+            if name not in stashed_by:
+                faults.append(f"{name[1]!r} is popped by {path!r} but no earlier module stashes it")
+                continue
+            earlier = popped_by.setdefault(name, path)
+            if earlier != path and name not in shared:
+                faults.append(
+                    f"{name[1]!r} is popped by {earlier!r} and again by {path!r}; declare it in shared=, or isolate "
+                    "them into two namespaces"
+                )
+    for name, path in stashed_by.items():
+        if name not in popped_by:
+            faults.append(f"{name[1]!r} is stashed by {path!r} but no later module pops it")
     if faults:
         raise SkipError("skips that do not match:\n" + "\n".join(f"* {fault}" for fault in faults))
-
-
-class _SkipMatcher:
-    """Matches the stash of each skip with its pops, over modules in the order that they run, and collects faults."""
-
-    def __init__(self) -> None:
-        self._stashed_by: dict[SkipName, str] = {}
-        self._popped_by: dict[SkipName, str] = {}
-        self._shared: set[SkipName] = set()
-        self._faults: list[str] = []
-
-    def enter(self, path: str, declaration: Declaration) -> None:
-        self._shared |= declaration.shared
-        both = set(declaration.stashes) & set(declaration.pops)
-        for name in declaration.stashes:
-            if name in both:
-                self._faults.append(f"{name[1]!r} is declared both in stash= and in pop= by {path!r}")
-            else:
-                self._enter_stash(name, path)
-        for name in declaration.pops:
-            if name not in both:
-                self._enter_pop(name, path)
-
-    def _enter_stash(self, name: SkipName, path: str) -> None:
-        earlier = self._stashed_by.setdefault(name, path)
-        if earlier != path:
-            self._faults.append(
-                f"{name[1]!r} is stashed by {earlier!r} and again by {path!r}; isolate them into two namespaces"
-            )
-
-    def _enter_pop(self, name: SkipName, path: str) -> None:
-        if name not in self._stashed_by:
-            self._faults.append(f"{name[1]!r} is popped by {path!r} but no earlier module stashes it")
-            return
-        earlier = self._popped_by.setdefault(name, path)
-        if earlier != path and name not in self._shared:
-            self._faults.append(
-                f"{name[1]!r} is popped by {earlier!r} and again by {path!r}; declare it in shared=, or isolate them "
-                "into two namespaces"
-            )
-
-    def close(self) -> list[str]:
-        for name, path in self._stashed_by.items():
-            if name not in self._popped_by:
-                self._faults.append(f"{name[1]!r} is stashed by {path!r} but no later module pops it")
-        return self._faults
 
 
 def _quote(names: Iterable[str]) -> str:
