@@ -101,6 +101,10 @@ class Walk:
         message = PushMessage([PushPart("p")], [], rank, turn.done, mean=False, hold=True, turn=turn)
         shard.push(shard.request(message, [NO_IDS, gradient.flatten()]))
 
+    def outdated(self, at: int, turn: WorkerProgress) -> bool:
+        job = self.shards[at].shard._job
+        return job is not None and turn.number < job.number
+
     def there(self, done: int) -> bool:
         jobs = [one.shard._job for one in self.shards]
         return all(job is not None and job.applied >= done for job in jobs)
@@ -193,7 +197,7 @@ class Walk:
         if kind == "die" and any(i != who and not self.workers[i].stateless for i in working):
             me.alive = False
         if kind in ("die", "late") and me.phase == "work":  # the last message of the dead may come, too
-            push = len(me.steps) < STEPS and self.there(len(me.steps)) and self.chance.random() < 0.5
+            push = len(me.steps) < STEPS and self.there(len(me.steps)) and self.chance.random() < 0.9
             if not push or len(me.sent) == len(self.shards):
                 self.late.append((self.chance.randrange(len(self.shards)), who, self.turn(me), push))
         elif kind == "restart":
@@ -217,8 +221,10 @@ class Walk:
             if any(one.alive and one.phase != "closed" for one in self.workers) and self.chance.random() < faults:
                 self.fault()
             else:
+                # Late messages mostly wait until their shard has heard of a newer membership.
+                old = [("late", index) for index, one in enumerate(self.late) if self.outdated(one[0], one[2])]
                 others = [move for move in moves if move[0] != "late"] if self.chance.random() < 0.9 else []
-                self.move(*self.chance.choice(others or moves))
+                self.move(*self.chance.choice(old if old and self.chance.random() < 0.5 else others or moves))
             self.check()
             taken += 1
         assert self.check() == STEPS
@@ -228,7 +234,7 @@ class Walk:
 @pytest.mark.parametrize("runs", [20, pytest.param(250, marks=pytest.mark.slow)])
 def test_every_step_is_on_all_shards_or_nowhere_whatever_happens(runs: int) -> None:
     taken = 0
-    for seed in range(runs):
+    for seed in range(20, 20 + runs):  # 22 meets a push of an older membership in time to spoil a step
         workers, shards = random.Random(seed).choice([(1, 2), (2, 1), (2, 2), (3, 2)])
         taken += Walk(seed, workers, shards).run(faults=0.12 * (seed % 3))
     assert taken > 40 * runs
