@@ -33,6 +33,7 @@ from anabranch.parameter_server.messages import (
 from anabranch.parameter_server.server import shard as shard_module
 from anabranch.parameter_server.server.durable.bodies import Record
 from anabranch.parameter_server.server.durable.push_log import PushLog
+from anabranch.parameter_server.server.requests import check
 from anabranch.record.spans import Span, heard
 from anabranch.tables import Constant, Family, RowOptimizer, TableSpec
 from anabranch.tables.optimizers.row_optimizers import CONSTANTS
@@ -96,6 +97,18 @@ def test_a_held_push_that_comes_after_the_word_of_its_outcome_is_refused() -> No
     assert list(shard._job.held) == [1]
 
 
+def test_a_message_of_an_older_membership_is_refused_though_that_had_as_many_workers() -> None:
+    shard = Shard()
+    for rank in range(2):
+        shard.join(JoinMessage(rank, 2, "bsp"))
+    shard.release(ReleaseMessage(0, WorkerProgress(1, 2, 0)))
+    for turn in (WorkerProgress(0, 2, 0), WorkerProgress(0, 2, 1, 0)):
+        with pytest.raises(SchemaError, match="membership 0 of the workers; they are at 1"):
+            shard.release(ReleaseMessage(1, turn))
+    assert shard._job is not None
+    assert shard._job.released == [0, 0]
+
+
 @pytest.mark.parametrize("fails", ["admission", "optimizer", "dropped"])
 def test_a_held_step_that_fails_is_not_applied_twice(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
@@ -110,7 +123,7 @@ def test_a_held_step_that_fails_is_not_applied_twice(fails: str, monkeypatch: py
     def no_memory(*_: object, **__: object) -> None:
         raise MemoryError
 
-    table = shard._contents.tables["b"]
+    table = shard.contents.tables["b"]
     if fails == "dropped":
         shard.drop(DropMessage("b"))
     else:
@@ -123,7 +136,7 @@ def test_a_held_step_that_fails_is_not_applied_twice(fails: str, monkeypatch: py
     begun = fails == "optimizer"
     assert told[1:] == ([Overloaded] if begun else told[:1]) * 2
     assert log.count("step") == begun
-    assert shard._contents.dense["w"].value.tolist() == [-1.0 if begun else 0.0]
+    assert shard.contents.dense["w"].value.tolist() == [-1.0 if begun else 0.0]
 
 
 def test_a_restarted_worker_pushes_its_step_again() -> None:
@@ -243,10 +256,10 @@ def test_the_header_of_a_push_is_checked_while_the_shard_is_busy() -> None:
     shard.init(InitMessage("t", SGD.to_dict(), SPEC.to_dict()))
     push, came = PushMessage([PushPart("t", 3)], []), [(torch.int64, (3,)), (torch.float32, (6,))]
     with ThreadPoolExecutor(1) as other, shard.locked():  # as a checkpoint of a table in a file holds it
-        assert other.submit(shard.check, push, came).result(PATIENCE).counts == [3]
+        assert other.submit(check, shard.contents, push, came).result(PATIENCE).counts == [3]
         assert other.submit(shard.current_step).result(PATIENCE) == 0
     with pytest.raises(NotFound, match="'u' on this shard; there are: t"):
-        shard.check(PushMessage([PushPart("u", 3)], []), came)
+        check(shard.contents, PushMessage([PushPart("u", 3)], []), came)
 
 
 @pytest.mark.parametrize("width", [2, 3])
@@ -265,7 +278,7 @@ def test_a_table_made_again_while_a_request_waits_is_the_one_that_it_meets(width
         shard.push(push)
         assert shard.pull(pull)[1][0].tolist() == [4.0, 4.0]
     else:
-        with pytest.raises(SchemaError, match=r"float32, 3\)"):
+        with pytest.raises(SchemaError, match=r"float32, \(3,\)"):
             shard.push(push)
 
 

@@ -1,4 +1,4 @@
-"""Steps of a job on several shards: random walks of workers that vote, die, meet again and send late messages.
+"""Steps of a job on several shards: random walks of workers that vote, die, are replaced and send late messages.
 
 A model of what workers do, and real shards. A step's gradients add 1 + the membership's number to each of twelve
 samples, of which every member pushes its share: so a row of the parameter that is not one number is a step that was
@@ -52,7 +52,7 @@ class Recorded:
     def steps(self) -> list[int]:
         """Return the membership that has done each step which is applied."""
         assert self.shard._job is not None
-        value = self.shard._contents.dense["p"].value
+        value = self.shard.contents.dense["p"].value
         rows = [value[step].unique().tolist() for step in range(STEPS)]
         assert all(len(row) == 1 for row in rows), rows
         applied = self.shard._job.applied
@@ -68,6 +68,7 @@ class Worker:
     sent: dict[int, str] = field(default_factory=dict)  # to each shard: "released", "pushed"
     refuses: bool = False
     alive: bool = True
+    stateless: bool = False  # a newcomer that has not met the others yet
 
 
 class Walk:
@@ -100,6 +101,10 @@ class Walk:
         message = PushMessage([PushPart("p")], [], rank, turn.done, mean=False, hold=True, turn=turn)
         shard.push(shard.request(message, [NO_IDS, gradient.flatten()]))
 
+    def outdated(self, at: int, turn: WorkerProgress) -> bool:
+        job = self.shards[at].shard._job
+        return job is not None and turn.number < job.number
+
     def there(self, done: int) -> bool:
         jobs = [one.shard._job for one in self.shards]
         return all(job is not None and job.applied >= done for job in jobs)
@@ -113,6 +118,8 @@ class Walk:
         meets = any(self.workers[one].phase == "meet" for one in present)
         if present and lost and (meets or not all(one.alive for one in lost)):
             possible.append(("regroup", tuple(present)))
+            if not any(one.phase == "closed" for one in self.workers):
+                possible.append(("regroup", (*present, len(self.workers))))
         for who, me in enumerate(self.workers):
             if not me.alive or me.phase == "closed":
                 continue
@@ -132,8 +139,9 @@ class Walk:
                     again = job.number < me.number or job.released[self.members[me.number].index(who)] < done
                     if at not in me.sent or (me.sent[at] == "released" and again):
                         possible.append(("tell", who, at))
-                told = len(me.sent) == len(self.shards) and self.there(done)
                 unpushed = [at for at, sent in me.sent.items() if sent != "pushed"]
+                # A shard that restarts among the pushes may not know of the last step, if that was dropped.
+                told = len(me.sent) == len(self.shards) and (self.there(done) or "pushed" in me.sent.values())
                 if told and done < STEPS:
                     possible += [("push", who, at) for at in unpushed]
                     if not unpushed or me.refuses:
@@ -152,6 +160,8 @@ class Walk:
         if kind == "regroup":
             members = what[0]
             assert isinstance(members, tuple)
+            if members[-1] == len(self.workers):  # in the place of one that is lost
+                self.workers.append(Worker("meet", len(self.members), stateless=True))
             self.members.append(members)
             return
         who = what[0]
@@ -175,7 +185,7 @@ class Walk:
         elif kind == "met":
             reports = [self.workers[one] for one in self.members[me.number]]
             longest = max((one.steps for one in reports), key=len)
-            me.phase, me.steps = "work", list(longest)
+            me.phase, me.steps, me.stateless = "work", list(longest), False
         else:
             me.phase, me.sent = "closed", {}
 
@@ -184,14 +194,18 @@ class Walk:
         working = [i for i, one in enumerate(self.workers) if one.alive and one.phase != "closed"]
         who = self.chance.choice(working)
         me = self.workers[who]
-        if kind == "die" and len(working) > 1:
+        if kind == "die" and any(i != who and not self.workers[i].stateless for i in working):
             me.alive = False
-        elif kind == "late" and me.phase == "work":
-            push = len(me.steps) < STEPS and self.there(len(me.steps)) and self.chance.random() < 0.5
+        if kind in ("die", "late") and me.phase == "work":  # the last message of the dead may come, too
+            push = len(me.steps) < STEPS and self.there(len(me.steps)) and self.chance.random() < 0.9
             if not push or len(me.sent) == len(self.shards):
                 self.late.append((self.chance.randrange(len(self.shards)), who, self.turn(me), push))
         elif kind == "restart":
-            self.chance.choice(self.shards).restart()
+            at = self.chance.randrange(len(self.shards))
+            self.shards[at].restart()
+            for one in self.workers:  # whoever waits there asks again
+                if one.sent.get(at) == "released":
+                    del one.sent[at]
         elif kind == "refuse":
             me.refuses = me.phase == "work"
 
@@ -207,7 +221,10 @@ class Walk:
             if any(one.alive and one.phase != "closed" for one in self.workers) and self.chance.random() < faults:
                 self.fault()
             else:
-                self.move(*self.chance.choice(moves))
+                # Late messages mostly wait until their shard has heard of a newer membership.
+                old = [("late", index) for index, one in enumerate(self.late) if self.outdated(one[0], one[2])]
+                others = [move for move in moves if move[0] != "late"] if self.chance.random() < 0.9 else []
+                self.move(*self.chance.choice(old if old and self.chance.random() < 0.5 else others or moves))
             self.check()
             taken += 1
         assert self.check() == STEPS
@@ -217,7 +234,7 @@ class Walk:
 @pytest.mark.parametrize("runs", [20, pytest.param(250, marks=pytest.mark.slow)])
 def test_every_step_is_on_all_shards_or_nowhere_whatever_happens(runs: int) -> None:
     taken = 0
-    for seed in range(runs):
+    for seed in range(20, 20 + runs):  # 22 meets a push of an older membership in time to spoil a step
         workers, shards = random.Random(seed).choice([(1, 2), (2, 1), (2, 2), (3, 2)])
-        taken += Walk(seed, workers, shards).run(faults=0.08 * (seed % 3))
+        taken += Walk(seed, workers, shards).run(faults=0.12 * (seed % 3))
     assert taken > 40 * runs

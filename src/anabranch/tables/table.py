@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -480,12 +481,10 @@ class TableGroup:
         constants = self._constants()
         arena.changing(rows)
 
-        def step(first: int, last: int) -> None:
-            kernels.step(
-                arena.rule, self._which, arena.facts, arena.words, arena.w, arena.x, arena.shape, constants,
-                arena.least, own, rows, starts, moves, first, last,
-            )  # fmt: skip
-
+        step = partial(
+            kernels.step, arena.rule, self._which, arena.facts, arena.words, arena.w, arena.x, arena.shape, constants,
+            arena.least, own, rows, starts, moves,
+        )  # fmt: skip
         arena.pool.run(step, rows.size, rows.size * arena.width)
         arena.facts[self._which, STEP] += 1
         for table in self._kept:
@@ -581,9 +580,9 @@ class TableGroup:
         known: dict[tuple[int, int], Array] = {}
         each = []
         for table, step in zip(self.tables, self.arena.facts[self._which, STEP].tolist(), strict=True):
-            key = (id(table.rule), step)
+            key = (id(table._rule), step)
             if key not in known:
-                known[key] = table.rule.constants(step + 1)
+                known[key] = table._rule.constants(step + 1)
             each.append(known[key])
         return np.stack(each)
 

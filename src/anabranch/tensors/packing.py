@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal, cast
 
 import torch
@@ -22,6 +23,8 @@ from anabranch.tensors.blocks import from_blocks, to_blocks
 
 Compression = Literal["bfloat16", "int8"]
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_ORDER = (*FLOATS, torch.int8, torch.uint8)
+_DTYPE = attrgetter("dtype")
 _BLOCK = 16
 _UNIT = 144
 _NO_NUMBER = 255
@@ -73,20 +76,21 @@ def check_compression(given: str | None) -> Compression | None:
     return cast("Compression | None", given)
 
 
-def expected(shares: Iterable[Share], compression: Compression | None = None) -> list[tuple[torch.dtype, int]]:
-    """Return the dtype and size of each tensor that carries these shares.
+def expected(
+    shares: Iterable[Share], compression: Compression | None = None
+) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    """Return the dtype and shape of each tensor that carries these shares.
 
     >>> expected([Share(torch.float32, (10, 16), "rows"), Share(torch.float64, (3,))], "int8")
-    [(torch.float64, 3), (torch.int8, 160), (torch.uint8, 10)]
+    [(torch.float64, (3,)), (torch.int8, (160,)), (torch.uint8, (10,))]
     """
     sizes: dict[torch.dtype, int] = {}
     for share in shares:
         kind = share.travels_as(compression)
         sizes[kind] = sizes.get(kind, 0) + math.prod(share.shape)
-    found = [(dtype, sizes[dtype]) for dtype in (*FLOATS, torch.int8) if dtype in sizes]
     if torch.int8 in sizes:
-        found.append((torch.uint8, -(-sizes[torch.int8] // _BLOCK)))
-    return found
+        sizes[torch.uint8] = -(-sizes[torch.int8] // _BLOCK)
+    return [(dtype, (sizes[dtype],)) for dtype in _ORDER if dtype in sizes]
 
 
 def join(tensors: Iterable[Tensor], shares: Sequence[Share], compression: Compression | None = None) -> list[Tensor]:
@@ -115,16 +119,16 @@ def split(flat: Sequence[Tensor], shares: Sequence[Share], compression: Compress
     Raises:
         SchemaError: the numbers are not as many, or not of the dtypes, that the shares need.
     """
-    wanted = expected(shares, compression)
-    came = [(tensor.dtype, tensor.numel() if tensor.ndim == 1 else tuple(tensor.shape)) for tensor in flat]
-    if came != wanted:
-        raise SchemaError(f"numbers of {wanted} expected, got {came}")
+    needed = expected(shares, compression)
+    came = [(tensor.dtype, tuple(tensor.shape)) for tensor in flat]
+    if came != needed:
+        raise SchemaError(f"numbers of {needed} expected, got {came}")
     return views(flat, shares, compression)
 
 
 def views(flat: Sequence[Tensor], shares: Sequence[Share], compression: Compression | None = None) -> list[Tensor]:
     """``split`` of tensors that are known to be as ``expected``."""
-    whole = {tensor.dtype: tensor for tensor in flat}
+    whole = dict(zip(map(_DTYPE, flat), flat, strict=True))
     if torch.int8 in whole:
         whole[torch.int8] = from_blocks(whole[torch.int8], _SCALES[whole[torch.uint8].long()], _BLOCK)
     places = dict.fromkeys(whole, 0)

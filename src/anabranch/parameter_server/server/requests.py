@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ __all__ = ["Described", "Request", "RowRequest", "apply", "check", "check_body",
 Described = tuple[torch.dtype, tuple[int, ...]]
 """A tensor's dtype and shape."""
 
+_NAME, _WEIGHT = attrgetter("name"), attrgetter("message.weight")
 _Gradient = tuple[Tensor, Tensor, Tensor | None]  # ids, gradients and, of sums over several steps, their squares
 
 
@@ -56,6 +58,7 @@ class RowRequest(Request):
         marked: how many ids are known, or have sums of several steps.
         chooses: rows of a pull come with their state, or only if they have changed.
         tensors: the body, once it is here; its ids are int64.
+        numbers: those of the tensors that hold a push's gradients.
     """
 
     parts: Parts = field(default_factory=Parts)
@@ -65,26 +68,22 @@ class RowRequest(Request):
     marked: int = 0
     chooses: bool = False
     tensors: Sequence[Tensor] = ()
+    numbers: Sequence[Tensor] = ()
 
     def take(self, tensors: Sequence[Tensor]) -> None:
         """Take the body."""
-        self.tensors = tensors if tensors[0].dtype == torch.int64 else [tensors[0].long(), *tensors[1:]]
-
-    @property
-    def numbers(self) -> Sequence[Tensor]:
-        """The tensors that hold a push's gradients."""
-        return self.tensors[1 + (self.marked > 0) :]
+        self.tensors = [tensors[0].long(), *tensors[1:]]
+        self.numbers = self.tensors[1 + (self.marked > 0) :]
 
     def ids_of(self, at: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Return the ids of these parts, and the number of each."""
         if len(at) == len(self.counts):
             return self.tensors[0], self.counts
-        ids = torch.split(self.tensors[0], self.counts)
-        return side_by_side([ids[k] for k in at]), [self.counts[k] for k in at]
+        return _together(torch.split(self.tensors[0], self.counts), at), list(map(self.counts.__getitem__, at))
 
 
 def check(
-    contents: ShardContents, message: PullMessage | PushMessage, came: Sequence[Described], client: bytes = b""
+    contents: ShardContents, message: PullMessage | PushMessage, came: list[Described], client: bytes = b""
 ) -> RowRequest:
     """Return the request, if the shard can do it and its tensors are as ``came``.
 
@@ -94,7 +93,7 @@ def check(
         NonFinite: a weight that is NaN or Inf.
     """
     named: Sequence[PullPart | PushPart] = message.parts
-    parts = contents.parts(tuple([part.name for part in named]))
+    parts = contents.parts(tuple(map(_NAME, named)))
     request = RowRequest(message, client=client, parts=parts)
     for part, holder in zip(named, parts.holders, strict=True):
         request.counts.append(part.count)
@@ -104,16 +103,17 @@ def check(
             raise SchemaError(f"{part.name} is a dense parameter and has no ids")
         else:
             request.shares.append(Share(holder.value.dtype, tuple(holder.value.shape)))
-    sizes = [(torch.int32 if came and came[0][0] == torch.int32 else torch.int64, sum(request.counts))]
+    ids_dtype = torch.int32 if came and came[0][0] == torch.int32 else torch.int64
+    needed: list[Described] = [(ids_dtype, (sum(request.counts),))]
     if isinstance(message, PushMessage):
         _check_push(request, message)
-        sizes += [(torch.bfloat16, request.marked)] * (request.marked > 0)
-        sizes += expected(request.shares, message.compression)
+        needed += [(torch.bfloat16, (request.marked,))] * (request.marked > 0)
+        needed += expected(request.shares, message.compression)
     else:
         _check_pull(request, message)
-        sizes += [(torch.int16, request.marked)] * (request.marked > 0)
-    if list(came) != [(dtype, (size,)) for dtype, size in sizes]:
-        raise SchemaError(f"tensors of {sizes} expected, got {list(came)}")
+        needed += [(torch.int16, (request.marked,))] * (request.marked > 0)
+    if came != needed:
+        raise SchemaError(f"tensors of {needed} expected, got {came}")
     return request
 
 
@@ -144,13 +144,15 @@ def _check_push(request: RowRequest, message: PushMessage) -> None:
             raise SchemaError(f"{part.name} has {part.count} ids, of which {part.sums} have sums of several steps")
     if not (math.isfinite(message.weight) and message.weight >= 0):
         raise NonFinite(f"a weight is a finite number >= 0, got {message.weight}")
+    if not message.rules:
+        return
     rules = [_rule_of(rule) for rule in message.rules]
     for part, holder in zip(message.parts, request.parts.holders, strict=True):
-        if rules and not 0 <= part.rule < len(rules):
+        if not 0 <= part.rule < len(rules):
             raise SchemaError(f"{part.name} has rule {part.rule}; the message holds {len(rules)}")
-        if rules and not holder.rule.same_layout(rules[part.rule]):
+        if not holder.rule.same_layout(rules[part.rule]):
             raise SchemaError(f"{part.name} is kept for another optimizer than {rules[part.rule].family}")
-    request.rules = [rules[part.rule] for part in message.parts] if rules else []
+        request.rules.append(rules[part.rule])
 
 
 def _rule_of(values: Mapping[str, object]) -> RowOptimizer:
@@ -164,10 +166,16 @@ def renewed(contents: ShardContents, request: RowRequest) -> RowRequest:
     """Return the request, checked again if a table was made or dropped meanwhile."""
     if request.parts.version == contents.version:
         return request
-    came = [(tensor.dtype, tuple(tensor.shape)) for tensor in request.tensors]
-    again = check(contents, request.message, came, request.client)
-    again.tensors = request.tensors
-    return again
+    return arrived(contents, request.message, request.tensors, request.client)
+
+
+def arrived(
+    contents: ShardContents, message: PullMessage | PushMessage, tensors: Sequence[Tensor], client: bytes = b""
+) -> RowRequest:
+    """Return the request of a message whose tensors are here."""
+    request = check(contents, message, [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors], client)
+    request.take(tensors)
+    return request
 
 
 def check_body(request: RowRequest) -> None:
@@ -220,14 +228,14 @@ def read(contents: ShardContents, request: RowRequest, pushed: int = 0) -> tuple
     if request.chooses:
         numbers = _choose(contents, request, changed)
     else:
-        numbers = [torch.empty(size, dtype=dtype, device="cpu") for dtype, size in expected(request.shares)]
+        numbers = [torch.empty(shape, dtype=dtype, device="cpu") for dtype, shape in expected(request.shares)]
         values = views(numbers, request.shares)
         for holder, value in zip(parts.holders, values, strict=True):
             if isinstance(holder, DenseParameter):
                 value.copy_(holder.value)
         for group, at, _ in parts.groups:
             ids, counts = request.ids_of(at)
-            out = side_by_side([values[k] for k in at])
+            out = _together(values, at)
             group.pull(ids, counts, out=out, training=message.training)
             if out.data_ptr() != values[at[0]].data_ptr():  # a copy: their places are not neighbours
                 for k, rows in zip(at, torch.split(out, counts), strict=True):
@@ -255,9 +263,7 @@ def _choose(contents: ShardContents, request: RowRequest, changed: list[int]) ->
     for group, at, _ in parts.groups:
         ids, counts = request.ids_of(at)
         with_state, known = [message.parts[k].with_state for k in at], [message.parts[k].known for k in at]
-        *came, new = group.answer(
-            ids, counts, with_state, known, side_by_side([since[k] for k in at]), training=message.training
-        )
+        *came, new = group.answer(ids, counts, with_state, known, _together(since, at), training=message.training)
         others = (np.array(counts) - with_state - known + new).tolist()
         for into, whole, sizes in zip((states, rows, places), came, (with_state, others, new), strict=True):
             into |= zip(at, torch.split(whole, sizes), strict=True)
@@ -274,7 +280,7 @@ def _choose(contents: ShardContents, request: RowRequest, changed: list[int]) ->
         shares.append(Share(numbers[-1].dtype, tuple(numbers[-1].shape), request.shares[k].kind))
     packed = join(numbers, shares, message.compression)
     if request.marked:
-        packed.insert(0, side_by_side([places[k] for k in sorted(places)]).to(torch.int32))
+        packed.insert(0, _together(places, sorted(places)).to(torch.int32))
     return packed
 
 
@@ -304,7 +310,6 @@ def apply(
     ``total`` is the sum of weights to divide by, by default that of these pushes. ``begin`` is called when all new ids
     have found room, and before any number is changed.
     """
-    pushes = [renewed(contents, push) for push in pushes]
     shares = weighted_shares(pushes, scale, total)
     parts = pushes[0].parts if len(pushes) == 1 else contents.parts(tuple(shares))
     rules: dict[str, RowOptimizer] = {}
@@ -333,7 +338,7 @@ def apply(
     if len(parts.groups) > 1 or dense:  # else the one group admits its ids before it moves
         for group, at, admits in parts.groups:
             if admits:
-                group.admit(side_by_side([ids[k] for k in at]), [len(ids[k]) for k in at])
+                group.admit(_together(ids, at), [len(ids[k]) for k in at])
     if begin is not None:
         begin()
     with spans.span("optimizer", "compute", pushes=len(pushes)):
@@ -343,11 +348,15 @@ def apply(
             sums = None
             if not squares.keys().isdisjoint(at):
                 sums = torch.cat([squares[k].float() if k in squares else _ones(ids[k]) for k in at])
-            some, moves = side_by_side([ids[k] for k in at]), side_by_side([grads[k] for k in at])
-            group.push(some, moves, [len(ids[k]) for k in at], sums)
+            group.push(_together(ids, at), _together(grads, at), list(map(len, map(ids.__getitem__, at))), sums)
     for k, (name, own) in enumerate(shares.items()):
         contents.counts[name].pushes += len(own)
         contents.counts[name].rows_pushed += len(ids[k]) if k in ids else 0
+
+
+def _together(tensors: Mapping[int, Tensor] | Sequence[Tensor], at: Sequence[int]) -> Tensor:
+    """Return those tensors side by side."""
+    return tensors[at[0]] if len(at) == 1 else side_by_side([tensors[k] for k in at])
 
 
 def _ones(ids: Tensor) -> Tensor:
@@ -359,7 +368,7 @@ def weighted_shares(
 ) -> dict[str, list[_Gradient]]:
     """Return all workers' ids and gradients by table and parameter, times share in the mean and ``scale``."""
     if total is None:
-        total = sum([push.message.weight for push in pushes])
+        total = sum(map(_WEIGHT, pushes))
     shares: dict[str, list[_Gradient]] = {}
     for push in pushes:
         message = push.message
@@ -381,10 +390,10 @@ def _squares_of(push: RowRequest) -> Sequence[Tensor]:
     return torch.split(squares, push.counts)
 
 
-def squared_sum(contents: ShardContents, pushes: Sequence[RowRequest]) -> float:
+def squared_sum(pushes: Sequence[RowRequest]) -> float:
     """Return the sum of squares, in float64, of the merged gradients of these pushes, added up by id first."""
     total = 0.0
-    for gradients in weighted_shares([renewed(contents, push) for push in pushes]).values():
+    for gradients in weighted_shares(pushes).values():
         ids = torch.cat([some for some, _, _ in gradients])
         if not len(ids):  # of a dense parameter, or nothing
             total += float(torch.stack([grad.double() for _, grad, _ in gradients]).sum(0).square().sum())

@@ -50,11 +50,10 @@ from anabranch.parameter_server.messages import (
 )
 from anabranch.parameter_server.server.contents import ShardContents
 from anabranch.parameter_server.server.requests import (
-    Described,
     RowRequest,
     admit,
     apply,
-    check,
+    arrived,
     check_body,
     read,
     renewed,
@@ -62,7 +61,7 @@ from anabranch.parameter_server.server.requests import (
 )
 from anabranch.parameter_server.server.shard_snapshot import ShardSnapshot
 from anabranch.parameter_server.server.shard_statistics import ShardStatistics
-from anabranch.parameter_server.server.worker_order import Consistency, WorkerOrder
+from anabranch.parameter_server.server.worker_order import Consistency, HeldStep, WorkerOrder
 from anabranch.record import spans
 from anabranch.tables.kernels.memory import KernelThreads
 from anabranch.tables.snapshot import Snapshot
@@ -90,6 +89,9 @@ class Shard:
         journal: called with every change before it is applied.
         take_back: called when the last journaled change was refused while it was applied, and changed nothing.
         scratch: the directory of memory-mapped tables' files.
+
+    Attributes:
+        contents: the tables and parameters; a request's header is checked against them without the lock.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class Shard:
         if not 0 <= shard < shards:
             raise ValueError(f"shard={shard} is out of range for shards={shards}")
         self.shard, self.shards = shard, shards
-        self._contents = ShardContents(shard, shards, pool or KernelThreads(1), scratch)
+        self.contents = ShardContents(shard, shards, pool or KernelThreads(1), scratch)
         self._journal = journal or (lambda verb, message, tensors: None)
         self._take_back = take_back or (lambda: None)
         self._state = threading.Condition(threading.RLock())
@@ -118,15 +120,9 @@ class Shard:
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def check(self, message: PullMessage | PushMessage, came: Sequence[Described], client: bytes = b"") -> RowRequest:
-        """Return the request if the shard can do it; also while another thread has the lock. See ``requests.check``."""
-        return check(self._contents, message, came, client)
-
     def request(self, message: PullMessage | PushMessage, tensors: Sequence[Tensor], client: bytes = b"") -> RowRequest:
-        """Return the request that comes with its tensors at once."""
-        request = self.check(message, [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors], client)
-        request.take(tensors)
-        return request
+        """Return the request of a message whose tensors are here."""
+        return arrived(self.contents, message, tensors, client)
 
     def init(self, message: InitMessage, tensors: Sequence[Tensor] = ()) -> None:
         """Create a table or a parameter; an existing one of the same shape stays unchanged.
@@ -137,12 +133,12 @@ class Shard:
         """
         check_name(message.name)
         with self._state:
-            if self._contents.is_there(message, tensors):
+            if self.contents.is_there(message, tensors):
                 return
             if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
                 raise NonFinite(f"the initial value of parameter {message.name} holds NaN or Inf")
-            made = self._contents.parse(message, tensors)  # a message that cannot be done must not reach the journal
-            self._record("init", message, tensors, self._contents.add, *made)
+            made = self.contents.parse(message, tensors)  # a message that cannot be done must not reach the journal
+            self._record("init", message, tensors, self.contents.add, *made)
 
     def join(self, message: JoinMessage, client: bytes = b"") -> None:
         """Register a worker of a job, or a restarted one: its steps count from ``message.step``.
@@ -211,33 +207,29 @@ class Shard:
         while job is not None and job.consistency.merges and (due := job.due()) is not None:
             held, scale = due
             job.check_whole()
-            if held is None or not held.waits:
-                self._do_step(job, job.applied, scale)
-            else:
-                self._do_step(job, job.applied, scale, self._begin_step)
+            self._do_step(job, job.applied, scale, log=held is not None and held.waits)
         if job is not None and job.applied != before:
             self._state.notify_all()
 
-    def _begin_step(self, job: WorkerOrder, step: int, scale: float | None) -> None:
-        self._journal("step", StepMessage(step, scale), ())
-        job.broken = f"step {step} was applied in part"
+    def _do_step(self, job: WorkerOrder, step: int, scale: float | None, *, log: bool = False) -> None:
+        def begin() -> None:
+            if log:
+                self._journal("step", StepMessage(step, scale), ())
+                job.broken = f"step {step} was applied in part"
 
-    def _do_step(
-        self,
-        job: WorkerOrder,
-        step: int,
-        scale: float | None,
-        begin: Callable[[WorkerOrder, int, float | None], None] = lambda job, step, scale: None,
-    ) -> None:
         if scale is None:
-            begin(job, step, scale)
+            begin()
         else:
-            apply(self._contents, job.held[step].in_order(), scale, begin=lambda: begin(job, step, scale))
+            apply(self.contents, self._held_pushes(job.held[step]), scale, begin=begin)
         job.past(step, scale)
         job.broken = ""
 
+    def _held_pushes(self, held: HeldStep) -> list[RowRequest]:
+        """Return the pushes in the order of ranks."""
+        return [renewed(self.contents, held.pushes[rank]) for rank in sorted(held.pushes)]
+
     def joined_as(self, rank: int) -> bytes:
-        """Return the last client to join as worker ``rank``, if it is known. Without the lock, as ``check``."""
+        """Return the last client to join as worker ``rank``, if it is known. Without the lock."""
         return self._clients.get(rank, b"")
 
     def pull(self, request: RowRequest, deadline: Deadline | None = None) -> tuple[PullReply, list[Tensor]]:
@@ -258,14 +250,15 @@ class Shard:
                 if (lag := self._joined(message.rank).consistency.lag) is not None:
                     self._wait_for_steps(message.rank, message.step - lag, deadline, "pull")
                 pushed = min(self._joined(message.rank).clocks)
-            request = renewed(self._contents, request)
+            if request.parts.version != self.contents.version:
+                request = renewed(self.contents, request)
             check_body(request)
             admits = message.training and any(map(itemgetter(2), request.parts.groups))
             if admits:
                 ids_only = [PullPart(part.name, part.count) for part in message.parts]
                 self._journal("pull", PullMessage(ids_only, message.training), request.tensors[:1])
             try:
-                return read(self._contents, request, pushed)
+                return read(self.contents, request, pushed)
             except BaseException:  # such as no memory for the answer
                 if admits:
                     admit(request)  # which is what a replay will do
@@ -289,7 +282,8 @@ class Shard:
             self._hear(message.rank, message.turn, request.client)
             if message.rank >= 0 and message.step < 0 and self._joined(message.rank).consistency.merges:
                 self._wait_for_steps(message.rank, self._joined(message.rank).clocks[message.rank], deadline, "push")
-            request = renewed(self._contents, request)
+            if request.parts.version != self.contents.version:
+                request = renewed(self.contents, request)
             try:
                 check_body(request)
             except NonFinite:
@@ -326,7 +320,7 @@ class Shard:
             if held is None or not held.complete:
                 raise SchemaError(f"not every worker's push of step {message.step} is held here")
             if held.norm is None:
-                held.norm = squared_sum(self._contents, held.in_order())
+                held.norm = squared_sum(self._held_pushes(held))
             return held.norm
 
     def replay(self, verb: str, payload: bytes, tensors: Sequence[Tensor], client: bytes = b"") -> None:
@@ -334,7 +328,7 @@ class Shard:
         with self._state:
             message = _MESSAGES[verb].decode(payload)
             if verb == "init":
-                self._contents.add(*self._contents.parse(message, tensors))
+                self.contents.add(*self.contents.parse(message, tensors))
             elif verb == "join":
                 self._do_join(message)
                 self._clients[message.rank] = client
@@ -345,7 +339,7 @@ class Shard:
                     self._joined(message.rank).hear(message.rank, message.turn)
                 self._do_push(self.request(message, tensors))
             elif verb == "restore":
-                self._contents.restore(message, tensors)
+                self.contents.restore(message, tensors)
             elif verb == "drop":
                 self._do_drop(message)
             elif self._job is not None and message.step >= self._job.applied:
@@ -427,12 +421,12 @@ class Shard:
         job = self._joined(message.rank) if message.rank >= 0 else None
         merges = job is not None and job.consistency.merges
         if job is None or message.step < 0:
-            apply(self._contents, [push], total=job.total if job is not None and merges else None)
+            apply(self.contents, [push], total=job.total if job is not None and merges else None)
             return
         if merges:
             self._hold(job, push)
         else:
-            apply(self._contents, [push])
+            apply(self.contents, [push])
             job.clocks[message.rank] = message.step + 1
         self._state.notify_all()
 
@@ -449,14 +443,10 @@ class Shard:
 
     # --- saving and loading -----------------------------------------------------------------------------------------
 
-    def export_bytes(self, message: ExportMessage) -> int:
-        """Return the bytes of what ``export`` returns. Without the lock, as ``check``."""
-        return self._contents.export_bytes(message)
-
     def export(self, message: ExportMessage) -> tuple[int, list[Tensor]]:
         """Return a parameter's steps, and its value and states."""
         with self._state:
-            return self._contents.export(message)
+            return self.contents.export(message)
 
     def restore(self, message: RestoreMessage, tensors: Sequence[Tensor]) -> None:
         """Restores part of what a snapshot of this or another shard holds.
@@ -465,21 +455,21 @@ class Shard:
             NotFound, SchemaError: it does not fit this table or parameter; nothing is changed.
         """
         with self._state:
-            self._contents.check_restored(message, tensors)
-            self._record("restore", message, tensors, self._contents.restore, message, tensors)
+            self.contents.check_restored(message, tensors)
+            self._record("restore", message, tensors, self.contents.restore, message, tensors)
 
     def drop(self, message: DropMessage) -> None:
         """Drop a table or a parameter."""
         with self._state:
             if message.name:
-                self._contents.holder(message.name)
+                self.contents.holder(message.name)
             self._record("drop", message, (), self._do_drop, message)
 
     def _do_drop(self, message: DropMessage) -> None:
         if message.name:
-            self._contents.drop(message.name)
+            self.contents.drop(message.name)
         else:
-            self._contents.forget_rows()
+            self.contents.forget_rows()
             self._job = None
 
     def barrier(self, message: BarrierMessage, deadline: Deadline, client: bytes = b"") -> None:
@@ -514,7 +504,7 @@ class Shard:
                 self._spills += rows.spills
             if len(self._snapshots) > 1 and seconds < math.inf:
                 raise Overloaded("two snapshots of this shard are being read; save again once one has ended")
-            snapshot = self._contents.snapshot(self._state, names, seconds)
+            snapshot = self.contents.snapshot(self._state, names, seconds)
             self._snapshots.append(snapshot.rows)
             return snapshot
 
@@ -542,7 +532,7 @@ class Shard:
     def load(self, state: Mapping[str, Any], groups: Mapping[str, Callable[[], Mapping[str, Tensor]]]) -> None:
         """Load the result of ``snapshot_of_all`` into an empty shard."""
         with self._state:
-            self._contents.load(state, groups)
+            self.contents.load(state, groups)
             job = state["job"]
             self._clients = dict(state["clients"])
             if job is not None:
@@ -559,7 +549,7 @@ class Shard:
         """Counters since the start."""
         with self._state:
             spills = self._spills + sum(rows.spills for rows in self._snapshots)
-            return ShardStatistics(self._contents.statistics(), dict(self._refused_values), self._replayed, spills)
+            return ShardStatistics(self.contents.statistics(), dict(self._refused_values), self._replayed, spills)
 
     def describe(self) -> dict[str, object]:
         """Tables and parameters, their optimizers and steps, without the values; who has joined as worker 0, and how
@@ -568,7 +558,7 @@ class Shard:
         with self._state:
             merges = self._job is not None and self._job.consistency.merges
             turn = msgspec.msgpack.encode(self._job.turn) if self._job is not None and merges else b""
-            return {**self._contents.describe(), "joined": self.joined_as(0).hex(), "turn": turn}
+            return {**self.contents.describe(), "joined": self.joined_as(0).hex(), "turn": turn}
 
     def clocks(self) -> dict[str, object]:
         """Return the steps that each worker has pushed, and the most that one may be behind; ``None`` for no limit."""
@@ -580,10 +570,10 @@ class Shard:
     def current_step(self) -> int:
         """Return the step that every worker of the job has pushed; without a job, the highest step of any table.
 
-        Without the lock, as ``check``.
+        Without the lock.
         """
         job = self._job
-        return self._contents.step() if job is None else min(job.clocks)
+        return self.contents.step() if job is None else min(job.clocks)
 
     def locked(self) -> threading.Condition:
         """Return the lock under which every change is made, for callers whose several steps must be atomic."""

@@ -40,7 +40,7 @@ from anabranch.parameter_server.messages import (
     SnapshotMessage,
 )
 from anabranch.parameter_server.server.durable.durability import Durability, ShardPersistence
-from anabranch.parameter_server.server.requests import Request, RowRequest
+from anabranch.parameter_server.server.requests import Request, RowRequest, check
 from anabranch.parameter_server.server.shard import Shard
 from anabranch.parameter_server.server.shard_directory import shard_directory
 from anabranch.parameter_server.server.shard_snapshot import Reading
@@ -124,48 +124,31 @@ class ParameterServer:
         own = None
         if durability != "none" and checkpoint_dir is not None:
             own = shard_directory(checkpoint_dir, shard, shards)
-        self._stack = ExitStack()
+        self._stack, self._periodic = ExitStack(), ExitStack()
         self._place = (shard, shards)
         self._checkpoint_seconds, self._heartbeat = checkpoint_seconds, heartbeat
         self._readings: dict[int, Reading] = {}  # snapshots of clients, by number
         self._numbers = count(1)
         self._pool = KernelThreads(threads)
         self._persistence = ShardPersistence(durability, own, repair=repair)
-        # If anything fails before the block is entered, the directory is released.
-        self._giving_back = ExitStack()
-        self._giving_back.callback(self._persistence.close)
-        with self._giving_back:
-            self._start(shard, shards, listen, memory_map_dir, checkpoint_dir, keys, insecure, heartbeat, transport)
-            self._giving_back = self._giving_back.pop_all()
-
-    def _start(
-        self,
-        shard: int,
-        shards: int,
-        listen: str | None,
-        memory_map_dir: str | os.PathLike[str] | None,
-        checkpoint_dir: str | os.PathLike[str] | None,
-        keys: str | os.PathLike[str] | None,
-        insecure: bool,
-        heartbeat: float,
-        transport: Transport | None,
-    ) -> None:
-        scratch = memory_map_dir if memory_map_dir is not None else checkpoint_dir
-        if scratch is not None:
-            Path(scratch).mkdir(parents=True, exist_ok=True)
-        self._shard = Shard(
-            shard, shards, pool=self._pool, journal=self._persistence.journal, take_back=self._persistence.take_back,
-            scratch=scratch,
-        )  # fmt: skip
-        self._done = self._persistence.start(self._shard)
-        compile_kernels()
-        self._server = Server(
-            self._verbs(), listen=listen, role="parameters", keys=keys, insecure=insecure, heartbeat=heartbeat,
-            transport=transport, one_job=True, facts=self._facts,
-        )  # fmt: skip
-        self._server.once.restore(self._done)
-        self._periodic = ExitStack()
-        self._said = ""
+        self._failure = ""
+        with ExitStack() as stack:  # if anything fails before the block is entered, the directory is released
+            stack.callback(self._persistence.close)
+            scratch = memory_map_dir if memory_map_dir is not None else checkpoint_dir
+            if scratch is not None:
+                Path(scratch).mkdir(parents=True, exist_ok=True)
+            self._shard = Shard(
+                shard, shards, pool=self._pool, journal=self._persistence.journal,
+                take_back=self._persistence.take_back, scratch=scratch,
+            )  # fmt: skip
+            done = self._persistence.start(self._shard)
+            compile_kernels()
+            self._server = Server(
+                self._verbs(), listen=listen, role="parameters", keys=keys, insecure=insecure, heartbeat=heartbeat,
+                transport=transport, one_job=True, facts=self._facts,
+            )  # fmt: skip
+            self._server.once.restore(done)
+            self._directory = stack.pop_all()
 
     def __repr__(self) -> str:
         """Return where it listens."""
@@ -199,23 +182,19 @@ class ParameterServer:
         self._persistence.checkpoint()
 
     def __enter__(self) -> ParameterServer:
-        try:
-            self._open()
-        except BaseException as error:  # nothing stays open
-            self.__exit__(type(error), error, error.__traceback__)
-            raise
+        with ExitStack() as stack:
+            stack.callback(self._pool.close)
+            stack.callback(self._end_readings)
+            stack.enter_context(self._directory)
+            self._persistence.checkpoint()
+            stack.enter_context(self._server)
+            self._periodic.enter_context(
+                periodic(
+                    self._checkpoint_if_possible, self._checkpoint_seconds, name="anabranch-shard-saver", patience=600.0
+                )
+            )
+            self._stack = stack.pop_all()
         return self
-
-    def _open(self) -> None:
-        self._stack.callback(self._pool.close)
-        self._stack.callback(self._end_readings)
-        self._stack.enter_context(self._giving_back)
-        self._persistence.checkpoint()
-        self._stack.enter_context(self._server)
-        saver = periodic(
-            self._checkpoint_if_possible, self._checkpoint_seconds, name="anabranch-shard-saver", patience=600.0
-        )
-        self._periodic.enter_context(saver)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -231,12 +210,12 @@ class ParameterServer:
     def _checkpoint_if_possible(self) -> None:
         try:
             self._persistence.checkpoint()
-            self._said = ""
+            self._failure = ""
         except BaseException as error:  # noqa: BLE001 - the shard still serves; its log, or the next try, keeps the state
             mark("parameter_server.checkpoint_failed", error=str(error))
-            if str(error) != self._said:
+            if str(error) != self._failure:
                 _log.warning("no checkpoint could be written; the previous one stays the newest: %s", error)
-            self._said = str(error)
+            self._failure = str(error)
 
     # --- verbs ------------------------------------------------------------------------------------------------------
 
@@ -248,7 +227,7 @@ class ParameterServer:
         changes: dict[str, Callable[[Any, Call], list[str] | None]] = {
             "init": lambda request, call: shard.init(request.message, call.tensors),
             "join": lambda request, call: shard.join(request.message, call.identity[0]),
-            "push": lambda request, call: shard.push(request, peer=call.peer.name, deadline=call.deadline),
+            "push": self._push,
             "restore": lambda request, call: shard.restore(request.message, call.tensors),
             "drop": lambda request, call: shard.drop(request.message),
         }
@@ -283,12 +262,13 @@ class ParameterServer:
             self._persistence.check(expected)
         message = unpack(header.payload, _MESSAGES[verb]) if verb in _MESSAGES else None
         if isinstance(message, (PullMessage, PushMessage)):
-            return self._shard.check(message, [(DTYPES[one.code], one.shape) for one in header.tensors], client)
+            came = [(DTYPES[one.code], one.shape) for one in header.tensors]
+            return check(self._shard.contents, message, came, client)
         if header.tensors and verb not in ("init", "restore"):
             raise SchemaError(f"{verb} takes no tensors, got {len(header.tensors)}")
         nbytes = 0
         if isinstance(message, ExportMessage):
-            nbytes = self._shard.export_bytes(message)
+            nbytes = self._shard.contents.export_bytes(message)
         elif isinstance(message, SnapshotMessage) and message.number and message.part >= 0:
             nbytes = self._reading(message).part_bytes
         return Request(message, nbytes, client)
@@ -306,12 +286,9 @@ class ParameterServer:
         raise SchemaError(f"endpoint {expected.shard} ({self.endpoint}) is shard {shard} of {shards}; {cure}")
 
     def _change(self, run: Callable[[Any, Call], list[str] | None], call: Call) -> None:
-        request = call.checked
-        if isinstance(request, RowRequest):
-            request.take(call.tensors)
         try:
             with self._persistence.asked_by(call.identity, call.settled) as change:
-                full = run(request, call)
+                full = run(call.checked, call)
         except (NotFound, NonFinite, SchemaError):
             raise
         except (ValueError, TypeError, KeyError) as error:  # an invalid spec or optimizer
@@ -329,6 +306,10 @@ class ParameterServer:
         if call.verb in _SHOWING:
             self._persistence.commit_step(call.deadline)
         call.reply(tensors, b"" if payload is None else pack(payload))
+
+    def _push(self, request: RowRequest, call: Call) -> list[str]:
+        request.take(call.tensors)
+        return self._shard.push(request, peer=call.peer.name, deadline=call.deadline)
 
     def _pull(self, request: RowRequest, call: Call) -> _Answer:
         request.take(call.tensors)

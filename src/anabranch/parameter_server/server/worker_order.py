@@ -75,10 +75,6 @@ class HeldStep:
         """True if it is applied only once released."""
         return any(push.message.hold for push in self.pushes.values())
 
-    def in_order(self) -> list[RowRequest]:
-        """Return the pushes in the order of ranks."""
-        return [self.pushes[rank] for rank in sorted(self.pushes)]
-
 
 class WorkerOrder:
     """The workers of a job on one shard.

@@ -418,7 +418,8 @@ class Connection:
             if nbytes <= _SMALL:
                 nbytes = 0
             try:
-                self._admission.reserve(nbytes - room)
+                if nbytes != room:
+                    self._admission.reserve(nbytes - room)
             except Overloaded as error:
                 failure = failure_of(error, call.identity[1])
                 self._admission.count(failure)
@@ -642,7 +643,8 @@ class Connection:
         try:
             serve = self._choose(call, verb, header.settled) if call.once else verb.handler
             if serve is not None:
-                call.deadline.check(peer="client", operation=header.verb)
+                if call.deadline.expired():
+                    raise call.deadline.error(peer="client", operation=header.verb)
                 with spans.span(header.verb, "compute"):
                     serve(call)
         except BaseException as error:

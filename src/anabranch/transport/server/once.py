@@ -74,7 +74,8 @@ class OnceTable(Generic[_Call]):
         sequence = identity[1]
         with self.lock:
             epoch = self._epoch(identity[0])
-            self._settle_below(identity[0], epoch, settled)
+            if settled > epoch.settled:
+                self._settle_below(identity[0], epoch, settled)
             if sequence < epoch.settled:
                 raise ProtocolError(f"request {sequence} is settled: this client promised not to send it again")
             if sequence in epoch.done:
@@ -128,14 +129,11 @@ class OnceTable(Generic[_Call]):
                 self._settle_below(key, self._epochs.pop(key), 1 << 63)
 
     def _settle_below(self, key: bytes, epoch: _Epoch[_Call], settled: int) -> None:
-        if settled <= epoch.settled:
-            return
         gone: Iterable[int] = range(epoch.settled, settled)
         if settled - epoch.settled > len(epoch.done):
-            gone = [sequence for sequence in epoch.done if sequence < settled]
+            gone = list(epoch.done)
         epoch.settled = settled
         for sequence in gone:
-            if sequence not in epoch.done:
-                continue
-            del epoch.done[sequence]
-            self._kept_bytes -= self._kept.pop((key, sequence), 0)
+            if sequence < settled and sequence in epoch.done:
+                del epoch.done[sequence]
+                self._kept_bytes -= self._kept.pop((key, sequence), 0)

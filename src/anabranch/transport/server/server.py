@@ -177,7 +177,7 @@ class Server:
         self.healthy = healthy or (lambda: True)
         self.drain_seconds = drain_seconds
         self.max_unknown = max_unknown
-        self.after_round = after_round or (lambda: None)
+        self.after_round = after_round
         self.threads_of: dict[Connection, threading.Thread] = {}
         """The threads of connections that have a loop of their own."""
         self._role = role
@@ -418,7 +418,10 @@ class Loop:
                 # Last: closing connections to make room frees descriptor numbers that the events may still name.
                 if arrivals:
                     self._accept_all()
-                self._watch_called()
+                while self._called:
+                    connection = self._called.popleft()
+                    if connection.loop is self and not connection.closed:
+                        self.watch(connection)
                 # More requests may follow the first, and they are better served together. One connection carries one
                 # request at a time, so a single client has no more.
                 more = len(self._connections) > 1 and time.monotonic() < until
@@ -434,16 +437,12 @@ class Loop:
         self._connections.clear()
 
     def _end_round(self) -> None:
+        if self._server.after_round is None:
+            return
         try:
             self._server.after_round()
         except BaseException as error:  # noqa: BLE001 - a bug there must not end the loop
             note_failure("transport.connection_failed", error)
-
-    def _watch_called(self) -> None:
-        while self._called:
-            connection = self._called.popleft()
-            if connection.loop is self and not connection.closed:
-                self.watch(connection)
 
     def _step(self, connection: Connection, events: int) -> None:
         try:

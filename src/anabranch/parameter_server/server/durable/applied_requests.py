@@ -48,7 +48,7 @@ class AppliedRequests:
     def add(self, identity: RequestIdentity, settled: int = 0, *, push: bool) -> int:
         """Add a request of a client that has settled those below ``settled``; returns a push's place, else 0."""
         client = self._client(identity[0])
-        if any(sequence < settled for sequence in client.places):
+        if min(client.places, default=settled) < settled:
             client.places = {sequence: place for sequence, place in client.places.items() if sequence >= settled}
         client.pushes += push
         client.places[identity[1]] = place = client.pushes if push else 0
