@@ -117,12 +117,12 @@ class WholeParameters:
 
     def refresh(self, step: int | None) -> None:
         """Read all of them, in one message per shard, once ``step`` may read."""
+        if not self._held:
+            return
         wanted = {
             name: torch.arange(len(held.parameter), device="cpu") if held.rows else _NO_IDS
             for name, held in self._held.items()
         }
-        if not wanted:
-            return
         found = self._client.pull_many(wanted, step=step)
         self._read = {}  # nothing can be told of copies that Ctrl-C leaves half written
         with torch.no_grad():
@@ -132,6 +132,8 @@ class WholeParameters:
 
     def changed(self) -> list[str]:
         """Return the copies that are not as they were read, or that are in the model no longer."""
+        if not self._held:
+            return []
         replaced = [name for name, held in self._held.items() if held.ways and held.ways.replaced() is not None]
         written = (
             name for name, read in self._read.items() if not _same_bits(self._held[name].parameter.detach(), read)
