@@ -1,4 +1,4 @@
-"""``Snapshot``: rows of tables as of one moment, read a piece at a time while the tables change.
+"""``RowSnapshot``: rows of tables as of one moment, read a piece at a time while the tables change.
 
 ::
 
@@ -41,7 +41,7 @@ from anabranch.tables.row_block import Piece, RowBlock
 from anabranch.tables.table import Table
 from anabranch.tables.table_spec import state_dtype
 
-__all__ = ["Snapshot"]
+__all__ = ["RowSnapshot"]
 
 Array = NDArray[Any]
 _BUFFER = 4 << 20  # bytes copied under the lock at once
@@ -102,7 +102,7 @@ class _Part:
         return Piece((tables - 1).tolist(), counts.tolist(), block)
 
 
-class Snapshot:
+class RowSnapshot:
     """An iterator over all rows of ``tables`` as they were when it was made, which was under ``lock``.
 
     >>> from anabranch.tables import Constant, Family, RowOptimizer, TableSpec
@@ -110,7 +110,7 @@ class Snapshot:
     >>> table.push(torch.tensor([1, 3]), torch.zeros(2, 1))
     >>> lock = threading.RLock()
     >>> with lock:
-    ...     snapshot = Snapshot([table], lock)
+    ...     snapshot = RowSnapshot([table], lock)
     >>> with lock:
     ...     table.push(torch.tensor([1]), torch.ones(1, 1))
     >>> [(piece.rows.ids.tolist(), piece.rows.values.tolist()) for piece in snapshot]

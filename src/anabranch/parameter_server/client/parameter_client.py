@@ -376,7 +376,7 @@ class ParameterClient:
         def values() -> Iterator[Tensor]:
             rows = max(holding.shape[0], 0)
             fixed = (torch.arange(at, min(at + each, rows), device="cpu") for at in range(0, rows, each))
-            for some in chain(fixed, (part for one in ids() for part in one.split(each))):
+            for some in chain(fixed, (part for one in ids() for part in torch.split(one, each))):
                 yield self.pull_many({name: some}, exact=True)[name].rows.reshape(-1, *holding.shape[1:])
 
         if holding.shape[0] >= 0:

@@ -56,7 +56,7 @@ from anabranch.parameter_server.server.shard_statistics import ShardStatistics
 from anabranch.parameter_server.server.worker_order import CheckedPush, Consistency, WorkerOrder
 from anabranch.record import spans
 from anabranch.tables.kernels.memory import KernelThreads
-from anabranch.tables.snapshot import Snapshot
+from anabranch.tables.snapshot import RowSnapshot
 from anabranch.tables.table_spec import check_name
 
 __all__ = ["Shard"]
@@ -104,7 +104,7 @@ class Shard:
         self._barriers: dict[int, int] = {}
         self._refused_values: dict[str, int] = {}
         self._replayed = self._spills = 0
-        self._snapshots: list[Snapshot] = []
+        self._snapshots: list[RowSnapshot] = []
 
     # --- requests ---------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from anabranch.errors import SchemaError
 from anabranch.parameter_server.messages import SnapshotPart
 from anabranch.tables.row_block import files
-from anabranch.tables.snapshot import Snapshot
+from anabranch.tables.snapshot import RowSnapshot
 
 __all__ = ["Reading", "ShardSnapshot"]
 
@@ -28,7 +28,7 @@ class ShardSnapshot:
 
     state: dict[str, object]
     groups: dict[str, dict[str, Tensor]]
-    rows: Snapshot
+    rows: RowSnapshot
 
     def files(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yield groups with the rows."""
