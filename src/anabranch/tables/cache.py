@@ -47,8 +47,6 @@ from anabranch.choices import choice
 from anabranch.tables.id_index import IdIndex, make_index
 from anabranch.tables.kernels.row_versions import WITH_STATE
 
-__all__ = ["Cache", "CacheStatistics", "Due", "Move", "RowCache", "RowSource", "SETTLED", "spare_of"]
-
 Policy = Literal["LRU", "LFU", "LFUOpt"]
 SPARE = 8  # steps from which on a bound has one to spare
 SETTLED = 10  # steps of use after which LFUOpt keeps a row for good

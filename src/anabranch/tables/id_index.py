@@ -10,8 +10,6 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["IdIndex", "make_index"]
-
 Ids = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 _FIRST_ROOM = 1024

@@ -18,8 +18,6 @@ from anabranch.tables.snapshot import RowSnapshot
 from anabranch.tables.table import Table
 from anabranch.tables.table_spec import TableSpec
 
-__all__ = ["compile_kernels"]
-
 
 @functools.cache
 def compile_kernels(dtype: torch.dtype = torch.float32) -> None:

@@ -13,8 +13,6 @@ from anabranch.parameter_server.messages import SnapshotPart
 from anabranch.tables.row_block import files
 from anabranch.tables.snapshot import RowSnapshot
 
-__all__ = ["Reading", "ShardSnapshot"]
-
 
 @dataclass(slots=True)
 class ShardSnapshot:
