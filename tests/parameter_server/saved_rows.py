@@ -10,12 +10,12 @@ from torch import Tensor
 
 from anabranch.parameter_server.server.shard_snapshot import ShardSnapshot
 from anabranch.tables import RowBlock, Table
-from anabranch.tables.snapshot import Snapshot
+from anabranch.tables.snapshot import RowSnapshot
 
 
 def blocks(table: Table, rows: int = 1 << 16) -> list[RowBlock]:
     """Return all rows, at most ``rows`` at a time."""
-    snapshot = Snapshot([table], nullcontext(), buffer=rows * (8 * 3 + table.row_bytes))
+    snapshot = RowSnapshot([table], nullcontext(), buffer=rows * (8 * 3 + table.row_bytes))
     return [piece.rows for piece in snapshot]
 
 

@@ -25,7 +25,7 @@ from anabranch.tables import Family, RowBlock, RowOptimizer, Table, TableSpec
 from anabranch.tables.arena import Arena
 from anabranch.tables.kernels.vocabulary import BLOCK
 from anabranch.tables.row_block import Piece
-from anabranch.tables.snapshot import Snapshot
+from anabranch.tables.snapshot import RowSnapshot
 from anabranch.testing import MemoryTransport
 
 RULE = RowOptimizer(Family.SGD, lr=1.0)
@@ -66,7 +66,7 @@ class Tables:
         elif what < 9:
             table.pull(ids, training=True)
         else:
-            blocks = [piece.rows for piece in Snapshot([table], self.lock)]
+            blocks = [piece.rows for piece in RowSnapshot([table], self.lock)]
             step, history = table.step, table.history
             table.drop()
             self.tables[spec.name] = again = self.make(spec)
@@ -119,12 +119,12 @@ def test_a_snapshot_is_a_copy_under_the_lock(
     names = list(tables.tables)
     with tables.lock:
         copies = [tables.contents()]
-        snapshots = [Snapshot(list(tables.tables.values()), tables.lock, buffer=rows * 96, buffers=buffers)]
+        snapshots = [RowSnapshot(list(tables.tables.values()), tables.lock, buffer=rows * 96, buffers=buffers)]
     pieces: list[list[Piece]] = [[], []]
     for k, one in enumerate(after):
         if k == len(after) // 2:
             copies.append(tables.contents())
-            snapshots.append(Snapshot(list(tables.tables.values()), tables.lock, buffer=rows * 96, buffers=buffers))
+            snapshots.append(RowSnapshot(list(tables.tables.values()), tables.lock, buffer=rows * 96, buffers=buffers))
         tables.do(*one)
         for snapshot, some in zip(snapshots, pieces, strict=False):
             if k % every == 0 and (piece := next(snapshot, None)) is not None:
@@ -143,7 +143,7 @@ def filled(rows: int = 40) -> tuple[Table, threading.RLock]:
 
 def test_a_change_never_waits_for_the_reader_and_its_writes_are_counted() -> None:
     table, lock = filled()
-    snapshot = Snapshot([table], lock, buffer=200, buffers=2)  # four rows each
+    snapshot = RowSnapshot([table], lock, buffer=200, buffers=2)  # four rows each
     copy = table.pull(torch.arange(40))
     table.push(torch.arange(40), torch.ones(40, 1))
     assert snapshot.spills == 8
@@ -154,7 +154,7 @@ def test_a_change_never_waits_for_the_reader_and_its_writes_are_counted() -> Non
 
 def test_a_full_disk_ends_the_snapshot_and_harms_no_push(monkeypatch: pytest.MonkeyPatch) -> None:
     table, lock = filled()
-    snapshot = Snapshot([table], lock, buffer=200, buffers=2)
+    snapshot = RowSnapshot([table], lock, buffer=200, buffers=2)
 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -168,7 +168,7 @@ def test_a_full_disk_ends_the_snapshot_and_harms_no_push(monkeypatch: pytest.Mon
 
 def test_a_snapshot_that_nobody_reads_ends_with_the_next_change() -> None:
     table, lock = filled()
-    snapshot = Snapshot([table], lock, seconds=0.0)
+    snapshot = RowSnapshot([table], lock, seconds=0.0)
     table.push(torch.arange(3), torch.ones(3, 1))
     assert not table.arena.watchers
     with pytest.raises(CheckpointError, match="nobody has read it for 0 s"):
@@ -177,7 +177,7 @@ def test_a_snapshot_that_nobody_reads_ends_with_the_next_change() -> None:
 
 def test_a_dropped_tables_memory_is_free_once_the_snapshot_has_ended() -> None:
     table, lock = filled()
-    arena, snapshot = table.arena, Snapshot([table], lock)
+    arena, snapshot = table.arena, RowSnapshot([table], lock)
     table.drop()
     assert not arena._free
     assert [len(piece.rows.ids) for piece in snapshot] == [40]
@@ -187,7 +187,7 @@ def test_a_dropped_tables_memory_is_free_once_the_snapshot_has_ended() -> None:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(Snapshot.__init__.__kwdefaults__, "buffer", 1000)
+    monkeypatch.setitem(RowSnapshot.__init__.__kwdefaults__, "buffer", 1000)
 
 
 @pytest.mark.usefixtures("small_pieces")

@@ -24,27 +24,6 @@ import msgspec
 
 from anabranch.tensors.packing import Compression
 
-__all__ = [
-    "BarrierMessage",
-    "DropMessage",
-    "ExportMessage",
-    "InitMessage",
-    "JoinMessage",
-    "NormMessage",
-    "PullMessage",
-    "PullPart",
-    "PullReply",
-    "PushMessage",
-    "PushPart",
-    "PushReply",
-    "ReleaseMessage",
-    "RestoreMessage",
-    "SnapshotMessage",
-    "SnapshotPart",
-    "StepMessage",
-    "WorkerProgress",
-]
-
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 _World = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]

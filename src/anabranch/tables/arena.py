@@ -30,8 +30,6 @@ from anabranch.tables.optimizers.row_wise_adagrad import sums_dtype
 from anabranch.tables.shard_placement import Placement
 from anabranch.tables.table_spec import TableSpec, state_dtype
 
-__all__ = ["Arena", "kind_of"]
-
 Array = NDArray[Any]
 U = np.uint64
 _FILE = 1 << 40  # bytes of a file's addresses

@@ -42,8 +42,6 @@ from torch import Tensor
 
 from anabranch.choices import choice
 
-__all__ = ["Cache", "CacheStatistics", "Due", "SETTLED", "spare_of"]
-
 Policy = Literal["LRU", "LFU", "LFUOpt"]
 SPARE = 8  # steps from which on a bound has one to spare
 SETTLED = 10  # steps of use after which LFUOpt keeps a row for good

@@ -15,8 +15,6 @@ from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
 from anabranch.tables.optimizers.row_wise_adagrad import RowWiseAdagrad, sums_dtype
 from anabranch.tables.table_spec import ALLOWED_DTYPES, state_dtype
 
-__all__ = ["DenseParameter"]
-
 
 class DenseParameter:
     """A tensor and the state of its optimizer.

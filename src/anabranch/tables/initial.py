@@ -6,8 +6,6 @@ import hashlib
 import math
 from dataclasses import dataclass
 
-__all__ = ["Constant", "Initial", "Normal", "Uniform", "table_key"]
-
 
 @dataclass(frozen=True, slots=True)
 class Constant:

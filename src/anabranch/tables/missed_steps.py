@@ -16,8 +16,6 @@ from anabranch.errors import SchemaError
 from anabranch.tables.optimizers.row_optimizers import CONSTANTS, Family, RowOptimizer
 from anabranch.tables.table_spec import TableSpec
 
-__all__ = ["MissedSteps"]
-
 # Positions of a step's constants, in the order of ``RowOptimizer.constants``.
 _MOMENTUM, _SHARE, _BETA2, _DECAY, _EPS, _KEEP, _STEP = 1, 2, 3, 4, 6, 7, 10
 _DECAYING = (Family.ADAM, Family.ADAMW, Family.SPARSE_ADAM, Family.RMSPROP, Family.ADAMAX)

@@ -19,8 +19,6 @@ from anabranch.tables.kernels.rule_numbers import ROW_WISE
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
 from anabranch.tables.table_spec import TableSpec, state_dtype
 
-__all__ = ["Piece", "RowBlock", "files", "pieces"]
-
 _FILE = 8 << 20  # bytes of rows
 
 

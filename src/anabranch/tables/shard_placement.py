@@ -17,8 +17,6 @@ from anabranch.tables.initial import table_key
 from anabranch.tables.kernels import routing
 from anabranch.tables.table_spec import TableSpec
 
-__all__ = ["Placement", "mixed"]
-
 Ids = NDArray[np.int64]
 
 

@@ -1,4 +1,4 @@
-"""``Snapshot``: rows of tables as of one moment, read a piece at a time while the tables change.
+"""``RowSnapshot``: rows of tables as of one moment, read a piece at a time while the tables change.
 
 ::
 
@@ -40,8 +40,6 @@ from anabranch.tables.kernels.vocabulary import BLOCK
 from anabranch.tables.row_block import Piece, RowBlock
 from anabranch.tables.table import Table
 from anabranch.tables.table_spec import state_dtype
-
-__all__ = ["PIECE_BYTES", "Snapshot"]
 
 Array = NDArray[Any]
 _BUFFER = 4 << 20  # bytes copied under the lock at once
@@ -103,19 +101,20 @@ class _Part:
         return Piece((tables - 1).tolist(), counts.tolist(), block)
 
 
-class Snapshot:
+class RowSnapshot:
     """An iterator over all rows of ``tables`` as they were when it was made, which was under ``lock``.
 
+    >>> from threading import RLock
     >>> from anabranch.tables import Constant, Family, RowOptimizer, TableSpec
     >>> table = Table(TableSpec("t", 4, 1, initial=Constant(1.0)), RowOptimizer(Family.SGD, lr=1.0))
     >>> table.push(torch.tensor([1, 3]), torch.zeros(2, 1))
-    >>> lock = threading.RLock()
+    >>> lock = RLock()
     >>> with lock:
-    ...     snapshot = Snapshot([table], lock)
+    ...     snapshot = RowSnapshot([table], lock)
     >>> with lock:
     ...     table.push(torch.tensor([1]), torch.ones(1, 1))
     >>> [(piece.rows.ids.tolist(), piece.rows.values.tolist()) for piece in snapshot]
-    [([1], [[1.0]]), ([3], [[1.0]])]
+    [([3], [[1.0]]), ([1], [[1.0]])]
 
     Args:
         tables: whose rows are read.

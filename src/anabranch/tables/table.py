@@ -44,8 +44,6 @@ from anabranch.tables.row_block import RowBlock
 from anabranch.tables.shard_placement import Placement, mixed
 from anabranch.tables.table_spec import TableSpec, state_dtype
 
-__all__ = ["Table", "TableGroup", "side_by_side"]
-
 Array = NDArray[Any]
 _NONE: Array = np.empty(0, np.int64)
 _NO_SQUARES: Array = np.empty(0, np.float32)

@@ -12,8 +12,6 @@ import torch
 from anabranch.tables.initial import Constant, Initial, Normal, Uniform
 from anabranch.tensors.dtypes import dtype_name, dtype_named
 
-__all__ = ["ALLOWED_DTYPES", "Eviction", "TableSpec", "check_name", "state_dtype"]
-
 Eviction = Literal["age", "frequency"]
 ALLOWED_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")

@@ -14,11 +14,9 @@ import torch
 
 from anabranch.tables.initial import Constant
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
-from anabranch.tables.snapshot import Snapshot
+from anabranch.tables.snapshot import RowSnapshot
 from anabranch.tables.table import Table
 from anabranch.tables.table_spec import TableSpec
-
-__all__ = ["compile_kernels"]
 
 
 @functools.cache
@@ -40,4 +38,4 @@ def compile_kernels(dtype: torch.dtype = torch.float32) -> None:
                 table.push(some, grads)
                 table.pull(some, training=True)
             table.pull_with_state(ids)
-            list(Snapshot([table], nullcontext()))
+            list(RowSnapshot([table], nullcontext()))

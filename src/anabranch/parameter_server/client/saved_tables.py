@@ -24,19 +24,6 @@ from anabranch.tables.row_block import Piece, RowBlock, files, pieces
 from anabranch.tables.table_spec import TableSpec, state_dtype
 from anabranch.transport import Request, pack, unpack
 
-__all__ = [
-    "CHUNK",
-    "Group",
-    "SavedTables",
-    "check",
-    "for_optimizer",
-    "restore",
-    "restore_some",
-    "sums_of",
-    "write_dense",
-    "write_rows",
-]
-
 CHUNK = 1 << 16  # rows of a whole table in one message
 _FORMAT = "rows in pieces"
 

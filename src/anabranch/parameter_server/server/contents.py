@@ -20,7 +20,7 @@ from anabranch.tables.dense_parameter import DenseParameter
 from anabranch.tables.kernels.memory import KernelThreads
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
 from anabranch.tables.row_block import RowBlock, pieces
-from anabranch.tables.snapshot import Snapshot
+from anabranch.tables.snapshot import RowSnapshot
 from anabranch.tables.table import Table, TableGroup
 from anabranch.tables.table_spec import TableSpec
 
@@ -216,13 +216,13 @@ class ShardContents:
     def snapshot(
         self, lock: AbstractContextManager[object], names: Sequence[str] | None, seconds: float
     ) -> ShardSnapshot:
-        """Return this moment of ``names``, or of everything; see ``Snapshot``."""
+        """Return this moment of ``names``, or of everything; see ``RowSnapshot``."""
         tables = {name: table for name, table in self.tables.items() if names is None or name in names}
         dense = {name: one for name, one in self.dense.items() if names is None or name in names}
         groups = {f"history-{k}": {"0": table.history} for k, table in enumerate(tables.values()) if len(table.history)}
         for k, parameter in enumerate(dense.values()):
             groups[f"dense-{k}"] = {str(at): part for at, part in enumerate(parameter.share())}
-        rows = Snapshot(list(tables.values()), lock, self._scratch, seconds=seconds)
+        rows = RowSnapshot(list(tables.values()), lock, self._scratch, seconds=seconds)
         return ShardSnapshot(_described(tables, dense), groups, rows)
 
     def load(self, state: Mapping[str, Any], groups: Mapping[str, Callable[[], Mapping[str, Tensor]]]) -> None:

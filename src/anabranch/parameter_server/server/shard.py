@@ -64,7 +64,7 @@ from anabranch.parameter_server.server.shard_statistics import ShardStatistics
 from anabranch.parameter_server.server.worker_order import Consistency, HeldStep, WorkerOrder
 from anabranch.record import spans
 from anabranch.tables.kernels.memory import KernelThreads
-from anabranch.tables.snapshot import Snapshot
+from anabranch.tables.snapshot import RowSnapshot
 from anabranch.tables.table import Table
 from anabranch.tables.table_spec import check_name
 
@@ -116,7 +116,7 @@ class Shard:
         self._barriers: dict[int, int] = {}
         self._refused_values: dict[str, int] = {}
         self._replayed = self._spills = 0
-        self._snapshots: list[Snapshot] = []
+        self._snapshots: list[RowSnapshot] = []
 
     # --- requests ---------------------------------------------------------------------------------------------------
 

@@ -11,9 +11,7 @@ from torch import Tensor
 from anabranch.errors import SchemaError
 from anabranch.parameter_server.messages import SnapshotPart
 from anabranch.tables.row_block import files
-from anabranch.tables.snapshot import PIECE_BYTES, Snapshot
-
-__all__ = ["Reading", "ShardSnapshot"]
+from anabranch.tables.snapshot import PIECE_BYTES, RowSnapshot
 
 
 @dataclass(slots=True)
@@ -28,7 +26,7 @@ class ShardSnapshot:
 
     state: dict[str, object]
     groups: dict[str, dict[str, Tensor]]
-    rows: Snapshot
+    rows: RowSnapshot
 
     def files(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yield groups with the rows."""

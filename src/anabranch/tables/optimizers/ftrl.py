@@ -9,8 +9,6 @@ from torch import Tensor
 
 from anabranch.tables.optimizers.gradient_optimizer import GradientOptimizer
 
-__all__ = ["FTRL", "follow"]
-
 
 class FTRL(GradientOptimizer):
     """FTRL-Proximal: a step size per weight, and an ``l1`` that leaves most weights exactly 0.

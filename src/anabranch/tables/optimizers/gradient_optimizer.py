@@ -9,8 +9,6 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-__all__ = ["GradientOptimizer"]
-
 
 class GradientOptimizer(torch.optim.Optimizer):
     """An optimizer that updates each parameter that has a gradient, with its group."""

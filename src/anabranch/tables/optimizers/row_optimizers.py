@@ -22,8 +22,6 @@ from anabranch.tables.kernels import rule_numbers as rules
 from anabranch.tables.optimizers.ftrl import FTRL
 from anabranch.tables.optimizers.row_wise_adagrad import RowWiseAdagrad
 
-__all__ = ["CONSTANTS", "Family", "OptimizerFactory", "RowOptimizer"]
-
 OptimizerFactory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 """Makes an optimizer of parameters, as ``functools.partial(torch.optim.SGD, lr=0.1)`` does."""
 

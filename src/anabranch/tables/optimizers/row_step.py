@@ -10,8 +10,6 @@ from anabranch.tables.kernels.memory import as_array
 from anabranch.tables.kernels.rows import move_all
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
 
-__all__ = ["move_rows"]
-
 
 def move_rows(rows: Tensor, grads: Tensor, rule: RowOptimizer, step: int, squares: Tensor | None = None) -> Tensor:
     """``rows`` after step number ``step`` of ``rule`` with ``grads``, by the kernels that the servers run.

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from anabranch.tables.optimizers.gradient_optimizer import GradientOptimizer
 
-__all__ = ["RowWiseAdagrad", "sums_dtype"]
-
 
 def sums_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the sums beside weights of ``dtype``: a growing sum soon stops changing in half precision.

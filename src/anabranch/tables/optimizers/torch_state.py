@@ -11,8 +11,6 @@ from torch import Tensor
 
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
 
-__all__ = ["ParameterState", "from_torch", "to_torch"]
-
 
 @dataclass(frozen=True, slots=True)
 class ParameterState:
