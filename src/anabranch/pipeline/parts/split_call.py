@@ -60,7 +60,7 @@ class SplitCall:
         Raises:
             CaptureError: it takes another way on this one, number ``rank``.
         """
-        inputs = [cast(_Inputs, described(tree, shapes, grads)) for _, tree, shapes, grads in kinds]
+        inputs = [cast(_Inputs, described(spec, shapes, needs_grad)) for _, spec, shapes, needs_grad in kinds]
         programs = self.add([signature_of(*one) for one in inputs])
         for (digest, *_), program in zip(kinds, programs, strict=True):
             if program.digest() != digest:

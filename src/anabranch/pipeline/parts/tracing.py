@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextvars
 import copy
-import dataclasses
 import enum
 import functools
 import gc
@@ -259,11 +258,10 @@ class _Recorder(TorchFunctionMode):
             raise CaptureError(f"{_line_of(error)} cannot run on tensors without memory: {error}") from error
 
     def _without_memory(self, form: TensorForm, stride: Sequence[int] | None = None) -> Tensor:
-        plain = dataclasses.replace(form, requires_grad=False) if form.requires_grad else form
-        tensor = _fake_tensor(plain, stride, self._device, self._fake)
+        tensor = _fake_tensor(form, stride, self._device, self._fake, trained=False)
         if not form.requires_grad:
             return tensor
-        with torch.enable_grad():  # not a leaf: the code may change it in place
+        with _DisableTorchFunction(), torch.enable_grad():  # not a leaf: the code may change it in place
             return cast(Tensor, _Result.apply(self._anchor, [tensor]))  # type: ignore[no-untyped-call]
 
     # Modules.
@@ -569,14 +567,19 @@ def _tensors_in(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _fake_tensor(
-    form: TensorForm, stride: Sequence[int] | None, device: torch.device, fake: _WithoutMemory
+    form: TensorForm,
+    stride: Sequence[int] | None,
+    device: torch.device,
+    fake: _WithoutMemory,
+    *,
+    trained: bool = True,
 ) -> FakeTensor:
     # Made directly: an operation of the mode takes thirty times as long.
     with _DisableTorchFunction(), unset_fake_temporarily():
         meta = torch.empty(form.shape, dtype=form.dtype, device="meta")
         if stride is not None and tuple(stride) != meta.stride():
             meta = torch.empty_strided(form.shape, stride, dtype=form.dtype, device="meta")
-        return FakeTensor(fake, meta.requires_grad_(form.requires_grad), device)
+        return FakeTensor(fake, meta.requires_grad_(form.requires_grad and trained), device)
 
 
 _HOOKS = [name for name, value in vars(nn.Module()).items() if "_hooks" in name and isinstance(value, dict)]
@@ -635,8 +638,8 @@ class _Copy:
             state |= self._hooks
             state["_modules"] = _Children(self, original._modules)
             for name, value in vars(original).items():
-                before = {id(self._memo), *self._memo}  # under its own id, deepcopy keeps the originals alive
                 if path in self._opened and name not in (*_HOOKS, "_modules") and not is_plain(value):
+                    before = {id(self._memo), *self._memo}  # under its own id, deepcopy keeps the originals alive
                     state[name] = _deep_copy(value, self._memo)
                     self._watch(path, name, [value for key, value in self._memo.items() if key not in before])
                 elif type(value) in _CONTAINERS and name != "_modules":
