@@ -27,7 +27,7 @@ $(STAMP)-%: $(STAMP)
 # Once for each dtype, and again where a source of the kernels has changed: or every process of the tests waits for them.
 $(STAMP)-kernels: $(STAMP)-test $(shell find src/anabranch/tables -name '*.py')
 	@echo "compiling kernels (about a minute)"
-	@for dtype in float32 float64 bfloat16; do $(BIN)/python tools/compile_kernels.py $$dtype caches & done; wait
+	@for which in "float32 caches" "float64 caches" "bfloat16 caches" float16; do $(BIN)/python tools/compile_kernels.py $$which & done; wait
 	@touch $@
 
 demo: $(STAMP)

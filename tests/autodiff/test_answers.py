@@ -62,6 +62,18 @@ def test_the_second_run_sends_no_request() -> None:
         far(3.0)()
 
 
+def test_crossings_of_another_thread_are_not_part_of_it() -> None:
+    """Two executors on two threads: one failed with AnswersDiffer while the other tried its graph."""
+    answers = Answers()
+    with answers.noted():
+        far(1.0)()
+        elsewhere(far(5.0))
+    with answers.replayed():
+        far(1.0)()
+        elsewhere(far(7.0))
+    assert asked == [2.0, 10.0, 14.0]
+
+
 def test_threads_that_help_the_run_are_part_of_it() -> None:
     def run() -> list[Tensor]:
         calls = [lambda index=index: far(float(index))() for index in range(4)]

@@ -236,6 +236,14 @@ def test_second_order_through_nested_managers() -> None:
     assert torch.allclose(x.grad, -torch.cos(x))
 
 
+def test_two_tensors_that_share_one_gradient_are_treated_once_each() -> None:
+    a, b = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    manager = ab.GradManager().attach([a, b], lambda tensor, grad: grad.mul_(2))
+    with manager:
+        manager.backward((a + b).sum())
+    assert a.grad.tolist() == b.grad.tolist() == [2.0] * 3
+
+
 @pytest.mark.parametrize("old", ["dense", "sparse"])
 @pytest.mark.parametrize("new", ["dense", "sparse"])
 def test_dense_and_sparse_gradients_add_up_in_every_combination(old: str, new: str) -> None:

@@ -228,6 +228,18 @@ def test_what_no_checkpoint_holds_is_refused_before_the_first_step() -> None:
         ab.Executor({"default": step}, state={"counter": holder})
 
 
+def test_an_enum_that_the_new_scheduler_does_not_have_is_named(tmp_path: Path) -> None:
+    first, second = Program(sgd, lambda o: Curious(o, float)), Program(sgd, lambda o: Curious(o, float))
+    scheduler: Any = second.executor._steps["default"].schedulers[0]  # type: ignore[union-attr]
+    scheduler.phase, scheduler.phases, scheduler.starts = "warm", {1}, {}
+    with first.executor, second.executor:
+        first.executor.save(tmp_path)
+        second.optimizer.param_groups[0]["lr"] = 7.0
+        with pytest.raises(ab.CheckpointError, match=r"scheduler 0 of 'default' .* at phase .*enum Phase.*'warm'"):
+            second.executor.load(tmp_path)
+        assert second.optimizer.param_groups[0]["lr"] == 7.0
+
+
 # Frozen layers and layers in eval mode.
 
 

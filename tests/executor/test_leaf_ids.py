@@ -96,6 +96,15 @@ def test_two_steps_show_what_a_lookup_is_of(form: str) -> None:
     assert set(learned.of(later)["t"].tolist()) >= set(look(later).reshape(-1).tolist())
 
 
+@pytest.mark.parametrize("look", [lambda b: b["x"][:, 1] * 7919 % ROWS, lambda b: ids(40)], ids=["hashed", "drawn"])
+def test_what_no_leaf_has_is_looked_at_ten_times_and_left_alone(look: Callable[[Any], Tensor]) -> None:
+    learned, watched = LeafIds(), 0
+    for _ in range(14):
+        watched += learned.watching
+        assert not any(steps(learned, clicks, look, 1))
+    assert (watched, learned.describe()) == (10, {})
+
+
 def test_leaves_that_are_equal_by_chance_are_distinguished_when_a_lookup_misses() -> None:
     learned, count = LeafIds(), 0
 

@@ -104,6 +104,14 @@ def test_persistent_workers_draw_their_seed_in_the_first_epoch_only(
     assert take(once_more, 2) == expected[10:]
 
 
+def test_persistent_workers_of_a_later_epoch_go_back_to_the_first(opened: Callable[..., BoundLoader]) -> None:
+    loader = opened(persistent(own=True))
+    state = loader.state()
+    expected = [step[:-3] for step in take(loader, 5)]
+    loader.restore([state])
+    assert [step[:-3] for step in take(loader, 5)] == expected
+
+
 @pytest.mark.parametrize("kind", ["shuffled", "stateful", "list", "distributed", "global"])
 def test_a_restart_between_two_epochs_starts_the_second(
     kind: str, opened: Callable[..., BoundLoader], tmp_path: Path
@@ -225,6 +233,20 @@ def test_a_batch_that_was_looked_at_is_the_next_and_not_in_the_position(
     assert loader.peek() is None
 
 
+def test_a_failure_of_a_look_is_raised_where_the_batch_is_taken(opened: Callable[..., BoundLoader]) -> None:
+    def fail(samples: list[Tensor]) -> Tensor:
+        if samples[0] == 4:
+            raise OverflowError
+        return torch.stack(samples)
+
+    loader = opened(DataLoader(Squares(), batch_size=2, num_workers=1, collate_fn=fail))
+    assert numbers(loader.next_batch()) == [0, 1]
+    assert loader.peek() is None
+    with pytest.raises(OverflowError):
+        loader.next_batch()
+    assert numbers(loader.next_batch()) == [16, 25]
+
+
 # Epochs.
 
 
@@ -258,6 +280,26 @@ def test_a_generator_has_one_epoch_and_a_second_one_is_an_error(opened: Callable
     loader.start_epoch()
     with pytest.raises(ValueError, match="is an iterator .* and is exhausted: it has one epoch"):
         loader.next_batch()
+
+
+def test_a_loader_that_is_its_own_iterator_and_starts_afresh_has_many_epochs(
+    opened: Callable[..., BoundLoader],
+) -> None:
+    class Reader:
+        def __iter__(self) -> Reader:
+            self.left = 3
+            return self
+
+        def __next__(self) -> int:
+            self.left -= 1
+            if self.left < 0:
+                raise StopIteration
+            return self.left
+
+    loader = opened(Reader())
+    for _ in range(3):
+        assert drain(loader) == 3
+        loader.start_epoch()
 
 
 def test_a_dataset_of_samples_is_no_loader() -> None:

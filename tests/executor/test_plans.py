@@ -14,10 +14,37 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import anabranch as ab
-from anabranch.executor import ModeCost
-from anabranch.executor.plan.survey import TableRows, survey_step
+from anabranch.executor import LinkCost, ModeCost, Plan
+from anabranch.executor.plan import planner
+from anabranch.executor.plan.survey import StepSurvey, TableRows, survey_step
+from anabranch.executor.routes import CommMode, plan_routes
+from anabranch.executor.running.window import HEADER_SIZE
+from anabranch.executor.spec import Spec
+from anabranch.executor.steps import distinct_models
+from anabranch.parameter_server import Consistency
 from plain_loop import mean_square
 from toys import job_servers
+
+
+def test_times_are_of_the_links_and_of_the_slowest_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    links = {"workers": LinkCost(1024.0, 1.0), "servers": LinkCost(16.0, 2.0)}  # powers of two, so that sums are exact
+    surveys = [StepSurvey({"compute": seconds}, {"table.weight": TableRows(10, 9)}) for seconds in (8.0, 9.0)]
+    monkeypatch.setattr(planner, "_measured", lambda *_: (links, surveys, 0))
+
+    def planned(model: nn.Module, mode: CommMode, **options: Any) -> Plan:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = {"train": ab.TrainStep(model, lambda model, batch: torch.zeros(()), optimizer, **options)}
+        routes = plan_routes(step, distinct_models(step), mode, None)
+        spec = Spec(step, {"": model}, mode, routes, consistency=Consistency.parse("bsp"))  # type: ignore[arg-type]
+        return planner.plan_step(spec, None, "train", None, None)
+
+    dense, bucket = planned(nn.Linear(3, 1, bias=False), "AllReduce"), (3 + 1 + HEADER_SIZE) * 4
+    assert (dense.bytes, dense.parts) == ({"workers": bucket}, {"compute": 9.0, "workers": 1024.0 + bucket})
+    assert dense.step_seconds == 9.0 + 1024.0 + bucket
+    rows = planned(nn.ModuleDict({"table": nn.Embedding(100, 4)}), "Hybrid", accumulate=2, clip_grad_norm=1.0)
+    assert rows.bytes == {"workers": 2 * 8 * HEADER_SIZE + 8, "servers": (2 * 10 + 9) * (4 + 16)}  # 8 bytes of a vote
+    messages = 2 + 1 + 2  # reads, a push, the norm and its release
+    assert rows.parts == {**rows.parts, "compute": 18.0, "servers": messages * 16.0 + 2 * rows.bytes["servers"]}
 
 
 def test_a_plan_with_a_cache_says_that_fewer_rows_may_cross() -> None:

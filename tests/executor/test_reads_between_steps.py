@@ -113,6 +113,37 @@ def test_looks_admit_no_ids_and_evict_no_rows(mode: str, cache: ab.Cache | None)
         assert rows_there(executor) == (4, 0)
 
 
+@pytest.mark.parametrize("consistency", ["bsp", "ssp:1", "asp"])
+def test_the_copies_are_read_once_a_step_and_again_where_other_workers_are_missing(
+    consistency: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, steps = nn.Linear(2, 2), list[int | None]()
+    step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+    with ab.Executor(
+        {"train": step, "look": ab.EvalStep(model, lambda m, x: {"out": m(x)})}, "PS", consistency=consistency
+    ) as executor:
+        remote = executor._remote
+        assert remote is not None
+        pull_many = remote.client.pull_many
+
+        def counted(wanted: Any, **options: Any) -> Any:
+            steps.append(options["step"])
+            return pull_many(wanted, **options)
+
+        monkeypatch.setattr(remote.client, "pull_many", counted)
+        for _ in range(3):
+            executor.run("train", torch.ones(3, 2))
+        merges, waits = consistency == "bsp", consistency == "ssp:1"
+        assert steps == ([1, 2, 3] if merges else [0, 0, 0])  # 0: without waiting for anyone
+        steps.clear()
+        executor.run("look", torch.ones(3, 2))
+        assert steps == ([] if merges else [0])
+        steps.clear()
+        remote._as_of = 1  # as if another worker had been two steps behind when they were read
+        executor.run("train", torch.ones(3, 2))
+        assert steps == [*([3] if waits else []), 4 if merges else 0]
+
+
 # Asking ahead.
 
 

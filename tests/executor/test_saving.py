@@ -116,6 +116,44 @@ def test_layers_that_joined_after_construction_are_saved_and_loaded(tmp_path: Pa
     assert_same(other, model)
 
 
+class Counting(torch.optim.SGD):
+    """Keeps values of its own in its state, one under the name of a parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        self.state["weight"] = self.state.get("weight", torch.zeros(1)) + 0.5
+        return super().step(closure)
+
+
+def test_an_optimizers_state_that_belongs_to_no_parameter_is_saved_and_loaded(tmp_path: Path) -> None:
+    def made() -> tuple[torch.optim.Optimizer, ab.Executor]:
+        model = nn.Linear(4, 3)
+        optimizer = Counting(model.parameters(), lr=0.1, momentum=0.9)
+        return optimizer, ab.Executor({"train": ab.TrainStep(model, loss, optimizer)})
+
+    (optimizer, executor), (other, resumed) = made(), made()
+    with executor, resumed:
+        losses(executor, range(2))
+        executor.save(tmp_path)
+        resumed.load(tmp_path)
+        assert losses(resumed, range(2, 4)) == losses(executor, range(2, 4))
+    assert other.state["steps"] == optimizer.state["steps"] == 4
+    assert torch.equal(other.state["weight"], torch.tensor([2.0]))
+
+
+def test_a_parameter_that_a_layer_in_its_place_left_without_a_name_is_an_error_that_says_so(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ab.Executor({"train": ab.TrainStep(model, loss, optimizer)}) as executor:
+        model[0] = nn.Linear(4, 3)
+        optimizer.add_param_group({"params": model[0].parameters()})
+        losses(executor, range(1))
+        with pytest.raises(ab.CheckpointError, match=r"SGD holds a parameter of shape \(3, 4\) .* remove it from"):
+            executor.save(tmp_path)
+        del optimizer.param_groups[0]
+        executor.save(tmp_path)
+
+
 def test_several_models_and_steps_share_a_checkpoint(tmp_path: Path) -> None:
     def build(seed: int) -> tuple[list[nn.Module], ab.Executor]:
         torch.manual_seed(seed)

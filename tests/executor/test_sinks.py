@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,29 @@ def test_of_quick_steps_some_are_left_out() -> None:
     rates = [values for _, values in kept.steps if "steps_per_second" in values]
     assert [rate["steps_per_second"] for rate in rates[:1]] == [2048]  # those left out counted
     assert [rate["rows_per_second"] for rate in rates[:1]] == [3 * 2048]
+
+
+def test_slow_sinks_get_fewer_steps_and_cost_little() -> None:
+    clock = Seconds()
+
+    class Slow(Kept):
+        def scalars(self, step: int, values: dict[str, float]) -> None:
+            super().scalars(step, values)
+            clock.now += 0.002
+            spent.append(0.002)
+
+    spent: list[float] = []
+    slow = Slow()
+    feed = SinkFeed([slow], 0, clock)
+    for step in range(1, 10_001):
+        clock.now += 0.01
+        if feed.due:
+            feed.step(step, {"loss": float(step)}, 1)
+    feed.close()
+    steps = [step for step, _ in slow.steps]
+    assert steps == sorted(set(steps))
+    assert sum(spent) < 0.006 * clock.now
+    assert max(later - earlier for earlier, later in itertools.pairwise(steps)) <= 110
 
 
 def test_an_event_is_delivered_after_the_steps_before_it() -> None:

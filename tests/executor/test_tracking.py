@@ -75,6 +75,12 @@ def test_elsewhere_a_line_is_written_every_five_seconds() -> None:
     assert short.getvalue() == ""
 
 
+def test_other_ranks_say_nothing() -> None:
+    clock, stream = Seconds(), Terminal()
+    run(Progress(False, stream, clock), clock, 100, 1.0)
+    assert stream.getvalue() == ""
+
+
 def test_loops_inside_one_another_share_the_line() -> None:
     clock, stream = Seconds(), Terminal()
     progress = Progress(True, stream, clock)

@@ -87,6 +87,18 @@ def test_a_run_that_is_continued_is_handed_on_in_its_other_folders(place: str) -
             second.save(f"{place}/third")
 
 
+def test_a_run_that_is_continued_twice_is_handed_on_in_its_other_folders(place: str) -> None:
+    """The run between found nothing better, so it saved no best checkpoint."""
+    for best in (True, False, True):
+        with executor() as target:
+            target.resume(f"{place}/last")
+            run(target)
+            if best:
+                target.save(f"{place}/best")
+            target.save(f"{place}/last")
+    assert checkpoint.read(f"{place}/best").step == 3
+
+
 def test_a_run_continues_also_where_the_newest_is_damaged(tmp_path: Path) -> None:
     with executor() as first, executor() as second:
         first.save(tmp_path)

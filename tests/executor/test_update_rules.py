@@ -80,6 +80,14 @@ def test_steps_that_are_not_finite_are_passed_over(engine: Any, options: dict[st
         assert (executor.step, executor.statistics().skipped_steps) == (7, 3)
 
 
+def test_none_applies_nonfinite_gradients_as_a_plain_loop_does() -> None:
+    model = model_of()
+    step = ab.TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1), skip_nonfinite=None)
+    with ab.Executor(step) as executor:
+        executor.run(batch=batch_of(0, bad=True))
+    assert all(bool(parameter.isnan().any()) for parameter in model.parameters())
+
+
 def test_a_window_with_a_run_that_is_not_finite_is_passed_over_whole() -> None:
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -238,6 +246,20 @@ def test_mistakes(options: dict[str, Any], error: type[Exception], text: str) ->
     model = model_of()
     with pytest.raises(error, match=text):
         ab.TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_nonfinite_values_do_not_stay_in_uncleared_gradients(engine: Any, clip: float | None) -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    step = ab.TrainStep(model, loss_of, optimizer, skip_nonfinite=True, clip_grad_norm=clip)
+    with ab.Executor(step, engine=engine) as executor:
+        for index in range(8):
+            executor.run(batch=batch_of(index, bad=index == 4))
+        assert (executor.step, executor.statistics().skipped_steps) == (7, 1)
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
 # Parameters that no optimizer holds

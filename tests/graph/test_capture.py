@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from anabranch.autodiff import GradManager
 from anabranch.errors import CaptureError, SchemaError
 from anabranch.graph import StepProgram, capture, gradients
 
@@ -238,6 +239,15 @@ def test_a_hook_that_a_graph_would_not_call_is_refused_as_soon_as_it_is_set(hook
         with pytest.raises(CaptureError, match=message):
             capture(model, torch.ones(1, 2))
     handle.remove()
+    program.run(torch.ones(1, 2))
+
+
+def test_a_session_attached_to_the_parameters_is_allowed() -> None:
+    model = nn.Linear(2, 2)
+    manager = GradManager().attach(model.parameters())
+    with manager:
+        manager.backward(model(torch.ones(1, 2)).sum())
+    program = StepProgram(model, lambda m, x: m(x).sum(), [torch.optim.SGD(model.parameters())])
     program.run(torch.ones(1, 2))
 
 

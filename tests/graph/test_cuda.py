@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,6 +68,31 @@ def test_a_program_that_cannot_be_recorded_still_runs_and_logs_it_once(
     assert "cannot be a CUDA graph" in said
     assert "operation not permitted when stream is capt" in said
     assert all(torch.equal(each, torch.full((3,), 2.0)) for each in found)  # type: ignore[arg-type]
+
+
+def test_a_failed_recording_gives_its_stream_and_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch gives back the memory of a recording that was ended, and of no other."""
+    did: list[str] = []
+
+    def fail(*_: Tensor) -> tuple[object, ...]:
+        raise torch.OutOfMemoryError("example")
+
+    stream = SimpleNamespace(device_index=1)
+    for name, value in {
+        "CUDAGraph": SimpleNamespace,
+        "current_stream": lambda: stream,
+        "graph_pool_handle": lambda: (0, 7),
+        "graph": lambda *_, **__: contextlib.nullcontext(),
+        "set_stream": lambda given: did.append("stream" if given is stream else "other"),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: did.append(f"close {device} {pool}"))
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda device, pool: did.append(f"release {device} {pool}"))
+    monkeypatch.setattr(cuda_graphs, "_BROKEN", kept := [])
+    with pytest.raises(torch.OutOfMemoryError):
+        cuda_graphs._record(cuda_graphs.Program("", fail), [])
+    assert did == ["stream", "close 1 (0, 7)", "release 1 (0, 7)"]
+    assert len(kept) == 1
 
 
 def test_programs_on_a_cpu_or_with_python_calls_are_not_recorded() -> None:
