@@ -109,6 +109,22 @@ def test_a_message_of_an_older_membership_is_refused_though_that_had_as_many_wor
     assert shard._job.released == [0, 0]
 
 
+def test_members_may_drop_a_step_that_one_who_is_gone_had_released() -> None:
+    shard = Shard()
+    shard.init(InitMessage("p", SGD.to_dict()), [torch.zeros(2)])
+    for rank in range(2):
+        shard.join(JoinMessage(rank, 2, "bsp"))
+    shard.release(ReleaseMessage(1, WorkerProgress(0, 2, 1, 0)))  # step 0 of the older membership is to be applied
+    for rank in range(2):
+        push = PushMessage([PushPart("p")], [], rank, 0, hold=True, turn=WorkerProgress(1, 2, 0))
+        shard.push(shard.request(push, [torch.empty(0, dtype=torch.int64), torch.ones(2)]))
+    for rank in range(2):
+        shard.release(ReleaseMessage(rank, WorkerProgress(1, 2, 1)))
+    assert shard._job is not None
+    assert shard._job.applied == 1
+    assert not shard.contents.dense["p"].value.any()
+
+
 @pytest.mark.parametrize("fails", ["admission", "optimizer", "dropped"])
 def test_a_held_step_that_fails_is_not_applied_twice(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []

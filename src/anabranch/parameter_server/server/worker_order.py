@@ -130,8 +130,9 @@ class WorkerOrder:
         if turn.number > self.number:
             self.number, self.world = turn.number, turn.world
             self.clocks, self.released = [turn.done] * turn.world, [0] * turn.world
-            # The members do these steps again, others than before with other samples.
+            # The members do these steps again, others than before with other samples, and may drop what was released.
             self.held = {step: held for step, held in self.held.items() if step < turn.done}
+            self.scales = {step: scale for step, scale in self.scales.items() if step < turn.done}
         if turn.world != self.world or rank >= self.world:
             raise SchemaError(f"this job has {self.world} workers; rank {rank} says {turn.world}")
         self.released[rank] = max(self.released[rank], turn.done)
