@@ -66,6 +66,9 @@ def unbounded_waits(tree: ast.AST) -> Iterator[tuple[int, str]]:
 # The one file that forks: a process that has exactly one thread, looks before each fork, and has opened nothing.
 FORKS = "launch/forks/fork_server.py"
 
+# The one file that runs text as code: the script of the user, as the interpreter does.
+SCRIPT = "launch/forks/main_script.py"
+
 # The one file that sets hooks on a user's tensors and modules.
 HOOKS = "autodiff/hooks.py"
 
@@ -85,7 +88,6 @@ DATES = {
     "held_error.py",
     "transport/certificates.py",
     "checkpoint/writing.py",
-    "launch/job_file.py",
     "launch/ray/remote_process.py",
     "launch/job_status.py",
     "launch/supervision/worker.py",
@@ -185,7 +187,7 @@ def test_the_sources_keep_their_promises() -> None:
     assert dates == DATES, "every deadline is on a clock that nobody sets"
     assert printing == PRINTS, "the library says nothing by itself"
     assert placed == ON_DEFAULT_DEVICE, "tensors of the library's own do not follow the user's default device"
-    assert forbidden == {FORKS: ["os.fork"] * 2}, "nothing unpickles or evaluates bytes"
+    assert forbidden == {FORKS: ["os.fork"] * 2, SCRIPT: ["exec"]}, "nothing unpickles or evaluates bytes"
     assert waits == {}, "no wait is without a bound"
     assert asked == {}, "docstrings say the thing itself"
     assert [name for name, times in classes.items() if times > 1] == [], "no two classes share a name"

@@ -67,7 +67,8 @@ def test_a_call_that_is_not_answered_is_recorded_with_its_endpoint(many: int) ->
         (wait,) = waits()
         assert (wait["peer"], wait["operation"]) == (server.endpoint, "pull users")
         metric = waiting_metric()
-        assert [labels for labels, _ in metric.values] == [(server.endpoint, "pull users")]
+        (sample,) = metric.samples
+        assert list(sample.labels.values()) == [server.endpoint, "pull users"]
         release.set()
         join(asking)
         assert len(outcomes) == many

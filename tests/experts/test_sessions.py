@@ -173,9 +173,10 @@ def test_the_end_frees_the_cache_at_once_and_a_later_step_is_an_error() -> None:
             statistics = server.statistics()
             assert statistics.sessions == {"block.0": 1}
             assert statistics.session_bytes == LEAST_BYTES
-            metrics = {metric.name: list(metric.values) for metric in expert_metrics(server)}
-            assert metrics["expert_sessions"] == [(("block.0",), 1.0)]
-            assert metrics["expert_session_bytes"] == [((), LEAST_BYTES)]
+            samples = [sample for family in expert_metrics(server) for sample in family.samples]
+            metrics = {sample.name: (sample.labels, sample.value) for sample in samples if "session" in sample.name}
+            assert metrics["anabranch_expert_sessions"] == ({"uid": "block.0"}, 1.0)
+            assert metrics["anabranch_expert_session_bytes"] == ({}, LEAST_BYTES)
         assert backend.open_sessions == 0
         assert server.statistics().session_bytes == 0
         session.end()

@@ -91,7 +91,7 @@ def newest_manifest(directory: Path) -> Path:
 
 
 def newest_data(directory: Path) -> Path:
-    return max(directory.glob("table-*"))
+    return max(directory.glob("rows-*"))
 
 
 def database(directory: Path) -> Path:

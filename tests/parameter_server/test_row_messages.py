@@ -289,7 +289,7 @@ def test_counts_that_do_not_fit_are_refused_and_change_nothing() -> None:
     for part, more, said in [
         (PullPart("t", 3, 2, 2), [ages(2)], "of which 2 should come with state and 2"),
         (PullPart("t", 3, 4), [], "of which 4"),
-        (PullPart("t", 3, 0, 2), [], r"int64, 3\), \(torch.int16, 2\)\] expected"),
+        (PullPart("t", 3, 0, 2), [], r"int64, \(3,\)\), \(torch.int16, \(2,\)\)\] expected"),
         (PullPart("t", 3, 0, 2), [ages(3)], r"got .*int16, \(3,\)"),
         (PullPart("t", 3, 0, 2), [ages(2).int()], "torch.int32"),
         (PullPart("t", 3), [ages(1)], r"int64, 3\)\] expected"),

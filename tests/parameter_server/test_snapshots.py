@@ -243,10 +243,11 @@ def test_pushes_that_wait_are_in_a_shard_s_snapshot() -> None:
         shard.join(JoinMessage(rank, 2, "bsp"))
     shard.init(InitMessage("t", RULE.to_dict(), TableSpec("t", 4, 1).to_dict()))
     one = [torch.tensor([1]), torch.ones(1)]
-    shard.push(PushMessage([PushPart("t", 1)], [], 0, 0), one)
+    shard.push(shard.request(PushMessage([PushPart("t", 1)], [], 0, 0), one))
     snapshot = shard.snapshot_of_all()
     again.load(snapshot.state, readers(snapshot))
     for each in (shard, again):
         assert each.clocks()["clocks"] == [1, 0]
-        each.push(PushMessage([PushPart("t", 1)], [], 1, 0), one)
-    assert torch.equal(*(each.pull(PullMessage([PullPart("t", 1)]), [one[0]])[1][0] for each in (shard, again)))
+        each.push(each.request(PushMessage([PushPart("t", 1)], [], 1, 0), one))
+    message = PullMessage([PullPart("t", 1)])
+    assert torch.equal(*(each.pull(each.request(message, [one[0]]))[1][0] for each in (shard, again)))

@@ -174,7 +174,7 @@ def test_a_dropped_table_leaves_zeros_for_the_next_and_others_as_they_are() -> N
     for table in tables:
         table.push(ids, torch.ones(7, WIDTH))
     kept = tables[2].pull_with_state(ids)
-    taken = tables[0].arena._taken
+    taken = tables[0].arena.taken
     tables[3].drop()
     tables[0].drop()
     again = Table(TableSpec("again", None, WIDTH, initial=Normal(0, 1)), rule, tables[0].arena)
@@ -184,7 +184,7 @@ def test_a_dropped_table_leaves_zeros_for_the_next_and_others_as_they_are() -> N
         table.push(ids, torch.ones(7, WIDTH))
     assert torch.equal(again.pull_with_state(ids), fresh.pull_with_state(ids))
     small = Table(TableSpec("small", 50, WIDTH, initial=Normal(0, 1)), rule, tables[0].arena)
-    assert small.arena._taken == taken  # addresses are used again
+    assert small.arena.taken == taken  # addresses are used again
     assert small.versions(ids).tolist() == [0] * 7
     assert torch.equal(tables[2].pull_with_state(ids), kept)
 

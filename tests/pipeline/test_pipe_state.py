@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from anabranch import Pipe, pop, skippable, stash
 from anabranch.pipeline import NoChunk
+from anabranch.pipeline.ranks import PipeRanks
 from anabranch.pipeline.stage.deferred_batch_norm import DeferredBatchNorm
 from anabranch.record.fault_points import on_fault_point
 from anabranch.record.spans import Span, heard
@@ -415,7 +416,7 @@ def test_outputs_are_kept_only_where_somebody_wants_them():
         Pipe(nn.Sequential(nn.Linear(3, 3), Keep()), [1, 1], chunks=4, schedule="1F1B", checkpoint="never") as pipe,
         heard(count),
     ):
-        pipe.ranks.step((x,), {}, x, loss=lambda y, t: (y - t).sum(), reduction="sum", rows=4, word=None)
+        PipeRanks(pipe).step((x,), {}, x, loss=lambda y, t: (y - t).sum(), reduction="sum", rows=4, word=None)
         assert max(alive) <= 1
         kept.clear()
         result = pipe.step(x, x, loss=lambda y, t: (y - t).sum(), reduction="sum")

@@ -30,6 +30,7 @@ from anabranch.executor.steps import Step, TrainStep, parameters_of
 from anabranch.job import job
 from anabranch.parameter_server import RemoteEmbedding, rule_of
 from anabranch.pipeline import Pipe
+from anabranch.pipeline.ranks import PipeRanks
 from anabranch.tables import RowOptimizer
 
 CommMode = Literal["AllReduce", "PS", "Hybrid"]
@@ -203,8 +204,8 @@ def plan_routes(
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
     pipes = {prefix: model for prefix, model in models.items() if isinstance(model, Pipe)}
-    tied = {parameter for pipe in pipes.values() for parameter in pipe.ranks.tied()}
-    traced = {parameter for pipe in pipes.values() if pipe.ranks.is_traced for parameter in pipe.parameters()}
+    tied = {parameter for pipe in pipes.values() for parameter in PipeRanks(pipe).tied()}
+    traced = {parameter for pipe in pipes.values() if PipeRanks(pipe).is_traced for parameter in pipe.parameters()}
     known = {*named, *(f"{prefix}{name}" for prefix, pipe in pipes.items() for name in pipe.elsewhere)}
     if unknown := [name for name in overrides or {} if name not in known]:
         raise ValueError(f"routes= names {unknown[0]!r}; the parameters are: {', '.join(named)}")

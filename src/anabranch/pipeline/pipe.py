@@ -40,7 +40,6 @@ from anabranch.pipeline.pipe_call import (
     open_portal,
     with_keywords,
 )
-from anabranch.pipeline.ranks import PipeRanks, values_of_gradient
 from anabranch.pipeline.schedule.schedule import Lowered, Schedule
 from anabranch.pipeline.schedule.schedules_of_pipe import (
     Checkpoint,
@@ -288,11 +287,6 @@ class Pipe(nn.Module):
         return [self._stages[j].device for j in self._here]
 
     @property
-    def ranks(self) -> PipeRanks:
-        """What its ranks do together for an Executor."""
-        return PipeRanks(self)
-
-    @property
     def output_rank(self) -> int:
         """The rank, in the process group, of the last stage; 0 in one process."""
         return 0 if self._ranks == 1 else self._schedules.rank_of[-1]
@@ -536,6 +530,28 @@ class Pipe(nn.Module):
             self._plans[m, checkpoint] = self._schedules.of(m).with_transfers(skips, recompute), recompute
         return self._plans[m, checkpoint]
 
+    def _grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Return the norm of all stages' gradients, as of one vector, the same on every rank; every rank calls it."""
+        with self._engine.turn("clip_grad_norm", self.calls) as turn:
+            elsewhere = {id(parameter) for _, parameter, ranks in self._ties if ranks[0] != self._rank}
+            here = [p for p in parameters_here(self).values() if p.grad is not None]
+            values = {p: _values_of_gradient(p) for p in here}
+            counted = [values[p] for p in here if id(p) not in elsewhere]
+            norms = [torch.linalg.vector_norm(grad, norm_type).cpu() for grad in counted]
+            shares = turn.share(
+                _NORMS, torch.stack(norms) if norms else torch.zeros(0, device="cpu"), range(self._ranks)
+            )
+        # The norm of all parameters' norms, in their order: bit for bit the norm of the unsplit module.
+        found = [share for share in shares if share is not None and share.numel()]
+        return torch.linalg.vector_norm(torch.cat(found), norm_type) if found else torch.zeros((), device="cpu")
+
+    def _first_names(self) -> Mapping[Tensor, str]:
+        """Return this process's parameters and their names in the unsplit module; a tied one has its first name
+        there.
+        """
+        here = set(self.parameters())
+        return {parameter: name for name, parameter in self._roots[0].named_parameters() if parameter in here}
+
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0, *, elsewhere: float | None = None) -> Tensor:
         """Scale all stages' gradients so that their norm, as one vector, is at most ``max_norm``.
 
@@ -549,13 +565,13 @@ class Pipe(nn.Module):
         Returns:
             The norm before, a tensor of no dimensions, the same on every rank.
         """
-        total = self.ranks.grad_norm(norm_type)
+        total = self._grad_norm(norm_type)
         if elsewhere is not None:
             total = (total.double().square() + elsewhere).sqrt()
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for parameter in parameters_here(self).values():
             if parameter.grad is not None:
-                value = values_of_gradient(parameter)
+                value = _values_of_gradient(parameter)
                 value.mul_(scale.to(value.device))
         return total
 
@@ -566,7 +582,7 @@ class Pipe(nn.Module):
         It fits any other split: ``load_optimizer_state_dict`` takes the parts for its own parameters.
         """
         states = {id(parameter): state for parameter, state in optimizer.state.items()}
-        return {name: dict(states[id(p)]) for p, name in self.ranks.first_names().items() if id(p) in states}
+        return {name: dict(states[id(p)]) for p, name in self._first_names().items() if id(p) in states}
 
     def load_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Mapping[str, object]]
@@ -577,7 +593,7 @@ class Pipe(nn.Module):
             ValueError: a trained parameter whose state is missing while others have one.
         """
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        mine = {name: parameter for parameter, name in self.ranks.first_names().items() if id(parameter) in trained}
+        mine = {name: parameter for parameter, name in self._first_names().items() if id(parameter) in trained}
         missing = [name for name in mine if name not in state_dict]
         if state_dict and missing:
             raise ValueError(f"the optimizer's state of {missing} is missing; merge the states of all ranks that saved")
@@ -618,3 +634,17 @@ class Pipe(nn.Module):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+_NORMS = -1
+"""Index of the shares of the gradients' norm, beside those of tied parameters, which count from 0."""
+
+
+def _values_of_gradient(parameter: Tensor) -> Tensor:
+    """Return the numbers in ``.grad``, to read and to scale in place; a sparse one's rows, duplicates merged."""
+    grad = parameter.grad
+    assert grad is not None
+    if not grad.is_sparse:
+        return grad
+    parameter.grad = grad.coalesce()
+    return parameter.grad._values()

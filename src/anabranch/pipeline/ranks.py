@@ -7,24 +7,21 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.pipeline.description import StageCosts, costs_of
 from anabranch.pipeline.microbatch import microbatch_sizes
+from anabranch.pipeline.pipe import Pipe
 from anabranch.pipeline.pipe_call import Loss, LossOfStep, Reduction, Weigh, deliver
 from anabranch.pipeline.schedule.actions import PHASES, Action
 from anabranch.pipeline.schedule.simulator import Simulation, simulate
 from anabranch.tensors import Structure
 from anabranch.tensors.dtypes import dtype_name, dtype_named
 
-if TYPE_CHECKING:
-    from anabranch.pipeline.pipe import Pipe
-
-__all__ = ["PipeRanks", "Shared", "values_of_gradient"]
+__all__ = ["PipeRanks", "Shared"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,25 +88,13 @@ class PipeRanks:
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """Return the norm of all stages' gradients, as of one vector, the same on every rank; every rank calls it."""
-        with self._pipe._engine.turn("clip_grad_norm", self._pipe.calls) as turn:
-            elsewhere = {id(parameter) for _, parameter, ranks in self._pipe._ties if ranks[0] != self._pipe._rank}
-            here = [p for p in parameters_here(self._pipe).values() if p.grad is not None]
-            values = {p: values_of_gradient(p) for p in here}
-            counted = [values[p] for p in here if id(p) not in elsewhere]
-            norms = [torch.linalg.vector_norm(grad, norm_type).cpu() for grad in counted]
-            shares = turn.share(
-                _NORMS, torch.stack(norms) if norms else torch.zeros(0, device="cpu"), range(self._pipe._ranks)
-            )
-        # The norm of all parameters' norms, in their order: bit for bit the norm of the unsplit module.
-        found = [share for share in shares if share is not None and share.numel()]
-        return torch.linalg.vector_norm(torch.cat(found), norm_type) if found else torch.zeros((), device="cpu")
+        return self._pipe._grad_norm(norm_type)
 
     def first_names(self) -> Mapping[Tensor, str]:
         """Return this process's parameters and their names in the unsplit module; a tied one has its first name
         there.
         """
-        here = set(self._pipe.parameters())
-        return {parameter: name for name, parameter in self._pipe._roots[0].named_parameters() if parameter in here}
+        return self._pipe._first_names()
 
     @property
     def is_traced(self) -> bool:
@@ -164,17 +149,3 @@ class PipeRanks:
         finally:
             self._pipe.calls = calls
             self._pipe._engine.bytes_sent = sent
-
-
-_NORMS = -1
-"""Index of the shares of the gradients' norm, beside those of tied parameters, which count from 0."""
-
-
-def values_of_gradient(parameter: Tensor) -> Tensor:
-    """Return the numbers in ``.grad``, to read and to scale in place; a sparse one's rows, duplicates merged."""
-    grad = parameter.grad
-    assert grad is not None
-    if not grad.is_sparse:
-        return grad
-    parameter.grad = grad.coalesce()
-    return parameter.grad._values()

@@ -30,7 +30,7 @@ from anabranch.executor.steps import Step, TrainStep
 from anabranch.pipeline import Pipe
 from anabranch.pipeline.microbatch import scatter
 from anabranch.pipeline.pipe_call import Loss
-from anabranch.pipeline.ranks import Shared
+from anabranch.pipeline.ranks import PipeRanks, Shared
 from anabranch.tensors import Structure, count_rows, named_parts
 
 
@@ -52,7 +52,7 @@ class PipeEngine(Engine):
     def follow_model(self) -> None:
         """Look up the pipe's parameters: some were replaced."""
         here = set(parameters_here(self._pipe).values())
-        self.parameters = {name: p for p, name in self._pipe.ranks.first_names().items() if p in here}
+        self.parameters = {name: p for p, name in PipeRanks(self._pipe).first_names().items() if p in here}
 
     def ask_to_stop(self) -> None:
         """Let the ranks of the pipeline know with the next run: else some columns would stop a run earlier."""
@@ -91,7 +91,7 @@ class PipeEngine(Engine):
         """Step the optimizers of this process's stages."""
         if self._columns > 2:
             # The sums of more than two depend in their last bits on where a gradient is in its bucket.
-            self._pipe.ranks.align_ties()
+            PipeRanks(self._pipe).align_ties()
         super().update()
 
     def clip(self, max_norm: float, elsewhere: float | None = None) -> Tensor:
@@ -100,12 +100,12 @@ class PipeEngine(Engine):
 
     def norm(self) -> Tensor:
         """Return the norm of the gradients of all stages."""
-        return self._pipe.ranks.grad_norm()
+        return PipeRanks(self._pipe).grad_norm()
 
     def nonfinite(self) -> list[str]:
         """Return the parameters whose gradients are not finite; not empty if there is one on any of the ranks."""
         across = self._pipe.process_group is not None
-        if across and math.isfinite(self._pipe.ranks.grad_norm()):
+        if across and math.isfinite(PipeRanks(self._pipe).grad_norm()):
             return []
         elsewhere = ["parameters on another rank (or their norm is too large)"] if across else []
         return super().nonfinite() or elsewhere
@@ -123,7 +123,7 @@ def pipe_run(step: TrainStep, pipe: Pipe, batch: Structure, *, word: object, see
     dtype, rows_of = step.autocast_dtype, step.rows
     weigh = None if rows_of is None else lambda sizes: [rows_of(part) for part in scatter(batch, sizes)]
     with nullcontext() if dtype is None else torch.autocast(device, dtype=dtype):
-        return pipe.ranks.step(
+        return PipeRanks(pipe).step(
             args,
             inputs,
             target,

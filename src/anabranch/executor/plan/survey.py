@@ -30,6 +30,7 @@ from anabranch.executor.steps import TrainStep, parameters_of
 from anabranch.experts import RemoteExpert, RemoteMixtureOfExperts
 from anabranch.parameter_server import RemoteEmbedding
 from anabranch.pipeline import Pipe
+from anabranch.pipeline.ranks import PipeRanks
 from anabranch.tensors import Structure, count_rows
 
 _RUNS = 4  # the same number on every worker, because a loss may communicate; the first warms up
@@ -152,7 +153,7 @@ def survey_pipe(step: TrainStep, pipe: Pipe, batch: Structure) -> StepSurvey:
         step.clip_grad_norm is not None
     )
     gradients = [(parameter, parameter.grad) for parameter in trained]
-    with _as_before(pipe), pipe.ranks.uncounted():
+    with _as_before(pipe), PipeRanks(pipe).uncounted():
         try:
             for _ in range(_RUNS):
                 for parameter in trained:
@@ -160,7 +161,7 @@ def survey_pipe(step: TrainStep, pipe: Pipe, batch: Structure) -> StepSurvey:
                 sent, began = pipe.bytes_sent, time.perf_counter()
                 pipe_run(step, pipe, batch, word=None)
                 for _ in range(norms):
-                    pipe.ranks.grad_norm()
+                    PipeRanks(pipe).grad_norm()
                 walls.append(time.perf_counter() - began)
                 sent = pipe.bytes_sent - sent
         finally:
@@ -168,15 +169,15 @@ def survey_pipe(step: TrainStep, pipe: Pipe, batch: Structure) -> StepSurvey:
                 parameter.grad = gradient
     busy: defaultdict[int, float] = defaultdict(float)
     stages = []
-    for costs in pipe.ranks.costs():
+    for costs in PipeRanks(pipe).costs():
         seconds = sum(costs.seconds.values())
         busy[costs.rank] += seconds
         place = f"rank {costs.rank}, layers {costs.layers}"
-        crosses = pipe.ranks.microbatches(rows) * sum(costs.sends.values())
+        crosses = PipeRanks(pipe).microbatches(rows) * sum(costs.sends.values())
         stages.append(PlanRow(f"stage {costs.stage}", (costs.parameters,), place, "pipeline", crosses, seconds))
     wall = median(walls[1:])
     compute = min(max(busy.values()), wall)
-    bubble = pipe.ranks.simulated(rows).bubble
+    bubble = PipeRanks(pipe).simulated(rows).bubble
     idle = f"pipeline: waits for stages; the schedule alone idles ranks {bubble:.0%} of the time"
     parts = {"compute": compute, "pipeline": wall - compute}
     return StepSurvey(parts, rows=tuple(stages), bytes={"pipeline": sent} if sent else {}, notes=(idle,))
@@ -188,7 +189,10 @@ def check_planned(name: str, step: TrainStep, comm_mode: CommMode | None) -> Non
         return
     away = (RemoteEmbedding, RemoteExpert, RemoteMixtureOfExperts)
     names = [
-        type(m).__name__ for layer in step.model.ranks.every_layer() for m in layer.modules() if isinstance(m, away)
+        type(m).__name__
+        for layer in PipeRanks(step.model).every_layer()
+        for m in layer.modules()
+        if isinstance(m, away)
     ]
     if names or comm_mode in ("PS", "Hybrid"):
         raise ValueError(

@@ -22,6 +22,7 @@ from anabranch.checkpoint.state import Custom
 from anabranch.errors import CheckpointError
 from anabranch.executor.steps import parameters_of
 from anabranch.pipeline import Pipe
+from anabranch.pipeline.ranks import PipeRanks
 from anabranch.tensors.tree_codec import Path, map_leaves
 
 
@@ -40,7 +41,7 @@ class OptimizerState(TypedDict):
 def names_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters of ``model`` by their names in checkpoints."""
     if isinstance(model, Pipe):
-        return {name: parameter for parameter, name in model.ranks.first_names().items()}
+        return {name: parameter for parameter, name in PipeRanks(model).first_names().items()}
     return dict(model.named_parameters())
 
 
