@@ -74,3 +74,21 @@ def test_a_post_to_a_server_that_has_gone_is_harmless(tmp_path: Path) -> None:
         client.post(echo, 30.0)
         with Server([verb], listen=listen):
             assert client.call(echo, Deadline(30.0)).tensors[0].tolist() == [1.0]
+
+
+def test_a_post_that_the_connection_does_not_take_whole_is_not_sent() -> None:
+    taken: list[str] = []
+    let_go = threading.Event()
+
+    def slow(call: Any) -> None:
+        let_go.wait(30.0)
+        taken.append(call.target)
+        call.reply()
+
+    with Server([Verb("slow", slow), Verb("quick", lambda call: call.reply())]) as server, Client() as client:
+        client.call(Request(server.endpoint, "quick"), Deadline(30.0))
+        assert client.post(Request(server.endpoint, "slow", "first"), 30.0)
+        assert not client.post(Request(server.endpoint, "slow", "large", tensors=[torch.zeros(4 << 20)]), 30.0)
+        let_go.set()
+        client.call(Request(server.endpoint, "slow", "last"), Deadline(30.0))
+        assert "large" not in taken
