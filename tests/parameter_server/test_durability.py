@@ -284,7 +284,6 @@ def test_a_restarted_shard_knows_of_the_step_that_it_has_applied_and_another_sti
                 client.decide(step, outcome)
                 if step == 0:
                     client.tell()
-                    client.end_telling()
                     client.wait_for_turn(1)
             client._calls.all([client._word(0)])
             shutil.copytree(tmp_path / "state" / "shard-0-of-2", tmp_path / "aside" / "shard-0-of-2")

@@ -20,8 +20,17 @@ from saved_rows import readers
 from anabranch.errors import CheckpointError, Overloaded
 from anabranch.parameter_server import ParameterClient, ParameterServer, Shard
 from anabranch.parameter_server.client.saved_tables import SavedTables
-from anabranch.parameter_server.messages import InitMessage, JoinMessage, PullMessage, PullPart, PushMessage, PushPart
-from anabranch.tables import Family, RowBlock, RowOptimizer, Table, TableSpec
+from anabranch.parameter_server.messages import (
+    InitMessage,
+    JoinMessage,
+    PullMessage,
+    PullPart,
+    PushMessage,
+    PushPart,
+    ReleaseMessage,
+    WorkerProgress,
+)
+from anabranch.tables import Constant, Family, RowBlock, RowOptimizer, Table, TableSpec
 from anabranch.tables.arena import Arena
 from anabranch.tables.kernels.vocabulary import BLOCK
 from anabranch.tables.row_block import Piece
@@ -243,10 +252,37 @@ def test_pushes_that_wait_are_in_a_shard_s_snapshot() -> None:
         shard.join(JoinMessage(rank, 2, "bsp"))
     shard.init(InitMessage("t", RULE.to_dict(), TableSpec("t", 4, 1).to_dict()))
     one = [torch.tensor([1]), torch.ones(1)]
-    shard.push(PushMessage([PushPart("t", 1)], [], 0, 0), one)
+    shard.push(shard.request(PushMessage([PushPart("t", 1)], [], 0, 0), one))
     snapshot = shard.snapshot_of_all()
     again.load(snapshot.state, readers(snapshot))
     for each in (shard, again):
         assert each.clocks()["clocks"] == [1, 0]
-        each.push(PushMessage([PushPart("t", 1)], [], 1, 0), one)
-    assert torch.equal(*(each.pull(PullMessage([PullPart("t", 1)]), [one[0]])[1][0] for each in (shard, again)))
+        each.push(each.request(PushMessage([PushPart("t", 1)], [], 1, 0), one))
+    pulls = (each.pull(each.request(PullMessage([PullPart("t", 1)]), [one[0]])) for each in (shard, again))
+    assert torch.equal(*(tensors[0] for _, tensors in pulls))
+
+
+def test_a_push_that_waits_since_an_older_membership_is_in_a_shard_s_snapshot() -> None:
+    """One worker has begun again from a checkpoint, the other has not yet, and the shard restarts."""
+    shard, again = Shard(), Shard()
+    shard.init(InitMessage("t", RULE.to_dict(), TableSpec("t", 4, 1, initial=Constant(0.0)).to_dict()))
+    for rank in range(2):
+        shard.join(JoinMessage(rank, 2, "bsp"))
+    for rank in range(2):
+        turn = WorkerProgress(0, 2, 0)
+        push = PushMessage([PushPart("t", 1)], [], rank, 0, hold=True, turn=turn)
+        shard.push(shard.request(push, [torch.tensor([1]), torch.ones(1)]))
+    shard.join(JoinMessage(0, 2, "bsp", 0, 1))
+    snapshot = shard.snapshot_of_all()
+    again.load(snapshot.state, readers(snapshot))
+    for each in (shard, again):
+        for rank in range(2):
+            if rank:
+                each.join(JoinMessage(rank, 2, "bsp", 0, 1))
+            turn = WorkerProgress(1, 2, 0)
+            push = PushMessage([PushPart("t", 1)], [], rank, 0, hold=True, turn=turn)
+            each.push(each.request(push, [torch.tensor([2]), torch.ones(1)]))
+        for rank in range(2):
+            each.release(ReleaseMessage(rank, WorkerProgress(1, 2, 1, 0)))
+        pull = PullMessage([PullPart("t", 2)])
+        assert each.pull(each.request(pull, [torch.tensor([1, 2])]))[1][0].tolist() == [0.0, -1.0]
