@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from saved_rows import readers
 
-from anabranch.errors import CheckpointError, Overloaded
+from anabranch.errors import CheckpointError, NotFound, Overloaded
 from anabranch.parameter_server import ParameterClient, ParameterServer, Shard
 from anabranch.parameter_server.client.saved_tables import SavedTables
 from anabranch.parameter_server.messages import (
@@ -30,11 +30,12 @@ from anabranch.parameter_server.messages import (
     ReleaseMessage,
     WorkerProgress,
 )
+from anabranch.parameter_server.server.shard_snapshot import Reading
 from anabranch.tables import Constant, Family, RowBlock, RowOptimizer, Table, TableSpec
 from anabranch.tables.arena import Arena
 from anabranch.tables.kernels.vocabulary import BLOCK
 from anabranch.tables.row_block import Piece
-from anabranch.tables.snapshot import RowSnapshot
+from anabranch.tables.snapshot import RowSnapshot, _Part
 from anabranch.testing import MemoryTransport
 
 RULE = RowOptimizer(Family.SGD, lr=1.0)
@@ -244,6 +245,54 @@ def test_a_shard_is_read_by_two_at_a_time_and_forgets_readers_that_are_gone() ->
     first.rows._until = 0.0
     shard.snapshot(seconds=60.0)
     assert first.rows.ended
+
+
+def test_a_part_that_failed_is_not_the_end_when_it_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = Shard()
+    shard.init(InitMessage("t", RULE.to_dict(), TableSpec("t", 4, 1).to_dict()))
+    shard.push(shard.request(PushMessage([PushPart("t", 1)], []), [torch.tensor([1]), torch.ones(1)]))
+    closed, without_memory = (Reading(shard.snapshot(seconds=60.0)) for _ in range(2))
+    closed.rows.close()
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="it was closed"):
+            closed.part(0)
+
+    def full(*_: object) -> Piece:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Part, "piece", full)
+        with pytest.raises(MemoryError):
+            without_memory.part(0)
+    with pytest.raises(CheckpointError, match="MemoryError"):
+        without_memory.part(0)
+
+
+def test_saves_of_a_shard_without_tables_do_not_end_one_another() -> None:
+    with ParameterServer(heartbeat=20.0) as server, ParameterClient([server.endpoint]) as client:
+        client.init("d", (2,))
+        with client.collect() as first, client.collect() as second:
+            for saved in (first, second):
+                assert [name for name, _ in saved.groups()] == ["dense-0"]
+
+
+def test_a_reader_whose_shard_restarts_takes_no_part_in_the_snapshot_of_another() -> None:
+    network = MemoryTransport()
+    serve = functools.partial(ParameterServer, transport=network, listen="memory:shard", heartbeat=20.0)
+    with ExitStack() as stack:
+        one, two = (stack.enter_context(ParameterClient(["memory:shard"], transport=network)) for _ in range(2))
+        for client in (one, two):
+            with serve():
+                client.init("d", (2,))
+                client.init("e", (2,))
+                groups = stack.enter_context(client.collect()).groups()
+                if client is one:
+                    ours = groups
+                    next(ours)
+                    continue
+                with pytest.raises(NotFound, match="has ended"):
+                    next(ours)
+                assert [name for name, _ in groups] == ["dense-0", "dense-1"]
 
 
 def test_pushes_that_wait_are_in_a_shard_s_snapshot() -> None:
