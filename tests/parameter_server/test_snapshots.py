@@ -6,6 +6,7 @@ import errno
 import functools
 import os
 import threading
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -278,7 +279,7 @@ def test_saves_of_a_shard_without_tables_do_not_end_one_another() -> None:
 
 def test_a_reader_whose_shard_restarts_takes_no_part_in_the_snapshot_of_another() -> None:
     network = MemoryTransport()
-    serve = functools.partial(ParameterServer, transport=network, listen="memory:shard", heartbeat=20.0)
+    serve = functools.partial(ParameterServer, transport=network, listen="memory:shard", heartbeat=1.0)
     with ExitStack() as stack:
         one, two = (stack.enter_context(ParameterClient(["memory:shard"], transport=network)) for _ in range(2))
         for client in (one, two):
@@ -293,6 +294,15 @@ def test_a_reader_whose_shard_restarts_takes_no_part_in_the_snapshot_of_another(
                 with pytest.raises(NotFound, match="has ended"):
                     next(ours)
                 assert [name for name, _ in groups] == ["dense-0", "dense-1"]
+
+
+def test_a_save_does_not_wait_to_end_the_snapshot_of_a_shard_that_has_gone() -> None:
+    with ParameterClient(["memory:shard"], transport=(network := MemoryTransport())) as client:
+        with ParameterServer(transport=network, listen="memory:shard", heartbeat=0.1):
+            saved = client.collect()
+        began = time.monotonic()
+        saved.__exit__()
+    assert time.monotonic() - began < 30.0  # of a call's 60 s
 
 
 def test_pushes_that_wait_are_in_a_shard_s_snapshot() -> None:
