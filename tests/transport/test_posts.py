@@ -12,7 +12,9 @@ import torch
 
 from anabranch.deadline import Deadline
 from anabranch.errors import NotFound
+from anabranch.testing import MemoryTransport
 from anabranch.transport import Client, Request, Server, Verb
+from waiting import wait_until
 
 
 def test_a_post_is_taken_before_what_follows_and_its_answer_is_skipped() -> None:
@@ -92,3 +94,25 @@ def test_a_post_that_the_connection_does_not_take_whole_is_not_sent() -> None:
         let_go.set()
         client.call(Request(server.endpoint, "slow", "last"), Deadline(30.0))
         assert "large" not in taken
+
+
+@pytest.mark.parametrize("network", [None, MemoryTransport()])
+def test_what_a_client_has_posted_before_it_leaves_is_done(network: MemoryTransport | None) -> None:
+    taken: list[str] = []
+    let_go = threading.Event()
+
+    def take(call: Any) -> None:
+        if call.target == "slow":
+            let_go.wait(30.0)
+        taken.append(call.target)
+        call.reply()
+
+    verbs = [Verb("word", take, posted=True), Verb("plain", take)]
+    with Server(verbs, transport=network) as server:
+        with Client(transport=network) as client:
+            client.call(Request(server.endpoint, "plain", "first"), Deadline(30.0))
+            for verb, target in [("word", "slow"), ("word", "last"), ("plain", "of no use")]:
+                assert client.post(Request(server.endpoint, verb, target), 30.0)
+        let_go.set()
+        wait_until(lambda: not server.statistics().connections)
+    assert taken == ["first", "slow", "last"]
