@@ -20,7 +20,7 @@ from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError, SchemaError
 from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
 from anabranch.parameter_server.messages import InitMessage, PushMessage, PushPart
-from anabranch.parameter_server.server.durable import push_log
+from anabranch.parameter_server.server.durable import durability, push_log
 from anabranch.parameter_server.server.durable.bodies import PREAMBLE_BYTES, Bodies, Record, body_path, log_of
 from anabranch.parameter_server.server.durable.push_log import PushLog
 from anabranch.record.fault_points import on_fault_point
@@ -660,6 +660,18 @@ def test_logs_of_another_format_are_refused_with_the_way_out(tmp_path: Path) -> 
     (tmp_path / "owner").touch()
     with pytest.raises(CheckpointError, match="another format of logs: .*ParameterClient.save, and load"):
         PushLog(tmp_path)
+
+
+def test_checkpoints_of_another_format_are_refused_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve = functools.partial(ParameterServer, transport=MemoryTransport(), durability="log", checkpoint_dir=tmp_path)
+    monkeypatch.setattr(durability, "_FORMAT", 1)
+    with serve():
+        pass
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="another version of anabranch; start that version here, or"):
+        serve()
 
 
 def test_tensors_come_back_from_the_log_as_they_were(tmp_path: Path) -> None:

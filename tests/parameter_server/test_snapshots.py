@@ -6,6 +6,7 @@ import errno
 import functools
 import os
 import threading
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from saved_rows import readers
 
-from anabranch.errors import CheckpointError, Overloaded
+from anabranch.errors import CheckpointError, NotFound, Overloaded
 from anabranch.parameter_server import ParameterClient, ParameterServer, Shard
 from anabranch.parameter_server.client.saved_tables import SavedTables
-from anabranch.parameter_server.messages import InitMessage, JoinMessage, PullMessage, PullPart, PushMessage, PushPart
-from anabranch.tables import Family, RowBlock, RowOptimizer, Table, TableSpec
+from anabranch.parameter_server.messages import (
+    InitMessage,
+    JoinMessage,
+    PullMessage,
+    PullPart,
+    PushMessage,
+    PushPart,
+    ReleaseMessage,
+    WorkerProgress,
+)
+from anabranch.parameter_server.server.shard_snapshot import Reading
+from anabranch.tables import Constant, Family, RowBlock, RowOptimizer, Table, TableSpec
 from anabranch.tables.arena import Arena
 from anabranch.tables.kernels.vocabulary import BLOCK
 from anabranch.tables.row_block import Piece
-from anabranch.tables.snapshot import RowSnapshot
+from anabranch.tables.snapshot import RowSnapshot, _Part
 from anabranch.testing import MemoryTransport
 
 RULE = RowOptimizer(Family.SGD, lr=1.0)
@@ -237,6 +248,63 @@ def test_a_shard_is_read_by_two_at_a_time_and_forgets_readers_that_are_gone() ->
     assert first.rows.ended
 
 
+def test_a_part_that_failed_is_not_the_end_when_it_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = Shard()
+    shard.init(InitMessage("t", RULE.to_dict(), TableSpec("t", 4, 1).to_dict()))
+    shard.push(shard.request(PushMessage([PushPart("t", 1)], []), [torch.tensor([1]), torch.ones(1)]))
+    closed, without_memory = (Reading(shard.snapshot(seconds=60.0)) for _ in range(2))
+    closed.rows.close()
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="it was closed"):
+            closed.part(0)
+
+    def full(*_: object) -> Piece:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Part, "piece", full)
+        with pytest.raises(MemoryError):
+            without_memory.part(0)
+    with pytest.raises(CheckpointError, match="MemoryError"):
+        without_memory.part(0)
+
+
+def test_saves_of_a_shard_without_tables_do_not_end_one_another() -> None:
+    with ParameterServer(heartbeat=20.0) as server, ParameterClient([server.endpoint]) as client:
+        client.init("d", (2,))
+        with client.collect() as first, client.collect() as second:
+            for saved in (first, second):
+                assert [name for name, _ in saved.groups()] == ["dense-0"]
+
+
+def test_a_reader_whose_shard_restarts_takes_no_part_in_the_snapshot_of_another() -> None:
+    network = MemoryTransport()
+    serve = functools.partial(ParameterServer, transport=network, listen="memory:shard", heartbeat=1.0)
+    with ExitStack() as stack:
+        one, two = (stack.enter_context(ParameterClient(["memory:shard"], transport=network)) for _ in range(2))
+        for client in (one, two):
+            with serve():
+                client.init("d", (2,))
+                client.init("e", (2,))
+                groups = stack.enter_context(client.collect()).groups()
+                if client is one:
+                    ours = groups
+                    next(ours)
+                    continue
+                with pytest.raises(NotFound, match="has ended"):
+                    next(ours)
+                assert [name for name, _ in groups] == ["dense-0", "dense-1"]
+
+
+def test_a_save_does_not_wait_to_end_the_snapshot_of_a_shard_that_has_gone() -> None:
+    with ParameterClient(["memory:shard"], transport=(network := MemoryTransport())) as client:
+        with ParameterServer(transport=network, listen="memory:shard", heartbeat=0.1):
+            saved = client.collect()
+        began = time.monotonic()
+        saved.__exit__()
+    assert time.monotonic() - began < 30.0  # of a call's 60 s
+
+
 def test_pushes_that_wait_are_in_a_shard_s_snapshot() -> None:
     shard, again = Shard(), Shard()
     for rank in range(2):
@@ -249,5 +317,31 @@ def test_pushes_that_wait_are_in_a_shard_s_snapshot() -> None:
     for each in (shard, again):
         assert each.clocks()["clocks"] == [1, 0]
         each.push(each.request(PushMessage([PushPart("t", 1)], [], 1, 0), one))
-    message = PullMessage([PullPart("t", 1)])
-    assert torch.equal(*(each.pull(each.request(message, [one[0]]))[1][0] for each in (shard, again)))
+    pulls = (each.pull(each.request(PullMessage([PullPart("t", 1)]), [one[0]])) for each in (shard, again))
+    assert torch.equal(*(tensors[0] for _, tensors in pulls))
+
+
+def test_a_push_that_waits_since_an_older_membership_is_in_a_shard_s_snapshot() -> None:
+    """One worker has begun again from a checkpoint, the other has not yet, and the shard restarts."""
+    shard, again = Shard(), Shard()
+    shard.init(InitMessage("t", RULE.to_dict(), TableSpec("t", 4, 1, initial=Constant(0.0)).to_dict()))
+    for rank in range(2):
+        shard.join(JoinMessage(rank, 2, "bsp"))
+    for rank in range(2):
+        turn = WorkerProgress(0, 2, 0)
+        push = PushMessage([PushPart("t", 1)], [], rank, 0, hold=True, turn=turn)
+        shard.push(shard.request(push, [torch.tensor([1]), torch.ones(1)]))
+    shard.join(JoinMessage(0, 2, "bsp", 0, 1))
+    snapshot = shard.snapshot_of_all()
+    again.load(snapshot.state, readers(snapshot))
+    for each in (shard, again):
+        for rank in range(2):
+            if rank:
+                each.join(JoinMessage(rank, 2, "bsp", 0, 1))
+            turn = WorkerProgress(1, 2, 0)
+            push = PushMessage([PushPart("t", 1)], [], rank, 0, hold=True, turn=turn)
+            each.push(each.request(push, [torch.tensor([2]), torch.ones(1)]))
+        for rank in range(2):
+            each.release(ReleaseMessage(rank, WorkerProgress(1, 2, 1, 0)))
+        pull = PullMessage([PullPart("t", 2)])
+        assert each.pull(each.request(pull, [torch.tensor([1, 2])]))[1][0].tolist() == [0.0, -1.0]

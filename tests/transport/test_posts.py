@@ -12,7 +12,9 @@ import torch
 
 from anabranch.deadline import Deadline
 from anabranch.errors import NotFound
+from anabranch.testing import MemoryTransport
 from anabranch.transport import Client, Request, Server, Verb
+from waiting import wait_until
 
 
 def test_a_post_is_taken_before_what_follows_and_its_answer_is_skipped() -> None:
@@ -74,3 +76,43 @@ def test_a_post_to_a_server_that_has_gone_is_harmless(tmp_path: Path) -> None:
         client.post(echo, 30.0)
         with Server([verb], listen=listen):
             assert client.call(echo, Deadline(30.0)).tensors[0].tolist() == [1.0]
+
+
+def test_a_post_that_the_connection_does_not_take_whole_is_not_sent() -> None:
+    taken: list[str] = []
+    let_go = threading.Event()
+
+    def slow(call: Any) -> None:
+        let_go.wait(30.0)
+        taken.append(call.target)
+        call.reply()
+
+    with Server([Verb("slow", slow), Verb("quick", lambda call: call.reply())]) as server, Client() as client:
+        client.call(Request(server.endpoint, "quick"), Deadline(30.0))
+        assert client.post(Request(server.endpoint, "slow", "first"), 30.0)
+        assert not client.post(Request(server.endpoint, "slow", "large", tensors=[torch.zeros(4 << 20)]), 30.0)
+        let_go.set()
+        client.call(Request(server.endpoint, "slow", "last"), Deadline(30.0))
+        assert "large" not in taken
+
+
+@pytest.mark.parametrize("network", [None, MemoryTransport()])
+def test_what_a_client_has_posted_before_it_leaves_is_done(network: MemoryTransport | None) -> None:
+    taken: list[str] = []
+    let_go = threading.Event()
+
+    def take(call: Any) -> None:
+        if call.target == "slow":
+            let_go.wait(30.0)
+        taken.append(call.target)
+        call.reply()
+
+    verbs = [Verb("word", take, posted=True), Verb("plain", take)]
+    with Server(verbs, transport=network) as server:
+        with Client(transport=network) as client:
+            client.call(Request(server.endpoint, "plain", "first"), Deadline(30.0))
+            for verb, target in [("word", "slow"), ("word", "last"), ("plain", "of no use")]:
+                assert client.post(Request(server.endpoint, verb, target), 30.0)
+        let_go.set()
+        wait_until(lambda: not server.statistics().connections)
+    assert taken == ["first", "slow", "last"]

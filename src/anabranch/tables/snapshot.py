@@ -140,7 +140,7 @@ class RowSnapshot:
         self.spills = 0
         self._lock, self._scratch, self._seconds = lock, scratch, seconds
         self._file: BinaryIO | None = None
-        self._fault = ""
+        self._closed, self._fault = False, ""
         self._parts = []
         for arena in {id(table.arena): table.arena for table in tables}.values():
             place = np.zeros(len(arena.facts), np.int32)  # 1 + the table's place in ``tables``
@@ -169,17 +169,17 @@ class RowSnapshot:
         """True once everything was read, or it was closed, or nobody has read it for too long."""
         if time.monotonic() > self._until:
             self.close(f"nobody has read it for {self._seconds:g} s")
-        return not self._watchers
+        return self._closed
 
     def close(self, fault: str = "it was closed") -> None:
         """Free what it holds."""
         with self._lock:
-            watchers, self._watchers = self._watchers, []
-            for arena, watcher in watchers:
+            if self._closed:
+                return
+            self._closed, self._fault = True, fault
+            for arena, watcher in self._watchers:
                 arena.unwatch(watcher)
-            if watchers:
-                self._fault = fault
-            self._parts, self._free = [], []
+            self._watchers, self._parts, self._free = [], [], []
             self._full.clear()
             self._spilled.clear()
             if self._file is not None:
@@ -236,8 +236,12 @@ class RowSnapshot:
         count = 0
         while not count:
             self.touch()
-            part, buffer, count = self._take()
-            piece = part.piece(buffer, count)
+            try:
+                part, buffer, count = self._take()
+                piece = part.piece(buffer, count)
+            except (OSError, MemoryError) as error:  # these rows count as read
+                self.close(f"{type(error).__name__}: {error}")
+                raise
             if buffer is not self._own:
                 with self._lock:
                     self._free.append(buffer)

@@ -298,8 +298,9 @@ class Client:
         wire.waiting += encode(header, request.tensors)
         with suppress(OSError):  # if the server has gone, what is left in ``waiting`` closes the connection
             wire.send()
-        self._release(request.endpoint, channel, reusable=not wire.waiting)
-        return not wire.waiting
+        sent = not wire.waiting
+        self._release(request.endpoint, channel, reusable=sent)
+        return sent
 
     def _after_fork(self) -> None:
         """Reset in a forked child: its requests on its parent's connections would be mistaken for the parent's."""

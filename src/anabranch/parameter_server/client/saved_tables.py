@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError, SchemaError
 from anabranch.parameter_server.client.shards import HeldTables
 from anabranch.parameter_server.messages import RestoreMessage, SnapshotMessage, SnapshotPart
@@ -59,12 +60,13 @@ class SavedTables:
         self._places = {name: place for place, name in enumerate(entries)}
         self.state: dict[str, Any] = {"format": _FORMAT, "tables": list(entries.values()), "dense": dense}
         self._stack = ExitStack()
-        seconds = min(shard["seconds"] for shard in self._shards) / 4
-        self._stack.enter_context(periodic(lambda: self._say(-1), seconds, name="anabranch-snapshot"))
+        self._seconds = min(shard["seconds"] for shard in self._shards)
+        self._stack.enter_context(periodic(lambda: self._say(-1), self._seconds / 4, name="anabranch-snapshot"))
 
     def _say(self, part: int) -> None:
         with suppress(Exception):  # the reader's own request meets it, too
-            self._calls.all([self._request(shard, part) for shard in range(len(self._shards))])
+            words = [self._request(shard, part) for shard in range(len(self._shards))]
+            self._calls.all(words, Deadline(self._seconds))  # later they would change nothing
 
     def _request(self, shard: int, part: int) -> Request:
         message = SnapshotMessage(self._shards[shard]["number"], part)

@@ -520,12 +520,11 @@ class Shard:
                 "job": None,
             }  # fmt: skip
             if job is not None:
-                clocks = list(job.clocks)
-                for push in pushes:  # which are done again
-                    clocks[push.message.rank] = min(clocks[push.message.rank], push.message.step)
                 snapshot.state["job"] = {
-                    "world": job.world, "number": job.number, "consistency": job.consistency.name, "clocks": clocks,
-                    "applied": job.applied, "total": job.total, "turn": msgspec.structs.astuple(job.turn),
+                    "world": job.world, "number": job.number, "consistency": job.consistency.name,
+                    "clocks": list(job.clocks), "applied": job.applied, "total": job.total,
+                    "turn": msgspec.structs.astuple(job.turn),
+                    "held": {step: held.world for step, held in job.held.items()},
                 }  # fmt: skip
             return snapshot
 
@@ -533,17 +532,20 @@ class Shard:
         """Load the result of ``snapshot_of_all`` into an empty shard."""
         with self._state:
             self.contents.load(state, groups)
-            job = state["job"]
             self._clients = dict(state["clients"])
-            if job is not None:
-                consistency = Consistency.parse(job["consistency"])
-                self._job = WorkerOrder(job["world"], consistency, job["applied"], job["number"])
-                self._job.clocks, self._job.total = list(job["clocks"]), job["total"]
-                self._job.turn = WorkerProgress(*job["turn"])
+            if (kept := state["job"]) is None:
+                return
+            consistency = Consistency.parse(kept["consistency"])
+            job = self._job = WorkerOrder(kept["world"], consistency, kept["applied"], kept["number"])
+            job.clocks, job.total, job.turn = list(kept["clocks"]), kept["total"], WorkerProgress(*kept["turn"])
+            job.held = {step: HeldStep(world) for step, world in kept["held"].items()}
             for k, push in enumerate(state["pushes"]):
-                tensors = groups[f"push-{k}"]()
-                self.replay("push", push, [tensors[str(at)] for at in range(len(tensors))])
-            self._replayed = 0
+                message, tensors = _MESSAGES["push"].decode(push), groups[f"push-{k}"]()
+                request = self.request(message, [tensors[str(at)] for at in range(len(tensors))])
+                job.held[message.step].pushes[message.rank] = request
+                # One of an older membership waits, too, and says nothing of this one.
+                if message.turn is not None and message.turn.number == job.number:
+                    job.hear(message.rank, message.turn)
 
     def statistics(self) -> ShardStatistics:
         """Counters since the start."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -128,7 +130,9 @@ class ParameterServer:
         self._place = (shard, shards)
         self._checkpoint_seconds, self._heartbeat = checkpoint_seconds, heartbeat
         self._readings: dict[int, Reading] = {}  # snapshots of clients, by number
-        self._numbers = count(1)
+        self._beginning = threading.Lock()
+        # Not from 1: a reader that goes on when the shard was restarted must not take part in another's snapshot.
+        self._numbers = count(1 + secrets.randbelow(1 << 39))
         self._pool = KernelThreads(threads)
         self._persistence = ShardPersistence(durability, own, repair=repair)
         self._failure = ""
@@ -247,7 +251,10 @@ class ParameterServer:
                 Verb(name, partial(self._change, run), self._check, once=True, again=again, roles=_WORKERS)
                 for name, run in changes.items()
             ),
-            *(Verb(name, partial(self._answer, run), self._check, roles=_WORKERS) for name, run in answers.items()),
+            *(
+                Verb(name, partial(self._answer, run), self._check, roles=_WORKERS, posted=name == "release")
+                for name, run in answers.items()
+            ),
         ]
 
     def _check(self, header: RequestHeader) -> Request:
@@ -327,8 +334,9 @@ class ParameterServer:
         message = request.message
         if not message.number:
             reading = Reading(self._shard.snapshot(message.names, 2 * self._heartbeat))
-            self._readings = {number: one for number, one in self._readings.items() if not one.rows.ended}
-            self._readings[number := next(self._numbers)] = reading
+            with self._beginning:
+                alive = {number: one for number, one in self._readings.items() if not one.rows.ended}
+                self._readings = {**alive, (number := next(self._numbers)): reading}
             return None, _at_length({**reading.state, "number": number, "seconds": 2 * self._heartbeat})
         reading = self._reading(message)
         if message.part == -2:
@@ -340,9 +348,10 @@ class ParameterServer:
         return None, ()
 
     def _reading(self, message: SnapshotMessage) -> Reading:
-        if message.number not in self._readings:
+        reading = self._readings.get(message.number)
+        if reading is None:
             raise NotFound(f"snapshot {message.number} has ended: nobody has read it for two heartbeats")
-        return self._readings[message.number]
+        return reading
 
     def _end_readings(self) -> None:
         for reading in self._readings.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -41,17 +42,19 @@ class Reading:
         self.state, self.rows = {**snapshot.state, "groups": len(snapshot.groups)}, snapshot.rows
         groups = [sum(tensor.nbytes for tensor in group.values()) for group in snapshot.groups.values()]
         self.part_bytes = max(PIECE_BYTES, *groups, 0)
-        self._parts, self._lock = self._stream(snapshot), threading.Lock()
+        self._groups, self._lock = deque(snapshot.groups.items()), threading.Lock()
         self._number = -1
         self._last: tuple[SnapshotPart, list[Tensor]] | None = None
 
-    def _stream(self, snapshot: ShardSnapshot) -> Iterator[tuple[SnapshotPart, list[Tensor]]]:
-        for name, group in snapshot.groups.items():
+    def _next(self) -> tuple[SnapshotPart, list[Tensor]] | None:
+        # No generator, which would be at its end after an error: then the next part would be none, and a part asked for
+        # again would pass for the last.
+        if self._groups:
             self.rows.touch()
-            yield SnapshotPart(name), list(group.values())
-        snapshot.groups.clear()
-        for piece in self.rows:
-            yield SnapshotPart("", piece.tables, piece.counts), piece.rows.tensors()
+            name, group = self._groups.popleft()
+            return SnapshotPart(name), list(group.values())
+        piece = next(self.rows, None)
+        return None if piece is None else (SnapshotPart("", piece.tables, piece.counts), piece.rows.tensors())
 
     def part(self, number: int) -> tuple[SnapshotPart, list[Tensor]] | None:
         """Return part ``number``; ``None`` behind the last."""
@@ -59,5 +62,5 @@ class Reading:
             if number < self._number:
                 raise SchemaError(f"part {number} of a snapshot was asked for behind part {self._number}")
             while self._number < number:
-                self._last, self._number = next(self._parts, None), self._number + 1
+                self._last, self._number = self._next(), self._number + 1
             return self._last

@@ -109,6 +109,7 @@ class Verb:
         allocate: makes the tensors that a request is received into; pinned memory, for instance.
         quick: handler and check never block: small requests are served on the thread that reads them for all
             connections. Others are served on a thread for their connection.
+        posted: done also if the client has left since it came: nobody waits for its answer.
     """
 
     name: str
@@ -119,6 +120,7 @@ class Verb:
     roles: frozenset[str] | None = None
     allocate: Callable[[Sequence[TensorHeader]], Sequence[Tensor]] = allocate
     quick: bool = False
+    posted: bool = False
 
 
 class Admitted(NamedTuple):
@@ -395,6 +397,7 @@ class Connection:
         self._tensors: Sequence[Tensor] | None = ()
         self._admitted: Admitted | None = None
         self._call: Call | None = None
+        self._left = False
         self._last: RequestIdentity = (b"", -1)
         self._room = 0  # bytes of the budget that answers have which have not been read
         self._began = self._progress = time.monotonic()
@@ -539,7 +542,7 @@ class Connection:
         wire = self.wire
         try:
             if events & select.POLLRDHUP:
-                raise ConnectionResetError("the client has disconnected")
+                self._note_end()
             readable = events & ~select.POLLOUT
             if self._phase is _Phase.LEAVING:
                 if not os.read(wire.stream.descriptor, _SMALL):
@@ -567,6 +570,8 @@ class Connection:
                             whole = wire.receive(self._tensors)
                     if sent or wire.received != received:
                         self._progress = time.monotonic()
+                if not whole and self._left:
+                    raise ConnectionResetError("the client has disconnected")
                 if not whole:
                     break
                 header, tensors = self._header, self._tensors
@@ -588,6 +593,13 @@ class Connection:
         except OSError:
             self.end()
         return self.interest()
+
+    def _note_end(self) -> None:
+        """Take note that the client has disconnected: what it waited for is not done, what it posted before is."""
+        receiving = self._header is not None and self._accepted
+        if self._phase is not _Phase.SERVING or self._call is not None or receiving:
+            raise ConnectionResetError("the client has disconnected")
+        self._left = True
 
     def _greet(self) -> None:
         admission = self._admission
@@ -615,6 +627,8 @@ class Connection:
             for tensor in header.tensors:
                 nbytes += tensor.nbytes
             verb = self._admission.verbs.get(header.verb)
+            if self._left and (verb is None or not verb.posted):
+                raise ConnectionResetError("the client has disconnected")
             if not self.alone and (nbytes > _SMALL or (verb is not None and not verb.quick)):
                 return False
             self._last = header.epoch, header.sequence

@@ -55,6 +55,7 @@ _REFUSED = (ValueError, TypeError, ArithmeticError)
 _REFUSED_PULL = (*_REFUSED, MemoryError, RuntimeError, OSError)
 # Under "checkpoint": changes that are not in the log may be acknowledged from here on.
 _UNLOGGED = "unlogged"
+_FORMAT = 2  # of a checkpoint
 
 
 @dataclass(slots=True)
@@ -159,6 +160,11 @@ class ShardPersistence:
             raise CheckpointError(
                 f"{directory}: the checkpoint here was written as {owner}; each shard has its own directory, so "
                 "restore the one that was here"
+            )
+        if state.get("format") != _FORMAT:
+            raise CheckpointError(
+                f"{directory}: the checkpoint here was written by another version of anabranch; start that version "
+                "here, or this one with another --checkpoint-dir"
             )
         self._shard.load(cast(Mapping[str, object], state["shard"]), newest.readers())
         self._applied.load(state)
@@ -291,8 +297,10 @@ class ShardPersistence:
     def _state_at(self, log: PushLog, position: Position) -> ShardSnapshot:
         """Return the shard's present state, behind which the log goes on at ``position``."""
         snapshot = self._shard.snapshot_of_all()
-        whole = {"of": log.directory.name, "shard": snapshot.state, "log": list(position), "life": self.life}
-        snapshot.state = {**whole, "changes": self._changes, **self._applied.state()}
+        snapshot.state = {
+            "format": _FORMAT, "of": log.directory.name, "shard": snapshot.state, "log": list(position),
+            "life": self.life, "changes": self._changes, **self._applied.state(),
+        }  # fmt: skip
         return snapshot
 
     def _write(self, log: PushLog, snapshot: ShardSnapshot) -> None:
