@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from anabranch.record.process import STATUS_VARIABLE, ProcessRecord, process_record, record_process
+from anabranch.record.process import STATUS_VARIABLE, ProcessRecord, process_record, read_status, record_process
 from anabranch.record.spans import Lasting
 from anabranch.transport import Server
 from programs import start
@@ -58,6 +58,13 @@ def test_facts_that_are_settled_keep_their_last_values_and_those_of_a_successor_
     steps[0] = 5
     record.write()
     assert read(tmp_path)["run"] == 50
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "3", '{"pid": null}', '{"pid": 7'])
+def test_a_file_of_another_form_is_no_record(text: str, tmp_path: Path) -> None:
+    """Of its errors the supervisor of a job would have died."""
+    (tmp_path / "worker-0.status").write_text(text)
+    assert read_status(tmp_path / "worker-0", 7) == {}
 
 
 def test_a_folder_that_was_removed_ends_nothing(tmp_path: Path) -> None:

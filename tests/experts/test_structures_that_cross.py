@@ -241,6 +241,9 @@ def test_a_class_that_is_not_imported_here_becomes_a_plain_one(monkeypatch: pyte
         {"$spec": [[2], 99, True, None, False]},
         {"$spec": [[-2], 1, True, None, False]},
         {"$tensor": 0},
+        {1: None},
+        {"$named": [1, 2, [3], [None]]},
+        {"$mapping": ["os", 4, ["a"], [None]]},
         7,
     ],
 )

@@ -436,12 +436,24 @@ def by_global(n: int) -> Tensor:
 
 
 def forget_masks() -> None:
+    global MASK
+    MASK = None
     MASKS.clear()
     by_lru_cache.cache_clear()
     of_pairs.cache_clear()
     globals().pop("mask", None)
     if hasattr(Config, "mask"):
         del Config.mask
+
+
+MASK: Tensor | None = None
+
+
+def by_global_statement(n: int) -> Tensor:
+    global MASK
+    if MASK is None:
+        MASK = torch.ones(n, n).tril()
+    return MASK
 
 
 class Masks(nn.Module):
@@ -460,7 +472,7 @@ class Whole(nn.Sequential):
         super().__init__(Masks(mask), nn.Linear(3, 3))
 
 
-MEMOS = [by_dict, by_lru_cache, lambda n: of_pairs(n)[0], on_an_object, by_global]
+MEMOS = [by_dict, by_lru_cache, lambda n: of_pairs(n)[0], on_an_object, by_global, by_global_statement]
 
 
 def tensors_without_memory() -> set[int]:
@@ -502,6 +514,22 @@ def test_a_mask_kept_by_a_whole_module_is_a_real_one(mask: Callable[[int], Tenso
         forget_masks()
         torch.testing.assert_close(y, model(x))
     forget_masks()
+
+
+def test_a_trace_without_an_example_leaves_nothing_of_its_own_behind():
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if "bias" not in MASKS:
+                MASKS["bias"] = self.a(x) * 0.0
+            return self.b(x + MASKS["bias"])
+
+    forget_masks()
+    split(Keeps(), ["b"])
+    assert not MASKS
 
 
 def test_a_refused_trace_leaves_nothing_without_memory_behind():

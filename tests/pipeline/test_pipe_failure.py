@@ -193,7 +193,7 @@ def test_an_interrupt_in_the_moment_before_the_caller_falls_asleep_is_not_lost()
 
 
 @pytest.mark.parametrize("balance", [[1, 1], [2]], ids=["on threads", "on the caller's"])
-@pytest.mark.parametrize("place", ["layer", "loss"])
+@pytest.mark.parametrize("place", ["layer", "loss", "rows="])
 def test_a_pipe_called_by_itself_is_refused_at_once_and_works_afterwards(place: str, balance: list[int]):
     class Again(nn.Module):
         again = place == "layer"
@@ -202,12 +202,12 @@ def test_a_pipe_called_by_itself_is_refused_at_once_and_works_afterwards(place: 
             return pipe(x) if self.again else x
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        return F.mse_loss(output, pipe(target))
+        return F.mse_loss(output, target if place == "rows=" else pipe(target))
 
     layer, (x, target) = Again(), torch.randn(2, 4, 3)
     with Pipe(nn.Sequential(nn.Linear(3, 3), layer), balance, chunks=2, timeout=300.0) as pipe:
-        with pytest.raises(RuntimeError, match="a layer or the loss of a pipe starts a forward of the same pipe"):
-            pipe.step(x, target, loss=loss)
+        with pytest.raises(RuntimeError, match="a layer, the loss or rows= of a pipe starts a forward of"):
+            pipe.step(x, target, loss=loss, rows=(lambda x, target: pipe(x).sum()) if place == "rows=" else None)
         layer.again = False
         assert pipe.step(x, target, loss=F.mse_loss).loss > 0
 

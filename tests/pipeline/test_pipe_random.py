@@ -91,6 +91,19 @@ def test_a_given_generator_is_used():
     assert torch.equal(got, torch.rand(3, generator=torch.Generator().manual_seed(5)))
 
 
+@pytest.mark.parametrize(
+    "draw", [torch.rand, torch.randn, torch.randperm, functools.partial(torch.randint, 99, (3,))], ids=str
+)
+def test_no_generator_is_the_streams(draw: functools.partial[torch.Tensor]):
+    """The operation that has a parameter for it was given two."""
+    arguments = () if isinstance(draw, functools.partial) else (9,)
+    drawn = []
+    for _ in range(2):
+        with drawing_from(0, 0, 0, 0):
+            drawn.append(draw(*arguments, generator=None))
+    assert torch.equal(*drawn)
+
+
 def test_an_operation_without_generator_is_refused_by_name():
     def draw() -> None:
         with _GiveGenerator(drawing_from(0, 0, 0, 0)):

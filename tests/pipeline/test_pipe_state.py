@@ -85,6 +85,18 @@ def test_the_deferred_variance_is_right_far_from_zero(mean: float):
         assert torch.isfinite(pipe.eval()(x)).all()
 
 
+def test_deferred_batch_norm_is_the_plain_one_in_a_short_batch_and_one_without_rows():
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+    model = reference(plain)
+    with Pipe(model, [1, 1], chunks=3, deferred_batch_norm=True) as pipe:
+        for rows in (6, 7, 0, 6):
+            x = torch.randn(rows, 4, dtype=torch.float64)
+            pipe(x).sum().backward()
+            plain(x)
+    for name, buffer in plain.named_buffers():
+        assert close(pipe.get_buffer(name), buffer), name
+
+
 def test_deferred_batch_norm_reaches_nested_modules_and_forgets_a_failed_step():
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -294,6 +306,42 @@ def test_autocast_reaches_the_stages_and_their_recomputation(checkpoint: str):
     assert set(seen) == {torch.bfloat16}
     assert len(seen) == 3 + 2 * (checkpoint == "always")
     assert model[0].weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("balance", [[3], [2, 1]], ids=["on the caller's thread", "on threads"])
+def test_backward_is_in_the_autocast_of_its_caller(outside: bool, balance: list[int]):
+    """Rounded otherwise than the plain loop's where other threads than the caller's run it."""
+    torch.manual_seed(0)
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.float() @ x.float()
+
+        @staticmethod
+        def backward(ctx, grad: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            x, grad = x.float(), grad.float()
+            return grad @ x.t() + x.t() @ grad  # in 16 bits under autocast
+
+    class Squared(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Square.apply(x)
+
+    plain = nn.Sequential(nn.Linear(4, 4), Squared(), nn.Linear(4, 4))
+    model, x = reference(plain), torch.randn(4, 4)
+    grads = []
+    for run in (plain, Pipe(model, balance)):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = run(x).float().square().sum()
+            if not outside:
+                loss.backward()
+        if outside:
+            loss.backward()
+        grads.append([parameter.grad for parameter in run.parameters()])
+    assert all(map(torch.equal, *grads))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -21,14 +21,14 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import cast
 
 from torch import Tensor
 
-from anabranch.autodiff.thread_modes import current_streams, on_streams
+from anabranch.autodiff.thread_modes import ThreadModes, current_streams, on_streams
 from anabranch.deadline import LONGEST_SLEEP, Deadline
 from anabranch.errors import PipelineError
 from anabranch.pipeline.description import Observed
@@ -87,7 +87,7 @@ class Engine:
         )
         self._inbox = self._inboxes[self.rank]
         self._in_turn = threading.Lock()
-        self._runs_in: int | None = None
+        self._taken_in: int | None = None
         self._threads: StageThreads | None = None
         self._number = 0
         self.observed = Observed()
@@ -104,20 +104,21 @@ class Engine:
         It ends when all have finished it, or with an error on each.
 
         Raises:
-            RuntimeError: a stage or the loss of this pipe starts it.
+            RuntimeError: a stage, the loss or ``rows=`` of this pipe starts it.
             BaseException: the error that a stage here raised, with a note of the place.
             PipelineError: another process failed.
             PeerLost: another process is gone or stopped.
             DeadlineExceeded: the turn, or that of another thread, took longer than the timeout.
         """
-        if self._runs_in == threading.get_ident() or (self._threads is not None and self._threads.are_here()):
+        if self._taken_in == threading.get_ident() or (self._threads is not None and self._threads.are_here()):
             raise RuntimeError(
-                f"a layer or the loss of a pipe starts a {operation} of the same pipe, whose stages would wait for "
-                "themselves; compute the value before the call, and pass it in"
+                f"a layer, the loss or rows= of a pipe starts a {operation} of the same pipe, whose stages would wait "
+                "for themselves; compute the value before the call, and pass it in"
             )
         deadline = Deadline(self._timeout)
         while not self._in_turn.acquire(timeout=min(LONGEST_SLEEP, deadline.remaining())):
             deadline.check(peer="another thread that uses the pipe", operation=f"pipeline {operation}", step=step)
+        self._taken_in = threading.get_ident()
         try:
             self._begin(operation, step, deadline)
             yield self
@@ -130,6 +131,7 @@ class Engine:
             self._end(self._describe(error))
             raise
         finally:
+            self._taken_in = None
             self._in_turn.release()
 
     def _begin(self, operation: str, step: int, deadline: Deadline) -> None:
@@ -282,7 +284,6 @@ class Engine:
         run = _Run(self, runs, outside, keep)
         try:
             if len(self._inboxes) == 1:
-                self._runs_in = threading.get_ident()
                 run.perform(self.rank, actions[self.rank])
             else:
                 self._run_on_threads(run, actions)
@@ -290,8 +291,6 @@ class Engine:
             for one in runs.values():
                 one.abandon()
             raise
-        finally:
-            self._runs_in = None
         self._seen = run.outcome.observed
         self.observed.seconds |= self._seen.seconds
         self.observed.sent_bytes |= self._seen.sent_bytes
@@ -299,11 +298,12 @@ class Engine:
 
     def _run_on_threads(self, run: _Run, actions: Sequence[Sequence[Action]]) -> None:
         threads = self._threads = self._threads or StageThreads(len(actions))
-        streams = current_streams()
+        streams, modes = current_streams(), ThreadModes.take()
 
         def work(rank: int) -> None:
             try:
-                with on_streams(streams) if streams else nullcontext():
+                # In backward, too: under autocast some gradients are rounded otherwise.
+                with modes.entered(), on_streams(streams):
                     run.perform(rank, actions[rank])
             except Aborted:
                 pass

@@ -184,8 +184,8 @@ def read_status(stem: Path, pid: int | None) -> dict[str, Any]:
     ``stem``: the file, without its suffix or with another.
     """
     with suppress(OSError, ValueError):
-        facts: dict[str, Any] = json.loads(read_regular(stem.with_suffix(".status")))
-        if facts["pid"] == pid:
+        facts = json.loads(read_regular(stem.with_suffix(".status")))
+        if isinstance(facts, dict) and facts.get("pid", 0) == pid:
             return facts
     return {}
 

@@ -101,6 +101,8 @@ def _decode(value: object, makers: Mapping[str, Callable[[Any], object]]) -> Any
         return [_decode(item, makers) for item in value]
     if not isinstance(value, dict):
         return value
+    if not all(isinstance(key, str) for key in value):
+        raise ValueError("there is an object with a key that is no string")
     tag = next((key for key in value if key.startswith("$")), None)
     if tag is None:
         return {key: _decode(item, makers) for key, item in value.items()}
@@ -111,7 +113,7 @@ def _decode(value: object, makers: Mapping[str, Callable[[Any], object]]) -> Any
         if tag in _TAGS and not isinstance(content, list):
             raise TypeError(f"expected a list, got {type(content).__name__}")
         return makers[tag](content)
-    except (ArithmeticError, LookupError, TypeError, ValueError, struct.error) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
         raise ValueError(f"there is a {tag!r} that cannot be read: {error}") from error
 
 

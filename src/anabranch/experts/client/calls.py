@@ -397,6 +397,7 @@ class _Backward(msgspec.Struct, eq=False):
 
     def check(self, answer: ReplyHeader) -> None:
         """Refuse an answer that does not hold gradients of the inputs."""
+        self.answer = None  # of an answer before, whose connection broke
         if answer.payload == wire.GONE and not answer.tensors:
             return
         header = unpack(answer.payload, wire.GradientsHeader)

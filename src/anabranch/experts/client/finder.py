@@ -147,13 +147,13 @@ class ExpertFinder:
 
     def retry_gone(self) -> None:
         """Avoid those no longer that have gone: one of them may be back."""
-        for uid in self.gone:
+        for uid in [*self.gone]:  # a copy: other threads' forwards change it
             self.backoff.answered(uid)
 
     def forget(self, uids: Iterable[str]) -> None:
         """Forget their schemas, so that they are requested again."""
         gone = set(uids)
-        self._schemas = {key: schema for key, schema in self._schemas.items() if key[0] not in gone}
+        self._schemas = {key: schema for key, schema in [*self._schemas.items()] if key[0] not in gone}
 
 
 # --- beam search: the best experts of a grid for each row, dimension by dimension among the announced ones

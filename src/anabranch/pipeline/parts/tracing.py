@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import dis
 import enum
 import functools
 import gc
@@ -29,6 +30,7 @@ import random
 import sys
 import threading
 import types
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -153,8 +155,8 @@ def trace(
     return result
 
 
-def _take_out(left: list[FakeTensor]) -> None:
-    """Take tensors without memory out of whatever the model's code has put them into."""
+def _take_out(left: Sequence[object]) -> None:
+    """Take tensors without memory, or others' stand-ins, out of whatever the model's code has put them into."""
     inside: list[object] = list(left)
     while inside:
         ids = set(map(id, inside))
@@ -163,10 +165,12 @@ def _take_out(left: list[FakeTensor]) -> None:
             if isinstance(holder, dict):
                 owner = next((one for one in gc.get_referrers(holder) if isinstance(one, type)), None)
                 for key in [key for key, value in dict.items(holder) if id(value) in ids]:
-                    if owner is None:
-                        del holder[key]
-                    else:
+                    if owner is not None:
                         delattr(owner, key)
+                    elif _is_declared_global(holder, key):  # as of ``if MASK is None: MASK = ...``
+                        holder[key] = None
+                    else:
+                        del holder[key]
             elif isinstance(holder, list | deque) and holder is not inside and holder is not left:
                 others = [value for value in holder if id(value) not in ids]
                 holder.clear()
@@ -175,7 +179,7 @@ def _take_out(left: list[FakeTensor]) -> None:
                 holder.difference_update([value for value in holder if id(value) in ids])
             elif isinstance(holder, types.CellType):
                 del holder.cell_contents
-            elif isinstance(holder, tuple):
+            elif isinstance(holder, tuple | torch.fx.Proxy):  # ``proxy.shape`` has ``proxy``
                 tuples.append(holder)
             elif hasattr(holder, "cache_clear"):  # of functools.lru_cache
                 holder.cache_clear()
@@ -183,6 +187,13 @@ def _take_out(left: list[FakeTensor]) -> None:
                 for name in [name for name, value in getattr(holder, "__dict__", {}).items() if id(value) in ids]:
                     delattr(holder, name)
         inside = tuples
+
+
+def _is_declared_global(holder: dict[object, object], key: object) -> bool:
+    """Return True if a function whose globals are ``holder`` assigns to this one by its name."""
+    codes = [one.__code__ for one in gc.get_referrers(holder) if isinstance(one, types.FunctionType)]
+    instructions = (line for code in codes if key in code.co_names for line in dis.get_instructions(code))
+    return any(line.opname == "STORE_GLOBAL" and line.argval == key for line in instructions)
 
 
 class _Recorder(TorchFunctionMode):
@@ -803,6 +814,15 @@ def uses_by_fx(model: nn.Module, at: Sequence[str]) -> Uses:
         CaptureError: it cannot.
     """
     tracer = _Symbolic(at)
+    try:
+        return _uses_by(tracer, model)
+    finally:
+        left = [proxy for reference in tracer.proxies if (proxy := reference()) is not None]
+        _take_out(left)  # of caches outside the model
+        left.clear()  # of an error's frame
+
+
+def _uses_by(tracer: _Symbolic, model: nn.Module) -> Uses:
     # On a copy: symbolic tracing runs what needs no input, and leaves constants on the model.
     names = dict(model.named_modules())
     copied = _Copy(model, names, torch.device("cpu"), _WithoutMemory()).module("")
@@ -830,7 +850,13 @@ class _Symbolic(torch.fx.Tracer):
         self.cuts = _Cuts(at)
         self.uses: Uses = {}
         self.part_of: dict[torch.fx.Node, int] = {}
+        self.proxies: list[weakref.ref[torch.fx.Proxy]] = []
         self._opened = {name for cut in at for name in _around(cut)}
+
+    def proxy(self, node: torch.fx.Node) -> torch.fx.Proxy:
+        proxy = super().proxy(node)
+        self.proxies.append(weakref.ref(proxy))
+        return proxy
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name not in self._opened

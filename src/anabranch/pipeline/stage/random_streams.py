@@ -203,7 +203,8 @@ class _GiveGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return replacement(self._stream, *args, **kwargs)
         taking = _overload_with_generator(func)
         if taking is not None:
-            return taking(*args, **kwargs, generator=self._stream.on(_device_of(args, kwargs)))
+            kwargs["generator"] = self._stream.on(_device_of(args, kwargs))  # perhaps in place of ``None``
+            return taking(*args, **kwargs)
         if not _draws(func, args, kwargs):
             return func(*args, **kwargs)
         with self:
