@@ -577,7 +577,7 @@ class StageThreads:
 
 
 def _work(tasks: queue.SimpleQueue[_Task | None], changed: threading.Condition, running: list[_Task]) -> None:
-    while (task := tasks.get()) is not None:
+    while (task := tasks.get(timeout=None)) is not None:  # idle until the engine has work, or ends the thread
         task()
         with changed:
             running.remove(task)

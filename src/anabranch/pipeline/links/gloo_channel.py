@@ -97,10 +97,7 @@ class GlooChannel:
 def _send_all(
     group: dist.ProcessGroup, peer: int, tag: int, inbox: Inbox, outgoing: queue.SimpleQueue[_Outgoing]
 ) -> None:
-    while True:
-        tensors = outgoing.get()
-        if tensors is None:
-            return
+    while (tensors := outgoing.get(timeout=None)) is not None:  # idle until there is something to send
         if isinstance(tensors, threading.Event):
             tensors.set()
             continue
