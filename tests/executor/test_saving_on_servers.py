@@ -157,6 +157,26 @@ def test_rows_created_on_the_servers_come_back_with_all_that_belongs_to_them(
     torch.testing.assert_close(trained(tmp_path, range(3, 6), 3), wanted, rtol=0, atol=1e-12)
 
 
+def test_a_table_of_another_shape_is_refused_before_anything_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, rows = torch.arange(8), []
+    for width in (4, 2):
+        model = nn.Sequential(ab.RemoteEmbedding("users", 8, width))
+        train = ab.TrainStep(model, lambda m, ids: m(ids).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+        look = ab.EvalStep(model, lambda m, ids: {"rows": m(ids)})
+        with job_servers(1, monkeypatch), ab.Executor({"train": train, "look": look}, "Hybrid") as executor:
+            executor.run("train", ids)
+            if width == 4:
+                executor.save(tmp_path)
+                continue
+            rows.append(executor.run("look", ids)["rows"])
+            with pytest.raises(ab.CheckpointError, match="RemoteEmbedding users is .*, but the checkpoint has"):
+                executor.load(tmp_path)
+            rows.append(executor.run("look", ids)["rows"])
+    assert torch.equal(*rows)
+
+
 def test_a_push_in_flight_does_not_change_loaded_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = new_model()
     cache = ab.Cache(capacity=3, pull_bound=1, push_bound=1)

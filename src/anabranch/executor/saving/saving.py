@@ -67,7 +67,7 @@ from anabranch.executor.steps import parameters_of
 from anabranch.parameter_server import RemoteEmbedding
 from anabranch.parameter_server.client.saved_tables import SavedTables
 from anabranch.pipeline import Pipe
-from anabranch.tables import ParameterState, from_torch, to_torch
+from anabranch.tables import ParameterState, TableSpec, from_torch, to_torch
 
 _log = logging.getLogger("anabranch.executor")
 
@@ -595,6 +595,12 @@ class Saver:
         mine = [] if remote is None else remote.embeddings
         if sorted(tables) != sorted(mine):
             raise CheckpointError(f"the checkpoint has the RemoteEmbeddings {tables}, but this model has {mine}")
+        modules = (module for model in self._models.values() for module in model.modules())
+        specs = {module.name: module.spec for module in modules if isinstance(module, RemoteEmbedding)}
+        for entry in [] if servers is None else servers["tables"]:
+            saved, here = TableSpec.from_dict(entry["spec"]), specs[entry["spec"]["name"]]
+            if (saved.rows, saved.width, saved.dtype) != (here.rows, here.width, here.dtype):
+                raise CheckpointError(f"RemoteEmbedding {here.name} is {here}, but the checkpoint has {saved}")
         if remote is None:
             return lambda: None
         states: dict[Tensor, ParameterState] = {}
