@@ -292,7 +292,7 @@ def test_counts_that_do_not_fit_are_refused_and_change_nothing() -> None:
         (PullPart("t", 3, 0, 2), [], r"int64, \(3,\)\), \(torch.int16, \(2,\)\)\] expected"),
         (PullPart("t", 3, 0, 2), [ages(3)], r"got .*int16, \(3,\)"),
         (PullPart("t", 3, 0, 2), [ages(2).int()], "torch.int32"),
-        (PullPart("t", 3), [ages(1)], r"int64, 3\)\] expected"),
+        (PullPart("t", 3), [ages(1)], r"int64, \(3,\)\)\] expected"),
     ]:
         with pytest.raises(SchemaError, match=said):
             shard.pull(shard.request(PullMessage([part]), [ids, *more]))

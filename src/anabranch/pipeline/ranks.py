@@ -1,4 +1,4 @@
-"""What the ranks of a pipe do together for an Executor, beside a module's calls and steps."""
+"""``PipeRanks``: an Executor's operations on all ranks of a pipe, beside a module's calls and steps."""
 
 from __future__ import annotations
 

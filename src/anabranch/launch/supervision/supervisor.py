@@ -60,7 +60,7 @@ class Patience:
 
 
 class _Timers:
-    """What is to be done when; of one kind until that is cleared."""
+    """Actions by the time at which they are due; of one kind until that is cleared."""
 
     def __init__(self) -> None:
         self._due: list[tuple[float, int, Callable[[], None]]] = []

@@ -78,7 +78,7 @@ _UNREAD = 2.0
 
 @dataclass(slots=True)
 class Checked:
-    """What a verb's check knows of a request from its header, for the handler.
+    """A request as a verb's check sees it in its header, for the handler.
 
     Attributes:
         message: the payload, decoded.
