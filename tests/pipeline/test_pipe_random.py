@@ -92,7 +92,9 @@ def test_a_given_generator_is_used():
 
 
 @pytest.mark.parametrize(
-    "draw", [torch.rand, torch.randn, torch.randperm, functools.partial(torch.randint, 99, (3,))], ids=str
+    "draw",
+    [torch.rand, torch.randn, torch.randperm, functools.partial(torch.randint, 99, (3,))],
+    ids=["rand", "randn", "randperm", "randint"],
 )
 def test_no_generator_is_the_streams(draw: functools.partial[torch.Tensor]):
     """The operation that has a parameter for it was given two."""
