@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from anabranch import DeadlineExceeded, Pipe
 from anabranch.pipeline import make_schedule
-from anabranch.pipeline.engine import Engine
+from anabranch.pipeline.engine import StageEngine
 from anabranch.record.fault_points import on_fault_point
 
 
@@ -232,7 +232,7 @@ def test_calls_of_several_threads_take_turns():
 
 
 def test_a_thread_waits_for_anothers_turn_until_its_deadline():
-    engine = Engine((0, 1), timeout=0.01)
+    engine = StageEngine((0, 1), timeout=0.01)
 
     def ask() -> None:
         with engine.turn("step", 1):

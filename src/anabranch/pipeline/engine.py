@@ -1,4 +1,4 @@
-"""``Engine``: runs the actions of the ranks of this process, in turns that all ranks of a pipeline take together.
+"""``StageEngine``: runs the actions of the ranks of this process, in turns that all ranks of a pipeline take together.
 
 A *turn* is a unit of work of all ranks: a forward, its backward, a step. A process holds all ranks, each on a thread,
 or one of them. Stages of one process are joined by inboxes in memory; between processes messages of a turn travel in
@@ -32,7 +32,7 @@ from anabranch.autodiff.thread_modes import ThreadModes, current_streams, on_str
 from anabranch.deadline import LONGEST_SLEEP, Deadline
 from anabranch.errors import PipelineError
 from anabranch.pipeline.description import Observed
-from anabranch.pipeline.links.connection import Connection
+from anabranch.pipeline.links.connection import RankConnection
 from anabranch.pipeline.links.inbox import Inbox
 from anabranch.pipeline.links.packet_codec import Facts, Header, PacketFault, pack, pack_message
 from anabranch.pipeline.schedule.actions import PHASES, Action, Kind
@@ -42,7 +42,7 @@ from anabranch.record import fault_points, spans
 from anabranch.tensors import Structure, flatten
 from anabranch.tensors.tree_codec import decode, encode
 
-__all__ = ["Engine", "Outcome"]
+__all__ = ["StageEngine", "Outcome"]
 
 _MOST_WORDS = 1 << 16
 _FAREWELL_SECONDS = 0.5
@@ -64,7 +64,7 @@ class Outcome:
     input_gradients: dict[tuple[int, int], Message] = field(default_factory=dict)
 
 
-class Engine:
+class StageEngine:
     """Takes the turns of a pipeline, and is the turn; keeps its threads until it is closed or collected.
 
     Args:
@@ -77,7 +77,7 @@ class Engine:
         bytes_sent: of all tensors sent to other processes.
     """
 
-    def __init__(self, rank_of: tuple[int, ...], timeout: float, connection: Connection | None = None) -> None:
+    def __init__(self, rank_of: tuple[int, ...], timeout: float, connection: RankConnection | None = None) -> None:
         self._rank_of, self._timeout, self._connection = rank_of, timeout, connection
         self._name = f"stages {os.getpid()}/{next(_pipes)}" if connection is None else connection.name
         self._peers = [] if connection is None else connection.peers
@@ -93,12 +93,12 @@ class Engine:
         self.observed = Observed()
         self.bytes_sent = 0
 
-    def __reduce__(self) -> tuple[type[Engine], tuple[tuple[int, ...], float]]:
+    def __reduce__(self) -> tuple[type[StageEngine], tuple[tuple[int, ...], float]]:
         """Return a copy of a pipe starts its own threads."""
-        return Engine, (self._rank_of, self._timeout)
+        return StageEngine, (self._rank_of, self._timeout)
 
     @contextmanager
-    def turn(self, operation: str, step: int) -> Iterator[Engine]:
+    def turn(self, operation: str, step: int) -> Iterator[StageEngine]:
         """Take a turn of all ranks, of call number ``step``; calls of several threads take theirs one after the other.
 
         It ends when all have finished it, or with an error on each.
@@ -383,7 +383,7 @@ class _Run:
     """One run of the actions of all ranks here; each touches only its own stages."""
 
     def __init__(
-        self, engine: Engine, runs: Mapping[int, StageRun], outside: Mapping[int, Sequence[Message]], keep: bool
+        self, engine: StageEngine, runs: Mapping[int, StageRun], outside: Mapping[int, Sequence[Message]], keep: bool
     ) -> None:
         self._engine, self._runs, self._outside, self._keep = engine, runs, outside, keep
         self._name = f"{engine._name}/{engine._number}"

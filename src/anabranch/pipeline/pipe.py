@@ -22,8 +22,8 @@ from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.job import job
 from anabranch.pipeline.description import describe
-from anabranch.pipeline.engine import Engine
-from anabranch.pipeline.links.connection import Connection
+from anabranch.pipeline.engine import StageEngine
+from anabranch.pipeline.links.connection import RankConnection
 from anabranch.pipeline.links.packet_codec import Facts, InputKind
 from anabranch.pipeline.microbatch import Batch, microbatch_sizes, scatter
 from anabranch.pipeline.parts.model_part import PartedModel
@@ -222,8 +222,8 @@ class Pipe(nn.Module):
         connection = None
         if process_group is not None:
             likeness = describe_split(split, self._schedules, self._here)
-            connection = Connection(process_group, heartbeat, shared_memory, likeness)
-        self._engine = Engine(rank_of, timeout, connection)
+            connection = RankConnection(process_group, heartbeat, shared_memory, likeness)
+        self._engine = StageEngine(rank_of, timeout, connection)
         if process_group is not None:
             self._ties = find_ties(split, rank_of, process_group)
             leave_to_others(split, rank_of, self._others, process_group)
@@ -388,7 +388,7 @@ class Pipe(nn.Module):
         self._left_out = False
 
     @contextmanager
-    def _turn(self, operation: str) -> Iterator[Engine]:
+    def _turn(self, operation: str) -> Iterator[StageEngine]:
         """Take a turn that runs the layers forward."""
         with self._engine.turn(operation, self.calls) as turn:
             try:
@@ -400,7 +400,7 @@ class Pipe(nn.Module):
 
     def _step(
         self,
-        turn: Engine,
+        turn: StageEngine,
         args: tuple[Structure, ...],
         inputs: Mapping[str, Structure],
         target: Structure,
@@ -416,7 +416,7 @@ class Pipe(nn.Module):
 
     def _call(
         self,
-        turn: Engine,
+        turn: StageEngine,
         args: tuple[Structure, ...],
         inputs: Mapping[str, Structure],
         target: Structure = None,

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from anabranch.autodiff.boundary.crossing import reaches
 from anabranch.autodiff.grad_sessions import boundary_entry
-from anabranch.pipeline.engine import Engine, Outcome
+from anabranch.pipeline.engine import Outcome, StageEngine
 from anabranch.pipeline.microbatch import Batch, Part, gather
 from anabranch.pipeline.parts.split_call import SplitCall
 from anabranch.pipeline.schedule.actions import Action, Kind
@@ -131,7 +131,7 @@ class PipeCall:
         switches: leaves for what its stages train elsewhere: a sweep that reaches none of them trains nothing there.
     """
 
-    engine: Engine
+    engine: StageEngine
     runs: Mapping[int, StageRun]
     actions: Sequence[Sequence[Action]]
     number: int
@@ -185,7 +185,7 @@ class PipeCall:
         """Return the sum of the microbatches' losses; ``None`` without a loss here."""
         return _sum([run.losses[i] for run in self.runs.values() if run.head for i in range(len(self.sizes))])
 
-    def forward(self, turn: Engine) -> tuple[Structure, list[bool]]:
+    def forward(self, turn: StageEngine) -> tuple[Structure, list[bool]]:
         """Run the F half. Returns the output, and for each of its leaves whether it is differentiable.
 
         Where all ranks have the output, gradients of it count on the last stage's rank.
@@ -221,13 +221,13 @@ class PipeCall:
             outcome = turn.run(self.runs, half, self._output_gradients(grads), keep=keep)
             return self._gradients(turn, outcome)
 
-    def step(self, turn: Engine) -> tuple[list[Structure], list[Tensor | None]]:
+    def step(self, turn: StageEngine) -> tuple[list[Structure], list[Tensor | None]]:
         """Run the whole schedule, loss included. Returns the microbatches' outputs and the gradients of ``leaves``."""
         outcome = turn.run(self.runs, self.actions, self._outside())
         packets = self._collect(outcome)
         return [packet.structure() for packet in packets], self._gradients(turn, outcome)
 
-    def outputs(self, turn: Engine) -> list[Structure]:
+    def outputs(self, turn: StageEngine) -> list[Structure]:
         """Run the F half, loss included. Returns the microbatches' outputs."""
         half = [[action for action in actions if action.kind in _FORWARD] for actions in self.actions]
         return [packet.structure() for packet in self._collect(turn.run(self.runs, half, self._outside()))]
@@ -259,7 +259,7 @@ class PipeCall:
         ]  # fmt: skip
         return {last[0]: [[[pieces[i] for pieces in cut_up]] for i in range(len(self._outputs))]}
 
-    def _gradients(self, turn: Engine, outcome: Outcome) -> list[Tensor | None]:
+    def _gradients(self, turn: StageEngine, outcome: Outcome) -> list[Tensor | None]:
         gathered: dict[int, list[Tensor | None]] = {}
         for _, run in sorted(self.runs.items()):
             for parameter, grad in run.take_gradients():
@@ -322,7 +322,7 @@ def _refuse_hidden_gradients(output: Structure) -> None:
 class _Portal(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx, call: PipeCall, turn: Engine, box: list[Structure], *_: Tensor
+        ctx: torch.autograd.function.FunctionCtx, call: PipeCall, turn: StageEngine, box: list[Structure], *_: Tensor
     ) -> tuple[Tensor, ...]:
         output, needs_grad = call.forward(turn)
         if not call.has_output and call.output_rank is None:
@@ -353,7 +353,7 @@ class _Portal(torch.autograd.Function):
         return None, None, None, *ctx.call.backward(by_leaf, keep=keep)  # type: ignore[attr-defined]
 
 
-def open_portal(call: PipeCall, turn: Engine) -> Structure:
+def open_portal(call: PipeCall, turn: StageEngine) -> Structure:
     """Run the call's forward half now, and its backward half in the backward of the returned tensors."""
     box: list[Structure] = []
     tensors = iter(_Portal.apply(call, turn, box, *call.leaves))  # type: ignore[no-untyped-call]

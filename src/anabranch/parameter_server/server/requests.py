@@ -1,4 +1,4 @@
-"""``Request``: a message for a shard, checked once; ``read`` answers it, or ``apply`` takes its step.
+"""``ShardRequest``: a message for a shard, checked once; ``read`` answers it, or ``apply`` takes its step.
 
 ::
 
@@ -31,7 +31,7 @@ from anabranch.tables.table_spec import state_dtype
 from anabranch.tensors.packing import Share, acceptable, all_finite, expected, join, largest_gradient, views
 from anabranch.transport import Checked
 
-__all__ = ["Described", "Request", "RowRequest", "apply", "check", "check_body", "read", "renewed", "squared_sum"]
+__all__ = ["Described", "ShardRequest", "RowRequest", "apply", "check", "check_body", "read", "renewed", "squared_sum"]
 
 Described = tuple[torch.dtype, tuple[int, ...]]
 """A tensor's dtype and shape."""
@@ -41,14 +41,14 @@ _Gradient = tuple[Tensor, Tensor, Tensor | None]  # ids, gradients and, of sums 
 
 
 @dataclass(slots=True)
-class Request(Checked):
+class ShardRequest(Checked):
     """A request and the client that sends it, if it says so."""
 
     client: bytes = b""
 
 
 @dataclass(slots=True)
-class RowRequest(Request):
+class RowRequest(ShardRequest):
     """A pull or a push.
 
     Attributes:

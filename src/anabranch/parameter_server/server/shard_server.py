@@ -42,7 +42,7 @@ from anabranch.parameter_server.messages import (
     SnapshotMessage,
 )
 from anabranch.parameter_server.server.durable.durability import Durability, ShardPersistence
-from anabranch.parameter_server.server.requests import Request, RowRequest, check
+from anabranch.parameter_server.server.requests import RowRequest, ShardRequest, check
 from anabranch.parameter_server.server.shard import Shard
 from anabranch.parameter_server.server.shard_directory import shard_directory
 from anabranch.parameter_server.server.shard_snapshot import Reading
@@ -257,7 +257,7 @@ class ParameterServer:
             ),
         ]
 
-    def _check(self, header: RequestHeader) -> Request:
+    def _check(self, header: RequestHeader) -> ShardRequest:
         """Return the request, if this is the shard that the client means, it has all of the client's pushes, and the
         message and its tensors fit.
         """
@@ -278,7 +278,7 @@ class ParameterServer:
             nbytes = self._shard.contents.export_bytes(message)
         elif isinstance(message, SnapshotMessage) and message.number and message.part >= 0:
             nbytes = self._reading(message).part_bytes
-        return Request(message, nbytes, client)
+        return ShardRequest(message, nbytes, client)
 
     def _refuse_place(self, expected: ExpectedState) -> None:
         shard, shards = self._place
@@ -322,15 +322,15 @@ class ParameterServer:
         request.take(call.tensors)
         return self._shard.pull(request, call.deadline)
 
-    def _release(self, request: Request, call: Call) -> _Answer:
+    def _release(self, request: ShardRequest, call: Call) -> _Answer:
         self._shard.release(request.message, request.client)
         return None, ()
 
-    def _barrier(self, request: Request, call: Call) -> _Answer:
+    def _barrier(self, request: ShardRequest, call: Call) -> _Answer:
         self._shard.barrier(request.message, call.deadline, request.client)
         return None, ()
 
-    def _snapshot(self, request: Request, _: Call) -> _Answer:
+    def _snapshot(self, request: ShardRequest, _: Call) -> _Answer:
         message = request.message
         if not message.number:
             reading = Reading(self._shard.snapshot(message.names, 2 * self._heartbeat))

@@ -25,7 +25,7 @@ from anabranch.pipeline.links.gloo_channel import GlooChannel
 from anabranch.pipeline.links.inbox import Inbox
 from anabranch.pipeline.links.shared_memory_channel import SharedMemoryChannel, meet
 
-__all__ = ["Channel", "Connection"]
+__all__ = ["Channel", "RankConnection"]
 
 _TEXT_BYTES = 256
 _CONNECT_SECONDS = 30.0
@@ -39,7 +39,7 @@ Channel: TypeAlias = GlooChannel | SharedMemoryChannel
 """Carries messages to and from the other ranks, in order between any two."""
 
 
-class Connection:
+class RankConnection:
     """This rank's connection to the others of ``group``. Making one is a collective.
 
     Args:
