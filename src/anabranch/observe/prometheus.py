@@ -24,7 +24,7 @@ _FAMILIES = {
     "rows_per_second": ("rows a second on this worker", "step"),
     "output": ("a number that the step returned", "step", "name"),
 }
-"""What a family is, and its labels."""
+"""The help text and the label names of a family."""
 
 
 class PrometheusSink:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 _lock = threading.Lock()
 installed: Callable[[str], None] | None = None
-"""What is called at every fault point."""
+"""The handler that is called at every fault point."""
 
 
 def fault_point(name: str) -> None:

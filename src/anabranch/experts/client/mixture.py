@@ -871,10 +871,10 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
         for dimension, (grid, share) in enumerate(zip(scores, shares, strict=True)):
             utilization = cast(Tensor, getattr(self, f"utilization_{dimension}"))
             if self.training:
-                given = share.to(utilization)
-                now = (utilization * self.utilization_alpha).add(given[:-1], alpha=1 - self.utilization_alpha)
+                share_there = share.to(utilization)
+                now = (utilization * self.utilization_alpha).add(share_there[:-1], alpha=1 - self.utilization_alpha)
                 with torch.no_grad():
-                    utilization.copy_(torch.where(given[-1] > 0, now, utilization))
+                    utilization.copy_(torch.where(share_there[-1] > 0, now, utilization))
             # The mean over no rows is NaN.
             mean = grid.softmax(dim=-1).mean(0) if len(grid) else grid.sum(0)
             losses.append(grid.shape[1] * (mean * utilization).sum())

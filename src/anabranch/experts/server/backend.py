@@ -855,7 +855,7 @@ def _unpacked(state: object, parameter: Tensor) -> Tensor:
     if isinstance(state, Tensor):
         return state.to(parameter.device, parameter.dtype)
     parts = cast("Mapping[str, Tensor]", state)
-    found = torch.sparse_coo_tensor(
+    gradient = torch.sparse_coo_tensor(
         parts["indices"], parts["values"], parameter.shape, check_invariants=True, device=parts["values"].device
     )
-    return found.coalesce().to(parameter.device, parameter.dtype)
+    return gradient.coalesce().to(parameter.device, parameter.dtype)

@@ -426,8 +426,8 @@ class ParameterClient:
         """Return the rows of ``ids``: ``[*ids.shape, *row]``."""
         holding = self._tables.holding(name, rows=True)
         _check_ids(ids, name)
-        found = self.pull_many({name: ids})[name].rows
-        return found.view(*ids.shape, *holding.shape[1:])
+        rows = self.pull_many({name: ids})[name].rows
+        return rows.view(*ids.shape, *holding.shape[1:])
 
     def sparse_push(self, name: str, ids: Tensor, rows: Tensor) -> None:
         """One optimizer step with a gradient for each of ``ids``; those of one id are added up."""

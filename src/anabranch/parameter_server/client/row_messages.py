@@ -358,7 +358,7 @@ class Pull:
     def bytes(self) -> dict[str, int]:
         """For each table and parameter the number of bytes of ids, ages, places and rows sent and received."""
         layout, counts = self._routed.layout, self._routed.counts.sum(0)
-        found = {}
+        sizes = {}
         rows = np.stack([self._stated_rows, self._other_rows, self._changed_rows, counts.sum(1), counts[:, _KNOWN]], 1)
         each = zip(layout.tables, layout.kinds, self._wide, rows.tolist(), strict=True)
         for name, (dtype, width), whole, (with_state, others, changed, ids, known) in each:
@@ -366,10 +366,10 @@ class Pull:
             size += Share(dtype, (others, width), "rows").bytes(self._compression)
             if whole is not None:
                 size += Share(state_dtype(dtype), (with_state, whole), "states").bytes(self._compression)
-            found[name] = size
+            sizes[name] = size
         for name, value in self._parameters.items():
-            found[name] = value.nbytes
-        return found
+            sizes[name] = value.nbytes
+        return sizes
 
 
 class Push:
@@ -495,9 +495,9 @@ def _together(pieces: list[Tensor], width: int, whole: int | None, dtype: torch.
         rows, alike = rows + len(piece), alike and piece.shape[1] == wide
     if alike and pieces:
         return side_by_side(pieces)
-    found = torch.zeros(rows, wide, dtype=state_dtype(dtype) if pieces else dtype, device="cpu")
+    states = torch.zeros(rows, wide, dtype=state_dtype(dtype) if pieces else dtype, device="cpu")
     at = 0
     for piece in pieces:
-        found[at : at + len(piece), : piece.shape[1]] = piece
+        states[at : at + len(piece), : piece.shape[1]] = piece
         at += len(piece)
-    return found
+    return states

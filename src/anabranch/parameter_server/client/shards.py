@@ -119,12 +119,12 @@ class ShardCalls:
     def _note_loss(self, request: Request, error: Exception) -> Exception:
         """Return the error to raise; if a shard has lost pushes, forget their places."""
         if isinstance(error, RolledBack):
-            said = ExpectedState.decode(request.schema)
-            assert said is not None
+            expected = ExpectedState.decode(request.schema)
+            assert expected is not None
             with self._noting:
                 self.rolled_back = True
                 pushes = self.acknowledged[request.endpoint]
-                gone = pushes.cut(0 if error.lost is None else said.pushes - error.lost)
+                gone = pushes.cut(0 if error.lost is None else expected.pushes - error.lost)
                 if error.lost is not None:
                     error.lost = gone
                 pushes.life = 0
@@ -322,11 +322,11 @@ class HeldTables:
 
     def drop(self, names: Iterable[str] | None) -> set[str]:
         """Drop those of ``names`` that the shards hold, and return them; ``None``: all."""
-        wanted = None if names is None else set(names)
+        chosen = None if names is None else set(names)
         dropped = set()
         for shard, steps in enumerate(self.steps()):
             for name in steps:
-                if wanted is None or name in wanted:
+                if chosen is None or name in chosen:
                     self.calls.call(shard, "drop", pack(DropMessage(name)))
                     dropped.add(name)
         for name in dropped & self.holdings.keys():
