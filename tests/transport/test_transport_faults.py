@@ -198,7 +198,6 @@ def test_a_server_that_is_killed_is_lost_and_named(server_process: tuple[Program
     assert caught.value.peer == endpoint
     assert caught.value.operation == "die"
     assert caught.value.step == 2
-    os.unlink(endpoint.removeprefix("unix:"))
 
 
 def test_a_fault_before_the_answer_is_sent_does_not_undo_the_request() -> None:
