@@ -114,19 +114,6 @@ def _fails(url: str, step: int) -> bool:
     return False
 
 
-def test_the_manifest_is_uploaded_last(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    files, _ = fsspec.core.url_to_fs(url)
-    real, order = files.put_file, []
-
-    def put(local: str, remote: str, **options: object) -> object:
-        order.append(remote.rpartition("/")[2])
-        return real(local, remote, **options)
-
-    monkeypatch.setattr(files, "put_file", put)
-    save(url, 1)
-    assert order == ["model-00000001.safetensors", "rank0-00000001.safetensors", "manifest-00000001.json"]
-
-
 @pytest.mark.parametrize("what", ["manifest", "model"])
 def test_a_damaged_generation_is_passed_over_and_named(url: str, what: str, caplog: pytest.LogCaptureFixture) -> None:
     save(url, 1)

@@ -3,56 +3,18 @@
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
+from mortal import SGD, SPEC, Shard, push, value
 
 from anabranch.checkpoint.generations import manifest_path
 from anabranch.errors import CheckpointError
-from anabranch.parameter_server import ParameterClient, ParameterServer
-from anabranch.tables import Constant, RowOptimizer, TableSpec
-from anabranch.testing import MemoryTransport
 
-HERE = "memory:shard"
-SGD = RowOptimizer.from_factory(functools.partial(torch.optim.SGD, lr=1.0))
-SPEC = TableSpec("t", 8, 2, initial=Constant(0.0))
-ONE = torch.tensor([1])
 NAME = "shard-0-of-1"
-
-
-class Shard:
-    """A server of a directory, and a client that has just come; leaving it kills the server."""
-
-    def __init__(self, directory: Path, **options: bool) -> None:
-        self.network = MemoryTransport()
-        self.server = ParameterServer(
-            listen=HERE, transport=self.network, durability="log", checkpoint_dir=directory, **options
-        )
-
-    def __enter__(self) -> ParameterClient:
-        self.server.__enter__()
-        self.client = ParameterClient([HERE], transport=self.network, timeout=20).__enter__()
-        return self.client
-
-    def __exit__(self, *_: object) -> None:
-        self.client.__exit__(None, None, None)
-        self.server._persistence.checkpoint = lambda: None  # type: ignore[method-assign]
-        self.server.__exit__(None, None, None)
-
-
-def push(client: ParameterClient, times: int) -> None:
-    client.init_table(SPEC, SGD)
-    for _ in range(times):
-        client.sparse_push("t", ONE, -torch.ones(1, 2))
-
-
-def value(client: ParameterClient) -> float:
-    return float(client.sparse_pull("t", ONE)[0, 0])
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +22,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Directories of killed shards with six pushes: one with an empty checkpoint, one with another after three."""
     found = {"fresh": tmp_path_factory.mktemp("fresh"), "saved": tmp_path_factory.mktemp("saved")}
     with Shard(found["fresh"]) as client:
+        client.init_table(SPEC, SGD)
         push(client, 6)
     saved = Shard(found["saved"])
     with saved as client:
+        client.init_table(SPEC, SGD)
         push(client, 3)
         saved.server.checkpoint()
         push(client, 3)

@@ -12,10 +12,8 @@ import torch
 
 from anabranch.checkpoint import file_lock
 from anabranch.checkpoint.file_lock import FileLock
-from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError
 from anabranch.parameter_server import ParameterClient, ParameterServer
-from anabranch.parameter_server.server.durable.bodies import Record
 from anabranch.parameter_server.server.durable.push_log import PushLog
 from anabranch.testing import MemoryTransport
 from programs import Programs
@@ -64,20 +62,6 @@ def test_the_directory_is_let_go_with_the_process_and_kept_while_it_is_frozen(
         process.wait()
     with PushLog(tmp_path) as log:
         assert not list(log.replay())
-
-
-def test_a_forked_child_leaves_the_directory_with_its_parent(tmp_path: Path) -> None:
-    with PushLog(tmp_path / "log") as log:
-        assert not list(log.replay())
-        child = os.fork()
-        if not child:
-            os._exit(0)
-        os.waitpid(child, 0)
-        with pytest.raises(CheckpointError, match="another server holds it"):
-            PushLog(tmp_path / "log")
-        log.commit(log.append(Record("kept", b"")), Deadline.after(60.0))
-    with PushLog(tmp_path / "log") as log:
-        assert [record.verb for record, _ in log.replay()] == ["kept"]
 
 
 def test_a_forked_child_does_not_keep_a_lock(tmp_path: Path) -> None:

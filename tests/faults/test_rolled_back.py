@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import shutil
 import threading
@@ -12,52 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from mortal import HERE, SGD, SPEC, Shard, push, value
 
 import anabranch as ab
 from anabranch.checkpoint import read
 from anabranch.errors import CheckpointError, RolledBack
 from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
 from anabranch.record.fault_points import on_fault_point
-from anabranch.tables import Constant, RowOptimizer, TableSpec
 from anabranch.testing import MemoryTransport
 from waiting import wait_until
 
-SGD = RowOptimizer.from_factory(functools.partial(torch.optim.SGD, lr=1.0))
-SPEC = TableSpec("t", 8, 2, initial=Constant(0.0))
 ONE = torch.tensor([1])
-HERE = "memory:shard"
-
-
-class Shard:
-    """A shard that can die and come back at its endpoint."""
-
-    def __init__(self, directory: Path, durability: str, **options: object) -> None:
-        self.network = MemoryTransport()
-        self._make = functools.partial(
-            ParameterServer, listen=HERE, transport=self.network, durability=durability, checkpoint_dir=directory,
-            **options,
-        )  # fmt: skip
-        self.start()
-
-    def start(self, **options: object) -> None:
-        self.server = self._make(**options).__enter__()
-
-    def die(self) -> None:
-        """As a killed one: nothing that was not written by now is."""
-        self.server._persistence.checkpoint = lambda: None  # type: ignore[method-assign]
-        self.server.__exit__(None, None, None)
-
-    def client(self, **options: object) -> ParameterClient:
-        return ParameterClient([HERE], transport=self.network, timeout=20, **options)
-
-
-def push(client: ParameterClient, times: int = 1) -> None:
-    for _ in range(times):
-        client.sparse_push("t", ONE, -torch.ones(1, 2))
-
-
-def value(client: ParameterClient) -> float:
-    return float(client.sparse_pull("t", ONE)[0, 0])
 
 
 def test_a_bare_client_learns_how_many_of_its_pushes_are_lost_and_continues(tmp_path: Path) -> None:
@@ -105,22 +69,6 @@ def test_tables_come_back_though_no_checkpoint_has_seen_them(tmp_path: Path) -> 
         assert told.value.lost == 4
         assert value(client) == 0
     shard.die()
-
-
-def test_nothing_is_reported_without_a_loss(tmp_path: Path) -> None:
-    for durability in ("log", "checkpoint"):
-        shard = Shard(tmp_path / durability, durability)
-        with shard.client() as client, shard.client(worker=Worker(0, 1, "asp")) as worker:
-            client.init_table(SPEC, SGD)
-            for _ in range(3):
-                push(client)
-                push(worker)
-                if durability == "checkpoint":
-                    shard.server.checkpoint()
-                shard.die()
-                shard.start()
-            assert value(client) == value(worker) == 6
-        shard.die()
 
 
 def test_a_restart_of_a_shard_without_durability_is_reported(tmp_path: Path) -> None:
@@ -207,21 +155,6 @@ def test_a_shard_with_a_damaged_log_does_not_start_and_a_repaired_one_reports_th
     shard.die()
 
 
-@pytest.mark.parametrize("durability", ["log", "checkpoint"])
-def test_a_removed_log_or_checkpoint_is_not_an_empty_shard(durability: str, tmp_path: Path) -> None:
-    shard = Shard(tmp_path, durability)
-    with shard.client() as client:
-        client.init_table(SPEC, SGD)
-        push(client, 3)
-        shard.server.checkpoint()
-        push(client, 2)
-    shard.die()
-    for path in tmp_path.glob("shard-*/log-bodies*" if durability == "log" else "shard-*/manifest*"):
-        path.unlink()
-    with pytest.raises(CheckpointError, match="is missing|No such file"):
-        shard.start()
-
-
 def two_shards(directory: Path) -> list[Path]:
     """The directories of two shards of one job, with three pushes each, after their servers died."""
     network = MemoryTransport()
@@ -244,15 +177,6 @@ def two_shards(directory: Path) -> list[Path]:
 def start_again(directory: Path) -> None:
     with ParameterServer(0, 2, listen=HERE, transport=MemoryTransport(), durability="log", checkpoint_dir=directory):
         pass
-
-
-def test_the_log_of_another_shard_is_not_taken_for_ones_own(tmp_path: Path) -> None:
-    """Every log began alike: a shard took another one's, and its own pushes were gone."""
-    ours, others = two_shards(tmp_path)
-    log = max(ours.glob("log-bodies-*"))
-    log.write_bytes((others / log.name).read_bytes())
-    with pytest.raises(CheckpointError, match="the push log is damaged.*belongs to another log"):
-        start_again(tmp_path)
 
 
 def test_the_directory_of_another_shard_is_not_taken_for_ones_own(tmp_path: Path) -> None:
@@ -310,22 +234,6 @@ def test_a_checkpoint_that_cannot_be_written_is_reported_once(tmp_path: Path, ca
     said = [record.getMessage() for record in caplog.records if "no checkpoint could be written" in record.getMessage()]
     assert len(said) == 1
     assert "No space left on device" in said[0]
-
-
-def test_a_damaged_checkpoint_costs_nothing_while_the_one_before_is_whole(tmp_path: Path) -> None:
-    shard = Shard(tmp_path, "log")
-    with shard.client() as client:
-        client.init_table(SPEC, SGD)
-        for _ in range(3):
-            push(client, 2)
-            shard.server.checkpoint()
-        push(client)
-        shard.die()
-        newest = max(tmp_path.glob("shard-*/manifest-*"))
-        newest.write_bytes(newest.read_bytes()[:-20])
-        shard.start()
-        assert value(client) == 7
-    shard.die()
 
 
 def test_a_full_disk_is_reported_as_one_and_loses_no_acknowledged_push(tmp_path: Path) -> None:

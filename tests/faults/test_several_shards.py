@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import anabranch as ab
-from anabranch.parameter_server import ParameterClient, ParameterServer, Shard, Worker
+from anabranch.parameter_server import ParameterClient, ParameterServer, Shard
 from anabranch.parameter_server.client.saved_tables import restore
 from anabranch.testing import MemoryTransport
 
@@ -60,18 +60,6 @@ def test_a_bare_push_that_one_shard_refuses_says_that_the_other_took_its_part(sh
         assert set(client.sparse_pull("t", IDS).flatten().tolist()) == {-1.0, -2.0}
 
 
-@pytest.mark.parametrize("number", [float("nan"), 1.1e18])
-def test_a_push_that_servers_refuse_is_taken_by_no_shard(number: float, shards: Any) -> None:
-    with client_of(shards) as client:
-        client.init("t", (8, 1), "rows", optimizer=SGD)
-        gradient = torch.ones(8, 1)
-        gradient[3] = number
-        with pytest.raises(ab.NonFinite) as raised:
-            client.push_many({"t": (IDS, gradient)})
-        assert "had already applied" not in str(raised.value)
-        assert not client.sparse_pull("t", IDS).any()
-
-
 def test_a_dense_gradient_of_another_shape_is_refused_before_anything_is_sent(shards: Any) -> None:
     with client_of(shards) as client:
         client.init("bias", (2, 1), optimizer=SGD)
@@ -103,20 +91,6 @@ def test_a_shard_that_does_not_answer_counts_for_more_than_one_that_refuses(
         monkeypatch.setattr(Shard, "push", push)
         with pytest.raises(ab.PeerLost):
             client.push_many({"t": (IDS, torch.ones(8, 1))})
-
-
-def test_a_worker_stops_once_one_of_its_shards_had_no_memory(shards: Any, full: set[int], tmp_path: Path) -> None:
-    with client_of(shards, worker=Worker(0, 1, "bsp")) as client:
-        client.init("t", (8, 1), "rows", optimizer=SGD)
-        client.join(0)
-        full.add(1)
-        with pytest.raises(ab.Overloaded) as raised:
-            client.push_many({"t": (IDS, torch.ones(8, 1))}, step=0)
-        assert raised.value.__notes__ == ["1 other shards had already applied their parts of this push"]
-        with pytest.raises(ab.BoundaryError, match="restart the job from its last checkpoint"):
-            client.push_many({"t": (IDS, torch.ones(8, 1))}, step=0)
-        with pytest.raises(ab.BoundaryError, match="restart the job from its last checkpoint"):
-            client.save(tmp_path)
 
 
 @pytest.mark.parametrize(("consistency", "halves"), [("bsp", False), ("asp", True)])

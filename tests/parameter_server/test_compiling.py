@@ -31,12 +31,16 @@ def twice(x):
 def module(tmp_path: Path) -> ModuleType:
     path = tmp_path / "kernels_of_a_test.py"
     path.write_text(SOURCE)
+    return imported(path)
+
+
+def imported(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location("kernels_of_a_test", path)
     assert spec is not None
     assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def lock_of(module: ModuleType) -> int:
@@ -81,12 +85,7 @@ def test_kernels_compiled_by_another_process_are_loaded(module: ModuleType) -> N
 
 def fresh(module: ModuleType) -> ModuleType:
     """The same module as another process imports it."""
-    spec = importlib.util.spec_from_file_location("kernels_of_a_test", Path(module.__file__ or ""))
-    assert spec is not None
-    assert spec.loader is not None
-    again = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(again)
-    return again
+    return imported(Path(module.__file__ or ""))
 
 
 def index_of(module: ModuleType) -> Path:
@@ -173,11 +172,7 @@ def test_a_long_compilation_is_logged_once_and_loading_is_not(
     module.twice(2)
     module.twice(True)
     assert said(caplog) == 1
-    spec = importlib.util.spec_from_file_location("kernels_of_a_test", Path(module.__file__ or ""))
-    assert spec is not None
-    assert spec.loader is not None
-    again = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(again)
+    again = fresh(module)
     monkeypatch.setattr(_compiling, "_spent", _compiling._Spent())
     again.twice(2.0)
     assert _compiling._spent.seconds == 0.0

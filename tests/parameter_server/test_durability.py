@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-import signal
 import sqlite3
 import threading
 from collections.abc import Callable
@@ -133,57 +132,14 @@ def test_at_any_point_the_disk_holds_every_acknowledged_push_and_no_half_of_one(
     assert any(same(found, one) for one in allowed)
 
 
-MORTAL = """
-import os, signal, sys
-from anabranch.record.fault_points import on_fault_point
+SERVE = """
+import sys
 from anabranch.parameter_server import ParameterServer
 
-endpoint, directory, point, nth = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
-passed = 0
-
-def strike(name):
-    global passed
-    passed += name == point
-    if name == point and passed == nth:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-with on_fault_point(strike), ParameterServer(listen=endpoint, durability="log", checkpoint_dir=directory) as server:
+with ParameterServer(listen=sys.argv[1], durability="log", checkpoint_dir=sys.argv[2]):
     print("ready", flush=True)
     sys.stdin.readline()
 """
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("point", SHARD)
-def test_a_killed_shard_restarts_and_the_client_continues(point: str, tmp_path: Path, programs: Programs) -> None:
-    """The shard's process is a child that is killed at the point; the client goes on with the one started anew."""
-    directory = tmp_path / "socket"
-    directory.mkdir(mode=0o700)
-    endpoint = f"unix:{directory}/shard"
-
-    with ExitStack() as stack:
-
-        def start(nth: int) -> Program:
-            process = stack.enter_context(programs.start(MORTAL, endpoint, tmp_path / "state", point, str(nth)))
-            assert process.stdout.readline() == "ready\n"
-            return process
-
-        first = start(8)
-
-        def revive() -> None:
-            first.wait()
-            start(10**9)
-
-        reviver = threading.Thread(target=revive)
-        reviver.start()
-        with ParameterClient([endpoint], timeout=60, retries=200) as client:
-            make(client)
-            for number in range(12):
-                push(client, number)
-            join(reviver)
-            assert first.returncode == -signal.SIGKILL
-            found = state(client)
-    assert same(found, expected(12))
 
 
 @pytest.mark.parametrize("kills", slow_except([1, 8], 1))
@@ -202,7 +158,7 @@ def test_pushes_of_several_clients_are_there_once_however_often_their_shard_is_k
     with ExitStack() as stack:
 
         def start() -> Program:
-            process = stack.enter_context(programs.start(MORTAL, endpoint, tmp_path / "state", "nowhere", "1"))
+            process = stack.enter_context(programs.start(SERVE, endpoint, tmp_path / "state"))
             assert process.stdout.readline() == "ready\n"
             return process
 

@@ -13,7 +13,7 @@ from saved_rows import blocks
 
 from anabranch.errors import NotFound
 from anabranch.parameter_server import ParameterClient, RemoteEmbedding, RemoteTables
-from anabranch.tables import Cache, Constant, Family, Normal, RowOptimizer, Table, TableSpec
+from anabranch.tables import Cache, Constant, Family, RowOptimizer, Table, TableSpec
 
 IDS = st.lists(
     st.sampled_from([0, 1, 2, 3, 5, 8, -1, 2**53, 2**53 + 1, -(2**63) + 1, -(2**63), 2**63 - 1]), min_size=1, max_size=6
@@ -96,24 +96,6 @@ TestTableAgainstADictionary.settings = settings(deadline=None, max_examples=20, 
 def make(**options: object) -> Table:
     spec = TableSpec("t", None, 4, **options)
     return Table(spec, RowOptimizer(Family.ADAGRAD, lr=0.1))
-
-
-def test_neighbours_beyond_a_double_s_precision_are_two_rows() -> None:
-    table = make()
-    ids = torch.tensor([2**53, 2**53 + 1, -(2**63) + 1, -(2**63)])
-    table.push(ids[:1], torch.ones(1, 4))
-    rows = table.pull(ids)
-    assert len(torch.unique(rows[:, 0])) == 4
-    assert table.versions(ids).tolist() == [1, 0, 0, 0]
-
-
-def test_evaluation_admits_no_rows_and_reads_the_initial_values_of_training() -> None:
-    table = make(initial=Normal())
-    ids = torch.tensor([7, -3])
-    first = table.pull(ids)
-    assert table.used == 0
-    assert torch.equal(table.pull(ids, training=True), first)
-    assert table.used == 2
 
 
 def test_admission_is_drawn_with_its_probability_and_the_same_for_the_pull_and_the_push_of_a_step() -> None:

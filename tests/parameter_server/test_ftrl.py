@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import pytest
 import torch
 
 import anabranch as ab
-from anabranch.tables import DenseParameter, RowOptimizer
 
 STEPS, WEIGHTS = 40, 12
 
@@ -83,27 +81,3 @@ def test_numbers_out_of_range_are_refused(numbers: dict[str, float]) -> None:
     (name,) = numbers
     with pytest.raises(ValueError, match=f"FTRL takes {name} >"):
         ab.FTRL([torch.nn.Parameter(torch.zeros(1))], **numbers)
-
-
-RULES = {
-    "rmsprop": functools.partial(torch.optim.RMSprop, lr=0.01, centered=True, momentum=0.9, weight_decay=0.01),
-    "adamax": functools.partial(torch.optim.Adamax, lr=0.01, weight_decay=0.01),
-    "amsgrad": functools.partial(torch.optim.AdamW, lr=0.01, amsgrad=True, fused=True),
-    "ftrl": functools.partial(ab.FTRL, lr=0.1, l1=0.01),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("name", RULES)
-def test_a_dense_parameter_moves_as_in_the_plain_loop(name: str, dtype: torch.dtype) -> None:
-    weight = torch.nn.Parameter(torch.randn(8, 32, dtype=dtype))
-    optimizer = RULES[name]([weight])
-    kept = DenseParameter("w", weight.detach(), RowOptimizer.from_torch(optimizer))
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    for _ in range(10):
-        weight.grad = torch.randn(8, 32, dtype=dtype)
-        kept.rule = RowOptimizer.from_torch(optimizer)
-        kept.push(weight.grad)
-        optimizer.step()
-        schedule.step()
-    assert torch.equal(kept.value, weight.detach())

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_row_table import DENSE, FUSED
 
 from anabranch.tables import (
     Constant,
@@ -29,64 +30,34 @@ from anabranch.tables import (
 )
 from anabranch.tables.initial import table_key
 from anabranch.tables.kernels import routing
-from anabranch.tables.kernels.memory import as_array, as_tensor
+from anabranch.tables.kernels.memory import as_array
 from anabranch.tables.kernels.numbers import load, rounded
 from anabranch.tables.kernels.rows import quantile
 from anabranch.tables.optimizers.row_step import move_rows
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
-OPTIMIZERS = {
-    "sgd": functools.partial(torch.optim.SGD, lr=0.03),
-    "sgd with decay, maximizing": functools.partial(torch.optim.SGD, lr=0.03, weight_decay=0.01, maximize=True),
-    "momentum": functools.partial(torch.optim.SGD, lr=0.03, momentum=0.9),
-    "momentum, damped": functools.partial(torch.optim.SGD, lr=0.03, momentum=0.9, dampening=0.2, weight_decay=0.01),
-    "nesterov": functools.partial(torch.optim.SGD, lr=0.03, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.03, initial_accumulator_value=0.1),
-    "adagrad with decays": functools.partial(torch.optim.Adagrad, lr=0.03, weight_decay=0.01, lr_decay=0.1),
-    "adam": functools.partial(torch.optim.Adam, lr=0.003),
-    "adam with decay": functools.partial(torch.optim.Adam, lr=0.003, weight_decay=0.02, maximize=True),
-    "adam with short memory": functools.partial(torch.optim.Adam, lr=0.003, betas=(0.3, 0.99)),
-    "adamw": functools.partial(torch.optim.AdamW, lr=0.003, weight_decay=0.02),
-    "amsgrad": functools.partial(torch.optim.AdamW, lr=0.003, weight_decay=0.02, amsgrad=True),
-}
 # torch 2.13's fused SGD leaves bfloat16 parameters on the CPU where they are, so it is not a reference there.
 REFERENCES = [
     (name, dtype)
-    for name, factory in OPTIMIZERS.items()
+    for name, factory in DENSE.items()
     for dtype in DTYPES
-    if dtype != torch.bfloat16 or factory.func is not torch.optim.SGD
+    if factory.func in FUSED and (dtype != torch.bfloat16 or factory.func is not torch.optim.SGD)
 ]
 
 
 @pytest.mark.parametrize(("name", "dtype"), REFERENCES, ids=str)
 def test_a_rule_moves_rows_as_torch_fused_does_to_the_bit(name: str, dtype: torch.dtype) -> None:
-    rule = RowOptimizer.from_factory(OPTIMIZERS[name])
+    rule = RowOptimizer.from_factory(DENSE[name])
     rows, width = 16, 12
     storage = torch.full((rows, rule.row_width(width)), rule.initial_state, dtype=dtype)
     storage[:, :width] = torch.randn(rows, width)
     parameter = torch.nn.Parameter(storage[:, :width].clone())
-    optimizer = OPTIMIZERS[name]([parameter], fused=True)
+    optimizer = DENSE[name]([parameter], fused=True)
     for step in range(1, 5):
         parameter.grad = torch.randn(rows, width).to(dtype)
         optimizer.step()
         storage = move_rows(storage, parameter.grad, rule, step)
         assert torch.equal(storage[:, :width], parameter.detach())
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["momentum", "adam", "adagrad"])
-def test_chosen_rows_move_and_no_others(name: str, dtype: torch.dtype) -> None:
-    rule = RowOptimizer.from_factory(OPTIMIZERS[name])
-    table = Table(TableSpec("t", 32, 5, dtype, Normal()), rule)
-    everyone, chosen = torch.arange(32), torch.tensor([7, 2, 30])
-    before = table.pull_with_state(everyone)
-    grads = torch.randn(3, 5).to(dtype)
-    table.push(chosen, grads)
-    after = table.pull_with_state(everyone)
-    others = torch.ones(32, dtype=torch.bool).index_fill(0, chosen, False)
-    assert torch.equal(after[others], before[others])
-    if dtype != torch.float16:
-        assert torch.equal(after[chosen], move_rows(before[chosen], grads, rule, 1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -212,13 +183,6 @@ def test_a_thread_pool_raises_the_error_of_a_part_and_stays_usable() -> None:
         done: list[int] = []
         pool.run(lambda first, last: done.append(last - first), 10, 1 << 20)
         assert sum(done) == 10
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_types_travel_as_integers_and_back(dtype: torch.dtype) -> None:
-    values = torch.randn(4).to(dtype)
-    assert as_array(values).dtype.itemsize == 2
-    assert torch.equal(as_tensor(as_array(values)), values)
 
 
 @pytest.mark.slow

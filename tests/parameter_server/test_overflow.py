@@ -98,13 +98,3 @@ def test_weights_that_overflow_as_in_the_plain_loop_are_kept_and_loaded(tmp_path
             assert values(client) == [float("-inf")] * 2
             client.load(tmp_path / "saved")
             assert values(client) == [float("-inf")] * 2
-
-
-def test_sums_of_float16_gradients_stay_finite() -> None:
-    network, ids = MemoryTransport(), torch.tensor([1, 1])
-    with ParameterServer(transport=network) as server, ParameterClient([server.endpoint], transport=network) as client:
-        adam = functools.partial(torch.optim.Adam, lr=0.1)
-        client.init_table(TableSpec("t", 4, 2, torch.float16, Constant(0.0)), RowOptimizer.from_factory(adam))
-        for number in (5e4, 1.0):
-            client.sparse_push("t", ids, torch.full((2, 2), number).half())
-        assert torch.isfinite(client.sparse_pull("t", ids)).all()

@@ -19,7 +19,6 @@ from anabranch.errors import DeadlineExceeded, NonFinite, NotFound, SchemaError
 from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
 from anabranch.parameter_server.client.shards import HeldTables
 from anabranch.tables import Constant, Normal, RowOptimizer, TableSpec
-from anabranch.testing import LossyTransport
 from anabranch.transport import MemoryTransport
 
 pytestmark = pytest.mark.usefixtures("compiled_for_all_dtypes")
@@ -171,22 +170,6 @@ def test_ids_from_the_wire_are_checked_again_by_the_shard(monkeypatch: pytest.Mo
         assert (client.pull("t") == 1).all()
 
 
-def test_poisoned_pushes_are_refused_one_by_one_and_counted() -> None:
-    with cluster(1) as (network, endpoints), ParameterClient(endpoints, transport=network) as client:
-        client.init("t", (4, 2), kind="rows", init=0.0, optimizer=functools.partial(torch.optim.SGD, lr=1.0))
-        refused = 0
-        for number in range(100):
-            grad = torch.full((1, 2), -1.0)
-            if number % 20 == 7:
-                grad[0, 1] = (float("nan"), float("inf"))[number % 2]
-            try:
-                client.sparse_push("t", torch.tensor([2]), grad)
-            except NonFinite:
-                refused += 1
-        assert refused == 5
-        assert client.pull("t")[2].tolist() == [95.0, 95.0]
-
-
 def test_a_push_refused_by_one_shard_is_applied_by_none() -> None:
     """And the step can be pushed again, for none of them has counted it."""
     with (
@@ -202,18 +185,6 @@ def test_a_push_refused_by_one_shard_is_applied_by_none() -> None:
         assert torch.equal(client.pull("t"), torch.zeros(30, 2))
         client.push_many({"t": (torch.arange(30), grads)}, step=0)
         assert torch.equal(client.pull("t"), -0.5 * grads)
-
-
-def test_every_push_is_applied_once_though_connections_are_cut() -> None:
-    network = LossyTransport(drop=0.1, seed=3)
-    with (
-        ParameterServer(transport=network) as server,
-        ParameterClient([server.endpoint], transport=network) as client,
-    ):
-        client.init("n", (1,), init=0.0, optimizer=functools.partial(torch.optim.SGD, lr=1.0))
-        for _ in range(100):
-            client.push("n", torch.tensor([-1.0]))
-        assert client.pull("n").item() == 100
 
 
 def run_workers(endpoints: list[str], network: MemoryTransport, world: int, consistency: str, body) -> None:
@@ -395,40 +366,6 @@ def test_only_rows_of_another_version_come_again() -> None:
         assert (again.versions > first.versions[again.positions]).all()
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_clipping_by_the_norm_of_the_merged_gradient_is_that_of_the_plain_loop(world: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(30, 16, generator=generator, dtype=torch.float64)
-    batches = [torch.randint(0, 30, (12,), generator=generator) for _ in range(4)]
-    plain = torch.nn.Parameter(start.clone())
-    optimizer = torch.optim.SGD([plain], lr=0.5)
-    for ids in batches:
-        optimizer.zero_grad()
-        plain[ids].square().sum(1).mean().backward()
-        torch.nn.utils.clip_grad_norm_([plain], 0.3)
-        optimizer.step()
-    edges = {1: [0, 12], 3: [0, 1, 5, 12]}[world]
-    rule = RowOptimizer.from_factory(SGD)
-
-    def body(client: ParameterClient, rank: int) -> None:
-        client.init_table(TableSpec("t", 30, 16, torch.float64), rule)
-        if rank == 0:
-            client.write_rows("t", start, rule)
-        client.barrier()
-        for step, ids in enumerate(batches):
-            mine = ids[edges[rank] : edges[rank + 1]]
-            rows = client.pull_many({"t": mine}, step=step)["t"].rows.requires_grad_()
-            rows.square().sum(1).mean().backward()
-            client.push_many({"t": (mine, rows.grad)}, step=step, weight=len(mine), hold=True)
-            norm = client.squared_norm(step) ** 0.5
-            client.release(step, min(1.0, 0.3 / (norm + 1e-6)))
-        found = client.pull_many({"t": torch.arange(30)}, step=4)["t"].rows
-        torch.testing.assert_close(found, plain.detach(), rtol=0, atol=1e-12)
-
-    with cluster(2) as (network, endpoints):
-        run_workers(endpoints, network, world, "bsp", body)
-
-
 def test_pushes_are_held_only_where_they_are_merged() -> None:
     with cluster(1) as (network, endpoints):
         for worker in (None, Worker(0, 1, "asp")):
@@ -436,27 +373,3 @@ def test_pushes_are_held_only_where_they_are_merged() -> None:
                 client.init("t", (4, 2), kind="rows", init=1.0, optimizer=SGD)
                 with pytest.raises(ValueError, match="bsp"):
                     client.push_many({"t": (torch.tensor([1]), torch.ones(1, 2))}, hold=True)
-
-
-def test_ids_travel_in_four_bytes_where_they_fit() -> None:
-    """A message with any table whose ids need more has them in eight."""
-    ids, rows = torch.tensor([3, 1, 9]), torch.ones(3, 2)
-    with ParameterClient() as client:
-        client.init("fixed", (10, 2), kind="rows")
-        rule = RowOptimizer.from_factory(functools.partial(torch.optim.SGD, lr=1))
-        client.init_table(TableSpec("any", None, 2, initial=Constant(0.0)), rule)
-        client.pull_many({"any": torch.cat([ids, ids + (1 << 53)])}, training=True)  # admits them
-
-        def bytes_of(*names: str) -> list[int]:
-            before = client.traffic()
-            client.push_many(dict.fromkeys(names, (ids, rows)))
-            after = client.traffic()
-            return [after[name].bytes - (before[name].bytes if name in before else 0) for name in names]
-
-        assert bytes_of("fixed") == [3 * (4 + 8)]
-        assert bytes_of("any") == [3 * (8 + 8)]
-        assert bytes_of("fixed", "any") == [3 * (8 + 8)] * 2
-        client.push_many({"any": (ids + (1 << 53), rows), "fixed": (ids, rows)})
-        assert torch.equal(client.sparse_pull("fixed", ids), torch.full((3, 2), -0.01 * 3))
-        assert torch.equal(client.sparse_pull("any", ids), torch.full((3, 2), -2.0))
-        assert torch.equal(client.sparse_pull("any", ids + (1 << 53)), torch.full((3, 2), -1.0))

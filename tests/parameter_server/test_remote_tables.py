@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 
 import pytest
 import torch
@@ -16,9 +14,8 @@ from torch.nn import functional as F
 
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.errors import NotFound
-from anabranch.parameter_server import ParameterClient, ParameterServer, RemoteEmbedding, RemoteTables, Worker
+from anabranch.parameter_server import ParameterClient, RemoteEmbedding, RemoteTables
 from anabranch.tables import Cache
-from anabranch.testing import MemoryTransport
 
 pytestmark = pytest.mark.usefixtures("compiled_for_all_dtypes")
 
@@ -88,53 +85,6 @@ def test_tables_on_servers_are_the_same_tables_to_the_bit(name: str, cache: Cach
             torch.testing.assert_close(client.pull(table), weight.detach(), rtol=0, atol=1e-6)
         assert list(parameters_here(remote)) == ["head"]
         assert dict(remote.named_parameters()).keys() == dict(plain.named_parameters()).keys()
-
-
-@pytest.mark.parametrize("consistency", ["bsp", "ssp:0"])
-@pytest.mark.parametrize("cache", [None, Cache(capacity=8)], ids=str)
-def test_workers_on_unequal_parts_are_one_on_the_whole(cache: Cache | None, consistency: str) -> None:
-    if consistency != "bsp":
-        world, edges = 1, [0, 12]  # ssp applies each worker's push by itself
-    else:
-        world, edges = 3, [0, 2, 7, 12]
-    start = nn.Embedding(ROWS, WIDTH, dtype=torch.float64)
-    make = OPTIMIZERS["adam"]
-    generator = torch.Generator().manual_seed(0)
-    steps = [
-        (torch.randint(0, ROWS, (12,), generator=generator), torch.randn(12, WIDTH, generator=generator).double())
-        for _ in range(STEPS)
-    ]
-    plain = copy.deepcopy(start)
-    optimizer = make(plain.parameters())
-    for ids, target in steps:
-        optimizer.zero_grad()
-        F.mse_loss(plain(ids), target).backward()
-        optimizer.step()
-
-    def work(rank: int, endpoints: list[str], network: MemoryTransport) -> None:
-        model = nn.Sequential(copy.deepcopy(start))
-        mine = make(model.parameters())
-        with ParameterClient(
-            endpoints, worker=Worker(rank, world, consistency), transport=network, timeout=60
-        ) as client:
-            tables = RemoteTables(client, cache=cache)
-            tables.adopt(model, ["0.weight"], mine)
-            part = slice(edges[rank], edges[rank + 1])
-            for step, (ids, target) in enumerate(steps):
-                tables.begin(step)
-                F.mse_loss(model(ids[part]), target[part]).backward()
-                tables.push(weight=len(ids[part]))
-            tables.begin(STEPS, training=False)
-            with torch.no_grad():
-                found = model(torch.arange(ROWS))
-            torch.testing.assert_close(found, plain.weight.detach(), rtol=0, atol=1e-12)
-
-    with ExitStack() as stack:
-        network = MemoryTransport()
-        endpoints = [stack.enter_context(ParameterServer(k, 2, transport=network)).endpoint for k in range(2)]
-        with ThreadPoolExecutor(world) as pool:
-            for future in [pool.submit(work, rank, endpoints, network) for rank in range(world)]:
-                future.result(timeout=120)
 
 
 @pytest.mark.quick_cases(4)

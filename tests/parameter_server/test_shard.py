@@ -208,7 +208,7 @@ def test_mutated_messages_are_refused_change_nothing_and_leave_no_record(tmp_pat
     chance = random.Random(0)
     network = MemoryTransport()
     ids, ages = torch.tensor([1, 2]), torch.tensor([1], dtype=torch.int16)
-    nothing = [torch.empty(0), torch.empty(0, 2, dtype=torch.int64), torch.empty(0, 12, dtype=torch.float64)]
+    nothing = [torch.empty(0), torch.empty(0, 2, dtype=torch.int64), torch.empty(0, CONSTANTS, dtype=torch.float64)]
     bad_tensors = [
         torch.tensor([-1, 2]), torch.tensor([1, 10]), torch.tensor([1]), torch.ones(4), torch.full((4,), float("inf")),
         torch.ones(2, 2), torch.ones(4, dtype=torch.float64), torch.empty(0), torch.ones(4, dtype=torch.int64),
@@ -375,17 +375,17 @@ def test_a_pull_that_does_not_fit_in_memory_does_not_keep_a_shard_from_starting(
         assert client.statistics()[0].tables["wide"].rows == 0
 
 
-@pytest.mark.slow
-def test_ten_thousand_pushes_over_a_connection_cut_after_delivery_count_to_ten_thousand() -> None:
+@pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_pushes_over_a_connection_cut_after_delivery_count_once_each(count: int) -> None:
     network = LossyTransport(drop=0.2, seed=1)
     with (
         ParameterServer(transport=network) as server,
         ParameterClient([server.endpoint], transport=network, retries=50) as client,
     ):
         client.init("n", (1,), init=0.0, optimizer=functools.partial(torch.optim.SGD, lr=1.0))
-        for _ in range(10_000):
+        for _ in range(count):
             client.push("n", torch.tensor([-1.0]))
-        assert client.pull("n").item() == 10_000
+        assert client.pull("n").item() == count
 
 
 def test_pushes_beside_the_steps_are_weighted_by_their_worker_s_share_also_after_a_restart() -> None:

@@ -20,16 +20,22 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("rows", [30_000, None], ids=["fixed", "dynamic"])
+@pytest.mark.parametrize(
+    ("rows", "width", "dtype"),
+    [(30_000, 8, torch.float32), (None, 8, torch.float32), (None, 5, torch.float16)],
+    ids=str,
+)
 @pytest.mark.parametrize("name", RULES)
-def test_a_table_in_a_file_is_the_table_in_memory(name: str, rows: int | None, tmp_path: Path) -> None:
+def test_a_table_in_a_file_is_the_table_in_memory(
+    name: str, rows: int | None, width: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
     rule = RowOptimizer.from_factory(RULES[name])
     capacity = None if rows else 2000
-    make = functools.partial(TableSpec, "t", rows, 8, every_row_moves=rows is not None, capacity=capacity)
+    make = functools.partial(TableSpec, "t", rows, width, dtype, every_row_moves=rows is not None, capacity=capacity)
     memory = Table(make(), rule)
     file = Table(make(memory_map=True), rule, scratch=tmp_path)
     for _ in range(6):
-        ids, grads = torch.randint(0, 30_000, (900,)), torch.randn(900, 8)
+        ids, grads = torch.randint(0, 30_000, (900,)), torch.randn(900, width).to(dtype)
         for table in (memory, file):
             table.push(ids, grads)
         assert torch.equal(file.pull(ids.flip(0), training=True), memory.pull(ids.flip(0), training=True))

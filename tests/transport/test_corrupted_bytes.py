@@ -1,9 +1,8 @@
-"""What a middlebox on plain TCP may do: repeat an answer, a request, change a bit; and two versions that meet."""
+"""What a middlebox on plain TCP may do: repeat an answer or a request, or speak another protocol."""
 
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,13 +17,6 @@ from anabranch.transport import Call, Client, Request, RequestHeader, Server, St
 from anabranch.transport.frame import Header, Hello, ReplyHeader, encode, frame_size
 from frame_reading import Bytes, next_frame, wire_of
 from waiting import soon
-
-OLD_HELLO = bytes.fromhex("414e4252010100000e0000000000000000000000d99c678393cb3ff0000000000000cd040090")
-OLD_FAILURE = bytes.fromhex(
-    "414e4252010400001a000000000000000000000028bd568995a96e6f745f666f756e64ab6e6f207375636820756964a0a090"
-)
-OLD_BEAT = bytes.fromhex("414e42520105000002000000000000000000000030066ee59190")
-REFUSAL = "uses version 1 of the protocol, this side version 2; update one"
 
 
 def join(buffers: Sequence[memoryview]) -> bytes:
@@ -115,46 +107,6 @@ def test_a_repeated_request_is_done_once_though_it_is_not_numbered_for_that(tmp_
 def read_frames(sock: socket.socket, count: int) -> list[Header]:
     wire = wire_of(sock)
     return [next_frame(wire).header for _ in range(count)]
-
-
-# --- versions ----------------------------------------------------------------------------------------------------
-
-
-def test_an_old_client_is_refused_in_one_sentence() -> None:
-    with Server([]) as server, socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(20)
-        sock.connect(server.endpoint.removeprefix("unix:"))
-        sock.sendall(OLD_HELLO)
-        told = b""
-        while some := sock.recv(1 << 16):
-            told += some
-    assert REFUSAL.encode() in told
-    # Where an old peer finds magic and version, and says its own sentence about them.
-    assert told[:5] == b"ANBR\x02"
-
-
-@pytest.mark.parametrize("said", [OLD_FAILURE, OLD_BEAT], ids=["failure", "beat"])
-def test_an_old_server_is_refused_in_one_sentence(said: bytes, tmp_path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as listener, Client() as client:
-        listener.bind(f"{tmp_path}/old")
-        listener.listen()
-
-        def serve() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                connection.recv(1 << 16)
-                connection.sendall(said)
-                hold.wait(timeout=20)
-
-        hold = threading.Event()
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        try:
-            with pytest.raises(ProtocolError, match=REFUSAL):
-                client.call(Request(f"unix:{tmp_path}/old", "echo"), soon())
-        finally:
-            hold.set()
-            thread.join(timeout=20)
 
 
 def test_bytes_of_another_protocol_are_rejected_before_a_whole_preamble_arrives() -> None:

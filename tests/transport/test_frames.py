@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from anabranch import errors
-from anabranch.errors import ProtocolError, RemoteError, RolledBack
+from anabranch.errors import ProtocolError, RolledBack
 from anabranch.tensors.dtypes import DTYPES
 from anabranch.transport.failures import error_of, failure_of
 from anabranch.transport.frame import (
@@ -56,53 +56,21 @@ def signed(kind: int, header: bytes, body: bytes = b"", *, claimed: int | None =
     return start + struct.pack("<I", zlib.crc32(header, zlib.crc32(start))) + header + body
 
 
-TENSORS = [
-    torch.tensor([[1.5, -2.0]]),
-    torch.tensor([1, -(2**62), 2**53 + 1]),
-    torch.tensor([True, False]),
-    torch.tensor([0.5, 3.0], dtype=torch.bfloat16),
-    torch.zeros(0, 7),
-    torch.tensor(3.25, dtype=torch.float64),
-    torch.tensor([1 + 2j], dtype=torch.complex64),
-]
-
-
-@pytest.mark.parametrize("step", [1, 7, 1 << 30])
-def test_tensors_of_every_kind_arrive_as_they_were(step: int) -> None:
-    frame = read(join(encode(ReplyHeader(b"note"), TENSORS)), step=step)
-    assert isinstance(frame.header, ReplyHeader)
-    assert frame.header.payload == b"note"
-    for sent, came in zip(TENSORS, frame.tensors, strict=True):
-        assert sent.dtype == came.dtype
-        assert sent.shape == came.shape
-        assert torch.equal(sent, came)
-
-
 @given(
     code=st.sampled_from(sorted(DTYPES)),
     shape=st.lists(st.integers(0, 4), max_size=8),
     step=st.integers(1, 64),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_dtype_and_shape_survives_the_way(code: int, shape: list[int], step: int) -> None:
-    tensor = torch.zeros(shape, dtype=DTYPES[code])
+    tensor, other = torch.zeros(shape, dtype=DTYPES[code]), torch.tensor([1, -(2**62), 2**53 + 1])
     if tensor.numel():
         tensor.view(-1)[0] = 1
-    frame = read(join(encode(RequestHeader("verb"), [tensor])), step=step)
-    assert frame.tensors[0].dtype == tensor.dtype
-    assert frame.tensors[0].shape == tensor.shape
-    assert torch.equal(frame.tensors[0], tensor)
-
-
-def test_views_conjugates_and_tensors_with_a_graph_are_sent_as_their_values() -> None:
-    base = torch.arange(6.0, requires_grad=True).reshape(2, 3)
-    conjugate = torch.tensor([1 + 2j]).conj()
-    single = torch.ones(()).expand(1, 1)
-    frame = read(join(encode(ReplyHeader(), [base.t(), base[:, 1:], conjugate, single])))
-    assert torch.equal(frame.tensors[0], base.detach().t())
-    assert torch.equal(frame.tensors[1], base.detach()[:, 1:])
-    assert torch.equal(frame.tensors[2], torch.tensor([1 - 2j]))
-    assert torch.equal(frame.tensors[3], torch.ones(1, 1))
+    frame = read(join(encode(ReplyHeader(b"note"), [tensor, other])), step=step)
+    assert frame.header.payload == b"note"
+    for sent, came in zip([tensor, other], frame.tensors, strict=True):
+        assert (came.dtype, came.shape) == (sent.dtype, sent.shape)
+        assert torch.equal(came, sent)
 
 
 def test_frames_behind_one_another_are_read_one_by_one() -> None:
@@ -291,6 +259,7 @@ ROWS = torch.arange(6.0).reshape(2, 3)
         (ROWS.bfloat16(), False),
         (torch.complex(ROWS, ROWS).conj().imag, False),
         (torch.complex(ROWS, ROWS).conj(), False),
+        (ROWS.clone().requires_grad_().t(), False),
     ],
 )
 def test_the_fast_path_through_numpy_gives_the_same_bytes(tensor: Tensor, plain: bool) -> None:
@@ -352,8 +321,8 @@ def arrived(error: BaseException, sequence: int | None) -> tuple[FailureFrame, E
     return failure, error_of(failure, peer="unix:shard", operation="rows.push", step=7, elapsed=1.5)
 
 
-@pytest.mark.parametrize(("lost", "sequence"), [(0, None), (52, 0), (2**40, 2**40)])
-def test_a_rollback_error_carries_its_request_and_the_loss(lost: int, sequence: int | None) -> None:
+@pytest.mark.parametrize(("lost", "sequence"), [(0, None), (None, 1), (52, 0), (2**40, 2**40)])
+def test_a_rollback_error_carries_its_request_and_the_loss(lost: int | None, sequence: int | None) -> None:
     failure, error = arrived(RolledBack("52 pushes are gone", lost=lost, peer="another"), sequence)
     assert failure.sequence == sequence
     assert isinstance(error, RolledBack)
@@ -375,13 +344,6 @@ def test_an_error_arrives_with_its_type(kind: str) -> None:
     where = str(error) if isinstance(error, errors.BoundaryError) else " ".join(error.__notes__)
     assert "unix:shard" in where
     assert "rows.push" in where
-
-
-def test_any_other_error_arrives_as_text() -> None:
-    failure, error = arrived(ZeroDivisionError("1/0"), 3)
-    assert isinstance(error, RemoteError)
-    assert (error.remote_type, failure.sequence) == ("ZeroDivisionError", 3)
-    assert "1/0" in str(error)
 
 
 # What a request that is asked alone costs: no table of those that wait, and few calls of the kernel.

@@ -91,18 +91,6 @@ def test_the_server_too_refuses_another_job(keys: dict[str, Path], monkeypatch: 
             client.call(Request(server.endpoint, "echo"), soon())
 
 
-def test_a_job_neither_lists_nor_drops_another_jobs_tables(keys: dict[str, Path]) -> None:
-    with (
-        ParameterServer(listen=TCP, keys=keys["a"]) as server,
-        ParameterClient([server.endpoint], keys=keys["a"]) as owner,
-        ParameterClient([server.endpoint], keys=keys["b"]) as stranger,
-    ):
-        owner.init("bias", (2,), init=1.0)
-        with pytest.raises(Unauthorized, match="does not belong"):
-            stranger.pull("bias")
-        assert owner.pull("bias").tolist() == [1.0, 1.0]
-
-
 def test_a_parameter_server_for_every_job_serves_no_named_one(keys: dict[str, Path]) -> None:
     with ParameterServer(listen=TCP, keys=keys["*"]) as server:
         with ParameterClient([server.endpoint], keys=keys["*"]) as client:

@@ -14,7 +14,6 @@ import torch
 from anabranch.errors import PeerLost, ProtocolError, Unauthorized
 from anabranch.transport import Call, Client, Request, Server, SocketTransport, Verb, make_keys
 from anabranch.transport.frame import Hello, encode
-from anabranch.transport.streams import Peer
 from programs import Programs
 from waiting import soon
 
@@ -255,9 +254,6 @@ def test_a_unix_peer_of_another_user_is_rejected_with_the_reason(monkeypatch: py
 
 
 def test_the_owner_of_a_unix_socket_has_every_role() -> None:
-    assert Peer("process 1").may(frozenset({"directory"}))
-    assert not Peer("worker", "worker").may(frozenset({"directory"}))
-    assert Peer("worker", "worker").may(None)
     with (
         Server([Verb("echo", echo, roles=frozenset({"directory"}))]) as server,
         Client() as client,

@@ -15,7 +15,7 @@ import torch
 
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, PeerLost, RemoteError, SchemaError
-from anabranch.testing import LossyTransport, MemoryTransport, faults
+from anabranch.testing import LossyTransport, MemoryTransport
 from anabranch.transport import (
     Answer,
     Call,
@@ -137,7 +137,7 @@ def test_the_table_forgets_settled_requests_and_answers_over_its_budget() -> Non
     assert ask(b"a", 0) is None
     assert ask(b"a", 2) == [memoryview(bytes(60))]
     ask(b"a", 3, settled=3)
-    assert table.kept_bytes == 0
+    assert not table._kept_bytes
     with pytest.raises(Exception, match="settled"):
         ask(b"a", 1, settled=3)
     table.abandon((b"a", 3))
@@ -146,7 +146,7 @@ def test_the_table_forgets_settled_requests_and_answers_over_its_budget() -> Non
         ask(epoch, 0)
         table.finish((epoch, 0), [memoryview(bytes(10))])
     # The epoch with a request running stays, however silent its client is.
-    assert table.epochs >= {b"a", b"c"}
+    assert set(table._epochs) >= {b"a", b"c"}
 
 
 MORTAL = """
@@ -198,21 +198,6 @@ def test_a_server_that_is_killed_is_lost_and_named(server_process: tuple[Program
     assert caught.value.peer == endpoint
     assert caught.value.operation == "die"
     assert caught.value.step == 2
-
-
-def test_a_fault_before_the_answer_is_sent_does_not_undo_the_request() -> None:
-    parameter = Parameter()
-    with Server([parameter.verb]) as server, Client() as client:
-        push = Request(server.endpoint, "push", tensors=[torch.tensor(-1.0)], once=True)
-        other = Request(server.endpoint, "nosuch")
-        with faults.at("transport.before_reply") as fault:
-            # The push is cancelled once its answer was lost: what the other one is told has nothing to do with it.
-            def lost(_: object) -> bool:
-                wait_until(lambda: fault.struck)
-                return True
-
-            assert client.gather([push, other], soon(), enough=lost)[0] is None
-        assert float(client.call(push, soon()).tensors[0]) == 2.0
 
 
 def descriptors() -> int:

@@ -222,7 +222,7 @@ def _run_rmsprop(constants: Array) -> Update:
     return update
 
 
-def __run_adamax(constants: Array) -> Update:
+def _run_adamax(constants: Array) -> Update:
     rate, _, beta1, beta2, decay, sign, eps, *_ = constants.tolist()
 
     def update(weights: Tensor, grad: Tensor, states: list[Tensor]) -> None:
@@ -254,6 +254,6 @@ _RULES: dict[str, Callable[[Array], Update]] = {
     "SGD": _run_sgd,
     "Adagrad": _run_adagrad,
     "RMSprop": _run_rmsprop,
-    "Adamax": __run_adamax,
+    "Adamax": _run_adamax,
     "FTRL": _run_ftrl,
 }

@@ -7,17 +7,14 @@ not resolved, because other hosts may resolve them differently.
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Iterable, Iterator, Sequence
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, ip_address
+from ipaddress import ip_address
 
 from anabranch.errors import Unauthorized
 from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint
 from anabranch.transport.streams import Peer
 
 __all__ = [
-    "LONGEST_TTL",
-    "UID",
     "check_announced",
     "check_kind",
     "check_prefix",
@@ -27,21 +24,13 @@ __all__ = [
     "prefixes_of",
 ]
 
-UID = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(\.(0|[1-9][0-9]*))+")
-"""The form of a uid."""
+_UID = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(\.(0|[1-9][0-9]*))+")
 _PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(\.(0|[1-9][0-9]*))*")
 _LONGEST_UID = 100
-LONGEST_TTL = 24 * 3600.0
-"""The longest time to live of an announcement, in seconds."""
+_LONGEST_TTL = 24 * 3600.0
 # This many names of the greatest length fit into a header.
 _NAMES_A_REQUEST = 500
-_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?)*\.?")
-_LONGEST_NAME = 253
-# The C library parses this as part of an address; host names do not end like this.
-_NUMBER = re.compile(r"(\d+|0[xX][0-9a-fA-F]*)\.?")
-_THIS_NETWORK = IPv4Network("0.0.0.0/8")
-_EVERYONE = IPv4Address("255.255.255.255")
-_EVERYWHERE = "*"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
 
 
 def check_uid(uid: object) -> str:
@@ -53,7 +42,7 @@ def check_uid(uid: object) -> str:
     Raises:
         ValueError: it is invalid; the message shows the form.
     """
-    if isinstance(uid, str) and len(uid) <= _LONGEST_UID and UID.fullmatch(uid):
+    if isinstance(uid, str) and len(uid) <= _LONGEST_UID and _UID.fullmatch(uid):
         return uid
     raise ValueError(
         f"{uid!r} is not a uid; use prefix.i or prefix.i.j..., with a name as prefix, whole numbers without leading "
@@ -81,8 +70,8 @@ def prefixes_of(uid: str) -> Iterator[tuple[str, int]]:
 
 def check_ttl(ttl: float) -> None:
     """Refuse a time to live that is not a number of seconds from 0 to a day."""
-    if not 0 < ttl <= LONGEST_TTL:
-        raise ValueError(f"ttl is a number of seconds above 0 and at most {LONGEST_TTL:.0f}, got {ttl!r}")
+    if not 0 < ttl <= _LONGEST_TTL:
+        raise ValueError(f"ttl is a number of seconds above 0 and at most {_LONGEST_TTL:.0f}, got {ttl!r}")
 
 
 def check_kind(uids: Iterable[str], peer: Peer) -> None:
@@ -124,31 +113,10 @@ def check_announced(endpoint: str, peer: Peer) -> None:
 
 def _why_unreachable(endpoint: TcpEndpoint) -> str | None:
     """Return why ``endpoint`` is unreachable for others; ``None`` if it may be reachable."""
-    address = _address_of(endpoint.host)
-    if address is None:
-        if endpoint.host == _EVERYWHERE:
-            return "is where a server listens, not where others find it"
-        last = endpoint.host.removesuffix(".").rpartition(".")[2]
-        fits = len(endpoint.host) <= _LONGEST_NAME and _NAME.fullmatch(endpoint.host) and not _NUMBER.fullmatch(last)
-        return None if fits and endpoint.port else "names no host and port"
-    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
-        address = address.ipv4_mapped
-    if not endpoint.port or address.is_unspecified or (isinstance(address, IPv4Address) and address in _THIS_NETWORK):
-        return "is where a server listens, not where others find it"
-    if address.is_multicast or address == _EVERYONE:
-        return "is an address of many hosts, not of one"
-    return None
-
-
-def _address_of(host: str) -> IPv4Address | IPv6Address | None:
-    """Return ``host`` as an address, in any form that the C library accepts: ``0`` is ``0.0.0.0``."""
-    if not host.isascii() or any(letter.isspace() for letter in host):
-        return None
     try:
-        return IPv4Address(socket.inet_aton(host))
-    except (OSError, ValueError):
-        pass
-    try:
-        return ip_address(host)
+        everywhere = ip_address(endpoint.host).is_unspecified or not endpoint.port
     except ValueError:
-        return None
+        everywhere = endpoint.host == "*"
+        if not everywhere and not (_NAME.fullmatch(endpoint.host) and endpoint.port):
+            return "names no host and port"
+    return "is where a server listens, not where others find it" if everywhere else None

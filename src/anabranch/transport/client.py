@@ -12,8 +12,8 @@ A connection carries one request at a time and a pool keeps the idle ones, so a 
 connection. A server that waits or computes sends beats; if it is silent for two beats, it is lost, and while it sends
 beats, the client waits until the deadline.
 
-An exchange is a generator: it reads like blocking code, and yields whenever it has to wait. One alone is waited for
-where it is asked; many are driven together, each as soon as its server answers.
+An exchange is a generator: it reads like blocking code, and yields whenever it has to wait. Those that are asked
+together are waited for together, and each continues as soon as its server answers.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import filterfalse, repeat
+from operator import attrgetter
 from typing import TypeAlias
 
 import msgspec
@@ -258,22 +260,15 @@ class Client:
                 f"process; make a new one in this process, {os.getpid()} (also a new ParameterClient, if it belongs "
                 "to one)"
             )
-        exchanges: list[_Exchange] = []
-        outcomes: list[Outcome] = []
-        for request in requests:
-            exchanges.append(_Exchange(self, request, deadline))  # noqa: PERF401 - a comprehension is one more call
+        exchanges = list(map(_Exchange, repeat(self), requests, repeat(deadline), repeat(len(requests) > 1)))
         try:
-            if len(exchanges) == 1 and enough is None:
-                exchanges[0].run()
-            elif exchanges:
-                _Together(exchanges, deadline).run(enough, grace)
+            if exchanges:
+                _Waiting(exchanges).run(deadline, enough, grace)
         finally:
             for exchange in exchanges:
                 if not exchange.done:
-                    exchange.cancel()
-        for exchange in exchanges:
-            outcomes.append(exchange.outcome)  # noqa: PERF401 - see above
-        return outcomes
+                    exchange.end(None)
+        return list(map(_outcome, exchanges))
 
     def post(self, request: Request, seconds: float) -> bool:
         """Send a request whose answer nobody needs, on an idle connection; return False if there is none.
@@ -427,6 +422,8 @@ class _Exchange(msgspec.Struct, eq=False):
     client: Client
     request: Request
     deadline: Deadline
+    together: bool
+    """With others: it waits once, ready, before its request leaves."""
     outcome: Outcome = None
     channel: _Channel | None = None
     sequence: int = -1
@@ -439,65 +436,10 @@ class _Exchange(msgspec.Struct, eq=False):
     """When it began, if somebody records."""
     done: bool = False
     """True once there is an outcome, or there will never be one."""
-    steps: Generator[_Wait, int, None] | None = None
+    steps: Generator[_Wait, None, None] | None = None
     wait: _Wait = _READY
-    polled: _Wait | None = None
-
-    def run(self) -> None:
-        """Continue until there is an outcome; for a request that waits alone."""
-        steps = self._steps()
-        self.steps = steps
-        poller, polled = select.poll(), (-1, 0)
-        span = shown = 0
-        try:
-            descriptor, events, until = next(steps)
-            shown, span = 1, spans.begin()
-            spans.shown[self] = None
-            while True:
-                now, left = time.monotonic(), self.deadline.remaining()
-                if left <= 0:
-                    self.expire()
-                    return
-                wake = min(now + left, until)
-                if (descriptor, events) != polled:
-                    if polled[0] >= 0:
-                        poller.unregister(polled[0])
-                    if descriptor >= 0:
-                        poller.register(descriptor, events)
-                    polled = descriptor, events
-                # Rounded up, or the last millisecond would be spent spinning.
-                happened = poller.poll(max(0, int((wake - now) * 1000) + 1))
-                if happened:
-                    descriptor, events, until = steps.send(happened[0][1])
-                elif time.monotonic() >= until:
-                    descriptor, events, until = steps.send(0)
-        except StopIteration:
-            pass
-        finally:
-            if shown:
-                spans.shown.pop(self, None)
-            if span:
-                spans.complete(span, "wait", "wait", facts=_wait_for([self]))
-
-    def advance(self, happened: int) -> None:
-        """Continue, after these events, until it has to wait again."""
-        try:
-            if self.steps is None:
-                self.steps = self._steps(together=True)
-                self.wait = next(self.steps)
-            else:
-                self.wait = self.steps.send(happened)
-        except StopIteration:
-            pass
-
-    def open_span(self) -> dict[str, object]:
-        """Say whom its thread waits for, for ``anabranch status``."""
-        since = round(time.monotonic() - self.deadline.elapsed(), 3)
-        return {"name": "wait", "since": since, **_wait_for([self])}
-
-    def cancel(self) -> None:
-        """Close the connection before the response has arrived."""
-        self._end(None)
+    happened: int = 0
+    """The events that have come."""
 
     def expire(self) -> None:
         """End the exchange at its deadline."""
@@ -506,16 +448,16 @@ class _Exchange(msgspec.Struct, eq=False):
         request = self.request
         error = self.deadline.error(peer=request.endpoint, operation=self.operation(), step=request.step, why=why)
         error.__cause__ = lost
-        self._end(error)
+        self.end(error)
 
-    def _end(self, outcome: Outcome) -> None:
-        """End it from outside, wherever it waits."""
+    def end(self, outcome: Outcome) -> None:
+        """End it wherever it waits; its connection is closed, because the response may still come."""
         if self.steps is not None:
             self.steps.close()
         self._finish(outcome)
 
-    def _steps(self, *, together: bool = False) -> Generator[_Wait, int, None]:
-        """Ask until there is an outcome, and retry; ``together``: wait once before the request leaves."""
+    def _steps(self) -> Generator[_Wait, None, None]:
+        """Ask until there is an outcome, and retry."""
         client, request = self.client, self.request
         self.sequence, settled = client._number(once=request.once)
         self.span = spans.begin()
@@ -551,7 +493,7 @@ class _Exchange(msgspec.Struct, eq=False):
                     request.payload,
                 )
                 wire.waiting += encode(header, request.tensors)
-                if together and used:
+                if used and self.together:
                     yield _READY
                 answer: Header | None = None
                 tensors: Sequence[Tensor] | None = None
@@ -593,9 +535,9 @@ class _Exchange(msgspec.Struct, eq=False):
                         raise broken
                     if sent or wire.received != received:
                         self.progress, self.excused = time.monotonic(), 0.0
-                    happened = yield self._wait(select.POLLIN | (select.POLLOUT if wire.waiting else 0))
-                    readable = happened & ~select.POLLOUT
-                    if not happened:
+                    yield self._wait(select.POLLIN | (select.POLLOUT if wire.waiting else 0))
+                    readable = self.happened & ~select.POLLOUT
+                    if not self.happened:
                         self._check_silence()
                         readable = bool(stream.ready_at)
             except OSError as error:
@@ -711,93 +653,68 @@ class _Exchange(msgspec.Struct, eq=False):
         return error
 
 
-class _Together:
-    """The exchanges of one ``gather``, each continued when its server has answered."""
+_done, _outcome = attrgetter("done"), attrgetter("outcome")
 
-    def __init__(self, exchanges: Sequence[_Exchange], deadline: Deadline) -> None:
+
+class _Waiting:
+    """The exchanges of one ``gather`` without an outcome, each continued when its server has answered."""
+
+    def __init__(self, exchanges: Sequence[_Exchange]) -> None:
         self._exchanges = exchanges
-        self._deadline = deadline
-        self._waiting: dict[_Exchange, None] = {}
-        self._poller = select.poll()
-        self._by_descriptor: dict[int, _Exchange] = {}
-        # A lower bound of every moment waited for, because those advance with every byte.
-        self._wake = float("inf")
+        self._waiting: list[_Exchange] = []
 
     def open_span(self) -> dict[str, object]:
         """Say whom the caller waits for, for ``anabranch status``."""
-        waiting = list(self._waiting)
-        return waiting[0].open_span() | _wait_for(waiting) if waiting else {"name": "wait", "since": float("inf")}
+        waiting = self._waiting or self._exchanges
+        since = round(time.monotonic() - waiting[0].deadline.elapsed(), 3)
+        return {"name": "wait", "since": since, **_wait_for(waiting)}
 
-    def run(self, enough: Callable[[Sequence[Outcome]], bool] | None, grace: float) -> None:
+    def run(self, deadline: Deadline, enough: Callable[[Sequence[Outcome]], bool] | None, grace: float) -> None:
         """Continue until all have an outcome, or enough have one and ``grace`` seconds have passed."""
-        for first in range(0, len(self._exchanges), _SENT_TOGETHER):
-            some = self._exchanges[first : first + _SENT_TOGETHER]
+        exchanges = self._exchanges
+        for first in range(0, len(exchanges), _SENT_TOGETHER):
+            some = exchanges[first : first + _SENT_TOGETHER]
             for exchange in some:
-                exchange.advance(0)
+                exchange.steps = exchange._steps()
+                exchange.wait = next(exchange.steps, _READY)
             for exchange in some:
-                if not exchange.done and exchange.wait is _READY:
-                    exchange.advance(0)
-                self._update(exchange)
-        if not self._waiting:
-            return
-        deadline, finished, last_call = self._deadline, 0, False
+                if exchange.wait is _READY and exchange.steps is not None:
+                    exchange.wait = next(exchange.steps, _READY)
+        finished, whole = 0, deadline
         span = spans.begin()
         spans.shown[self] = None
         try:
-            while self._waiting:
-                if deadline.expired():
-                    if not last_call or self._deadline.expired():
-                        for exchange in list(self._waiting):
-                            exchange.expire()
-                    return
-                answers = len(self._exchanges) - len(self._waiting)
-                if enough is not None and not last_call and answers > finished:
-                    finished = answers
-                    if enough([exchange.outcome for exchange in self._exchanges]):
+            while waiting := list(filterfalse(_done, exchanges)):
+                self._waiting = waiting
+                if enough is not None and len(exchanges) - len(waiting) > finished:
+                    finished = len(exchanges) - len(waiting)
+                    if enough(list(map(_outcome, exchanges))):
                         if grace <= 0:
                             return
-                        deadline, last_call = deadline.sooner(grace), True
-                self._wait(deadline.remaining())
+                        enough, deadline = None, deadline.sooner(grace)
+                now, left = time.monotonic(), deadline.remaining()
+                if left <= 0:
+                    for exchange in waiting if whole.expired() else ():
+                        exchange.expire()
+                    return
+                wake, poller = now + left, select.poll()
+                for exchange in waiting:
+                    descriptor, events, until = exchange.wait
+                    if descriptor >= 0:
+                        poller.register(descriptor, events)
+                    wake = min(wake, until)
+                # Rounded up, or the last millisecond would be spent spinning.
+                happened = dict(poller.poll(max(0, int((wake - now) * 1000) + 1)))
+                now = time.monotonic()
+                for exchange in waiting:
+                    assert exchange.steps is not None
+                    exchange.happened = happened.get(exchange.wait[0], 0)
+                    if exchange.happened or exchange.wait[2] <= now:
+                        exchange.wait = next(exchange.steps, _READY)
         finally:
             spans.shown.pop(self, None)
             if span:
-                spans.complete(span, "wait", "wait", facts=_wait_for(self._exchanges))
-
-    def _wait(self, seconds: float) -> None:
-        """Wait until one can continue, at most this many seconds, and let all that can do so."""
-        now = time.monotonic()
-        if self._wake <= now:
-            self._wake = min(exchange.wait[2] for exchange in self._waiting)
-        wake = min(now + seconds, self._wake)
-        for descriptor, events in self._poller.poll(max(0, int((wake - now) * 1000) + 1)):
-            exchange = self._by_descriptor.get(descriptor)
-            if exchange is not None:
-                exchange.advance(events)
-                self._update(exchange)
-        if (now := time.monotonic()) >= wake:
-            for exchange in [exchange for exchange in self._waiting if exchange.wait[2] <= now]:
-                exchange.advance(0)
-                self._update(exchange)
-
-    def _update(self, exchange: _Exchange) -> None:
-        """Poll for what ``exchange`` waits for now."""
-        descriptor, events, until = exchange.wait
-        if exchange.done:
-            self._waiting.pop(exchange, None)
-            descriptor = -1
-        else:
-            self._waiting[exchange] = None
-            self._wake = min(self._wake, until)
-        if exchange.polled is not None and exchange.polled[0] != descriptor:
-            # A closed descriptor's number may belong to another exchange by now.
-            if self._by_descriptor.get(exchange.polled[0]) is exchange:
-                self._poller.unregister(exchange.polled[0])
-                del self._by_descriptor[exchange.polled[0]]
-            exchange.polled = None
-        if descriptor >= 0 and (exchange.polled is None or exchange.polled[1] != events):
-            self._poller.register(descriptor, events)
-            self._by_descriptor[descriptor] = exchange
-            exchange.polled = exchange.wait
+                spans.complete(span, "wait", "wait", facts=_wait_for(exchanges))
 
 
 def _nbytes(tensors: Sequence[Tensor], payload: bytes) -> int:

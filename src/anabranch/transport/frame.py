@@ -40,6 +40,7 @@ from anabranch.tensors.dtypes import DTYPE_CODES, DTYPES
 from anabranch.transport.streams import Stream
 
 __all__ = [
+    "MOST_TENSORS",
     "FailureFrame",
     "FrameKind",
     "Header",
@@ -65,6 +66,10 @@ _PREAMBLE = struct.Struct("<4sBBHIQ4xI")
 _CHECKED = _PREAMBLE.size - 4
 _VERSION_AT = 4
 _MOST_BYTES = 1 << 62
+_MOST_HEADER = 64 << 10  # bytes
+_MOST_DIMENSIONS = 8
+MOST_TENSORS = 64
+"""The most tensors in a frame."""
 _AHEAD = 16 << 10
 
 _Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MOST_BYTES)]
@@ -75,22 +80,13 @@ _Word: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Upper bounds on what a reader accepts from a peer.
+    """Upper bound on what a reader accepts from a peer.
 
     Attributes:
-        header: bytes of a header.
-        tensors: tensors in a frame.
-        dimensions: dimensions of a tensor.
         body: bytes of a frame's tensors together.
     """
 
-    header: int = 64 << 10
-    tensors: int = 64
-    dimensions: int = 8
     body: int = 1 << 30
-
-
-_LIMITS = Limits()
 
 
 class FrameKind(IntEnum):
@@ -107,7 +103,7 @@ class TensorHeader(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_
     """One tensor of a body, before its bytes arrive."""
 
     code: int
-    shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=8)]
+    shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=_MOST_DIMENSIONS)]
     offset: _Size
     nbytes: _Size
 
@@ -117,7 +113,7 @@ class TensorHeader(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_
         return DTYPES[self.code]
 
 
-_Tensors: TypeAlias = Annotated[tuple[TensorHeader, ...], msgspec.Meta(max_length=64)]
+_Tensors: TypeAlias = Annotated[tuple[TensorHeader, ...], msgspec.Meta(max_length=MOST_TENSORS)]
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -204,19 +200,18 @@ def encode(header: _HeaderT, tensors: Sequence[Tensor] = ()) -> list[memoryview]
         ValueError: more tensors, dimensions or header bytes than a frame may carry.
         TypeError: a tensor that cannot be sent.
     """
-    limits = _LIMITS
     bodies: list[memoryview] = []
     offset = 0
     if tensors:
-        if len(tensors) > limits.tensors:
+        if len(tensors) > MOST_TENSORS:
             raise ValueError(
-                f"a frame carries at most {limits.tensors} tensors, got {len(tensors)}; send fewer at a time"
+                f"a frame carries at most {MOST_TENSORS} tensors, got {len(tensors)}; send fewer at a time"
             )
         described: list[TensorHeader] = []
         for tensor in tensors:
             shape = tuple(tensor.shape)
-            if len(shape) > limits.dimensions:
-                raise ValueError(f"only tensors of at most {limits.dimensions} dimensions can be sent, got {shape}")
+            if len(shape) > _MOST_DIMENSIONS:
+                raise ValueError(f"only tensors of at most {_MOST_DIMENSIONS} dimensions can be sent, got {shape}")
             memory = memory_to_send(tensor)
             nbytes = len(memory)
             described.append(TensorHeader(DTYPE_CODES[tensor.dtype], shape, offset, nbytes))
@@ -225,8 +220,8 @@ def encode(header: _HeaderT, tensors: Sequence[Tensor] = ()) -> list[memoryview]
                 bodies.append(memory)
         header = msgspec.structs.replace(header, tensors=tuple(described))
     packed = _ENCODER.encode(header)
-    if len(packed) > limits.header:
-        raise ValueError(f"the header is {len(packed)} bytes, over the {limits.header} that a frame carries; send less")
+    if len(packed) > _MOST_HEADER:
+        raise ValueError(f"the header is {len(packed)} bytes, over the {_MOST_HEADER} that a frame carries; send less")
     kind = _KINDS[type(header)]
     start = _PREAMBLE.pack(MAGIC, VERSION, kind, 0, len(packed), offset, 0)[:_CHECKED]
     whole = zlib.crc32(packed, zlib.crc32(start))
@@ -401,11 +396,10 @@ class Wire:
             self._check_version()
         if kind not in _DECODERS or flags:
             raise ProtocolError(f"there is no frame of kind {kind} with flags {flags:#x}")
-        limits = self._limits
-        if length > limits.header:
-            raise ProtocolError(f"a header of {length} bytes is over the limit of {limits.header}")
-        if body > limits.body:
-            raise ProtocolError(f"a body of {body} bytes is over the limit of {limits.body}")
+        if length > _MOST_HEADER:
+            raise ProtocolError(f"a header of {length} bytes is over the limit of {_MOST_HEADER}")
+        if body > self._limits.body:
+            raise ProtocolError(f"a body of {body} bytes is over the limit of {self._limits.body}")
         while self._end - self._start < _PREAMBLE.size + length:
             if not self._fetch(_PREAMBLE.size + length):
                 # The received bytes are parsed again with the next ones.
@@ -421,15 +415,11 @@ class Wire:
             raise ProtocolError(f"the header of kind {FrameKind(kind).name} does not decode: {error}") from None
         self._start = begin + length
         offset = 0
-        if len(header.tensors) > limits.tensors:
-            raise ProtocolError(f"{len(header.tensors)} tensors are over the limit of {limits.tensors}")
         for tensor in header.tensors:
             shape, nbytes = tensor.shape, tensor.nbytes
             dtype = DTYPES.get(tensor.code)
             if dtype is None:
                 raise ProtocolError(f"{tensor.code} is not the number of a dtype")
-            if len(shape) > limits.dimensions:
-                raise ProtocolError(f"{len(shape)} dimensions are over the limit of {limits.dimensions}")
             expected = math.prod(shape) * dtype.itemsize
             if nbytes != expected or tensor.offset != offset:
                 raise ProtocolError(

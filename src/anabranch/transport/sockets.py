@@ -31,7 +31,7 @@ from anabranch.transport.streams import NOBODY, Listener, Peer
 
 __all__ = ["SocketListener", "SocketStream", "SocketTransport", "credentials"]
 
-# # The kernel doubles this: two megabytes and their header are sent in one go, so that neither side waits in between.
+# The kernel doubles this: two megabytes and their header are sent in one go, so that neither side waits in between.
 _UNIX_BUFFER = 1088 << 10
 _BACKLOG = 512
 _MOST_BUFFERS = 16

@@ -38,10 +38,6 @@ class Peer:
         """True if the kernel vouches for the peer, rather than a network."""
         return self.certificate is None and not self.plain
 
-    def may(self, roles: frozenset[str] | None) -> bool:
-        """Return True if the peer has one of ``roles``; ``None`` means any admitted peer."""
-        return roles is None or self.role is None or self.role in roles
-
 
 NOBODY = Peer("nobody")
 """The peer of a stream whose handshake is not done."""

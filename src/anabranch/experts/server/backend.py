@@ -52,9 +52,9 @@ from anabranch.experts.server.scheduler import (
 )
 from anabranch.experts.wire import count_parts
 from anabranch.tensors import Structure, TensorSpec
-from anabranch.transport import Limits
 from anabranch.transport.announcements import check_uid
 from anabranch.transport.failures import ends_the_program
+from anabranch.transport.frame import MOST_TENSORS
 
 # BatchNorm refuses one row, and 3 coincides with a shape's other sizes less often than 2.
 _SAMPLE_ROWS = 3
@@ -172,9 +172,9 @@ class ExpertBackend:
         _ = self.schema.packed
         layout = self.schema.output_layout
         backward = [*self.schema.input_layout, *((name, spec) for name, spec in layout if spec.requires_grad)]
-        if (parts := max(count_parts(layout), count_parts(backward))) > Limits().tensors:
+        if (parts := max(count_parts(layout), count_parts(backward))) > MOST_TENSORS:
             raise SchemaError(
-                f"{uid}: a message carries at most {Limits().tensors} tensors, and this expert needs {parts} (int8 "
+                f"{uid}: a message carries at most {MOST_TENSORS} tensors, and this expert needs {parts} (int8 "
                 "takes two each); join some, or declare outputs that need no gradient by requires_grad=False"
             )
         pool = partial(TaskPool, max_queue_rows=max_queue_rows, max_queue_bytes=max_queue_bytes)

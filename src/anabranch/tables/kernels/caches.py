@@ -74,11 +74,10 @@ def _use(
     held: Any, t: int, ids: Any, step: int, by_frequency: bool, settled: int, width: int, out: Any, due: Any, at: int
 ) -> int:
     """Use rows of one table in training, which may evict others; return the number of gradients in ``due`` then."""
-    everyone = np.ones(ids.size, np.bool_)
     reused, left = np.empty(ids.size, np.int64), np.empty(ids.size, np.int64)
     filled, size, taken = use(
         held.keys[t], held.slots[t], held.ids_of[t], held.uses[t], held.last_use[t], held.heap[t], held.sizes[t, 1],
-        held.sizes[t, 0], held.versions.shape[1], by_frequency, settled, ids, everyone, step, out, reused, left,
+        held.sizes[t, 0], held.versions.shape[1], by_frequency, settled, ids, step, out, reused, left,
     )  # fmt: skip
     held.sizes[t, 0], held.sizes[t, 1] = filled, size
     held.counters[t, EVICTIONS] += taken
@@ -90,6 +89,22 @@ def _use(
         held.versions[t, slot] = -1
         held.coming[t, slot] = False
     return at
+
+
+@inline
+def _store(
+    held: Any, t: int, slot: int, width: int, stateless: bool, asked: int, step: int, versions: Any, came: Any, at: int
+) -> None:
+    """Store row ``at`` of those that ``came``, which was asked about with the version ``asked``, in a slot."""
+    whole = held.rows.shape[2]
+    if not stateless:
+        if asked >= 0 and held.with_state[t, slot]:
+            whole = width  # its state is here already
+        else:
+            held.with_state[t, slot] = asked == WITH_STATE
+    for j in range(U(whole)):
+        held.rows[t, U(slot), j] = came[U(at), j]
+    held.versions[t, slot], held.checked[t, slot] = versions[at], step
 
 
 @kernel
@@ -244,16 +259,7 @@ def answer(
                 held.counters[t, REFRESHED] += 1
             if slot < 0:
                 continue
-            whole = held.rows.shape[2]
-            if not stateless:
-                if asked[at] >= 0 and held.with_state[t, slot]:
-                    whole = width  # its state is here already
-                else:
-                    held.with_state[t, slot] = asked[at] == WITH_STATE
-            for j in range(U(whole)):
-                held.rows[t, U(slot), j] = came[U(p), j]
-            held.versions[t, slot] = versions[p]
-            held.checked[t, slot] = step
+            _store(held, t, slot, width, stateless, asked[at], step, versions, came, p)
             if held.due_at[t, slot] < NEVER:
                 dirty[again, 0], dirty[again, 1], dirty[again, 2] = t, slot, i
                 again += 1
@@ -329,33 +335,25 @@ def finish_prefetch(
                 continue
             held.coming[t, slot] = False
             version = held.versions[t, slot]
-            whole = held.rows.shape[2]
             if asked[i] == -1:
                 if not here or version >= 0:
                     continue
-                held.with_state[t, slot] = stateless
-                held.checked[t, slot] = LONG_AGO if held.pushed[t, slot] else step
-            else:
-                if version < 0 or held.pushed[t, slot]:
-                    continue
-                if not here:
-                    if version == asked[i]:
-                        held.checked[t, slot] = step
-                    continue
-                if not stateless:
-                    if asked[i] >= 0 and held.with_state[t, slot]:
-                        whole = width  # its state is here already
-                    else:
-                        held.with_state[t, slot] = asked[i] == WITH_STATE
-                held.checked[t, slot] = step
-                held.counters[t, REFRESHED] += 1
-                if held.due_at[t, slot] < NEVER:
-                    dirty[again, 0], dirty[again, 1] = t, slot
-                    again += 1
-            for j in range(U(whole)):
-                held.rows[t, U(slot), j] = came[U(at), j]
-            held.versions[t, slot] = versions[at]
+            elif version < 0 or held.pushed[t, slot]:
+                continue
+            elif not here:
+                if version == asked[i]:
+                    held.checked[t, slot] = step
+                continue
+            _store(held, t, slot, width, stateless, asked[i], step, versions, came, at)
             held.counters[t, MISSES] += 1
+            if version < 0:
+                if held.pushed[t, slot]:
+                    held.checked[t, slot] = LONG_AGO
+                continue
+            held.counters[t, REFRESHED] += 1
+            if held.due_at[t, slot] < NEVER:
+                dirty[again, 0], dirty[again, 1] = t, slot
+                again += 1
     return again
 
 

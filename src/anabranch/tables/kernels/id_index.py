@@ -70,18 +70,16 @@ def use(
     by_frequency: bool,
     settled: int,
     ids: Any,
-    admitted: Any,
     step: int,
     out: Any,
     reused: Any,
     left: Any,
 ) -> tuple[int, int, int]:
-    """Return the row of each id in a training step; admits the ids marked in ``admitted``. A row is used at most once
-    per step.
+    """Return the row of each id in a training step, new ones too. A row is used at most once per step.
 
     Returns the number of filled rows, the size of the heap, and the number of rows taken from other ids: ``reused``
     lists them, ``left`` their former ids. No row that this step has used is taken, nor one used in ``settled`` steps;
-    without another, a new id is not admitted: its row is -1.
+    without another, a new id has no row, -1.
     """
     taken = 0
     for i in range(ids.size):
@@ -94,7 +92,7 @@ def use(
     aside = 0
     waiting = np.empty(ids.size + 1, np.int64)
     for i in range(ids.size):
-        if out[i] >= 0 or not admitted[i]:
+        if out[i] >= 0:
             continue
         at = _place(keys, slots, ids[i])
         if slots[at] >= 0:  # just admitted, earlier in this batch
@@ -138,7 +136,7 @@ def use(
         if on_top:
             heap[0, 0], heap[0, 1] = 1 if by_frequency else 0, step
             sink(heap, heap_size)
-        elif heap.shape[0]:
+        else:
             heap_size = add(heap, heap_size, 1 if by_frequency else 0, step, row)
     for k in range(aside):
         row = waiting[k]

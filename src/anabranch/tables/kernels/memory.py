@@ -7,12 +7,11 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["KernelThreads", "as_array", "as_tensor", "working_dtype"]
+__all__ = ["KernelThreads", "as_array", "working_dtype"]
 
 _KERNEL_SECONDS = 600.0  # a kernel only touches memory; one that runs longer is a bug
 _SMALL = 1 << 15  # numbers below which waking a thread costs more than it saves
@@ -23,13 +22,6 @@ def as_array(tensor: Tensor) -> NDArray[Any]:
     """Return the memory of a contiguous CPU tensor as a flat array: bfloat16 as ``uint16``, float16 as ``int16``."""
     flat = tensor.detach().reshape(-1)
     return flat.view(_HALVES.get(flat.dtype, flat.dtype)).numpy()
-
-
-def as_tensor(array: NDArray[Any]) -> Tensor:
-    """Return the tensor over the memory of an array that ``as_array`` gave."""
-    tensor = torch.from_numpy(array)
-    dtype = {np.dtype(np.uint16): torch.bfloat16, np.dtype(np.int16): torch.float16}.get(array.dtype, tensor.dtype)
-    return tensor.view(dtype)
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -19,7 +19,7 @@ from numba.extending import intrinsic, overload
 
 from anabranch.tables.kernels._compiling import compiled
 
-__all__ = ["U", "coarse", "feistel", "fma", "inline", "kernel", "load", "mix", "number", "prefetch", "rounded"]
+__all__ = ["U", "coarse", "fma", "inline", "kernel", "load", "mix", "number", "permuted", "prefetch", "rounded"]
 
 Function = Callable[..., Any]
 U = np.uint64
@@ -166,8 +166,9 @@ def mix(x: Any) -> Any:
 
 
 @inline
-def feistel(value: Any, half: Any, mask: Any, key: Any, forward: bool) -> Any:
+def _feistel(value: Any, half: Any, key: Any, forward: bool) -> Any:
     """Return a keyed bijection of ``2 * half`` bits: four rounds, each half mixed into the other."""
+    mask = (U(1) << half) - U(1)
     left, right = value >> half, value & mask
     for turn in range(4):
         if forward:
@@ -177,3 +178,15 @@ def feistel(value: Any, half: Any, mask: Any, key: Any, forward: bool) -> Any:
             salt = key + U(3 - turn) * U(0x9E3779B97F4A7C15)
             left, right = right ^ (mix(left + salt) & mask), left
     return (left << half) | right
+
+
+@inline
+def permuted(value: Any, size: Any, half: Any, key: Any, forward: bool) -> Any:
+    """Return the place of ``value`` in a keyed permutation of ``range(size)``; without ``forward`` what is there.
+
+    The bijection is of the next power of four; a value outside the range follows its cycle until it is inside.
+    """
+    value = _feistel(value, half, key, forward)
+    while value >= size:
+        value = _feistel(value, half, key, forward)
+    return value

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from anabranch.tables.kernels.numbers import U, feistel, kernel, mix
+from anabranch.tables.kernels.numbers import U, kernel, mix, permuted
 
 _DIGIT = 11  # bits
 
@@ -22,7 +22,6 @@ def owners(ids: Any, starts: Any, limits: Any, halves: Any, keys: Any, shards: i
     many = U(shards)
     for t in range(limits.size):
         limit = limits[t]
-        bits, mask = U(halves[t]), (U(1) << U(halves[t])) - U(1)
         for i in range(starts[t], starts[t + 1]):
             if limit < 0:
                 out[i] = mix(U(ids[i]) ^ keys[t]) % many
@@ -32,10 +31,7 @@ def owners(ids: Any, starts: Any, limits: Any, halves: Any, keys: Any, shards: i
             if shards == 1:
                 out[i] = 0
                 continue
-            value = feistel(U(ids[i]), bits, mask, keys[t], True)
-            while value >= U(limit):
-                value = feistel(value, bits, mask, keys[t], True)
-            out[i] = value % many
+            out[i] = permuted(U(ids[i]), U(limit), U(halves[t]), keys[t], True) % many
     return -1
 
 
@@ -60,16 +56,9 @@ def arrange(owners: Any, kinds: Any, starts: Any, counts: Any, places: Any, orde
 
 @kernel
 def place(ids: Any, rows: int, half: int, key: Any, out: Any, forward: bool) -> None:
-    """Find the place of each id in a keyed permutation of ``range(rows)``; without ``forward`` the id at each place.
-
-    The bijection is of the next power of four; a value outside the range follows its cycle until it is inside.
-    """
-    bits, mask, end = U(half), (U(1) << U(half)) - U(1), U(rows)
+    """Find the place of each id in a keyed permutation of ``range(rows)``; without ``forward`` the id at each place."""
     for i in range(ids.size):
-        value = feistel(U(ids[i]), bits, mask, U(key), forward)
-        while value >= end:
-            value = feistel(value, bits, mask, U(key), forward)
-        out[i] = value
+        out[i] = permuted(U(ids[i]), U(rows), U(half), U(key), forward)
 
 
 @kernel

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from anabranch.tables.kernels.heap import add, drop_top, sink
-from anabranch.tables.kernels.numbers import U, feistel, inline, kernel, mix, prefetch
+from anabranch.tables.kernels.numbers import U, inline, kernel, mix, permuted, prefetch
 
 BLOCK = 1024  # rows, which belong to one table
 ROW = (1 << 40) - 1
@@ -115,12 +115,8 @@ def locate(
                 for i in range(begin, end):
                     rows[i] = base + ids[i]
             else:
-                half = U(facts[t, HALF])
-                mask = (U(1) << half) - U(1)
                 for i in range(begin, end):
-                    value = feistel(U(ids[i]), half, mask, key, True)
-                    while value >= U(size):
-                        value = feistel(value, half, mask, key, True)
+                    value = permuted(U(ids[i]), U(size), U(facts[t, HALF]), key, True)
                     if value % many != mine:
                         return np.int64(i), falls
                     rows[i] = base + np.int64(value // many)

@@ -52,17 +52,6 @@ class OnceTable(Generic[_Call]):
         self._kept: OrderedDict[RequestIdentity, int] = OrderedDict()
         self._kept_bytes = 0
 
-    @property
-    def epochs(self) -> frozenset[bytes]:
-        """The remembered clients."""
-        with self.lock:
-            return frozenset(self._epochs)
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of the kept answers."""
-        return self._kept_bytes
-
     def begin(self, identity: RequestIdentity, call: _Call, settled: int) -> _Call | Sequence[memoryview] | None:
         """Classify a request: return the call itself if it is new, the call it joins, or its old answer.
 
