@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import contextvars
+import functools
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -78,3 +86,99 @@ class Images(nn.Module):
         x += 1.0
         x = self.relu(x)
         return self.fc(x.mean((2, 3)))
+
+
+# A model whose code reads numbers from everywhere, and the ways to change them.
+
+NUMBER = 1.0
+VARIABLE = contextvars.ContextVar("VARIABLE", default=1.0)
+
+
+def helper() -> float:
+    return 1.0
+
+
+class Config:
+    scale = 1.0
+    mask: Tensor | None = None
+
+
+class Child(nn.Module):
+    """A layer whose class has a method that the model's code calls, and a forward that may be replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+    def factor(self) -> float:
+        return 1.0
+
+
+class Reads(nn.Module):
+    factor = other = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = Child(), Child(), Child()
+        self.config, self.number, self.array = Config(), 1.0, np.ones(1)
+        self.settings = SimpleNamespace(scale=1.0)
+        self.function, self.shift = torch.tanh, torch.ones(3, dtype=torch.float64)
+        self.deep = {"a": {"b": {"c": {"d": {"e": 1.0}}}}}
+
+    def method(self) -> float:
+        return 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        scale = self.factor * type(self).other * self.config.scale * self.number * float(self.array[0])
+        scale *= self.settings.scale * self.deep["a"]["b"]["c"]["d"]["e"] * self.method() * helper() * NUMBER
+        scale *= float(os.environ.get("ANABRANCH_TEST_SCALE", "1")) * VARIABLE.get() * self.b.factor()
+        x = self.b(x * scale)
+        return self.c(self.function(x) * scale + self.shift)
+
+
+def change_the_array(model: Reads, patch: pytest.MonkeyPatch) -> None:
+    model.array[0] = 2.0
+
+
+def change_the_tensor(model: Reads, patch: pytest.MonkeyPatch) -> None:
+    model.shift.mul_(2.0)
+
+
+def change_deep_inside(model: Reads, patch: pytest.MonkeyPatch) -> None:
+    model.deep["a"]["b"]["c"]["d"]["e"] = 2.0
+
+
+def set_the_variable(model: Reads, patch: pytest.MonkeyPatch) -> None:
+    VARIABLE.set(2.0)
+
+
+Change = Callable[[Reads, pytest.MonkeyPatch], None]
+CHANGES: dict[str, Change] = {
+    "class attribute by self": lambda model, patch: patch.setattr(Reads, "factor", 2.0),
+    "class attribute by type": lambda model, patch: patch.setattr(Reads, "other", 2.0),
+    "attribute of a class of settings": lambda model, patch: patch.setattr(Config, "scale", 2.0),
+    "attribute of an object of settings": lambda model, patch: patch.setattr(model.settings, "scale", 2.0),
+    "attribute": lambda model, patch: patch.setattr(model, "number", 2.0),
+    "NumPy array": change_the_array,
+    "dict five deep": change_deep_inside,
+    "method replaced on its class": lambda model, patch: patch.setattr(Reads, "method", lambda self: 2.0),
+    "method replaced on the class of a child": lambda model, patch: patch.setattr(Child, "factor", lambda self: 2.0),
+    "forward replaced on the class of a child": lambda model, patch: patch.setattr(
+        Child, "forward", lambda self, x: x @ self.weight * 2
+    ),
+    "helper replaced": lambda model, patch: patch.setitem(globals(), "helper", lambda: 2.0),
+    "global": lambda model, patch: patch.setitem(globals(), "NUMBER", 2.0),
+    "environment": lambda model, patch: patch.setenv("ANABRANCH_TEST_SCALE", "2"),
+    "context variable": set_the_variable,
+    "tensor changed in place": change_the_tensor,
+    "tensor replaced": lambda model, patch: setattr(model, "shift", model.shift * 2),
+    "lambda in place of a function": lambda model, patch: setattr(model, "function", lambda x: x + 1),
+    "partial in place of a function": lambda model, patch: setattr(
+        model, "function", functools.partial(torch.add, other=2.0)
+    ),
+    "hook on a layer": lambda model, patch: model.b.register_forward_hook(lambda module, args, output: output * 2),
+}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextvars
 import functools
 import gc
-import os
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import numpy as np
+import pipeline_ranks_job as job
 import pytest
 import torch
-from pipeline_models import assert_same_gradients, close
+from pipeline_models import close
+from split_models import CHANGES, Change, Child, Config, Reads
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -20,117 +20,12 @@ from anabranch import Executor, TrainStep
 from anabranch.errors import CaptureError
 from anabranch.pipeline import Pipe, split
 
-NUMBER = 1.0
-VARIABLE = contextvars.ContextVar("VARIABLE", default=1.0)
-
-
-def helper() -> float:
-    return 1.0
-
-
-class Config:
-    scale = 1.0
-
-
-class Child(nn.Module):
-    """A layer whose class has a method that the model's code calls, and a forward that may be replaced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
-
-    def factor(self) -> float:
-        return 1.0
-
-
-class Reads(nn.Module):
-    factor = other = 1.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = Child(), Child(), Child()
-        self.config, self.number, self.array = Config(), 1.0, np.ones(1)
-        self.settings = SimpleNamespace(scale=1.0)
-        self.deep = {"a": {"b": {"c": {"d": {"e": 1.0}}}}}
-
-    def method(self) -> float:
-        return 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.a(x)
-        scale = self.factor * type(self).other * self.config.scale * self.number * float(self.array[0])
-        scale *= self.settings.scale * self.deep["a"]["b"]["c"]["d"]["e"] * self.method() * helper() * NUMBER
-        scale *= float(os.environ.get("ANABRANCH_TEST_SCALE", "1")) * VARIABLE.get() * self.b.factor()
-        x = self.b(x * scale)
-        return self.c(torch.tanh(x) * scale)
-
-
-def change_the_array(model: Reads, patch: pytest.MonkeyPatch) -> None:
-    model.array[0] = 2.0
-
-
-def change_deep_inside(model: Reads, patch: pytest.MonkeyPatch) -> None:
-    model.deep["a"]["b"]["c"]["d"]["e"] = 2.0
-
-
-def set_the_variable(model: Reads, patch: pytest.MonkeyPatch) -> None:
-    VARIABLE.set(2.0)
-
-
-Change = Callable[[Reads, pytest.MonkeyPatch], None]
-CHANGES: dict[str, Change] = {
-    "class attribute by self": lambda model, patch: patch.setattr(Reads, "factor", 2.0),
-    "class attribute by type": lambda model, patch: patch.setattr(Reads, "other", 2.0),
-    "attribute of a class of settings": lambda model, patch: patch.setattr(Config, "scale", 2.0),
-    "attribute of an object of settings": lambda model, patch: patch.setattr(model.settings, "scale", 2.0),
-    "attribute": lambda model, patch: patch.setattr(model, "number", 2.0),
-    "NumPy array": change_the_array,
-    "dict five deep": change_deep_inside,
-    "method replaced on its class": lambda model, patch: patch.setattr(Reads, "method", lambda self: 2.0),
-    "method replaced on the class of a child": lambda model, patch: patch.setattr(Child, "factor", lambda self: 2.0),
-    "forward replaced on the class of a child": lambda model, patch: patch.setattr(
-        Child, "forward", lambda self, x: x @ self.weight * 2
-    ),
-    "helper replaced": lambda model, patch: patch.setitem(globals(), "helper", lambda: 2.0),
-    "global": lambda model, patch: patch.setitem(globals(), "NUMBER", 2.0),
-    "environment": lambda model, patch: patch.setenv("ANABRANCH_TEST_SCALE", "2"),
-    "context variable": set_the_variable,
-}
-
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_changes_between_two_calls_is_seen(change: Change, monkeypatch: pytest.MonkeyPatch):
-    model, plain = Reads(), Reads()
-    plain.load_state_dict(model.state_dict())
-    x = torch.randn(4, 3, dtype=torch.float64)
-
-    def compare() -> None:
-        with Pipe(parts, [1, 1], chunks=3, checkpoint="always") as pipe:
-            for _ in range(2):
-                pipe(x).square().sum().backward()
-                expected = plain(x)
-                expected.square().sum().backward()
-                assert_same_gradients(model, plain)
-                result = pipe.step(x, loss=lambda output, _: output.square().sum(), reduction="sum")
-                assert close(result.loss, expected.square().sum())
-                model.zero_grad()
-                plain.zero_grad()
-                assert close(parts(x), expected)
-
-    parts = split(model, ["b"], example=x)
-
-    def run() -> None:
-        compare()
-        for one in (model, plain):
-            change(one, monkeypatch)
-        before = plain(x)
-        compare()
-        assert not torch.equal(before, x @ plain.a.weight @ plain.b.weight)
-
-    contextvars.copy_context().run(run)
+    monkeypatch.setattr(job, "ALONE", True)
+    monkeypatch.setattr(job, "WORLD", 2)
+    contextvars.copy_context().run(job.changed_code, change)
 
 
 def test_an_annealed_class_attribute_trains_as_in_the_plain_loop(monkeypatch: pytest.MonkeyPatch):
@@ -358,14 +253,6 @@ def test_a_tensor_outside_the_copy_is_not_changed_but_refused(what: str):
     assert not any(tensor.any() for tensor in tensors)
 
 
-def test_symbolic_tracing_changes_no_tensor_of_the_user():
-    model = Changes("buffer in a closure")
-    with pytest.raises(CaptureError, match="in place"):
-        split(model, ["b"])
-    assert model.n._version == 0
-    assert not model.n.any()
-
-
 def test_a_module_that_changes_a_plain_tensor_does_so_once_a_call():
     class Ticks(nn.Module):
         def __init__(self) -> None:
@@ -381,27 +268,6 @@ def test_a_module_that_changes_a_plain_tensor_does_so_once_a_call():
     assert model[1].calls._version == 0
     parts(x)
     assert model[1].calls == 1
-
-
-@pytest.mark.parametrize("forked", [False, True])
-def test_a_seeding_between_modules_is_refused_and_undone(forked: bool):
-    class Seeds(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.a(x)
-            with torch.random.fork_rng(devices=[], enabled=forked):
-                torch.manual_seed(torch.initial_seed() + 1)
-                x = x * torch.rand(3)
-            return self.b(x)
-
-    model = Seeds()
-    state = torch.get_rng_state()
-    with pytest.raises(CaptureError, match=r"test_code_between_modules.py:\d+ .*seeded between the modules.*glue="):
-        split(model, ["b"], example=torch.ones(2, 3))
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 MASKS: dict[object, object] = {}
@@ -423,27 +289,18 @@ def of_pairs(n: int) -> tuple[Tensor, list[Tensor]]:
     return torch.ones(n, n).tril(), [torch.ones(n)]
 
 
-def on_an_object(n: int) -> Tensor:
-    if not hasattr(Config, "mask"):
+def by_class(n: int) -> Tensor:
+    if Config.mask is None:
         Config.mask = torch.ones(n, n).tril()
     return Config.mask
 
 
-def by_global(n: int) -> Tensor:
-    if "mask" not in globals():
-        globals()["mask"] = torch.ones(n, n).tril()
-    return globals()["mask"]
-
-
 def forget_masks() -> None:
     global MASK
-    MASK = None
+    MASK = Config.mask = None
     MASKS.clear()
     by_lru_cache.cache_clear()
     of_pairs.cache_clear()
-    globals().pop("mask", None)
-    if hasattr(Config, "mask"):
-        del Config.mask
 
 
 MASK: Tensor | None = None
@@ -472,7 +329,7 @@ class Whole(nn.Sequential):
         super().__init__(Masks(mask), nn.Linear(3, 3))
 
 
-MEMOS = [by_dict, by_lru_cache, lambda n: of_pairs(n)[0], on_an_object, by_global, by_global_statement]
+MEMOS = [by_dict, by_lru_cache, lambda n: of_pairs(n)[0], by_class, by_global_statement]
 
 
 def tensors_without_memory() -> set[int]:
@@ -514,22 +371,6 @@ def test_a_mask_kept_by_a_whole_module_is_a_real_one(mask: Callable[[int], Tenso
         forget_masks()
         torch.testing.assert_close(y, model(x))
     forget_masks()
-
-
-def test_a_trace_without_an_example_leaves_nothing_of_its_own_behind():
-    class Keeps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            if "bias" not in MASKS:
-                MASKS["bias"] = self.a(x) * 0.0
-            return self.b(x + MASKS["bias"])
-
-    forget_masks()
-    split(Keeps(), ["b"])
-    assert not MASKS
 
 
 def test_a_refused_trace_leaves_nothing_without_memory_behind():

@@ -17,7 +17,7 @@ from anabranch.pipeline.links.packet_codec import (
     pack_message,
     unpack_message,
 )
-from anabranch.pipeline.schedule.actions import Kind
+from anabranch.pipeline.schedule.schedule import Kind
 from anabranch.pipeline.stage.packet import cut
 
 

@@ -16,7 +16,7 @@ from anabranch import Pipe
 from anabranch.autodiff.moved_parameter import Elsewhere
 from anabranch.pipeline import split
 from anabranch.pipeline.stage.partition import flatten_layers, split_layers
-from anabranch.pipeline.stage.stage_placement import describe_split, leave_to_others
+from anabranch.pipeline.stage.stage_placement import leave_to_others
 
 GROUP = cast("dist.ProcessGroup", None)
 
@@ -74,15 +74,6 @@ def test_everything_else_goes_on_and_memory_is_freed() -> None:
     assert not any(p.requires_grad for p in copy.deepcopy(model).parameters())
     with Pipe(model[:2], [1, 1]) as pipe:
         assert pipe(torch.ones(2, 4)).shape == (2, 4)
-
-
-def test_another_pipe_needs_what_is_here() -> None:
-    model = left()
-    stages = split_layers(model, flatten_layers(model), [2, 2])
-    with Pipe(model, [2, 2]) as pipe, pytest.raises(ValueError, match=r"2.weight is on rank 1"):
-        pipe(torch.ones(2, 4))
-    assert "2.weight is on rank 1" in describe_split(stages, pipe._schedules, [1])
-    assert "2.weight is on rank 1" not in describe_split(stages, pipe._schedules, [0])
 
 
 def test_a_model_is_split_by_its_code_where_others_have_its_parameters() -> None:

@@ -173,17 +173,6 @@ def test_a_pipe_describes_stages_skips_and_after_a_call_times_and_bytes():
         assert all(line.count(" ms") == 2 for line in after[2:])
 
 
-def test_one_process_clips_as_the_unsplit_module():
-    model = skipping_model()
-    with Pipe(model, [6, 5], chunks=2) as pipe:
-        pipe(torch.randn(4, 5, dtype=torch.float64)).sum().backward()
-        grads = [parameter.grad.clone() for parameter in model.parameters()]
-        norm = pipe.clip_grad_norm(0.5)
-    torch.testing.assert_close(norm, torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in grads])))
-    clipped = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-    torch.testing.assert_close(torch.linalg.vector_norm(clipped), torch.tensor(0.5, dtype=torch.float64))
-
-
 @given(st.sampled_from(["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"]), st.integers(1, 6))
 def test_every_action_is_in_the_drawing_and_in_the_picture(tmp_path_factory: pytest.TempPathFactory, name: str, m: int):
     schedule = make_schedule(name, 4, m)

@@ -2,28 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import pipeline_ranks_job as job
 import pytest
+import torch
 
 from anabranch.launch import Patience
 from anabranch.testing import LocalJob
 
 SCRIPT = Path(__file__).with_name("pipeline_ranks_job.py")
-OVER_GLOO = {"PIPELINE_POST": "gloo"}
-"""Ranks of one host use shared memory unless they are told not to."""
 
 
-def test_ranks_compute_and_fail_like_one_process(tmp_path: Path):
+def test_ranks_compute_and_fail_like_one_process():
     """A job for all of it: outputs and gradients, random numbers, clipping, state, mistakes, failures, pipes left open.
 
     What each of them is says the function of that name in the job, and the test below that runs it on more ranks.
     """
-    checks = ("exact", "random_numbers", f"clipping_and_checkpoints:{tmp_path}", "mistakes")
+    checks = ("exact", "random_numbers", "clipping_and_checkpoints", "mistakes")
     result = LocalJob(2).run(SCRIPT, *checks, "failures:1F1B,ZBV", "left_open").check()
+    ends = [tuple(end) for found in result.results for end in found["arrows"]]
+    sent, received = (sorted(name for way, name in ends if way == which) for which in ("send", "receive"))
+    assert len(sent) >= 4
+    assert sent == received, "each message's two ends have one name, whichever ranks they are on"
     for found in result.results:
         assert found["tried"] >= 40
         assert found["longest"] < 20.0  # of 30; a tenth of a second where the machine is free
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict]:
+    """Runs a function of the job in this process, which has the stages of as many ranks."""
+
+    def run(function: Callable[..., dict], ranks: int, *arguments: str) -> dict:
+        monkeypatch.setattr(job, "ALONE", True)
+        monkeypatch.setattr(job, "WORLD", ranks)
+        torch.manual_seed(0)
+        return function(*arguments)
+
+    return run
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("ranks", [3, 2, 1, 4])
+def test_stages_of_one_process_are_the_unsplit_module(alone: Callable[..., dict], ranks: int):
+    alone(job.exact, ranks, "all")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_one_process_clips_and_its_state_fits_another_split(alone: Callable[..., dict], ranks: int):
+    alone(job.clipping_and_checkpoints, ranks)
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("schedule", job.SCHEDULES)
+def test_a_failure_of_any_stage_of_one_process_is_the_original_and_leaves_no_gradient(
+    alone: Callable[..., dict], schedule: str
+):
+    assert alone(job.failures, 2, schedule)["tried"] >= 24
 
 
 @pytest.mark.slow
@@ -39,10 +76,9 @@ def test_the_code_between_modules_is_read_at_every_call_on_every_rank(ranks: int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", [("exact:all", "mistakes"), ("failures:1F1B,ZBV",)], ids=str)
-def test_so_they_are_over_gloo_alone(what: tuple[str, ...]):
+def test_so_they_are_over_gloo_alone():
     """As between hosts."""
-    LocalJob(2, environment=OVER_GLOO).run(SCRIPT, *what).check()
+    LocalJob(2, environment={"PIPELINE_OVER_GLOO": "1"}).run(SCRIPT, "exact:all", "mistakes").check()
 
 
 @pytest.mark.slow
@@ -51,8 +87,8 @@ def test_three_ranks_draw_the_same_numbers_as_one_process():
 
 
 @pytest.mark.slow
-def test_clipping_spans_three_stages_and_state_fits_another_split(tmp_path: Path):
-    LocalJob(3).run(SCRIPT, f"clipping_and_checkpoints:{tmp_path}").check()
+def test_clipping_spans_three_stages_and_state_fits_another_split():
+    LocalJob(3).run(SCRIPT, "clipping_and_checkpoints").check()
 
 
 @pytest.mark.slow
@@ -76,9 +112,8 @@ def test_pipelines_of_a_grid_run_side_by_side():
     LocalJob(4).run(SCRIPT, "grid").check()
 
 
-@pytest.mark.parametrize("environment", [{}, pytest.param(OVER_GLOO, marks=pytest.mark.slow)], ids=str)
-def test_a_stopped_rank_is_found_by_its_heartbeats_and_the_pipe_works_when_it_resumes(environment: dict[str, str]):
-    found = LocalJob(2, environment=environment).run(SCRIPT, "stopped").check().results
+def test_a_stopped_rank_is_found_by_its_heartbeats_and_the_pipe_works_when_it_resumes():
+    found = LocalJob(2).run(SCRIPT, "stopped").check().results
     assert found[0]["peer"] == "rank 1"
     assert "its process is stopped" in found[0]["text"]
     assert found[0]["step"] == 1
@@ -86,9 +121,8 @@ def test_a_stopped_rank_is_found_by_its_heartbeats_and_the_pipe_works_when_it_re
     assert found[1]["type"].endswith("PeerLost")
 
 
-@pytest.mark.parametrize("environment", [{}, pytest.param(OVER_GLOO, marks=pytest.mark.slow)], ids=str)
-def test_a_killed_rank_is_named_at_once(environment: dict[str, str]):
-    result = LocalJob(2, environment=environment, patience=Patience(failure=60.0)).run(SCRIPT, "killed")
+def test_a_killed_rank_is_named_at_once():
+    result = LocalJob(2, patience=Patience(failure=60.0)).run(SCRIPT, "killed")
     assert result.exit_codes[1] == -9
     assert result.results[0]["peer"] == "rank 1"
     assert result.results[0]["seconds"] < 30.0  # of 60

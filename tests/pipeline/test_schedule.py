@@ -132,18 +132,18 @@ def test_a_schedule_survives_a_file(tmp_path_factory: pytest.TempPathFactory, sc
     [
         ("{}", "does not hold a schedule"),
         ("not json", "does not hold a schedule"),
-        ('{"name":"x","stages":1,"microbatches":1,"rank_of":[0],"actions":[["F0.0"]]}', "1 of 2 actions"),
-        ('{"name":"x","stages":1,"microbatches":1,"rank_of":[0],"actions":[["B0.0","F0.0"]]}', "before its F"),
-        ('{"name":"x","stages":1,"microbatches":1,"rank_of":[0],"actions":[["F0.0","F0.0"]]}', "twice"),
-        ('{"name":"x","stages":1,"microbatches":1,"rank_of":[0],"actions":[["Q0.0"]]}', "not an action"),
-        ('{"name":"x","stages":1,"microbatches":1,"rank_of":[0],"actions":[["F1.0"]]}', "is out of range"),
+        ('{"name":"x","stages":1,"microbatches":1,"rank_of":[0],"actions":[[["F",0,0]]]}', "1 of 2 actions"),
+        ('{"name":"x","stages":1,"microbatches":1,"rank_of":[0],"actions":[[["B",0,0],["F",0,0]]]}', "before its F"),
+        ('{"name":"x","stages":1,"microbatches":1,"rank_of":[0],"actions":[[["F",0,0],["F",0,0]]]}', "twice"),
+        ('{"name":"x","stages":1,"microbatches":1,"rank_of":[0],"actions":[[["Q",0,0]]]}', "Invalid enum value 'Q'"),
+        ('{"name":"x","stages":1,"microbatches":1,"rank_of":[0],"actions":[[["F",1,0]]]}', "is out of range"),
         (
-            '{"name":"x","stages":1,"microbatches":1,"rank_of":[1],"actions":[["F0.0","B0.0"]]}',
+            '{"name":"x","stages":1,"microbatches":1,"rank_of":[1],"actions":[[["F",0,0],["B",0,0]]]}',
             "its stage is on rank 1",
         ),
         (
             '{"name":"x","stages":2,"microbatches":2,"rank_of":[0,1],"actions":'
-            '[["F0.0","B0.0","F0.1","B0.1"],["F1.0","F1.1","B1.1","B1.0"]]}',
+            '[[["F",0,0],["B",0,0],["F",0,1],["B",0,1]],[["F",1,0],["F",1,1],["B",1,1],["B",1,0]]]}',
             "never ends",
         ),
     ],

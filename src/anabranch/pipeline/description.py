@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from anabranch.autodiff.moved_parameter import Switch
 from anabranch.pipeline.stage.stage import OUTSIDE, Stage
 
-__all__ = ["Observed", "StageCosts", "costs_of", "describe"]
-
 
 @dataclass(slots=True)
 class Observed:

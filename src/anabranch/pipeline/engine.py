@@ -35,16 +35,13 @@ from anabranch.pipeline.description import Observed
 from anabranch.pipeline.links.connection import RankConnection
 from anabranch.pipeline.links.inbox import Inbox
 from anabranch.pipeline.links.packet_codec import Facts, Header, PacketFault, pack, pack_message
-from anabranch.pipeline.schedule.actions import PHASES, Action, Kind
+from anabranch.pipeline.schedule.schedule import PHASES, SENT_AS, Action, Kind
 from anabranch.pipeline.stage.packet import Message, Packet, size_of
 from anabranch.pipeline.stage.stage import OUTSIDE, StageRun
 from anabranch.record import fault_points, spans
 from anabranch.tensors import Structure, flatten
 from anabranch.tensors.tree_codec import decode, encode
 
-__all__ = ["StageEngine", "Outcome"]
-
-_MOST_WORDS = 1 << 16
 _FAREWELL_SECONDS = 0.5
 _pipes = itertools.count()
 
@@ -94,7 +91,7 @@ class StageEngine:
         self.bytes_sent = 0
 
     def __reduce__(self) -> tuple[type[StageEngine], tuple[tuple[int, ...], float]]:
-        """Return a copy of a pipe starts its own threads."""
+        """Make the engine of a copied pipe, which starts its own threads."""
         return StageEngine, (self._rank_of, self._timeout)
 
     @contextmanager
@@ -154,7 +151,6 @@ class StageEngine:
             ended = self._inbox.bodies
             waiting = [peer for peer in self._peers if peer not in ended]
             self._wait(lambda: len(ended) == len(self._peers), "end", waiting)
-            self._connection.channel.look()
             if self._inbox.fault:
                 raise Aborted
             for body in ended.values():
@@ -181,12 +177,8 @@ class StageEngine:
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         action = self._failure[1] if self._failure is not None and self._failure[0] is error else None
         where = (None, None, None) if action is None else (action.stage, action.microbatch, PHASES[action.kind])
-        try:
-            message = str(error)
-        except Exception:  # noqa: BLE001 - whatever it raises, the others must hear of the failure
-            message = "<str() of the error failed>"
         text = "".join(traceback.format_exception(error))
-        return PacketFault(self._connection.names[self.rank], name, _sendable(message), _sendable(text), *where)
+        return PacketFault(self._connection.names[self.rank], name, _sendable(str(error)), _sendable(text), *where)
 
     def _send(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> None:
         assert self._connection is not None
@@ -196,11 +188,14 @@ class StageEngine:
     def _wait(self, ready: Callable[[], bool], what: str, ranks: Sequence[int]) -> None:
         """Wait for ``ready()``, which looks at the inbox; other processes' ``ranks`` are waited for."""
         assert self._connection is not None
-        inbox, channel = self._inbox, self._connection.channel
+        inbox = self._inbox
+
+        def ended() -> bool:
+            return ready() or bool(inbox.fault or inbox.lost or inbox.other_operation)
 
         def done(seconds: float) -> bool:
-            channel.wait_for(lambda: ready() or bool(inbox.fault or inbox.lost or inbox.other_operation), seconds)
             with inbox.changed:
+                inbox.changed.wait_for(ended, seconds)
                 if ready():
                     return True
                 if inbox.fault:
@@ -348,7 +343,7 @@ class StageEngine:
         """Wait for the message of a receiving action."""
         assert action.peer is not None
         inbox = self._inboxes[self._rank_of[action.stage]]
-        key = (_SENT_AS[action.kind], action.peer, action.stage, action.microbatch)
+        key = (SENT_AS[action.kind], action.peer, action.stage, action.microbatch)
         data = inbox.data
         if self._connection is not None:
             self._wait(lambda: key in data, str(action), [self._rank_of[action.peer]])
@@ -376,9 +371,6 @@ class StageEngine:
             self._connection.close()
 
 
-_SENT_AS = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}
-
-
 class _Run:
     """One run of the actions of all ranks here; each touches only its own stages."""
 
@@ -402,8 +394,6 @@ class _Run:
         engine, inbox = self._engine, self._engine._inboxes[rank]
         seconds = self.outcome.observed.seconds
         for action in actions:
-            if engine._connection is not None:
-                engine._connection.channel.look()
             if inbox.fault:
                 raise Aborted
             computing = _COMPUTING.get(action.kind)
@@ -415,7 +405,7 @@ class _Run:
                 continue
             key = computing, action.stage, action.microbatch
             began = spans.begin()
-            if action.kind in _SENT_AS:
+            if action.kind in SENT_AS:
                 message = engine.receive(action)
                 self._in.setdefault(key, {})[cast(int, action.peer)] = message
             else:
@@ -432,7 +422,7 @@ class _Run:
 
     def _record(self, began: int, action: Action, message: Message) -> None:
         """Record a transfer for a trace."""
-        receives = action.kind in _SENT_AS
+        receives = action.kind in SENT_AS
         stages = (action.peer, action.stage) if receives else (action.stage, action.peer)
         way = "activations" if action.kind in (Kind.SEND_F, Kind.RECV_F) else "gradients"
         name = f"{self._name}/{way} {stages[0]}>{stages[1]}.{action.microbatch}"
@@ -486,10 +476,7 @@ def _bytes(message: Message) -> int:
 
 
 def _sendable(text: str) -> str:
-    """Return the text as valid UTF-8, without the middle of a very long one, so that waiting ranks get it at once."""
-    if len(text) > _MOST_WORDS:
-        half = _MOST_WORDS // 2
-        text = f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+    """Return the text as UTF-8, which names of files need not be."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 

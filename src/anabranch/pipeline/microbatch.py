@@ -21,8 +21,6 @@ from anabranch.tensors import Structure, flatten, paths, unflatten
 if TYPE_CHECKING:
     from optree import PyTreeSpec
 
-__all__ = ["Batch", "NoChunk", "Part", "gather", "microbatch_sizes", "open_whole", "scatter"]
-
 
 class NoChunk:
     """A value that a pipe does not cut: every microbatch gets it whole.

@@ -49,8 +49,7 @@ from anabranch.pipeline.schedule.schedules_of_pipe import (
     recomputed_actions,
 )
 from anabranch.pipeline.stage.deferred_batch_norm import defer_batch_norms
-from anabranch.pipeline.stage.outline import outline, refuse_changes
-from anabranch.pipeline.stage.partition import Layer, flatten_layers, keywords_of, split_layers
+from anabranch.pipeline.stage.partition import Layer, flatten_layers, keywords_of, outline, refuse_changes, split_layers
 from anabranch.pipeline.stage.skips import verify_skippables
 from anabranch.pipeline.stage.stage import OUTSIDE, LooseLeaves, StagePlan, StageRun
 from anabranch.pipeline.stage.stage_placement import (
@@ -63,9 +62,6 @@ from anabranch.pipeline.stage.stage_placement import (
     place_stages,
 )
 from anabranch.tensors import Structure
-
-__all__ = ["Checkpoint", "Loss", "Pipe", "Reduction", "StepResult"]
-
 
 _LEFT_OUT = cast("dist.ProcessGroup", object())
 """An argument was not passed: no process group, not even ``None``, which ``dist.group.WORLD`` is before it is

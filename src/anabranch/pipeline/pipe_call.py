@@ -25,14 +25,11 @@ from anabranch.autodiff.grad_sessions import boundary_entry
 from anabranch.pipeline.engine import Outcome, StageEngine
 from anabranch.pipeline.microbatch import Batch, Part, gather
 from anabranch.pipeline.parts.split_call import SplitCall
-from anabranch.pipeline.schedule.actions import Action, Kind
+from anabranch.pipeline.schedule.schedule import Action, Kind
 from anabranch.pipeline.stage.packet import Gradients, Message, Packet
 from anabranch.pipeline.stage.partition import keywords_of
 from anabranch.pipeline.stage.stage import OUTSIDE, Head, Stage, StageRun
 from anabranch.tensors import Structure, flatten, paths, unflatten
-
-__all__ = ["Loss", "LossOfStep", "PipeCall", "Reduction", "Tie", "Weigh", "deliver", "make_head", "open_portal"]
-
 
 Loss: TypeAlias = Callable[[Structure, Structure], Tensor]
 """A function from output and target to one number."""

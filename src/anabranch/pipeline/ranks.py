@@ -16,12 +16,10 @@ from anabranch.pipeline.description import StageCosts, costs_of
 from anabranch.pipeline.microbatch import microbatch_sizes
 from anabranch.pipeline.pipe import Pipe
 from anabranch.pipeline.pipe_call import Loss, LossOfStep, Reduction, Weigh, deliver
-from anabranch.pipeline.schedule.actions import PHASES, Action
+from anabranch.pipeline.schedule.schedule import PHASES, Action
 from anabranch.pipeline.schedule.simulator import Simulation, simulate
 from anabranch.tensors import Structure
 from anabranch.tensors.dtypes import dtype_name, dtype_named
-
-__all__ = ["PipeRanks", "Shared"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,7 +124,7 @@ class _Around:
     """The names of the parts of a container, and the container without them."""
 
     names: tuple[object, ...]
-    shell: Any = field(compare=False)
+    shell: Any = field(compare=False, repr=False)  # a treedef reads the same in every process
 
 
 def _copied(

@@ -3,5 +3,3 @@
 Open ``inbox.py``, where messages arrive, then ``connection.py`` for the ranks of other processes. ``packet_codec.py``
 has the wire format of tensors.
 """
-
-__all__: list[str] = []

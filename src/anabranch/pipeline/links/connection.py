@@ -1,7 +1,7 @@
 """The other processes of a pipeline: their ranks, what carries messages to them, and waits that watch them.
 
-Messages go over a ``Channel``: in shared memory if all ranks are on one host, else over the group's gloo. A wait for
-messages has a deadline, and checks the peers' heartbeats meanwhile. Tensors of GPUs go over the host.
+Messages go over the group's gloo, their tensors in shared memory if all ranks are on one host. A wait for messages has
+a deadline, and checks the peers' heartbeats meanwhile. Tensors of GPUs go over the host.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,22 +20,15 @@ from anabranch.deadline import Deadline
 from anabranch.liveness.group import Group
 from anabranch.liveness.meeting import end_without_waiting, interruptible
 from anabranch.liveness.peers import Identity, peers_of_job
-from anabranch.pipeline.links.gloo_channel import GlooChannel
+from anabranch.pipeline.links.channel import Channel
 from anabranch.pipeline.links.inbox import Inbox
-from anabranch.pipeline.links.shared_memory_channel import SharedMemoryChannel, meet
-
-__all__ = ["Channel", "RankConnection"]
+from anabranch.pipeline.links.shared_memory import SharedMemory
 
 _TEXT_BYTES = 256
-_CONNECT_SECONDS = 30.0
 _LAST_SECONDS = 2.0
 _FIRST_TAG = 0x70697065
 # Pipes on one group are separated by their tags; ranks make them in the same order.
 _tags: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
-
-
-Channel: TypeAlias = GlooChannel | SharedMemoryChannel
-"""Carries messages to and from the other ranks, in order between any two."""
 
 
 class RankConnection:
@@ -72,17 +64,13 @@ class RankConnection:
         self.rank, self.names = self._members.rank, self._members.ranks
         self.peers = [peer for peer in range(self._members.size) if peer != self.rank]
         self.inbox = Inbox(self.peers)
-        self._check_alike(likeness)
+        self._check_alike(likeness if shared_memory else f"{likeness} over gloo")
         identities = [Identity.decode(text) for text in self._gather(peers.identity.encode())]
         peers.know(dict(zip(self.names, identities, strict=True)), heartbeat)
         tag = next(_tags.setdefault(group, itertools.count(_FIRST_TAG)))
         self.name = f"pipe {','.join(map(str, self.names))}/{tag}"
         shares = shared_memory and len({identity.host for identity in identities}) == 1
-        all_share = all(answer == "yes" for answer in self._gather("yes" if shares else "no"))
-        sockets = meet(self.rank, self._gather, _CONNECT_SECONDS) if all_share else None
-        self.channel: Channel = (
-            GlooChannel(group, tag, self.inbox) if sockets is None else SharedMemoryChannel(sockets, self.inbox)
-        )
+        self.channel = Channel(group, tag, self.inbox, SharedMemory.meet(self._gather) if shares else None)
         # Nothing that holds this object: the channel's threads end when the last reference to it goes.
         self._noticed = partial(_noticed, self.names, self.inbox)
         leave = partial(_exit_without_lost_ranks, self.channel)

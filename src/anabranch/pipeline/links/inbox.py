@@ -1,4 +1,4 @@
-"""Messages that have arrived at a rank in the current turn, over any channel."""
+"""Messages that have arrived at a rank in the current turn."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from anabranch.pipeline.links.packet_codec import Header, PacketFault, unpack, unpack_message
-from anabranch.pipeline.schedule.actions import Kind
+from anabranch.pipeline.schedule.schedule import Kind
 from anabranch.pipeline.stage.packet import Message
 from anabranch.tensors import Structure
-
-__all__ = ["Inbox", "Key"]
 
 Key = tuple[Kind, int, int, int]
 """Of a message: the kind of the action that sends it, the stages from which and to which, and the microbatch."""

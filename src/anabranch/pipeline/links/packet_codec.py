@@ -14,27 +14,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from anabranch.pipeline.schedule.actions import Kind
+from anabranch.pipeline.links.shared_memory import Slot
+from anabranch.pipeline.schedule.schedule import Kind
 from anabranch.pipeline.stage.packet import Gradients, Message, Packet
 from anabranch.tensors import Structure, flatten
 from anabranch.tensors.dtypes import dtype_name, dtype_named
 from anabranch.tensors.tree_codec import Path, decode, encode
-
-__all__ = [
-    "Facts",
-    "Header",
-    "InputKind",
-    "PacketFault",
-    "bytes_of",
-    "decode_header",
-    "describe",
-    "described",
-    "encode_header",
-    "pack",
-    "pack_message",
-    "unpack",
-    "unpack_message",
-]
 
 HEADER_BYTES = 1024
 """Size of every header; a longer one continues in a second message, whose size it gives."""
@@ -74,7 +59,10 @@ class PacketFault(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Header(msgspec.Struct, array_like=True, frozen=True):
-    """A message's header: a sending action's data, a value that all ranks are given, or a turn's end."""
+    """A message's header: a sending action's data, a value that all ranks are given, or a turn's end.
+
+    The bytes of ``tensors`` follow it, or are in ``slot`` of shared memory.
+    """
 
     turn: int
     operation: str
@@ -85,6 +73,7 @@ class Header(msgspec.Struct, array_like=True, frozen=True):
     body: object = None
     tensors: list[tuple[str, list[int]]] = []
     fault: PacketFault | None = None
+    slot: Slot | None = None
 
 
 def encode_header(header: Header) -> list[Tensor]:

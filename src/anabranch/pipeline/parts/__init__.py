@@ -3,5 +3,3 @@
 It is not a compiler: every module between two cuts runs unchanged. Open ``split.py`` for the users' function, then
 ``tracing.py``, which records the code between those modules, and ``part_program.py``, which runs it.
 """
-
-__all__: list[str] = []

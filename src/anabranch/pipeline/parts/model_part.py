@@ -6,16 +6,15 @@ the code around these. The sequence has the model's tree, so a walk over it sees
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import cast
 
 from torch import nn
 
 from anabranch.pipeline.parts.part_program import HeldTensor
 from anabranch.pipeline.stage.skips import declaration_of
-
-__all__ = ["ModelPart", "PartedModel", "has_state", "is_within", "join_parts"]
 
 
 class ModelPart(nn.Module, ABC):
@@ -150,3 +149,23 @@ def has_state(module: nn.Module) -> bool:
 def is_within(path: str, unit: str) -> bool:
     """Return True if the module named ``path`` is ``unit`` or inside it."""
     return path == unit or path.startswith(f"{unit}.")
+
+
+def accepted_keywords(
+    forward: Callable[..., object], given: Iterable[str], positional: int, *, rest: bool = False
+) -> tuple[str, ...]:
+    """Return those of the ``given`` names that ``forward`` has a parameter for.
+
+    Its first ``positional`` parameters are taken. ``rest``: one that takes any name takes all of them.
+    """
+    try:
+        parameters = inspect.signature(forward).parameters.values()
+    except (TypeError, ValueError):  # written in C, or scripted
+        return ()
+    in_order = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    free = {p.name for p in in_order[positional:] if p.kind is p.POSITIONAL_OR_KEYWORD}
+    free.update(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+    if rest and any(p.kind is p.VAR_KEYWORD for p in parameters):
+        bound = {p.name for p in in_order[:positional]}
+        return tuple(name for name in given if name not in bound)
+    return tuple(name for name in given if name in free)

@@ -14,16 +14,17 @@ import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.errors import CaptureError
-from anabranch.pipeline.parts.trees import Tree, build, take_apart
+from anabranch.tensors import flatten, unflatten
 
-__all__ = ["HeldTensor", "Instruction", "PartProgram", "Slot", "TensorForm", "is_plain"]
+if TYPE_CHECKING:
+    from optree import PyTreeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +72,9 @@ class Instruction:
     """
 
     target: str | Callable[..., object]
-    tree: Tree | None
+    tree: PyTreeSpec
     leaves: tuple[object, ...]
-    out_tree: Tree | None
+    out_tree: PyTreeSpec
     out_leaves: tuple[object, ...]
     modes: ThreadModes | None
     place: str
@@ -94,7 +95,10 @@ def is_plain(value: object) -> bool:
 def _shown(leaves: Sequence[object]) -> str:
     """Return a string that is the same in every process."""
     return str(
-        [leaf if is_plain(leaf) or isinstance(leaf, Slot | HeldTensor) else type(leaf).__name__ for leaf in leaves]
+        [
+            leaf if is_plain(leaf) or isinstance(leaf, Slot | HeldTensor | slice) else type(leaf).__name__
+            for leaf in leaves
+        ]
     )
 
 
@@ -114,7 +118,7 @@ class PartProgram:
 
     inputs: tuple[Slot, ...]
     parts: tuple[tuple[Instruction, ...], ...]
-    out_tree: Tree | None
+    out_tree: PyTreeSpec
     out_leaves: tuple[object, ...]
     device: torch.device
     loose: list[tuple[Tensor, int]]
@@ -184,8 +188,7 @@ class PartProgram:
             return here if isinstance(leaf, torch.device) and leaf == self.device else leaf
 
         for instruction in self.parts[part]:
-            given = build(instruction.tree, iter([look_up(leaf) for leaf in instruction.leaves]))
-            args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", given)
+            args, kwargs = unflatten(instruction.tree, [look_up(leaf) for leaf in instruction.leaves])
             target = instruction.target
             call = model.get_submodule(target) if isinstance(target, str) else target
             with nullcontext() if instruction.modes is None else instruction.modes.entered():
@@ -205,12 +208,11 @@ class PartProgram:
         """Return the model's output from the values of the last part."""
         tensors = iter(values)
         leaves = [next(tensors) if isinstance(leaf, Slot | HeldTensor) else leaf for leaf in self.out_leaves]
-        return build(self.out_tree, iter(leaves))
+        return unflatten(self.out_tree, leaves)
 
 
 def _keep(instruction: Instruction, result: object, slots: dict[Slot, object]) -> None:
-    leaves: list[object] = []
-    tree = take_apart(result, leaves)
+    leaves, tree = flatten(result)
     by_module = isinstance(instruction.target, str)
     fits = tree == instruction.out_tree and all(
         _fits(*pair, whole=by_module) for pair in zip(instruction.out_leaves, leaves, strict=True)

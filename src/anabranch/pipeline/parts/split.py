@@ -18,27 +18,29 @@ called.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.errors import CaptureError
-from anabranch.pipeline.parts.glue import Glue, GluedModel
-from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, has_state, is_within
+from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, accepted_keywords, has_state, is_within
 from anabranch.pipeline.parts.part_program import HeldTensor, PartProgram
 from anabranch.pipeline.parts.split_call import SplitCall, current_call
-from anabranch.pipeline.parts.tracing import Form, Signature, Uses, signature_of, trace, uses_by_fx
-from anabranch.pipeline.parts.trees import take_apart
-from anabranch.pipeline.stage.keywords import accepted_keywords
-
-__all__ = ["Example", "SplitModel", "SplitPart", "SplitSource", "split"]
+from anabranch.pipeline.parts.tracing import Form, Signature, Uses, opened_by, signature_of, trace
+from anabranch.tensors import flatten
 
 Example = tuple[object, ...] | Mapping[str, object] | Tensor
 """Inputs of a model: a tuple of positional ones, a mapping of keyword ones, or one tensor."""
+
+Glue: TypeAlias = tuple[Sequence[str], Callable[..., object]]
+"""Names of modules, and a function of these modules and the part's input."""
+
+_Inputs = tuple[tuple[object, ...], dict[str, object]]
 
 
 def split(
@@ -89,7 +91,8 @@ def split(
         model: any module. It stays usable, and shares its modules, parameters and buffers with the parts.
         at: qualified names of submodules, in the order they run, each called once: a part begins with the call.
         example: inputs to find out by which part calls each module: a tuple of positional ones, or a mapping of
-            keyword ones. Without it ``torch.fx`` traces the model, or a Hugging Face model's ``dummy_inputs`` serve.
+            keyword ones. Without it a Hugging Face model's ``dummy_inputs`` serve; else modules are in the order in
+            which the model names them, and a call that finds one in another part raises.
         glue: in place of ``at``, for each part the names of its modules and a function: of these modules and the
             model's inputs for the first part, of its modules and the value of the part before for the others. Names
             cover all parameters and buffers; the functions' keyword parameters are inputs by name.
@@ -168,7 +171,7 @@ class SplitSource:
 
     # Assignment to parts.
 
-    def _assign(self, example: tuple[tuple[object, ...], dict[str, object]] | None) -> None:
+    def _assign(self, example: _Inputs | None) -> None:
         uses: Uses = {}
         for name, parts in (pair for found in self._in_both_modes(example) for pair in found.items()):
             uses[name] = list(dict.fromkeys([*uses.get(name, []), *parts]))
@@ -185,7 +188,7 @@ class SplitSource:
             for part in parts:
                 if isinstance(tensor, HeldTensor) and not self._owns(part, tensor.module):
                     self.held[part].append(tensor)
-        self._assign_the_rest()
+        self._assign_the_rest(by_name=example is None)
 
     def _owns(self, part: int, path: str) -> bool:
         return any(is_within(path, unit) for unit in self.units[part])
@@ -203,37 +206,40 @@ class SplitSource:
                         )
                     self.units[part] = [one for one in self.units[part] if one != unit]
 
-    def _in_both_modes(self, example: tuple[tuple[object, ...], dict[str, object]] | None) -> Iterator[Uses]:
+    def _in_both_modes(self, example: _Inputs | None) -> Iterator[Uses]:
+        if example is None:
+            return
         flags = [(module, module.training) for module in self.model.modules()]
         try:
             for mode in (True, False):
                 for module, _ in flags:
                     module.training = mode
-                if example is None:
-                    yield uses_by_fx(self.model, self.at)
-                else:
-                    yield self._trace([signature_of(*example)])[0].uses()
+                yield self._trace([signature_of(*example)])[0].uses()
         finally:
             for module, flag in flags:
                 module.training = flag
 
-    def _assign_the_rest(self) -> None:
-        """Assign modules and tensors that the example did not reach to the part of those before them."""
+    def _assign_the_rest(self, *, by_name: bool) -> None:
+        """Assign modules that the example did not reach to the part of those before them, and tensors, which several
+        parts may read: of modules around a cut to every part if there was no example.
+        """
         part = 0
+        opened = opened_by(self.at)
         owned = {unit: p for p, units in enumerate(self.units) for unit in units}
         taken = {tensor for tensors in self.held for tensor in tensors}
         for path, module in self.model.named_modules():
             above = [owned[unit] for unit in owned if is_within(path, unit)]
-            part = above[0] if above else part
+            part = above[0] if above else self.at.index(path) + 1 if path in self.at else part
             if above:
                 continue
-            inside = [unit for unit in owned if is_within(unit, path)]
-            if not inside and path and has_state(module):
+            inside = path in opened or any(is_within(unit, path) for unit in owned)
+            if not inside and has_state(module):
                 owned[path] = part
                 self.units[part].append(path)
                 continue
-            names = (*module._parameters, *module._buffers)
-            self.held[part] += [HeldTensor(path, name) for name in names if HeldTensor(path, name) not in taken]
+            tensors = [HeldTensor(path, name) for name in (*module._parameters, *module._buffers)]
+            for held in self.held if by_name else [self.held[part]]:
+                held += [tensor for tensor in tensors if tensor not in taken]
 
     def _device(self) -> torch.device:
         tensors = (*self.model.parameters(), *self.model.buffers())
@@ -314,7 +320,7 @@ class SplitPart(ModelPart):
             if call is source.alone:
                 call.add([signature])
             number, program = call.start(signature)
-            values = _tensors_of(args, kwargs)
+            values = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         return number, *program.run(self.index, values, source.model, self._held)
 
     def _held(self, tensor: HeldTensor) -> object:
@@ -325,19 +331,13 @@ class SplitPart(ModelPart):
         return getattr(self.source.model.get_submodule(tensor.module), tensor.name)
 
 
-def _tensors_of(args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[object]:
-    found: list[object] = []
-    take_apart((args, dict(sorted(kwargs.items()))), found)
-    return [leaf for leaf in found if isinstance(leaf, Tensor)]
-
-
 def _plain_modes() -> ThreadModes:
     """Return the thread's modes; without gradients, inference mode makes no difference to a model's code."""
     modes = ThreadModes.take()
     return replace(modes, inference=False, grad=modes.grad and not modes.inference)
 
 
-def _example_of(model: nn.Module, example: Example | None) -> tuple[tuple[object, ...], dict[str, object]] | None:
+def _example_of(model: nn.Module, example: Example | None) -> _Inputs | None:
     """Return the positional and keyword inputs of an example; ``None`` if there is none."""
     if isinstance(example, Tensor):
         return (example,), {}
@@ -352,3 +352,55 @@ def _example_of(model: nn.Module, example: Example | None) -> tuple[tuple[object
         no_cache = {"use_cache": False} if accepted_keywords(model.forward, ["use_cache"], 0) else {}
         return (), {**given, **no_cache}
     return None
+
+
+class GluedModel(PartedModel):
+    """A model in parts by functions of the user; see ``split``."""
+
+    def __init__(self, model: nn.Module, glue: Sequence[Glue]) -> None:
+        _check_glue(model, glue)
+        super().__init__(model, [_GluedPart(model, i, *pair) for i, pair in enumerate(glue)])
+
+
+class _GluedPart(ModelPart):
+    def __init__(self, model: nn.Module, index: int, names: Sequence[str], function: Callable[..., object]) -> None:
+        super().__init__()
+        self.__dict__["_model"] = model
+        self.index = index
+        self.names = list(names)
+        self.function = function
+
+    @property
+    def name(self) -> str:
+        return f"{getattr(self.function, '__name__', 'part')} {self.index}"
+
+    def gather(self) -> None:
+        self.take_up(self.__dict__["_model"], self.names, ())
+
+    def takes(self, names: Iterable[str], positional: int) -> tuple[str, ...]:
+        return accepted_keywords(self.function, names, len(self.names) + positional)
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        return functools.partial(self.function, *map(self.get_submodule, self.names))(*args, **kwargs)
+
+
+def _check_glue(model: nn.Module, glue: Sequence[Glue]) -> None:
+    if not glue or not all(
+        isinstance(pair, tuple) and len(pair) == 2 and not isinstance(pair[0], str) and callable(pair[1])
+        for pair in glue
+    ):
+        raise TypeError(f"glue= is a list of pairs (names of modules, function), got {glue!r}")
+    named = dict(model.named_modules(remove_duplicate=False))
+    part_of: dict[str, int] = {}
+    for part, (names, _) in enumerate(glue):
+        for name in names:
+            if name not in named or not name:
+                raise ValueError(f"{type(model).__name__} has no submodule {name!r}; it has {[*named][1:9]}")
+            twice = [other for other in part_of if is_within(name, other) or is_within(other, name)]
+            if twice and has_state(named[name]):
+                raise ValueError(f"glue= has {name!r} in part {part} and {twice[0]!r} in part {part_of[twice[0]]}")
+            part_of[name] = part
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    missing = [name for name, _ in tensors if not any(is_within(name, unit) for unit in part_of)]
+    if missing:
+        raise ValueError(f"glue= leaves out {missing}; name the modules that hold them, each in one part")

@@ -20,23 +20,20 @@ from __future__ import annotations
 
 import contextvars
 import copy
-import dis
 import enum
 import functools
 import gc
-import inspect
 import operator
 import random
 import sys
 import threading
 import types
-import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,24 +46,24 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from anabranch.autodiff.moved_parameter import Elsewhere, Switch
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.errors import CaptureError
 from anabranch.pipeline.parts.part_program import HeldTensor, Instruction, PartProgram, Slot, TensorForm, is_plain
-from anabranch.pipeline.parts.trees import Tree, build, take_apart
 from anabranch.pipeline.stage.skips import SkipStore, declaration_of, using_store
+from anabranch.tensors import flatten, unflatten
 
-__all__ = ["Form", "Signature", "Uses", "WrongCut", "signature_of", "trace", "uses_by_fx"]
+if TYPE_CHECKING:
+    from optree import PyTreeSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
     """The containers of ``(args, kwargs)``, and in them forms of tensors and plain values."""
 
-    tree: Tree | None
+    tree: PyTreeSpec
     leaves: tuple[object, ...]
 
 
@@ -76,8 +73,7 @@ def signature_of(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Sign
     Raises:
         TypeError: one that is not a tensor, number, string or ``None``.
     """
-    leaves: list[object] = []
-    tree = take_apart((tuple(args), dict(sorted(kwargs.items()))), leaves)
+    leaves, tree = flatten((tuple(args), dict(kwargs)))
     return Signature(tree, tuple(map(_form_of_input, leaves)))
 
 
@@ -96,13 +92,13 @@ def _form_of_input(leaf: object) -> object:
 
 _DisableTorchFunction = torch._C.DisableTorchFunction
 
-_Run: TypeAlias = Callable[[list[object], Tree | None, ThreadModes], object]
+_Run: TypeAlias = Callable[[list[object], "PyTreeSpec", ThreadModes], object]
 """A call, given the leaves and the containers of its arguments and the thread's modes."""
 
 Uses: TypeAlias = dict[str | HeldTensor, list[int]]
 """For each module called, and each parameter and buffer read, the parts that do."""
 
-Form: TypeAlias = tuple[Tree | None, tuple[object, ...]]
+Form: TypeAlias = "tuple[PyTreeSpec, tuple[object, ...]]"
 """The containers of a module's result, and in them the forms and strides of its tensors, or plain values."""
 
 
@@ -156,44 +152,38 @@ def trace(
 
 
 def _take_out(left: Sequence[object]) -> None:
-    """Take tensors without memory, or others' stand-ins, out of whatever the model's code has put them into."""
+    """Take tensors without memory out of the caches that the model's code has put them into.
+
+    A global or an attribute becomes ``None``, as of ``if MASK is None: MASK = ...``; a key is removed.
+    """
     inside: list[object] = list(left)
     while inside:
         ids = set(map(id, inside))
         tuples: list[object] = []
         for holder in gc.get_referrers(*inside):
             if isinstance(holder, dict):
-                owner = next((one for one in gc.get_referrers(holder) if isinstance(one, type)), None)
+                owners = (one for one in gc.get_referrers(holder) if _has_names(one, holder))
+                owner = next(owners, None)
                 for key in [key for key, value in dict.items(holder) if id(value) in ids]:
-                    if owner is not None:
-                        delattr(owner, key)
-                    elif _is_declared_global(holder, key):  # as of ``if MASK is None: MASK = ...``
-                        holder[key] = None
-                    else:
+                    if owner is None:
                         del holder[key]
-            elif isinstance(holder, list | deque) and holder is not inside and holder is not left:
-                others = [value for value in holder if id(value) not in ids]
-                holder.clear()
-                holder.extend(others)
-            elif isinstance(holder, set):
-                holder.difference_update([value for value in holder if id(value) in ids])
-            elif isinstance(holder, types.CellType):
-                del holder.cell_contents
-            elif isinstance(holder, tuple | torch.fx.Proxy):  # ``proxy.shape`` has ``proxy``
+                    else:
+                        setattr(owner, key, None)
+            elif isinstance(holder, list) and holder is not inside and holder is not left:
+                holder[:] = [value for value in holder if id(value) not in ids]
+            elif isinstance(holder, tuple):
                 tuples.append(holder)
             elif hasattr(holder, "cache_clear"):  # of functools.lru_cache
                 holder.cache_clear()
             else:
                 for name in [name for name, value in getattr(holder, "__dict__", {}).items() if id(value) in ids]:
-                    delattr(holder, name)
+                    setattr(holder, name, None)
         inside = tuples
 
 
-def _is_declared_global(holder: dict[object, object], key: object) -> bool:
-    """Return True if a function whose globals are ``holder`` assigns to this one by its name."""
-    codes = [one.__code__ for one in gc.get_referrers(holder) if isinstance(one, types.FunctionType)]
-    instructions = (line for code in codes if key in code.co_names for line in dis.get_instructions(code))
-    return any(line.opname == "STORE_GLOBAL" and line.argval == key for line in instructions)
+def _has_names(owner: object, names: object) -> bool:
+    """Return True for a class, a module or another object whose attributes are in the dict ``names``."""
+    return isinstance(owner, type) or getattr(owner, "__dict__", None) is names
 
 
 class _Recorder(TorchFunctionMode):
@@ -213,7 +203,7 @@ class _Recorder(TorchFunctionMode):
         self._modes = modes
         self._device = device
         self._forms = forms
-        self._opened = {name for cut in at for name in _around(cut)}
+        self._opened = opened_by(at)
         self._at = at
         self._fake = fake
         self._anchor = torch.empty(0, requires_grad=True, device="meta")
@@ -223,7 +213,6 @@ class _Recorder(TorchFunctionMode):
         self._states: dict[str, tuple[object, ...]] = {}
         self._alive: list[object] = []
         self._places: dict[int, str] = {}
-        self._seed = torch.initial_seed()
 
     def run(self, signatures: Sequence[Signature]) -> list[PartProgram]:
         """Return the programs: of one copy of the model, which a run that is not refused leaves as it is."""
@@ -247,15 +236,13 @@ class _Recorder(TorchFunctionMode):
         self._loose: dict[int, tuple[Tensor, int]] = {}
         self._parts: list[list[Instruction]] = [[] for _ in range(len(self._at) + 1)]
         leaves = [self._without_memory(leaf) if isinstance(leaf, TensorForm) else leaf for leaf in signature.leaves]
-        args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", build(signature.tree, iter(leaves)))
+        args, kwargs = unflatten(signature.tree, leaves)
         inputs = tuple(self._put(leaf, "the model's input") for leaf in leaves if isinstance(leaf, Tensor))
         with self._fake, self:
             output = self._called(args, kwargs)
-        self._check_seed()
         self._copy.check()
         self._cuts.close()
-        out_leaves: list[object] = []
-        tree = take_apart(output, out_leaves)
+        out_leaves, tree = flatten(output)
         named = tuple(self._named(leaf, "the model's output") for leaf in out_leaves)
         parts = tuple(map(tuple, self._parts))
         return PartProgram(inputs, parts, tree, named, self._device, list(self._loose.values()))
@@ -309,7 +296,7 @@ class _Recorder(TorchFunctionMode):
         self._copy.check(path)
         return self._record(path, functools.partial(self._returned, path), given)
 
-    def _returned(self, path: str, leaves: Sequence[object], tree: Tree | None, modes: ThreadModes) -> object:
+    def _returned(self, path: str, leaves: Sequence[object], tree: PyTreeSpec, modes: ThreadModes) -> object:
         """Return a result of the form remembered, or that of a first run on tensors without memory."""
         with _DisableTorchFunction():
             if path not in self._states:
@@ -317,25 +304,23 @@ class _Recorder(TorchFunctionMode):
                 tensors = [tensor for child in modules for tensor in _tensors_in(child)]
                 state = ((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors)
                 self._states[path] = (*state, *(child.training for child in modules))
-            inputs = [TensorForm.of(x) if isinstance(x, Tensor) else (type(x), x) for x in leaves]
+            inputs = [TensorForm.of(x) if isinstance(x, Tensor) else (type(x), repr(x)) for x in leaves]
         key = (path, tree, modes, *inputs, self._states[path])
         form = self._forms.get(key)
         if form is None:
-            results: list[object] = []
             # Other tensors than the code's, so that the module may keep them.
             own = [self._without_memory(TensorForm.of(x), x.stride()) if isinstance(x, Tensor) else x for x in leaves]
-            out_tree = take_apart(self._first_run(path, build(tree, iter(own))), results)
+            results, out_tree = flatten(self._first_run(path, *unflatten(tree, own)))
             form = out_tree, tuple((TensorForm.of(x), x.stride()) if isinstance(x, Tensor) else x for x in results)
             plain = all(isinstance(x, Tensor | None) for x in results)  # numbers may be others the next time
             if plain and not any(map(declaration_of, self._copy.originals[path].modules())):
                 if len(self._forms) >= _MOST_FORMS:
                     self._forms.clear()
                 self._forms[key] = form
-        return build(form[0], iter([self._without_memory(*x) if isinstance(x, tuple) else x for x in form[1]]))
+        return unflatten(form[0], [self._without_memory(*x) if isinstance(x, tuple) else x for x in form[1]])
 
-    def _first_run(self, path: str, given: object) -> object:
+    def _first_run(self, path: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run a module as it is, without its hooks, on a copy of it."""
-        args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", given)
         error: Exception | None = None
         for self._guess in (0, 1):
             self._guessed = False
@@ -388,28 +373,17 @@ class _Recorder(TorchFunctionMode):
                 return func(torch.full(tensor.shape, self._guess, dtype=tensor.dtype, device="cpu"))
 
     def _record(self, target: str | Callable[..., object], run: _Run, given: object) -> object:
-        self._check_seed()
         self._depth += 1
         try:
             return self._write_down(target, run, given)
         finally:
             self._depth -= 1
 
-    def _check_seed(self) -> None:
-        """Refuse a seeding: the parts would draw from the generators of the pipe, or from the one left as it was."""
-        if torch.initial_seed() != self._seed:
-            raise CaptureError(
-                f"{_place()} runs after PyTorch's generator was seeded between the modules (torch.manual_seed, "
-                "torch.set_rng_state), which its parts could not repeat; seed inside a module, draw with a generator "
-                "of your own there, or give the code of the parts as glue="
-            )
-
     def _write_down(self, target: str | Callable[..., object], run: _Run, given: object) -> object:
         by_module = isinstance(target, str)
         with _DisableTorchFunction():  # reading a tensor's facts is no call of the code's
             place = _place()
-            leaves: list[object] = []
-            tree = take_apart(given, leaves)
+            leaves, tree = flatten(given)
             what = f"{target!r}" if by_module else getattr(target, "__name__", str(target))
             named = tuple(self._named(leaf, what) for leaf in leaves) if by_module else ()
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -417,8 +391,7 @@ class _Recorder(TorchFunctionMode):
             modes = ThreadModes.take()
         result = run(leaves, tree, modes)
         with _DisableTorchFunction():
-            found: list[object] = []
-            out_tree = take_apart(result, found)
+            found, out_tree = flatten(result)
             makes = any(isinstance(leaf, Tensor) for leaf in found)
             if not (by_module or makes or list(map(_version, tensors)) != before or target in _EFFECTS):
                 return result
@@ -510,31 +483,6 @@ class _WithoutMemory(FakeTensorMode):  # type: ignore[no-untyped-call]
             self._versions = None
 
 
-class _OnlyItsOwn(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses changes in place of tensors that were there before."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._made: dict[int, torch.UntypedStorage] = {}
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        kwargs = kwargs or {}
-        for tensor in _written(func, args, kwargs):
-            if not isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata not in self._made:
-                raise _changes_in_place()
-        result = func(*args, **kwargs)
-        before = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        made = [leaf.untyped_storage() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self._made |= {storage._cdata: storage for storage in made if storage._cdata not in before}
-        return result
-
-
 def _written(func: object, args: Sequence[object], kwargs: Mapping[str, object]) -> Iterator[Tensor]:
     """Return the tensors that an operation changes, of a view its base."""
     if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
@@ -614,7 +562,7 @@ class _Copy:
         opened: Collection[str],
         device: torch.device,
         fake: _WithoutMemory,
-        listen: Callable[[str, nn.Module], None] = lambda path, module: None,
+        listen: Callable[[str, nn.Module], None],
     ) -> None:
         self._opened = opened
         self._device = device
@@ -807,75 +755,6 @@ class _Cuts:
             raise WrongCut(f"{self._at[self.part]!r} is not called by the model's forward, so no stage starts there")
 
 
-def uses_by_fx(model: nn.Module, at: Sequence[str]) -> Uses:
-    """Return the parts that use the model's modules and tensors, traced by ``torch.fx`` without inputs.
-
-    Raises:
-        CaptureError: it cannot.
-    """
-    tracer = _Symbolic(at)
-    try:
-        return _uses_by(tracer, model)
-    finally:
-        left = [proxy for reference in tracer.proxies if (proxy := reference()) is not None]
-        _take_out(left)  # of caches outside the model
-        left.clear()  # of an error's frame
-
-
-def _uses_by(tracer: _Symbolic, model: nn.Module) -> Uses:
-    # On a copy: symbolic tracing runs what needs no input, and leaves constants on the model.
-    names = dict(model.named_modules())
-    copied = _Copy(model, names, torch.device("cpu"), _WithoutMemory()).module("")
-    try:
-        parameters = inspect.signature(model.forward).parameters.values()
-        with torch.random.fork_rng(devices=[]), _OnlyItsOwn():
-            graph = tracer.trace(copied, {p.name: p.default for p in parameters if p.default is not p.empty})
-    except (WrongCut, CaptureError):
-        raise
-    except Exception as error:
-        raise CaptureError(
-            f"torch.fx cannot trace {type(model).__name__} at {_line_of(error)}: {error}; split it with example= inputs"
-        ) from error
-    tracer.cuts.close()
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            module, _, name = str(node.target).rpartition(".")
-            tracer.uses.setdefault(HeldTensor(module, name), []).append(tracer.part_of.get(node, 0))
-    return tracer.uses
-
-
-class _Symbolic(torch.fx.Tracer):
-    def __init__(self, at: Sequence[str]) -> None:
-        super().__init__()
-        self.cuts = _Cuts(at)
-        self.uses: Uses = {}
-        self.part_of: dict[torch.fx.Node, int] = {}
-        self.proxies: list[weakref.ref[torch.fx.Proxy]] = []
-        self._opened = {name for cut in at for name in _around(cut)}
-
-    def proxy(self, node: torch.fx.Node) -> torch.fx.Proxy:
-        proxy = super().proxy(node)
-        self.proxies.append(weakref.ref(proxy))
-        return proxy
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return module_qualified_name not in self._opened
-
-    def call_module(
-        self, m: nn.Module, forward: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> object:
-        path = self.path_of_module(m)
-        self.cuts.enter(path)
-        if self.is_leaf_module(m, path):
-            self.uses.setdefault(path, []).append(self.cuts.part)
-        return super().call_module(m, forward, args, kwargs)
-
-    def create_node(self, *args: object, **kwargs: object) -> torch.fx.Node:
-        node = super().create_node(*args, **kwargs)  # type: ignore[arg-type]
-        self.part_of[node] = self.cuts.part
-        return node
-
-
 _CONSTANTS = (
     torch.dtype,
     torch.device,
@@ -884,6 +763,7 @@ _CONSTANTS = (
     torch.Size,
     enum.Enum,
     range,
+    slice,
     type,
     types.EllipsisType,
     types.FunctionType,
@@ -924,10 +804,10 @@ def _holds_something(function: object) -> bool:
     )
 
 
-def _around(cut: str) -> Iterator[str]:
-    """Return the names of the modules that a cut is in, the model's own first."""
-    names = cut.split(".")
-    return (".".join(names[:n]) for n in range(len(names)))
+def opened_by(at: Sequence[str]) -> set[str]:
+    """Return the names of the modules that a cut is in, the model's own, ``""``, too."""
+    names = [cut.split(".") for cut in at]
+    return {".".join(path[:n]) for path in names for n in range(len(path))}
 
 
 def _refuse_hooks(path: str, module: nn.Module) -> None:
@@ -941,21 +821,19 @@ def _refuse_hooks(path: str, module: nn.Module) -> None:
 
 @contextmanager
 def _none_drawn_elsewhere() -> Iterator[None]:
-    """Refuse code that draws from Python's or NumPy's generators, and leave PyTorch's as it is."""
-    numpy = sys.modules.get("numpy")
-    before = (random.getstate(), numpy.random.get_state()[1].tobytes() if numpy else None)
-    seed, state = torch.initial_seed(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        if torch.initial_seed() != seed:  # draws on tensors without memory leave it as it is, a seeding does not
-            torch.set_rng_state(state)
-    after = (random.getstate(), numpy.random.get_state()[1].tobytes() if numpy else None)
-    if before != after:
+    """Refuse code that draws from Python's or NumPy's generator."""
+    before = _generators()
+    yield
+    if _generators() != before:
         raise CaptureError(
             "the model draws random numbers from Python's or NumPy's generator between its modules, which would be "
             "drawn once for all batches; draw with torch.rand"
         )
+
+
+def _generators() -> tuple[object, object]:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), numpy.random.get_state()[1].tobytes() if numpy else None
 
 
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")

@@ -2,5 +2,3 @@
 
 Open ``actions.py`` and ``schedule.py`` first; ``orders.py`` has the well-known schedules.
 """
-
-__all__: list[str] = []

@@ -6,11 +6,8 @@ from collections.abc import Callable, Mapping
 from html import escape
 from pathlib import Path
 
-from anabranch.pipeline.schedule.actions import Action, Kind
-from anabranch.pipeline.schedule.schedule import Lowered, Schedule
+from anabranch.pipeline.schedule.schedule import Action, Kind, Lowered, Schedule
 from anabranch.pipeline.schedule.simulator import Simulation, simulate
-
-__all__ = ["draw", "save_picture"]
 
 Costs = Mapping[Kind, float] | Callable[[Action], float] | None
 

@@ -1,8 +1,9 @@
 """The well-known schedules: each a function from (stages, microbatches, ranks) to every rank's actions.
 
-They run with any number of microbatches from 1, because the last batch of an epoch may be of any length. GPipe and 1F1B
-are explicit; the interleaved one follows Megatron's order; the zero-bubble ones are built greedily: at each tick, each
-idle rank takes the first of its ready actions by a rule with its preferences and the most activations it may hold.
+They run with any number of microbatches from 1, because the last batch of an epoch may be of any length. GPipe is
+explicit; the others are built greedily: at each tick, each idle rank takes one of its ready actions by a rule with its
+preferences and the most activations it may hold. The rule of the interleaved one gives Megatron's order, and with one
+stage a rank 1F1B.
 
 ::
 
@@ -19,10 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from anabranch.choices import choice
-from anabranch.pipeline.schedule.actions import Action, Kind
-from anabranch.pipeline.schedule.schedule import Schedule
-
-__all__ = ["SCHEDULES", "default_ranks", "make_schedule"]
+from anabranch.pipeline.schedule.schedule import Action, Kind, Schedule
 
 
 def make_schedule(name: str, stages: int, microbatches: int, *, ranks: int | None = None) -> Schedule:
@@ -87,7 +85,7 @@ _RanksAndActions = tuple[list[int], list[list[Action]]]
 
 
 def _gpipe(n: int, m: int, p: int) -> _RanksAndActions:
-    # # Backward runs from the last microbatch to the first: its activations are the newest, and those of the last need
+    # Backward runs from the last microbatch to the first: its activations are the newest, and those of the last need
     # no second forward under checkpoint="except_last".
     forward, backward = range(m), range(m - 1, -1, -1)
     return list(range(n)), [
@@ -95,51 +93,26 @@ def _gpipe(n: int, m: int, p: int) -> _RanksAndActions:
     ]
 
 
-def _one_f_one_b(n: int, m: int, p: int) -> _RanksAndActions:
-    return list(range(n)), [
-        _alternate(
-            [Action(Kind.F, j, i) for i in range(m)],
-            [Action(Kind.B, j, i) for i in range(m)],
-            warmup=n - j - 1,
-        )
-        for j in range(n)
-    ]
-
-
-def _alternate(forward: list[Action], backward: list[Action], warmup: int) -> list[Action]:
-    """``warmup`` forwards, then one forward and one backward in turn, then the remaining backwards."""
-    warmup = min(warmup, len(forward))
-    steady = len(forward) - warmup
-    actions = forward[:warmup]
-    for f, b in zip(forward[warmup:], backward[:steady], strict=True):
-        actions += [f, b]
-    return actions + backward[steady:]
-
-
 def _interleaved(n: int, m: int, p: int) -> _RanksAndActions:
-    """Rank ``r`` has stages ``r, r + p, ...``; microbatches go through in groups of ``p``, the last one shorter."""
+    """Rank ``r`` has stages ``r, r + p, ...``; microbatches go through in groups of ``p``, the last one shorter.
+
+    A rank runs forward while it holds fewer activations than its warmup and one more, and else backward: so it
+    alternates, and a later stage of the same rank never waits longer than it must.
+    """
     v = n // p
-    if v == 1:
-        return _one_f_one_b(n, m, p)
     groups = [range(first, min(first + p, m)) for first in range(0, m, p)]
-    forward, backward, warmup = [], [], []
-    for r in range(p):
-        stages = range(r, n, p)
-        forward.append([Action(Kind.F, j, i) for group in groups for j in stages for i in group])
-        backward.append([Action(Kind.B, j, i) for group in groups for j in reversed(stages) for i in group])
-        warmup.append((v - 1) * len(groups[0]) + 2 * (p - r - 1))
-    rank_of = [j % p for j in range(n)]
-    if m % p == 0:
-        return rank_of, list(map(_alternate, forward, backward, warmup))
+    stages = [range(r, n, p) for r in range(p)]
+    forward = [[Action(Kind.F, j, i) for group in groups for j in mine for i in group] for mine in stages]
+    backward = [[Action(Kind.B, j, i) for group in groups for j in reversed(mine) for i in group] for mine in stages]
+    most = [(v - 1) * len(groups[0]) + (1 if v == 1 else 2) * (p - r - 1) + 1 for r in range(p)]
 
-    # Strict alternation may deadlock around a shorter group: there a rank continues as soon as it can.
     def rule(rank: _Rank, ready: list[Action], extra: int) -> Action | None:
-        backwards = backward[rank.index][rank.backwards : rank.backwards + 1]
-        forwards = forward[rank.index][rank.forwards : rank.forwards + 1]
-        room = warmup[rank.index] + 1 + extra - (rank.forwards - rank.backwards)
-        wanted = [*backwards, *(forwards if room > 0 else ())]
-        return next((action for action in wanted if action in ready), None)
+        more = rank.forwards - rank.backwards < most[rank.index] + extra
+        nexts = forward[rank.index][rank.forwards : rank.forwards + 1] if more else []
+        nexts = nexts or backward[rank.index][rank.backwards : rank.backwards + 1]
+        return next((action for action in nexts if action in ready), None)
 
+    rank_of = [j % p for j in range(n)]
     return rank_of, _arrange(m, rank_of, rule, (Kind.B, Kind.F))
 
 
@@ -174,7 +147,7 @@ def _zbv(n: int, m: int, p: int) -> _RanksAndActions:
 
 SCHEDULES: dict[str, Callable[[int, int, int], _RanksAndActions]] = {
     "GPipe": _gpipe,
-    "1F1B": _one_f_one_b,
+    "1F1B": _interleaved,
     "Interleaved1F1B": _interleaved,
     "ZB1P": _zb1p,
     "ZBV": _zbv,

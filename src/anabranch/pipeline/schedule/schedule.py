@@ -1,23 +1,148 @@
 """A schedule: for each rank, the list of actions it runs in a step. Plain data: checked, drawn, saved and read back.
 
-``orders.py`` makes the well-known ones; ``simulated_clock.py`` simulates one, to check that it ends. A new schedule
-holds only computing actions. ``with_transfers`` adds the further actions of a given pipeline: sends and receives
-between neighbours and along skips, and the second forward of microbatches that keep no activations. A rank executes
-that list unchanged.
+``orders.py`` makes the well-known ones. A new schedule holds only computing actions; it is simulated to check that it
+ends. ``with_transfers`` adds the further actions of a given pipeline: sends and receives between neighbours and along
+skips, and the second forward of microbatches that keep no activations. A rank executes that list unchanged.
+
+Index letters, here and in the whole package: ``i`` of ``m`` microbatches, ``j`` of ``n`` stages, ``r`` of ``p`` ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
-from anabranch.pipeline.schedule.actions import Action, Kind
-from anabranch.pipeline.schedule.simulated_clock import SimulatedRun
 
-__all__ = ["Lowered", "Schedule"]
+class Kind(StrEnum):
+    """The kinds of action on a stage and microbatch.
+
+    >>> Kind.F.value, Kind.SEND_F.computes
+    ('F', False)
+    """
+
+    F = "F"  # forward
+    B = "B"  # backward: of inputs and weights at once, or of the inputs alone where the schedule splits it
+    W = "W"  # backward of the weights, where the schedule splits it
+    R = "R"  # forward again, for a stage and microbatch that kept no activations
+    SEND_F = "SF"  # an output, or skips, to a later stage
+    RECV_F = "RF"
+    SEND_B = "SB"  # their gradients, to the stage they came from
+    RECV_B = "RB"
+
+    @property
+    def computes(self) -> bool:
+        """True if it runs a stage rather than moving values between two."""
+        return self in _COMPUTING
+
+
+_COMPUTING = frozenset({Kind.F, Kind.B, Kind.W, Kind.R})
+
+
+class Action(NamedTuple):
+    """One action of a rank.
+
+    >>> str(Action(Kind.F, 1, 0)), str(Action(Kind.SEND_F, 1, 0, 3))
+    ('F1.0', 'SF1.0>3')
+
+    Attributes:
+        kind: the kind of action.
+        stage: its stage.
+        microbatch: its microbatch.
+        peer: the stage at the other end, for actions that send or receive.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.kind.value}{self.stage}.{self.microbatch}"
+        if self.peer is None:
+            return text
+        arrow = ">" if self.kind in (Kind.SEND_F, Kind.SEND_B) else "<"
+        return f"{text}{arrow}{self.peer}"
+
+
+PHASES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight", Kind.R: "recompute"}
+"""The names of computing actions in errors and events."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Start and end of a computing action, in the units of its costs."""
+
+    action: Action
+    start: float
+    end: float
+
+
+SENT_AS = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}
+
+
+class SimulatedRun:
+    """One run of every rank's ``actions``: each runs its own in order, a receive after its send has arrived.
+
+    A pipeline follows the same two rules: lists that end here end there.
+
+    >>> clock = SimulatedRun([[Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)]], lambda action: 1.0)
+    >>> clock.times, clock.stuck
+    ([2.0], [])
+
+    Args:
+        actions: of each rank.
+        cost: the time of an action; of one that sends, the time until it arrives.
+
+    Attributes:
+        times: the time at which each rank was done.
+        intervals: the computing actions of each rank, in order.
+        stuck: ranks that wait for one another for ever, each with the action that it waits in.
+    """
+
+    def __init__(self, actions: Sequence[Sequence[Action]], cost: Callable[[Action], float]) -> None:
+        self._actions = actions
+        self._cost = cost
+        self._arrivals: dict[tuple[Kind, int, int, int], float] = {}
+        self._done = [0] * len(actions)
+        self.times = [0.0] * len(actions)
+        self.intervals: list[list[Interval]] = [[] for _ in actions]
+        while max([self._advance(rank) for rank in range(len(actions))], default=False):
+            pass
+        self.stuck = [
+            f"rank {rank} at {todo[done]}"
+            for rank, (todo, done) in enumerate(zip(actions, self._done, strict=True))
+            if done < len(todo)
+        ]
+
+    def _advance(self, rank: int) -> bool:
+        """Run the rank until it has to wait; true if it ran any action."""
+        start = self._done[rank]
+        for action in self._actions[rank][start:]:
+            if not self._step(rank, action):
+                break
+            self._done[rank] += 1
+        return self._done[rank] > start
+
+    def _step(self, rank: int, action: Action) -> bool:
+        now = self.times[rank]
+        if action.kind.computes:
+            self.times[rank] = now + self._cost(action)
+            self.intervals[rank].append(Interval(action, now, self.times[rank]))
+            return True
+        assert action.peer is not None
+        if action.kind in SENT_AS:
+            arrival = self._arrivals.get((SENT_AS[action.kind], action.peer, action.stage, action.microbatch))
+            if arrival is None:
+                return False
+            self.times[rank] = max(now, arrival)
+            return True
+        self._arrivals[action.kind, action.stage, action.peer, action.microbatch] = now + self._cost(action)
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +213,7 @@ class Schedule:
 
     def save(self, path: str | Path) -> None:
         """Write the schedule to ``path`` as JSON."""
-        Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(_to_record(self)), indent=1))
+        Path(path).write_bytes(msgspec.json.encode(self))
 
     @classmethod
     def load(cls, path: str | Path) -> Schedule:
@@ -98,10 +223,9 @@ class Schedule:
             ValueError: the file holds no schedule, or one that cannot run; gives the reason.
         """
         try:
-            record = _RECORDS.decode(Path(path).read_bytes())
+            return _SCHEDULES.decode(Path(path).read_bytes())
         except msgspec.DecodeError as error:
             raise ValueError(f"{path} does not hold a schedule: {error}") from None
-        return _from_record(record)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,40 +294,5 @@ def _faults(schedule: Schedule) -> Iterator[str]:
         yield f"it has {len(seen)} of {wanted} actions"
 
 
-class _Record(msgspec.Struct):
-    name: str
-    stages: int
-    microbatches: int
-    rank_of: list[int]
-    actions: list[list[str]]
-
-
 # Built at import: constructing a msgspec decoder is not thread-safe.
-_RECORDS = msgspec.json.Decoder(_Record)
-
-
-def _to_record(schedule: Schedule) -> _Record:
-    return _Record(
-        schedule.name,
-        schedule.stages,
-        schedule.microbatches,
-        list(schedule.rank_of),
-        [[str(action) for action in actions] for actions in schedule.actions],
-    )
-
-
-def _from_record(record: _Record) -> Schedule:
-    return Schedule(
-        record.name,
-        record.stages,
-        record.microbatches,
-        tuple(record.rank_of),
-        tuple(tuple(map(_parse, actions)) for actions in record.actions),
-    )
-
-
-def _parse(text: str) -> Action:
-    stage, dot, microbatch = text[1:].partition(".")
-    if text[:1] not in ("F", "B", "W") or not dot or not (stage.isdecimal() and microbatch.isdecimal()):
-        raise ValueError(f"{text!r} is not an action; actions read like F0.3 (kind, stage, microbatch)")
-    return Action(Kind(text[0]), int(stage), int(microbatch))
+_SCHEDULES = msgspec.json.Decoder(Schedule)

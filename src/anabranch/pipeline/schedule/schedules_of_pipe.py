@@ -10,9 +10,6 @@ from anabranch.choices import choice
 from anabranch.pipeline.schedule.orders import SCHEDULES, default_ranks, make_schedule
 from anabranch.pipeline.schedule.schedule import Schedule
 
-__all__ = ["Checkpoint", "Output", "PipeSchedules", "check_setting", "recomputed_actions"]
-
-
 Checkpoint: TypeAlias = Literal["except_last", "always", "never"]
 """The microbatches that keep no activations and run forward again before backward."""
 

@@ -8,11 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from anabranch.pipeline.schedule.actions import Action, Kind
-from anabranch.pipeline.schedule.schedule import Lowered, Schedule
-from anabranch.pipeline.schedule.simulated_clock import Interval, SimulatedRun
-
-__all__ = ["Interval", "Simulation", "simulate"]
+from anabranch.pipeline.schedule.schedule import Action, Interval, Kind, Lowered, Schedule, SimulatedRun
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,5 +3,3 @@
 Open ``stage.py`` first; ``partition.py`` and ``balance.py`` cut the model, ``skips.py`` has the tensors that skip
 stages.
 """
-
-__all__: list[str] = []

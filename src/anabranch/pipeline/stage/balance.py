@@ -21,8 +21,6 @@ from anabranch.pipeline.stage.random_streams import drawing_from
 from anabranch.pipeline.stage.skips import SkipName, SkipStore, declaration_of, using_store
 from anabranch.tensors import Structure, flatten, map_structure
 
-__all__ = ["balance_by_size", "balance_by_time"]
-
 _MEASURING_SECONDS = 1.0
 _MOST_REPEATS = 20
 

@@ -13,8 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["DeferredBatchNorm", "defer_batch_norms"]
-
 
 class DeferredBatchNorm(_BatchNorm):
     """Replaces a BatchNorm of any dimension, with torch's forward; shares its parameters and buffers.

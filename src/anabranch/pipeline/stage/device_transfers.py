@@ -20,8 +20,6 @@ import threading
 import torch
 from torch import Tensor
 
-__all__ = ["on_device"]
-
 
 class _Streams(threading.local):
     """This thread's streams for copies, one per device."""

@@ -23,8 +23,6 @@ from torch import Tensor
 
 from anabranch.pipeline.stage.packet import Packet
 
-__all__ = ["Watched", "check_unchanged", "mark_doubled", "sharing_pairs"]
-
 
 def mark_doubled(outputs: Mapping[int, Sequence[Packet]], known: Sequence[Tensor]) -> dict[int, list[Packet]]:
     """Return the packets for each target, tensors marked that share memory with another of them or with a ``known``

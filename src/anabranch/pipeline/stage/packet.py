@@ -29,7 +29,6 @@ from anabranch.tensors import Structure, flatten, unflatten
 if TYPE_CHECKING:
     from optree import PyTreeSpec
 
-__all__ = ["Gradients", "Message", "Packet", "cut", "enter", "size_of", "sweep"]
 
 Gradients = list[Tensor | None]
 """A gradient for each leaf of a packet; ``None`` for a leaf without one."""

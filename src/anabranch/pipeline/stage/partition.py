@@ -7,7 +7,7 @@ Layers keep their qualified names, so a state dict does not depend on the split.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -15,12 +15,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from anabranch.autodiff.moved_parameter import Switch
-from anabranch.pipeline.parts.model_part import ModelPart, PartedModel
-from anabranch.pipeline.stage.keywords import accepted_keywords
-from anabranch.pipeline.stage.outline import has_hooks
+from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, accepted_keywords
 from anabranch.pipeline.stage.skips import SkipName, declaration_of
-
-__all__ = ["Layer", "Route", "Routes", "flatten_layers", "keywords_of", "route_skips", "shared_skips", "split_layers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,3 +164,32 @@ def shared_skips(stages: Sequence[Sequence[Layer]]) -> frozenset[SkipName]:
     modules = (child for layers in stages for layer in layers for child in layer.module.modules())
     declarations = filter(None, map(declaration_of, modules))
     return frozenset().union(*(declaration.shared for declaration in declarations))
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return True if a call of the module runs hooks."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks)
+
+
+def outline(module: nn.Module, inside: Collection[nn.Module], name: str = "") -> dict[str, object]:
+    """Return by name the layers, which are ``inside``, and of the modules around them the code that does not run."""
+    found: dict[str, object] = {name: (module.__dict__.get("forward"), has_hooks(module))}
+    for key, child in module._modules.items():
+        path = f"{name}.{key}" if name else key
+        if child in inside:
+            found[path] = child
+        elif child is not None:
+            found |= outline(child, inside, path)
+    return found
+
+
+def refuse_changes(before: Mapping[str, object], now: Mapping[str, object]) -> None:
+    """Raise ``ValueError`` with the name of the first module that differs."""
+    if before != now:
+        name = next(name for name in {**now, **before} if before.get(name) != now.get(name))
+        how = "added" if name not in before else "removed" if name not in now else "replaced, hooked or wrapped"
+        raise ValueError(
+            f"{repr(name) if name else 'the model'} was {how} after the Pipe was made, which runs those of before; "
+            "make a new Pipe of the model"
+        )

@@ -27,8 +27,6 @@ from torch.overrides import TorchFunctionMode, handle_torch_function
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["drawing_from", "refuse_undrawable"]
-
 
 class _Here(threading.local):
     stream: drawing_from | None = None

@@ -10,8 +10,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-__all__ = ["Fingerprints", "fingerprints", "is_recomputing", "recomputing", "same"]
-
 Fingerprints = list[object]
 """For each leaf of some outputs a small tensor that shows a change, or a plain value itself."""
 

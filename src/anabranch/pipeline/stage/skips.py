@@ -28,20 +28,6 @@ from torch import nn
 from anabranch.errors import SkipError
 from anabranch.tensors import Structure
 
-__all__ = [
-    "Declaration",
-    "Namespace",
-    "SkipName",
-    "SkipStore",
-    "declaration_of",
-    "isolate",
-    "pop",
-    "skippable",
-    "stash",
-    "using_store",
-    "verify_skippables",
-]
-
 _Module = TypeVar("_Module", bound=nn.Module)
 _ModuleClass = TypeVar("_ModuleClass", bound=type[nn.Module])
 

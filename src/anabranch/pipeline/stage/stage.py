@@ -43,8 +43,6 @@ from anabranch.pipeline.stage.skips import SkipName, SkipStore, using_store
 from anabranch.pipeline.stage.weight_split import SplitBackward
 from anabranch.tensors import Structure, map_structure, unflatten
 
-__all__ = ["GradientMessages", "Head", "LooseLeaves", "Messages", "Stage", "StagePlan", "StageRun"]
-
 OUTSIDE = -1
 """The number of the caller as a stage: it gives the inputs and takes the output."""
 

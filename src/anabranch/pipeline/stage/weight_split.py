@@ -31,8 +31,6 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from anabranch.autodiff.hooks import watch_node
 from anabranch.pipeline.stage.packet import sweep
 
-__all__ = ["SplitBackward"]
-
 
 @dataclass(slots=True)
 class _SplitPoint:

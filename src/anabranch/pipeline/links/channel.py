@@ -1,25 +1,25 @@
-"""Messages over ``torch.distributed`` point-to-point, to ranks on any host.
+"""Messages to and from other ranks, over ``torch.distributed`` point-to-point, in order between any two.
 
 gloo never ends a waiting receive early, so no thread that must continue waits in one: each peer has a thread that
-receives and one that sends. gloo reads straight into the received tensors' memory.
+receives and one that sends. On one host the tensors are in shared memory; else gloo reads straight into theirs.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import monotonic
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from anabranch.pipeline.links.inbox import Inbox
 from anabranch.pipeline.links.packet_codec import HEADER_BYTES, Header, bytes_of, decode_header, encode_header
+from anabranch.pipeline.links.shared_memory import SharedMemory
 from anabranch.tensors.dtypes import dtype_named
-
-__all__ = ["GlooChannel"]
 
 _FAREWELL_SECONDS = 0.5
 
@@ -27,22 +27,24 @@ _Outgoing = list[Tensor] | threading.Event | None
 """An item for a sending thread: a message's tensors, an event to set on reaching it, or ``None`` to end the thread."""
 
 
-class GlooChannel:
+class Channel:
     """Two threads per peer.
 
     Args:
         group: the ranks; its backend must carry CPU tensors.
         tag: separates this pipe's messages from another's on the same group.
         inbox: receives the messages.
+        memory: shared with all peers, if they are on this host.
     """
 
-    def __init__(self, group: dist.ProcessGroup, tag: int, inbox: Inbox) -> None:
+    def __init__(self, group: dist.ProcessGroup, tag: int, inbox: Inbox, memory: SharedMemory | None) -> None:
         self._inbox = inbox
+        self._memory = memory
         self._outgoing: dict[int, queue.SimpleQueue[_Outgoing]] = {peer: queue.SimpleQueue() for peer in inbox.owed}
         self._threads = []
         for peer, outgoing in self._outgoing.items():
             send = (group, peer, tag, inbox, outgoing)
-            receive = (group, peer, tag, inbox)
+            receive = (group, peer, tag, inbox, memory)
             self._threads += [
                 threading.Thread(target=_send_all, args=send, name=f"anabranch-to-{peer}", daemon=True),
                 threading.Thread(target=_receive_all, args=receive, name=f"anabranch-from-{peer}", daemon=True),
@@ -51,16 +53,10 @@ class GlooChannel:
             thread.start()
 
     def send(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> None:
-        """Hands a message to the thread that sends to ``peer``."""
+        """Hand a message to the thread that sends to ``peer``."""
+        if tensors and self._memory is not None:
+            header, tensors = msgspec.structs.replace(header, slot=self._memory.put(peer, tensors)), ()
         self._outgoing[peer].put([*encode_header(header), *tensors])
-
-    def wait_for(self, found: Callable[[], bool], seconds: float) -> None:
-        """Wait for messages from the receiving threads."""
-        with self._inbox.changed:
-            self._inbox.changed.wait_for(found, seconds)
-
-    def look(self) -> None:
-        """Do nothing: the threads receive messages as they arrive."""
 
     def flush(self, seconds: float) -> None:
         """Wait until the sending threads have sent all their messages."""
@@ -92,6 +88,8 @@ class GlooChannel:
             for thread in self._threads:
                 if thread is not threading.current_thread():
                     thread.join(timeout=_FAREWELL_SECONDS)
+        if self._memory is not None:
+            self._memory.close()
 
 
 def _send_all(
@@ -110,7 +108,7 @@ def _send_all(
         del tensors
 
 
-def _receive_all(group: dist.ProcessGroup, peer: int, tag: int, inbox: Inbox) -> None:
+def _receive_all(group: dist.ProcessGroup, peer: int, tag: int, inbox: Inbox, memory: SharedMemory | None) -> None:
     def receive(into: Tensor) -> None:
         dist.recv(into, group=group, group_src=peer, tag=tag)
 
@@ -123,10 +121,17 @@ def _receive_all(group: dist.ProcessGroup, peer: int, tag: int, inbox: Inbox) ->
             first = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
             receive(first)
             header = decode_header(first, receive)
-            tensors = [torch.empty(shape, dtype=dtype_named(name), device="cpu") for name, shape in header.tensors]
-            for part in bytes_of(tensors):
-                receive(part)
-                del part
+            if header.slot is None:
+                tensors = [torch.empty(shape, dtype=dtype_named(name), device="cpu") for name, shape in header.tensors]
+                for part in bytes_of(tensors):
+                    receive(part)
+                    del part
+            else:
+                assert memory is not None
+                try:
+                    tensors = memory.tensors(peer, header.slot, header.tensors)
+                except OSError:  # closed after a failure, of which the next message tells
+                    continue
             inbox.deliver(peer, header, tensors)
             del tensors
         except Exception as error:  # noqa: BLE001 - as above

@@ -1,0 +1,192 @@
+"""Tensors of messages between ranks of one host, in memory that both have mapped.
+
+::
+
+    sender                                                     receiver
+    tensor ──copy──> slot 3 ............ the same pages ............ slot 3 ──> tensor (a view, no copy)
+    header, "in slot 3" ─────────────────── gloo ──────────────────> header         │ freed
+              slot 3 is free again <──────── a byte in the slot <───────────────────┘
+
+A slot is memory without a file, created by its sender; its receiver opens it once, by the sender's descriptor in
+``/proc``, and then the sender closes that. The receiver's tensors are in the slot itself, and when the last of them is
+freed, so is the slot: buffers of one step serve the next. gloo alone makes two copies through sockets; this makes one.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import secrets
+import weakref
+from collections.abc import Callable, Sequence
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anabranch.tensors.dtypes import dtype_named
+
+_log = logging.getLogger("anabranch.pipeline")
+
+Slot = tuple[int, int, int]
+"""In a header: the slot's number, and if it is new the sender's descriptor and the size, else -1 and 0."""
+
+_NAME = "anabranch-pipeline"
+_ALIGNED = 64
+_GRAIN = 1 << 16
+
+
+class _Slot:
+    """A piece of shared memory: a byte that is set while it is taken, one that is set once its receiver has opened it,
+    then, aligned, the tensors' bytes.
+    """
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self.size = size
+        self.descriptor = descriptor
+        self.memory = mmap.mmap(descriptor, _ALIGNED + size)
+        with torch.inference_mode(False):  # it outlives the call: a training step writes into it, too
+            self._whole = torch.frombuffer(self.memory, dtype=torch.uint8)
+
+    def put(self, parts: Sequence[Tensor]) -> None:
+        self.memory[0] = 1
+        at = _ALIGNED
+        for part in parts:
+            self._whole[at : at + part.numel()].copy_(part)
+            at += _aligned(part.numel())
+
+    def tensors(self, described: Sequence[tuple[str, list[int]]]) -> list[Tensor]:
+        """Return the tensors written there, as views; the slot is free once the last of them is."""
+        hold = _Hold()
+        weakref.finalize(hold, _set_free, self.memory).atexit = False
+        views, at = [], _ALIGNED
+        for name, shape in described:
+            dtype = dtype_named(name)
+            size = prod(shape) * dtype.itemsize
+            views.append(
+                self._view(at, size, hold).view(dtype).view(shape)
+                if size
+                else torch.empty(shape, dtype=dtype, device="cpu")
+            )
+            at += _aligned(size)
+        return views
+
+    def _view(self, at: int, size: int, hold: _Hold) -> Tensor:
+        # Not slices of one tensor: autograd would mistake an in-place change of one for a change of its neighbours.
+        mine = np.frombuffer(self.memory, dtype=np.uint8, count=size, offset=at)
+        weakref.finalize(mine, _let_go, hold).atexit = False
+        return torch.from_numpy(mine)
+
+    def close(self) -> None:
+        """Close the descriptor; the memory lives as long as the tensors in it."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+class _Hold:
+    """An object that every tensor in a slot keeps alive; its end frees the slot."""
+
+    __slots__ = ("__weakref__",)
+
+
+def _let_go(hold: _Hold) -> None:
+    """Record that a tensor is freed: the reference to ``hold`` ends with this call."""
+
+
+def _set_free(memory: mmap.mmap) -> None:
+    memory[0] = 0
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+class SharedMemory:
+    """The slots of one rank for each peer, and those of its peers that it has opened.
+
+    Args:
+        processes: the id of each rank's process.
+    """
+
+    def __init__(self, processes: Sequence[int]) -> None:
+        self._processes = processes
+        self._mine: dict[int, list[_Slot]] = {}
+        self._theirs: dict[tuple[int, int], _Slot] = {}
+
+    @classmethod
+    def meet(cls, gather: Callable[[str], list[str]]) -> SharedMemory | None:
+        """Return this rank's; ``None`` on all of them if one cannot open another's memory. A collective.
+
+        Args:
+            gather: returns the strings of all ranks.
+        """
+        descriptor, token, problem = -1, secrets.token_hex(8), None
+        try:
+            descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+            os.write(descriptor, token.encode())
+        except OSError as error:
+            problem = error
+        try:
+            texts = gather(f"{os.getpid()} {descriptor} {token}")  # even after a failure: the other ranks gather too
+            try:
+                for process, number, word in map(str.split, texts):
+                    with open(_opened(int(process), int(number)), "rb") as file:
+                        if file.read() != word.encode():  # in another container a process has the same id
+                            raise FileNotFoundError(f"process {process} is another one here")
+            except OSError as error:
+                problem = problem or error
+            if problem is not None:
+                _log.warning("a rank of a pipe can reach another one on its host only over gloo: %s", problem)
+            agreed = all(answer == "yes" for answer in gather("no" if problem else "yes"))
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+        return cls([int(text.split()[0]) for text in texts]) if agreed else None
+
+    def put(self, peer: int, parts: Sequence[Tensor]) -> Slot:
+        """Write the bytes of a message's tensors for ``peer``; return where they are, for its header."""
+        slots = self._mine.setdefault(peer, [])
+        needed = sum(_aligned(part.numel()) for part in parts)
+        for number, slot in enumerate(slots):
+            if slot.memory[1]:
+                slot.close()
+            if needed <= slot.size <= 4 * max(needed, _GRAIN) and not slot.memory[0]:
+                slot.put(parts)
+                return number, -1, 0
+        size = -(-needed // _GRAIN) * _GRAIN
+        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, _ALIGNED + size)
+        slots.append(_Slot(descriptor, size))
+        slots[-1].put(parts)
+        return len(slots) - 1, descriptor, size
+
+    def tensors(self, peer: int, slot: Slot, described: Sequence[tuple[str, list[int]]]) -> list[Tensor]:
+        """Return the tensors of a message of ``peer``.
+
+        Raises:
+            OSError: the peer has closed its pipe.
+        """
+        number, descriptor, size = slot
+        if descriptor >= 0:
+            self._theirs[peer, number] = opened = _Slot(_opened(self._processes[peer], descriptor), size)
+            opened.close()
+            opened.memory[1] = 1
+        return self._theirs[peer, number].tensors(described)
+
+    def close(self) -> None:
+        """Drop the slots, which live as long as the tensors in them."""
+        for slot in (slot for slots in self._mine.values() for slot in slots):
+            slot.close()
+        self._mine.clear()
+        self._theirs.clear()
+
+
+def _opened(process: int, descriptor: int) -> int:
+    """Return a descriptor of the memory that another process has under ``descriptor``."""
+    path = f"/proc/{process}/fd/{descriptor}"
+    if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+        raise FileNotFoundError(f"{path} is no memory of a pipe")
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
