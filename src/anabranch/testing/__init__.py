@@ -2,7 +2,7 @@
 networks that fail on demand, a clock advanced by hand, faults at named places, modules compared by gradients.
 
 Shipped, so that users test their own scripts with it. Nothing in the package imports it. Open ``local_job.py`` for jobs
-and ``transports.py`` for networks, ``faults.py``, ``clock.py`` and ``gradients.py`` for the rest.
+and ``transports.py`` for networks, ``faults.py``, ``clock.py`` and ``gradient_checks.py`` for the rest.
 """
 
 from anabranch.testing import faults
