@@ -410,7 +410,7 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
             screen.say(
                 f"{parameters / 1e6:.1f} million parameters, "
                 f"{len(text.train) / 1e6:.2f} MB of text to train on: {text.source}",
-                f"workers: {job.world_size}, {where_else(job)}communication: {team.mode}; "
+                f"workers: {job.world_size}, {where_else(job)}communication: {team.mode}",
                 "bits/byte are those of held-out text",
                 *picture_of_schedule(options, team),
                 *([f"going on from the checkpoint after step {done}"] if 0 < done < options.steps else []),

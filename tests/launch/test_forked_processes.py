@@ -241,8 +241,9 @@ time.sleep(600)
         wait_until(lambda: not Path(f"/proc/{pid}").exists())
 
 
-def test_the_launcher_and_the_command_line_import_no_torch() -> None:
-    code = "import sys, anabranch.cli.app, anabranch.launch.local; sys.exit('torch' in sys.modules)"
+def test_the_launcher_and_the_command_line_import_neither_torch_nor_ray() -> None:
+    ours = "anabranch.cli.app, anabranch.launch.local, anabranch.launch.ray.ray_engine, anabranch.launch.ray.role_actor"
+    code = f"import sys, {ours}; sys.exit(bool({{'ray', 'torch'}} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

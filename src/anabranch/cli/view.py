@@ -126,18 +126,17 @@ def planned(orders: Mapping[int, Sequence[Key]]) -> Mapping[Key, tuple[float, fl
 
     kinds = {phase: kind for kind, phase in PHASES.items()}
     costs = {Kind.F: 1.0, Kind.B: 2.0, Kind.W: 1.0, Kind.R: 1.0}
-    transfers = {Kind.F: (Kind.RECV_F, Kind.SEND_F), Kind.B: (Kind.RECV_B, Kind.SEND_B)}
     stages = sorted(orders)
     after = dict(itertools.pairwise(stages))
     before = {other: stage for stage, other in after.items()}
+    links = {Kind.F: (Kind.RECV_F, before, Kind.SEND_F, after), Kind.B: (Kind.RECV_B, after, Kind.SEND_B, before)}
     known = {key for order in orders.values() for key in order}
     rows: list[list[Action]] = []
     for stage in stages:
         rows.append([])
         for _, microbatch, phase in orders[stage]:
             kind = kinds.get(phase, Kind.W)
-            receive, send = transfers.get(kind, (kind, kind))
-            source, target = (before, after) if kind is Kind.F else (after, before) if kind is Kind.B else ({}, {})
+            receive, source, send, target = links.get(kind, (kind, {}, kind, {}))
             if (source.get(stage), microbatch, phase) in known:
                 rows[-1].append(Action(receive, stage, microbatch, source[stage]))
             rows[-1].append(Action(kind, stage, microbatch))
