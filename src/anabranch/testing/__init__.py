@@ -9,7 +9,8 @@ from anabranch.testing import faults
 from anabranch.testing.clock import FakeClock
 from anabranch.testing.gradient_checks import assert_same_gradients
 from anabranch.testing.local_job import JobResult, LocalJob
-from anabranch.testing.transports import LossyTransport, MemoryTransport
+from anabranch.testing.transports import LossyTransport
+from anabranch.transport import MemoryTransport
 
 __all__ = [
     "FakeClock",
