@@ -12,7 +12,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 ELSEWHERE := $(addprefix --ignore ,tests/matrix tests/models tests/launch/ray tests/docs/test_conf.py tests/docs/test_types.py)
 PURELIB := import sysconfig; print(sysconfig.get_path('purelib'))
 
-.PHONY: demo test test-all test-ray test-matrix test-models soak lint types docs plots bench bench-peers clean
+.PHONY: demo demo-compare test test-all test-ray test-matrix test-models soak lint types docs plots bench bench-peers clean
 
 # The package with what the demo needs; then the dependency group of each other target.
 $(STAMP): pyproject.toml constraints.txt tools/install.py
@@ -30,8 +30,17 @@ $(STAMP)-kernels: $(STAMP)-test $(shell find src/anabranch/tables -name '*.py')
 	@for which in "float32 caches" "float64 caches" "bfloat16 caches" float16; do $(BIN)/python tools/compile_kernels.py $$which & done; wait
 	@touch $@
 
+# It kills a process of experts and a worker of its own, once.
+DEMO := $(BIN)/anabranch run --workers 2 --servers 1 --experts 2 --max-restarts 1
+
 demo: $(STAMP)
-	@$(BIN)/anabranch run --workers 2 --servers 1 --experts 2 --log-dir runs/demo/logs examples/language_model.py --out runs/demo
+	@$(DEMO) --log-dir runs/demo/logs examples/language_model.py --out runs/demo --kill
+
+# Ten minutes: the demo, the same undisturbed, and one process.
+demo-compare: demo
+	@$(DEMO) --log-dir runs/undisturbed/logs examples/language_model.py --out runs/undisturbed
+	@$(BIN)/python examples/language_model.py --out runs/alone
+	@$(BIN)/python tools/compare_runs.py runs/demo runs/undisturbed runs/alone
 
 # Three at once on two cores: many tests wait for other processes. The empty variable: hundreds of processes would compile
 # the same sources where the environment forbids to keep that.

@@ -30,10 +30,14 @@ class Experts(nn.Module):
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         return self.mixture(hidden_BTD.flatten(0, 1)).unflatten(0, hidden_BTD.shape[:2])
 
-    def in_use(self) -> str:
-        """How many of the experts are there, for the progress line."""
+    def missing(self) -> int:
+        """Return how many of the experts are not in use now."""
         there = {f"{PREFIX}.{index}" for index in self.directory.active([PREFIX])[PREFIX]}
-        return f"{len(there - self.mixture.statistics().avoided)} of {self.count} experts"
+        return self.count - len(there - self.mixture.statistics().avoided)
+
+    def in_use(self) -> str:
+        """Return how many of the experts are in use, for the progress line."""
+        return f"{self.count - self.missing()} of {self.count} experts"
 
 
 def uids_of(process: int) -> list[str]:

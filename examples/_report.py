@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 
 BITS = 1 / math.log(2)  # in a nat
@@ -81,7 +81,7 @@ class Screen:
             BarColumn(bar_width=None),
             MofNCompleteColumn(table_column=Column(min_width=2 * len(str(steps)) + 1)),
             TextColumn("{task.fields[figures]}", markup=False),
-            TimeRemainingColumn(table_column=Column(min_width=len("0:00:00"))),
+            TextColumn(""),  # the terminal's last column stays free: some begin a new line behind it
             console=self.console,
             expand=True,
             disable=not (shown and self.console.is_terminal),
@@ -104,21 +104,21 @@ class Screen:
     def trained(self, step: int, loss_of_batch: float, seconds: float) -> None:
         self._recent.append(seconds)
         self._loss = loss_of_batch
-        self._bar.update(self._task, completed=step, figures=self._figures())
+        self._bar.update(self._task, completed=step, figures=self._figures(step))
 
     def evaluated(self, step: int, held_out: float) -> None:
         self._held_out = held_out
-        self._bar.update(self._task, figures=self._figures())
-        self.say(f"step {step}/{self._steps}  {self._figures()}  {(self._steps - step) * self._seconds():.0f} s left")
+        self._bar.update(self._task, figures=self._figures(step))
+        self.say(f"step {step}/{self._steps}  {self._figures(step)}")
 
-    def _seconds(self) -> float:
-        """Return the seconds of a step, of late."""
-        return sum(self._recent) / max(1, len(self._recent))
-
-    def _figures(self) -> str:
-        whole = self.console.width >= _WIDE or not self.console.is_terminal
-        rate = 1 / max(1e-9, self._seconds())
-        bits = "" if math.isnan(self._held_out) else f"  {self._held_out:.3f} bits/byte"
-        also = f"  {self._also()}" if self._also else ""
-        read = f"  {rate * self._bytes_per_step / 1e3:.0f} kB/s" if whole else ""
-        return f"{rate:.1f} steps/s{read}  loss {self._loss:.3f}{bits}{also}"
+    def _figures(self, step: int) -> str:
+        each = sum(self._recent) / max(1, len(self._recent))  # of late
+        rate = 1 / max(1e-9, each)
+        figures = [f"loss {self._loss:.3f}"]
+        if self.console.width >= _WIDE or not self.console.is_terminal:
+            figures = [f"{rate:.1f} steps/s", f"{rate * self._bytes_per_step / 1e3:.0f} kB/s", *figures]
+        if not math.isnan(self._held_out):
+            figures.append(f"{self._held_out:.3f} bits/byte")
+        if self._also:
+            figures.append(self._also())
+        return "  ".join([*figures, f"{(self._steps - step) * each:.0f} s left"])

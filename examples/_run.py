@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import signal
 import sys
@@ -86,7 +87,9 @@ def add_usual(parser: argparse.ArgumentParser, *, steps: int, out: str, evaluati
     add("--save-every", type=at_least_one, metavar="STEPS", help="(a quarter of all steps)")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out, if any (the default)")
-    how.add_argument("--fresh", action="store_true", help="delete the checkpoint in --out and start anew")
+    begins = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"  # a job that is restarted goes on
+    help_ = "delete the checkpoint in --out and start anew"
+    how.add_argument("--fresh", action="store_const", const=begins, default=False, help=help_)
 
 
 def prepare(team: Team, settings: Mapping[str, object], *, fresh: bool) -> None:
@@ -113,15 +116,31 @@ def prepare(team: Team, settings: Mapping[str, object], *, fresh: bool) -> None:
 class Stopped(Exception):
     """A worker was told to stop; all have saved after the same step."""
 
+    code = 0
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"told to stop: saved after step {step}, the same command goes on from there")
+
 
 @contextmanager
-def stopped_by_sigterm(executor: ab.Executor) -> Iterator[None]:
-    """SIGTERM lets the step under way end and be saved, on all workers alike."""
-    before = signal.signal(signal.SIGTERM, lambda *_: executor.request_stop())
+def stopped_by_signals(executor: ab.Executor) -> Iterator[None]:
+    """Ctrl-C or SIGTERM lets the step under way end and be saved, on all workers alike; the next one ends at once."""
+    come = []
+
+    def stop(number: int, frame: object) -> None:
+        come.append(number)
+        signal.signal(number, before[number])
+        executor.request_stop()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
+    except Stopped as stopped:
+        stopped.code = 130 if signal.SIGINT in come else 0
+        raise
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def reported(run: Callable[[], Mapping[str, object]], job: ab.Job) -> int:
@@ -134,11 +153,13 @@ def reported(run: Callable[[], Mapping[str, object]], job: ab.Job) -> int:
     except Stopped as stopped:
         if job.rank == 0:
             print(stopped, file=sys.stderr)
-        return 0
+        return stopped.code
     except KeyboardInterrupt:
         if job.rank == 0:
             print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130
     if job.rank == 0:
-        print(json.dumps(dict(result)), flush=True)
+        line = json.dumps(dict(result))
+        Path(str(result["out"]), "result.json").write_text(line)
+        print(line, flush=True)
     return 0

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from _clicks import FORMATS, Batch, Clicks, Floats, Part, area_under_curve, log_loss, split_file
 from _planted import Best, Planted
-from _run import Stopped, Team, add_usual, at_least_one, from_zero, prepare, reported, stopped_by_sigterm, team_of
+from _run import Stopped, Team, add_usual, at_least_one, from_zero, prepare, reported, stopped_by_signals, team_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -216,7 +216,7 @@ def train_on(executor: ab.Executor, team: Team, held_out: HeldOut, done: int, op
         if step % save_every == 0 or step == options.steps or executor.stopping:
             executor.save(team.out / "checkpoint")
         if executor.stopping and step < options.steps:
-            raise Stopped(f"told to stop: saved after step {step}, the same command goes on from there")
+            raise Stopped(step)
     return meter
 
 
@@ -291,16 +291,13 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
     cache = None
     if options.cache_rows and team.mode in ("PS", "Hybrid", "auto"):
         cache = ab.Cache(options.policy, options.cache_rows, options.pull_bound, options.push_bound)
-    with (
-        ab.Executor(
-            {"train": training_step(model, options.rate), "validate": ab.EvalStep(model, scores)},
-            comm_mode=team.comm_mode,
-            engine=options.engine,
-            dataloaders={"train": clicks(train, batch=options.batch, rank=team.rank, workers=team.workers)},
-            cache=cache,
-        ) as executor,
-        stopped_by_sigterm(executor),
-    ):
+    with ab.Executor(
+        {"train": training_step(model, options.rate), "validate": ab.EvalStep(model, scores)},
+        comm_mode=team.comm_mode,
+        engine=options.engine,
+        dataloaders={"train": clicks(train, batch=options.batch, rank=team.rank, workers=team.workers)},
+        cache=cache,
+    ) as executor:
         held_out = HeldOut(clicks(measure, batch=4096), options.held_out_lines)
         done = 0
         if not options.fresh and executor.resume(team.out / "checkpoint"):
@@ -308,7 +305,8 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
         say(team, f"{options.model}: {size / 1e6:.2f} million parameters; {job.world_size} workers, {team.mode}")
         if done:
             say(team, f"going on from the checkpoint after step {done}")
-        meter = train_on(executor, team, held_out, done, options)
+        with stopped_by_signals(executor):
+            meter = train_on(executor, team, held_out, done, options)
         nats, auc = held_out.measured(executor, team)
         engine = executor.engine("train")
     steps = max(1, options.steps - done)

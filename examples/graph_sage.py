@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from _run import Stopped, Team, add_usual, at_least_one, prepare, reported, stopped_by_sigterm, team_of
+from _run import Stopped, Team, add_usual, at_least_one, prepare, reported, stopped_by_signals, team_of
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -286,7 +286,7 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
             engine=options.engine,
             dataloaders={"train": samples},
         ) as executor,
-        stopped_by_sigterm(executor),
+        stopped_by_signals(executor),
     ):
         done, losses, seconds, moved = 0, [], 0.0, 0
         if not options.fresh and executor.resume(team.out / "checkpoint"):
@@ -305,7 +305,7 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
             if step % max(1, save_every) == 0 or step == options.steps or executor.stopping:
                 executor.save(team.out / "checkpoint")
             if executor.stopping and step < options.steps:
-                raise Stopped(f"told to stop: saved after step {step}, the same command goes on from there")
+                raise Stopped(step)
         found = accuracy(executor, graph, held_out, team)
         engine = executor.engine("train")
     steps = max(1, options.steps - done)

@@ -43,8 +43,9 @@ from typing import Any
 
 import torch
 from _experts import Experts, uids_of
+from _kills import Kills, leave_pid, plan_of_kills
 from _report import BITS, Curve, Screen
-from _run import Stopped, Team, add_usual, at_least_one, prepare, reported, stopped_by_sigterm, team_of
+from _run import Stopped, Team, add_usual, at_least_one, prepare, reported, stopped_by_signals, team_of
 from _text import CONTEXT, Windows, standard_library, text_of, windows_in_order
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -235,6 +236,7 @@ def serve_experts(options: argparse.Namespace, job: ab.Job) -> DirectoryLike:
                 shutil.rmtree(checkpoint / uid, ignore_errors=True)
         # An update for each worker's share of a batch; a pipeline's comes in microbatches.
         shares = job.workers if options.stages == 1 else max(1, job.workers // options.stages) * MICROBATCHES
+        leave_pid(options.out, f"expert {index}")
         return [expert(uid, options.steps * shares) for uid in uids_of(index)]
 
     torch.manual_seed(options.seed * 2**10 + job.rank)
@@ -266,7 +268,13 @@ def bits_per_byte(executor: ab.Executor, batches: list[Tensor], team: Team) -> f
 
 
 def train_on(
-    executor: ab.Executor, team: Team, curve: Curve, screen: Screen, held_out: list[Tensor], options: argparse.Namespace
+    executor: ab.Executor,
+    team: Team,
+    curve: Curve,
+    screen: Screen,
+    held_out: list[Tensor],
+    kills: Kills | None,
+    options: argparse.Namespace,
 ) -> float:
     """Trains to the last step, measuring and saving on the way; returns the seconds that the steps alone took."""
     seconds = 0.0
@@ -286,7 +294,9 @@ def train_on(
                 curve.save(team.out / "curve.json")
             executor.save(team.out / "checkpoint")
         if executor.stopping and step < options.steps:
-            raise Stopped(f"told to stop: saved after step {step}, the same command goes on from there")
+            raise Stopped(step)
+        if kills:
+            kills.after(step)
     return seconds
 
 
@@ -301,6 +311,7 @@ def parse_options(given: list[str] | None = None) -> argparse.Namespace:
     add("--text", type=Path, nargs="+", metavar="PATH", help="files or directories (Python's own sources)")
     add("--memory-rows", type=at_least_one, default=2**20, help="rows of the n-gram memory (%(default)s)")
     add("--stages", type=at_least_one, default=1, help="of each pipeline that the workers make (%(default)s)")
+    add("--kill", action="store_true", help="kill an expert process and a worker while training; with --max-restarts 1")
     options = parser.parse_args(given)
     if ab.job().role == "expert":  # never sees the text
         return options
@@ -361,6 +372,7 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
     batch = batch_of(options, team)
     settings = {"steps": options.steps, "batch": batch, "seed": options.seed, "memory_rows": options.memory_rows}
     prepare(team, settings | {"text": text.fingerprint, "experts": job.experts}, fresh=options.fresh)
+    leave_pid(options.out, f"worker {job.rank}")
     curve = Curve()
     experts = Experts(WIDTH, serve_experts(options, job), job.experts) if job.experts else None
     torch.manual_seed(options.seed)
@@ -382,24 +394,30 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
             process_group=team.grid.data_group if team.grid else None,
         ) as executor,
         model if isinstance(model, ab.Pipe) else nullcontext(),
-        stopped_by_sigterm(executor),
     ):
         done = 0
         if not options.fresh and executor.resume(team.out / "checkpoint"):
             done = train.schedulers[0].last_epoch
             curve.continue_from(team.out / "curve.json", done)
         also = experts.in_use if experts else None
-        with Screen(options.steps, done, batch * CONTEXT, shown=job.rank == 0, also=also) as screen:
+        with (
+            Screen(options.steps, done, batch * CONTEXT, shown=job.rank == 0, also=also) as screen,
+            stopped_by_signals(executor),
+        ):
+            at = plan_of_kills(job, options.steps) if options.kill else {}
+            missing = experts.missing if experts else lambda: 0
+            kills = Kills(options.out, at, missing, screen.say, fresh=options.fresh) if job.rank == 0 else None
             screen.say(
                 f"{parameters / 1e6:.1f} million parameters, "
                 f"{len(text.train) / 1e6:.2f} MB of text to train on: {text.source}",
-                f"workers: {job.world_size}, {where_else(job)}communication: {team.mode}; "
+                f"workers: {job.world_size}, {where_else(job)}communication: {team.mode}",
                 "bits/byte are those of held-out text",
                 *picture_of_schedule(options, team),
                 *([f"going on from the checkpoint after step {done}"] if 0 < done < options.steps else []),
                 *(["training has ended before; --fresh starts anew"] if done == options.steps else []),
             )
-            seconds = train_on(executor, team, curve, screen, held_out[:: max(1, len(held_out) // 8)], options)
+            some = held_out[:: max(1, len(held_out) // 8)]
+            seconds = train_on(executor, team, curve, screen, some, kills, options)
         screen.say(f"measuring all {len(text.held_out):,} held-out bytes")
         bits = bits_per_byte(executor, held_out, team)
     lzma_bits = 8 * len(lzma.compress(text.held_out, preset=9 | lzma.PRESET_EXTREME)) / len(text.held_out)
@@ -419,6 +437,7 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
         "lzma_bits_per_byte": lzma_bits,
         "held_out_bytes": len(text.held_out),
         "resumed_from": done,
+        "missed_seconds": kills.missed if kills else {},
         "seconds": round(time.monotonic() - began, 2),
         "steps_per_second": round((options.steps - done) / max(1e-9, seconds), 2),
         "out": str(team.out),

@@ -63,14 +63,14 @@ def test_a_run_resumes_with_other_stages_and_without_any(small_text, tmp_path, c
                     STOP()
 
             language_model.Screen.trained = stop
-            held = language_model.stopped_by_sigterm
+            held = language_model.stopped_by_signals
 
-            def stopped_by_sigterm(executor):
+            def stopped_by_signals(executor):
                 global STOP
                 STOP = executor.request_stop
                 return held(executor)
 
-            language_model.stopped_by_sigterm = stopped_by_sigterm
+            language_model.stopped_by_signals = stopped_by_signals
             language_model.main({[*arguments, *out, "--stages", str(stages)]!r})
         """
         LocalJob(workers).run_source(stopped).check()

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from process_marks import MARK, marked_processes
+from jobs import MARK, marked_processes
 
 from anabranch.launch import local
 from anabranch.launch.forks.launcher_side import ForkServer, kept_fork_server

@@ -1,7 +1,8 @@
-"""``launch`` with a job's options as arguments."""
+"""``launch`` with a job's options as arguments, and the processes that a test has started."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 from anabranch.launch import JobOutcome, JobSpec, PythonProgram
 from anabranch.launch import launch as launch_job
 from anabranch.launch.forks.launcher_side import ForkServer
+
+MARK = "ANABRANCH_TEST_MARK"
+"""In the environment of all that a test starts."""
 
 
 def launch(
@@ -23,3 +27,15 @@ def launch(
     """Run a script as a job on this machine."""
     program = PythonProgram(str(script), tuple(arguments), is_module, looks_here=is_module)
     return launch_job(JobSpec(program=program, **options), tell, server=server)
+
+
+def marked_processes(mark: str) -> list[str]:
+    """The command lines of all living processes whose environment holds the mark, wherever their parents went."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (process / "environ").read_bytes() and int(process.name) != os.getpid():
+                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue
+    return found

@@ -83,15 +83,9 @@ ROLLED_BACK = """
 import json, os, pathlib, signal, sys
 import torch, anabranch as ab
 
-def pid_of(role, rank):
-    for process in pathlib.Path("/proc").glob("[0-9]*"):
-        try:
-            environment = (process / "environ").read_bytes().split(b"\\0")
-            line = (process / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if f"TORCHELASTIC_RUN_ID={os.environ['TORCHELASTIC_RUN_ID']}".encode() in environment and b"parameters" in line:
-            return int(process.name)
+def kill(role):
+    record = json.loads(pathlib.Path(os.environ["ANABRANCH_STATUS"]).with_name("job.json").read_text())
+    os.kill(next(one["pid"] for one in record["roles"] if one["role"] == role), signal.SIGKILL)
 
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 1)
@@ -106,6 +100,6 @@ with ab.Executor(step, comm_mode="PS") as executor:
         if done == 4:
             executor.save(sys.argv[1])
         if done == 6 and not life and ab.job().rank == 0:
-            os.kill(pid_of("parameters", 0), signal.SIGKILL)
+            kill("parameters")
     print(json.dumps({"first": first, "life": life}), flush=True)
 """

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 import anabranch as ab
 from anabranch.cli.app import _app
-from anabranch.launch.address_status import Addresses
 from redis_servers import RealRedis, redis
 
 __all__ = ["redis"]
@@ -95,11 +94,3 @@ def test_a_redis_that_does_not_answer_is_reported_before_anything_starts(script:
     assert found.exit_code == 1
     assert "no Redis server answers there" in found.output
     assert "secret" not in found.output
-
-
-def test_a_redis_is_queried_at_its_address(redis: RealRedis) -> None:
-    with Addresses([redis.url]) as addresses:
-        (role,) = addresses.look().roles
-        assert (role.role, role.state, role.endpoint) == ("directory", "running", redis.url)
-        redis.stop()
-        assert addresses.look().roles[0].state == "gone"

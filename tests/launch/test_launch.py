@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jobs import launch
-from process_marks import marked_processes
+from jobs import launch, marked_processes
 
 from anabranch.launch import Patience
 
@@ -121,23 +120,6 @@ def test_the_others_have_time_to_report_their_errors(script: Script, tmp_path: P
     assert outcome.exits[0].last_words() == "rank 1 is gone"
 
 
-def test_a_killed_worker_ends_the_job_naming_rank_and_signal(script: Script, tmp_path: Path) -> None:
-    path = script(
-        GRANDCHILDREN
-        + """
-import os, signal, time
-if os.environ["RANK"] == "1":
-    os.kill(os.getpid(), signal.SIGKILL)
-time.sleep(600)
-"""
-    )
-    outcome = launch(path, workers=2, log_dir=tmp_path, patience=HURRIED)
-    assert outcome.exit_code == 1
-    assert outcome.first_failure is outcome.exits[1]
-    assert "rank 1" in outcome.exits[1].describe()
-    assert "SIGKILL" in outcome.exits[1].describe()
-
-
 def test_a_worker_that_ignores_signals_or_is_frozen_is_killed(script: Script, tmp_path: Path) -> None:
     path = script(
         """
@@ -198,39 +180,6 @@ while True:
     assert outcome.first_failure is None
     assert outcome.seconds < 30
     assert signal.getsignal(number) is before
-
-
-def test_workers_that_drain_on_sigterm_have_succeeded(script: Script, tmp_path: Path) -> None:
-    path = script(
-        """
-        import os, signal, sys, time
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        os.kill(os.getppid(), signal.SIGTERM)
-        while True:
-            time.sleep(0.01)
-        """
-    )
-    outcome = launch(path, log_dir=tmp_path)
-    assert outcome.interrupted == signal.SIGTERM
-    assert outcome.exit_code == 0
-
-
-def test_ctrl_c_reports_itself_even_if_the_worker_ends_well(script: Script, tmp_path: Path) -> None:
-    path = script(
-        """
-        import os, signal, time
-        try:
-            os.kill(os.getppid(), signal.SIGINT)
-            while True:  # a signal that comes just before one sleep is seen after it
-                time.sleep(0.1)
-        except KeyboardInterrupt:
-            print("saved")
-        """
-    )
-    outcome = launch(path, log_dir=tmp_path, patience=PATIENT)
-    assert outcome.exit_code == 130
-    assert outcome.exits[0].code == 0
-    assert (tmp_path / "worker-0.log").read_text() == "saved\n"
 
 
 def test_a_signal_that_arrives_twice_at_once_counts_once(

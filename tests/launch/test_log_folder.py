@@ -1,4 +1,4 @@
-"""The folder of a job's logs: one running job has it, and no file in it is needed for the job to end well."""
+"""A job's folders: of its logs, which one running job has and needs no file of, and where its workers meet."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from jobs import launch
-from process_marks import wait_until
 
 from anabranch.launch.meeting.rendezvous import Rendezvous
 from launched import run, start_run
+from waiting import wait_until
 
 Script = Callable[[str], Path]
 
@@ -78,3 +78,19 @@ def test_a_machine_without_a_loopback_interface_is_named(monkeypatch: pytest.Mon
     monkeypatch.setattr(socket.socket, "connect", unreachable)
     with pytest.raises(ConnectionError, match=r"its own address 127\.0\.0\.1: Network is unreachable"):
         Rendezvous(None)
+
+
+LISTENING = "0A"
+LOOPBACK = "0100007F"
+
+
+def listening_addresses(port: int) -> set[str]:
+    """The local addresses, in the kernel's hexadecimal, on which somebody listens at the port."""
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    ends = [row[1].split(":") for row in rows if row[3] == LISTENING]
+    return {address for address, end in ends if int(end, 16) == port}
+
+
+def test_the_store_listens_on_the_loopback_alone() -> None:
+    with Rendezvous(None) as rendezvous:
+        assert listening_addresses(rendezvous.port) == {LOOPBACK}

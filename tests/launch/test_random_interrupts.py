@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from process_marks import marked_processes
+from jobs import marked_processes
 
 from anabranch.launch.job_status import status_of
 from anabranch.record.words import ACTIVITIES

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jobs import launch
-from process_marks import marked_processes, wait_until
+from jobs import launch, marked_processes
 from typer.testing import CliRunner
 
 from anabranch.cli.app import _app
@@ -24,6 +23,7 @@ from anabranch.testing import LocalJob
 from anabranch.transport import Server, make_keys
 from covering import slow_except
 from launched import start_run
+from waiting import wait_until
 
 Script = Callable[[str], Path]
 HURRIED = Patience(failure=0.3, stop=0.3, drain=0.5)
@@ -212,19 +212,8 @@ def make_backends(index, count):
                              args_schema=[ab.TensorSpec(4)])]
 
 def pid_of(role, rank):
-    for process in pathlib.Path("/proc").glob("[0-9]*"):
-        try:
-            env = (process / "environ").read_bytes().split(b"\\0")
-            command = (process / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if f"TORCHELASTIC_RUN_ID={os.environ['TORCHELASTIC_RUN_ID']}".encode() not in env:
-            continue
-        if role == "parameters" and b"parameters" in command and f"parameters-{rank}".encode() in command:
-            return int(process.name)
-        if role == "expert" and b"ANABRANCH_ROLE=expert" in env and f"RANK={rank}".encode() in env:
-            return int(process.name)
-    raise LookupError(role)
+    jobs = json.loads(pathlib.Path(os.environ["ANABRANCH_STATUS"]).with_name("job.json").read_text())
+    return next(one["pid"] for one in jobs["roles"] if (one["role"], one["rank"]) == (role, rank))
 """
 
 

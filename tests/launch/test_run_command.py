@@ -16,10 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from process_marks import marked_processes, wait_until
+from jobs import marked_processes
 
 from anabranch.cli import main
 from launched import run, start_run
+from waiting import wait_until
 
 Script = Callable[[str], Path]
 RUN = [sys.executable, "-m", "anabranch.cli", "run"]
@@ -190,16 +191,6 @@ def test_a_signal_ends_the_job_and_leaves_nothing(
         assert launcher.wait(timeout=LIMIT) == code
     assert marked_processes(mark) == []
     assert list(temporary.iterdir()) == []
-
-
-def test_workers_die_with_a_launcher_that_is_killed(script: Script, tmp_path: Path, mark: str) -> None:
-    path = script("import time; print('ready'); time.sleep(600)")
-    with start_run("--workers", 2, "--log-dir", tmp_path, path) as launcher:
-        for rank in range(2):
-            log = tmp_path / f"worker-{rank}.log"
-            wait_until(lambda log=log: log.exists() and "ready" in log.read_text())
-        launcher.kill()
-    wait_until(lambda: marked_processes(mark) == [])
 
 
 def test_rank_0_has_a_terminal_where_the_launcher_has_one(script: Script, tmp_path: Path) -> None:

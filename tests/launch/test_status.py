@@ -126,6 +126,8 @@ def test_a_loss_that_is_not_finite_is_null_for_programs(tmp_path: Path) -> None:
     (tmp_path / "worker-0.status").write_text(json.dumps(told))
     done = subprocess.run([*STATUS, str(tmp_path), "--json"], capture_output=True, text=True, timeout=200, check=True)
     found = json.loads(done.stdout, parse_constant=pytest.fail)
+    (role,) = json.loads((tmp_path / "job.json").read_text())["roles"]
+    assert role.items() <= found["roles"][0].items()
     assert (found["loss"], found["curve"]) == (None, [1.0, None])
 
 
@@ -236,7 +238,7 @@ def test_servers_are_queried_at_their_addresses(tmp_path: Path, monkeypatch: pyt
         wait_until(lambda: busy_seconds(experts.endpoint) > 0)  # noted once the answer has left
         for asked, code in ((server.endpoint, 0), (nowhere, 1)):
             # A script that waits for its servers reads this, and asks again.
-            wait_until(lambda asked=asked, code=code: run("--address", asked, command="status").returncode == code)
+            wait_until(lambda asked=asked, code=code: run(asked, command="status").returncode == code)
 
 
 def test_a_server_that_does_not_answer_is_stopped(tmp_path: Path) -> None:
@@ -252,9 +254,9 @@ def test_a_server_that_does_not_answer_is_stopped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["folder", "--address", "unix:/a"], "not both"),
+        (["folder", "unix:/a"], "one log folder, or endpoints"),
         (["--watch", "--json"], "prints once"),
-        (["--address", "nonsense"], "nonsense"),
+        (["tcp://nonsense"], "nonsense"),
     ],
 )
 def test_the_command_refuses_contradictory_options(arguments: list[str], said: str) -> None:

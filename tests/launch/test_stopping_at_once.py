@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import os
-import pty
 import select
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jobs import launch
-from process_marks import marked_processes, wait_until
+from jobs import launch, marked_processes
 
 from anabranch.launch import local
-from anabranch.launch.supervision.signals import ECHO_SECONDS, SignalBox, collect_signals
+from anabranch.launch.supervision.signals import SignalBox, collect_signals
 
 Script = Callable[[str], Path]
 LIMIT = 120.0
@@ -74,54 +71,6 @@ def test_ctrl_c_before_the_launcher_collects_signals_is_one_line(script: Script)
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr == "anabranch: SIGINT: stopped before anything had started\n"
-
-
-def test_a_key_pressed_again_kills(script: Script, tmp_path: Path, mark: str) -> None:
-    path = script(
-        """
-        import signal, sys, time
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        print("ready", flush=True)
-        time.sleep(600)
-        """
-    )
-    # The session's leader takes the terminal that it has as stdin for its own: then keys make signals.
-    own = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
-    # A worker that ignores a signal has a minute here, not five seconds.
-    command = [sys.executable, str(LAUNCHED), "patient", "run", "--spawn", "--workers", "2", "--log-dir", str(tmp_path)]
-    ours, theirs = pty.openpty()
-    with subprocess.Popen(
-        [sys.executable, "-c", own, *command, str(path)],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        start_new_session=True,
-    ) as launcher:
-        try:
-            os.close(theirs)
-            told = read_until(ours, b"ready")
-            for rank in range(2):
-                wait_until(lambda rank=rank: "ready" in (tmp_path / f"worker-{rank}.log").read_text())
-            os.write(ours, b"\x03")
-            told += read_until(ours, b"send it again to kill them")
-            time.sleep(ECHO_SECONDS)  # which is what the promise is about
-            os.write(ours, b"\x03")
-            told += read_until(ours, b"killing the workers")
-            assert b"SIGINT again" in told
-            assert launcher.wait(LIMIT) == 130
-        finally:
-            launcher.kill()
-            os.close(ours)
-    wait_until(lambda: not marked_processes(mark))
-
-
-def read_until(source: int, words: bytes) -> bytes:
-    """What comes from a terminal up to these words."""
-    found = b""
-    while words not in found:
-        assert select.select([source], [], [], LIMIT)[0], found
-        found += os.read(source, 4096)
-    return found
 
 
 class Seconds:

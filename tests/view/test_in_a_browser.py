@@ -11,6 +11,7 @@ from urllib.parse import unquote
 
 import pytest
 
+from anabranch.cli.view import planned
 from anabranch.record.trace import ProcessTrace, write_trace
 from anabranch.view.page import page_of
 from anabranch.view.trace_page import read_trace
@@ -202,7 +203,7 @@ def trace(tmp_path: Path) -> str:
         ]
         parts.append(part)
     write_trace(tmp_path / "out.json", parts)
-    return page_of("run", "out.json", {"job": None, "trace": read_trace(tmp_path / "out.json")})
+    return page_of("run", "out.json", {"job": None, "trace": read_trace(tmp_path / "out.json", planned)})
 
 
 LABELS = """
@@ -266,5 +267,5 @@ def test_on_a_phone_a_finger_scrolls_past_the_timeline_and_the_schedule_is_as_wi
 
 def test_a_trace_without_spans_is_shown_as_such(tmp_path: Path) -> None:
     write_trace(tmp_path / "out.json", [])
-    page = page_of("run", "out.json", {"job": None, "trace": read_trace(tmp_path / "out.json")})
+    page = page_of("run", "out.json", {"job": None, "trace": read_trace(tmp_path / "out.json", planned)})
     assert "no spans" in asked(page, "out.text = document.body.innerText;", tmp_path)["text"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from anabranch.cli.view import planned
 from anabranch.record.trace import ProcessTrace, write_trace
 from anabranch.view.trace_page import read_trace
 
@@ -40,7 +41,7 @@ def trace_of(tmp_path: Path, **notes: object) -> dict[str, Any]:
     server = ProcessTrace("parameters 0", 20, "host", 0, threads={1: (21, "serving")}, dropped=5)
     server.spans = [span("pull", "serve", 11, 19, track="served", flow=("serve", "a"))]
     write_trace(tmp_path / "out.json", [worker, server], notes=notes)
-    return read_trace(tmp_path / "out.json")
+    return read_trace(tmp_path / "out.json", planned)
 
 
 def test_every_span_is_in_its_lane_with_its_facts(tmp_path: Path) -> None:
@@ -104,7 +105,7 @@ def test_a_schedule_is_shown_as_it_ran_and_as_it_was_planned(tmp_path: Path) -> 
     )
     first.spans.append(span("send activations", "crossing", 3, 4, peer="stage 1", bytes=64))
     write_trace(tmp_path / "out.json", [first, second])
-    found = read_trace(tmp_path / "out.json")
+    found = read_trace(tmp_path / "out.json", planned)
     (schedule,) = found["schedules"]
     assert (schedule["step"], schedule["stages"]) == (3, [0, 1])
     assert schedule["ran"][1][1] == [0, "backward", 7, 4]
@@ -127,7 +128,7 @@ def test_a_trace_of_another_tool_is_shown_too(tmp_path: Path) -> None:
     event = {"ph": "X", "name": "aten::mm", "ts": 5, "dur": 2, "pid": 1, "tid": 2, "args": {"value": float("nan")}}
     for content in ([event], {"traceEvents": [event]}):
         (tmp_path / "other.json").write_text(json.dumps(content))
-        found = read_trace(tmp_path / "other.json")
+        found = read_trace(tmp_path / "other.json", planned)
         (lane,) = found["lanes"]
         assert found["facts"] == [None, {"value": "NaN"}]
         assert (lane["process"], lane["name"]) == ("process 1", "thread 2")
@@ -135,7 +136,7 @@ def test_a_trace_of_another_tool_is_shown_too(tmp_path: Path) -> None:
 
 def read(tmp_path: Path, *events: object, **more: object) -> dict[str, Any]:
     (tmp_path / "other.json").write_text(json.dumps({"traceEvents": events, **more}))
-    return read_trace(tmp_path / "other.json")
+    return read_trace(tmp_path / "other.json", planned)
 
 
 SPAN = {"ph": "X", "name": "mm", "ts": 5, "dur": 2, "pid": 1, "tid": 2}
@@ -178,7 +179,7 @@ def test_arrows_of_another_kind_with_the_same_number_are_others(tmp_path: Path) 
 
 def test_a_packed_trace_is_a_trace(tmp_path: Path) -> None:
     (tmp_path / "out.json.gz").write_bytes(gzip.compress(json.dumps([SPAN]).encode()))
-    assert len(read_trace(tmp_path / "out.json.gz")["lanes"]) == 1
+    assert len(read_trace(tmp_path / "out.json.gz", planned)["lanes"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -187,4 +188,4 @@ def test_a_packed_trace_is_a_trace(tmp_path: Path) -> None:
 def test_a_file_that_is_not_a_trace_is_refused_by_name(text: str, tmp_path: Path) -> None:
     (tmp_path / "wrong.json").write_text(text)
     with pytest.raises(ValueError, match=r"wrong\.json is not a trace in Chrome's format: "):
-        read_trace(tmp_path / "wrong.json")
+        read_trace(tmp_path / "wrong.json", planned)

@@ -17,9 +17,6 @@ from anabranch.cli.serve import serve
 from anabranch.cli.status import status
 from anabranch.cli.view import view
 
-__all__ = ["main"]
-
-
 _app = typer.Typer(
     name="anabranch",
     help="Trains one PyTorch model across devices, processes, parameter servers and unreliable remote experts.",

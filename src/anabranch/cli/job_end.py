@@ -8,8 +8,6 @@ from anabranch.cli.messages import say, tell
 from anabranch.launch.job_status import status_of
 from anabranch.launch.supervision.outcome import Exit, JobOutcome
 
-__all__ = ["show_end"]
-
 
 def show_end(outcome: JobOutcome, folder: Path, *, verbose: bool) -> None:
     """Print the first failure, the failures that followed from it, and the path of the newest checkpoint."""

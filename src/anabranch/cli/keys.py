@@ -11,8 +11,6 @@ from anabranch.cli.messages import plain_errors, tell
 from anabranch.transport import make_keys
 from anabranch.transport.certificates import EVERY_JOB
 
-__all__ = ["keys"]
-
 
 def keys(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write to; created with mode 0700.")],

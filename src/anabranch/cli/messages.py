@@ -10,8 +10,6 @@ import typer
 
 from anabranch.errors import AnabranchError
 
-__all__ = ["open_standard_streams", "plain_errors", "say", "tell"]
-
 
 def say(text: str) -> None:
     """Print ``text`` on stderr, or nowhere once that has gone: a closed terminal, a full disk, an unread pipe."""

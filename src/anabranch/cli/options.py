@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["Arguments", "Experts", "Insecure", "IsModule", "Keys", "OfTorchrun", "Script", "Servers", "Workers"]
-
 
 def _name_workers(given: str | None) -> None:
     if given is not None:

@@ -15,8 +15,6 @@ from anabranch.cli.options import Arguments, Experts, IsModule, OfTorchrun, Scri
 from anabranch.launch import JobSpec, PythonProgram, launch
 from anabranch.record.process import PLAN_VARIABLE
 
-__all__ = ["plan"]
-
 
 def plan(
     script: Script,

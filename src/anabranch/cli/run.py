@@ -21,8 +21,6 @@ from anabranch.launch import Durability, JobOutcome, JobSpec, PythonProgram, Res
 from anabranch.launch.supervision.signals import collect_signals
 from anabranch.transport.redis_directory import RedisLink, is_redis_url
 
-__all__ = ["run"]
-
 _ASK_SECONDS = 10.0
 
 

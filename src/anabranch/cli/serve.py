@@ -13,8 +13,6 @@ import typer
 from anabranch.cli.messages import plain_errors, tell
 from anabranch.cli.options import Insecure, Keys
 
-__all__ = ["directory", "experts", "parameters", "serve"]
-
 serve = typer.Typer(help="Run one long-lived service. It prints 'listening on ENDPOINT' first and drains on a signal.")
 """The commands under ``anabranch serve``."""
 

@@ -16,18 +16,17 @@ from anabranch.cli.messages import plain_errors
 from anabranch.cli.options import Insecure, Keys
 from anabranch.launch.job_status import JobStatus, latest_job, status_of
 
-__all__ = ["status"]
-
 _EVERY = 1.0  # seconds between two looks
+_ENDPOINTS = ("unix:", "tcp:")
 
 
 def status(
-    job: Annotated[
-        Path | None, typer.Argument(metavar="JOB", help="The job's log folder; by default that of your newest job.")
-    ] = None,
-    address: Annotated[
+    jobs: Annotated[
         list[str] | None,
-        typer.Option(metavar="ENDPOINT", help="Ask the server at this endpoint instead of a job; may be repeated."),
+        typer.Argument(
+            metavar="JOB",
+            help="The job's log folder, by default that of your newest job; or endpoints of services, to ask them.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it until the job ends, or Ctrl-C.")] = False,
@@ -36,20 +35,21 @@ def status(
 ) -> None:
     """Show the processes of a job: which run, wait or are gone.
 
-    Exit code: 0, 1 if --address does not answer, or 2 if the job does not exist.
+    Exit code: 0, 1 if a service at an endpoint does not answer, or 2 if the job does not exist.
     """
-    if address and job is not None:
-        raise typer.BadParameter("name a job or --address, not both", param_hint="JOB")
+    endpoints = [one for one in jobs or () if one.startswith(_ENDPOINTS)]
+    if jobs and len(jobs) > 1 and len(endpoints) < len(jobs):
+        raise typer.BadParameter("name one log folder, or endpoints", param_hint="JOB")
     if watch and as_json:
         raise typer.BadParameter("--json prints once; call it again and again, or leave out --watch")
     with plain_errors("JOB"), ExitStack() as stack:
-        if address:
+        if endpoints:
             from anabranch.launch.address_status import Addresses  # imports torch
 
-            asked = stack.enter_context(Addresses(address, keys=keys, insecure=insecure))
-            look: Callable[[], JobStatus] = asked.look
+            addresses = stack.enter_context(Addresses(endpoints, keys=keys, insecure=insecure))
+            look: Callable[[], JobStatus] = addresses.look
         else:
-            folder = latest_job() if job is None else job
+            folder = Path(jobs[0]) if jobs else latest_job()
             look = lambda: status_of(folder)  # noqa: E731
         seen = look()
         if as_json:
@@ -57,7 +57,7 @@ def status(
             typer.echo(json.dumps(json.loads(text, parse_constant=lambda _: None)))  # JSON has no NaN
         else:
             _show(look, seen, watch=watch)
-    if address and any(role.state in ("gone", "stopped") for role in seen.roles):
+    if endpoints and any(role.state in ("gone", "stopped") for role in seen.roles):
         raise typer.Exit(1)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,11 +14,10 @@ from anabranch.cli.messages import plain_errors
 from anabranch.launch.job_status import JobStatus, RoleStatus, latest_job, status_of
 from anabranch.record.words import in_words
 from anabranch.view.page import page_of
+from anabranch.view.schedules import Key
 from anabranch.view.serving import PageServer
 from anabranch.view.trace_events import is_packed
 from anabranch.view.trace_page import read_trace
-
-__all__ = ["view"]
 
 
 def view(
@@ -56,7 +57,7 @@ def view(
 def _page(path: Path) -> str:
     if path.is_dir():
         job = status_of(path.absolute())
-        trace = None if job.trace is None or not Path(job.trace).is_file() else read_trace(Path(job.trace))
+        trace = None if job.trace is None or not Path(job.trace).is_file() else read_trace(Path(job.trace), planned)
         title = " · ".join(filter(None, [job.script, path.absolute().name]))
         return page_of("run", title, {"job": _job_data(job), "trace": trace})
     if not path.is_file():
@@ -64,7 +65,7 @@ def _page(path: Path) -> str:
     with path.open("rb") as file:
         start = file.read(256).lstrip()
     if start[:1] in (b"{", b"[") or not start or is_packed(start):
-        return page_of("run", path.name, {"job": None, "trace": read_trace(path)})
+        return page_of("run", path.name, {"job": None, "trace": read_trace(path, planned)})
     return _graph(path)
 
 
@@ -111,6 +112,42 @@ def _crossings(role: RoleStatus, job: JobStatus) -> list[dict[str, Any]]:
     if role.role == "expert" and role.service.get("bytes"):
         crossings += share("worker", "experts", role.service["bytes"], to=False)
     return crossings
+
+
+def planned(orders: Mapping[int, Sequence[Key]]) -> Mapping[Key, tuple[float, float]]:
+    """Simulate the actions of a pipeline in the order of each stage, by the simulator of ``ab.Pipe``'s schedules.
+
+    >>> orders = {0: [(0, 0, "forward"), (0, 0, "backward")], 1: [(1, 0, "forward"), (1, 0, "backward")]}
+    >>> planned(orders)[0, 0, "backward"]
+    (4.0, 2.0)
+    """
+    from anabranch.pipeline.schedule.actions import PHASES, Action, Kind  # imports torch
+    from anabranch.pipeline.schedule.simulated_clock import SimulatedRun
+
+    kinds = {phase: kind for kind, phase in PHASES.items()}
+    costs = {Kind.F: 1.0, Kind.B: 2.0, Kind.W: 1.0, Kind.R: 1.0}
+    stages = sorted(orders)
+    after = dict(itertools.pairwise(stages))
+    before = {other: stage for stage, other in after.items()}
+    links = {Kind.F: (Kind.RECV_F, before, Kind.SEND_F, after), Kind.B: (Kind.RECV_B, after, Kind.SEND_B, before)}
+    known = {key for order in orders.values() for key in order}
+    rows: list[list[Action]] = []
+    for stage in stages:
+        rows.append([])
+        for _, microbatch, phase in orders[stage]:
+            kind = kinds.get(phase, Kind.W)
+            receive, source, send, target = links.get(kind, (kind, {}, kind, {}))
+            if (source.get(stage), microbatch, phase) in known:
+                rows[-1].append(Action(receive, stage, microbatch, source[stage]))
+            rows[-1].append(Action(kind, stage, microbatch))
+            if (target.get(stage), microbatch, phase) in known:
+                rows[-1].append(Action(send, stage, microbatch, target[stage]))
+    run = SimulatedRun(rows, lambda action: costs.get(action.kind, 0.0))
+    return {
+        key: (interval.start, interval.end - interval.start)
+        for stage, row in zip(stages, run.intervals, strict=True)
+        for key, interval in zip(orders[stage], row, strict=False)  # shorter where a trace begins or ends within a step
+    }
 
 
 def _graph(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The state of services, requested at their addresses, for ``anabranch status --address``."""
+"""The state of services, requested at their addresses, for ``anabranch status ENDPOINT``."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, PeerLost
-from anabranch.launch.job_status import JobStatus, RoleStatus, State, ahead, job_of
+from anabranch.launch.job_status import JobStatus, RoleStatus, ahead, job_of
 from anabranch.transport import Answer, Client, Outcome, Request
-from anabranch.transport.redis_directory import RedisLink, is_redis_url
 from anabranch.transport.server.server import STATUS
-
-__all__ = ["Addresses"]
 
 _SECONDS = 1.5  # less than the two heartbeats after which a silent server counts as lost
 _ROLES = {"parameters": "parameters", "experts": "expert", "directory": "directory"}
@@ -28,7 +24,7 @@ class Addresses:
     """Services, by their endpoints; a context manager.
 
     Args:
-        endpoints: where they listen; or the URL of a Redis that keeps a directory.
+        endpoints: where they listen.
         keys: the directory of certificates, for TCP.
         insecure: allow TCP without certificates.
 
@@ -50,13 +46,12 @@ class Addresses:
             ValueError: a malformed endpoint, or TCP without keys.
             BoundaryError: a server refuses to answer.
         """
-        requests = [Request(endpoint, STATUS) for endpoint in self._endpoints if not is_redis_url(endpoint)]
-        outcomes = self._client.gather(requests, Deadline.after(_SECONDS)) if requests else []
-        answers = {request.endpoint: outcome for request, outcome in zip(requests, outcomes, strict=True)}
+        requests = [Request(endpoint, STATUS) for endpoint in self._endpoints]
+        outcomes = self._client.gather(requests, Deadline.after(_SECONDS))
         roles: list[tuple[RoleStatus, Mapping[str, Any]]] = []
         ranks: Counter[str] = Counter()
-        for endpoint in self._endpoints:
-            role, facts = (_redis(endpoint), {}) if endpoint not in answers else self._role(endpoint, answers[endpoint])
+        for endpoint, outcome in zip(self._endpoints, outcomes, strict=True):
+            role, facts = self._role(endpoint, outcome)
             role = replace(role, rank=ranks[role.role])
             ranks[role.role] += 1
             self._before[endpoint] = role
@@ -82,22 +77,5 @@ class Addresses:
     def __enter__(self) -> Addresses:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _redis(url: str) -> RoleStatus:
-    """Return the status of a Redis that keeps a directory."""
-    link = RedisLink(url, _SECONDS)
-    state: State = "running"
-    try:
-        link.run(lambda client: client.time(), "directory.time")
-    except PeerLost:
-        state = "gone"
-    except DeadlineExceeded:
-        state = "stopped"
-    finally:
-        link.close()
-    return RoleStatus("directory", 0, None, link.url, state)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["LINGER_SECONDS", "LINGER_VARIABLE", "LISTEN_VARIABLE", "RUN_VARIABLE"]
-
 LINGER_SECONDS = 25.0
 """Seconds for which a service of a job serves on after its first signal while workers are connected."""
 

@@ -23,8 +23,6 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # defined
 from anabranch.job import Grid, Job
 from anabranch.liveness.meeting import interruptible, meet_peers
 
-__all__ = ["make_grid"]
-
 _TIMEOUT = timedelta(seconds=660)  # the waits of the groups' users end earlier, with the name of a rank
 
 

@@ -22,10 +22,9 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import TypeAlias
 
 from anabranch.held_error import HELD_ERROR_VARIABLE, move_held_error
@@ -42,8 +41,6 @@ from anabranch.launch.supervision.signals import Stopped, collect_signals
 from anabranch.launch.supervision.supervisor import Supervisor
 from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
 from anabranch.transport.certificates import KEYS_VARIABLE
-
-__all__ = ["Attempt", "Site", "Sites", "run_job"]
 
 
 @dataclass(slots=True)
@@ -82,10 +79,6 @@ class Attempt:
         """Raise ``Stopped`` if a signal has come."""
         if self.stopped is not None:
             raise Stopped(self.stopped)
-
-    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
-        """End of its block."""
-        return isinstance(error, Stopped)
 
     @property
     def run(self) -> str | None:
@@ -163,7 +156,7 @@ def _run(sites: Sites, attempt: Attempt) -> JobOutcome:
     workers: list[RoleProcess] = []
     services: list[RoleProcess] = []
     with ExitStack() as stack:
-        stack.push(attempt.leave)
+        stack.enter_context(suppress(Stopped))
         stack.callback(move_held_error, held, log)
         screen = stack.enter_context(Screen(log, tell, goes_on=attempt.number > 0)) if spec.live else None
         say = attempt.tell = screen.say if screen else tell

@@ -12,8 +12,6 @@ from typing import Literal, TypeAlias
 
 from anabranch.record.process import process_stat, replace_text
 
-__all__ = ["JOB_FILE", "Elsewhere", "JobFile"]
-
 Elsewhere: TypeAlias = Literal["running", "stopped", "gone"]
 
 JOB_FILE = "job.json"

@@ -19,18 +19,6 @@ from anabranch.launch.job_file import JOB_FILE, Elsewhere
 from anabranch.record.process import process_stat, read_regular, read_status
 from anabranch.record.words import ACTIVITIES
 
-__all__ = [
-    "JobStatus",
-    "RoleStatus",
-    "State",
-    "TrackedLoop",
-    "ahead",
-    "job_of",
-    "latest_job",
-    "process_state",
-    "status_of",
-]
-
 State: TypeAlias = Literal["starting", "running", "waiting", "stopped", "restarting", "gone"]
 
 _SERVICES = ("parameters", "experts", "directory")
@@ -61,6 +49,7 @@ class RoleStatus:
         loads: of a worker, its requests about each table: ``hits``, ``misses``, ``bytes``, ...
         crossed: of a worker, the bytes that have crossed each boundary.
         crossing: the same, a second, while it runs and does not wait.
+        started: when it started, as ``/proc/PID/stat`` has it, which with the pid names a process of this machine.
     """
 
     role: str
@@ -79,6 +68,7 @@ class RoleStatus:
     loads: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     crossed: Mapping[str, float] = field(default_factory=dict)
     crossing: Mapping[str, float] = field(default_factory=dict)
+    started: int | None = None
 
     @property
     def name(self) -> str:
@@ -211,7 +201,7 @@ def _read_role(
     elif endpoint and endpoint.startswith("unix:") and not Path(endpoint.removeprefix("unix:")).exists():
         # One that has reported anything listens no longer, because the job ends.
         state = "running" if any(service in facts for service in _SERVICES) else "starting"
-    return RoleStatus(role, rank, pid, endpoint, state), facts
+    return RoleStatus(role, rank, pid, endpoint, state, started=started), facts
 
 
 def process_state(pid: int, started: int | None = None) -> Elsewhere:

@@ -10,8 +10,6 @@ from pathlib import Path
 from anabranch.record.process import TRACE_VARIABLE
 from anabranch.record.trace import ProcessTrace, read_part, write_trace
 
-__all__ = ["traced"]
-
 
 @contextmanager
 def traced(

@@ -30,8 +30,6 @@ from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
 from anabranch.transport.certificates import KEYS_VARIABLE
 from anabranch.transport.private_folder import PrivateFolder
 
-__all__ = ["launch"]
-
 _END_SECONDS = 5.0
 
 

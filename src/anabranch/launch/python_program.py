@@ -10,8 +10,6 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["PythonProgram"]
-
 
 @dataclass(frozen=True, slots=True)
 class PythonProgram:

@@ -28,8 +28,6 @@ from anabranch.job import DirectoryLike, Job
 from anabranch.launch.environment import LINGER_VARIABLE, LISTEN_VARIABLE, RUN_VARIABLE
 from anabranch.transport.server.service import serve_until_stopped
 
-__all__ = ["serve"]
-
 _MARK_TTL = 24 * 3600.0  # seconds; announced again with each renewal
 _LOOK_EVERY = 0.05
 

@@ -7,8 +7,6 @@ import os
 import socket
 from collections.abc import Sequence
 
-__all__ = ["Message", "receive", "send"]
-
 Message = dict[str, object]
 
 _LENGTH_BYTES = 4

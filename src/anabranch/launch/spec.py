@@ -17,8 +17,6 @@ from anabranch.record.process import TRACE_VARIABLE
 from anabranch.record.trace import check_trace_path
 from anabranch.transport.certificates import KEYS_VARIABLE
 
-__all__ = ["Durability", "JobSpec", "Resources"]
-
 Durability = Literal["none", "checkpoint", "log"]
 
 Resources = Mapping[str, Mapping[str, float]]

@@ -19,8 +19,6 @@ from anabranch.transport import ServerStatistics
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-__all__ = ["directory_metrics", "expert_metrics", "family", "parameter_metrics", "serve_metrics", "waiting_metric"]
-
 _Kind: TypeAlias = Literal["counter", "gauge"]
 _Values: TypeAlias = float | Mapping[str, float] | Mapping[tuple[str, ...], float]
 

@@ -14,8 +14,6 @@ from anabranch.observe.metrics import family, serve_metrics, waiting_metric
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-__all__ = ["PrometheusSink"]
-
 _FAMILIES = {
     "loss": ("the loss of the newest optimizer step that was read", "step"),
     "gradient_norm": ("the norm of all gradients before clipping", "step"),

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["TensorBoardSink"]
-
 
 class TensorBoardSink:
     """Writes the metrics of an ``Executor`` into ``folder``, for ``tensorboard --logdir FOLDER``.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 
-__all__ = ["FakeClock"]
-
 
 class FakeClock:
     """A clock that is advanced by hand.

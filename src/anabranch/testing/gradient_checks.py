@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.tensors import Structure, flatten, map_structure, paths
 
-__all__ = ["assert_same_gradients"]
-
 
 def assert_same_gradients(
     module_a: nn.Module, module_b: nn.Module, batch: Structure, *, tolerance: float = 0.0

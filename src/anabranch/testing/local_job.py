@@ -18,8 +18,6 @@ from anabranch.launch import Durability, JobOutcome, JobSpec, Patience, PythonPr
 from anabranch.launch.forks.conditions import why_no_fork_server
 from anabranch.launch.forks.launcher_side import kept_fork_server
 
-__all__ = ["JobResult", "LocalJob"]
-
 
 @dataclass(frozen=True, slots=True)
 class JobResult:

@@ -17,8 +17,6 @@ from contextlib import suppress
 from anabranch.transport import Listener, MemoryTransport, Stream, Transport
 from anabranch.transport.frame import frame_size
 
-__all__ = ["LossyTransport", "MemoryTransport"]
-
 _PATIENCE = 5.0
 
 

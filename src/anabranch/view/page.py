@@ -7,8 +7,6 @@ import json
 from importlib import resources
 from typing import Literal
 
-__all__ = ["page_of"]
-
 
 def page_of(kind: Literal["run", "graph"], title: str, data: object) -> str:
     """Return the page.

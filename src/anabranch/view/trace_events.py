@@ -17,8 +17,6 @@ from typing import Any, TypeAlias
 
 from anabranch.record.process import read_regular
 
-__all__ = ["Event", "TraceFile", "is_packed", "read_events"]
-
 Event: TypeAlias = dict[str, Any]
 
 _PACKED = b"\x1f\x8b"

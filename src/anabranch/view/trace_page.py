@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from anabranch.record.words import in_words
-from anabranch.view.schedules import schedules_of
+from anabranch.view.schedules import Simulate, schedules_of
 from anabranch.view.trace_events import Event, TraceFile, read_events
-
-__all__ = ["TraceData", "read_trace"]
 
 TraceData: TypeAlias = dict[str, Any]
 
@@ -24,14 +22,18 @@ _BYTES = ("bytes", "sent_bytes", "received_bytes")
 _STAGE = "anabranch-stage-"  # begins the name of a stage's thread
 
 
-def read_trace(path: Path) -> TraceData:
+def read_trace(path: Path, simulate: Simulate) -> TraceData:
     """Return the data of a trace file that ``run.js`` draws.
+
+    Args:
+        path: the file.
+        simulate: the pipeline's simulator, called if the trace has actions of a pipeline.
 
     Raises:
         ValueError: it is not a trace; gives the reason.
         OSError: it cannot be read.
     """
-    return _data_of(read_events(path))
+    return _data_of(read_events(path), simulate)
 
 
 @dataclass(slots=True)
@@ -44,7 +46,7 @@ class _Lane:
     events: list[Event] = field(default_factory=list)
 
 
-def _data_of(file: TraceFile) -> TraceData:
+def _data_of(file: TraceFile, simulate: Simulate) -> TraceData:
     lanes, dropped = _lanes(file.events)
     steps = _Steps(lanes)
     texts = _Texts()
@@ -63,7 +65,7 @@ def _data_of(file: TraceFile) -> TraceData:
         "arrows": _arrows(file.events, numbers_of),
         "crossings": _crossings(lanes),
         "waits": _waits(lanes, steps),
-        "schedules": schedules_of(_actions(lanes, steps)),
+        "schedules": schedules_of(_actions(lanes, steps), simulate),
         "notes": [*_notes_on_file(file), *_notes(file.other, dropped)],
     }
 

@@ -140,15 +140,6 @@ def test_numbers_of_processes_are_checked() -> None:
         run("train.py", workers=0)
 
 
-def test_the_launcher_imports_neither_ray_nor_torch() -> None:
-    code = (
-        "import sys, anabranch.cli, anabranch.launch.ray.ray_engine, anabranch.launch.ray.role_actor;"
-        "print(sorted({'ray', 'torch'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
-    assert done.stdout == "[]\n"
-
-
 @pytest.mark.parametrize("options", [("--address", "a:1"), ("--engine", "ray", "--host", "10.0.0.1")])
 def test_options_that_mean_nothing_to_the_engine_are_refused(options: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")

@@ -3,5 +3,3 @@
 Open ``launcher_side.py`` for the launcher's requests, ``fork_server.py`` for the responses and how a
 fork becomes a process like any other.
 """
-
-__all__: list[str] = []

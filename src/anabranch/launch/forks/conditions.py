@@ -14,8 +14,6 @@ from pathlib import Path
 
 from anabranch.launch.python_program import PythonProgram
 
-__all__ = ["why_no_fork_server", "why_not_forked"]
-
 # Each of these exists if a driver is loaded: NVIDIA's, NVIDIA's under WSL, AMD's.
 _DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
 

@@ -43,8 +43,6 @@ from anabranch.launch.socket_messages import receive, send
 from anabranch.launch.supervision.parent_death import prctl
 from anabranch.record.process import record_process
 
-__all__ = ["main", "threads"]
-
 # All that workers, experts and parameter servers import before their first step; the last ones are optional.
 _IMPORTED = (
     "numpy",

@@ -11,14 +11,11 @@ import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict
-from types import TracebackType
 
 from anabranch.launch.forks.process_state import ARGUMENTS_ROOM, ENVIRONMENT_ROOM
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.socket_messages import Message, receive, send
 from anabranch.record.process import STATUS_VARIABLE, TRACE_VARIABLE
-
-__all__ = ["ForkServer", "ForkServerError", "kept_fork_server"]
 
 # Without the current directory, which `-c` puts first.
 _CODE = (
@@ -129,9 +126,7 @@ class ForkServer:
     def __enter__(self) -> ForkServer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _meet(self) -> None:

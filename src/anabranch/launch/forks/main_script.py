@@ -11,8 +11,6 @@ from types import ModuleType
 
 from anabranch.launch.python_program import PythonProgram
 
-__all__ = ["run_as_main"]
-
 _OURS = (
     __file__,
     runpy.__file__,

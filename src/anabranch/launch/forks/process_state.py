@@ -23,15 +23,6 @@ from pathlib import Path
 
 from anabranch.launch.supervision.parent_death import prctl
 
-__all__ = [
-    "ARGUMENTS_ROOM",
-    "ENVIRONMENT_ROOM",
-    "keep_shared_libraries",
-    "keep_shared_modules",
-    "limit_threads",
-    "set_title",
-]
-
 ARGUMENTS_ROOM = 1 << 12
 """Bytes of arguments that a process is started with so that its forks can show theirs; what is longer is cut."""
 

@@ -21,8 +21,6 @@ from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint, split_end
 from anabranch.transport.private_folder import PrivateFolder
 from anabranch.transport.redis_directory import RedisLink, is_redis_url, shown_url
 
-__all__ = ["ServiceAddresses", "check_directory", "held_port", "private_place", "tcp_place"]
-
 
 @dataclass(frozen=True, slots=True)
 class ServiceAddresses:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import socket
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.socket_messages import Message, receive, send
-
-__all__ = ["PROGRAM", "Rendezvous"]
 
 PROGRAM = PythonProgram("anabranch.launch.meeting.rendezvous_process", is_module=True)
 """Source of the process; its stdin is the channel to the launcher."""
@@ -67,8 +64,6 @@ class Rendezvous:
     def __enter__(self) -> Rendezvous:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for sock in (self._channel, self._theirs, self._listening):
             sock.close()

@@ -16,8 +16,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # defined 
 from anabranch.experts import DirectoryServer
 from anabranch.launch.socket_messages import Message, receive, send
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Serve until the launcher closes the channel on stdin."""

@@ -1,3 +1,1 @@
 """Output of a job: rank 0 live on the screen, everything in logs."""
-
-__all__: list[str] = []

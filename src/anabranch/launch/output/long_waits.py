@@ -1,4 +1,4 @@
-"""``LongWaits``: a line on the screen when a worker has waited long for another process and no picture shows it."""
+"""``LongWaits``: a line on the screen when a process has long waited for another, or been busy outside of steps."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pathlib import Path
 
 from anabranch.launch.job_status import JobStatus, RoleStatus, status_of
 from anabranch.record.words import in_words
-
-__all__ = ["LongWaits"]
 
 _LONG = 10.0
 _CONNECTING = ("life", "join")  # a worker's first request to a parameter server

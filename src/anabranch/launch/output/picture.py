@@ -29,8 +29,6 @@ from anabranch.deadline import minutes_and_seconds
 from anabranch.launch.job_status import JobStatus, RoleStatus, TrackedLoop
 from anabranch.record.words import in_words
 
-__all__ = ["picture", "sparkline"]
-
 _LEVELS = "▁▂▃▄▅▆▇█"
 _NOT_FINITE = "×"
 _STYLES = {

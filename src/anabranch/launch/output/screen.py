@@ -25,9 +25,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-
-__all__ = ["Screen"]
 
 _OUTPUT_FLAGS = 1  # index in the list of tcgetattr
 _LOCAL_FLAGS = 3
@@ -207,9 +204,7 @@ class Screen:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.started()
         self._ending = True
         os.write(self._wake, b"\0")

@@ -13,8 +13,6 @@ from typing import Any
 from anabranch.errors import AnabranchError
 from anabranch.launch.spec import Resources
 
-__all__ = ["RayError", "check_resources", "connected", "import_ray", "parse_resources", "resources_of"]
-
 _VERSION = "2.60.0"
 _ANSWER_SECONDS = 5.0
 _CPU = {"worker": 0.5, "server": 0.25, "expert": 0.25}

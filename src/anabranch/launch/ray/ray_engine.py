@@ -36,8 +36,6 @@ from anabranch.record.process import TRACE_VARIABLE
 from anabranch.transport import make_keys
 from anabranch.transport.private_folder import PrivateFolder
 
-__all__ = ["launch_on_ray"]
-
 _PLACE_SECONDS = 120.0
 _CALL_SECONDS = 60.0
 _LOOK_SECONDS = 0.5  # between two checks for a signal

@@ -19,8 +19,6 @@ from anabranch.launch.supervision.outcome import Exit
 from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess, open_log
 from anabranch.record.process import replace_text
 
-__all__ = ["ANSWER_SECONDS", "RemoteProcess"]
-
 ANSWER_SECONDS = 20.0
 """Seconds after which an actor that does not answer is lost."""
 

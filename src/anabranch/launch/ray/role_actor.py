@@ -30,8 +30,6 @@ from anabranch.record.process import TRACE_VARIABLE
 from anabranch.transport.certificates import KEYS_VARIABLE
 from anabranch.transport.private_folder import PrivateFolder
 
-__all__ = ["RoleActor", "RoleEvents"]
-
 _MOST_BYTES = 1 << 20
 _ANSWER_SECONDS = 1.0
 _LOOK_SECONDS = 0.05

@@ -2,5 +2,3 @@
 
 Open ``supervisor.py`` first; ``worker.py`` is one process, ``outcome.py`` describes the end of a job.
 """
-
-__all__: list[str] = []

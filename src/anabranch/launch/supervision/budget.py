@@ -11,8 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["RestartBudget"]
-
 _FIRST_PAUSE = 0.5
 _LONGEST_PAUSE = 30.0
 _FORM = re.compile(r"(\d+)/(\d+(?:\.\d+)?)s")

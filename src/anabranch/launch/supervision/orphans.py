@@ -22,8 +22,6 @@ from pathlib import Path
 
 from anabranch.launch.supervision.parent_death import prctl
 
-__all__ = ["adopt_orphans", "kill_orphans"]
-
 _PR_SET_CHILD_SUBREAPER = 36
 _GENERATIONS = 64
 _KILL_SECONDS = 1.0

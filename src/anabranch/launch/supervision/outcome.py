@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["EndingError", "Exit", "JobOutcome", "Role", "called"]
-
 Role = Literal["worker", "parameters", "expert", "rendezvous"]
 """The role of a process of a job."""
 

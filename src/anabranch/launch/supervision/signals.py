@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-__all__ = ["ECHO_SECONDS", "STOPPING", "SignalBox", "Stopped", "collect_signals", "suspend"]
-
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The signals that end a job."""
 

@@ -9,8 +9,8 @@ One thread, one selector, no polling: a process's end and the launcher's signals
                         │                                │                        │ passed on to the workers
        others may say what they saw (patience.failure)   │ SIGABRT: stacks        │
                         v                                │                        │
-                     SIGTERM                             │                        │ the same signal again: at once
-                        └──── patience.stop ────> SIGKILL <──── patience.stop ────┘
+                     SIGTERM                             │                        │ another signal: at once
+                        └──── patience.stop ────> SIGKILL <──── patience.drain ───┘
 
 Services (parameter servers, experts) are stopped when the last worker has ended, however it did, so that workers that
 drain still find them. A service that dies earlier is restarted as its budget allows. One that has no restart
@@ -35,8 +35,6 @@ from anabranch.launch.output.screen import Screen
 from anabranch.launch.supervision import signals as signal_box
 from anabranch.launch.supervision.signals import SignalBox
 from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
-
-__all__ = ["Patience", "Supervisor"]
 
 # How long SIGKILL may take: longer only for a process in an uninterruptible system call, a broken disk's or driver's.
 _KERNEL_SECONDS = 10.0

@@ -19,8 +19,6 @@ from anabranch.launch.supervision.budget import RestartBudget
 from anabranch.launch.supervision.outcome import EndingError, Exit, Role, called
 from anabranch.record.process import STATUS_VARIABLE, read_status
 
-__all__ = ["ProcessSpec", "RoleProcess", "open_log"]
-
 
 class Output(Protocol):
     """The descriptors that take a process's output."""

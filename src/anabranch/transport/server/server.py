@@ -46,7 +46,7 @@ from anabranch.transport.streams import Listener, Transport
 __all__ = ["STATUS", "Call", "Checked", "Server", "ServerStatistics", "Verb"]
 
 STATUS = "status"
-"""The verb that every server has: its facts as JSON, for ``anabranch status --address``."""
+"""The verb that every server has: its facts as JSON, for ``anabranch status ENDPOINT``."""
 
 _log = logging.getLogger("anabranch.transport")
 
