@@ -18,7 +18,7 @@ import torch
 
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError, SchemaError
-from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
+from anabranch.parameter_server import Merging, ParameterClient, ParameterServer, Worker
 from anabranch.parameter_server.messages import InitMessage, PushMessage, PushPart
 from anabranch.parameter_server.server.durable import durability, push_log
 from anabranch.parameter_server.server.durable.bodies import PREAMBLE_BYTES, Bodies, Record, body_path, log_of
@@ -240,7 +240,7 @@ def test_a_restarted_shard_holds_what_it_held_and_is_told_again_of_releases(
             for client in clients:
                 client.init("t", (6, 4), kind="rows", optimizer=functools.partial(torch.optim.SGD, lr=1.0))
             for client, grads in zip(clients, gradients, strict=True):
-                client.push_many({"t": (ids, grads)}, step=0, hold=True)
+                client.push_many({"t": (ids, grads)}, step=0, merging=Merging(hold=True))
             norm = clients[0].squared_norm(0)
             if released:
                 clients[0].release(0, 0.5)
@@ -310,7 +310,7 @@ def test_a_replaced_worker_stays_replaced_when_its_server_restarts(way: str, tmp
         directory = tmp_path / ("aside" if way == "killed" else "state")
         with ParameterServer(listen=endpoint, transport=network, durability="log", checkpoint_dir=directory):
             for ask in (
-                lambda: replaced.push_many({"t": (ids, -100 * grad)}, step=0, hold=True),
+                lambda: replaced.push_many({"t": (ids, -100 * grad)}, step=0, merging=Merging(hold=True)),
                 lambda: replaced.squared_norm(0),
                 lambda: replaced.release(0, 1.0),
                 replaced.barrier,

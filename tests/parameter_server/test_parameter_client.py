@@ -16,7 +16,7 @@ import torch
 
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, NonFinite, NotFound, SchemaError
-from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
+from anabranch.parameter_server import Merging, ParameterClient, ParameterServer, Worker
 from anabranch.parameter_server.client.shards import HeldTables
 from anabranch.tables import Constant, Normal, RowOptimizer, TableSpec
 from anabranch.testing import LossyTransport
@@ -256,7 +256,9 @@ def test_under_bsp_workers_on_unequal_shards_are_one_worker_on_the_whole_batch(s
             mine = slice(edges[rank], edges[rank + 1])
             rows = client.pull_many({"t": ids[mine]}, training=True, step=step)["t"].rows.requires_grad_()
             ((rows - target[mine]) ** 2).sum(1).mean().backward()
-            client.push_many({"t": (ids[mine], rows.grad)}, rules={"t": rules[step]}, step=step, weight=len(ids[mine]))
+            client.push_many(
+                {"t": (ids[mine], rows.grad)}, rules={"t": rules[step]}, step=step, merging=Merging(len(ids[mine]))
+            )
         client.barrier()
         found = client.pull_many({"t": torch.arange(30)}, step=5)["t"].rows
         torch.testing.assert_close(found, plain.detach(), rtol=0, atol=1e-12)
@@ -419,7 +421,7 @@ def test_clipping_by_the_norm_of_the_merged_gradient_is_that_of_the_plain_loop(w
             mine = ids[edges[rank] : edges[rank + 1]]
             rows = client.pull_many({"t": mine}, step=step)["t"].rows.requires_grad_()
             rows.square().sum(1).mean().backward()
-            client.push_many({"t": (mine, rows.grad)}, step=step, weight=len(mine), hold=True)
+            client.push_many({"t": (mine, rows.grad)}, step=step, merging=Merging(len(mine), hold=True))
             norm = client.squared_norm(step) ** 0.5
             client.release(step, min(1.0, 0.3 / (norm + 1e-6)))
         found = client.pull_many({"t": torch.arange(30)}, step=4)["t"].rows

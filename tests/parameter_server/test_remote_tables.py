@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.errors import NotFound
-from anabranch.parameter_server import ParameterClient, ParameterServer, RemoteEmbedding, RemoteTables, Worker
+from anabranch.parameter_server import Merging, ParameterClient, ParameterServer, RemoteEmbedding, RemoteTables, Worker
 from anabranch.tables import Cache
 from anabranch.testing import MemoryTransport
 
@@ -123,7 +123,7 @@ def test_workers_on_unequal_parts_are_one_on_the_whole(cache: Cache | None, cons
             for step, (ids, target) in enumerate(steps):
                 tables.begin(step)
                 F.mse_loss(model(ids[part]), target[part]).backward()
-                tables.push(weight=len(ids[part]))
+                tables.push(Merging(len(ids[part])))
             tables.begin(STEPS, training=False)
             with torch.no_grad():
                 found = model(torch.arange(ROWS))

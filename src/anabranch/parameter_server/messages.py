@@ -46,6 +46,18 @@ class WorkerProgress(msgspec.Struct, array_like=True, frozen=True, forbid_unknow
     scale: float = 1.0
 
 
+class Merging(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A worker's gradients among those of the others in one step.
+
+    ``weight`` is that of this worker's: its rows, if they are means over them. With ``mean`` gradients are averaged by
+    weight, else added up. With ``hold`` they are kept until every worker's ``WorkerProgress`` releases the step.
+    """
+
+    weight: float = 1.0
+    mean: bool = True
+    hold: bool = False
+
+
 class PushPart(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """One table's or parameter's share of a push: the number of its ids (0 for a dense parameter), and its rule.
 
@@ -87,9 +99,10 @@ class DropMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 
 
 class RestoreMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Restores rows or a parameter of a checkpoint, state and stamps included.
+    """Restores rows, or the step, of a table of a checkpoint, or a parameter, state and stamps included.
 
-    Tensors of a table: ids, values, stamps, sums, usage, history; of a parameter: its value and states.
+    Tensors of a table: the constants of its steps so far, before any rows; or, once it is at that step, ids, values,
+    stamps, sums and usage of some rows. Of a parameter: its value and states.
     """
 
     name: str
@@ -204,17 +217,14 @@ class PushReply(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fie
 class PushMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """Gradients of one step. Tensors: all ids; if any are sums, the squares of those, bfloat16; then the numbers.
 
-    ``weight`` is the weight of the worker's gradients among the workers': its rows, if they are means over them.
     A worker's push with ``step`` -1 is outside the order of steps: it is done at once, by the worker's share in the
-    last one. With ``hold`` the workers' gradients are kept until every worker's ``WorkerProgress`` releases the step.
+    last one.
     """
 
     parts: list[PushPart]
     rules: list[dict[str, float | str | bool]]
     rank: _Number = -1
     step: _Number = -1
-    weight: float = 1.0
-    mean: bool = True
-    hold: bool = False
+    merging: Merging = Merging()
     compression: Compression | None = None
     turn: WorkerProgress | None = None

@@ -16,7 +16,7 @@ import operator
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -45,6 +45,8 @@ from anabranch.parameter_server.client.saved_tables import (
     CHUNK,
     Group,
     SavedTables,
+    empty_state,
+    fill,
     restore,
     restore_some,
     sums_of,
@@ -56,6 +58,7 @@ from anabranch.parameter_server.messages import (
     BarrierMessage,
     ExportMessage,
     JoinMessage,
+    Merging,
     NormMessage,
     PullMessage,
     PullReply,
@@ -69,7 +72,7 @@ from anabranch.tables.initial import Constant, Initial
 from anabranch.tables.kernels.row_versions import WITH_STATE
 from anabranch.tables.optimizers.row_optimizers import Family, OptimizerFactory, RowOptimizer
 from anabranch.tables.optimizers.torch_state import ParameterState
-from anabranch.tables.table_spec import TableSpec, state_dtype
+from anabranch.tables.table_spec import TableSpec
 from anabranch.tensors.packing import Compression, acceptable, check_compression
 from anabranch.transport import Client, MemoryTransport, Request, Transport, pack, unpack
 
@@ -80,6 +83,7 @@ REFUSALS = (NonFinite, NotFound, Overloaded, RolledBack, SchemaError, Unauthoriz
 
 _BLOCK_BYTES = 32 << 20  # of a table that is read a few rows at a time
 _T = TypeVar("_T")
+_ALONE = Merging()
 _SGD: OptimizerFactory = functools.partial(torch.optim.SGD, lr=0.01)
 
 
@@ -298,27 +302,20 @@ class ParameterClient:
         if holding.placement is None:
             step, parts = self._calls.export(self._tables.home(name), ExportMessage(name))
             return ParameterState(parts[0], list(parts[1:]), step)
-        rows, width, row_width = holding.shape[0], holding.width, rule.row_width(holding.width)
-        row_wise = rule.family is Family.ROW_WISE_ADAGRAD
-        values = torch.empty(rows, width, dtype=holding.dtype, device="cpu")
-        states = [
-            torch.empty(rows, width, dtype=state_dtype(holding.dtype), device="cpu")
-            for _ in range(0 if row_wise else rule.states)
-        ]
+        rows, row_width = holding.shape[0], rule.row_width(holding.width)
+        kept = empty_state((rows, holding.width), holding.dtype, rule)
         for first in range(0, rows, CHUNK):
             self.end_by(until)
             ids = torch.arange(first, min(first + CHUNK, rows), device="cpu")
             with_state = torch.full((len(ids),), WITH_STATE, device="cpu")
-            found = self.pull_many({name: ids}, known={name: with_state}, widths={name: row_width}, exact=True)[name]
-            for number, part in enumerate((values, *states)):
-                part[first + found.positions] = found.rows[:, width * number : width * (number + 1)].to(part.dtype)
+            some = self.pull_many({name: ids}, known={name: with_state}, widths={name: row_width}, exact=True)[name]
+            fill(kept, first + some.positions, some.rows)
         self.end_by(until)
         step = next(table["step"] for table in self._calls.describe()[0]["tables"] if table["spec"]["name"] == name)
-        if row_wise:
+        states = [state.reshape(holding.shape) for state in kept.states]
+        if rule.family is Family.ROW_WISE_ADAGRAD:
             states = [sums_of(self._tables, name, rows, rule)]
-        else:
-            states = [state.reshape(holding.shape) for state in states]
-        return ParameterState(values.reshape(holding.shape), states, step)
+        return ParameterState(kept.values.reshape(holding.shape), states, step)
 
     def value_blocks(self, name: str) -> tuple[Blocks | None, Blocks]:
         """Return what reads the ids of a dynamic vocabulary, else ``None``, and the exact values of all rows."""
@@ -546,9 +543,7 @@ class ParameterClient:
         *,
         rules: Mapping[str, RowOptimizer] | None = None,
         step: int | None = None,
-        weight: float = 1.0,
-        mean: bool = True,
-        hold: bool = False,
+        merging: Merging = _ALONE,
         squares: Mapping[str, Tensor] | None = None,
         unordered: bool = False,
         awaited: bool = True,
@@ -559,15 +554,14 @@ class ParameterClient:
             gradients: ids and a gradient for each by table; those of one id are added up.
             rules: the optimizers with the numbers of this step; by default those that the shards have.
             step: the step of the worker's push; without one the push is applied at once.
-            weight: the weight of this worker's gradients among the workers': its rows, if they are means over them.
-            mean: gradients are averaged by weight; else they are added up.
-            hold: the workers' pushes wait until each has called ``release``; under ``bsp`` only.
+            merging: of the workers' gradients; they are held, until each worker has called ``release``, under ``bsp``
+                only.
             squares: of tables whose gradients are sums over several steps.
             unordered: apply a worker's push at once, like a bare client's, but weighted by the worker's share in the
                 last step.
             awaited: whether to count the wait in the statistics.
         """
-        if hold and (self.worker is None or self.worker.consistency != "bsp"):
+        if merging.hold and (self.worker is None or self.worker.consistency != "bsp"):
             raise ValueError(
                 "only under bsp are the workers' gradients combined into one whose norm is known before it is applied"
             )
@@ -592,16 +586,20 @@ class ParameterClient:
             parts, tensors = push.message(shard, rule_of)
             if parts or step is not None:
                 turn = None if step is None else self._turn_for(shard)
-                message = PushMessage(parts, numbers, rank, at, weight, mean, hold, self.compression, turn)
+                message = PushMessage(parts, numbers, rank, at, merging, self.compression, turn)
                 requests.append(self._calls.request(shard, "push", pack(message), tensors, step=step))
                 if not acceptable(tensors):
                     refused.append(requests[-1])
         # A shard whose part has no NaN would apply it although the whole is refused, so only the others are asked.
-        answers, failures = self._calls.outcomes(refused or requests, deadline)
+        outcomes = self._calls.outcomes(refused or requests, deadline)
+        failures = []
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                failures.append(outcome)  # noqa: PERF401 - a comprehension is one more call
         if failures:
             failures.sort(key=_is_refusal)  # a push that was not answered may have been applied: worse than a refusal
-            applied = answers and not refused and not hold
-            raise self._torn_by(failures[0], len(answers), step) if applied else failures[0]
+            applied = 0 if refused or merging.hold else len(outcomes) - len(failures)
+            raise self._torn_by(failures[0], applied, step) if applied else failures[0]
         self._count(push.bytes(), time.monotonic() - began if awaited else 0.0, pushes=1)
 
     def _torn_by(self, error: Exception, taken: int, step: int | None) -> Exception:
@@ -757,9 +755,11 @@ class ParameterClient:
         self.check_whole()
         return SavedTables(self._tables, names)
 
-    def restore_some(self, state: Mapping[str, Any], groups: Mapping[str, Group]) -> None:
-        """Load the groups of ``collect``; other tables and parameters stay in place."""
-        restore_some(self._tables, state, groups)
+    def restore_some(
+        self, state: Mapping[str, Any], groups: Mapping[str, Group], names: Collection[str] | None = None
+    ) -> None:
+        """Load the groups of ``collect``, of ``names`` only if given; others stay in place."""
+        restore_some(self._tables, state, groups, names)
 
     def _rank_at(self, step: int | None) -> int:
         """Return what a message of ``step`` says of who sends it: this worker's rank, or -1 without a step."""

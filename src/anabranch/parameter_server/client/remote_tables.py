@@ -30,6 +30,7 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from anabranch.autodiff.moved_parameter import Move
@@ -39,6 +40,7 @@ from anabranch.parameter_server.client.distinct_ids import Distinct, distinct_id
 from anabranch.parameter_server.client.parameter_client import ParameterClient, Pulled
 from anabranch.parameter_server.client.remote_embedding import RemoteEmbedding
 from anabranch.parameter_server.client.remote_weight import RemoteLookups, WeightSource
+from anabranch.parameter_server.messages import Merging
 from anabranch.record.spans import mark
 from anabranch.tables.cache import Cache, CacheStatistics, Due
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
@@ -52,15 +54,16 @@ __all__ = [
     "Use",
     "is_sparse",
     "merge_rows",
-    "moves_every_row",
     "read_together",
     "rule_of",
+    "spec_of",
     "users_of",
 ]
 
 _T = TypeVar("_T")
 # A push ends by its own deadline; on a busy machine its thread may be late by seconds.
 _LAST_WAIT = 30.0
+_ALONE = Merging()
 Use = tuple[nn.Module, str]
 """A module that holds a parameter, and its name there."""
 Beside = Mapping[str, tuple[Tensor, Tensor, RowOptimizer]]
@@ -113,7 +116,7 @@ class RemoteTables:
         self._taken: dict[str, nn.Parameter] = {}
         self.moves: list[Move] = []
         self._step = 0
-        self._weight, self._mean = 1.0, True  # of the last push that had rows
+        self._merging = Merging()  # of the last push that had rows
         self._training = False  # in a step, between ``begin`` and ``end``
         self.lookups: list[tuple[str, Tensor]] | None = None
         self.unexpected: set[str] = set()
@@ -181,9 +184,7 @@ class RemoteTables:
             sparse: whether its lookups have sparse gradients.
             adopt: the servers hold it, and their values and state count.
         """
-        rows, width = parameter.shape
-        spec = TableSpec(name, rows, width, parameter.dtype, every_row_moves=moves_every_row(rule(), sparse=sparse))
-        self._add(spec, rule)
+        self._add(spec_of(name, parameter, rule(), sparse=sparse), rule)
         if self._client.leads and not adopt:
             self._client.write_rows(name, from_torch(rule(), parameter.detach(), state or {}), rule())
         self._taken[name] = parameter
@@ -468,18 +469,16 @@ class RemoteTables:
         """
         taken = {}
         for name, source in self._sources.items():
-            given, source.gradients = source.gradients, []
-            if given:
-                taken[name] = given[0] if len(given) == 1 else merge_rows(given)
+            parts, source.gradients = source.gradients, []
+            if parts:
+                taken[name] = parts[0] if len(parts) == 1 else merge_rows(parts)
         return taken
 
     def push(
         self,
-        weight: float = 1.0,
+        merging: Merging = _ALONE,
         *,
-        mean: bool = True,
-        hold: bool = False,
-        given: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+        gradients: Mapping[str, tuple[Tensor, Tensor]] | None = None,
         beside: Beside | None = None,
     ) -> None:
         """Send the step's gradients to the servers, in one message for each.
@@ -488,52 +487,53 @@ class RemoteTables:
         that needs them there raises the error.
 
         Args:
-            weight: the rows of this worker's batch, if its loss is a mean over them.
-            mean: gradients of the workers are averaged by weight; else they are added up.
-            hold: wait for ``release``, so that ``squared_norm`` can be taken first; under ``bsp`` only.
-            given: the result of ``take``, if it has been called.
+            merging: of the workers' gradients; those that are held wait for ``release``, so that ``squared_norm`` can
+                be taken first.
+            gradients: the result of ``take``, if it has been called.
             beside: ids, gradients and the optimizer of other parameters on the servers.
 
         Raises:
-            ValueError: ``hold`` under another consistency, or with a cache whose gradients wait.
+            ValueError: they are held under another consistency than ``bsp``, or with a cache whose gradients wait.
         """
-        if hold and self._cache is not None and self._cache.push_bound:
+        if merging.hold and self._cache is not None and self._cache.push_bound:
             raise ValueError(f"push_bound={self._cache.push_bound} delays gradients, so a step has no norm; use 0")
-        self._weight, self._mean = weight or self._weight, mean
-        given = self.take() if given is None else given
+        self._merging = replace(merging, weight=merging.weight or self._merging.weight, hold=False)
+        gradients = self.take() if gradients is None else gradients
         self._arrive()
         due: dict[str, Due] = {}
         waits, rounding, beside = self.delays, self._client.compression, beside or {}
         if waits:
             dense = [grads for _, grads, _ in beside.values()]
-            if not (acceptable([grads for _, grads in given.values()], rounding) and acceptable(dense)):
-                refused: dict[str, Due] = {name: (*some, None) for name, some in given.items()}
-                self._sender(refused, weight, mean, hold, beside, awaited=True)()  # and the cache stays unchanged
+            if not (acceptable([grads for _, grads in gradients.values()], rounding) and acceptable(dense)):
+                refused: dict[str, Due] = {name: (*some, None) for name, some in gradients.items()}
+                self._sender(refused, merging, beside, awaited=True)()  # and the cache stays unchanged
                 return
         if self._cache is None:
-            for name, (ids, grads) in given.items():
+            for name, (ids, grads) in gradients.items():
                 due[name] = (ids, grads, None)
         else:
             for caches in self._all_caches(self._cache):
-                due |= caches.write({name: given[name] for name in caches.names if name in given}, self._step)
+                due |= caches.write({name: gradients[name] for name in caches.names if name in gradients}, self._step)
         for name in due:
             source = self._sources[name]
             if source.leaving:
                 due[name] = _all_due([due[name], *source.leaving])
                 source.leaving.clear()
-        if waits and mean and not weight:  # waiting gradients have weight even if this step's batch has none
+        if (
+            waits and merging.mean and not merging.weight
+        ):  # waiting gradients have weight even if this step's batch has none
             waited = {name: some for name, some in due.items() if some[2] is not None and len(some[0])}
             self._push_at_once(waited)
             due |= {name: (*self._sources[name].nothing(), None) for name in waited}
         # A sum may be too large although no gradient is: if it were refused a step late, this worker would wait for
         # the others in that step, and they for its push.
         leaves = waits and not beside and acceptable([grads for _, grads, _ in due.values()], rounding)
-        send = self._sender(due, weight, mean, hold, beside, awaited=not leaves)
+        send = self._sender(due, merging, beside, awaited=not leaves)
         if leaves:
             self._leaves = _Aside(send, "anabranch-push")
         else:
             send()
-        if not hold:
+        if not merging.hold:
             self.end(self._step + 1)
 
     def _arrive(self) -> None:
@@ -568,7 +568,7 @@ class RemoteTables:
             self._arrive()
             # Under bsp the push waits for the other workers, which may be lost meanwhile: await it like any other.
             push = partial(self._client.push_many, **self._contents(due, {}), unordered=True)
-            self._leaves = _Aside(partial(push, weight=self._weight, mean=self._mean), "anabranch-push")
+            self._leaves = _Aside(partial(push, merging=self._merging), "anabranch-push")
             self._arrive()
         for name in due:
             self._sources[name].leaving.clear()
@@ -595,15 +595,12 @@ class RemoteTables:
         """Statistics of each table's cache; empty without caches."""
         return {name: counts for caches in self._caches for name, counts in caches.statistics().items()}
 
-    def _sender(
-        self, due: Mapping[str, Due], weight: float, mean: bool, hold: bool, beside: Beside, *, awaited: bool
-    ) -> Callable[[], None]:
+    def _sender(self, due: Mapping[str, Due], merging: Merging, beside: Beside, *, awaited: bool) -> Callable[[], None]:
         """Return a function that sends the gradients, with the optimizers' hyperparameters of this moment."""
         step = self._step if self._client.worker is not None else None
         return partial(
-            self._client.push_many, **self._contents(due, beside), step=step, weight=weight, mean=mean, hold=hold,
-            awaited=awaited,
-        )  # fmt: skip
+            self._client.push_many, **self._contents(due, beside), step=step, merging=merging, awaited=awaited
+        )
 
     def _contents(self, due: Mapping[str, Due], beside: Beside) -> dict[str, Any]:
         """Return the gradients, optimizers and squares of a push, as ``push_many`` takes them."""
@@ -846,9 +843,14 @@ def rule_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str
     return rule
 
 
-def moves_every_row(rule: RowOptimizer, *, sparse: bool) -> bool:
-    """Return True if ``torch.optim`` moves rows without a gradient, too; so does the momentum of sparse gradients."""
-    return rule.family is not Family.SPARSE_ADAM and (not sparse or (rule.family is Family.SGD and rule.momentum != 0))
+def spec_of(name: str, parameter: Tensor, rule: RowOptimizer, *, sparse: bool) -> TableSpec:
+    """Return the table that holds a parameter under ``name`` on the servers.
+
+    ``torch.optim`` moves rows without a gradient, too; so does the momentum of sparse gradients.
+    """
+    rows, width = parameter.shape
+    moves = rule.family is not Family.SPARSE_ADAM and (not sparse or (rule.family is Family.SGD and rule.momentum != 0))
+    return TableSpec(name, rows, width, parameter.dtype, every_row_moves=moves)
 
 
 def _no_rule() -> RowOptimizer:

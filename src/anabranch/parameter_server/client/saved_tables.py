@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import count
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from anabranch.deadline import Deadline
-from anabranch.errors import CheckpointError, SchemaError
+from anabranch.errors import CheckpointError, NotFound, SchemaError
 from anabranch.parameter_server.client.shards import HeldTables
 from anabranch.parameter_server.messages import RestoreMessage, SnapshotMessage, SnapshotPart
 from anabranch.periodic import periodic
@@ -22,6 +22,7 @@ from anabranch.tables.optimizers.row_optimizers import CONSTANTS, Family, RowOpt
 from anabranch.tables.optimizers.row_wise_adagrad import sums_dtype
 from anabranch.tables.optimizers.torch_state import ParameterState
 from anabranch.tables.row_block import Piece, RowBlock, files, pieces
+from anabranch.tables.table import Table
 from anabranch.tables.table_spec import TableSpec, state_dtype
 from anabranch.transport import Request, pack, unpack
 
@@ -49,23 +50,31 @@ class SavedTables:
     def __init__(self, tables: HeldTables, names: Iterable[str] | None = None) -> None:
         self._calls = calls = tables.calls
         message = pack(SnapshotMessage(names=None if names is None else list(names)))
-        answers = calls.all([calls.request(shard, "snapshot", message) for shard in range(calls.shards)])
-        self._shards = [unpack(answer.tensors[0].numpy().tobytes(), dict[str, Any]) for answer in answers]
+        requests = [calls.request(shard, "snapshot", message) for shard in range(calls.shards)]
+        outcomes = calls.outcomes(requests, Deadline(calls.timeout))
+        self._shards: dict[int, dict[str, Any]] = {}
+        for shard, answer in enumerate(outcomes):
+            if not isinstance(answer, Exception):
+                self._shards[shard] = unpack(answer.tensors[0].numpy().tobytes(), dict[str, Any])
+        self._seconds = min((begun["seconds"] for begun in self._shards.values()), default=0.0)
+        for answer in outcomes:
+            if isinstance(answer, Exception):
+                self._say(-2)  # or what others have begun would live on
+                raise answer
         entries: dict[str, dict[str, Any]] = {}
-        for shard in self._shards:
+        for shard in self._shards.values():
             for table in shard["tables"]:
                 entry = entries.setdefault(table["spec"]["name"], {**table, "rows": 0})
                 entry["step"], entry["rows"] = max(entry["step"], table["step"]), entry["rows"] + table["rows"]
-        dense = [parameter for shard in self._shards for parameter in shard["dense"]]
+        dense = [parameter for shard in self._shards.values() for parameter in shard["dense"]]
         self._places = {name: place for place, name in enumerate(entries)}
         self.state: dict[str, Any] = {"format": _FORMAT, "tables": list(entries.values()), "dense": dense}
         self._stack = ExitStack()
-        self._seconds = min(shard["seconds"] for shard in self._shards)
         self._stack.enter_context(periodic(lambda: self._say(-1), self._seconds / 4, name="anabranch-snapshot"))
 
     def _say(self, part: int) -> None:
         with suppress(Exception):  # the reader's own request meets it, too
-            words = [self._request(shard, part) for shard in range(len(self._shards))]
+            words = [self._request(shard, part) for shard in self._shards]
             self._calls.all(words, Deadline(self._seconds))  # later they would change nothing
 
     def _request(self, shard: int, part: int) -> Request:
@@ -86,7 +95,7 @@ class SavedTables:
     def groups(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yield parameters, constants of missed steps, and rows; each group is filled again for the next."""
         dense, known = count(), set[int]()
-        for shard, described in enumerate(self._shards):
+        for shard, described in self._shards.items():
             for number in range(described["groups"]):
                 part, tensors = self._part(shard, number)
                 assert part is not None
@@ -106,7 +115,7 @@ class SavedTables:
 
     def pieces(self) -> Iterator[Piece]:
         """Yield the rows of all shards."""
-        reading = {shard: described["groups"] for shard, described in enumerate(self._shards)}
+        reading = {shard: described["groups"] for shard, described in self._shards.items()}
         while reading:
             for shard, number in list(reading.items()):
                 part, tensors = self._part(shard, number)
@@ -145,11 +154,9 @@ def check(state: object, groups: Mapping[str, Group]) -> None:
     made = [(TableSpec.from_dict(one["spec"]), RowOptimizer.from_dict(one["rule"])) for one in state["tables"]]
     ids: list[list[Tensor]] = [[] for _ in made]
     try:
-        for group in _rows(groups):
-            for piece in pieces(group):
-                for k, block in piece.split():
-                    block.check(*made[k], state["tables"][k]["step"])
-                    ids[k].append(block.ids.clone())
+        for k, block in _blocks(groups, range(len(made))):
+            block.check(*made[k], state["tables"][k]["step"])
+            ids[k].append(block.ids.clone())
         for (spec, _), some in zip(made, ids, strict=True):
             every = np.unique(torch.cat([*some, torch.empty(0, dtype=torch.int64, device="cpu")]).numpy())
             if len(every) != sum(map(len, some)):
@@ -164,34 +171,97 @@ def check(state: object, groups: Mapping[str, Group]) -> None:
         raise CheckpointError(f"the checkpoint cannot be loaded, and nothing was changed: {error}") from error
 
 
-def restore_some(tables: HeldTables, state: Mapping[str, Any], groups: Mapping[str, Group]) -> None:
-    """As ``restore``, but leaves other tables and parameters in place, and checks nothing."""
-    made = []
+def restore_some(
+    tables: HeldTables, state: Mapping[str, Any], groups: Mapping[str, Group], names: Collection[str] | None = None
+) -> None:
+    """As ``restore``, of ``names`` only if given; leaves others in place, and checks nothing."""
+    made = {}
     for k, entry in enumerate(state["tables"]):
         spec, rule = TableSpec.from_dict(entry["spec"]), RowOptimizer.from_dict(entry["rule"])
-        own = next((made for made, _ in reversed(tables.made) if made.name == spec.name), spec)
-        tables.init_table(replace(spec, memory_map=own.memory_map), rule)
-        history = torch.empty(0, CONSTANTS, dtype=torch.float64, device="cpu")
-        if f"history-{k}" in groups:
-            (history,) = _parts(groups[f"history-{k}"])
-        made.append((spec.name, entry["step"], history))
-        tables.restore_rows(spec.name, RowBlock.empty(spec, rule).tensors(), *made[-1][1:])  # of the step, and all rows
-    for group in _rows(groups):
-        for piece in pieces(group):
-            for k, block in piece.split():
-                name, step, history = made[k]
-                tables.restore_rows(name, block.tensors(), step, history)
+        if names is None or spec.name in names:
+            own = next((made for made, _ in reversed(tables.made) if made.name == spec.name), spec)
+            tables.init_table(replace(spec, memory_map=own.memory_map), rule)
+            tables.resume(spec.name, entry["step"], _history(groups, k))
+            made[k] = spec.name, entry["step"]
+    for k, block in _blocks(groups, made):
+        name, step = made[k]
+        tables.restore_rows(name, block.tensors(), step)
     for k, entry in enumerate(state["dense"]):
-        parts = _parts(groups[f"dense-{k}"])
-        tables.init_dense(entry["name"], torch.zeros_like(parts[0]), RowOptimizer.from_dict(entry["rule"]))
-        message = pack(RestoreMessage(entry["name"], entry["step"]))
-        tables.calls.call(tables.home(entry["name"]), "restore", message, parts)
+        if names is None or entry["name"] in names:
+            saved = ParameterState(*_dense(groups, k), entry["step"])
+            write_dense(tables, entry["name"], saved, RowOptimizer.from_dict(entry["rule"]))
 
 
-def _rows(groups: Mapping[str, Group]) -> Iterator[Mapping[str, Tensor]]:
+def whole(
+    state: Mapping[str, Any], groups: Mapping[str, Group], names: Collection[str]
+) -> dict[str, tuple[RowOptimizer, ParameterState]]:
+    """Return fixed tables and parameters in memory, with the optimizers that they were saved with.
+
+    Raises:
+        CheckpointError: what was saved is not whole.
+    """
+    made, sums = dict[int, Table](), dict[int, Tensor]()
+    wholes: dict[str, tuple[RowOptimizer, ParameterState]] = {}
+    try:
+        for k, entry in enumerate(state["tables"]):
+            if entry["spec"]["name"] in names:
+                made[k] = Table(TableSpec.from_dict(entry["spec"]), RowOptimizer.from_dict(entry["rule"]))
+                made[k].missed.check(entry["step"], _history(groups, k))
+                made[k].resume(entry["step"], _history(groups, k))
+        for k, block in _blocks(groups, made):
+            made[k].check_block(block)
+            made[k].restore(block)
+            if len(block.sums):
+                sums.setdefault(k, block.sums.new_zeros(made[k].used))[block.ids] = block.sums
+        for k, entry in enumerate(state["dense"]):
+            if entry["name"] in names:
+                saved = ParameterState(*_dense(groups, k), entry["step"])
+                wholes[entry["name"]] = RowOptimizer.from_dict(entry["rule"]), saved
+    except (SchemaError, NotFound) as error:
+        raise CheckpointError(f"the checkpoint cannot be loaded, and nothing was changed: {error}") from error
+    for k, table in made.items():
+        saved = empty_state((table.used, table.spec.width), table.spec.dtype, table.rule)
+        for first in range(0, table.used, CHUNK):
+            ids = torch.arange(first, min(first + CHUNK, table.used), device="cpu")
+            fill(saved, ids, table.pull_with_state(ids))
+        states = [sums[k]] if k in sums else saved.states
+        wholes[table.spec.name] = table.rule, replace(saved, states=states, step=table.step)
+    return wholes
+
+
+def empty_state(shape: tuple[int, int], dtype: torch.dtype, rule: RowOptimizer) -> ParameterState:
+    """Return room for a table with a state for each weight, to be filled a few rows at a time."""
+    states = 0 if rule.family is Family.ROW_WISE_ADAGRAD else rule.states
+    each = [torch.empty(shape, dtype=state_dtype(dtype), device="cpu") for _ in range(states)]
+    return ParameterState(torch.empty(shape, dtype=dtype, device="cpu"), each)
+
+
+def fill(state: ParameterState, ids: Tensor, rows: Tensor) -> None:
+    """Set rows with their state."""
+    width = state.values.shape[1]
+    for number, part in enumerate((state.values, *state.states)):
+        part[ids] = rows[:, width * number : width * (number + 1)].to(part.dtype)
+
+
+def _history(groups: Mapping[str, Group], k: int) -> Tensor:
+    if f"history-{k}" in groups:
+        return _parts(groups[f"history-{k}"])[0]
+    return torch.empty(0, CONSTANTS, dtype=torch.float64, device="cpu")
+
+
+def _dense(groups: Mapping[str, Group], k: int) -> tuple[Tensor, list[Tensor]]:
+    value, *states = _parts(groups[f"dense-{k}"])
+    return value, states
+
+
+def _blocks(groups: Mapping[str, Group], tables: Container[int]) -> Iterator[tuple[int, RowBlock]]:
+    """Yield the rows of the tables at these places."""
     for name, group in groups.items():
         if name.startswith("rows-"):
-            yield group() if callable(group) else group
+            for piece in pieces(group() if callable(group) else group):
+                for k, block in piece.split():
+                    if k in tables:
+                        yield k, block
 
 
 def _parts(group: Group) -> list[Tensor]:
@@ -227,9 +297,9 @@ def write_rows(tables: HeldTables, name: str, kept: ParameterState | Tensor, rul
     if isinstance(kept, Tensor):
         kept = ParameterState(kept)
     # Every row is up to date, so earlier steps will not be replayed.
-    history = torch.zeros(
-        kept.step if there["spec"]["every_row_moves"] else 0, CONSTANTS, dtype=torch.float64, device="cpu"
-    )
+    if kept.step:
+        steps = kept.step if there["spec"]["every_row_moves"] else 0
+        tables.resume(name, kept.step, torch.zeros(steps, CONSTANTS, dtype=torch.float64, device="cpu"))
     flat = kept.values.detach().reshape(len(kept.values), -1)
     row_wise = rule.family is Family.ROW_WISE_ADAGRAD
     kind = sums_dtype(flat.dtype)
@@ -252,7 +322,7 @@ def write_rows(tables: HeldTables, name: str, kept: ParameterState | Tensor, rul
             torch.empty(0, 2, dtype=torch.int64, device="cpu"),
         ]  # fmt: skip
         try:
-            tables.restore_rows(name, parts, kept.step, history)
+            tables.restore_rows(name, parts, kept.step)
         except SchemaError:
             if _described(tables, name)["step"] > kept.step:
                 return

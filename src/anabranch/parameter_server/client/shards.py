@@ -94,30 +94,30 @@ class ShardCalls:
 
     def all(self, requests: Sequence[Request], deadline: Deadline | None = None) -> list[Answer]:
         """Send ``requests`` at once, under the client's timeout by default; raises the first error."""
-        answers, failures = self.outcomes(requests, deadline or Deadline(self.timeout))
-        if failures:
-            raise failures[0]
+        answers: list[Answer] = []
+        for outcome in self.outcomes(requests, deadline or Deadline(self.timeout)):
+            if isinstance(outcome, Exception):
+                raise outcome
+            answers.append(outcome)
         return answers
 
-    def outcomes(self, requests: Sequence[Request], deadline: Deadline) -> tuple[list[Answer], list[Exception]]:
-        """Return the answers, and the errors of those that failed."""
-        answers: list[Answer] = []
-        failures: list[Exception] = []
+    def outcomes(self, requests: Sequence[Request], deadline: Deadline) -> list[Answer | Exception]:
+        """Return the answer to each request, or its error."""
+        outcomes: list[Answer | Exception] = []
         for request, outcome in zip(requests, self._client.gather(requests, deadline), strict=True):
-            if isinstance(outcome, Exception):
-                failures.append(self._note_loss(request, outcome))
-                continue
             assert outcome is not None
-            if request.verb == "push" and outcome.payload:
+            outcomes.append(outcome)
+            if isinstance(outcome, Exception):
+                self._note_loss(request, outcome)
+            elif request.verb == "push" and outcome.payload:
                 reply = unpack(outcome.payload, PushReply)
                 with self._noting:
                     self.acknowledged[request.endpoint].add(reply.place)
                     self.full.update(reply.full)
-            answers.append(outcome)
-        return answers, failures
+        return outcomes
 
-    def _note_loss(self, request: Request, error: Exception) -> Exception:
-        """Return the error to raise; if a shard has lost pushes, forget their places."""
+    def _note_loss(self, request: Request, error: Exception) -> None:
+        """Forget the places of pushes that a shard has lost."""
         if isinstance(error, RolledBack):
             expected = ExpectedState.decode(request.schema)
             assert expected is not None
@@ -128,7 +128,6 @@ class ShardCalls:
                 if error.lost is not None:
                     error.lost = gone
                 pushes.life = 0
-        return error
 
     def in_turn(self, requests: Sequence[Request], deadline: Deadline) -> list[Answer]:
         """As ``all``, for requests that may wait for other workers: checks in between that they are alive.
@@ -334,8 +333,13 @@ class HeldTables:
         self._layouts.clear()
         return dropped
 
-    def restore_rows(self, name: str, parts: Sequence[Tensor], step: int, history: Tensor) -> None:
-        """Set rows, their state and stamps, on the shards that hold them."""
+    def resume(self, name: str, step: int, history: Tensor) -> None:
+        """Set a table's step, and the constants of its steps so far, on every shard."""
+        message = pack(RestoreMessage(name, step))
+        self.calls.all([self.calls.request(shard, "restore", message, [history]) for shard in range(self.calls.shards)])
+
+    def restore_rows(self, name: str, parts: Sequence[Tensor], step: int) -> None:
+        """Set rows of a table at this step, their state and stamps, on the shards that hold them."""
         routed = Routed(self.layout([name]), parts[:1], self.calls.shards)
         routed.arrange(np.zeros(routed.flat.size, np.int64), 1)
         message = pack(RestoreMessage(name, step))
@@ -343,5 +347,6 @@ class HeldTables:
         for shard in range(self.calls.shards):
             where = torch.from_numpy(routed.order[routed.of(shard)])
             mine = [part[where] if len(part) == len(parts[0]) else part for part in parts]
-            requests.append(self.calls.request(shard, "restore", message, [*mine, history]))
+            if where.numel():
+                requests.append(self.calls.request(shard, "restore", message, mine))
         self.calls.all(requests)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from anabranch.autodiff.moved_parameter import Ways
 from anabranch.parameter_server.client.parameter_client import ParameterClient
-from anabranch.parameter_server.client.remote_tables import Beside, moves_every_row
+from anabranch.parameter_server.client.remote_tables import Beside, spec_of
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
 from anabranch.tables.optimizers.torch_state import from_torch
 from anabranch.tables.table_spec import TableSpec
@@ -94,9 +94,7 @@ class WholeParameters:
         kept = from_torch(numbers, parameter.detach(), state or {})
         spec = None
         if sparse is not None:
-            rows, width = parameter.shape
-            moves = moves_every_row(numbers, sparse=sparse)
-            spec = TableSpec(name, rows, width, parameter.dtype, every_row_moves=moves)
+            spec = spec_of(name, parameter, numbers, sparse=sparse)
             self._client.init_table(spec, numbers)
             if self._client.leads and not adopt:
                 self._client.write_rows(name, kept, numbers)

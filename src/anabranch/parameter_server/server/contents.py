@@ -188,30 +188,32 @@ class ShardContents:
     def check_restored(self, message: RestoreMessage, tensors: Sequence[Tensor]) -> None:
         """Raise for tensors that do not fit their table or parameter."""
         holder = self.holder(message.name)
-        if isinstance(holder, Table):
-            if len(tensors) != 1 + len(fields(RowBlock)):
-                raise SchemaError(f"table {message.name}: ids, values, stamps, sums, usage and history expected")
-            *block, history = tensors
+        if not isinstance(holder, Table):
+            holder.check_restored(tensors)
+        elif len(tensors) == 1:
             if message.step < holder.step:
                 raise SchemaError(
-                    f"table {message.name} is at step {holder.step}, and rows of step {message.step} would take pushes "
-                    "back; drop it first"
+                    f"table {message.name} is at step {holder.step}, and step {message.step} would take pushes back; "
+                    "drop it first"
                 )
-            holder.check_block(RowBlock(*block), message.step, history)
+            holder.missed.check(message.step, tensors[0])
+        elif len(tensors) != len(fields(RowBlock)):
+            raise SchemaError(f"table {message.name}: history, or ids, values, stamps, sums and usage expected")
+        elif message.step != holder.step:
+            raise SchemaError(f"table {message.name} is at step {holder.step}, and the rows are of {message.step}")
         else:
-            holder.check_restored(tensors)
+            holder.check_block(RowBlock(*tensors))
 
     def restore(self, message: RestoreMessage, tensors: Sequence[Tensor]) -> None:
-        """Restore the checked result of ``export``."""
+        """Restore what was checked."""
         self.generation = _new_generation()
         holder = self.holder(message.name)
-        if isinstance(holder, Table):
-            *block, history = tensors
-            if len(block[0]):
-                holder.restore(RowBlock(*block))
-            holder.resume(message.step, history)
-        else:
+        if not isinstance(holder, Table):
             holder.restore(tensors, message.step)
+        elif len(tensors) == 1:
+            holder.resume(message.step, tensors[0])
+        else:
+            holder.restore(RowBlock(*tensors))
 
     def snapshot(
         self, lock: AbstractContextManager[object], names: Sequence[str] | None, seconds: float

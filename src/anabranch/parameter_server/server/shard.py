@@ -58,6 +58,7 @@ from anabranch.parameter_server.server.requests import (
     read,
     renewed,
     squared_sum,
+    without,
 )
 from anabranch.parameter_server.server.shard_snapshot import ShardSnapshot
 from anabranch.parameter_server.server.shard_statistics import ShardStatistics
@@ -220,13 +221,9 @@ class Shard:
         if scale is None:
             begin()
         else:
-            apply(self.contents, self._held_pushes(job.held[step]), scale, begin=begin)
+            apply(self.contents, job.held[step].in_order(), scale, begin=begin)
         job.past(step, scale)
         job.broken = ""
-
-    def _held_pushes(self, held: HeldStep) -> list[RowRequest]:
-        """Return the pushes in the order of ranks."""
-        return [renewed(self.contents, held.pushes[rank]) for rank in sorted(held.pushes)]
 
     def joined_as(self, rank: int) -> bytes:
         """Return the last client to join as worker ``rank``, if it is known. Without the lock."""
@@ -320,7 +317,7 @@ class Shard:
             if held is None or not held.complete:
                 raise SchemaError(f"not every worker's push of step {message.step} is held here")
             if held.norm is None:
-                held.norm = squared_sum(self._held_pushes(held))
+                held.norm = squared_sum(held.in_order())
             return held.norm
 
     def replay(self, verb: str, payload: bytes, tensors: Sequence[Tensor], client: bytes = b"") -> None:
@@ -351,10 +348,11 @@ class Shard:
         if message.rank < 0:
             return
         job = self._joined(message.rank)
-        if message.hold and 0 <= message.step < max(job.applied, job.released[message.rank]):  # held for ever
+        hold = message.merging.hold
+        if hold and 0 <= message.step < max(job.applied, job.released[message.rank]):  # held for ever
             raise SchemaError(f"worker {message.rank} pushes step {message.step}, which it has the outcome of")
         # Of a step that another shard refused, this one may never have heard.
-        ahead = message.hold and message.step == job.released[message.rank] > job.clocks[message.rank]
+        ahead = hold and message.step == job.released[message.rank] > job.clocks[message.rank]
         if 0 <= message.step != job.clocks[message.rank] and not ahead:
             raise SchemaError(
                 f"worker {message.rank} pushes step {message.step}; its next is step {job.clocks[message.rank]}"
@@ -467,6 +465,11 @@ class Shard:
 
     def _do_drop(self, message: DropMessage) -> None:
         if message.name:
+            for held in self._job.held.values() if self._job is not None else ():
+                held.norm = None
+                for rank, push in held.pushes.items():
+                    if message.name in push.parts.names:  # or nothing of its step could be applied
+                        held.pushes[rank] = without(self.contents, push, message.name)
             self.contents.drop(message.name)
         else:
             self.contents.forget_rows()

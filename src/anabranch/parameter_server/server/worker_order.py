@@ -70,10 +70,14 @@ class HeldStep:
         """True if every worker's push is here."""
         return len(self.pushes) == self.world
 
+    def in_order(self) -> list[RowRequest]:
+        """Return the pushes in the order of ranks."""
+        return [self.pushes[rank] for rank in sorted(self.pushes)]
+
     @property
     def waits(self) -> bool:
         """True if it is applied only once released."""
-        return any(push.message.hold for push in self.pushes.values())
+        return any(push.message.merging.hold for push in self.pushes.values())
 
 
 class WorkerOrder:
@@ -172,7 +176,7 @@ class WorkerOrder:
             last, scale = (self.turn.last, self.turn.scale) if scale is None else (step, scale)
             self.turn = WorkerProgress(self.number, self.world, step + 1, last, scale)
         if held is not None:
-            self.total = sum(push.message.weight for push in held.pushes.values()) or self.total
+            self.total = sum(push.message.merging.weight for push in held.pushes.values()) or self.total
         self.scales.pop(step, None)
         self.applied = max(step + 1, min([*self.held, *self.scales, *self.released]))
 
