@@ -156,7 +156,7 @@ def grid(directory: object, stages: int) -> dict[str, object]:
         remote = executor._remote
         assert remote is not None
         for moved in remote.moved:
-            values[moved.name] = remote.client.read_kept(moved.name, moved.rule()).values.flatten().tolist()
+            values[moved.name] = remote.client.read_state(moved.name, moved.rule()).values.flatten().tolist()
         dist.barrier()
     return {"losses": losses, "output": output.tolist(), "values": values, "served": served}
 

@@ -20,9 +20,15 @@ from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError, SchemaError
 from anabranch.parameter_server import Merging, ParameterClient, ParameterServer, Worker
 from anabranch.parameter_server.messages import InitMessage, PushMessage, PushPart
-from anabranch.parameter_server.server.durable import durability, push_log
-from anabranch.parameter_server.server.durable.bodies import PREAMBLE_BYTES, Bodies, Record, body_path, log_of
-from anabranch.parameter_server.server.durable.push_log import PushLog
+from anabranch.parameter_server.server import durability, push_log
+from anabranch.parameter_server.server.push_log import (
+    PREAMBLE_BYTES,
+    Bodies,
+    PushLog,
+    Record,
+    body_path,
+    log_of,
+)
 from anabranch.record.fault_points import on_fault_point
 from anabranch.tables import Constant, Normal, RowOptimizer, TableSpec
 from anabranch.tables.kernels.row_versions import WITH_STATE
@@ -280,7 +286,7 @@ def test_a_restarted_shard_knows_of_the_step_that_it_has_applied_and_another_sti
             client = stack.enter_context(ParameterClient(endpoints, worker=Worker(0, 1), transport=network))
             client.init("t", (10, 1), kind="rows", optimizer=functools.partial(torch.optim.SGD, lr=1.0))
             for step, outcome in enumerate([1.0, scale]):
-                client.push_many({"t": (ids, -torch.ones(10, 1))}, step=step, hold=True)
+                client.push_many({"t": (ids, -torch.ones(10, 1))}, step=step, merging=Merging(hold=True))
                 client.decide(step, outcome)
                 if step == 0:
                     client.tell()

@@ -32,8 +32,7 @@ from anabranch.parameter_server.messages import (
     WorkerProgress,
 )
 from anabranch.parameter_server.server import shard as shard_module
-from anabranch.parameter_server.server.durable.bodies import Record
-from anabranch.parameter_server.server.durable.push_log import PushLog
+from anabranch.parameter_server.server.push_log import PushLog, Record
 from anabranch.parameter_server.server.requests import check
 from anabranch.record.spans import Span, heard
 from anabranch.tables import Constant, Family, RowOptimizer, TableSpec
@@ -421,12 +420,12 @@ def test_pushes_beside_the_steps_are_weighted_by_their_worker_s_share_also_after
     shard.init(InitMessage("t", SGD.to_dict(), SPEC.to_dict()))
     ids, grad = torch.tensor([1]), torch.ones(2)
     for rank, weight in enumerate((1.0, 3.0)):
-        shard.push(shard.request(PushMessage([PushPart("t", 1)], [], rank, 0, weight), [ids, grad]))
+        shard.push(shard.request(PushMessage([PushPart("t", 1)], [], rank, 0, Merging(weight)), [ids, grad]))
     again = Shard()
     snapshot = shard.snapshot_of_all()
     again.load(snapshot.state, readers(snapshot))
     for one in (shard, again):
-        one.push(one.request(PushMessage([PushPart("t", 1)], [], 1, -1, 3.0), [ids, grad]))
+        one.push(one.request(PushMessage([PushPart("t", 1)], [], 1, -1, Merging(3.0)), [ids, grad]))
         _, (rows,) = one.pull(one.request(PullMessage([PullPart("t", 1)]), [ids]))
         assert rows.tolist() == [1.0 - 1.0 - 0.75] * 2
     with pytest.raises(SchemaError, match="has not joined"):
@@ -440,11 +439,11 @@ def test_pushes_beside_the_steps_wait_until_their_worker_s_share_is_known() -> N
     ids, grad = torch.tensor([1]), torch.ones(2)
     for rank in range(2):
         shard.join(JoinMessage(rank, 2, "bsp"))
-    shard.push(shard.request(PushMessage([PushPart("t", 1)], [], 0, 0, 1.0), [ids, grad]))
-    beside = PushMessage([PushPart("t", 1)], [], 0, -1, 1.0)
+    shard.push(shard.request(PushMessage([PushPart("t", 1)], [], 0, 0, Merging(1.0)), [ids, grad]))
+    beside = PushMessage([PushPart("t", 1)], [], 0, -1, Merging(1.0))
     with pytest.raises(DeadlineExceeded, match="worker 1"):
         shard.push(shard.request(beside, [ids, grad]), deadline=Deadline.after(0.01))
-    shard.push(shard.request(PushMessage([PushPart("t", 1)], [], 1, 0, 3.0), [ids, grad]))
+    shard.push(shard.request(PushMessage([PushPart("t", 1)], [], 1, 0, Merging(3.0)), [ids, grad]))
     shard.push(shard.request(beside, [ids, grad]), deadline=Deadline.after(60.0))
     _, (rows,) = shard.pull(shard.request(PullMessage([PullPart("t", 1)]), [ids]))
     assert rows.tolist() == [1.0 - 1.0 - 0.25] * 2

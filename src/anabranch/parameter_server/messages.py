@@ -18,6 +18,9 @@ then has a new ``generation``, and for a client with an older one every known ro
 
 from __future__ import annotations
 
+import struct
+from bisect import insort
+from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -196,7 +199,7 @@ class PullReply(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fie
 
     ``pushed`` is the number of steps that every worker of the job has pushed.
 
-    Tensors: if any ids were known, the places of those that have changed among the known ones of their part, int32,
+    Tensors: if any ids were known, the positions of those that have changed among the known ones of their part, int32,
     ascending. Then numbers: of each part with any, the rows that come with their state; then of each part the rows that
     come without, in the order of their ids, or the parameter.
     """
@@ -208,9 +211,9 @@ class PullReply(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fie
 
 
 class PushReply(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The push's place in the shard's log, and those of its tables that have had no room for an id so far."""
+    """The push's number among its client's on this shard, and its tables that have had no room for an id so far."""
 
-    place: _Count
+    number: _Count
     full: list[str] = []
 
 
@@ -228,3 +231,76 @@ class PushMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     merging: Merging = Merging()
     compression: Compression | None = None
     turn: WorkerProgress | None = None
+
+
+# --- in every request -------------------------------------------------------------------------------------------------
+
+
+_FORM = struct.Struct("<16sQQII")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedState:
+    """The facts about the client in one request.
+
+    Attributes:
+        epoch: the client's.
+        pushes: the highest number in any answer.
+        incarnation: the shard's, for clients that must learn of any loss; else 0.
+        shard, shards: the index of the server's endpoint in the client's list, and the length of the list; 0 shards if
+            the client does not send them.
+    """
+
+    epoch: bytes
+    pushes: int = 0
+    incarnation: int = 0
+    shard: int = 0
+    shards: int = 0
+
+    def encode(self) -> bytes:
+        """Return the state as 40 bytes."""
+        return _FORM.pack(self.epoch, self.pushes, self.incarnation, self.shard, self.shards)
+
+    @classmethod
+    def decode(cls, memory: bytes) -> ExpectedState | None:
+        """Decode the bytes of ``encode``; ``None`` for a request without one."""
+        return cls(*_FORM.unpack(memory)) if len(memory) == _FORM.size else None
+
+
+class AcknowledgedPushes:
+    """The numbers of one client's pushes that one shard has acknowledged.
+
+    Attributes:
+        newest: the highest; 0 without any.
+        incarnation: the shard's, which the client expects; 0 for any.
+
+    >>> pushes = AcknowledgedPushes()
+    >>> for number in (1, 2, 4, 5):  # nobody ever heard of the third
+    ...     pushes.add(number)
+    >>> pushes.newest, pushes.cut(2), pushes.newest
+    (5, 2, 2)
+    """
+
+    def __init__(self) -> None:
+        self._runs: list[tuple[int, int]] = []  # first and last, ascending
+        self.newest = 0
+        self.incarnation = 0
+
+    def add(self, number: int) -> None:
+        """Record ``number``, from an answer."""
+        self.newest = max(self.newest, number)
+        if self._runs and self._runs[-1][1] == number - 1:
+            self._runs[-1] = (self._runs[-1][0], number)
+        elif number > 0 and not any(first <= number <= last for first, last in self._runs):
+            insort(self._runs, (number, number))
+            at = self._runs.index((number, number))
+            for left in (at, at - 1):  # answers that arrived in another order than the pushes
+                if 0 <= left < len(self._runs) - 1 and self._runs[left][1] + 1 == self._runs[left + 1][0]:
+                    self._runs[left : left + 2] = [(self._runs[left][0], self._runs[left + 1][1])]
+
+    def cut(self, holds: int) -> int:
+        """Remove the numbers above ``holds``; returns their number."""
+        lost = sum(last - max(first - 1, holds) for first, last in self._runs if last > holds)
+        self._runs = [(first, min(last, holds)) for first, last in self._runs if first <= holds]
+        self.newest = self._runs[-1][1] if self._runs else 0
+        return lost

@@ -46,10 +46,10 @@ from anabranch.parameter_server import (
     WholeParameters,
     Worker,
 )
+from anabranch.parameter_server.client.cache_group import compile_cache_kernels
 from anabranch.parameter_server.client.parameter_client import REFUSALS
 from anabranch.parameter_server.client.remote_tables import is_sparse, spec_of
 from anabranch.parameter_server.client.saved_tables import Group
-from anabranch.parameter_server.client.warming_caches import compile_cache_kernels
 from anabranch.tables import Family, ParameterState, TableSpec, to_torch
 
 _log = logging.getLogger("anabranch.executor")
@@ -654,7 +654,7 @@ class RemotePart:
             notes = self._worker.leads and not self.client.in_process
             read_at = (self.client.steps(), self.client.joined()) if notes else None  # before any of the values
             for moved in sorted(self.there, key=lambda moved: moved.parameter not in moves):
-                kept = self.client.read_kept(moved.name, moved.rule(), until=until)
+                kept = self.client.read_state(moved.name, moved.rule(), until=until)
                 if state := to_torch(moved.rule(), kept):
                     sparse = is_sparse(moved.parameter, self._models.values())
                     moved.optimizer.state[moved.parameter] = _as_kept_here(state, moved, sparse=sparse)

@@ -591,9 +591,7 @@ class Saver:
                     )
                 yield name, what, entry, target
 
-    def _plan_served(
-        self, source: Checkpoint, state: _State, values: dict[str, Any], elsewhere: Collection[str]
-    ) -> set[str]:
+    def _plan_served(self, source: Checkpoint, state: _State, values: dict[str, Any], elsewhere: set[str]) -> set[str]:
         """Put what was saved from servers into the model's ``values`` and the optimizers' states; return the names of
         the tables that are on servers here, too, and are loaded there as they are.
         """
@@ -612,10 +610,10 @@ class Saver:
         wholes = whole(servers, source.readers("servers."), others) if others else {}
         values.update((name, wholes[served][1].values) for served in others for name in moved[served])
         for entry in (entry for entries in state["optimizers"].values() for entry in entries):
-            for name, one in list(entry["state"].items()):
-                if _ON_SERVERS in one:
-                    found = wholes.get(str(one[_ON_SERVERS]))
-                    entry["state"][name] = {} if found is None else to_torch(*found)
+            for name, own in list(entry["state"].items()):
+                if _ON_SERVERS in own:
+                    saved = wholes.get(str(own[_ON_SERVERS]))
+                    entry["state"][name] = {} if saved is None else to_torch(*saved)
         return as_saved
 
     def _plan_remote(

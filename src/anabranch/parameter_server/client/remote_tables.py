@@ -36,10 +36,15 @@ from torch import Tensor, nn
 from anabranch.autodiff.moved_parameter import Move
 from anabranch.errors import NotFound
 from anabranch.parameter_server.client.cache_group import CacheGroup, CacheQuery
-from anabranch.parameter_server.client.distinct_ids import Distinct, distinct_ids, unique_of
 from anabranch.parameter_server.client.parameter_client import ParameterClient, Pulled
 from anabranch.parameter_server.client.remote_embedding import RemoteEmbedding
-from anabranch.parameter_server.client.remote_weight import RemoteLookups, WeightSource
+from anabranch.parameter_server.client.remote_weight import (
+    Distinct,
+    RemoteLookups,
+    WeightSource,
+    distinct_ids,
+    unique_of,
+)
 from anabranch.parameter_server.messages import Merging
 from anabranch.record.spans import mark
 from anabranch.tables.cache import Cache, CacheStatistics, Due
@@ -149,15 +154,15 @@ class RemoteTables:
             ValueError: not a table of two dimensions, or an optimizer that tables cannot run.
         """
         parameters = dict(model.named_parameters())
-        found: dict[str, tuple[nn.Parameter, Callable[[], RowOptimizer]]] = {}
+        moving: dict[str, tuple[nn.Parameter, Callable[[], RowOptimizer]]] = {}
         for name in names:
             parameter = parameters.get(name)
             if parameter is None:
                 raise NotFound(f"the model has no parameter {name!r}; it has: {', '.join(parameters)}")
             if parameter.ndim != 2:
                 raise ValueError(f"{name} has shape {tuple(parameter.shape)}; a table has rows and columns")
-            found[name] = (parameter, rule_of(optimizer, parameter, name))
-        for name, (parameter, rule) in found.items():
+            moving[name] = (parameter, rule_of(optimizer, parameter, name))
+        for name, (parameter, rule) in moving.items():
             self.take_over(name, parameter, rule, sparse=is_sparse(parameter, [model]))
         self._client.barrier()
         self.move([model])
@@ -317,16 +322,16 @@ class RemoteTables:
             leaving = [name for name in caches.names if not self._sources[name].spec.stays]
             caches.check_again(leaving, self._step)
 
-    def expect(self, wanted: Mapping[str, Tensor]) -> None:
+    def expect(self, ids_by_table: Mapping[str, Tensor]) -> None:
         """Read the rows that this step's lookups are expected to need, of all tables together: one message per shard.
 
         A lookup of other ids reads those itself, so a wrong guess only costs time. Ids of
         dynamic vocabularies are left to the lookups, because reading them admits them.
 
         Args:
-            wanted: ids by table; ids outside a table are left to the lookup that names them.
+            ids_by_table: of any shape; ids outside a table are left to the lookup that names them.
         """
-        distinct, fixed = self._distinct(wanted), {}
+        distinct, fixed = self._distinct(ids_by_table), {}
         for name, some in distinct.items():
             if self._sources[name].spec.rows is not None:
                 fixed[name] = some.ids
@@ -334,29 +339,29 @@ class RemoteTables:
         for name, some in distinct.items():
             self._sources[name].expected = some, rows.get(name)
 
-    def read_together(self, wanted: Mapping[str, Tensor]) -> None:
+    def read_together(self, ids_by_table: Mapping[str, Tensor]) -> None:
         """Read the rows of lookups that follow at once, of all tables together: one message per shard.
 
         As ``expect``, for ids that are certain: those of dynamic vocabularies are read, and admitted, too.
 
         Args:
-            wanted: ids by table; ids outside a table are left to the lookup that names them.
+            ids_by_table: of any shape; ids outside a table are left to the lookup that names them.
         """
-        distinct = {name: unique_of(ids.detach().cpu().reshape(-1))[0] for name, ids in wanted.items()}
+        distinct = {name: unique_of(ids.detach().cpu().reshape(-1))[0] for name, ids in ids_by_table.items()}
         missing = [name for name, ids in distinct.items() if not self._sources[name].is_read(ids)]
         if len(missing) < 2:
             return
-        together = self._distinct({name: wanted[name] for name in missing})
+        together = self._distinct({name: ids_by_table[name] for name in missing})
         for name, rows in self._read({name: some.ids for name, some in together.items()}).items():
             self._sources[name].expected = together[name], rows
 
-    def _distinct(self, wanted: Mapping[str, Tensor]) -> dict[str, Distinct]:
-        """Return the distinct ids of each table, of those that were asked for ahead as they are known."""
+    def _distinct(self, ids_by_table: Mapping[str, Tensor]) -> dict[str, Distinct]:
+        """Return the distinct ids of each table, of those that were requested ahead as they are known."""
         ahead, self._ahead = self._ahead, {}
         distinct: dict[str, Distinct] = {}
         fixed: dict[str, Tensor] = {}
         limits: dict[str, int] = {}
-        for name, ids in wanted.items():
+        for name, ids in ids_by_table.items():
             rows = self._sources[name].spec.rows
             if name in ahead and ahead[name].is_of(ids):
                 distinct[name] = ahead[name]
@@ -371,22 +376,22 @@ class RemoteTables:
         """Return the rows of distinct ids of several tables, through the caches: one message per shard."""
         rows: dict[str, Tensor] = {}
         if self._cache is None:
-            for name, pulled in self._pull_many(ids, None).items():
-                rows[name] = pulled.rows
+            for name, one in self._pull_many(ids, None).items():
+                rows[name] = one.rows
             return rows
         queries: list[tuple[CacheGroup, CacheQuery]] = []
         left = {name: _all_due(self._sources[name].leaving) for name in ids if self._sources[name].leaving}
         for caches, some in self._by_cache(ids):
             queries.append((caches, caches.ask(some, self._step, training=self._training)))
             self._leave(queries[-1][1].leaving)
-        asked = {name: some for _, query in queries for name, some in query.ids.items()}
+        requested = {name: some for _, query in queries for name, some in query.ids.items()}
         known = {name: some for _, query in queries for name, some in query.known.items()}
         # A row evicted by an earlier read of this step comes back with the gradients evicted with it.
-        back = [name for name, due in left.items() if name in asked and torch.isin(asked[name], due[0]).any()]
+        back = [name for name, due in left.items() if name in requested and torch.isin(requested[name], due[0]).any()]
         self._push_at_once({name: _all_due(self._sources[name].leaving) for name in back})
-        found = self._pull_many(asked, known) if asked else {}
+        pulled = self._pull_many(requested, known) if requested else {}
         for caches, query in queries:
-            rows |= caches.answer(query, found)
+            rows |= caches.answer(query, pulled)
         return rows
 
     def _leave(self, leaving: Mapping[str, Due]) -> None:
@@ -394,7 +399,7 @@ class RemoteTables:
         for name, due in leaving.items():
             self._sources[name].leaving.append(due)
 
-    def prefetch(self, wanted: Mapping[str, Tensor]) -> None:
+    def prefetch(self, ids_by_table: Mapping[str, Tensor]) -> None:
         """Request the rows that the next step's lookups will miss, while this step runs; needs a cache.
 
         They are read as of this step, before its pushes, and are in the cache when the next step begins: with a
@@ -402,7 +407,7 @@ class RemoteTables:
         cached rows that will be too old by then are requested as well.
 
         Args:
-            wanted: ids by table; ids outside a table are left to the lookup that names them.
+            ids_by_table: of any shape; ids outside a table are left to the lookup that names them.
 
         Raises:
             ValueError: there is no cache.
@@ -410,20 +415,20 @@ class RemoteTables:
         if self._cache is None:
             raise ValueError("prefetching needs a cache; give RemoteTables a cache")
         self._collect()
-        self._ahead = self._distinct(wanted)
+        self._ahead = self._distinct(ids_by_table)
         distinct = {name: some.ids for name, some in self._ahead.items()}
         queries = [
             (caches, caches.start_prefetch(some, self._step, training=self._training))
             for caches, some in self._by_cache(distinct)
         ]
-        asked = {name: ids for _, query in queries for name, ids in query.ids.items()}
+        requested = {name: ids for _, query in queries for name, ids in query.ids.items()}
         known = {name: versions for _, query in queries for name, versions in query.known.items()}
-        if asked:
-            self._coming = (queries, _Aside(partial(self._fetch, asked, known, self._step), "anabranch-prefetch"))
+        if requested:
+            self._coming = (queries, _Aside(partial(self._fetch, requested, known, self._step), "anabranch-prefetch"))
 
-    def _fetch(self, asked: Mapping[str, Tensor], known: Mapping[str, Tensor], step: int) -> dict[str, Pulled]:
-        mark("tables.prefetch", tables=list(asked))
-        return self._pull_many(asked, known, ahead_of=step)
+    def _fetch(self, requested: Mapping[str, Tensor], known: Mapping[str, Tensor], step: int) -> dict[str, Pulled]:
+        mark("tables.prefetch", tables=list(requested))
+        return self._pull_many(requested, known, ahead_of=step)
 
     def _collect(self) -> None:
         """Put prefetched rows into the caches."""
@@ -617,7 +622,7 @@ class RemoteTables:
         """Values per row with its state, which a cache with own writes needs; else ``None``."""
         if self._cache is None or not self._cache.push_bound:
             return None
-        return {name: self._sources[name].held for name in names}
+        return {name: self._sources[name].row_width for name in names}
 
     def _pull_many(
         self, ids: Mapping[str, Tensor], known: Mapping[str, Tensor] | None, *, ahead_of: int | None = None
@@ -649,7 +654,7 @@ class _Source:
     tables: RemoteTables
     rule: Callable[[], RowOptimizer]
     spec: TableSpec
-    held: int  # numbers per row with its state
+    row_width: int  # numbers per row with its state
     gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     leaving: list[Due] = field(default_factory=list)
     expected: tuple[Distinct, Tensor | None] | None = None  # the ids that this step is to look up, and their rows
@@ -684,26 +689,26 @@ class _Source:
         known, rows = (ids[:0], None) if self.expected is None else (self.expected[0].ids, self.expected[1])
         if rows is not None and ids is known:
             return rows
-        places, there = self._places(ids)
+        positions, there = self._positions(ids)
         if rows is None or (len(ids) and not there.any()):
             return self.tables._read({self.name: ids})[self.name]
-        rows = rows[places]
+        rows = rows[positions]
         if not there.all():
             rows[~there] = self.tables._read({self.name: ids[~there]})[self.name]
         return rows
 
-    def _places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the place of each of ``ids`` among the expected ones, and whether it is there."""
+    def _positions(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the position of each of ``ids`` among the expected ones, and whether it is there."""
         known = ids[:0] if self.expected is None else self.expected[0].ids
-        places = torch.searchsorted(known, ids).clamp(max=max(len(known) - 1, 0))
-        there = known[places] == ids if len(known) else torch.zeros_like(ids, dtype=torch.bool)
+        positions = torch.searchsorted(known, ids).clamp(max=max(len(known) - 1, 0))
+        there = known[positions] == ids if len(known) else torch.zeros_like(ids, dtype=torch.bool)
         if not there.all():
             self.tables.unexpected.add(self.name)
-        return places, there
+        return positions, there
 
     def is_read(self, ids: Tensor) -> bool:
         """Return True if the step has read the rows of all ``ids``."""
-        return bool(self._places(ids)[1].all()) and self.expected is not None and self.expected[1] is not None
+        return bool(self._positions(ids)[1].all()) and self.expected is not None and self.expected[1] is not None
 
     def take_gradient(self, ids: Tensor, grads: Tensor) -> None:
         if not self.tables._training:
@@ -776,8 +781,8 @@ def read_together(lookups: Sequence[tuple[WeightSource, Tensor]]) -> Iterator[No
     for source, ids in lookups:
         if isinstance(source, _Source):
             alike.setdefault(source.tables, {}).setdefault(source.name, []).append(ids)
-    for tables, wanted in alike.items():
-        tables.read_together({name: torch.cat(parts) for name, parts in wanted.items()})
+    for tables, ids_by_table in alike.items():
+        tables.read_together({name: torch.cat(parts) for name, parts in ids_by_table.items()})
     try:
         yield
     finally:
@@ -814,7 +819,7 @@ def _all_due(parts: Sequence[Due]) -> Due:
 def users_of(parameter: nn.Parameter, models: Iterable[nn.Module]) -> list[Use]:
     """All modules that hold ``parameter``, and its name in each."""
     modules = dict.fromkeys(module for model in models for module in model.modules())
-    return [(module, label) for module in modules for label, held in module._parameters.items() if held is parameter]
+    return [(module, label) for module in modules for label, one in module._parameters.items() if one is parameter]
 
 
 def is_sparse(parameter: nn.Parameter, models: Iterable[nn.Module]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor
 
 from anabranch.deadline import Deadline
-from anabranch.errors import CheckpointError, NotFound, SchemaError
-from anabranch.parameter_server.client.shards import HeldTables
+from anabranch.errors import CheckpointError, NotFound, Overloaded, SchemaError
+from anabranch.parameter_server.client.shards import KnownTables
 from anabranch.parameter_server.messages import RestoreMessage, SnapshotMessage, SnapshotPart
 from anabranch.periodic import periodic
 from anabranch.tables.dense_parameter import DenseParameter
@@ -28,6 +29,7 @@ from anabranch.transport import Request, pack, unpack
 
 CHUNK = 1 << 16  # rows of a whole table in one message
 _FORMAT = "rows in pieces"
+_PAUSE = 0.02  # seconds between two looks whether others have read a shard
 
 Group = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
 """Tensors by name, or what reads them from a file."""
@@ -36,8 +38,8 @@ Group = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
 class SavedTables:
     """One moment of each shard, in the form of a checkpoint; a context manager, which ends it.
 
-    The shards go on meanwhile. Each is asked for parts in turn. A shard ends what it has heard nothing about for long,
-    so a thread says a word while the reader is busy.
+    The shards go on meanwhile. Parts are requested from each in turn. A shard ends what it has
+    heard nothing about for long, so a thread says a word while the reader is busy.
 
     Args:
         tables: of the client.
@@ -47,7 +49,7 @@ class SavedTables:
         state: plain values.
     """
 
-    def __init__(self, tables: HeldTables, names: Iterable[str] | None = None) -> None:
+    def __init__(self, tables: KnownTables, names: Iterable[str] | None = None) -> None:
         self._calls = calls = tables.calls
         message = pack(SnapshotMessage(names=None if names is None else list(names)))
         requests = [calls.request(shard, "snapshot", message) for shard in range(calls.shards)]
@@ -62,12 +64,12 @@ class SavedTables:
                 self._say(-2)  # or what others have begun would live on
                 raise answer
         entries: dict[str, dict[str, Any]] = {}
-        for shard in self._shards.values():
-            for table in shard["tables"]:
+        for begun in self._shards.values():
+            for table in begun["tables"]:
                 entry = entries.setdefault(table["spec"]["name"], {**table, "rows": 0})
                 entry["step"], entry["rows"] = max(entry["step"], table["step"]), entry["rows"] + table["rows"]
-        dense = [parameter for shard in self._shards.values() for parameter in shard["dense"]]
-        self._places = {name: place for place, name in enumerate(entries)}
+        dense = [parameter for begun in self._shards.values() for parameter in begun["dense"]]
+        self._index_of = {name: index for index, name in enumerate(entries)}
         self.state: dict[str, Any] = {"format": _FORMAT, "tables": list(entries.values()), "dense": dense}
         self._stack = ExitStack()
         self._stack.enter_context(periodic(lambda: self._say(-1), self._seconds / 4, name="anabranch-snapshot"))
@@ -104,11 +106,11 @@ class SavedTables:
                     name = f"dense-{next(dense)}"
                 else:  # of a table's constants those of a shard that is furthest are all
                     table = described["tables"][int(name.removeprefix("history-"))]
-                    place = self._places[table["spec"]["name"]]
-                    if place in known or table["step"] < self.state["tables"][place]["step"]:
+                    index = self._index_of[table["spec"]["name"]]
+                    if index in known or table["step"] < self.state["tables"][index]["step"]:
                         continue
-                    known.add(place)
-                    name = f"history-{place}"
+                    known.add(index)
+                    name = f"history-{index}"
                 yield name, {str(k): tensor for k, tensor in enumerate(tensors)}
         for number, group in enumerate(files(self.pieces())):
             yield f"rows-{number}", group
@@ -124,16 +126,16 @@ class SavedTables:
                     continue
                 reading[shard] += 1
                 described = [self._shards[shard]["tables"][k] for k in part.tables]
-                places = [self._places[table["spec"]["name"]] for table in described]
+                indices = [self._index_of[table["spec"]["name"]] for table in described]
                 # A row is as far behind the table's step as it is behind that of its shard.
-                ahead = [self.state["tables"][place]["step"] for place in places]
+                ahead = [self.state["tables"][index]["step"] for index in indices]
                 behind = [step - table["step"] for step, table in zip(ahead, described, strict=True)]
                 block = RowBlock(*tensors)
                 shift = torch.tensor(behind, device="cpu").repeat_interleave(torch.tensor(part.counts, device="cpu"))
-                yield Piece(places, part.counts, replace(block, stamps=(block.stamps + shift).clamp(min=1)))
+                yield Piece(indices, part.counts, replace(block, stamps=(block.stamps + shift).clamp(min=1)))
 
 
-def restore(tables: HeldTables, state: object, groups: Mapping[str, Group]) -> None:
+def restore(tables: KnownTables, state: object, groups: Mapping[str, Group]) -> None:
     """Load the groups of ``SavedTables``, in place of everything on the shards."""
     check(state, groups)
     tables.drop(None)
@@ -147,7 +149,7 @@ def restore(tables: HeldTables, state: object, groups: Mapping[str, Group]) -> N
 def check(state: object, groups: Mapping[str, Group]) -> None:
     """Read everything, a group at a time; raise ``CheckpointError`` for what could not be loaded whole.
 
-    Of a table's rows the ids are held, to see that each is there once.
+    Of a table's rows the ids are collected, to see that each is there once.
     """
     if not isinstance(state, Mapping) or state.get("format") != _FORMAT or "tables" not in state:
         raise CheckpointError("this checkpoint holds no server tables or parameters, or those of another version")
@@ -172,9 +174,9 @@ def check(state: object, groups: Mapping[str, Group]) -> None:
 
 
 def restore_some(
-    tables: HeldTables, state: Mapping[str, Any], groups: Mapping[str, Group], names: Collection[str] | None = None
+    tables: KnownTables, state: Mapping[str, Any], groups: Mapping[str, Group], names: Collection[str] | None = None
 ) -> None:
-    """As ``restore``, of ``names`` only if given; leaves others in place, and checks nothing."""
+    """As ``restore``, of ``names`` only if there are any; leaves others in place, and checks nothing."""
     made = {}
     for k, entry in enumerate(state["tables"]):
         spec, rule = TableSpec.from_dict(entry["spec"]), RowOptimizer.from_dict(entry["rule"])
@@ -255,7 +257,7 @@ def _dense(groups: Mapping[str, Group], k: int) -> tuple[Tensor, list[Tensor]]:
 
 
 def _blocks(groups: Mapping[str, Group], tables: Container[int]) -> Iterator[tuple[int, RowBlock]]:
-    """Yield the rows of the tables at these places."""
+    """Yield the rows of the tables with these indices."""
     for name, group in groups.items():
         if name.startswith("rows-"):
             for piece in pieces(group() if callable(group) else group):
@@ -271,85 +273,92 @@ def _parts(group: Group) -> list[Tensor]:
 
 def for_optimizer(entry: Mapping[str, Any], tensors: Mapping[str, Tensor], rule: RowOptimizer) -> dict[str, Tensor]:
     """Return a group of a table of ``collect`` for another optimizer, whose state begins anew."""
-    found, width = dict(tensors), entry["spec"]["width"]
+    changed, width = dict(tensors), entry["spec"]["width"]
     kind = sums_dtype(TableSpec.from_dict(entry["spec"]).dtype)
     for label, part in tensors.items():
         if label.endswith(".values"):
             row = (len(part), rule.row_width(width))
-            found[label] = torch.full(row, rule.initial_state, dtype=part.dtype, device="cpu")
-            found[label][:, :width] = part[:, :width]
+            changed[label] = torch.full(row, rule.initial_state, dtype=part.dtype, device="cpu")
+            changed[label][:, :width] = part[:, :width]
             count = len(part) if rule.family is Family.ROW_WISE_ADAGRAD else 0
-            found[f"{label[:-7]}.sums"] = torch.full((count,), rule.initial_state, dtype=kind, device="cpu")
+            changed[f"{label[:-7]}.sums"] = torch.full((count,), rule.initial_state, dtype=kind, device="cpu")
         elif label.endswith(".stamps"):
-            found[label] = part.clamp(max=1)
-    return found
+            changed[label] = part.clamp(max=1)
+    return changed
 
 
-def write_rows(tables: HeldTables, name: str, kept: ParameterState | Tensor, rule: RowOptimizer) -> None:
+def write_rows(tables: KnownTables, name: str, state: ParameterState | Tensor, rule: RowOptimizer) -> None:
     """Set all rows of a fixed table that has not been trained here yet, a few at a time.
 
     A push meanwhile ends it: a shard takes no rows that are older than its table.
     """
-    holding = tables.holding(name, rows=True)
+    entry = tables.entry(name, rows=True)
     there = _described(tables, name)
     if there["step"]:
         return
-    if isinstance(kept, Tensor):
-        kept = ParameterState(kept)
+    if isinstance(state, Tensor):
+        state = ParameterState(state)
     # Every row is up to date, so earlier steps will not be replayed.
-    if kept.step:
-        steps = kept.step if there["spec"]["every_row_moves"] else 0
-        tables.resume(name, kept.step, torch.zeros(steps, CONSTANTS, dtype=torch.float64, device="cpu"))
-    flat = kept.values.detach().reshape(len(kept.values), -1)
+    if state.step:
+        steps = state.step if there["spec"]["every_row_moves"] else 0
+        tables.resume(name, state.step, torch.zeros(steps, CONSTANTS, dtype=torch.float64, device="cpu"))
+    flat = state.values.detach().reshape(len(state.values), -1)
     row_wise = rule.family is Family.ROW_WISE_ADAGRAD
     kind = sums_dtype(flat.dtype)
     for first in range(0, len(flat), CHUNK):
         some = slice(first, first + CHUNK)
         count = len(flat[some])
-        row = (count, holding.width * (1 + rule.states))
+        row = (count, entry.width * (1 + rule.states))
         block = torch.full(row, rule.initial_state, dtype=state_dtype(flat.dtype), device="cpu")
-        block[:, : holding.width] = flat[some]
+        block[:, : entry.width] = flat[some]
         sums = torch.full((count if row_wise else 0,), rule.initial_state, dtype=kind, device="cpu")
-        for number, state in enumerate(kept.states):
+        for number, one in enumerate(state.states):
             if row_wise:
-                sums = state[some].to("cpu", kind)
+                sums = one[some].to("cpu", kind)
             else:
-                at = holding.width * (1 + number)
-                block[:, at : at + holding.width] = state[some].reshape(count, -1)
+                at = entry.width * (1 + number)
+                block[:, at : at + entry.width] = one[some].reshape(count, -1)
         parts = [
             torch.arange(first, first + count, device="cpu"), block,
-            torch.full((count,), kept.step + 1, device="cpu"), sums,
+            torch.full((count,), state.step + 1, device="cpu"), sums,
             torch.empty(0, 2, dtype=torch.int64, device="cpu"),
         ]  # fmt: skip
         try:
-            tables.restore_rows(name, parts, kept.step)
+            tables.restore_rows(name, parts, state.step)
         except SchemaError:
-            if _described(tables, name)["step"] > kept.step:
+            if _described(tables, name)["step"] > state.step:
                 return
             raise
 
 
-def _described(tables: HeldTables, name: str) -> dict[str, Any]:
+def _described(tables: KnownTables, name: str) -> dict[str, Any]:
     """Return what the first shard says about a table."""
     return next(table for table in tables.calls.describe()[0]["tables"] if table["spec"]["name"] == name)
 
 
-def write_dense(tables: HeldTables, name: str, kept: ParameterState, rule: RowOptimizer) -> None:
-    """Create the dense parameter ``name`` from its saved state; an existing one is overwritten."""
-    tables.init_dense(name, kept.values, rule)
-    if kept.step:
-        dtype = kept.values.dtype
+def write_dense(tables: KnownTables, name: str, state: ParameterState, rule: RowOptimizer) -> None:
+    """Create the dense parameter ``name`` from its state; an existing one is overwritten."""
+    tables.init_dense(name, state.values, rule)
+    if state.step:
+        dtype = state.values.dtype
         kind = sums_dtype(dtype) if rule.family is Family.ROW_WISE_ADAGRAD else state_dtype(dtype)
-        states = [state.to(kind) for state in kept.states]
-        parts = [part.detach().cpu().contiguous() for part in (kept.values, *states)]
-        message = pack(RestoreMessage(name, kept.step))
+        states = [one.to(kind) for one in state.states]
+        parts = [part.detach().cpu().contiguous() for part in (state.values, *states)]
+        message = pack(RestoreMessage(name, state.step))
         tables.calls.call(tables.home(name), "restore", message, parts)
 
 
-def sums_of(tables: HeldTables, name: str, rows: int, rule: RowOptimizer) -> Tensor:
+def sums_of(tables: KnownTables, name: str, rows: int, rule: RowOptimizer) -> Tensor:
     """Return row-wise Adagrad's sums of a fixed table; in an answer with rows they would have the rows' dtype."""
-    sums = torch.full((rows,), rule.initial_state, dtype=sums_dtype(tables.holding(name).dtype), device="cpu")
-    with SavedTables(tables, [name]) as saved:
-        for piece in saved.pieces():
-            sums[piece.rows.ids] = piece.rows.sums
-    return sums
+    sums = torch.full((rows,), rule.initial_state, dtype=sums_dtype(tables.entry(name).dtype), device="cpu")
+    deadline = Deadline(tables.calls.timeout)
+    while True:
+        try:
+            with SavedTables(tables, [name]) as saved:
+                for piece in saved.pieces():
+                    sums[piece.rows.ids] = piece.rows.sums
+            return sums
+        except Overloaded:  # the workers of a job read at once as it ends, and a shard is read by two at a time
+            if deadline.expired():
+                raise
+            time.sleep(_PAUSE)

@@ -265,7 +265,7 @@ def read(contents: ShardContents, request: RowRequest, pushed: int = 0) -> tuple
             ids, counts = request.ids_of(at)
             out = _together(values, at)
             group.pull(ids, counts, out=out, training=message.training)
-            if out.data_ptr() != values[at[0]].data_ptr():  # a copy: their places are not neighbours
+            if out.data_ptr() != values[at[0]].data_ptr():  # a copy: their values are not neighbours
                 for k, rows in zip(at, torch.split(out, counts), strict=True):
                     values[k].copy_(rows)
         for name, count in zip(parts.names, request.counts, strict=True):
@@ -286,14 +286,14 @@ def admit(request: RowRequest) -> None:
 def _choose(contents: ShardContents, request: RowRequest, changed: list[int]) -> list[Tensor]:
     """Return the tensors of an answer of which rows come with their state, or only if they have ``changed``."""
     message, parts = request.message, request.parts
-    states, rows, places = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
+    states, rows, positions = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
     since = _since(contents, request)
     for group, at, _ in parts.groups:
         ids, counts = request.ids_of(at)
         with_state, known = [message.parts[k].with_state for k in at], [message.parts[k].known for k in at]
         *came, new = group.answer(ids, counts, with_state, known, _together(since, at), training=message.training)
         others = (np.array(counts) - with_state - known + new).tolist()
-        for into, whole, sizes in zip((states, rows, places), came, (with_state, others, new), strict=True):
+        for into, whole, sizes in zip((states, rows, positions), came, (with_state, others, new), strict=True):
             into |= zip(at, torch.split(whole, sizes), strict=True)
     numbers, shares = list[Tensor](), list[Share]()
     for k in sorted(states):
@@ -302,13 +302,13 @@ def _choose(contents: ShardContents, request: RowRequest, changed: list[int]) ->
             shares.append(Share(states[k].dtype, tuple(states[k].shape), "states"))
     for k, (name, holder) in enumerate(zip(parts.names, parts.holders, strict=True)):
         if isinstance(holder, Table):
-            changed[k] = len(places[k])
+            changed[k] = len(positions[k])
             contents.counts[name].rows_pulled += message.parts[k].with_state + len(rows[k])
         numbers.append(rows[k] if isinstance(holder, Table) else holder.value)
         shares.append(Share(numbers[-1].dtype, tuple(numbers[-1].shape), request.shares[k].kind))
     packed = join(numbers, shares, message.compression)
     if request.marked:
-        packed.insert(0, _together(places, sorted(places)).to(torch.int32))
+        packed.insert(0, _together(positions, sorted(positions)).to(torch.int32))
     return packed
 
 

@@ -48,7 +48,7 @@ from anabranch.parameter_server.messages import (
     StepMessage,
     WorkerProgress,
 )
-from anabranch.parameter_server.server.contents import ShardContents
+from anabranch.parameter_server.server.contents import ShardContents, ShardSnapshot, ShardStatistics
 from anabranch.parameter_server.server.requests import (
     RowRequest,
     admit,
@@ -60,8 +60,6 @@ from anabranch.parameter_server.server.requests import (
     squared_sum,
     without,
 )
-from anabranch.parameter_server.server.shard_snapshot import ShardSnapshot
-from anabranch.parameter_server.server.shard_statistics import ShardStatistics
 from anabranch.parameter_server.server.worker_order import Consistency, HeldStep, WorkerOrder
 from anabranch.record import spans
 from anabranch.tables.kernels.memory import KernelThreads
@@ -527,7 +525,7 @@ class Shard:
                     "world": job.world, "number": job.number, "consistency": job.consistency.name,
                     "clocks": list(job.clocks), "applied": job.applied, "total": job.total,
                     "turn": msgspec.structs.astuple(job.turn),
-                    "held": {step: held.world for step, held in job.held.items()},
+                    "held": {step: (held.world, held.waits) for step, held in job.held.items()},
                 }  # fmt: skip
             return snapshot
 
@@ -541,7 +539,7 @@ class Shard:
             consistency = Consistency.parse(kept["consistency"])
             job = self._job = WorkerOrder(kept["world"], consistency, kept["applied"], kept["number"])
             job.clocks, job.total, job.turn = list(kept["clocks"]), kept["total"], WorkerProgress(*kept["turn"])
-            job.held = {step: HeldStep(world) for step, world in kept["held"].items()}
+            job.held = {step: HeldStep(*facts) for step, facts in kept["held"].items()}
             for k, push in enumerate(state["pushes"]):
                 message, tensors = _MESSAGES["push"].decode(push), groups[f"push-{k}"]()
                 request = self.request(message, [tensors[str(at)] for at in range(len(tensors))])

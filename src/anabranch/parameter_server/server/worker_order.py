@@ -58,10 +58,12 @@ class HeldStep:
 
     Attributes:
         world: how many there will be.
+        waits: it is applied only once released.
         norm: their squared norm, once it was asked for.
     """
 
     world: int
+    waits: bool
     pushes: dict[int, RowRequest] = field(default_factory=dict)
     norm: float | None = None
 
@@ -73,11 +75,6 @@ class HeldStep:
     def in_order(self) -> list[RowRequest]:
         """Return the pushes in the order of ranks."""
         return [self.pushes[rank] for rank in sorted(self.pushes)]
-
-    @property
-    def waits(self) -> bool:
-        """True if it is applied only once released."""
-        return any(push.message.merging.hold for push in self.pushes.values())
 
 
 class WorkerOrder:
@@ -148,7 +145,7 @@ class WorkerOrder:
     def hold(self, push: RowRequest) -> HeldStep:
         """Keep a worker's push of its next step."""
         message = push.message
-        held = self.held.setdefault(message.step, HeldStep(self.world))
+        held = self.held.setdefault(message.step, HeldStep(self.world, message.merging.hold))
         held.pushes[message.rank] = push
         self.clocks[message.rank] = message.step + 1
         return held
