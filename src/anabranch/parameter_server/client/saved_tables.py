@@ -190,8 +190,13 @@ def restore_some(
         tables.restore_rows(name, block.tensors(), step)
     for k, entry in enumerate(state["dense"]):
         if names is None or entry["name"] in names:
-            saved = ParameterState(*_dense(groups, k), entry["step"])
-            write_dense(tables, entry["name"], saved, RowOptimizer.from_dict(entry["rule"]))
+            parts, rule = _parts(groups[f"dense-{k}"]), RowOptimizer.from_dict(entry["rule"])
+            _restore_dense(tables, entry["name"], parts, entry["step"], rule)
+
+
+def _restore_dense(tables: KnownTables, name: str, parts: list[Tensor], step: int, rule: RowOptimizer) -> None:
+    tables.init_dense(name, torch.zeros_like(parts[0]), rule)  # trained ones may have overflowed, first values may not
+    tables.calls.call(tables.home(name), "restore", pack(RestoreMessage(name, step)), parts)
 
 
 def whole(
@@ -217,8 +222,11 @@ def whole(
                 sums.setdefault(k, block.sums.new_zeros(made[k].used))[block.ids] = block.sums
         for k, entry in enumerate(state["dense"]):
             if entry["name"] in names:
-                saved = ParameterState(*_dense(groups, k), entry["step"])
-                wholes[entry["name"]] = RowOptimizer.from_dict(entry["rule"]), saved
+                value, *states = _parts(groups[f"dense-{k}"])
+                wholes[entry["name"]] = (
+                    RowOptimizer.from_dict(entry["rule"]),
+                    ParameterState(value, states, entry["step"]),
+                )
     except (SchemaError, NotFound) as error:
         raise CheckpointError(f"the checkpoint cannot be loaded, and nothing was changed: {error}") from error
     for k, table in made.items():
@@ -249,11 +257,6 @@ def _history(groups: Mapping[str, Group], k: int) -> Tensor:
     if f"history-{k}" in groups:
         return _parts(groups[f"history-{k}"])[0]
     return torch.empty(0, CONSTANTS, dtype=torch.float64, device="cpu")
-
-
-def _dense(groups: Mapping[str, Group], k: int) -> tuple[Tensor, list[Tensor]]:
-    value, *states = _parts(groups[f"dense-{k}"])
-    return value, states
 
 
 def _blocks(groups: Mapping[str, Group], tables: Container[int]) -> Iterator[tuple[int, RowBlock]]:
@@ -338,14 +341,14 @@ def _described(tables: KnownTables, name: str) -> dict[str, Any]:
 
 def write_dense(tables: KnownTables, name: str, state: ParameterState, rule: RowOptimizer) -> None:
     """Create the dense parameter ``name`` from its state; an existing one is overwritten."""
-    tables.init_dense(name, state.values, rule)
-    if state.step:
-        dtype = state.values.dtype
-        kind = sums_dtype(dtype) if rule.family is Family.ROW_WISE_ADAGRAD else state_dtype(dtype)
-        states = [one.to(kind) for one in state.states]
-        parts = [part.detach().cpu().contiguous() for part in (state.values, *states)]
-        message = pack(RestoreMessage(name, state.step))
-        tables.calls.call(tables.home(name), "restore", message, parts)
+    if not state.step:
+        tables.init_dense(name, state.values, rule)
+        return
+    dtype = state.values.dtype
+    kind = sums_dtype(dtype) if rule.family is Family.ROW_WISE_ADAGRAD else state_dtype(dtype)
+    states = [one.to(kind) for one in state.states]
+    parts = [part.detach().cpu().contiguous() for part in (state.values, *states)]
+    _restore_dense(tables, name, parts, state.step, rule)
 
 
 def sums_of(tables: KnownTables, name: str, rows: int, rule: RowOptimizer) -> Tensor:
