@@ -333,7 +333,12 @@ def main() -> None:
     parser.add_argument("--periods", type=int, default=2, help="of 51 steps, counted, a side")
     parser.add_argument("--mbit", type=float, default=200.0, help="a second that the link lets pass each way")
     parser.add_argument("--zipf", type=float, default=1.05)
-    parser.add_argument("--ddp", type=int, default=3, help="steps with dense gradients, of which the first is not counted; 0 leaves them out")
+    parser.add_argument(
+        "--ddp",
+        type=int,
+        default=3,
+        help="steps with dense gradients, of which the first is not counted; 0 leaves them out",
+    )
     parser.add_argument("--skews", action="store_true", help="only the saving against skew")
     parser.add_argument("--out", type=Path, default=None, help="a directory for the figures")
     parser.add_argument("--place", help=argparse.SUPPRESS)

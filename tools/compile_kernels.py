@@ -12,7 +12,7 @@ from itertools import product
 
 import torch
 
-from anabranch.parameter_server.client.warming_caches import compile_cache_kernels
+from anabranch.parameter_server.client.cache_group import compile_cache_kernels
 from anabranch.tables.cache import Cache
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
 from anabranch.tables.warming import compile_kernels

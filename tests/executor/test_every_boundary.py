@@ -155,8 +155,8 @@ def grid(directory: object, stages: int) -> dict[str, object]:
         served = [route.parameter for route in executor.routes() if route.place.served]
         remote = executor._remote
         assert remote is not None
-        kept = remote.read()
-        values |= {moved.name: kept[moved.parameter].values.flatten().tolist() for moved in remote.moved}
+        for moved in remote.moved:
+            values[moved.name] = remote.client.read_state(moved.name, moved.rule()).values.flatten().tolist()
         dist.barrier()
     return {"losses": losses, "output": output.tolist(), "values": values, "served": served}
 

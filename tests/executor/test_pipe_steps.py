@@ -191,8 +191,7 @@ def compare(piped: Piped, plain: Plain) -> float:
     if remote is not None and not piped.executor._closed:
         if dist.is_initialized():
             dist.barrier()  # by now everyone has pushed
-        kept = remote.read()
-        here |= {moved.name: kept[moved.parameter].values for moved in remote.moved}
+        here |= {moved.name: remote.client.read_state(moved.name, moved.rule()).values for moved in remote.moved}
     return max([distance(value, expected[name]) for name, value in here.items()] or [0.0])
 
 

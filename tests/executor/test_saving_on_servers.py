@@ -14,6 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anabranch as ab
+from anabranch import checkpoint
+from anabranch.parameter_server.client.saved_tables import SavedTables
+from anabranch.tables.snapshot import RowSnapshot
 from toys import job_servers
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -155,6 +158,70 @@ def test_rows_created_on_the_servers_come_back_with_all_that_belongs_to_them(
     wanted = trained(None, range(6), 1)
     trained(tmp_path, range(3), 2)
     torch.testing.assert_close(trained(tmp_path, range(3, 6), 3), wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["PS", "Hybrid"])
+def test_a_save_beside_training_streams_what_is_on_servers(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither saver nor loader has a table whole, and what is saved is of the step at which it was asked for."""
+    monkeypatch.setitem(RowSnapshot.__init__.__kwdefaults__, "buffer", 400)
+    part, trained = SavedTables._part, threading.Event()
+    made, read = checkpoint.write, list[int]()
+
+    def late(*arguments: Any) -> Any:
+        assert trained.wait(60)
+        return part(*arguments)
+
+    def measured(path: Path, groups: dict[str, Any], state: Any, *, more: Any, **options: Any) -> Any:
+        def each() -> Any:
+            for name, group in more:
+                read.append(max([len(tensor) for tensor in group.values()]))
+                yield name, group
+
+        assert not any(name.startswith("table") for name in groups["model"])
+        return made(path, groups, state, more=each(), **options)
+
+    monkeypatch.setattr(SavedTables, "_part", late)
+    monkeypatch.setattr(checkpoint, "write", measured)
+    model = new_model()
+    with job_servers(2, monkeypatch), executor_of(model, "adamw", mode) as executor:
+        executor.run("train", batch_of(0))
+        saved = numbers(executor, model)
+        executor.save(tmp_path, wait=False)
+        executor.run("train", batch_of(1))
+        trained.set()
+        executor.finish_saves()
+        assert len(read) > 0
+        assert max(read) < 30
+        expected = numbers(executor, model)
+    model = new_model(seed=1)
+    with job_servers(3, monkeypatch), executor_of(model, "adamw", mode) as executor:
+        with monkeypatch.context() as patch:
+            patch.setattr(ab.ParameterClient, "write_rows", None)  # which has the whole table
+            executor.load(tmp_path)
+        for name, value in numbers(executor, model).items():
+            assert torch.equal(value, saved[name]), name
+        executor.run("train", batch_of(1))
+        for name, value in numbers(executor, model).items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12)
+
+
+def test_a_save_that_fails_elsewhere_ends_its_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with executor_of(new_model(), "sgd", "Hybrid") as executor:
+        executor.run("train", batch_of(0))
+        together = executor._saver._together
+
+        def failing(act: Callable[[], Any], failed: str) -> Any:
+            result = together(act, failed)
+            if failed.startswith("could not save"):
+                raise ab.CheckpointError("rank 1 has failed")
+            return result
+
+        monkeypatch.setattr(executor._saver, "_together", failing)
+        with pytest.raises(ab.CheckpointError, match="rank 1"):
+            executor.save(tmp_path, wait=False)
+        assert not [thread for thread in threading.enumerate() if thread.name == "anabranch-snapshot"]
 
 
 def test_a_table_of_another_shape_is_refused_before_anything_changes(

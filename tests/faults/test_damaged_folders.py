@@ -20,7 +20,7 @@ import torch
 
 from anabranch.errors import CheckpointError, NotFound, RolledBack
 from anabranch.parameter_server import ParameterClient, ParameterServer
-from anabranch.parameter_server.server.durable.bodies import PREAMBLE_BYTES
+from anabranch.parameter_server.server.push_log import PREAMBLE_BYTES
 from anabranch.tables import Constant, RowOptimizer, TableSpec
 from anabranch.testing import MemoryTransport, faults
 

@@ -8,13 +8,13 @@ import pytest
 from mortal import SGD, SPEC, Shard, push, value
 
 from anabranch.errors import RolledBack
-from anabranch.parameter_server.server.durable import applied_requests
-from anabranch.parameter_server.server.durable.applied_requests import AppliedRequests
+from anabranch.parameter_server.server import durability
+from anabranch.parameter_server.server.durability import AppliedRequests
 
 
 @pytest.fixture
 def _few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(applied_requests, "_CLIENTS", 3)
+    monkeypatch.setattr(durability, "_CLIENTS", 3)
 
 
 def push_others(shard: Shard) -> None:
@@ -67,7 +67,7 @@ def test_what_is_remembered_outlasts_a_checkpoint() -> None:
     again.load(applied.state())
     assert [again.pushes(client) for client in clients] == [None, None, None, 4, 5, 6]
     assert list(again.identities()) == list(applied.identities())
-    assert again.place((clients[5], 2)) == 3
+    assert again.number((clients[5], 2)) == 3
 
 
 def test_requests_that_a_client_has_settled_go() -> None:
@@ -75,4 +75,4 @@ def test_requests_that_a_client_has_settled_go() -> None:
     for sequence in range(1000):
         applied.add((client, sequence), max(sequence - 2, 0), push=True)
     assert [sequence for _, sequence in applied.identities()] == [997, 998, 999]
-    assert applied.pushes(client) == applied.place((client, 999)) == 1000
+    assert applied.pushes(client) == applied.number((client, 999)) == 1000

@@ -14,7 +14,7 @@ from anabranch.checkpoint import file_lock
 from anabranch.checkpoint.file_lock import FileLock
 from anabranch.errors import CheckpointError
 from anabranch.parameter_server import ParameterClient, ParameterServer
-from anabranch.parameter_server.server.durable.push_log import PushLog
+from anabranch.parameter_server.server.push_log import PushLog
 from anabranch.testing import MemoryTransport
 from programs import Programs
 
@@ -43,7 +43,7 @@ def test_the_directory_is_let_go_with_the_process_and_kept_while_it_is_frozen(
         """
         import sys
         from pathlib import Path
-        from anabranch.parameter_server.server.durable.push_log import PushLog
+        from anabranch.parameter_server.server.push_log import PushLog
 
         with PushLog(Path(sys.argv[1])) as log:
             list(log.replay())

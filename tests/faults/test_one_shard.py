@@ -28,7 +28,7 @@ from hypothesis.stateful import (
 
 from anabranch.errors import CheckpointError, RemoteError, RolledBack
 from anabranch.parameter_server import ParameterClient, ParameterServer
-from anabranch.parameter_server.server.durable.bodies import PREAMBLE_BYTES
+from anabranch.parameter_server.server.push_log import PREAMBLE_BYTES
 from anabranch.tables import Constant, RowOptimizer, TableSpec
 from anabranch.testing import LossyTransport, MemoryTransport, faults
 

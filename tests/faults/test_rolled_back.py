@@ -102,7 +102,7 @@ def test_every_worker_of_a_job_learns_of_any_lost_push(consistency: str, tmp_pat
         shard.die()
         shard.start()
         for worker, lost in ((first, 2), (second, 2 if consistency == "bsp" else 0)):
-            with pytest.raises(RolledBack, match="it is at step 2 of its life [0-9a-f]+") as told:
+            with pytest.raises(RolledBack, match="it is at step 2 of its incarnation [0-9a-f]+") as told:
                 worker.push_many({"t": (ONE, torch.ones(1, 2))}, step=4)
             assert told.value.lost == lost
     shard.die()

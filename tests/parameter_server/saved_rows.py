@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 from torch import Tensor
 
-from anabranch.parameter_server.server.shard_snapshot import ShardSnapshot
+from anabranch.parameter_server.server.contents import ShardSnapshot
 from anabranch.tables import RowBlock, Table
 from anabranch.tables.snapshot import RowSnapshot
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.parameter_server.client.distinct_ids import distinct_ids
+from anabranch.parameter_server.client.remote_weight import distinct_ids
 
 
 @settings(deadline=None, max_examples=30)

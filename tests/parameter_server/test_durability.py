@@ -17,11 +17,17 @@ import torch
 
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError, SchemaError
-from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
+from anabranch.parameter_server import Merging, ParameterClient, ParameterServer, Worker
 from anabranch.parameter_server.messages import InitMessage, PushMessage, PushPart
-from anabranch.parameter_server.server.durable import durability, push_log
-from anabranch.parameter_server.server.durable.bodies import PREAMBLE_BYTES, Bodies, Record, body_path, log_of
-from anabranch.parameter_server.server.durable.push_log import PushLog
+from anabranch.parameter_server.server import durability, push_log
+from anabranch.parameter_server.server.push_log import (
+    PREAMBLE_BYTES,
+    Bodies,
+    PushLog,
+    Record,
+    body_path,
+    log_of,
+)
 from anabranch.record.fault_points import on_fault_point
 from anabranch.tables import Constant, Normal, RowOptimizer, TableSpec
 from anabranch.tables.kernels.row_versions import WITH_STATE
@@ -196,7 +202,7 @@ def test_a_restarted_shard_holds_what_it_held_and_is_told_again_of_releases(
             for client in clients:
                 client.init("t", (6, 4), kind="rows", optimizer=functools.partial(torch.optim.SGD, lr=1.0))
             for client, grads in zip(clients, gradients, strict=True):
-                client.push_many({"t": (ids, grads)}, step=0, hold=True)
+                client.push_many({"t": (ids, grads)}, step=0, merging=Merging(hold=True))
             norm = clients[0].squared_norm(0)
             if released:
                 clients[0].release(0, 0.5)
@@ -236,7 +242,7 @@ def test_a_restarted_shard_knows_of_the_step_that_it_has_applied_and_another_sti
             client = stack.enter_context(ParameterClient(endpoints, worker=Worker(0, 1), transport=network))
             client.init("t", (10, 1), kind="rows", optimizer=functools.partial(torch.optim.SGD, lr=1.0))
             for step, outcome in enumerate([1.0, scale]):
-                client.push_many({"t": (ids, -torch.ones(10, 1))}, step=step, hold=True)
+                client.push_many({"t": (ids, -torch.ones(10, 1))}, step=step, merging=Merging(hold=True))
                 client.decide(step, outcome)
                 if step == 0:
                     client.tell()
@@ -266,7 +272,7 @@ def test_a_replaced_worker_stays_replaced_when_its_server_restarts(way: str, tmp
         directory = tmp_path / ("aside" if way == "killed" else "state")
         with ParameterServer(listen=endpoint, transport=network, durability="log", checkpoint_dir=directory):
             for ask in (
-                lambda: replaced.push_many({"t": (ids, -100 * grad)}, step=0, hold=True),
+                lambda: replaced.push_many({"t": (ids, -100 * grad)}, step=0, merging=Merging(hold=True)),
                 lambda: replaced.squared_norm(0),
                 lambda: replaced.release(0, 1.0),
                 replaced.barrier,

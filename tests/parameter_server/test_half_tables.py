@@ -153,9 +153,9 @@ def test_state_survives_a_checkpoint_unchanged(tmp_path: Path) -> None:
             client.sparse_push("t", torch.arange(3), torch.randn(3, WIDTH).half())
             if not turn:
                 client.save(tmp_path / "saved")
-                kept.append(client.read_kept("t", rule))
+                kept.append(client.read_state("t", rule))
         client.load(tmp_path / "saved")
-        kept.append(client.read_kept("t", rule))
+        kept.append(client.read_state("t", rule))
     for one, other in zip([kept[0].values, *kept[0].states], [kept[1].values, *kept[1].states], strict=True):
         assert torch.equal(one, other)
     assert kept[1].values.dtype == torch.float16

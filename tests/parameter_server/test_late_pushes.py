@@ -16,7 +16,7 @@ from remote_tables_models import OPTIMIZERS, ROWS, Gate, one_step, table_and_its
 
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, NonFinite, PeerLost
-from anabranch.parameter_server import ParameterClient, ParameterServer, RemoteEmbedding, RemoteTables, Worker
+from anabranch.parameter_server import Merging, ParameterClient, ParameterServer, RemoteEmbedding, RemoteTables, Worker
 from anabranch.tables import Cache, RowOptimizer
 from anabranch.testing import FakeClock, MemoryTransport
 from waiting import join
@@ -44,11 +44,11 @@ def test_waiting_gradients_are_weighted_by_their_worker_s_share_like_a_step_s_pu
             table, tables = models[rank]
             tables.begin(0)
             table(ids).sum().backward()
-            tables.push(weights[rank], mean=mean)
+            tables.push(Merging(weights[rank], mean))
             for step in (1, 2):
                 if way != "flushed":
                     tables.begin(step)
-                    tables.push(0.0 if mean else 1.0, mean=mean)
+                    tables.push(Merging(0.0 if mean else 1.0, mean))
             tables.flush()
 
         with ThreadPoolExecutor(2) as pool:
@@ -186,7 +186,7 @@ def test_a_lost_worker_is_named_while_its_push_is_waited_for() -> None:
         tables.adopt_modules(table)
         tables.begin(0)
         table(torch.tensor([7])).sum().backward()
-        tables.push(mean=False)
+        tables.push(Merging(mean=False))
         lost.set()
         with pytest.raises(PeerLost, match="rank 1"):
             tables.flush()

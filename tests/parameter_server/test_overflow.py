@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from anabranch.errors import NonFinite
-from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
+from anabranch.parameter_server import Merging, ParameterClient, ParameterServer, Worker
 from anabranch.tables import Constant, RowOptimizer, TableSpec
 from anabranch.testing import MemoryTransport
 
@@ -70,10 +70,10 @@ def test_under_bsp_a_worker_with_a_number_too_large_is_refused_and_may_push_anot
         sgd = RowOptimizer.from_factory(functools.partial(torch.optim.SGD, lr=1.0))
         first.init_table(TableSpec("t", 4, 2, initial=Constant(0.0)), sgd)
         one = torch.tensor([1])
-        first.push_many({"t": (one, torch.full((1, 2), 1e18))}, step=0, mean=False)
+        first.push_many({"t": (one, torch.full((1, 2), 1e18))}, step=0, merging=Merging(mean=False))
         with pytest.raises(NonFinite, match="take torch.float32 up to 1e.18"):
-            second.push_many({"t": (one, torch.full((1, 2), 3e18))}, step=0, mean=False)
-        second.push_many({"t": (one, torch.full((1, 2), -1e18))}, step=0, mean=False)
+            second.push_many({"t": (one, torch.full((1, 2), 3e18))}, step=0, merging=Merging(mean=False))
+        second.push_many({"t": (one, torch.full((1, 2), -1e18))}, step=0, merging=Merging(mean=False))
         assert second.sparse_pull("t", one).tolist() == [[0.0, 0.0]]
 
 

@@ -16,8 +16,8 @@ import torch
 
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, NonFinite, NotFound, SchemaError
-from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
-from anabranch.parameter_server.client.shards import HeldTables
+from anabranch.parameter_server import Merging, ParameterClient, ParameterServer, Worker
+from anabranch.parameter_server.client.shards import KnownTables
 from anabranch.tables import Constant, Normal, RowOptimizer, TableSpec
 from anabranch.transport import MemoryTransport
 
@@ -81,13 +81,13 @@ def test_first_values_of_a_table_take_no_push_back(monkeypatch: pytest.MonkeyPat
     values = torch.ones(4, 1)
     with cluster(2) as (network, endpoints), ParameterClient(endpoints, transport=network) as first:
         first.init("t", (4, 1), kind="rows", init=values, optimizer=SGD)
-        write = HeldTables.restore_rows
+        write = KnownTables.restore_rows
 
         def push_before(*arguments: Any) -> None:
             first.sparse_push("t", torch.tensor([1]), -values[:1])
             write(*arguments)
 
-        monkeypatch.setattr(HeldTables, "restore_rows", push_before)
+        monkeypatch.setattr(KnownTables, "restore_rows", push_before)
         with ParameterClient(endpoints, transport=network) as second:
             second.init("t", (4, 1), kind="rows", init=values, optimizer=SGD)
         assert first.pull("t").flatten().tolist() == [1.0, 1.5, 1.0, 1.0]
@@ -227,7 +227,9 @@ def test_under_bsp_workers_on_unequal_shards_are_one_worker_on_the_whole_batch(s
             mine = slice(edges[rank], edges[rank + 1])
             rows = client.pull_many({"t": ids[mine]}, training=True, step=step)["t"].rows.requires_grad_()
             ((rows - target[mine]) ** 2).sum(1).mean().backward()
-            client.push_many({"t": (ids[mine], rows.grad)}, rules={"t": rules[step]}, step=step, weight=len(ids[mine]))
+            client.push_many(
+                {"t": (ids[mine], rows.grad)}, rules={"t": rules[step]}, step=step, merging=Merging(len(ids[mine]))
+            )
         client.barrier()
         found = client.pull_many({"t": torch.arange(30)}, step=5)["t"].rows
         torch.testing.assert_close(found, plain.detach(), rtol=0, atol=1e-12)
@@ -372,4 +374,4 @@ def test_pushes_are_held_only_where_they_are_merged() -> None:
             with ParameterClient(endpoints, worker=worker, transport=network) as client:
                 client.init("t", (4, 2), kind="rows", init=1.0, optimizer=SGD)
                 with pytest.raises(ValueError, match="bsp"):
-                    client.push_many({"t": (torch.tensor([1]), torch.ones(1, 2))}, hold=True)
+                    client.push_many({"t": (torch.tensor([1]), torch.ones(1, 2))}, merging=Merging(hold=True))

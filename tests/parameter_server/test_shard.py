@@ -21,6 +21,7 @@ from anabranch.parameter_server.messages import (
     DropMessage,
     InitMessage,
     JoinMessage,
+    Merging,
     NormMessage,
     PullMessage,
     PullPart,
@@ -31,12 +32,12 @@ from anabranch.parameter_server.messages import (
     WorkerProgress,
 )
 from anabranch.parameter_server.server import shard as shard_module
-from anabranch.parameter_server.server.durable.bodies import Record
-from anabranch.parameter_server.server.durable.push_log import PushLog
+from anabranch.parameter_server.server.push_log import PushLog, Record
 from anabranch.parameter_server.server.requests import check
 from anabranch.record.spans import Span, heard
 from anabranch.tables import Constant, Family, RowOptimizer, TableSpec
 from anabranch.tables.optimizers.row_optimizers import CONSTANTS
+from anabranch.tensors.packing import Share, join
 from anabranch.testing import FakeClock, LossyTransport, MemoryTransport
 from anabranch.transport import Client, Request, pack
 from waiting import PATIENCE
@@ -87,7 +88,7 @@ def test_a_held_push_that_comes_after_the_word_of_its_outcome_is_refused() -> No
     shard = Shard()
     shard.join(JoinMessage(0, 1, "bsp"))
     shard.init(InitMessage("t", SGD.to_dict(), SPEC.to_dict()))
-    push = PushMessage([PushPart("t", 1)], [], 0, 0, hold=True, turn=WorkerProgress(0, 1, 0))
+    push = PushMessage([PushPart("t", 1)], [], 0, 0, merging=Merging(hold=True), turn=WorkerProgress(0, 1, 0))
     shard.release(ReleaseMessage(0, WorkerProgress(0, 1, 1)))  # the worker has dropped the step
     with pytest.raises(SchemaError, match="pushes step 0, which it has the outcome of"):
         shard.push(shard.request(push, [torch.tensor([1]), torch.ones(2)]))
@@ -116,7 +117,7 @@ def test_members_may_drop_a_step_that_one_who_is_gone_had_released() -> None:
         shard.join(JoinMessage(rank, 2, "bsp"))
     shard.release(ReleaseMessage(1, WorkerProgress(0, 2, 1, 0)))  # step 0 of the older membership is to be applied
     for rank in range(2):
-        push = PushMessage([PushPart("p")], [], rank, 0, hold=True, turn=WorkerProgress(1, 2, 0))
+        push = PushMessage([PushPart("p")], [], rank, 0, merging=Merging(hold=True), turn=WorkerProgress(1, 2, 0))
         shard.push(shard.request(push, [torch.empty(0, dtype=torch.int64), torch.ones(2)]))
     for rank in range(2):
         shard.release(ReleaseMessage(rank, WorkerProgress(1, 2, 1)))
@@ -125,7 +126,33 @@ def test_members_may_drop_a_step_that_one_who_is_gone_had_released() -> None:
     assert not shard.contents.dense["p"].value.any()
 
 
-@pytest.mark.parametrize("fails", ["admission", "optimizer", "dropped"])
+@pytest.mark.parametrize("compression", [None, "int8"])
+def test_a_held_push_loses_the_gradients_of_a_table_that_is_dropped(compression: str | None) -> None:
+    """They once made every later message of the job ``NotFound``, also after a restart."""
+    shard, again = Shard(), Shard()
+    shard.init(InitMessage("w", SGD.to_dict()), [torch.zeros(1)])
+    for name in "ab":
+        shard.init(InitMessage(name, SGD.to_dict(), TableSpec(name, 9, 16, initial=Constant(0.0)).to_dict()))
+    shard.join(JoinMessage(0, 1, "bsp"))
+    parts = [PushPart("a", 2, 0, 1), PushPart("b", 2, 0, 1), PushPart("w")]
+    turn, ids, squares = WorkerProgress(0, 1, 0), torch.tensor([1, 2, 1, 3]), torch.ones(2, dtype=torch.bfloat16)
+    grads = [torch.full((2, 16), 1.0), torch.full((2, 16), 2.0), torch.ones(1)]
+    shares = [Share(torch.float32, (2, 16), "rows")] * 2 + [Share(torch.float32, (1,))]
+    push = PushMessage(parts, [], 0, 0, Merging(hold=True), compression, turn)
+    shard.push(shard.request(push, [ids, squares, *join(grads, shares, compression)]))
+    shard.drop(DropMessage("a"))
+    again.load((snapshot := shard.snapshot_of_all()).state, readers(snapshot))
+    for one in (shard, again):
+        one.init(InitMessage("a", SGD.to_dict(), TableSpec("a", 9, 8, initial=Constant(0.0)).to_dict()))
+        one.release(ReleaseMessage(0, WorkerProgress(0, 1, 1, 0)))
+        pull = PullMessage([PullPart("a", 2), PullPart("b", 2), PullPart("w")])
+        _, (numbers,) = one.pull(one.request(pull, [torch.tensor([1, 2, 1, 3])]))
+        assert not numbers[:16].any()
+        torch.testing.assert_close(numbers[16:-1], torch.full((32,), -2.0), rtol=0.01, atol=0)
+        assert numbers[-1] == -1.0
+
+
+@pytest.mark.parametrize("fails", ["admission", "optimizer"])
 def test_a_held_step_that_fails_is_not_applied_twice(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
     shard = Shard(journal=lambda verb, message, tensors: log.append(verb))
@@ -133,20 +160,17 @@ def test_a_held_step_that_fails_is_not_applied_twice(fails: str, monkeypatch: py
     shard.init(InitMessage("w", SGD.to_dict()), [torch.zeros(1)])
     for name, width in (("a", 2), ("b", 3)):
         shard.init(InitMessage(name, SGD.to_dict(), TableSpec(name, None, width).to_dict()))
-    push = PushMessage([PushPart("w"), PushPart("a", 1), PushPart("b", 1)], [], 0, 0, hold=True)
+    push = PushMessage([PushPart("w"), PushPart("a", 1), PushPart("b", 1)], [], 0, 0, merging=Merging(hold=True))
     shard.push(shard.request(push, [torch.tensor([1, 1]), torch.ones(6)]))
 
     def no_memory(*_: object, **__: object) -> None:
         raise MemoryError
 
     table = shard.contents.tables["b"]
-    if fails == "dropped":
-        shard.drop(DropMessage("b"))
-    else:
-        monkeypatch.setattr(*((table.arena, "take") if fails == "admission" else (table, "_rule")), no_memory)
+    monkeypatch.setattr(*((table.arena, "take") if fails == "admission" else (table, "_rule")), no_memory)
     told = []
     for _ in range(3):
-        with pytest.raises((MemoryError, AttributeError, Overloaded, NotFound)) as raised:
+        with pytest.raises((MemoryError, AttributeError, Overloaded)) as raised:
             shard.release(ReleaseMessage(0, WorkerProgress(0, 1, 1, 0)))
         told.append(raised.type)
     begun = fails == "optimizer"
@@ -208,7 +232,8 @@ def test_mutated_messages_are_refused_change_nothing_and_leave_no_record(tmp_pat
     chance = random.Random(0)
     network = MemoryTransport()
     ids, ages = torch.tensor([1, 2]), torch.tensor([1], dtype=torch.int16)
-    nothing = [torch.empty(0), torch.empty(0, 2, dtype=torch.int64), torch.empty(0, CONSTANTS, dtype=torch.float64)]
+    history = torch.empty(0, CONSTANTS, dtype=torch.float64)
+    rows, at = [ids, torch.zeros(2, 2), ids, torch.empty(0), torch.empty(0, 2, dtype=torch.int64)], 1
     bad_tensors = [
         torch.tensor([-1, 2]), torch.tensor([1, 10]), torch.tensor([1]), torch.ones(4), torch.full((4,), float("inf")),
         torch.ones(2, 2), torch.ones(4, dtype=torch.float64), torch.empty(0), torch.ones(4, dtype=torch.int64),
@@ -218,7 +243,7 @@ def test_mutated_messages_are_refused_change_nothing_and_leave_no_record(tmp_pat
         "pull": (PullMessage([PullPart("t", 2, 1, 1, 3)]), [ids, ages]),
         "init": (InitMessage("t", SGD.to_dict(), SPEC.to_dict()), []),
         "join": (JoinMessage(0, 1, "bsp"), []),
-        "restore": (RestoreMessage("t", 1), [ids, torch.zeros(2, 2), ids, *nothing]),
+        "restore": (RestoreMessage("t", 1), rows),
         "release": (ReleaseMessage(0, WorkerProgress(0, 1, 1, 0)), []),
         "norm": (NormMessage(0, 0), []),
     }
@@ -230,8 +255,10 @@ def test_mutated_messages_are_refused_change_nothing_and_leave_no_record(tmp_pat
         for number in range(count):
             verb = chance.choice(list(messages)) if number > 1 else ("init", "push")[number]
             message, tensors = messages[verb]
-            if verb == "restore":  # not of a step before the table's
-                message = RestoreMessage("t", 1000 + number)
+            if verb == "restore":
+                if chance.random() < 0.5:  # not a step before the table's
+                    at, tensors = 1000 + number, [history]
+                message = RestoreMessage("t", at)
             plain = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
             sent = list(tensors)
             if number == 1:
@@ -326,12 +353,11 @@ def test_a_shard_does_not_start_without_rows_that_were_restored(tmp_path: Path) 
     shard.init(InitMessage("t", SGD.to_dict(), spec.to_dict()))
     shard.push(shard.request(PushMessage([PushPart("t", 1)], []), [torch.tensor([1]), torch.ones(2)]))
     (block,) = [piece.rows for piece in shard.snapshot().rows]
-    rows = [*block.tensors(), torch.empty(0, CONSTANTS, dtype=torch.float64)]
     with PushLog(tmp_path / "shard-0-of-1") as log:
         assert not list(log.replay())
         log.append(Record("init", msgspec.msgpack.encode(InitMessage("t", SGD.to_dict(), spec.to_dict()))))
         for _ in range(2):
-            log.append(Record("restore", msgspec.msgpack.encode(RestoreMessage("t", 1))), rows)
+            log.append(Record("restore", msgspec.msgpack.encode(RestoreMessage("t", 1))), block.tensors())
     with pytest.raises(ValueError, match="an id already has a row"):
         ParameterServer(transport=MemoryTransport(), durability="log", checkpoint_dir=tmp_path)
 
@@ -395,12 +421,12 @@ def test_pushes_beside_the_steps_are_weighted_by_their_worker_s_share_also_after
     shard.init(InitMessage("t", SGD.to_dict(), SPEC.to_dict()))
     ids, grad = torch.tensor([1]), torch.ones(2)
     for rank, weight in enumerate((1.0, 3.0)):
-        shard.push(shard.request(PushMessage([PushPart("t", 1)], [], rank, 0, weight), [ids, grad]))
+        shard.push(shard.request(PushMessage([PushPart("t", 1)], [], rank, 0, Merging(weight)), [ids, grad]))
     again = Shard()
     snapshot = shard.snapshot_of_all()
     again.load(snapshot.state, readers(snapshot))
     for one in (shard, again):
-        one.push(one.request(PushMessage([PushPart("t", 1)], [], 1, -1, 3.0), [ids, grad]))
+        one.push(one.request(PushMessage([PushPart("t", 1)], [], 1, -1, Merging(3.0)), [ids, grad]))
         _, (rows,) = one.pull(one.request(PullMessage([PullPart("t", 1)]), [ids]))
         assert rows.tolist() == [1.0 - 1.0 - 0.75] * 2
     with pytest.raises(SchemaError, match="has not joined"):
@@ -414,11 +440,11 @@ def test_pushes_beside_the_steps_wait_until_their_worker_s_share_is_known() -> N
     ids, grad = torch.tensor([1]), torch.ones(2)
     for rank in range(2):
         shard.join(JoinMessage(rank, 2, "bsp"))
-    shard.push(shard.request(PushMessage([PushPart("t", 1)], [], 0, 0, 1.0), [ids, grad]))
-    beside = PushMessage([PushPart("t", 1)], [], 0, -1, 1.0)
+    shard.push(shard.request(PushMessage([PushPart("t", 1)], [], 0, 0, Merging(1.0)), [ids, grad]))
+    beside = PushMessage([PushPart("t", 1)], [], 0, -1, Merging(1.0))
     with pytest.raises(DeadlineExceeded, match="worker 1"):
         shard.push(shard.request(beside, [ids, grad]), deadline=Deadline.after(0.01))
-    shard.push(shard.request(PushMessage([PushPart("t", 1)], [], 1, 0, 3.0), [ids, grad]))
+    shard.push(shard.request(PushMessage([PushPart("t", 1)], [], 1, 0, Merging(3.0)), [ids, grad]))
     shard.push(shard.request(beside, [ids, grad]), deadline=Deadline.after(60.0))
     _, (rows,) = shard.pull(shard.request(PullMessage([PullPart("t", 1)]), [ids]))
     assert rows.tolist() == [1.0 - 1.0 - 0.25] * 2

@@ -20,10 +20,12 @@ from saved_rows import readers
 
 from anabranch.errors import CheckpointError, NotFound, Overloaded
 from anabranch.parameter_server import ParameterClient, ParameterServer, Shard
+from anabranch.parameter_server.client import saved_tables
 from anabranch.parameter_server.client.saved_tables import SavedTables
 from anabranch.parameter_server.messages import (
     InitMessage,
     JoinMessage,
+    Merging,
     PullMessage,
     PullPart,
     PushMessage,
@@ -31,7 +33,7 @@ from anabranch.parameter_server.messages import (
     ReleaseMessage,
     WorkerProgress,
 )
-from anabranch.parameter_server.server.shard_snapshot import Reading
+from anabranch.parameter_server.server.contents import Reading
 from anabranch.tables import Constant, Family, RowBlock, RowOptimizer, Table, TableSpec
 from anabranch.tables.arena import Arena
 from anabranch.tables.kernels.vocabulary import BLOCK
@@ -219,7 +221,7 @@ def test_a_save_beside_training_clients_is_one_moment_of_each_shard(
             ids = torch.from_numpy(np.random.default_rng(seed).integers(0, 300, 40)).unique()
             saver.push_many({"t": (ids, torch.ones(len(ids), 1)), "b": (ids[:0], torch.ones(2))})
         every = torch.arange(300)
-        before = saver.sparse_pull("t", every), saver.pull("b"), saver.read_kept("b", MOMENTUM_RULE).states[0].clone()
+        before = saver.sparse_pull("t", every), saver.pull("b"), saver.read_state("b", MOMENTUM_RULE).states[0].clone()
 
         def train(*arguments: Any) -> Any:
             ids = torch.randint(0, 300, (40,)).unique()
@@ -231,7 +233,7 @@ def test_a_save_beside_training_clients_is_one_moment_of_each_shard(
         monkeypatch.undo()
         assert not torch.equal(saver.sparse_pull("t", every), before[0])
         saver.load(tmp_path)
-        after = saver.sparse_pull("t", every), saver.pull("b"), saver.read_kept("b", MOMENTUM_RULE).states[0]
+        after = saver.sparse_pull("t", every), saver.pull("b"), saver.read_state("b", MOMENTUM_RULE).states[0]
         assert all(map(torch.equal, after, before))
 
 
@@ -246,6 +248,69 @@ def test_a_shard_is_read_by_two_at_a_time_and_forgets_readers_that_are_gone() ->
     first.rows._until = 0.0
     shard.snapshot(seconds=60.0)
     assert first.rows.ended
+
+
+def test_a_snapshot_that_one_shard_refuses_ends_on_the_others() -> None:
+    network = MemoryTransport()
+    with ExitStack() as stack:
+        servers = [stack.enter_context(ParameterServer(k, 2, transport=network)) for k in range(2)]
+        client = stack.enter_context(ParameterClient([server.endpoint for server in servers], transport=network))
+        client.init_table(TableSpec("t", 4, 1), RULE)
+        for _ in range(2):
+            servers[1]._shard.snapshot(seconds=600.0)
+        with pytest.raises(Overloaded, match="two snapshots"):
+            client.collect()
+        assert [rows.ended for rows in servers[0]._shard._snapshots] == [True]
+
+
+def test_sums_are_read_once_others_have_read_the_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = RowOptimizer(Family.ROW_WISE_ADAGRAD, lr=1.0, initial_accumulator_value=0.5)
+    with ParameterServer() as server, ParameterClient([server.endpoint]) as client:
+        client.init_table(TableSpec("t", 4, 2), rule)
+        client.sparse_push("t", torch.tensor([1]), torch.ones(1, 2))
+        others = [server._shard.snapshot(seconds=600.0) for _ in range(2)]
+        monkeypatch.setattr(saved_tables.time, "sleep", lambda _: others.pop().rows.close())
+        assert client.read_state("t", rule).states[0].tolist() == [0.5, 1.5, 0.5, 0.5]
+        assert len(others) == 1
+
+
+def test_a_reader_reads_on_where_a_snapshot_is_closed_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, lock = filled()
+    snapshot = RowSnapshot([table], lock, buffer=200, buffers=2)
+    before = set(table.pull(torch.arange(40)).flatten().tolist())
+    table.push(torch.arange(40), torch.ones(40, 1))
+    read_rows = os.preadv
+
+    def close_first(*arguments: Any) -> int:
+        snapshot.close()
+        return read_rows(*arguments)
+
+    monkeypatch.setattr(os, "preadv", close_first)
+    while not snapshot.ended:
+        assert set(next(snapshot).rows.values.flatten().tolist()) <= before
+    with pytest.raises(CheckpointError, match="it was closed"):
+        next(snapshot)
+
+
+def test_a_load_sends_the_constants_of_missed_steps_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with ParameterServer() as server, ParameterClient([server.endpoint]) as client:
+        client.init_table(TableSpec("t", 9, 1, every_row_moves=True), MOMENTUM_RULE)
+        for step in range(8):
+            client.sparse_push("t", torch.tensor([step]), torch.ones(1, 1))
+        before = client.pull("t")
+        client.save(tmp_path)
+        ask, sent = client._calls.request, list[int]()
+
+        def count(shard: int, verb: str, payload: bytes = b"", tensors: Any = (), **options: Any) -> Any:
+            if verb == "restore":
+                sent.append(sum(len(part) == 8 and part.dtype == torch.float64 for part in tensors))
+            return ask(shard, verb, payload, tensors, **options)
+
+        monkeypatch.setattr(client._calls, "request", count)
+        client.load(tmp_path)
+        assert sent[0] == 1
+        assert set(sent[1:]) == {0}
+        assert torch.equal(client.pull("t"), before)
 
 
 def test_a_part_that_failed_is_not_the_end_when_it_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +394,7 @@ def test_a_push_that_waits_since_an_older_membership_is_in_a_shard_s_snapshot() 
         shard.join(JoinMessage(rank, 2, "bsp"))
     for rank in range(2):
         turn = WorkerProgress(0, 2, 0)
-        push = PushMessage([PushPart("t", 1)], [], rank, 0, hold=True, turn=turn)
+        push = PushMessage([PushPart("t", 1)], [], rank, 0, merging=Merging(hold=True), turn=turn)
         shard.push(shard.request(push, [torch.tensor([1]), torch.ones(1)]))
     shard.join(JoinMessage(0, 2, "bsp", 0, 1))
     snapshot = shard.snapshot_of_all()
@@ -339,7 +404,7 @@ def test_a_push_that_waits_since_an_older_membership_is_in_a_shard_s_snapshot() 
             if rank:
                 each.join(JoinMessage(rank, 2, "bsp", 0, 1))
             turn = WorkerProgress(1, 2, 0)
-            push = PushMessage([PushPart("t", 1)], [], rank, 0, hold=True, turn=turn)
+            push = PushMessage([PushPart("t", 1)], [], rank, 0, merging=Merging(hold=True), turn=turn)
             each.push(each.request(push, [torch.tensor([2]), torch.ones(1)]))
         for rank in range(2):
             each.release(ReleaseMessage(rank, WorkerProgress(1, 2, 1, 0)))

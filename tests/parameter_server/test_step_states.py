@@ -22,6 +22,7 @@ from anabranch.parameter_server import Shard
 from anabranch.parameter_server.messages import (
     InitMessage,
     JoinMessage,
+    Merging,
     PushMessage,
     PushPart,
     ReleaseMessage,
@@ -98,7 +99,7 @@ class Walk:
         assert shard._job is not None
         if turn.number == shard._job.number and shard._job.clocks[rank] > turn.done >= shard._job.applied:
             return  # a retry of a numbered request, which is recognised as such
-        message = PushMessage([PushPart("p")], [], rank, turn.done, mean=False, hold=True, turn=turn)
+        message = PushMessage([PushPart("p")], [], rank, turn.done, merging=Merging(mean=False, hold=True), turn=turn)
         shard.push(shard.request(message, [NO_IDS, gradient.flatten()]))
 
     def outdated(self, at: int, turn: WorkerProgress) -> bool:

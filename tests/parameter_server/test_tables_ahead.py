@@ -16,7 +16,15 @@ import torch
 from remote_tables_models import OPTIMIZERS, ROWS, WIDTH, one_step, table_and_its_twin
 from torch import Tensor, nn
 
-from anabranch.parameter_server import ParameterClient, ParameterServer, Pulled, RemoteEmbedding, RemoteTables, Worker
+from anabranch.parameter_server import (
+    Merging,
+    ParameterClient,
+    ParameterServer,
+    Pulled,
+    RemoteEmbedding,
+    RemoteTables,
+    Worker,
+)
 from anabranch.record.spans import Span, heard
 from anabranch.tables import Cache
 from anabranch.testing import MemoryTransport
@@ -150,7 +158,7 @@ def test_prefetched_rows_are_as_of_the_requesting_step() -> None:
             sides[-1][1].adopt_modules(table)
         (table, tables), (other, others) = sides
         tables.begin(0)
-        tables.push(mean=False)
+        tables.push(Merging(mean=False))
         tables.begin(1)
         tables.prefetch({"t": torch.tensor([7])})
         # However long it is waited for: the other one has not pushed.
@@ -158,11 +166,11 @@ def test_prefetched_rows_are_as_of_the_requesting_step() -> None:
         assert not futures.wait([resting], timeout=0.2).done
         others.begin(0)
         other(torch.tensor([7])).sum().backward()
-        others.push(mean=False)
+        others.push(Merging(mean=False))
         others.begin(1)
-        others.push(mean=False)
+        others.push(Merging(mean=False))
         resting.result(timeout=60)
-        tables.push(mean=False)
+        tables.push(Merging(mean=False))
         tables.begin(2)
         assert torch.equal(table(torch.tensor([7])), torch.full((1, 2), -1.0))
         tables.close()

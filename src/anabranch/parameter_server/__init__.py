@@ -17,6 +17,7 @@ from anabranch.parameter_server.client import (
     rule_of,
     users_of,
 )
+from anabranch.parameter_server.messages import Merging
 from anabranch.parameter_server.server import (
     Consistency,
     ParameterServer,
@@ -28,6 +29,7 @@ from anabranch.parameter_server.server import (
 __all__ = [
     "Consistency",
     "EmbeddingBagCollection",
+    "Merging",
     "ParameterClient",
     "ParameterServer",
     "Pulled",

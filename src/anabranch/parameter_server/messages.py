@@ -18,6 +18,9 @@ then has a new ``generation``, and for a client with an older one every known ro
 
 from __future__ import annotations
 
+import struct
+from bisect import insort
+from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -44,6 +47,18 @@ class WorkerProgress(msgspec.Struct, array_like=True, frozen=True, forbid_unknow
     done: _Count = 0
     last: _Number = -1
     scale: float = 1.0
+
+
+class Merging(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A worker's gradients among those of the others in one step.
+
+    ``weight`` is that of this worker's: its rows, if they are means over them. With ``mean`` gradients are averaged by
+    weight, else added up. With ``hold`` they are kept until every worker's ``WorkerProgress`` releases the step.
+    """
+
+    weight: float = 1.0
+    mean: bool = True
+    hold: bool = False
 
 
 class PushPart(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -87,9 +102,10 @@ class DropMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 
 
 class RestoreMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Restores rows or a parameter of a checkpoint, state and stamps included.
+    """Restores rows, or the step, of a table of a checkpoint, or a parameter, state and stamps included.
 
-    Tensors of a table: ids, values, stamps, sums, usage, history; of a parameter: its value and states.
+    Tensors of a table: the constants of its steps so far, before any rows; or, once it is at that step, ids, values,
+    stamps, sums and usage of some rows. Of a parameter: its value and states.
     """
 
     name: str
@@ -183,7 +199,7 @@ class PullReply(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fie
 
     ``pushed`` is the number of steps that every worker of the job has pushed.
 
-    Tensors: if any ids were known, the places of those that have changed among the known ones of their part, int32,
+    Tensors: if any ids were known, the positions of those that have changed among the known ones of their part, int32,
     ascending. Then numbers: of each part with any, the rows that come with their state; then of each part the rows that
     come without, in the order of their ids, or the parameter.
     """
@@ -195,26 +211,96 @@ class PullReply(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fie
 
 
 class PushReply(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The push's place in the shard's log, and those of its tables that have had no room for an id so far."""
+    """The push's number among its client's on this shard, and its tables that have had no room for an id so far."""
 
-    place: _Count
+    number: _Count
     full: list[str] = []
 
 
 class PushMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """Gradients of one step. Tensors: all ids; if any are sums, the squares of those, bfloat16; then the numbers.
 
-    ``weight`` is the weight of the worker's gradients among the workers': its rows, if they are means over them.
     A worker's push with ``step`` -1 is outside the order of steps: it is done at once, by the worker's share in the
-    last one. With ``hold`` the workers' gradients are kept until every worker's ``WorkerProgress`` releases the step.
+    last one.
     """
 
     parts: list[PushPart]
     rules: list[dict[str, float | str | bool]]
     rank: _Number = -1
     step: _Number = -1
-    weight: float = 1.0
-    mean: bool = True
-    hold: bool = False
+    merging: Merging = Merging()
     compression: Compression | None = None
     turn: WorkerProgress | None = None
+
+
+# --- in every request -------------------------------------------------------------------------------------------------
+
+
+_FORM = struct.Struct("<16sQQII")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedState:
+    """The facts about the client in one request.
+
+    Attributes:
+        epoch: the client's.
+        pushes: the highest number in any answer.
+        incarnation: the shard's, for clients that must learn of any loss; else 0.
+        shard, shards: the index of the server's endpoint in the client's list, and the length of the list; 0 shards if
+            the client does not send them.
+    """
+
+    epoch: bytes
+    pushes: int = 0
+    incarnation: int = 0
+    shard: int = 0
+    shards: int = 0
+
+    def encode(self) -> bytes:
+        """Return the state as 40 bytes."""
+        return _FORM.pack(self.epoch, self.pushes, self.incarnation, self.shard, self.shards)
+
+    @classmethod
+    def decode(cls, memory: bytes) -> ExpectedState | None:
+        """Decode the bytes of ``encode``; ``None`` for a request without one."""
+        return cls(*_FORM.unpack(memory)) if len(memory) == _FORM.size else None
+
+
+class AcknowledgedPushes:
+    """The numbers of one client's pushes that one shard has acknowledged.
+
+    Attributes:
+        newest: the highest; 0 without any.
+        incarnation: the shard's, which the client expects; 0 for any.
+
+    >>> pushes = AcknowledgedPushes()
+    >>> for number in (1, 2, 4, 5):  # nobody ever heard of the third
+    ...     pushes.add(number)
+    >>> pushes.newest, pushes.cut(2), pushes.newest
+    (5, 2, 2)
+    """
+
+    def __init__(self) -> None:
+        self._runs: list[tuple[int, int]] = []  # first and last, ascending
+        self.newest = 0
+        self.incarnation = 0
+
+    def add(self, number: int) -> None:
+        """Record ``number``, from an answer."""
+        self.newest = max(self.newest, number)
+        if self._runs and self._runs[-1][1] == number - 1:
+            self._runs[-1] = (self._runs[-1][0], number)
+        elif number > 0 and not any(first <= number <= last for first, last in self._runs):
+            insort(self._runs, (number, number))
+            at = self._runs.index((number, number))
+            for left in (at, at - 1):  # answers that arrived in another order than the pushes
+                if 0 <= left < len(self._runs) - 1 and self._runs[left][1] + 1 == self._runs[left + 1][0]:
+                    self._runs[left : left + 2] = [(self._runs[left][0], self._runs[left + 1][1])]
+
+    def cut(self, holds: int) -> int:
+        """Remove the numbers above ``holds``; returns their number."""
+        lost = sum(last - max(first - 1, holds) for first, last in self._runs if last > holds)
+        self._runs = [(first, min(last, holds)) for first, last in self._runs if first <= holds]
+        self.newest = self._runs[-1][1] if self._runs else 0
+        return lost

@@ -261,7 +261,7 @@ class RowSnapshot:
                 if self._spilled and not count:
                     part, at, count = self._spilled.popleft()
                     assert self._file is not None
-                    file = self._file.fileno()
+                    file = os.dup(self._file.fileno())  # ``close`` may close it meanwhile
                     break
                 todo = next((part for part in self._parts if part.next < part.limit), None)
                 if todo is not None:
@@ -275,8 +275,11 @@ class RowSnapshot:
                     self._put_aside()
                 else:
                     self.close("")
-        if os.preadv(file, [own.data], at) < own.nbytes:  # without the lock
-            raise CheckpointError("the file of a snapshot was cut")
+        try:
+            if os.preadv(file, [own.data], at) < own.nbytes:  # without the lock
+                raise CheckpointError("the file of a snapshot was cut")
+        finally:
+            os.close(file)
         return part, own, count
 
 

@@ -280,16 +280,15 @@ class Table:
 
     # --- saving, moving ---------------------------------------------------------------------------------------------
 
-    def check_block(self, block: RowBlock, step: int, history: Tensor) -> None:
-        """Raise if rows do not fit ``restore`` and ``resume``; changes nothing.
+    def check_block(self, block: RowBlock) -> None:
+        """Raise if rows do not fit ``restore``; changes nothing.
 
         Raises:
             NotFound: an id outside this part of the table.
-            SchemaError: anything of another shape or dtype, or stamps of no step up to ``step``.
+            SchemaError: anything of another shape or dtype, or stamps of no step so far.
             ValueError: an id of a dynamic table that has a row already.
         """
-        block.check(self.spec, self._rule, step)
-        self.missed.check(step, history)
+        block.check(self.spec, self._rule, self.step)
         self._alone.check(block.ids, [block.ids.numel()])
         self._check_new(block.ids.numpy())
 

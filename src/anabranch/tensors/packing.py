@@ -167,7 +167,7 @@ def acceptable(flat: Sequence[Tensor], compression: Compression | None = None) -
         if tensor.is_floating_point() and tensor.numel():
             limit = largest_gradient(torch.bfloat16 if compression == "bfloat16" else tensor.dtype)
             limit = _LARGEST_SCALE * _LARGEST_CODE if compression == "int8" else limit
-            # One pass of vector instructions, where PyTorch's infinity norm takes fifty times as long; NaN is passed on.
+            # One vectorised pass; PyTorch takes fifty times as long for the infinity norm. NaN is passed on.
             least, most = torch.aminmax(tensor.detach())
             if not (-limit <= least.item() and most.item() <= limit):
                 return False

@@ -46,11 +46,11 @@ from anabranch.parameter_server import (
     WholeParameters,
     Worker,
 )
+from anabranch.parameter_server.client.cache_group import compile_cache_kernels
 from anabranch.parameter_server.client.parameter_client import REFUSALS
-from anabranch.parameter_server.client.remote_tables import is_sparse
+from anabranch.parameter_server.client.remote_tables import is_sparse, spec_of
 from anabranch.parameter_server.client.saved_tables import Group
-from anabranch.parameter_server.client.warming_caches import compile_cache_kernels
-from anabranch.tables import Family, ParameterState, to_torch
+from anabranch.tables import Family, ParameterState, TableSpec, to_torch
 
 _log = logging.getLogger("anabranch.executor")
 
@@ -87,6 +87,7 @@ class RemotePart:
         moved: the parameters of the models on this rank that belong on the servers.
         there: those of them that are there.
         embeddings: the tables of ``RemoteEmbedding``s, on all ranks.
+        served: the names of all that is on servers, on all ranks.
         stages: as given.
 
     Raises:
@@ -144,7 +145,7 @@ class RemotePart:
             self.whole = WholeParameters(self.client)
             everyone = self.gather([[moved.name for moved in self.moved], self.embeddings])
             self.embeddings = sorted({name for _, embeddings in everyone for name in embeddings})
-            self._served = {*self.embeddings, *(name for names, _ in everyone for name in names)}
+            self.served = {*self.embeddings, *(name for names, _ in everyone for name in names)}
             steps_there = self._on_servers() if self._trains else {}
             self._replaced_later = steps_there.keys() & set(self.embeddings)
             if self._trains and not steps_there:
@@ -164,7 +165,7 @@ class RemotePart:
         """Return what the servers hold under this executor's names, and its steps; every worker calls it."""
         self._before = self.client.joined()
         steps = self.client.steps() if self._worker.rank == 0 else {}
-        mine = [[name, str(step)] for name, step in steps.items() if name in self._served]
+        mine = [[name, str(step)] for name, step in steps.items() if name in self.served]
         return {name: int(step) for name, step in self.gather(mine)[0]}
 
     def _given_back(self, steps: Mapping[str, int]) -> set[str]:
@@ -215,7 +216,7 @@ class RemotePart:
             self._meet()
         self.client.join(0, self._worker)
         if self._worker.rank == 0:
-            self.client.drop_some(self._served.difference(adopted))
+            self.client.drop_some(self.served.difference(adopted))
         self._meet()
         self.tables.abandon()
         self.tables, self.is_open, self.torn = RemoteTables(self.client, cache=self._spec.cache), True, -1
@@ -529,26 +530,36 @@ class RemotePart:
             self.tables.flush()
             self.client.wait_for_turn(self.clock if self.votes else 0)  # also raises if another client has joined
 
-    def read(self) -> dict[Tensor, ParameterState]:
-        """Read the parameters on servers with their optimizer states; called by one worker, once all have settled."""
-        self.client.check_whole()
-        return {moved.parameter: self.client.read_kept(moved.name, moved.rule()) for moved in self.moved}
+    def spec(self, moved: ServedParameter) -> TableSpec | None:
+        """Return what the servers keep of a parameter as a table; ``None`` of one that is no table there."""
+        if moved.place is Place.WHOLE:
+            return None
+        if self.is_open:
+            return (self.tables if moved.place is Place.ROWS else self.whole).spec(moved.name)
+        sparse = is_sparse(moved.parameter, self._models.values())
+        return spec_of(moved.name, moved.parameter, moved.rule(), sparse=sparse)
 
-    def replace_embeddings(self, state: Mapping[str, object], groups: Mapping[str, Group]) -> None:
-        """Put a checkpoint's rows on the servers, and drop all else; one rank does so while the others wait."""
-        self.client.drop_some(self._served)
-        if self.embeddings:
-            self.client.restore_some(state, groups)
-
-    def replace_moved(self, kept: Mapping[Tensor, ParameterState]) -> None:
-        """Then load its parameters; one rank of each stage does so."""
+    def replace(
+        self,
+        kept: Mapping[Tensor, ParameterState],
+        state: Mapping[str, object] | None,
+        groups: Mapping[str, Group],
+        names: Collection[str],
+    ) -> None:
+        """Put a checkpoint on the servers, which hold nothing: ``names`` as saved from servers, the other parameters as
+        ``kept``; one rank of each stage does so.
+        """
+        if names:
+            assert state is not None
+            self.client.restore_some(state, groups, names)
         for moved in self.moved:
-            if moved.place is Place.WHOLE:
-                self.client.write_dense(moved.name, kept[moved.parameter], moved.rule())
+            if moved.name in names:
                 continue
-            spec = (self.tables if moved.place is Place.ROWS else self.whole).spec(moved.name)
-            self.client.init_table(spec, moved.rule())
-            self.client.write_rows(moved.name, kept[moved.parameter], moved.rule())
+            if (spec := self.spec(moved)) is None:
+                self.client.write_dense(moved.name, kept[moved.parameter], moved.rule())
+            else:
+                self.client.init_table(spec, moved.rule())
+                self.client.write_rows(moved.name, kept[moved.parameter], moved.rule())
 
     def continue_from(self, clock: int) -> None:
         """Continue after ``clock`` pushes with the servers' current state."""
@@ -606,7 +617,7 @@ class RemotePart:
         where = self.client.endpoints
         for left in list(_left.values()):  # of other models: as they were there before this one joined
             for (at, name), (client, step) in left.items():
-                if (at, client, step) == (where, self._before, steps.get(name)) and name not in self._served:
+                if (at, client, step) == (where, self._before, steps.get(name)) and name not in self.served:
                     left[at, name] = last, step
         for moved in self.moved:
             if moved.name in steps:
@@ -643,7 +654,7 @@ class RemotePart:
             notes = self._worker.leads and not self.client.in_process
             read_at = (self.client.steps(), self.client.joined()) if notes else None  # before any of the values
             for moved in sorted(self.there, key=lambda moved: moved.parameter not in moves):
-                kept = self.client.read_kept(moved.name, moved.rule(), until=until)
+                kept = self.client.read_state(moved.name, moved.rule(), until=until)
                 if state := to_torch(moved.rule(), kept):
                     sparse = is_sparse(moved.parameter, self._models.values())
                     moved.optimizer.state[moved.parameter] = _as_kept_here(state, moved, sparse=sparse)

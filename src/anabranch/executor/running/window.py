@@ -26,7 +26,7 @@ from anabranch.errors import BoundaryError
 from anabranch.executor.engines.gradients import nonfinite_names
 from anabranch.executor.running.remote import RemotePart
 from anabranch.executor.steps import TrainStep
-from anabranch.parameter_server import RemoteEmbedding, merge_rows
+from anabranch.parameter_server import Merging, RemoteEmbedding, merge_rows
 from anabranch.parameter_server.client.parameter_client import REFUSALS
 
 HEADER_SIZE = 8
@@ -203,13 +203,8 @@ class RemoteWindow:
         if divisor != 1.0:
             merged = {name: (ids, grads / divisor) for name, (ids, grads) in merged.items()}
             dense = {name: gradient / divisor for name, gradient in dense.items()}
-        self.part.tables.push(
-            self._total if mean else 1.0,
-            mean=mean,
-            hold=self.part.votes,
-            given=merged,
-            beside=self.part.whole.beside(dense),
-        )
+        merging = Merging(self._total if mean else 1.0, mean, self.part.votes)
+        self.part.tables.push(merging, gradients=merged, beside=self.part.whole.beside(dense))
         self.start_window()
 
     def nonfinite(self) -> list[str]:

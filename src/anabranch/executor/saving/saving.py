@@ -4,15 +4,15 @@
 
     group "model"         parameters and buffers of every model, under the model's own names   (rank 0's)
     group "optimizer"     the tensors in the optimizers' states, by parameter name             (rank 0's)
-    group "servers.<..>"  rows of each RemoteEmbedding, with state and stamps, as stored on the shards
+    group "servers.<..>"  what is on servers, with state and stamps, as stored on the shards: streamed from there
     group "state"         the tensors in all other state: of schedulers, modules, the user's objects, and of each worker
                           its random number generators, loader positions, and buffers that differ from rank 0's
     state                 everything that is not a tensor, see ``_State``
 
 Rank 0 writes; the state of single workers is gathered first. Parameters are identified by name, not by position.
-Parameters on servers are in "model" and "optimizer" like others, so that a checkpoint can be loaded with any
-``comm_mode``. The ranks of one pipeline, a *row*, hold one model between them, and a worker without stages is a row of
-its own.
+What was saved from servers is loaded there as it is, where it lives there again, else put into model and optimizer; so
+a checkpoint can be loaded with any ``comm_mode``. The ranks of one pipeline, a *row*, hold one model between them, and
+a worker without stages is a row of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
@@ -65,13 +66,14 @@ from anabranch.executor.saving.run_name import RunName
 from anabranch.executor.spec import Spec
 from anabranch.executor.steps import parameters_of
 from anabranch.parameter_server import RemoteEmbedding
-from anabranch.parameter_server.client.saved_tables import SavedTables
+from anabranch.parameter_server.client.saved_tables import SavedTables, check, whole
 from anabranch.pipeline import Pipe
-from anabranch.tables import ParameterState, TableSpec, from_torch, to_torch
+from anabranch.tables import ParameterState, RowOptimizer, TableSpec, from_torch, to_torch
 
 _log = logging.getLogger("anabranch.executor")
 
-_FORMAT = 5
+_FORMAT = 6
+_ON_SERVERS = "on servers"  # in place of a parameter's state in its optimizer: its name there
 
 _T = TypeVar("_T")
 
@@ -88,6 +90,7 @@ class _Part(TypedDict):
     extra: dict[str, object]
     optimizers: dict[str, list[OptimizerState]]
     modes: dict[str, bool]
+    moved: dict[str, list[str]]
 
 
 class _RankState(TypedDict):
@@ -112,6 +115,7 @@ class _State(TypedDict):
     schedulers: dict[str, list[_SchedulerState]]
     ranks: list[_RankState]
     servers: Any
+    moved: dict[str, list[str]]
     extra: dict[str, object]
     modes: dict[str, bool]
     objects: dict[str, object]
@@ -187,8 +191,6 @@ class Saver:
         if self.remote is not None:
             self.remote.open()
             self.remote.settle()
-            if self._stages > 1:
-                self._gather(b"")  # stages read their parts once all have settled
         part = self._together(self._part, "could not read its part of the model")
         mine = _RankState(
             random=random_state(),
@@ -204,25 +206,26 @@ class Saver:
             if self._rank or part is None:
                 return None
             remote = self.remote
-            with ExitStack() as stack:
-                # One moment of every shard: all workers have settled, and none goes on before this has begun.
-                saved = stack.enter_context(remote.client.collect(remote.embeddings)) if remote is not None else None
-                groups, state = self._collected(part, ranks, saved)
-                if not wait:
-                    groups, state = copied(groups), copy.deepcopy(state)
-                step, reading = self._steps_taken(), stack.pop_all()
+            # One moment of every shard: all workers have settled, and none goes on before this has begun.
+            saved = reading.enter_context(remote.client.collect(remote.served)) if remote is not None else None
+            groups, state = self._collected(part, ranks, saved)
+            if not wait:
+                groups, state = copied(groups), copy.deepcopy(state)
+            step = self._steps_taken()
 
             def write() -> None:
-                with reading:
-                    more = () if saved is None else ((f"servers.{name}", group) for name, group in saved.groups())
-                    checkpoint.write(path, groups, state, more=more, step=step, check_newest=self._run.check)
+                more = () if saved is None else ((f"servers.{name}", group) for name, group in saved.groups())
+                checkpoint.write(path, groups, state, more=more, step=step, check_newest=self._run.check)
 
             if not wait:
                 return write
             write()
             return None
 
-        write = self._together(begin, f"could not save to {path}")
+        with ExitStack() as reading:
+            write = self._together(begin, f"could not save to {path}")
+            if write is not None:
+                write = partial(_close_after, write, reading.pop_all())
         if not wait:
             self._saving = BackgroundSave(self._steps_taken(), path, began, write)
 
@@ -308,26 +311,27 @@ class Saver:
         """Return this rank's part of the model; ``None`` of rows that are as the first."""
         if self._row:
             return None
-        there = {} if self.remote is None else self.remote.read()
-        served = {name: there[entry.parameter].values for entry in self._moved for name in entry.names}
+        moved = {entry.name: list(entry.names) for entry in self._moved}
+        served = {name for names in moved.values() for name in names}
         return _Part(
-            model={**_tensors_of(self._models), **served},
+            model={name: value for name, value in _tensors_of(self._models).items() if name not in served},
             extra={name: value for name, value in _model_state(self._models) if not isinstance(value, Tensor)},
-            optimizers=self._optimizers(
-                {entry.parameter: to_torch(entry.rule(), there[entry.parameter]) for entry in self._moved}
-            ),
+            optimizers=self._optimizers({entry.parameter: {_ON_SERVERS: entry.name} for entry in self._moved}),
             modes={key: getattr(*switch) for key, switch in self._switches().items()},
+            moved=moved,
         )
 
     def _collected(
         self, part: _Part, ranks: list[_RankState], saved: SavedTables | None
     ) -> tuple[dict[str, checkpoint.Group], object]:
         model, extra, modes, optimizers = part["model"], part["extra"], part["modes"], part["optimizers"]
+        moved = part["moved"]
         for rank in ranks[1 : self._stages]:
             if (stage := rank["part"]) is not None:
                 model, extra = {**stage["model"], **model}, {**stage["extra"], **extra}
                 merge_stage(optimizers, stage["optimizers"])
                 modes |= stage["modes"]
+                moved |= stage["moved"]
             rank["part"] = None
         for rank in ranks:
             rank["buffers"] = {
@@ -344,6 +348,7 @@ class Saver:
             schedulers=self._schedulers(),
             ranks=ranks,
             servers=None if saved is None else saved.state,
+            moved=moved,
             extra=extra,
             modes=modes,
             objects={name: target.state_dict() for name, target in self._own.objects.items()},
@@ -467,12 +472,13 @@ class Saver:
         if same_ranks:
             values |= state["ranks"][self._rank]["buffers"]
         elsewhere = {prefix + name for prefix, pipe in self._pipes.items() for name in pipe.elsewhere}
+        as_saved = self._plan_served(source, state, values, elsewhere)
         values = {name: value for name, value in values.items() if name not in elsewhere}
         there = {n: torch.empty(one.shape, dtype=one.dtype, device="meta") for one in self._moved for n in one.names}
         checkpoint.fit({**dict(_model_state(self._models)), **there}, values)
         self._check_objects(source, state["objects"])
         optimizers = self._plan_optimizers(state["optimizers"])
-        replace = self._plan_remote(source, state["servers"], values, optimizers)
+        replace = self._plan_remote(source, state, values, optimizers, as_saved)
         schedulers = self._plan_schedulers(state["schedulers"])
         loaders = {
             name: [rank["loaders"][name] for rank in firsts] for name in self.loaders if name in firsts[0]["loaders"]
@@ -482,16 +488,19 @@ class Saver:
         for name in self.loaders.keys() - loaders.keys():
             _log.warning("%s has no position for the loader of %r, which starts from the beginning", source.path, name)
 
+        there_already = {name for one in self._moved if one.name in as_saved for name in one.names}
+
         def change() -> None:
             self._load_objects(state["objects"])  # which may fail
             if self.remote is not None:
                 self.remote.open("replace")
             with from_within():
                 for prefix, model in self._models.items():
-                    names = [
-                        name for name, value in model.state_dict().items() if not isinstance(value, MovedParameter)
-                    ]
-                    model.load_state_dict({name: values[prefix + name] for name in names}, strict=False)
+                    held = {
+                        prefix + k: k for k, one in model.state_dict().items() if not isinstance(one, MovedParameter)
+                    }
+                    names = held.keys() - there_already
+                    model.load_state_dict({held[name]: values[name] for name in names}, strict=False)
                 self._restore_modes(state["modes"], source.path)
                 for optimizer, plan in optimizers:
                     load_uncast(optimizer, plan)
@@ -582,47 +591,77 @@ class Saver:
                     )
                 yield name, what, entry, target
 
+    def _plan_served(self, source: Checkpoint, state: _State, values: dict[str, Any], elsewhere: set[str]) -> set[str]:
+        """Put what was saved from servers into the model's ``values`` and the optimizers' states; return the names of
+        the tables that are on servers here, too, and are loaded there as they are.
+        """
+        moved, servers = state["moved"], state["servers"]
+        here = {one.name: one for one in self._moved}
+        as_saved = set()
+        for entry in servers["tables"] if moved else ():
+            one = here.get(entry["spec"]["name"])
+            if one is not None and self.remote is not None and moved.get(one.name) == list(one.names):
+                alike = RowOptimizer.from_dict(entry["rule"]).same_layout(one.rule())
+                if alike and TableSpec.from_dict(entry["spec"]) == self.remote.spec(one):
+                    as_saved.add(one.name)
+                    meta = torch.empty(one.shape, dtype=one.dtype, device="meta")
+                    values.update(dict.fromkeys(one.names, meta))
+        others = {name for name in moved.keys() - as_saved if not elsewhere.issuperset(moved[name])}
+        wholes = whole(servers, source.readers("servers."), others) if others else {}
+        values.update((name, wholes[served][1].values) for served in others for name in moved[served])
+        for entry in (entry for entries in state["optimizers"].values() for entry in entries):
+            for name, own in list(entry["state"].items()):
+                if _ON_SERVERS in own:
+                    saved = wholes.get(str(own[_ON_SERVERS]))
+                    entry["state"][name] = {} if saved is None else to_torch(*saved)
+        return as_saved
+
     def _plan_remote(
         self,
         source: Checkpoint,
-        servers: Any,
+        state: _State,
         values: Mapping[str, Any],
         plans: list[tuple[Optimizer, dict[str, Any]]],
+        as_saved: Collection[str],
     ) -> Callable[[], None]:
         """Take the states of parameters on servers out of the ``plans``; return a function that loads them there."""
-        remote = self.remote
-        tables = [] if servers is None else [entry["spec"]["name"] for entry in servers["tables"]]
+        remote, servers = self.remote, state["servers"]
+        names = [] if servers is None else [entry["spec"]["name"] for entry in servers["tables"]]
+        tables = [name for name in names if name not in state["moved"]]
         mine = [] if remote is None else remote.embeddings
         if sorted(tables) != sorted(mine):
             raise CheckpointError(f"the checkpoint has the RemoteEmbeddings {tables}, but this model has {mine}")
         modules = (module for model in self._models.values() for module in model.modules())
         specs = {module.name: module.spec for module in modules if isinstance(module, RemoteEmbedding)}
         for entry in [] if servers is None else servers["tables"]:
-            saved, here = TableSpec.from_dict(entry["spec"]), specs[entry["spec"]["name"]]
-            if (saved.rows, saved.width, saved.dtype) != (here.rows, here.width, here.dtype):
+            saved, here = TableSpec.from_dict(entry["spec"]), specs.get(entry["spec"]["name"])
+            if here and (saved.rows, saved.width, saved.dtype) != (here.rows, here.width, here.dtype):
                 raise CheckpointError(f"RemoteEmbedding {here.name} is {here}, but the checkpoint has {saved}")
         if remote is None:
             return lambda: None
+        if servers is not None and self._rank == 0:
+            check(servers, source.readers("servers."))
         states: dict[Tensor, ParameterState] = {}
         for optimizer, plan in plans:
             position = {parameter: index for index, parameter in enumerate(parameters_of(optimizer))}
             for moved in remote.moved:
-                if moved.optimizer is optimizer:
-                    state = plan["state"].pop(position[moved.parameter], {})
+                if moved.optimizer is optimizer and moved.name not in as_saved:
+                    own = plan["state"].pop(position[moved.parameter], {})
                     try:
-                        states[moved.parameter] = from_torch(moved.rule(), values[moved.name], state)
+                        states[moved.parameter] = from_torch(moved.rule(), values[moved.name], own)
                     except ValueError as error:
                         raise CheckpointError(f"{moved.name}: {error}") from error
 
-        def put(ranks: Collection[int], load: Callable[[], None]) -> None:
+        def put(ranks: Collection[int], load: Callable[[], object]) -> None:
             """Let ``ranks`` load state into the servers while the others wait."""
             self._together(
                 lambda: load() if self._rank in ranks else None, "could not load the checkpoint into the servers"
             )
 
         def replace() -> None:
-            put([0], lambda: remote.replace_embeddings(servers or {}, source.readers("servers.")))
-            put(range(self._stages), lambda: remote.replace_moved(states))
+            names = {*as_saved, *(() if self._rank else remote.embeddings)}
+            put([0], lambda: remote.client.drop_some(remote.served))
+            put(range(self._stages), lambda: remote.replace(states, servers, source.readers("servers."), names))
             remote.continue_from(self._steps_taken())
 
         return replace
@@ -664,6 +703,11 @@ def _joined(source: Checkpoint) -> _State:
         raise CheckpointError(f"the checkpoint in {source.path} was not saved by an Executor of this version")
     state: _State = checkpoint.join(source.state, source.tensors("optimizer") | source.tensors("state"))
     return state
+
+
+def _close_after(write: Callable[[], object], reading: ExitStack) -> None:
+    with reading:
+        write()
 
 
 # A worker's own state on its way to rank 0.

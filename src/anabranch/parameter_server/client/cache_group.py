@@ -17,15 +17,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anabranch.parameter_server.client.parameter_client import Pulled
+from anabranch.parameter_server.client.remote_weight import distinct_ids
+from anabranch.parameter_server.client.row_messages import Layout, Pull, Pulled
 from anabranch.tables.cache import SETTLED, Cache, CacheStatistics, Due, spare_of
 from anabranch.tables.kernels import caches
 from anabranch.tables.kernels.memory import working_dtype
+from anabranch.tables.kernels.row_versions import WITH_STATE
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
 from anabranch.tables.optimizers.row_step import move_rows
+from anabranch.tables.shard_placement import Placement
 from anabranch.tables.table import side_by_side
 
-__all__ = ["CacheGroup", "CacheQuery"]
+__all__ = ["CacheGroup", "CacheQuery", "compile_cache_kernels"]
 
 Array = NDArray[Any]
 Ids = Mapping[str, Tensor]
@@ -118,7 +121,7 @@ class CacheGroup:
         whole = (tables, capacity)
         numbers = torch.empty(0, dtype=self._dtype, device="cpu").numpy().dtype
         waiting = capacity if self._cache.push_bound else 0
-        self._held = self._kernels.CacheArrays(
+        self._arrays = self._kernels.CacheArrays(
             keys=np.zeros((tables, room), np.int64),
             slots=np.full((tables, room), -1, np.int64),
             ids_of=np.zeros(whole, np.int64),
@@ -143,7 +146,7 @@ class CacheGroup:
     def check_again(self, names: Iterable[str], step: int) -> None:
         """Allow another check of these tables' rows that were checked in ``step``."""
         for name in names:
-            checked = self._held.checked[self._numbers[name]]
+            checked = self._arrays.checked[self._numbers[name]]
             checked[checked == step] = step - 1
 
     # --- reading ----------------------------------------------------------------------------------------------------
@@ -160,7 +163,7 @@ class CacheGroup:
         ask_starts = np.zeros(len(names) + 1, np.int64)
         rows, leaving = torch.empty(count, self._width, dtype=self._dtype, device="cpu"), self._room(count, len(names))
         self._kernels.ask(
-            self._held, *self._policy, self._width, members, ids.numpy(), starts, step,
+            self._arrays, *self._policy, self._width, members, ids.numpy(), starts, step,
             self._cache.pull_bound if training else -1, training, slots, known, asks, asked, ask_starts, rows.numpy(),
             leaving,
         )  # fmt: skip
@@ -174,28 +177,28 @@ class CacheGroup:
             state,
         )
 
-    def answer(self, query: CacheQuery, found: Mapping[str, Pulled]) -> dict[str, Tensor]:
+    def answer(self, query: CacheQuery, pulled: Mapping[str, Pulled]) -> dict[str, Tensor]:
         """Return the rows of all ids of ``ask``."""
         asked = query.state
         assert isinstance(asked, _Asked)
         names = asked.names
         if len(asked.asks):
-            came = self._side_by_side(names, found)
+            came = self._side_by_side(names, pulled)
             dirty = np.empty((len(came[-1]), 3), np.int64)
             again = self._kernels.answer(
-                self._held, self._width, self._stateless, asked.members, asked.step, asked.slots, asked.known,
+                self._arrays, self._width, self._stateless, asked.members, asked.step, asked.slots, asked.known,
                 asked.asks, asked.asked, asked.ask_starts, *came, asked.rows.numpy(), dirty,
             )  # fmt: skip
             if again:
-                places, moved = self._apply_again(dirty[:again], asked.step)
-                asked.rows[places] = moved[:, : self._width]
+                positions, moved = self._apply_again(dirty[:again], asked.step)
+                asked.rows[positions] = moved[:, : self._width]
         return _parts(names, asked.rows.to(self._read_as), asked.starts, empty=True)
 
-    def _side_by_side(self, names: list[str], found: Mapping[str, Pulled]) -> tuple[Array, Array, Array, Array]:
+    def _side_by_side(self, names: list[str], pulled: Mapping[str, Pulled]) -> tuple[Array, Array, Array, Array]:
         """Return the received rows of all tables: their positions, where each table's begin, the versions and the
         rows.
         """
-        came = [found.get(name) for name in names]
+        came = [pulled.get(name) for name in names]
         starts = np.zeros(len(names) + 1, np.int64)
         np.cumsum([0 if one is None else len(one.positions) for one in came], out=starts[1:])
         there = [one for one in came if one is not None]
@@ -207,12 +210,12 @@ class CacheGroup:
         return positions, starts, versions, rows.numpy()
 
     def _apply_again(self, dirty: Array, step: int) -> tuple[Tensor, Tensor]:
-        """Apply the gradients that still wait to received rows; returns their places and new values."""
-        tables, slots, places = (torch.from_numpy(column.copy()) for column in dirty.T)
+        """Apply the gradients that still wait to received rows; returns their positions and new values."""
+        tables, slots, positions = (torch.from_numpy(column.copy()) for column in dirty.T)
         at = tables * self._cache.capacity + slots
-        rows = torch.from_numpy(self._held.rows).view(-1, self._wide)
-        grads = torch.from_numpy(self._held.waiting).view(-1, self._width)[at]
-        energy = torch.from_numpy(self._held.energy).view(-1)[at]
+        rows = torch.from_numpy(self._arrays.rows).view(-1, self._wide)
+        grads = torch.from_numpy(self._arrays.waiting).view(-1, self._width)[at]
+        energy = torch.from_numpy(self._arrays.energy).view(-1)[at]
         squares = (energy / grads.float().square().sum(1)).nan_to_num(nan=1.0, posinf=1.0)
         alike: dict[RowOptimizer, list[int]] = {}
         for table in np.unique(dirty[:, 0]).tolist():
@@ -222,7 +225,7 @@ class CacheGroup:
             mine = torch.nonzero(torch.isin(tables, torch.tensor(some, device="cpu")))[:, 0]
             moved[mine] = move_rows(moved[mine], grads[mine], rule, step + 1, squares[mine])
         rows[at] = moved
-        return places, moved
+        return positions, moved
 
     # --- reading ahead ----------------------------------------------------------------------------------------------
 
@@ -236,7 +239,7 @@ class CacheGroup:
         asks, asked = (np.empty(len(ids), np.int64) for _ in range(2))
         ask_starts = np.zeros(len(names) + 1, np.int64)
         self._kernels.start_prefetch(
-            self._held, members, ids.numpy(), starts, step, self._cache.pull_bound if training else 0,
+            self._arrays, members, ids.numpy(), starts, step, self._cache.pull_bound if training else 0,
             self._cache.push_bound > 0, self._spare, asks, asked, ask_starts,
         )  # fmt: skip
         self._clock = step
@@ -249,26 +252,26 @@ class CacheGroup:
             _parts(names, some, ask_starts), _parts(names, torch.from_numpy(known), ask_starts), {}, state
         )
 
-    def finish_prefetch(self, query: CacheQuery, found: Mapping[str, Pulled]) -> dict[str, Due]:
+    def finish_prefetch(self, query: CacheQuery, pulled: Mapping[str, Pulled]) -> dict[str, Due]:
         """Store the rows that ``start_prefetch`` requested; return the gradients of the rows that left for them."""
         asked = query.state
         assert isinstance(asked, _Prefetch)
         leaving = self._room(len(asked.wanted), len(asked.names))
         self._kernels.admit(
-            self._held, *self._policy, self._width, asked.members, asked.wanted.numpy(), asked.starts, asked.step + 1,
+            self._arrays, *self._policy, self._width, asked.members, asked.wanted.numpy(), asked.starts, asked.step + 1,
             leaving,
         )  # fmt: skip
         left = self._left(asked.names, asked.members, leaving, asked.step + 1)
         if not len(asked.ids):
             return left
-        self._held.pushed.fill(False)
+        self._arrays.pushed.fill(False)
         for at, *pushed in self._sent:
             if at >= asked.step:
-                self._kernels.mark(self._held, *pushed)
-        came = self._side_by_side(asked.names, found)
+                self._kernels.mark(self._arrays, *pushed)
+        came = self._side_by_side(asked.names, pulled)
         dirty = np.empty((len(came[-1]), 3), np.int64)
         again = self._kernels.finish_prefetch(
-            self._held, self._width, self._stateless, asked.members, asked.step, asked.ids.numpy(), asked.asked,
+            self._arrays, self._width, self._stateless, asked.members, asked.step, asked.ids.numpy(), asked.asked,
             asked.ask_starts, *came, dirty,
         )  # fmt: skip
         if again:
@@ -277,31 +280,31 @@ class CacheGroup:
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
-    def write(self, given: Mapping[str, tuple[Tensor, Tensor]], step: int) -> dict[str, Due]:
+    def write(self, gradients: Mapping[str, tuple[Tensor, Tensor]], step: int) -> dict[str, Due]:
         """Take the gradients of distinct ids; returns those that are due at the servers."""
         none = (
             torch.empty(0, dtype=torch.int64, device="cpu"),
             torch.empty(0, self._width, dtype=self._dtype, device="cpu"),
         )
         if self._cache.push_bound:
-            given = {name: given.get(name, none) for name in self.names}
-        if not given:
+            gradients = {name: gradients.get(name, none) for name in self.names}
+        if not gradients:
             return {}
-        names, members, starts = self._lookups({name: ids for name, (ids, _) in given.items()})
-        ids = side_by_side([given[name][0] for name in names]).numpy()
+        names, members, starts = self._lookups({name: ids for name, (ids, _) in gradients.items()})
+        ids = side_by_side([gradients[name][0] for name in names]).numpy()
         self._clock = step
         self._sent = [sent for sent in self._sent if sent[0] >= step - 1]
         if not self._cache.push_bound:
-            self._kernels.pass_on(self._held, members, ids, starts)
+            self._kernels.pass_on(self._arrays, members, ids, starts)
             self._sent.append((step, members, ids, starts))
-            return {name: (*given[name], None) for name in names}
-        grads = side_by_side([given[name][1].to(self._dtype) for name in names])
-        room = self._room(ids.size + self._kernels.count_due(self._held.due_at, members, step), len(names))
+            return {name: (*gradients[name], None) for name in names}
+        grads = side_by_side([gradients[name][1].to(self._dtype) for name in names])
+        room = self._room(ids.size + self._kernels.count_due(self._arrays.due_at, members, step), len(names))
         rules = [self._rules[k]() for k in members.tolist()]
-        found = {rule: rule.constants(step + 1) for rule in dict.fromkeys(rules)}
-        constants = np.stack([found[rule] for rule in rules])
+        numbers = {rule: rule.constants(step + 1) for rule in dict.fromkeys(rules)}
+        constants = np.stack([numbers[rule] for rule in rules])
         self._kernels.write(
-            self._rule_number, self._held, self._width, members, ids, starts, grads.numpy(), step,
+            self._rule_number, self._arrays, self._width, members, ids, starts, grads.numpy(), step,
             self._cache.push_bound, self._spare, constants, room,
         )  # fmt: skip
         return self._left(names, members, room, step, empty=True)
@@ -312,8 +315,8 @@ class CacheGroup:
             return {}
         members = np.arange(len(self.names))
         limit = self._kernels.NEVER - 1
-        room = self._room(self._kernels.count_due(self._held.due_at, members, limit), len(members))
-        self._kernels.take_due(self._held, self._width, members, limit, room)
+        room = self._room(self._kernels.count_due(self._arrays.due_at, members, limit), len(members))
+        self._kernels.take_due(self._arrays, self._width, members, limit, room)
         return self._left(self.names, members, room, self._clock)
 
     def statistics(self) -> dict[str, CacheStatistics]:
@@ -333,7 +336,7 @@ class CacheGroup:
 
     def _room(self, count: int, tables: int) -> Any:
         """Room for ``count`` gradients that go to the servers."""
-        numbers = self._held.rows.dtype
+        numbers = self._arrays.rows.dtype
         return self._kernels.Due(
             np.empty(count, np.int64),
             np.empty((count, self._width), numbers),
@@ -362,3 +365,53 @@ def _wide(rows: Tensor, width: int) -> Tensor:
     if rows.shape[1] != width:
         raise ValueError(f"rows of {width} numbers expected, got {tuple(rows.shape)}")
     return rows
+
+
+# --- compiling ahead --------------------------------------------------------------------------------------------------
+
+
+_ROWS, _WIDTH = 64, 2
+_done: set[tuple[object, ...]] = set()
+
+
+def compile_cache_kernels(cache: Cache, rule: RowOptimizer, dtype: torch.dtype) -> None:
+    """Compiles, or loads, the kernels of tables of ``dtype`` under ``rule`` with such a cache.
+
+    Only the first call in a process for a kind of rule and cache does so. It takes a few steps of two small tables, of
+    which every row has changed and is zeros.
+
+    >>> from anabranch.tables import Family
+    >>> compile_cache_kernels(Cache(), RowOptimizer(Family.SGD, lr=0.1), torch.float32)
+    """
+    kind = (rule.number, dtype, bool(cache.push_bound))
+    if kind in _done:
+        return
+    names, wide = ["first", "second"], rule.row_width(_WIDTH) if cache.push_bound else _WIDTH
+    small = Cache(cache.policy, 8, min(cache.pull_bound, 1), min(cache.push_bound, 1))
+    group = CacheGroup(names, small, _WIDTH, dtype, [lambda: rule] * 2)
+    layout = Layout.of(dict.fromkeys(names, (Placement(_ROWS, 2, 7), dtype, _WIDTH)), [{}, {}])
+
+    def came(query: CacheQuery) -> dict[str, Pulled]:
+        counts = {name: len(ids) for name, ids in query.ids.items()}
+        return {
+            name: Pulled(
+                torch.arange(count, device="cpu"),
+                torch.ones(count, dtype=torch.int64, device="cpu"),
+                torch.zeros(count, wide, dtype=dtype, device="cpu"),
+            )
+            for name, count in counts.items()
+        }
+
+    draw = torch.Generator().manual_seed(0)
+    for step in range(6):
+        batch = {name: torch.randint(_ROWS, (24,), generator=draw, device="cpu") for name in names}
+        ids = {name: one.ids for name, one in distinct_ids(batch, dict.fromkeys(names, _ROWS)).items()}
+        known = [torch.full((len(some),), WITH_STATE, device="cpu") for some in ids.values()]
+        Pull(layout, list(ids.values()), known, [wide] * 2, [(0, 0)] * 2, None)
+        query = group.ask(ids, step, training=step != 4)
+        group.answer(query, came(query))
+        ahead = group.start_prefetch({name: some[::2].contiguous() for name, some in ids.items()}, step, training=True)
+        group.write({name: (some, torch.ones(len(some), _WIDTH, device="cpu")) for name, some in ids.items()}, step)
+        group.finish_prefetch(ahead, came(ahead))
+    group.waiting()
+    _done.add(kind)

@@ -80,14 +80,14 @@ class EmbeddingBagCollection(nn.Module):
                 "EmbeddingBagCollection reads the sizes of its features from each batch, and a graph has fixed "
                 "sizes; run the step on the tape: engine='tape'"
             )
-        given = bags_of(features)
-        missing = [key for key in self.bags if key not in given]
+        bags = bags_of(features)
+        missing = [key for key in self.bags if key not in bags]
         if missing:
-            raise SchemaError(f"features {missing} are not among {list(given)}")
-        wanted = {key: given[key] for key in self.bags}
-        lookups = {key: ids for key, (ids, _, _) in wanted.items()}
+            raise SchemaError(f"features {missing} are not among {list(bags)}")
+        mine = {key: bags[key] for key in self.bags}
+        lookups = {key: ids for key, (ids, _, _) in mine.items()}
         with nullcontext() if tracer is not None else self._read_together(lookups):
-            return {key: self._reduce(key, *bag) for key, bag in wanted.items()}
+            return {key: self._reduce(key, *bag) for key, bag in mine.items()}
 
     def _reduce(self, key: str, ids: Tensor, starts: Tensor, weights: Tensor | None) -> Tensor:
         bag = self.bags[key]
@@ -95,8 +95,8 @@ class EmbeddingBagCollection(nn.Module):
             raise SchemaError(f"feature {key!r} has weights, and its bag's mode is {bag.mode!r}; weights need 'sum'")
         if getattr(bag, "include_last_offset", False):
             starts = torch.cat([starts, starts.new_full((1,), len(ids))])
-        found: Tensor = bag(ids, starts, per_sample_weights=weights)
-        return found
+        row: Tensor = bag(ids, starts, per_sample_weights=weights)
+        return row
 
     def _read_together(self, ids: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         sources = [(source, ids[key]) for key, bag in self.bags.items() if (source := _source_of(bag)) is not None]

@@ -5,8 +5,8 @@ dense parameter is stored whole on the shard that its name hashes to. Changes ar
 a lost connection does not fail the call: the transport retries until the deadline.
 
 ``shards.py`` sends requests to the shards and keeps names and placements, ``row_messages.py`` turns rows into messages,
-and ``saved_tables.py`` into checkpoints. This file is long because it is the whole interface, call by call, and the
-order of pulls and pushes, which decides when a worker may no longer go on.
+and ``saved_tables.py`` into checkpoints. The public verbs come first. The file is long because it is the whole
+interface, call by call, and the order of pulls and pushes, which decides when a worker may no longer go on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import operator
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -45,17 +45,20 @@ from anabranch.parameter_server.client.saved_tables import (
     CHUNK,
     Group,
     SavedTables,
+    empty_state,
+    fill,
     restore,
     restore_some,
     sums_of,
     write_dense,
     write_rows,
 )
-from anabranch.parameter_server.client.shards import HeldTables, ShardCalls
+from anabranch.parameter_server.client.shards import KnownTables, ShardCalls
 from anabranch.parameter_server.messages import (
     BarrierMessage,
     ExportMessage,
     JoinMessage,
+    Merging,
     NormMessage,
     PullMessage,
     PullReply,
@@ -63,13 +66,13 @@ from anabranch.parameter_server.messages import (
     ReleaseMessage,
     WorkerProgress,
 )
+from anabranch.parameter_server.server.contents import ShardStatistics
 from anabranch.parameter_server.server.shard_server import ParameterServer
-from anabranch.parameter_server.server.shard_statistics import ShardStatistics
 from anabranch.tables.initial import Constant, Initial
 from anabranch.tables.kernels.row_versions import WITH_STATE
 from anabranch.tables.optimizers.row_optimizers import Family, OptimizerFactory, RowOptimizer
 from anabranch.tables.optimizers.torch_state import ParameterState
-from anabranch.tables.table_spec import TableSpec, state_dtype
+from anabranch.tables.table_spec import TableSpec
 from anabranch.tensors.packing import Compression, acceptable, check_compression
 from anabranch.transport import Client, MemoryTransport, Request, Transport, pack, unpack
 
@@ -80,6 +83,7 @@ REFUSALS = (NonFinite, NotFound, Overloaded, RolledBack, SchemaError, Unauthoriz
 
 _BLOCK_BYTES = 32 << 20  # of a table that is read a few rows at a time
 _T = TypeVar("_T")
+_ALONE = Merging()
 _SGD: OptimizerFactory = functools.partial(torch.optim.SGD, lr=0.01)
 
 
@@ -142,11 +146,11 @@ class ParameterClient:
 
     Attributes:
         shards, endpoints: the number of shards, and their addresses.
-        compression: as given.
+        compression: of rows on the way.
         in_process: true if the one shard is in this process, and ends with this client.
         worker, rank: this worker of a job, and its rank; ``None`` and 0 for a bare client.
         leads: true if all workers use this worker's initial values; always true for a bare client.
-        made: the tables that this client has made or found, and their optimizers.
+        made: the tables that this client has made or learned of, and their optimizers.
         full: the tables that had no room for an id of a push, as far as their answers have said.
         pushed: the number of steps that every worker had pushed when the last pull was answered.
 
@@ -174,20 +178,22 @@ class ParameterClient:
     ) -> None:
         self.compression = check_compression(compression)
         check_seconds(timeout=timeout, heartbeat=heartbeat)
-        found = _checked_endpoints(job().servers if endpoints is None else endpoints, given=endpoints is not None)
+        addresses = _checked_endpoints(
+            job().servers if endpoints is None else endpoints, explicit=endpoints is not None
+        )
         self._stack = ExitStack()
         self.worker: Worker | None = None
         self.rank, self.leads = 0, True
         self.in_process = False
         self._barriers = 0
         self._traffic: dict[str, Traffic] = {}
-        self._counting = threading.Lock()  # rows may be asked for ahead, in a thread
+        self._counting = threading.Lock()  # rows may be requested ahead, in a thread
         self._uncounted: int | None = None
-        if not found:
+        if not addresses:
             transport = MemoryTransport()
-            found = [self._stack.enter_context(ParameterServer(transport=transport)).endpoint]
+            addresses = [self._stack.enter_context(ParameterServer(transport=transport)).endpoint]
             self.in_process = True
-        self._clocks = [VersionClock() for _ in found]
+        self._clocks = [VersionClock() for _ in addresses]
         self._torn: int | None = None
         self.pushed = 0
         self._joins = -1
@@ -198,9 +204,9 @@ class ParameterClient:
                 role="worker", keys=keys, insecure=insecure, heartbeat=heartbeat, transport=transport, retries=retries
             )
         )
-        self._calls = ShardCalls(self._client, found, timeout, watch, heartbeat)
-        self.shards, self.endpoints, self.full = len(found), tuple(found), self._calls.full
-        self._tables = HeldTables(self._calls, in_process=self.in_process)
+        self._calls = ShardCalls(self._client, addresses, timeout, watch, heartbeat)
+        self.shards, self.endpoints, self.full = len(addresses), tuple(addresses), self._calls.full
+        self._tables = KnownTables(self._calls, in_process=self.in_process)
         self.made = self._tables.made
         if worker is not None:
             self.join(0, worker)
@@ -209,17 +215,7 @@ class ParameterClient:
         """Return its shards."""
         return f"ParameterClient({'in this process' if self.in_process else self._calls.endpoints})"
 
-    @property
-    def forked(self) -> bool:
-        """True in a forked child of the process that has used the client: every request raises ``ForkedClient``."""
-        return self._client.forked
-
-    @property
-    def timeout(self) -> float:
-        """Seconds that a call may take."""
-        return self._calls.timeout
-
-    # --- making -----------------------------------------------------------------------------------------------------
+    # --- the verbs --------------------------------------------------------------------------------------------------
 
     def init(
         self,
@@ -263,6 +259,122 @@ class ParameterClient:
         else:
             raise ValueError(f"kind={kind!r} is neither 'dense' nor 'rows'")
 
+    def drop(self, name: str) -> None:
+        """Drop one table or parameter from all shards, with its optimizer's state.
+
+        Raises:
+            NotFound: no shard holds one of that name.
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"drop takes the name of one table or parameter, got {name!r}")
+        if not self.drop_some([name]):
+            raise NotFound(f"no table or parameter {name!r}; there are: {', '.join(self.steps()) or 'none'}")
+
+    def pull(self, name: str) -> Tensor:
+        """Return the parameter, or the whole table of a fixed vocabulary."""
+        entry = self._tables.entry(name)
+        if entry.placement is not None:
+            return self.sparse_pull(name, self._tables.every_id(name, entry)).view(entry.shape)
+        return self.pull_many({name: torch.empty(0, dtype=torch.int64, device="cpu")})[name].rows
+
+    def push(self, name: str, grad: Tensor) -> None:
+        """One optimizer step with the whole gradient."""
+        entry = self._tables.entry(name)
+        if entry.placement is not None:
+            self.sparse_push(name, self._tables.every_id(name, entry), grad)
+            return
+        _check_gradient(grad, name)
+        if tuple(grad.shape) != entry.shape:
+            raise SchemaError(f"{name} is {entry.shape}, its gradient {tuple(grad.shape)}; nothing was pushed")
+        self.push_many({name: (torch.empty(0, dtype=torch.int64, device="cpu"), grad)})
+
+    def push_pull(self, name: str, grad: Tensor) -> Tensor:
+        """``push``, then ``pull``."""
+        self.push(name, grad)
+        return self.pull(name)
+
+    def sparse_pull(self, name: str, ids: Tensor) -> Tensor:
+        """Return the rows of ``ids``: ``[*ids.shape, *row]``."""
+        entry = self._tables.entry(name, rows=True)
+        _check_ids(ids, name)
+        rows = self.pull_many({name: ids})[name].rows
+        return rows.view(*ids.shape, *entry.shape[1:])
+
+    def sparse_push(self, name: str, ids: Tensor, rows: Tensor) -> None:
+        """One optimizer step with a gradient for each of ``ids``; those of one id are added up."""
+        width, count = self._tables.entry(name, rows=True).width, ids.numel()
+        _check_ids(ids, name)
+        _check_gradient(rows, name)
+        if rows.numel() != count * width or count not in accumulate(rows.shape, operator.mul, initial=1):
+            raise SchemaError(
+                f"table {name}: {count} ids need {width} numbers each, got gradients {tuple(rows.shape)}; give "
+                f"({count}, {width})"
+            )
+        self.push_many({name: (ids, rows)})
+
+    def ss_push_pull(self, name: str, push_ids: Tensor, rows: Tensor, pull_ids: Tensor) -> Tensor:
+        """``sparse_push``, then ``sparse_pull`` of other ids."""
+        self.sparse_push(name, push_ids, rows)
+        return self.sparse_pull(name, pull_ids)
+
+    def sd_push_pull(self, name: str, ids: Tensor, rows: Tensor) -> Tensor:
+        """``sparse_push``, then ``pull`` of the whole table."""
+        self.sparse_push(name, ids, rows)
+        return self.pull(name)
+
+    def barrier(self) -> None:
+        """Wait until every worker of the job has called this as often; a bare client does not wait."""
+        if self.worker is None:
+            return
+        self._barriers += 1
+        message = BarrierMessage(self.worker.rank, self.worker.world, self._barriers)
+        self._calls.in_turn([self._calls.request(0, "barrier", pack(message))], Deadline(self._calls.timeout))
+
+    def save(self, path: str | os.PathLike[str], *, step: int = 0) -> None:
+        """Write all tables and parameters, with states and versions, into the directory ``path`` of this machine.
+
+        Of each shard it is one moment, while others train. Rows are read and written a few megabytes at a time. No path
+        is sent to the shards.
+        """
+        with self.collect() as saved:
+            checkpoint.write(path, {}, saved.state, more=saved.groups(), step=step)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Replace all tables and parameters by those of a checkpoint, written by any number of shards.
+
+        A table that this client has created stays in memory or in a file.
+        """
+        saved = checkpoint.read(path)
+        restore(self._tables, saved.state, saved.readers())
+
+    def statistics(self) -> list[ShardStatistics]:
+        """Statistics of each shard since it started."""
+        return [unpack(answer, ShardStatistics) for answer in self._calls.ask_at_length("statistics")]
+
+    def close(self) -> None:
+        """Close the connections, and the shard in this process if there is one."""
+        self._stack.close()
+
+    def __enter__(self) -> ParameterClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- the connection ---------------------------------------------------------------------------------------------
+
+    @property
+    def forked(self) -> bool:
+        """True in a forked child of the process that has used the client: every request raises ``ForkedClient``."""
+        return self._client.forked
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a call may take."""
+        return self._calls.timeout
+
+    # --- making -----------------------------------------------------------------------------------------------------
+
     def init_table(self, spec: TableSpec, rule: RowOptimizer, *, row_shape: tuple[int, ...] | None = None) -> None:
         """Create the table that ``spec`` describes on every shard; an existing one stays unchanged."""
         self._tables.init_table(spec, rule, row_shape=row_shape)
@@ -285,7 +397,7 @@ class ParameterClient:
         if isinstance(init, Tensor) or (callable(init) and not isinstance(init, Initial)):
             self.write_rows(name, _first_value(init, shape, dtype), rule)
 
-    def read_kept(self, name: str, rule: RowOptimizer, *, until: Deadline | None = None) -> ParameterState:
+    def read_state(self, name: str, rule: RowOptimizer, *, until: Deadline | None = None) -> ParameterState:
         """Return a fixed table or a dense parameter with its optimizer's state, with every row up to date.
 
         Args:
@@ -293,56 +405,49 @@ class ParameterClient:
             rule: its optimizer.
             until: the end of this client's last calls; see ``end_by``.
         """
-        holding = self._tables.holding(name)
+        entry = self._tables.entry(name)
         self.end_by(until)
-        if holding.placement is None:
+        if entry.placement is None:
             step, parts = self._calls.export(self._tables.home(name), ExportMessage(name))
             return ParameterState(parts[0], list(parts[1:]), step)
-        rows, width, row_width = holding.shape[0], holding.width, rule.row_width(holding.width)
-        row_wise = rule.family is Family.ROW_WISE_ADAGRAD
-        values = torch.empty(rows, width, dtype=holding.dtype, device="cpu")
-        states = [
-            torch.empty(rows, width, dtype=state_dtype(holding.dtype), device="cpu")
-            for _ in range(0 if row_wise else rule.states)
-        ]
+        rows, row_width = entry.shape[0], rule.row_width(entry.width)
+        state = empty_state((rows, entry.width), entry.dtype, rule)
         for first in range(0, rows, CHUNK):
             self.end_by(until)
             ids = torch.arange(first, min(first + CHUNK, rows), device="cpu")
             with_state = torch.full((len(ids),), WITH_STATE, device="cpu")
-            found = self.pull_many({name: ids}, known={name: with_state}, widths={name: row_width}, exact=True)[name]
-            for number, part in enumerate((values, *states)):
-                part[first + found.positions] = found.rows[:, width * number : width * (number + 1)].to(part.dtype)
+            some = self.pull_many({name: ids}, known={name: with_state}, widths={name: row_width}, exact=True)[name]
+            fill(state, first + some.positions, some.rows)
         self.end_by(until)
         step = next(table["step"] for table in self._calls.describe()[0]["tables"] if table["spec"]["name"] == name)
-        if row_wise:
+        states = [one.reshape(entry.shape) for one in state.states]
+        if rule.family is Family.ROW_WISE_ADAGRAD:
             states = [sums_of(self._tables, name, rows, rule)]
-        else:
-            states = [state.reshape(holding.shape) for state in states]
-        return ParameterState(values.reshape(holding.shape), states, step)
+        return ParameterState(state.values.reshape(entry.shape), states, step)
 
     def value_blocks(self, name: str) -> tuple[Blocks | None, Blocks]:
         """Return what reads the ids of a dynamic vocabulary, else ``None``, and the exact values of all rows."""
-        holding = self._tables.holding(name)
-        dtype, width = holding.dtype, holding.width
-        if holding.placement is None:
-            return None, Blocks(dtype, holding.shape, lambda: [self.pull(name)])
+        entry = self._tables.entry(name)
+        dtype, width = entry.dtype, entry.width
+        if entry.placement is None:
+            return None, Blocks(dtype, entry.shape, lambda: [self.pull(name)])
         each = max(1, min(CHUNK, _BLOCK_BYTES // (width * dtype.itemsize)))
         known: list[Tensor] = []  # ids of a dynamic vocabulary: 8 bytes a row
 
         def ids() -> list[Tensor]:
-            if holding.shape[0] < 0 and not known:
+            if entry.shape[0] < 0 and not known:
                 with self.collect([name]) as saved:
                     known.extend(piece.rows.ids for piece in saved.pieces())
             return known
 
         def values() -> Iterator[Tensor]:
-            rows = max(holding.shape[0], 0)
+            rows = max(entry.shape[0], 0)
             fixed = (torch.arange(at, min(at + each, rows), device="cpu") for at in range(0, rows, each))
             for some in chain(fixed, (part for one in ids() for part in torch.split(one, each))):
-                yield self.pull_many({name: some}, exact=True)[name].rows.reshape(-1, *holding.shape[1:])
+                yield self.pull_many({name: some}, exact=True)[name].rows.reshape(-1, *entry.shape[1:])
 
-        if holding.shape[0] >= 0:
-            return None, Blocks(dtype, holding.shape, values)
+        if entry.shape[0] >= 0:
+            return None, Blocks(dtype, entry.shape, values)
         tables = [table for shard in self._calls.describe() for table in shard["tables"]]
         count = sum(table["rows"] for table in tables if table["spec"]["name"] == name)
         return Blocks(torch.int64, (count,), ids), Blocks(dtype, (count, width), values)
@@ -352,13 +457,13 @@ class ParameterClient:
         if until is not None:
             self._calls.timeout = max(until.remaining(), 1e-3)
 
-    def write_rows(self, name: str, kept: ParameterState | Tensor, rule: RowOptimizer) -> None:
+    def write_rows(self, name: str, state: ParameterState | Tensor, rule: RowOptimizer) -> None:
         """Set all rows of a fixed table that has not been trained here yet, a few at a time."""
-        write_rows(self._tables, name, kept, rule)
+        write_rows(self._tables, name, state, rule)
 
-    def write_dense(self, name: str, kept: ParameterState, rule: RowOptimizer) -> None:
+    def write_dense(self, name: str, state: ParameterState, rule: RowOptimizer) -> None:
         """Create the dense parameter ``name`` from its saved state; an existing one is overwritten."""
-        write_dense(self._tables, name, kept, rule)
+        write_dense(self._tables, name, state, rule)
 
     def init_dense(self, name: str, value: Tensor, rule: RowOptimizer) -> None:
         """Create the dense parameter ``name`` with ``value`` on its shard; an existing one stays unchanged."""
@@ -372,17 +477,6 @@ class ParameterClient:
         """Register a table that others create: it may be read once it is there, if it is as ``spec`` describes it."""
         self._tables.expect_table(spec)
 
-    def drop(self, name: str) -> None:
-        """Drop one table or parameter from all shards, with its optimizer's state.
-
-        Raises:
-            NotFound: no shard holds one of that name.
-        """
-        if not isinstance(name, str):
-            raise TypeError(f"drop takes the name of one table or parameter, got {name!r}")
-        if not self.drop_some([name]):
-            raise NotFound(f"no table or parameter {name!r}; there are: {', '.join(self.steps()) or 'none'}")
-
     def drop_some(self, names: Iterable[str]) -> set[str]:
         """Drop those of ``names`` that the shards hold, and return them."""
         return self._tables.drop(names)
@@ -394,62 +488,6 @@ class ParameterClient:
     def joined(self) -> str:
         """Return which client was the last to join the first shard as worker 0, as no other is called."""
         return str(self._calls.describe()[0]["joined"])
-
-    # --- whole tensors ----------------------------------------------------------------------------------------------
-
-    def pull(self, name: str) -> Tensor:
-        """Return the parameter, or the whole table of a fixed vocabulary."""
-        holding = self._tables.holding(name)
-        if holding.placement is not None:
-            return self.sparse_pull(name, self._tables.every_id(name, holding)).view(holding.shape)
-        return self.pull_many({name: torch.empty(0, dtype=torch.int64, device="cpu")})[name].rows
-
-    def push(self, name: str, grad: Tensor) -> None:
-        """One optimizer step with the whole gradient."""
-        holding = self._tables.holding(name)
-        if holding.placement is not None:
-            self.sparse_push(name, self._tables.every_id(name, holding), grad)
-            return
-        _check_gradient(grad, name)
-        if tuple(grad.shape) != holding.shape:
-            raise SchemaError(f"{name} is {holding.shape}, its gradient {tuple(grad.shape)}; nothing was pushed")
-        self.push_many({name: (torch.empty(0, dtype=torch.int64, device="cpu"), grad)})
-
-    def push_pull(self, name: str, grad: Tensor) -> Tensor:
-        """``push``, then ``pull``."""
-        self.push(name, grad)
-        return self.pull(name)
-
-    # --- rows -------------------------------------------------------------------------------------------------------
-
-    def sparse_pull(self, name: str, ids: Tensor) -> Tensor:
-        """Return the rows of ``ids``: ``[*ids.shape, *row]``."""
-        holding = self._tables.holding(name, rows=True)
-        _check_ids(ids, name)
-        rows = self.pull_many({name: ids})[name].rows
-        return rows.view(*ids.shape, *holding.shape[1:])
-
-    def sparse_push(self, name: str, ids: Tensor, rows: Tensor) -> None:
-        """One optimizer step with a gradient for each of ``ids``; those of one id are added up."""
-        width, count = self._tables.holding(name, rows=True).width, ids.numel()
-        _check_ids(ids, name)
-        _check_gradient(rows, name)
-        if rows.numel() != count * width or count not in accumulate(rows.shape, operator.mul, initial=1):
-            raise SchemaError(
-                f"table {name}: {count} ids need {width} numbers each, got gradients {tuple(rows.shape)}; give "
-                f"({count}, {width})"
-            )
-        self.push_many({name: (ids, rows)})
-
-    def ss_push_pull(self, name: str, push_ids: Tensor, rows: Tensor, pull_ids: Tensor) -> Tensor:
-        """``sparse_push``, then ``sparse_pull`` of other ids."""
-        self.sparse_push(name, push_ids, rows)
-        return self.sparse_pull(name, pull_ids)
-
-    def sd_push_pull(self, name: str, ids: Tensor, rows: Tensor) -> Tensor:
-        """``sparse_push``, then ``pull`` of the whole table."""
-        self.sparse_push(name, ids, rows)
-        return self.pull(name)
 
     # --- a step of several tables -----------------------------------------------------------------------------------
 
@@ -470,7 +508,7 @@ class ParameterClient:
             wanted: flat int64 ids by table; none for a dense parameter.
             training: admits ids to dynamic tables.
             step: the worker's step; the read waits until it may start. ``None`` reads the present values.
-            known: for each table the version held of each id, from ``Pulled``, -1 for none; a row with a version is
+            known: for each table the version known of each id, from ``Pulled``, -1 for none; a row with a version is
                 sent only if it has changed since.
             widths: rows known as ``WITH_STATE`` are sent with their optimizer's state, and this is the number of values
                 of such a row; the state of the others is left zero.
@@ -510,9 +548,9 @@ class ParameterClient:
             pushed.append(reply.pushed)
         if not ahead:
             self.pushed = min(pushed, default=0)
-        found = pull.pulled()
+        pulled = pull.pulled()
         self._count(pull.bytes(), 0.0 if ahead else time.monotonic() - began, pulls=1)
-        return found
+        return pulled
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -546,9 +584,7 @@ class ParameterClient:
         *,
         rules: Mapping[str, RowOptimizer] | None = None,
         step: int | None = None,
-        weight: float = 1.0,
-        mean: bool = True,
-        hold: bool = False,
+        merging: Merging = _ALONE,
         squares: Mapping[str, Tensor] | None = None,
         unordered: bool = False,
         awaited: bool = True,
@@ -559,15 +595,14 @@ class ParameterClient:
             gradients: ids and a gradient for each by table; those of one id are added up.
             rules: the optimizers with the numbers of this step; by default those that the shards have.
             step: the step of the worker's push; without one the push is applied at once.
-            weight: the weight of this worker's gradients among the workers': its rows, if they are means over them.
-            mean: gradients are averaged by weight; else they are added up.
-            hold: the workers' pushes wait until each has called ``release``; under ``bsp`` only.
+            merging: of the workers' gradients; they are held, until each worker has called ``release``, under ``bsp``
+                only.
             squares: of tables whose gradients are sums over several steps.
             unordered: apply a worker's push at once, like a bare client's, but weighted by the worker's share in the
                 last step.
             awaited: whether to count the wait in the statistics.
         """
-        if hold and (self.worker is None or self.worker.consistency != "bsp"):
+        if merging.hold and (self.worker is None or self.worker.consistency != "bsp"):
             raise ValueError(
                 "only under bsp are the workers' gradients combined into one whose norm is known before it is applied"
             )
@@ -592,16 +627,20 @@ class ParameterClient:
             parts, tensors = push.message(shard, rule_of)
             if parts or step is not None:
                 turn = None if step is None else self._turn_for(shard)
-                message = PushMessage(parts, numbers, rank, at, weight, mean, hold, self.compression, turn)
+                message = PushMessage(parts, numbers, rank, at, merging, self.compression, turn)
                 requests.append(self._calls.request(shard, "push", pack(message), tensors, step=step))
                 if not acceptable(tensors):
                     refused.append(requests[-1])
         # A shard whose part has no NaN would apply it although the whole is refused, so only the others are asked.
-        answers, failures = self._calls.outcomes(refused or requests, deadline)
+        outcomes = self._calls.outcomes(refused or requests, deadline)
+        failures = []
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                failures.append(outcome)  # noqa: PERF401 - a comprehension is one more call
         if failures:
             failures.sort(key=_is_refusal)  # a push that was not answered may have been applied: worse than a refusal
-            applied = answers and not refused and not hold
-            raise self._torn_by(failures[0], len(answers), step) if applied else failures[0]
+            applied = 0 if refused or merging.hold else len(outcomes) - len(failures)
+            raise self._torn_by(failures[0], applied, step) if applied else failures[0]
         self._count(push.bytes(), time.monotonic() - began if awaited else 0.0, pushes=1)
 
     def _torn_by(self, error: Exception, taken: int, step: int | None) -> Exception:
@@ -687,7 +726,7 @@ class ParameterClient:
 
     def wait_until_served(self) -> None:
         """Wait until every shard answers."""
-        self._calls.lives()
+        self._calls.incarnations()
 
     def join(self, step: int, worker: Worker | None = None) -> None:
         """Register this worker, for a bare client ``worker``, with the shards; its next push is for ``step``."""
@@ -696,10 +735,10 @@ class ParameterClient:
         self.rank, self.leads = worker.rank, worker.rank == 0 if worker.leads is None else worker.leads
         self._torn, self._calls.rolled_back = None, False
         for pushes in self._calls.acknowledged.values():
-            pushes.life = 0
-        lives = self._calls.lives()
-        for endpoint, life in zip(self._calls.endpoints, lives, strict=True):
-            self._calls.acknowledged[endpoint].life = unpack(life.payload, int)
+            pushes.incarnation = 0
+        incarnations = self._calls.incarnations()
+        for endpoint, incarnation in zip(self._calls.endpoints, incarnations, strict=True):
+            self._calls.acknowledged[endpoint].incarnation = unpack(incarnation.payload, int)
         self._joins += 1  # so that late messages of before are of a lower number
         self._turn = WorkerProgress(self._joins, worker.world, step)
         self._uninformed.clear()
@@ -721,45 +760,18 @@ class ParameterClient:
             requests.append(self._calls.request(shard, "pull", pack(message), [none], step=step))
         self._calls.in_turn(requests, Deadline(self._calls.timeout))
 
-    def barrier(self) -> None:
-        """Wait until every worker of the job has called this as often; a bare client does not wait."""
-        if self.worker is None:
-            return
-        self._barriers += 1
-        message = BarrierMessage(self.worker.rank, self.worker.world, self._barriers)
-        self._calls.in_turn([self._calls.request(0, "barrier", pack(message))], Deadline(self._calls.timeout))
-
-    def statistics(self) -> list[ShardStatistics]:
-        """Statistics of each shard since it started."""
-        return [unpack(answer, ShardStatistics) for answer in self._calls.ask_at_length("statistics")]
-
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
-    def save(self, path: str | os.PathLike[str], *, step: int = 0) -> None:
-        """Write all tables and parameters, with states and versions, into the directory ``path`` of this machine.
-
-        Of each shard it is one moment, while others train. Rows are read and written a few megabytes at a time. No path
-        is sent to the shards.
-        """
-        with self.collect() as saved:
-            checkpoint.write(path, {}, saved.state, more=saved.groups(), step=step)
-
-    def load(self, path: str | os.PathLike[str]) -> None:
-        """Replace all tables and parameters by those of a checkpoint, written by any number of shards.
-
-        A table that this client has created stays in memory or in a file.
-        """
-        found = checkpoint.read(path)
-        restore(self._tables, found.state, found.readers())
-
     def collect(self, names: Iterable[str] | None = None) -> SavedTables:
-        """Begin to read one moment of each shard, which ``save`` writes; of ``names`` only, if given."""
+        """Begin to read one moment of each shard, which ``save`` writes; of ``names`` only, if there are any."""
         self.check_whole()
         return SavedTables(self._tables, names)
 
-    def restore_some(self, state: Mapping[str, Any], groups: Mapping[str, Group]) -> None:
-        """Load the groups of ``collect``; other tables and parameters stay in place."""
-        restore_some(self._tables, state, groups)
+    def restore_some(
+        self, state: Mapping[str, Any], groups: Mapping[str, Group], names: Collection[str] | None = None
+    ) -> None:
+        """Load the groups of ``collect``, of ``names`` only if given; others stay in place."""
+        restore_some(self._tables, state, groups, names)
 
     def _rank_at(self, step: int | None) -> int:
         """Return what a message of ``step`` says of who sends it: this worker's rank, or -1 without a step."""
@@ -778,16 +790,6 @@ class ParameterClient:
             DeadlineExceeded: the call has overrun its own deadline.
         """
         return self._calls.wait_for(future, operation, step=step)
-
-    def close(self) -> None:
-        """Close the connections, and the shard in this process if there is one."""
-        self._stack.close()
-
-    def __enter__(self) -> ParameterClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def check_plain(tensor: Tensor, what: str) -> None:
@@ -835,14 +837,14 @@ def _is_refusal(error: Exception) -> bool:
     return isinstance(error, REFUSALS)
 
 
-def _checked_endpoints(endpoints: Sequence[str], *, given: bool) -> list[str]:
+def _checked_endpoints(endpoints: Sequence[str], *, explicit: bool) -> list[str]:
     """Return the endpoints that a caller gave as a list of at least one."""
     if isinstance(endpoints, str) or not isinstance(endpoints, Sequence):
         raise TypeError(f"endpoints is a list of strings such as unix:PATH or tcp://HOST:PORT, got {endpoints!r}")
     for endpoint in endpoints:
         if not isinstance(endpoint, str):
             raise TypeError(f"an endpoint is a string such as unix:PATH or tcp://HOST:PORT, got {endpoint!r}")
-    if given and not endpoints:
+    if explicit and not endpoints:
         raise ValueError("endpoints is empty; name the shards, or leave it out to use the job's")
     for endpoint in endpoints:
         if list(endpoints).count(endpoint) > 1:

@@ -1,4 +1,4 @@
-"""``RemoteEmbedding``: an embedding whose rows are created on the servers, and never all held by a worker."""
+"""``RemoteEmbedding``: an embedding whose rows are created on the servers, and never all on a worker."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from anabranch.autodiff.boundary import whole_calls
 from anabranch.autodiff.moved_parameter import Switch
 from anabranch.choices import choice
 from anabranch.job import job
-from anabranch.parameter_server.client.distinct_ids import unique_of
 from anabranch.parameter_server.client.parameter_client import ParameterClient
-from anabranch.parameter_server.client.remote_weight import TableFacts, WeightSource, look_up, look_up_bags
+from anabranch.parameter_server.client.remote_weight import TableFacts, WeightSource, look_up, look_up_bags, unique_of
 from anabranch.parameter_server.client.saved_tables import for_optimizer
 from anabranch.tables.initial import Constant, Initial, Normal
 from anabranch.tables.optimizers.row_optimizers import OptimizerFactory, RowOptimizer
@@ -159,8 +158,8 @@ class RemoteEmbedding(nn.Module):
         with nullcontext() if recorded else torch.no_grad():
             if self.mode is None:
                 return [look_up(self._reach, table, ids)]
-            place = (self._reach, table, ids, offsets, per_sample_weights)
-            return [look_up_bags(*place, mode=self.mode, trained=trained)]
+            args = (self._reach, table, ids, offsets, per_sample_weights)
+            return [look_up_bags(*args, mode=self.mode, trained=trained)]
 
     def _reach(self) -> WeightSource:
         link = self._link

@@ -30,15 +30,22 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from anabranch.autodiff.moved_parameter import Move
 from anabranch.errors import NotFound
 from anabranch.parameter_server.client.cache_group import CacheGroup, CacheQuery
-from anabranch.parameter_server.client.distinct_ids import Distinct, distinct_ids, unique_of
 from anabranch.parameter_server.client.parameter_client import ParameterClient, Pulled
 from anabranch.parameter_server.client.remote_embedding import RemoteEmbedding
-from anabranch.parameter_server.client.remote_weight import RemoteLookups, WeightSource
+from anabranch.parameter_server.client.remote_weight import (
+    Distinct,
+    RemoteLookups,
+    WeightSource,
+    distinct_ids,
+    unique_of,
+)
+from anabranch.parameter_server.messages import Merging
 from anabranch.record.spans import mark
 from anabranch.tables.cache import Cache, CacheStatistics, Due
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
@@ -52,15 +59,16 @@ __all__ = [
     "Use",
     "is_sparse",
     "merge_rows",
-    "moves_every_row",
     "read_together",
     "rule_of",
+    "spec_of",
     "users_of",
 ]
 
 _T = TypeVar("_T")
 # A push ends by its own deadline; on a busy machine its thread may be late by seconds.
 _LAST_WAIT = 30.0
+_ALONE = Merging()
 Use = tuple[nn.Module, str]
 """A module that holds a parameter, and its name there."""
 Beside = Mapping[str, tuple[Tensor, Tensor, RowOptimizer]]
@@ -113,7 +121,7 @@ class RemoteTables:
         self._taken: dict[str, nn.Parameter] = {}
         self.moves: list[Move] = []
         self._step = 0
-        self._weight, self._mean = 1.0, True  # of the last push that had rows
+        self._merging = Merging()  # of the last push that had rows
         self._training = False  # in a step, between ``begin`` and ``end``
         self.lookups: list[tuple[str, Tensor]] | None = None
         self.unexpected: set[str] = set()
@@ -146,15 +154,15 @@ class RemoteTables:
             ValueError: not a table of two dimensions, or an optimizer that tables cannot run.
         """
         parameters = dict(model.named_parameters())
-        found: dict[str, tuple[nn.Parameter, Callable[[], RowOptimizer]]] = {}
+        moving: dict[str, tuple[nn.Parameter, Callable[[], RowOptimizer]]] = {}
         for name in names:
             parameter = parameters.get(name)
             if parameter is None:
                 raise NotFound(f"the model has no parameter {name!r}; it has: {', '.join(parameters)}")
             if parameter.ndim != 2:
                 raise ValueError(f"{name} has shape {tuple(parameter.shape)}; a table has rows and columns")
-            found[name] = (parameter, rule_of(optimizer, parameter, name))
-        for name, (parameter, rule) in found.items():
+            moving[name] = (parameter, rule_of(optimizer, parameter, name))
+        for name, (parameter, rule) in moving.items():
             self.take_over(name, parameter, rule, sparse=is_sparse(parameter, [model]))
         self._client.barrier()
         self.move([model])
@@ -181,9 +189,7 @@ class RemoteTables:
             sparse: whether its lookups have sparse gradients.
             adopt: the servers hold it, and their values and state count.
         """
-        rows, width = parameter.shape
-        spec = TableSpec(name, rows, width, parameter.dtype, every_row_moves=moves_every_row(rule(), sparse=sparse))
-        self._add(spec, rule)
+        self._add(spec_of(name, parameter, rule(), sparse=sparse), rule)
         if self._client.leads and not adopt:
             self._client.write_rows(name, from_torch(rule(), parameter.detach(), state or {}), rule())
         self._taken[name] = parameter
@@ -316,16 +322,16 @@ class RemoteTables:
             leaving = [name for name in caches.names if not self._sources[name].spec.stays]
             caches.check_again(leaving, self._step)
 
-    def expect(self, wanted: Mapping[str, Tensor]) -> None:
+    def expect(self, ids_by_table: Mapping[str, Tensor]) -> None:
         """Read the rows that this step's lookups are expected to need, of all tables together: one message per shard.
 
         A lookup of other ids reads those itself, so a wrong guess only costs time. Ids of
         dynamic vocabularies are left to the lookups, because reading them admits them.
 
         Args:
-            wanted: ids by table; ids outside a table are left to the lookup that names them.
+            ids_by_table: of any shape; ids outside a table are left to the lookup that names them.
         """
-        distinct, fixed = self._distinct(wanted), {}
+        distinct, fixed = self._distinct(ids_by_table), {}
         for name, some in distinct.items():
             if self._sources[name].spec.rows is not None:
                 fixed[name] = some.ids
@@ -333,29 +339,29 @@ class RemoteTables:
         for name, some in distinct.items():
             self._sources[name].expected = some, rows.get(name)
 
-    def read_together(self, wanted: Mapping[str, Tensor]) -> None:
+    def read_together(self, ids_by_table: Mapping[str, Tensor]) -> None:
         """Read the rows of lookups that follow at once, of all tables together: one message per shard.
 
         As ``expect``, for ids that are certain: those of dynamic vocabularies are read, and admitted, too.
 
         Args:
-            wanted: ids by table; ids outside a table are left to the lookup that names them.
+            ids_by_table: of any shape; ids outside a table are left to the lookup that names them.
         """
-        distinct = {name: unique_of(ids.detach().cpu().reshape(-1))[0] for name, ids in wanted.items()}
+        distinct = {name: unique_of(ids.detach().cpu().reshape(-1))[0] for name, ids in ids_by_table.items()}
         missing = [name for name, ids in distinct.items() if not self._sources[name].is_read(ids)]
         if len(missing) < 2:
             return
-        together = self._distinct({name: wanted[name] for name in missing})
+        together = self._distinct({name: ids_by_table[name] for name in missing})
         for name, rows in self._read({name: some.ids for name, some in together.items()}).items():
             self._sources[name].expected = together[name], rows
 
-    def _distinct(self, wanted: Mapping[str, Tensor]) -> dict[str, Distinct]:
-        """Return the distinct ids of each table, of those that were asked for ahead as they are known."""
+    def _distinct(self, ids_by_table: Mapping[str, Tensor]) -> dict[str, Distinct]:
+        """Return the distinct ids of each table, of those that were requested ahead as they are known."""
         ahead, self._ahead = self._ahead, {}
         distinct: dict[str, Distinct] = {}
         fixed: dict[str, Tensor] = {}
         limits: dict[str, int] = {}
-        for name, ids in wanted.items():
+        for name, ids in ids_by_table.items():
             rows = self._sources[name].spec.rows
             if name in ahead and ahead[name].is_of(ids):
                 distinct[name] = ahead[name]
@@ -370,22 +376,22 @@ class RemoteTables:
         """Return the rows of distinct ids of several tables, through the caches: one message per shard."""
         rows: dict[str, Tensor] = {}
         if self._cache is None:
-            for name, pulled in self._pull_many(ids, None).items():
-                rows[name] = pulled.rows
+            for name, one in self._pull_many(ids, None).items():
+                rows[name] = one.rows
             return rows
         queries: list[tuple[CacheGroup, CacheQuery]] = []
         left = {name: _all_due(self._sources[name].leaving) for name in ids if self._sources[name].leaving}
         for caches, some in self._by_cache(ids):
             queries.append((caches, caches.ask(some, self._step, training=self._training)))
             self._leave(queries[-1][1].leaving)
-        asked = {name: some for _, query in queries for name, some in query.ids.items()}
+        requested = {name: some for _, query in queries for name, some in query.ids.items()}
         known = {name: some for _, query in queries for name, some in query.known.items()}
         # A row evicted by an earlier read of this step comes back with the gradients evicted with it.
-        back = [name for name, due in left.items() if name in asked and torch.isin(asked[name], due[0]).any()]
+        back = [name for name, due in left.items() if name in requested and torch.isin(requested[name], due[0]).any()]
         self._push_at_once({name: _all_due(self._sources[name].leaving) for name in back})
-        found = self._pull_many(asked, known) if asked else {}
+        pulled = self._pull_many(requested, known) if requested else {}
         for caches, query in queries:
-            rows |= caches.answer(query, found)
+            rows |= caches.answer(query, pulled)
         return rows
 
     def _leave(self, leaving: Mapping[str, Due]) -> None:
@@ -393,7 +399,7 @@ class RemoteTables:
         for name, due in leaving.items():
             self._sources[name].leaving.append(due)
 
-    def prefetch(self, wanted: Mapping[str, Tensor]) -> None:
+    def prefetch(self, ids_by_table: Mapping[str, Tensor]) -> None:
         """Request the rows that the next step's lookups will miss, while this step runs; needs a cache.
 
         They are read as of this step, before its pushes, and are in the cache when the next step begins: with a
@@ -401,7 +407,7 @@ class RemoteTables:
         cached rows that will be too old by then are requested as well.
 
         Args:
-            wanted: ids by table; ids outside a table are left to the lookup that names them.
+            ids_by_table: of any shape; ids outside a table are left to the lookup that names them.
 
         Raises:
             ValueError: there is no cache.
@@ -409,20 +415,20 @@ class RemoteTables:
         if self._cache is None:
             raise ValueError("prefetching needs a cache; give RemoteTables a cache")
         self._collect()
-        self._ahead = self._distinct(wanted)
+        self._ahead = self._distinct(ids_by_table)
         distinct = {name: some.ids for name, some in self._ahead.items()}
         queries = [
             (caches, caches.start_prefetch(some, self._step, training=self._training))
             for caches, some in self._by_cache(distinct)
         ]
-        asked = {name: ids for _, query in queries for name, ids in query.ids.items()}
+        requested = {name: ids for _, query in queries for name, ids in query.ids.items()}
         known = {name: versions for _, query in queries for name, versions in query.known.items()}
-        if asked:
-            self._coming = (queries, _Aside(partial(self._fetch, asked, known, self._step), "anabranch-prefetch"))
+        if requested:
+            self._coming = (queries, _Aside(partial(self._fetch, requested, known, self._step), "anabranch-prefetch"))
 
-    def _fetch(self, asked: Mapping[str, Tensor], known: Mapping[str, Tensor], step: int) -> dict[str, Pulled]:
-        mark("tables.prefetch", tables=list(asked))
-        return self._pull_many(asked, known, ahead_of=step)
+    def _fetch(self, requested: Mapping[str, Tensor], known: Mapping[str, Tensor], step: int) -> dict[str, Pulled]:
+        mark("tables.prefetch", tables=list(requested))
+        return self._pull_many(requested, known, ahead_of=step)
 
     def _collect(self) -> None:
         """Put prefetched rows into the caches."""
@@ -468,18 +474,16 @@ class RemoteTables:
         """
         taken = {}
         for name, source in self._sources.items():
-            given, source.gradients = source.gradients, []
-            if given:
-                taken[name] = given[0] if len(given) == 1 else merge_rows(given)
+            parts, source.gradients = source.gradients, []
+            if parts:
+                taken[name] = parts[0] if len(parts) == 1 else merge_rows(parts)
         return taken
 
     def push(
         self,
-        weight: float = 1.0,
+        merging: Merging = _ALONE,
         *,
-        mean: bool = True,
-        hold: bool = False,
-        given: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+        gradients: Mapping[str, tuple[Tensor, Tensor]] | None = None,
         beside: Beside | None = None,
     ) -> None:
         """Send the step's gradients to the servers, in one message for each.
@@ -488,52 +492,53 @@ class RemoteTables:
         that needs them there raises the error.
 
         Args:
-            weight: the rows of this worker's batch, if its loss is a mean over them.
-            mean: gradients of the workers are averaged by weight; else they are added up.
-            hold: wait for ``release``, so that ``squared_norm`` can be taken first; under ``bsp`` only.
-            given: the result of ``take``, if it has been called.
+            merging: of the workers' gradients; those that are held wait for ``release``, so that ``squared_norm`` can
+                be taken first.
+            gradients: the result of ``take``, if it has been called.
             beside: ids, gradients and the optimizer of other parameters on the servers.
 
         Raises:
-            ValueError: ``hold`` under another consistency, or with a cache whose gradients wait.
+            ValueError: they are held under another consistency than ``bsp``, or with a cache whose gradients wait.
         """
-        if hold and self._cache is not None and self._cache.push_bound:
+        if merging.hold and self._cache is not None and self._cache.push_bound:
             raise ValueError(f"push_bound={self._cache.push_bound} delays gradients, so a step has no norm; use 0")
-        self._weight, self._mean = weight or self._weight, mean
-        given = self.take() if given is None else given
+        self._merging = replace(merging, weight=merging.weight or self._merging.weight, hold=False)
+        gradients = self.take() if gradients is None else gradients
         self._arrive()
         due: dict[str, Due] = {}
         waits, rounding, beside = self.delays, self._client.compression, beside or {}
         if waits:
             dense = [grads for _, grads, _ in beside.values()]
-            if not (acceptable([grads for _, grads in given.values()], rounding) and acceptable(dense)):
-                refused: dict[str, Due] = {name: (*some, None) for name, some in given.items()}
-                self._sender(refused, weight, mean, hold, beside, awaited=True)()  # and the cache stays unchanged
+            if not (acceptable([grads for _, grads in gradients.values()], rounding) and acceptable(dense)):
+                refused: dict[str, Due] = {name: (*some, None) for name, some in gradients.items()}
+                self._sender(refused, merging, beside, awaited=True)()  # and the cache stays unchanged
                 return
         if self._cache is None:
-            for name, (ids, grads) in given.items():
+            for name, (ids, grads) in gradients.items():
                 due[name] = (ids, grads, None)
         else:
             for caches in self._all_caches(self._cache):
-                due |= caches.write({name: given[name] for name in caches.names if name in given}, self._step)
+                due |= caches.write({name: gradients[name] for name in caches.names if name in gradients}, self._step)
         for name in due:
             source = self._sources[name]
             if source.leaving:
                 due[name] = _all_due([due[name], *source.leaving])
                 source.leaving.clear()
-        if waits and mean and not weight:  # waiting gradients have weight even if this step's batch has none
+        if (
+            waits and merging.mean and not merging.weight
+        ):  # waiting gradients have weight even if this step's batch has none
             waited = {name: some for name, some in due.items() if some[2] is not None and len(some[0])}
             self._push_at_once(waited)
             due |= {name: (*self._sources[name].nothing(), None) for name in waited}
         # A sum may be too large although no gradient is: if it were refused a step late, this worker would wait for
         # the others in that step, and they for its push.
         leaves = waits and not beside and acceptable([grads for _, grads, _ in due.values()], rounding)
-        send = self._sender(due, weight, mean, hold, beside, awaited=not leaves)
+        send = self._sender(due, merging, beside, awaited=not leaves)
         if leaves:
             self._leaves = _Aside(send, "anabranch-push")
         else:
             send()
-        if not hold:
+        if not merging.hold:
             self.end(self._step + 1)
 
     def _arrive(self) -> None:
@@ -568,7 +573,7 @@ class RemoteTables:
             self._arrive()
             # Under bsp the push waits for the other workers, which may be lost meanwhile: await it like any other.
             push = partial(self._client.push_many, **self._contents(due, {}), unordered=True)
-            self._leaves = _Aside(partial(push, weight=self._weight, mean=self._mean), "anabranch-push")
+            self._leaves = _Aside(partial(push, merging=self._merging), "anabranch-push")
             self._arrive()
         for name in due:
             self._sources[name].leaving.clear()
@@ -595,15 +600,12 @@ class RemoteTables:
         """Statistics of each table's cache; empty without caches."""
         return {name: counts for caches in self._caches for name, counts in caches.statistics().items()}
 
-    def _sender(
-        self, due: Mapping[str, Due], weight: float, mean: bool, hold: bool, beside: Beside, *, awaited: bool
-    ) -> Callable[[], None]:
+    def _sender(self, due: Mapping[str, Due], merging: Merging, beside: Beside, *, awaited: bool) -> Callable[[], None]:
         """Return a function that sends the gradients, with the optimizers' hyperparameters of this moment."""
         step = self._step if self._client.worker is not None else None
         return partial(
-            self._client.push_many, **self._contents(due, beside), step=step, weight=weight, mean=mean, hold=hold,
-            awaited=awaited,
-        )  # fmt: skip
+            self._client.push_many, **self._contents(due, beside), step=step, merging=merging, awaited=awaited
+        )
 
     def _contents(self, due: Mapping[str, Due], beside: Beside) -> dict[str, Any]:
         """Return the gradients, optimizers and squares of a push, as ``push_many`` takes them."""
@@ -620,7 +622,7 @@ class RemoteTables:
         """Values per row with its state, which a cache with own writes needs; else ``None``."""
         if self._cache is None or not self._cache.push_bound:
             return None
-        return {name: self._sources[name].held for name in names}
+        return {name: self._sources[name].row_width for name in names}
 
     def _pull_many(
         self, ids: Mapping[str, Tensor], known: Mapping[str, Tensor] | None, *, ahead_of: int | None = None
@@ -652,7 +654,7 @@ class _Source:
     tables: RemoteTables
     rule: Callable[[], RowOptimizer]
     spec: TableSpec
-    held: int  # numbers per row with its state
+    row_width: int  # numbers per row with its state
     gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     leaving: list[Due] = field(default_factory=list)
     expected: tuple[Distinct, Tensor | None] | None = None  # the ids that this step is to look up, and their rows
@@ -687,26 +689,26 @@ class _Source:
         known, rows = (ids[:0], None) if self.expected is None else (self.expected[0].ids, self.expected[1])
         if rows is not None and ids is known:
             return rows
-        places, there = self._places(ids)
+        positions, there = self._positions(ids)
         if rows is None or (len(ids) and not there.any()):
             return self.tables._read({self.name: ids})[self.name]
-        rows = rows[places]
+        rows = rows[positions]
         if not there.all():
             rows[~there] = self.tables._read({self.name: ids[~there]})[self.name]
         return rows
 
-    def _places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the place of each of ``ids`` among the expected ones, and whether it is there."""
+    def _positions(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the position of each of ``ids`` among the expected ones, and whether it is there."""
         known = ids[:0] if self.expected is None else self.expected[0].ids
-        places = torch.searchsorted(known, ids).clamp(max=max(len(known) - 1, 0))
-        there = known[places] == ids if len(known) else torch.zeros_like(ids, dtype=torch.bool)
+        positions = torch.searchsorted(known, ids).clamp(max=max(len(known) - 1, 0))
+        there = known[positions] == ids if len(known) else torch.zeros_like(ids, dtype=torch.bool)
         if not there.all():
             self.tables.unexpected.add(self.name)
-        return places, there
+        return positions, there
 
     def is_read(self, ids: Tensor) -> bool:
         """Return True if the step has read the rows of all ``ids``."""
-        return bool(self._places(ids)[1].all()) and self.expected is not None and self.expected[1] is not None
+        return bool(self._positions(ids)[1].all()) and self.expected is not None and self.expected[1] is not None
 
     def take_gradient(self, ids: Tensor, grads: Tensor) -> None:
         if not self.tables._training:
@@ -779,8 +781,8 @@ def read_together(lookups: Sequence[tuple[WeightSource, Tensor]]) -> Iterator[No
     for source, ids in lookups:
         if isinstance(source, _Source):
             alike.setdefault(source.tables, {}).setdefault(source.name, []).append(ids)
-    for tables, wanted in alike.items():
-        tables.read_together({name: torch.cat(parts) for name, parts in wanted.items()})
+    for tables, ids_by_table in alike.items():
+        tables.read_together({name: torch.cat(parts) for name, parts in ids_by_table.items()})
     try:
         yield
     finally:
@@ -817,7 +819,7 @@ def _all_due(parts: Sequence[Due]) -> Due:
 def users_of(parameter: nn.Parameter, models: Iterable[nn.Module]) -> list[Use]:
     """All modules that hold ``parameter``, and its name in each."""
     modules = dict.fromkeys(module for model in models for module in model.modules())
-    return [(module, label) for module in modules for label, held in module._parameters.items() if held is parameter]
+    return [(module, label) for module in modules for label, one in module._parameters.items() if one is parameter]
 
 
 def is_sparse(parameter: nn.Parameter, models: Iterable[nn.Module]) -> bool:
@@ -846,9 +848,14 @@ def rule_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str
     return rule
 
 
-def moves_every_row(rule: RowOptimizer, *, sparse: bool) -> bool:
-    """Return True if ``torch.optim`` moves rows without a gradient, too; so does the momentum of sparse gradients."""
-    return rule.family is not Family.SPARSE_ADAM and (not sparse or (rule.family is Family.SGD and rule.momentum != 0))
+def spec_of(name: str, parameter: Tensor, rule: RowOptimizer, *, sparse: bool) -> TableSpec:
+    """Return the table that holds a parameter under ``name`` on the servers.
+
+    ``torch.optim`` moves rows without a gradient, too; so does the momentum of sparse gradients.
+    """
+    rows, width = parameter.shape
+    moves = rule.family is not Family.SPARSE_ADAM and (not sparse or (rule.family is Family.SGD and rule.momentum != 0))
+    return TableSpec(name, rows, width, parameter.dtype, every_row_moves=moves)
 
 
 def _no_rule() -> RowOptimizer:

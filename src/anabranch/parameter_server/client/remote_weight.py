@@ -13,11 +13,12 @@ the ids: the tape, or a captured graph, sees ids that go in and an output whose 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -26,8 +27,18 @@ from anabranch.autodiff.boundary import whole_calls
 from anabranch.autodiff.boundary.crossing import Crossed, Form, RecordedBoundary, cross
 from anabranch.autodiff.moved_parameter import MovedParameter
 from anabranch.errors import SchemaError
+from anabranch.tables.kernels import routing
 
-__all__ = ["RemoteLookups", "TableFacts", "WeightSource", "look_up", "look_up_bags"]
+__all__ = [
+    "Distinct",
+    "RemoteLookups",
+    "TableFacts",
+    "WeightSource",
+    "distinct_ids",
+    "look_up",
+    "look_up_bags",
+    "unique_of",
+]
 
 
 class WeightSource(Protocol):
@@ -36,7 +47,7 @@ class WeightSource(Protocol):
     name: str
 
     def distinct(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Each of ``ids`` once, ascending, and the place of each among them; on their device."""
+        """Each of ``ids`` once, ascending, and the index of each among them; on their device."""
 
     def read(self, ids: Tensor) -> Tensor:
         """Return the rows of distinct ids, on the CPU."""
@@ -98,25 +109,25 @@ class _Rows:
         (ids,) = inputs
         assert ids is not None
         source = self.source()
-        rows, inverse, wanted, place = _read_distinct(source, ids, self.padding_id)
+        rows, inverse, ids_once, padding_at = _read_distinct(source, ids, self.padding_id)
         with torch.no_grad():
-            found = F.embedding(inverse, rows)
-        return Crossed([found], None if wants is None else (source, inverse, wanted, place))
+            looked_up = F.embedding(inverse, rows)
+        return Crossed([looked_up], None if wants is None else (source, inverse, ids_once, padding_at))
 
     def backward(
         self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], *, updates: bool
     ) -> list[Tensor | None]:
         (gradient,) = gradients
         if gradient is not None and updates:
-            source, inverse, wanted, place = cast("tuple[WeightSource, Tensor, Tensor, int | None]", state)
-            padding = -1 if place is None else place
-            merged = _merge(gradient, inverse, len(wanted), padding, self.scale_grad_by_freq)
-            source.take_gradient(*_without(wanted, merged, place))
+            source, inverse, ids_once, padding_at = cast("tuple[WeightSource, Tensor, Tensor, int | None]", state)
+            padding = -1 if padding_at is None else padding_at
+            merged = _merge(gradient, inverse, len(ids_once), padding, self.scale_grad_by_freq)
+            source.take_gradient(*_without(ids_once, merged, padding_at))
         return [None]
 
 
 _merge = torch.ops.aten.embedding_dense_backward.default
-"""Torch's gradient for a dense table: the gradients of one row are added in the order of its places."""
+"""Torch's gradient for a dense table: the gradients of one row are added in the order of its lookups."""
 
 
 def look_up_bags(
@@ -137,10 +148,10 @@ def look_up_bags(
     def crossing(
         entry: Tensor | None, ids: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
     ) -> list[Tensor]:
-        rows, inverse, place = _distinct_rows(source(), ids, padding_id, entry if trained else None)
+        rows, inverse, padding_at = _distinct_rows(source(), ids, padding_id, entry if trained else None)
         # torch's kernels accept no bags of an empty table, and round differently if a table has a padding row.
-        if not len(rows) or (padding_id is not None and place is None):
-            place = len(rows) if padding_id is not None else None
+        if not len(rows) or (padding_id is not None and padding_at is None):
+            padding_at = len(rows) if padding_id is not None else None
             rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
         bags = F.embedding_bag(
             inverse,
@@ -150,7 +161,7 @@ def look_up_bags(
             mode=mode,
             per_sample_weights=per_sample_weights,
             include_last_offset=include_last_offset,
-            padding_idx=place,
+            padding_idx=padding_at,
         )
         return [bags]
 
@@ -169,14 +180,14 @@ def _distinct_rows(
     source: WeightSource, ids: Tensor, padding_id: int | None, entry: Tensor | None
 ) -> tuple[Tensor, Tensor, int | None]:
     """Return the rows of the distinct ids, the index of each of ``ids`` among them, and that of ``padding_id``."""
-    rows, inverse, wanted, place = _read_distinct(source, ids, padding_id)
+    rows, inverse, ids_once, padding_at = _read_distinct(source, ids, padding_id)
     if entry is not None:
 
         def leave(grad: Tensor) -> None:
-            source.take_gradient(*_without(wanted, grad, place))
+            source.take_gradient(*_without(ids_once, grad, padding_at))
 
         rows = cast(Tensor, _PulledRows.apply(entry, rows, leave))  # type: ignore[no-untyped-call]
-    return rows, inverse, place
+    return rows, inverse, padding_at
 
 
 def _read_distinct(
@@ -184,21 +195,21 @@ def _read_distinct(
 ) -> tuple[Tensor, Tensor, Tensor, int | None]:
     """Return the rows of the distinct ids, the index of each of ``ids`` among them, those ids, and that of padding."""
     distinct, inverse = source.distinct(ids)
-    wanted = distinct.cpu()
-    rows = source.read(wanted).to(ids.device)
+    ids_once = distinct.cpu()
+    rows = source.read(ids_once).to(ids.device)
     if padding_id is None:
-        return rows, inverse, wanted, None
-    found = torch.nonzero(wanted == padding_id)[:, 0]
-    return rows, inverse, wanted, int(found[0]) if len(found) else None
+        return rows, inverse, ids_once, None
+    at = torch.nonzero(ids_once == padding_id)[:, 0]
+    return rows, inverse, ids_once, int(at[0]) if len(at) else None
 
 
-def _without(ids: Tensor, grads: Tensor, place: int | None) -> tuple[Tensor, Tensor]:
+def _without(ids: Tensor, grads: Tensor, padding_at: int | None) -> tuple[Tensor, Tensor]:
     """Both on the CPU, without the padding row, which gets no gradient."""
     grads = grads.detach().cpu()
-    if place is None:
+    if padding_at is None:
         return ids, grads
-    kept = torch.arange(len(ids), device="cpu") != place
-    return ids[kept], grads[kept]
+    others = torch.arange(len(ids), device="cpu") != padding_at
+    return ids[others], grads[others]
 
 
 class _PulledRows(torch.autograd.Function):
@@ -303,3 +314,67 @@ class RemoteLookups:
 
     def _read_from(self) -> WeightSource:
         return self.source
+
+
+# --- distinct ids -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Distinct:
+    """The distinct ids of one table's lookups.
+
+    Attributes:
+        flat: all ids; a copy, because the caller's tensor may change.
+        ids: the valid ones, each once, ascending.
+        inverse: the index in ``ids`` of each of ``flat``; ``None`` if some are outside the table.
+    """
+
+    flat: Tensor
+    ids: Tensor
+    inverse: Tensor | None
+
+    def is_of(self, ids: Tensor) -> bool:
+        """Return True if ``ids`` equal these, whatever their shape, dtype and device."""
+        return ids.numel() == len(self.flat) and torch.equal(self.flat, ids.detach().cpu().long().reshape(-1))
+
+    def of(self, ids: Tensor) -> Tensor | None:
+        """``inverse`` in the form of ``ids``, if they are these ids."""
+        return None if self.inverse is None or not self.is_of(ids) else self.inverse.view(ids.shape)
+
+
+def distinct_ids(ids: Mapping[str, Tensor], rows: Mapping[str, int]) -> dict[str, Distinct]:
+    """Return the distinct ids of each table, without those outside it.
+
+    >>> users = distinct_ids({"users": torch.tensor([[7, 3], [7, 7]])}, {"users": 10})["users"]
+    >>> users.ids, users.of(torch.tensor([[7, 3], [7, 7]]))
+    (tensor([3, 7]), tensor([[1, 0],
+            [1, 1]]))
+
+    Args:
+        ids: by table, of any shape.
+        rows: the number of rows of each table.
+    """
+    flat, counts, limits = list[Tensor](), list[int](), list[int]()
+    for name, some in ids.items():
+        flat.append(some.detach().cpu().long().reshape(-1))
+        counts.append(some.numel())
+        limits.append(rows[name])
+    if not flat:
+        return {}
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    together = torch.cat(flat)
+    out, out_starts = torch.empty_like(together), np.zeros_like(starts)
+    inverse, whole = torch.empty_like(together), np.empty(len(flat), np.bool_)
+    routing.distinct_all(together.numpy(), starts, np.array(limits), out.numpy(), out_starts, inverse.numpy(), whole)
+    each = torch.split(out[: out_starts[-1]], np.diff(out_starts).tolist())
+    parts = zip(ids, torch.split(together, counts), each, torch.split(inverse, counts), whole.tolist(), strict=True)
+    distinct = {}
+    for name, own, each_once, index, all_of in parts:
+        distinct[name] = Distinct(own, each_once, index if all_of else None)
+    return distinct
+
+
+def unique_of(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Each of ``ids`` once, ascending, and the index of each among them."""
+    distinct, inverse = torch.unique(ids.long(), return_inverse=True)
+    return distinct, inverse

@@ -165,7 +165,7 @@ class Routed:
         self.tables = np.repeat(np.arange(len(ids)), sizes[1:])
 
     def arrange(self, kinds: Array, count: int) -> None:
-        """Order the ids by shard, table and kind, otherwise as given.
+        """Order the ids by shard, table and kind, otherwise in their order.
 
         Args:
             kinds: the kind of each id, below ``count``.
@@ -188,7 +188,7 @@ class Pull:
     Args:
         layout: of the tables.
         ids: of each, the ids that are requested.
-        known: of each table, the versions held, as in ``ParameterClient.pull_many``; ``None`` if none are.
+        known: of each table, the known versions, as in ``ParameterClient.pull_many``; ``None`` if none are.
         wide: of each table the number of values of a row with its state, or ``None`` if no row comes with it.
         clocks: generation and base of each shard's clock.
     """
@@ -213,7 +213,7 @@ class Pull:
             routed.arrange(np.full(routed.flat.size, _UNKNOWN), 3)
         else:
             self._sort(side_by_side(known).numpy(), np.array([base for _, base in clocks]))
-        # Of each group the rows that came, their places among all ids, and their versions.
+        # Of each group the rows that came, their positions among all ids, and their versions.
         self._came: list[tuple[list[Tensor], list[Array], list[Array]]] = []
         for _ in self._alike:
             self._came.append(([], [], []))
@@ -280,8 +280,8 @@ class Pull:
         where, kinds = routed.order[some], routed.kinds[some]
         comes = kinds == _UNKNOWN
         if known.any():
-            places, *tensors = tensors
-            comes[np.flatnonzero(kinds == _KNOWN)[_checked(places, changed, known, shard)]] = True
+            positions, *tensors = tensors
+            comes[np.flatnonzero(kinds == _KNOWN)[_checked(positions, changed, known, shard)]] = True
         as_of, new = np.zeros((2, len(counts)), np.int64)
         as_of[concerned] = reply.steps[: len(concerned)]
         new[concerned] = changed
@@ -333,16 +333,16 @@ class Pull:
 
     def pulled(self) -> dict[str, Pulled]:
         """Return the received rows, by table and parameter."""
-        routed, found = self._routed, dict[str, Pulled]()
+        routed, pulled = self._routed, dict[str, Pulled]()
         for name, value in self._parameters.items():
-            found[name] = Pulled(_NO_POSITIONS, _NO_POSITIONS, value)
+            pulled[name] = Pulled(_NO_POSITIONS, _NO_POSITIONS, value)
         for (dtype, width, whole, numbers), (pieces, wheres, each) in zip(self._alike, self._came, strict=True):
             where = np.concatenate([_NOWHERE, *wheres])
             versions = np.concatenate([_NOWHERE, *each])
-            places = np.full(routed.flat.size, -1)
-            places[where] = np.arange(where.size)
-            there = np.flatnonzero(places >= 0)
-            order = places[there]
+            index = np.full(routed.flat.size, -1)
+            index[where] = np.arange(where.size)
+            there = np.flatnonzero(index >= 0)
+            order = index[there]
             rows = _together(pieces, width, whole, dtype)
             if not (order == np.arange(order.size)).all():
                 rows = rows.index_select(0, torch.from_numpy(order))
@@ -352,11 +352,11 @@ class Pull:
             each_version = torch.split(torch.from_numpy(versions[order]), sizes)
             parts = zip(numbers, positions, each_version, torch.split(rows, sizes), strict=True)
             for t, mine, some, own in parts:
-                found[routed.layout.tables[t]] = Pulled(mine, some, own)
-        return found
+                pulled[routed.layout.tables[t]] = Pulled(mine, some, own)
+        return pulled
 
     def bytes(self) -> dict[str, int]:
-        """For each table and parameter the number of bytes of ids, ages, places and rows sent and received."""
+        """For each table and parameter the number of bytes of ids, ages, positions and rows sent and received."""
         layout, counts = self._routed.layout, self._routed.counts.sum(0)
         sizes = {}
         rows = np.stack([self._stated_rows, self._other_rows, self._changed_rows, counts.sum(1), counts[:, _KNOWN]], 1)
@@ -437,7 +437,7 @@ class Push:
                 own = mine[np.isin(routed.tables[mine], numbers)]
                 ends = np.cumsum(np.diff(routed.starts)[numbers])
                 shift = np.zeros(len(counts), np.int64)
-                # From places among all ids to those in the block.
+                # From positions among all ids to those in the block.
                 shift[numbers] = np.append(0, ends)[:-1] - routed.starts[:-1][numbers]
                 gathered = _of(block, own + shift[routed.tables[own]])
                 of.update(zip(numbers, torch.split(gathered, [sum(counts[t]) for t in numbers]), strict=True))
@@ -454,15 +454,15 @@ class Push:
 
     def bytes(self) -> dict[str, int]:
         """For each table and parameter the number of bytes of ids, squares and gradients in the messages."""
-        layout, found = self._routed.layout, {}
+        layout, sizes = self._routed.layout, {}
         counts = self._routed.counts.sum(0).tolist()
         for name, (dtype, width), (single, sums) in zip(layout.tables, layout.kinds, counts, strict=True):
             size = (single + sums) * layout.ids_travel_as.itemsize + sums * torch.bfloat16.itemsize
-            found[name] = size + Share(dtype, (single + sums, width), "rows").bytes(self._compression)
+            sizes[name] = size + Share(dtype, (single + sums, width), "rows").bytes(self._compression)
         for dense in layout.dense:
             for name, share in dense.items():
-                found[name] = share.bytes(None)
-        return found
+                sizes[name] = share.bytes(None)
+        return sizes
 
 
 def _of(block: Tensor, where: Array) -> Tensor:
@@ -471,21 +471,21 @@ def _of(block: Tensor, where: Array) -> Tensor:
     return block.index_select(0, torch.from_numpy(where))
 
 
-def _checked(places: Tensor, changed: Array, known: Array, shard: int) -> Array:
-    """Return the positions of a shard's known ids that have changed, from the ``places`` it gives for each part.
+def _checked(positions: Tensor, changed: Array, known: Array, shard: int) -> Array:
+    """Return the positions of a shard's known ids that have changed, from those within each part.
 
     Raises:
-        ProtocolError: the places are not ascending positions within each part.
+        ProtocolError: the positions do not ascend within each part.
     """
-    if places.dtype != torch.int32 or places.shape != (int(changed.sum()),):
+    if positions.dtype != torch.int32 or positions.shape != (int(changed.sum()),):
         raise ProtocolError(
-            f"shard {shard} returned {tuple(places.shape)} {places.dtype} for {changed.tolist()} places"
+            f"shard {shard} returned {tuple(positions.shape)} {positions.dtype} for {changed.tolist()} positions"
         )
-    own = places.numpy().astype(np.int64)
-    found: Array = own + np.repeat(np.cumsum(known) - known, changed)
-    if (own < 0).any() or (own >= np.repeat(known, changed)).any() or (np.diff(found) <= 0).any():
-        raise ProtocolError(f"shard {shard} returned places {own.tolist()[:8]}... of {known.tolist()} known rows")
-    return found
+    within = positions.numpy().astype(np.int64)
+    among_all: Array = within + np.repeat(np.cumsum(known) - known, changed)
+    if (within < 0).any() or (within >= np.repeat(known, changed)).any() or (np.diff(among_all) <= 0).any():
+        raise ProtocolError(f"shard {shard} returned positions {within.tolist()[:8]}... of {known.tolist()} known rows")
+    return among_all
 
 
 def _together(pieces: list[Tensor], width: int, whole: int | None, dtype: torch.dtype) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import count
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor
 
 from anabranch.deadline import Deadline
-from anabranch.errors import CheckpointError, SchemaError
-from anabranch.parameter_server.client.shards import HeldTables
+from anabranch.errors import CheckpointError, NotFound, Overloaded, SchemaError
+from anabranch.parameter_server.client.shards import KnownTables
 from anabranch.parameter_server.messages import RestoreMessage, SnapshotMessage, SnapshotPart
 from anabranch.periodic import periodic
 from anabranch.tables.dense_parameter import DenseParameter
@@ -22,11 +23,13 @@ from anabranch.tables.optimizers.row_optimizers import CONSTANTS, Family, RowOpt
 from anabranch.tables.optimizers.row_wise_adagrad import sums_dtype
 from anabranch.tables.optimizers.torch_state import ParameterState
 from anabranch.tables.row_block import Piece, RowBlock, files, pieces
+from anabranch.tables.table import Table
 from anabranch.tables.table_spec import TableSpec, state_dtype
 from anabranch.transport import Request, pack, unpack
 
 CHUNK = 1 << 16  # rows of a whole table in one message
 _FORMAT = "rows in pieces"
+_PAUSE = 0.02  # seconds between two looks whether others have read a shard
 
 Group = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
 """Tensors by name, or what reads them from a file."""
@@ -35,8 +38,8 @@ Group = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
 class SavedTables:
     """One moment of each shard, in the form of a checkpoint; a context manager, which ends it.
 
-    The shards go on meanwhile. Each is asked for parts in turn. A shard ends what it has heard nothing about for long,
-    so a thread says a word while the reader is busy.
+    The shards go on meanwhile. Parts are requested from each in turn. A shard ends what it has
+    heard nothing about for long, so a thread says a word while the reader is busy.
 
     Args:
         tables: of the client.
@@ -46,26 +49,34 @@ class SavedTables:
         state: plain values.
     """
 
-    def __init__(self, tables: HeldTables, names: Iterable[str] | None = None) -> None:
+    def __init__(self, tables: KnownTables, names: Iterable[str] | None = None) -> None:
         self._calls = calls = tables.calls
         message = pack(SnapshotMessage(names=None if names is None else list(names)))
-        answers = calls.all([calls.request(shard, "snapshot", message) for shard in range(calls.shards)])
-        self._shards = [unpack(answer.tensors[0].numpy().tobytes(), dict[str, Any]) for answer in answers]
+        requests = [calls.request(shard, "snapshot", message) for shard in range(calls.shards)]
+        outcomes = calls.outcomes(requests, Deadline(calls.timeout))
+        self._shards: dict[int, dict[str, Any]] = {}
+        for shard, answer in enumerate(outcomes):
+            if not isinstance(answer, Exception):
+                self._shards[shard] = unpack(answer.tensors[0].numpy().tobytes(), dict[str, Any])
+        self._seconds = min((begun["seconds"] for begun in self._shards.values()), default=0.0)
+        for answer in outcomes:
+            if isinstance(answer, Exception):
+                self._say(-2)  # or what others have begun would live on
+                raise answer
         entries: dict[str, dict[str, Any]] = {}
-        for shard in self._shards:
-            for table in shard["tables"]:
+        for begun in self._shards.values():
+            for table in begun["tables"]:
                 entry = entries.setdefault(table["spec"]["name"], {**table, "rows": 0})
                 entry["step"], entry["rows"] = max(entry["step"], table["step"]), entry["rows"] + table["rows"]
-        dense = [parameter for shard in self._shards for parameter in shard["dense"]]
-        self._places = {name: place for place, name in enumerate(entries)}
+        dense = [parameter for begun in self._shards.values() for parameter in begun["dense"]]
+        self._index_of = {name: index for index, name in enumerate(entries)}
         self.state: dict[str, Any] = {"format": _FORMAT, "tables": list(entries.values()), "dense": dense}
         self._stack = ExitStack()
-        self._seconds = min(shard["seconds"] for shard in self._shards)
         self._stack.enter_context(periodic(lambda: self._say(-1), self._seconds / 4, name="anabranch-snapshot"))
 
     def _say(self, part: int) -> None:
         with suppress(Exception):  # the reader's own request meets it, too
-            words = [self._request(shard, part) for shard in range(len(self._shards))]
+            words = [self._request(shard, part) for shard in self._shards]
             self._calls.all(words, Deadline(self._seconds))  # later they would change nothing
 
     def _request(self, shard: int, part: int) -> Request:
@@ -86,7 +97,7 @@ class SavedTables:
     def groups(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yield parameters, constants of missed steps, and rows; each group is filled again for the next."""
         dense, known = count(), set[int]()
-        for shard, described in enumerate(self._shards):
+        for shard, described in self._shards.items():
             for number in range(described["groups"]):
                 part, tensors = self._part(shard, number)
                 assert part is not None
@@ -95,18 +106,18 @@ class SavedTables:
                     name = f"dense-{next(dense)}"
                 else:  # of a table's constants those of a shard that is furthest are all
                     table = described["tables"][int(name.removeprefix("history-"))]
-                    place = self._places[table["spec"]["name"]]
-                    if place in known or table["step"] < self.state["tables"][place]["step"]:
+                    index = self._index_of[table["spec"]["name"]]
+                    if index in known or table["step"] < self.state["tables"][index]["step"]:
                         continue
-                    known.add(place)
-                    name = f"history-{place}"
+                    known.add(index)
+                    name = f"history-{index}"
                 yield name, {str(k): tensor for k, tensor in enumerate(tensors)}
         for number, group in enumerate(files(self.pieces())):
             yield f"rows-{number}", group
 
     def pieces(self) -> Iterator[Piece]:
         """Yield the rows of all shards."""
-        reading = {shard: described["groups"] for shard, described in enumerate(self._shards)}
+        reading = {shard: described["groups"] for shard, described in self._shards.items()}
         while reading:
             for shard, number in list(reading.items()):
                 part, tensors = self._part(shard, number)
@@ -115,16 +126,16 @@ class SavedTables:
                     continue
                 reading[shard] += 1
                 described = [self._shards[shard]["tables"][k] for k in part.tables]
-                places = [self._places[table["spec"]["name"]] for table in described]
+                indices = [self._index_of[table["spec"]["name"]] for table in described]
                 # A row is as far behind the table's step as it is behind that of its shard.
-                ahead = [self.state["tables"][place]["step"] for place in places]
+                ahead = [self.state["tables"][index]["step"] for index in indices]
                 behind = [step - table["step"] for step, table in zip(ahead, described, strict=True)]
                 block = RowBlock(*tensors)
                 shift = torch.tensor(behind, device="cpu").repeat_interleave(torch.tensor(part.counts, device="cpu"))
-                yield Piece(places, part.counts, replace(block, stamps=(block.stamps + shift).clamp(min=1)))
+                yield Piece(indices, part.counts, replace(block, stamps=(block.stamps + shift).clamp(min=1)))
 
 
-def restore(tables: HeldTables, state: object, groups: Mapping[str, Group]) -> None:
+def restore(tables: KnownTables, state: object, groups: Mapping[str, Group]) -> None:
     """Load the groups of ``SavedTables``, in place of everything on the shards."""
     check(state, groups)
     tables.drop(None)
@@ -138,18 +149,16 @@ def restore(tables: HeldTables, state: object, groups: Mapping[str, Group]) -> N
 def check(state: object, groups: Mapping[str, Group]) -> None:
     """Read everything, a group at a time; raise ``CheckpointError`` for what could not be loaded whole.
 
-    Of a table's rows the ids are held, to see that each is there once.
+    Of a table's rows the ids are collected, to see that each is there once.
     """
     if not isinstance(state, Mapping) or state.get("format") != _FORMAT or "tables" not in state:
         raise CheckpointError("this checkpoint holds no server tables or parameters, or those of another version")
     made = [(TableSpec.from_dict(one["spec"]), RowOptimizer.from_dict(one["rule"])) for one in state["tables"]]
     ids: list[list[Tensor]] = [[] for _ in made]
     try:
-        for group in _rows(groups):
-            for piece in pieces(group):
-                for k, block in piece.split():
-                    block.check(*made[k], state["tables"][k]["step"])
-                    ids[k].append(block.ids.clone())
+        for k, block in _blocks(groups, range(len(made))):
+            block.check(*made[k], state["tables"][k]["step"])
+            ids[k].append(block.ids.clone())
         for (spec, _), some in zip(made, ids, strict=True):
             every = np.unique(torch.cat([*some, torch.empty(0, dtype=torch.int64, device="cpu")]).numpy())
             if len(every) != sum(map(len, some)):
@@ -164,34 +173,100 @@ def check(state: object, groups: Mapping[str, Group]) -> None:
         raise CheckpointError(f"the checkpoint cannot be loaded, and nothing was changed: {error}") from error
 
 
-def restore_some(tables: HeldTables, state: Mapping[str, Any], groups: Mapping[str, Group]) -> None:
-    """As ``restore``, but leaves other tables and parameters in place, and checks nothing."""
-    made = []
+def restore_some(
+    tables: KnownTables, state: Mapping[str, Any], groups: Mapping[str, Group], names: Collection[str] | None = None
+) -> None:
+    """As ``restore``, of ``names`` only if there are any; leaves others in place, and checks nothing."""
+    made = {}
     for k, entry in enumerate(state["tables"]):
         spec, rule = TableSpec.from_dict(entry["spec"]), RowOptimizer.from_dict(entry["rule"])
-        own = next((made for made, _ in reversed(tables.made) if made.name == spec.name), spec)
-        tables.init_table(replace(spec, memory_map=own.memory_map), rule)
-        history = torch.empty(0, CONSTANTS, dtype=torch.float64, device="cpu")
-        if f"history-{k}" in groups:
-            (history,) = _parts(groups[f"history-{k}"])
-        made.append((spec.name, entry["step"], history))
-        tables.restore_rows(spec.name, RowBlock.empty(spec, rule).tensors(), *made[-1][1:])  # of the step, and all rows
-    for group in _rows(groups):
-        for piece in pieces(group):
-            for k, block in piece.split():
-                name, step, history = made[k]
-                tables.restore_rows(name, block.tensors(), step, history)
+        if names is None or spec.name in names:
+            own = next((made for made, _ in reversed(tables.made) if made.name == spec.name), spec)
+            tables.init_table(replace(spec, memory_map=own.memory_map), rule)
+            tables.resume(spec.name, entry["step"], _history(groups, k))
+            made[k] = spec.name, entry["step"]
+    for k, block in _blocks(groups, made):
+        name, step = made[k]
+        tables.restore_rows(name, block.tensors(), step)
     for k, entry in enumerate(state["dense"]):
-        parts = _parts(groups[f"dense-{k}"])
-        tables.init_dense(entry["name"], torch.zeros_like(parts[0]), RowOptimizer.from_dict(entry["rule"]))
-        message = pack(RestoreMessage(entry["name"], entry["step"]))
-        tables.calls.call(tables.home(entry["name"]), "restore", message, parts)
+        if names is None or entry["name"] in names:
+            parts, rule = _parts(groups[f"dense-{k}"]), RowOptimizer.from_dict(entry["rule"])
+            _restore_dense(tables, entry["name"], parts, entry["step"], rule)
 
 
-def _rows(groups: Mapping[str, Group]) -> Iterator[Mapping[str, Tensor]]:
+def _restore_dense(tables: KnownTables, name: str, parts: list[Tensor], step: int, rule: RowOptimizer) -> None:
+    tables.init_dense(name, torch.zeros_like(parts[0]), rule)  # trained ones may have overflowed, first values may not
+    tables.calls.call(tables.home(name), "restore", pack(RestoreMessage(name, step)), parts)
+
+
+def whole(
+    state: Mapping[str, Any], groups: Mapping[str, Group], names: Collection[str]
+) -> dict[str, tuple[RowOptimizer, ParameterState]]:
+    """Return fixed tables and parameters in memory, with the optimizers that they were saved with.
+
+    Raises:
+        CheckpointError: what was saved is not whole.
+    """
+    made, sums = dict[int, Table](), dict[int, Tensor]()
+    wholes: dict[str, tuple[RowOptimizer, ParameterState]] = {}
+    try:
+        for k, entry in enumerate(state["tables"]):
+            if entry["spec"]["name"] in names:
+                made[k] = Table(TableSpec.from_dict(entry["spec"]), RowOptimizer.from_dict(entry["rule"]))
+                made[k].missed.check(entry["step"], _history(groups, k))
+                made[k].resume(entry["step"], _history(groups, k))
+        for k, block in _blocks(groups, made):
+            made[k].check_block(block)
+            made[k].restore(block)
+            if len(block.sums):
+                sums.setdefault(k, block.sums.new_zeros(made[k].used))[block.ids] = block.sums
+        for k, entry in enumerate(state["dense"]):
+            if entry["name"] in names:
+                value, *states = _parts(groups[f"dense-{k}"])
+                wholes[entry["name"]] = (
+                    RowOptimizer.from_dict(entry["rule"]),
+                    ParameterState(value, states, entry["step"]),
+                )
+    except (SchemaError, NotFound) as error:
+        raise CheckpointError(f"the checkpoint cannot be loaded, and nothing was changed: {error}") from error
+    for k, table in made.items():
+        saved = empty_state((table.used, table.spec.width), table.spec.dtype, table.rule)
+        for first in range(0, table.used, CHUNK):
+            ids = torch.arange(first, min(first + CHUNK, table.used), device="cpu")
+            fill(saved, ids, table.pull_with_state(ids))
+        states = [sums[k]] if k in sums else saved.states
+        wholes[table.spec.name] = table.rule, replace(saved, states=states, step=table.step)
+    return wholes
+
+
+def empty_state(shape: tuple[int, int], dtype: torch.dtype, rule: RowOptimizer) -> ParameterState:
+    """Return room for a table with a state for each weight, to be filled a few rows at a time."""
+    states = 0 if rule.family is Family.ROW_WISE_ADAGRAD else rule.states
+    each = [torch.empty(shape, dtype=state_dtype(dtype), device="cpu") for _ in range(states)]
+    return ParameterState(torch.empty(shape, dtype=dtype, device="cpu"), each)
+
+
+def fill(state: ParameterState, ids: Tensor, rows: Tensor) -> None:
+    """Set rows with their state."""
+    width = state.values.shape[1]
+    for number, part in enumerate((state.values, *state.states)):
+        part[ids] = rows[:, width * number : width * (number + 1)].to(part.dtype)
+
+
+def _history(groups: Mapping[str, Group], k: int) -> Tensor:
+    if f"history-{k}" in groups:
+        return _parts(groups[f"history-{k}"])[0]
+    return torch.empty(0, CONSTANTS, dtype=torch.float64, device="cpu")
+
+
+def _blocks(groups: Mapping[str, Group], tables: Container[int]) -> Iterator[tuple[int, RowBlock]]:
+    """Yield the rows of the tables with these indices."""
     for name, group in groups.items():
         if name.startswith("rows-"):
-            yield group() if callable(group) else group
+            for piece in pieces(group() if callable(group) else group):
+                for k, block in piece.split():
+                    if k in tables:
+                        yield k, block
 
 
 def _parts(group: Group) -> list[Tensor]:
@@ -201,85 +276,92 @@ def _parts(group: Group) -> list[Tensor]:
 
 def for_optimizer(entry: Mapping[str, Any], tensors: Mapping[str, Tensor], rule: RowOptimizer) -> dict[str, Tensor]:
     """Return a group of a table of ``collect`` for another optimizer, whose state begins anew."""
-    found, width = dict(tensors), entry["spec"]["width"]
+    changed, width = dict(tensors), entry["spec"]["width"]
     kind = sums_dtype(TableSpec.from_dict(entry["spec"]).dtype)
     for label, part in tensors.items():
         if label.endswith(".values"):
             row = (len(part), rule.row_width(width))
-            found[label] = torch.full(row, rule.initial_state, dtype=part.dtype, device="cpu")
-            found[label][:, :width] = part[:, :width]
+            changed[label] = torch.full(row, rule.initial_state, dtype=part.dtype, device="cpu")
+            changed[label][:, :width] = part[:, :width]
             count = len(part) if rule.family is Family.ROW_WISE_ADAGRAD else 0
-            found[f"{label[:-7]}.sums"] = torch.full((count,), rule.initial_state, dtype=kind, device="cpu")
+            changed[f"{label[:-7]}.sums"] = torch.full((count,), rule.initial_state, dtype=kind, device="cpu")
         elif label.endswith(".stamps"):
-            found[label] = part.clamp(max=1)
-    return found
+            changed[label] = part.clamp(max=1)
+    return changed
 
 
-def write_rows(tables: HeldTables, name: str, kept: ParameterState | Tensor, rule: RowOptimizer) -> None:
+def write_rows(tables: KnownTables, name: str, state: ParameterState | Tensor, rule: RowOptimizer) -> None:
     """Set all rows of a fixed table that has not been trained here yet, a few at a time.
 
     A push meanwhile ends it: a shard takes no rows that are older than its table.
     """
-    holding = tables.holding(name, rows=True)
+    entry = tables.entry(name, rows=True)
     there = _described(tables, name)
     if there["step"]:
         return
-    if isinstance(kept, Tensor):
-        kept = ParameterState(kept)
+    if isinstance(state, Tensor):
+        state = ParameterState(state)
     # Every row is up to date, so earlier steps will not be replayed.
-    history = torch.zeros(
-        kept.step if there["spec"]["every_row_moves"] else 0, CONSTANTS, dtype=torch.float64, device="cpu"
-    )
-    flat = kept.values.detach().reshape(len(kept.values), -1)
+    if state.step:
+        steps = state.step if there["spec"]["every_row_moves"] else 0
+        tables.resume(name, state.step, torch.zeros(steps, CONSTANTS, dtype=torch.float64, device="cpu"))
+    flat = state.values.detach().reshape(len(state.values), -1)
     row_wise = rule.family is Family.ROW_WISE_ADAGRAD
     kind = sums_dtype(flat.dtype)
     for first in range(0, len(flat), CHUNK):
         some = slice(first, first + CHUNK)
         count = len(flat[some])
-        row = (count, holding.width * (1 + rule.states))
+        row = (count, entry.width * (1 + rule.states))
         block = torch.full(row, rule.initial_state, dtype=state_dtype(flat.dtype), device="cpu")
-        block[:, : holding.width] = flat[some]
+        block[:, : entry.width] = flat[some]
         sums = torch.full((count if row_wise else 0,), rule.initial_state, dtype=kind, device="cpu")
-        for number, state in enumerate(kept.states):
+        for number, one in enumerate(state.states):
             if row_wise:
-                sums = state[some].to("cpu", kind)
+                sums = one[some].to("cpu", kind)
             else:
-                at = holding.width * (1 + number)
-                block[:, at : at + holding.width] = state[some].reshape(count, -1)
+                at = entry.width * (1 + number)
+                block[:, at : at + entry.width] = one[some].reshape(count, -1)
         parts = [
             torch.arange(first, first + count, device="cpu"), block,
-            torch.full((count,), kept.step + 1, device="cpu"), sums,
+            torch.full((count,), state.step + 1, device="cpu"), sums,
             torch.empty(0, 2, dtype=torch.int64, device="cpu"),
         ]  # fmt: skip
         try:
-            tables.restore_rows(name, parts, kept.step, history)
+            tables.restore_rows(name, parts, state.step)
         except SchemaError:
-            if _described(tables, name)["step"] > kept.step:
+            if _described(tables, name)["step"] > state.step:
                 return
             raise
 
 
-def _described(tables: HeldTables, name: str) -> dict[str, Any]:
+def _described(tables: KnownTables, name: str) -> dict[str, Any]:
     """Return what the first shard says about a table."""
     return next(table for table in tables.calls.describe()[0]["tables"] if table["spec"]["name"] == name)
 
 
-def write_dense(tables: HeldTables, name: str, kept: ParameterState, rule: RowOptimizer) -> None:
-    """Create the dense parameter ``name`` from its saved state; an existing one is overwritten."""
-    tables.init_dense(name, kept.values, rule)
-    if kept.step:
-        dtype = kept.values.dtype
-        kind = sums_dtype(dtype) if rule.family is Family.ROW_WISE_ADAGRAD else state_dtype(dtype)
-        states = [state.to(kind) for state in kept.states]
-        parts = [part.detach().cpu().contiguous() for part in (kept.values, *states)]
-        message = pack(RestoreMessage(name, kept.step))
-        tables.calls.call(tables.home(name), "restore", message, parts)
+def write_dense(tables: KnownTables, name: str, state: ParameterState, rule: RowOptimizer) -> None:
+    """Create the dense parameter ``name`` from its state; an existing one is overwritten."""
+    if not state.step:
+        tables.init_dense(name, state.values, rule)
+        return
+    dtype = state.values.dtype
+    kind = sums_dtype(dtype) if rule.family is Family.ROW_WISE_ADAGRAD else state_dtype(dtype)
+    states = [one.to(kind) for one in state.states]
+    parts = [part.detach().cpu().contiguous() for part in (state.values, *states)]
+    _restore_dense(tables, name, parts, state.step, rule)
 
 
-def sums_of(tables: HeldTables, name: str, rows: int, rule: RowOptimizer) -> Tensor:
+def sums_of(tables: KnownTables, name: str, rows: int, rule: RowOptimizer) -> Tensor:
     """Return row-wise Adagrad's sums of a fixed table; in an answer with rows they would have the rows' dtype."""
-    sums = torch.full((rows,), rule.initial_state, dtype=sums_dtype(tables.holding(name).dtype), device="cpu")
-    with SavedTables(tables, [name]) as saved:
-        for piece in saved.pieces():
-            sums[piece.rows.ids] = piece.rows.sums
-    return sums
+    sums = torch.full((rows,), rule.initial_state, dtype=sums_dtype(tables.entry(name).dtype), device="cpu")
+    deadline = Deadline(tables.calls.timeout)
+    while True:
+        try:
+            with SavedTables(tables, [name]) as saved:
+                for piece in saved.pieces():
+                    sums[piece.rows.ids] = piece.rows.sums
+            return sums
+        except Overloaded:  # the workers of a job read at once as it ends, and a shard is read by two at a time
+            if deadline.expired():
+                raise
+            time.sleep(_PAUSE)

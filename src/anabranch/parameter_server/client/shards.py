@@ -16,8 +16,15 @@ from torch import Tensor
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, NotFound, PeerLost, RolledBack, SchemaError
 from anabranch.parameter_server.client.row_messages import Layout, Routed
-from anabranch.parameter_server.expected_state import AcknowledgedPushes, ExpectedState
-from anabranch.parameter_server.messages import DropMessage, ExportMessage, InitMessage, PushReply, RestoreMessage
+from anabranch.parameter_server.messages import (
+    AcknowledgedPushes,
+    DropMessage,
+    ExpectedState,
+    ExportMessage,
+    InitMessage,
+    PushReply,
+    RestoreMessage,
+)
 from anabranch.record import spans
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
 from anabranch.tables.shard_placement import Placement
@@ -26,7 +33,7 @@ from anabranch.tables.warming import compile_kernels
 from anabranch.tensors.packing import Share
 from anabranch.transport import Answer, Client, Request, pack, unpack
 
-__all__ = ["HeldTables", "Holding", "ShardCalls"]
+__all__ = ["KnownTables", "Entry", "ShardCalls"]
 
 _T = TypeVar("_T")
 _NUMBERED = frozenset({"init", "join", "push", "restore", "drop"})
@@ -45,7 +52,7 @@ class ShardCalls:
 
     Attributes:
         shards: the number of shards.
-        acknowledged: for each endpoint, the places of this client's pushes in the shard's log.
+        acknowledged: for each endpoint, the numbers of this client's pushes.
         full: tables that have had no room for an id.
         rolled_back: true once a shard has said that it lost pushes of this client, until it is set back.
     """
@@ -78,7 +85,7 @@ class ShardCalls:
         """Return a request to one shard, with this client's expected state there."""
         endpoint = self.endpoints[shard]
         pushes = self.acknowledged[endpoint]
-        expected = ExpectedState(self._client.epoch, pushes.newest, pushes.life, shard, self.shards).encode()
+        expected = ExpectedState(self._client.epoch, pushes.newest, pushes.incarnation, shard, self.shards).encode()
         return Request(
             endpoint, verb, tensors=tensors, payload=payload, schema=expected, once=verb in _NUMBERED, step=step,
             role="parameters",
@@ -94,30 +101,30 @@ class ShardCalls:
 
     def all(self, requests: Sequence[Request], deadline: Deadline | None = None) -> list[Answer]:
         """Send ``requests`` at once, under the client's timeout by default; raises the first error."""
-        answers, failures = self.outcomes(requests, deadline or Deadline(self.timeout))
-        if failures:
-            raise failures[0]
+        answers: list[Answer] = []
+        for outcome in self.outcomes(requests, deadline or Deadline(self.timeout)):
+            if isinstance(outcome, Exception):
+                raise outcome
+            answers.append(outcome)
         return answers
 
-    def outcomes(self, requests: Sequence[Request], deadline: Deadline) -> tuple[list[Answer], list[Exception]]:
-        """Return the answers, and the errors of those that failed."""
-        answers: list[Answer] = []
-        failures: list[Exception] = []
+    def outcomes(self, requests: Sequence[Request], deadline: Deadline) -> list[Answer | Exception]:
+        """Return the answer to each request, or its error."""
+        outcomes: list[Answer | Exception] = []
         for request, outcome in zip(requests, self._client.gather(requests, deadline), strict=True):
-            if isinstance(outcome, Exception):
-                failures.append(self._note_loss(request, outcome))
-                continue
             assert outcome is not None
-            if request.verb == "push" and outcome.payload:
+            outcomes.append(outcome)
+            if isinstance(outcome, Exception):
+                self._note_loss(request, outcome)
+            elif request.verb == "push" and outcome.payload:
                 reply = unpack(outcome.payload, PushReply)
                 with self._noting:
-                    self.acknowledged[request.endpoint].add(reply.place)
+                    self.acknowledged[request.endpoint].add(reply.number)
                     self.full.update(reply.full)
-            answers.append(outcome)
-        return answers, failures
+        return outcomes
 
-    def _note_loss(self, request: Request, error: Exception) -> Exception:
-        """Return the error to raise; if a shard has lost pushes, forget their places."""
+    def _note_loss(self, request: Request, error: Exception) -> None:
+        """Forget the numbers of pushes that a shard has lost."""
         if isinstance(error, RolledBack):
             expected = ExpectedState.decode(request.schema)
             assert expected is not None
@@ -127,8 +134,7 @@ class ShardCalls:
                 gone = pushes.cut(0 if error.lost is None else expected.pushes - error.lost)
                 if error.lost is not None:
                     error.lost = gone
-                pushes.life = 0
-        return error
+                pushes.incarnation = 0
 
     def in_turn(self, requests: Sequence[Request], deadline: Deadline) -> list[Answer]:
         """As ``all``, for requests that may wait for other workers: checks in between that they are alive.
@@ -166,12 +172,12 @@ class ShardCalls:
         """Return every shard's answer to ``verb``, which may be too long for a header."""
         return [answer.tensors[0].numpy().tobytes() for answer in self.everywhere(verb)]
 
-    def lives(self) -> list[Answer]:
+    def incarnations(self) -> list[Answer]:
         """Wait for shards that do not listen yet, as long as a call may take: a new machine compiles for a minute."""
         deadline = Deadline(self.timeout)
         while True:
             try:
-                return self.all([self.request(shard, "life") for shard in range(self.shards)], deadline)
+                return self.all([self.request(shard, "incarnation") for shard in range(self.shards)], deadline)
             except PeerLost as error:
                 if deadline.expired() or not isinstance(error.__cause__, ConnectionRefusedError):
                     raise
@@ -194,7 +200,7 @@ class ShardCalls:
         return future.result(timeout=0)
 
 
-class Holding:
+class Entry:
     """One name as a client knows it: a table with its placement, or a dense parameter.
 
     Attributes:
@@ -208,7 +214,7 @@ class Holding:
         self.width = math.prod(shape[1:])
 
 
-class HeldTables:
+class KnownTables:
     """The client's tables and parameters.
 
     Args:
@@ -216,36 +222,36 @@ class HeldTables:
         in_process: the one shard is in this process, which compiles its kernels.
 
     Attributes:
-        holdings: by name.
-        made: the tables that this client has created or found, and their optimizers.
+        entries: by name.
+        made: the tables that this client has created or learned of, and their optimizers.
     """
 
     def __init__(self, calls: ShardCalls, *, in_process: bool) -> None:
         self.calls, self.in_process = calls, in_process
-        self.holdings: dict[str, Holding] = {}
+        self.entries: dict[str, Entry] = {}
         self.made: list[tuple[TableSpec, RowOptimizer]] = []
         self._expected: dict[str, TableSpec] = {}
         self._layouts: dict[tuple[str, ...], Layout] = {}
 
-    def _holding_of(self, spec: TableSpec, row_shape: tuple[int, ...] | None = None) -> Holding:
+    def _entry_of(self, spec: TableSpec, row_shape: tuple[int, ...] | None = None) -> Entry:
         placement = Placement.of(spec, self.calls.shards)
         rows = -1 if spec.rows is None else spec.rows
-        return Holding(placement, spec.dtype, (rows, *(row_shape or (spec.width,))))
+        return Entry(placement, spec.dtype, (rows, *(row_shape or (spec.width,))))
 
-    def holding(self, name: str, *, rows: bool = False) -> Holding:
+    def entry(self, name: str, *, rows: bool = False) -> Entry:
         """Return the record of a name, requested from the shards if it is not known."""
-        if name not in self.holdings:
+        if name not in self.entries:
             self._learn()
-        holding = self.holdings.get(name)
-        if holding is None:
+        entry = self.entries.get(name)
+        if entry is None:
             cure = "; a reader makes none: train it, or load a checkpoint, first" if name in self._expected else ""
-            raise NotFound(f"no table or parameter {name!r}; there are: {', '.join(self.holdings) or 'none'}{cure}")
-        if rows and holding.placement is None:
+            raise NotFound(f"no table or parameter {name!r}; there are: {', '.join(self.entries) or 'none'}{cure}")
+        if rows and entry.placement is None:
             raise SchemaError(f"{name} is a dense parameter; use pull and push")
-        return holding
+        return entry
 
-    def _hold(self, name: str, holding: Holding) -> None:
-        self.holdings[name] = holding
+    def _enter(self, name: str, entry: Entry) -> None:
+        self.entries[name] = entry
         self._layouts.clear()
 
     def layout(self, names: Iterable[str]) -> Layout:
@@ -256,11 +262,11 @@ class HeldTables:
             tables: dict[str, tuple[Placement, torch.dtype, int]] = {}
             dense: list[dict[str, Share]] = [{} for _ in range(self.calls.shards)]
             for name in key:
-                holding = self.holding(name)
-                if holding.placement is not None:
-                    tables[name] = (holding.placement, holding.dtype, holding.width)
+                entry = self.entry(name)
+                if entry.placement is not None:
+                    tables[name] = (entry.placement, entry.dtype, entry.width)
                 else:
-                    dense[self.home(name)][name] = Share(holding.dtype, holding.shape)
+                    dense[self.home(name)][name] = Share(entry.dtype, entry.shape)
             if len(self._layouts) >= _REMEMBERED:
                 self._layouts.clear()
             layout = self._layouts[key] = Layout.of(tables, dense)
@@ -272,30 +278,30 @@ class HeldTables:
                 spec = TableSpec.from_dict(table["spec"])
                 if self._expected.get(spec.name, spec) != spec:
                     raise SchemaError(f"table {spec.name} is {spec} here, not {self._expected[spec.name]}")
-                self.holdings.setdefault(spec.name, self._holding_of(spec))
+                self.entries.setdefault(spec.name, self._entry_of(spec))
             for name in (parameter["name"] for parameter in described["dense"]):
                 if name in self._expected:
                     raise SchemaError(f"{name} is a dense parameter here; give the RemoteEmbedding another name")
-                if name not in self.holdings:
+                if name not in self.entries:
                     _, parts = self.calls.export(shard, ExportMessage(name))
-                    self.holdings[name] = Holding(None, parts[0].dtype, tuple(parts[0].shape))
+                    self.entries[name] = Entry(None, parts[0].dtype, tuple(parts[0].shape))
 
     def home(self, name: str) -> int:
         """Return the shard of a dense parameter."""
         return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") % self.calls.shards
 
-    def every_id(self, name: str, holding: Holding) -> Tensor:
+    def every_id(self, name: str, entry: Entry) -> Tensor:
         """Return the ids of a fixed table."""
-        if holding.shape[0] < 0:
+        if entry.shape[0] < 0:
             raise SchemaError(f"table {name} has a dynamic vocabulary and cannot be pulled or pushed as a whole")
-        return torch.arange(holding.shape[0], device="cpu")
+        return torch.arange(entry.shape[0], device="cpu")
 
     def init_table(self, spec: TableSpec, rule: RowOptimizer, *, row_shape: tuple[int, ...] | None = None) -> None:
         """Create the table that ``spec`` describes on every shard; an existing one stays unchanged."""
         if self.in_process:
             compile_kernels(spec.dtype)
         self.calls.everywhere("init", pack(InitMessage(spec.name, rule.to_dict(), spec.to_dict())))
-        self._hold(spec.name, self._holding_of(spec, row_shape))
+        self._enter(spec.name, self._entry_of(spec, row_shape))
         self._expected.pop(spec.name, None)
         self.made.append((spec, rule))
 
@@ -310,7 +316,7 @@ class HeldTables:
 
     def expect_dense(self, name: str, like: Tensor) -> None:
         """Register a dense parameter with the shape and dtype of ``like`` that another client creates."""
-        self._hold(name, Holding(None, like.dtype, tuple(like.shape)))
+        self._enter(name, Entry(None, like.dtype, tuple(like.shape)))
 
     def steps(self) -> list[dict[str, int]]:
         """Return for each shard the tables and parameters that it holds, and the optimizer steps of each."""
@@ -329,13 +335,18 @@ class HeldTables:
                 if chosen is None or name in chosen:
                     self.calls.call(shard, "drop", pack(DropMessage(name)))
                     dropped.add(name)
-        for name in dropped & self.holdings.keys():
-            del self.holdings[name]
+        for name in dropped & self.entries.keys():
+            del self.entries[name]
         self._layouts.clear()
         return dropped
 
-    def restore_rows(self, name: str, parts: Sequence[Tensor], step: int, history: Tensor) -> None:
-        """Set rows, their state and stamps, on the shards that hold them."""
+    def resume(self, name: str, step: int, history: Tensor) -> None:
+        """Set a table's step, and the constants of its steps so far, on every shard."""
+        message = pack(RestoreMessage(name, step))
+        self.calls.all([self.calls.request(shard, "restore", message, [history]) for shard in range(self.calls.shards)])
+
+    def restore_rows(self, name: str, parts: Sequence[Tensor], step: int) -> None:
+        """Set rows of a table at this step, their state and stamps, on the shards that hold them."""
         routed = Routed(self.layout([name]), parts[:1], self.calls.shards)
         routed.arrange(np.zeros(routed.flat.size, np.int64), 1)
         message = pack(RestoreMessage(name, step))
@@ -343,5 +354,6 @@ class HeldTables:
         for shard in range(self.calls.shards):
             where = torch.from_numpy(routed.order[routed.of(shard)])
             mine = [part[where] if len(part) == len(parts[0]) else part for part in parts]
-            requests.append(self.calls.request(shard, "restore", message, [*mine, history]))
+            if where.numel():
+                requests.append(self.calls.request(shard, "restore", message, mine))
         self.calls.all(requests)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from anabranch.autodiff.moved_parameter import Ways
 from anabranch.parameter_server.client.parameter_client import ParameterClient
-from anabranch.parameter_server.client.remote_tables import Beside, moves_every_row
+from anabranch.parameter_server.client.remote_tables import Beside, spec_of
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
 from anabranch.tables.optimizers.torch_state import from_torch
 from anabranch.tables.table_spec import TableSpec
@@ -33,7 +33,7 @@ _NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _Copy:
     parameter: nn.Parameter
     rule: Callable[[], RowOptimizer]
     spec: TableSpec | None
@@ -60,13 +60,13 @@ class WholeParameters:
 
     def __init__(self, client: ParameterClient) -> None:
         self._client = client
-        self._held: dict[str, _Held] = {}
+        self._copies: dict[str, _Copy] = {}
         self._read: dict[str, Tensor] = {}
 
     @property
     def names(self) -> list[str]:
         """The parameters, in the order in which they were taken over."""
-        return list(self._held)
+        return list(self._copies)
 
     def take_over(
         self,
@@ -91,63 +91,61 @@ class WholeParameters:
             ways: to it, in the models.
         """
         numbers = rule()
-        kept = from_torch(numbers, parameter.detach(), state or {})
+        state_here = from_torch(numbers, parameter.detach(), state or {})
         spec = None
         if sparse is not None:
-            rows, width = parameter.shape
-            moves = moves_every_row(numbers, sparse=sparse)
-            spec = TableSpec(name, rows, width, parameter.dtype, every_row_moves=moves)
+            spec = spec_of(name, parameter, numbers, sparse=sparse)
             self._client.init_table(spec, numbers)
             if self._client.leads and not adopt:
-                self._client.write_rows(name, kept, numbers)
+                self._client.write_rows(name, state_here, numbers)
         elif adopt:
             self._client.init_dense(name, parameter, numbers)  # which compares shapes, and leaves the values there
         elif self._client.leads:
-            self._client.write_dense(name, kept, numbers)
+            self._client.write_dense(name, state_here, numbers)
         else:
             self._client.expect_dense(name, parameter)
-        self._held[name] = _Held(parameter, rule, spec, ways)
+        self._copies[name] = _Copy(parameter, rule, spec, ways)
         self._read[name] = parameter.detach().clone()
 
     def spec(self, name: str) -> TableSpec:
         """Return the servers' spec of one table."""
-        spec = self._held[name].spec
+        spec = self._copies[name].spec
         assert spec is not None
         return spec
 
     def refresh(self, step: int | None) -> None:
         """Read all of them, in one message per shard, once ``step`` may read."""
-        if not self._held:
+        if not self._copies:
             return
         wanted = {
-            name: torch.arange(len(held.parameter), device="cpu") if held.rows else _NO_IDS
-            for name, held in self._held.items()
+            name: torch.arange(len(one.parameter), device="cpu") if one.rows else _NO_IDS
+            for name, one in self._copies.items()
         }
-        found = self._client.pull_many(wanted, step=step)
+        read = self._client.pull_many(wanted, step=step)
         self._read = {}  # nothing can be told of copies that Ctrl-C leaves half written
         with torch.no_grad():
-            for name, pulled in found.items():
-                self._held[name].parameter.copy_(pulled.rows)
-        self._read = {name: _as_read(self._held[name].parameter, pulled.rows) for name, pulled in found.items()}
+            for name, pulled in read.items():
+                self._copies[name].parameter.copy_(pulled.rows)
+        self._read = {name: _as_read(self._copies[name].parameter, pulled.rows) for name, pulled in read.items()}
 
     def changed(self) -> list[str]:
         """Return the copies that are not as they were read, or that are in the model no longer."""
-        if not self._held:
+        if not self._copies:
             return []
-        replaced = [name for name, held in self._held.items() if held.ways and held.ways.replaced() is not None]
+        replaced = [name for name, one in self._copies.items() if one.ways and one.ways.replaced() is not None]
         written = (
-            name for name, read in self._read.items() if not _same_bits(self._held[name].parameter.detach(), read)
+            name for name, read in self._read.items() if not _same_bits(self._copies[name].parameter.detach(), read)
         )
         return list(dict.fromkeys([*replaced, *written]))
 
     def beside(self, gradients: Mapping[str, Tensor]) -> Beside:
         """Return the contents of a push for these gradients, dense or sparse ones."""
         return {
-            name: (*self._as_pushed(name, gradient), self._held[name].rule()) for name, gradient in gradients.items()
+            name: (*self._as_pushed(name, gradient), self._copies[name].rule()) for name, gradient in gradients.items()
         }
 
     def _as_pushed(self, name: str, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        if not self._held[name].rows:
+        if not self._copies[name].rows:
             return _NO_IDS, gradient.to_dense() if gradient.is_sparse else gradient
         if gradient.is_sparse:
             merged = gradient.coalesce()

@@ -1,10 +1,16 @@
-"""``ShardContents``: the tables and parameters of one shard by name; ``Shard`` adds the lock and the order."""
+"""``ShardContents``: the tables and parameters of one shard by name; ``Shard`` adds the lock and the order.
+
+Behind it: the counters of each, and what is read of one moment (``ShardSnapshot``), by a client part by part
+(``Reading``).
+"""
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -12,19 +18,17 @@ from typing import Any
 from torch import Tensor
 
 from anabranch.errors import NotFound, SchemaError
-from anabranch.parameter_server.messages import ExportMessage, InitMessage, RestoreMessage
-from anabranch.parameter_server.server.shard_snapshot import ShardSnapshot
-from anabranch.parameter_server.server.shard_statistics import Counts, TableStatistics
+from anabranch.parameter_server.messages import ExportMessage, InitMessage, RestoreMessage, SnapshotPart
 from anabranch.tables.arena import Arena, kind_of
 from anabranch.tables.dense_parameter import DenseParameter
 from anabranch.tables.kernels.memory import KernelThreads
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
-from anabranch.tables.row_block import RowBlock, pieces
-from anabranch.tables.snapshot import RowSnapshot
+from anabranch.tables.row_block import RowBlock, files, pieces
+from anabranch.tables.snapshot import PIECE_BYTES, RowSnapshot
 from anabranch.tables.table import Table, TableGroup
 from anabranch.tables.table_spec import TableSpec
 
-__all__ = ["Parts", "ShardContents"]
+__all__ = ["Counts", "Parts", "ShardContents", "ShardStatistics", "TableStatistics"]
 
 _REMEMBERED = 64  # messages of different tables
 
@@ -35,7 +39,7 @@ class Parts:
 
     Attributes:
         names, holders: in the message's order.
-        groups: tables of one arena, their places in that order, and whether reading may add rows to one of them, as
+        groups: tables of one arena, their positions in that order, and whether reading may add rows to one of them, as
             its ids are not fixed.
         version: of the contents that they are in.
     """
@@ -121,11 +125,11 @@ class ShardContents:
 
     def holder(self, name: str) -> Table | DenseParameter:
         """Return the table or the parameter of this name; raise ``NotFound`` for a name that is not here."""
-        found = self.tables.get(name) or self.dense.get(name)
-        if found is None:
+        holder = self.tables.get(name) or self.dense.get(name)
+        if holder is None:
             known = ", ".join([*self.tables, *self.dense]) or "none"
             raise NotFound(f"no table or parameter {name!r} on this shard; there are: {known}")
-        return found
+        return holder
 
     def parts(self, names: tuple[str, ...]) -> Parts:
         """Return those of ``names``, which must differ; also without the lock of the shard."""
@@ -188,30 +192,32 @@ class ShardContents:
     def check_restored(self, message: RestoreMessage, tensors: Sequence[Tensor]) -> None:
         """Raise for tensors that do not fit their table or parameter."""
         holder = self.holder(message.name)
-        if isinstance(holder, Table):
-            if len(tensors) != 1 + len(fields(RowBlock)):
-                raise SchemaError(f"table {message.name}: ids, values, stamps, sums, usage and history expected")
-            *block, history = tensors
+        if not isinstance(holder, Table):
+            holder.check_restored(tensors)
+        elif len(tensors) == 1:
             if message.step < holder.step:
                 raise SchemaError(
-                    f"table {message.name} is at step {holder.step}, and rows of step {message.step} would take pushes "
-                    "back; drop it first"
+                    f"table {message.name} is at step {holder.step}, and step {message.step} would take pushes back; "
+                    "drop it first"
                 )
-            holder.check_block(RowBlock(*block), message.step, history)
+            holder.missed.check(message.step, tensors[0])
+        elif len(tensors) != len(fields(RowBlock)):
+            raise SchemaError(f"table {message.name}: history, or ids, values, stamps, sums and usage expected")
+        elif message.step != holder.step:
+            raise SchemaError(f"table {message.name} is at step {holder.step}, and the rows are of {message.step}")
         else:
-            holder.check_restored(tensors)
+            holder.check_block(RowBlock(*tensors))
 
     def restore(self, message: RestoreMessage, tensors: Sequence[Tensor]) -> None:
-        """Restore the checked result of ``export``."""
+        """Restore what was checked."""
         self.generation = _new_generation()
         holder = self.holder(message.name)
-        if isinstance(holder, Table):
-            *block, history = tensors
-            if len(block[0]):
-                holder.restore(RowBlock(*block))
-            holder.resume(message.step, history)
-        else:
+        if not isinstance(holder, Table):
             holder.restore(tensors, message.step)
+        elif len(tensors) == 1:
+            holder.resume(message.step, tensors[0])
+        else:
+            holder.restore(RowBlock(*tensors))
 
     def snapshot(
         self, lock: AbstractContextManager[object], names: Sequence[str] | None, seconds: float
@@ -279,3 +285,105 @@ def _described(tables: Mapping[str, Table], dense: Mapping[str, DenseParameter])
 def _new_generation() -> int:
     """Return a random id, unlikely to repeat across restarts."""
     return 1 + secrets.randbelow((1 << 32) - 1)
+
+
+# --- statistics -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Counts:
+    """Requests for one table or parameter so far."""
+
+    pulls: int = 0
+    pushes: int = 0
+    rows_pulled: int = 0
+    rows_pushed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TableStatistics:
+    """Requests for one table or parameter, in messages and rows, and the number of rows it holds and has evicted.
+
+    ``unadmitted`` ids of pushes found no room in its capacity.
+    """
+
+    pulls: int
+    pushes: int
+    rows_pulled: int
+    rows_pushed: int
+    rows: int
+    evictions: int
+    bytes: int
+    step: int
+    unadmitted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ShardStatistics:
+    """Statistics of a shard since it started.
+
+    Attributes:
+        tables: by name.
+        refused_values: pushes refused because they held NaN or Inf, by the peer that sent them.
+        replayed: records replayed from the log.
+        spills: changes that waited for a write, as the reader of a snapshot was slow.
+    """
+
+    tables: dict[str, TableStatistics]
+    refused_values: dict[str, int]
+    replayed: int
+    spills: int = 0
+
+
+# --- snapshots --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class ShardSnapshot:
+    """One moment of a shard.
+
+    Attributes:
+        state: the tables and parameters, and of a whole shard the order of the workers, as plain values.
+        groups: tensors of parameters, of steps that rows have missed, and of pushes that wait; they stay as they are.
+        rows: of the tables.
+    """
+
+    state: dict[str, object]
+    groups: dict[str, dict[str, Tensor]]
+    rows: RowSnapshot
+
+    def files(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """Yield groups with the rows."""
+        for number, tensors in enumerate(files(self.rows)):
+            yield f"rows-{number}", tensors
+
+
+class Reading:
+    """A snapshot in parts, of which the last can be had again; none is larger than ``part_bytes``."""
+
+    def __init__(self, snapshot: ShardSnapshot) -> None:
+        self.state, self.rows = {**snapshot.state, "groups": len(snapshot.groups)}, snapshot.rows
+        groups = [sum(tensor.nbytes for tensor in group.values()) for group in snapshot.groups.values()]
+        self.part_bytes = max(PIECE_BYTES, *groups, 0)
+        self._groups, self._lock = deque(snapshot.groups.items()), threading.Lock()
+        self._number = -1
+        self._last: tuple[SnapshotPart, list[Tensor]] | None = None
+
+    def _next(self) -> tuple[SnapshotPart, list[Tensor]] | None:
+        # No generator, which would be at its end after an error: then the next part would be none, and a part asked for
+        # again would pass for the last.
+        if self._groups:
+            self.rows.touch()
+            name, group = self._groups.popleft()
+            return SnapshotPart(name), list(group.values())
+        piece = next(self.rows, None)
+        return None if piece is None else (SnapshotPart("", piece.tables, piece.counts), piece.rows.tensors())
+
+    def part(self, number: int) -> tuple[SnapshotPart, list[Tensor]] | None:
+        """Return part ``number``; ``None`` behind the last."""
+        with self._lock:
+            if number < self._number:
+                raise SchemaError(f"part {number} of a snapshot was asked for behind part {self._number}")
+            while self._number < number:
+                self._last, self._number = self._next(), self._number + 1
+            return self._last

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -31,12 +32,23 @@ from anabranch.tables.table_spec import state_dtype
 from anabranch.tensors.packing import Share, acceptable, all_finite, expected, join, largest_gradient, views
 from anabranch.transport import Checked
 
-__all__ = ["Described", "ShardRequest", "RowRequest", "apply", "check", "check_body", "read", "renewed", "squared_sum"]
+__all__ = [
+    "Described",
+    "ShardRequest",
+    "RowRequest",
+    "apply",
+    "check",
+    "check_body",
+    "read",
+    "renewed",
+    "squared_sum",
+    "without",
+]
 
 Described = tuple[torch.dtype, tuple[int, ...]]
 """A tensor's dtype and shape."""
 
-_NAME, _WEIGHT = attrgetter("name"), attrgetter("message.weight")
+_NAME, _WEIGHT = attrgetter("name"), attrgetter("message.merging.weight")
 _Gradient = tuple[Tensor, Tensor, Tensor | None]  # ids, gradients and, of sums over several steps, their squares
 
 
@@ -142,8 +154,9 @@ def _check_push(request: RowRequest, message: PushMessage) -> None:
         request.marked += part.sums
         if part.sums > part.count:
             raise SchemaError(f"{part.name} has {part.count} ids, of which {part.sums} have sums of several steps")
-    if not (math.isfinite(message.weight) and message.weight >= 0):
-        raise NonFinite(f"a weight is a finite number >= 0, got {message.weight}")
+    weight = message.merging.weight
+    if not (math.isfinite(weight) and weight >= 0):
+        raise NonFinite(f"a weight is a finite number >= 0, got {weight}")
     if not message.rules:
         return
     rules = [_rule_of(rule) for rule in message.rules]
@@ -176,6 +189,21 @@ def arrived(
     request = check(contents, message, [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors], client)
     request.take(tensors)
     return request
+
+
+def without(contents: ShardContents, request: RowRequest, name: str) -> RowRequest:
+    """Return a push without its gradients of ``name``, which is still there."""
+    message, stays = request.message, [k for k, other in enumerate(request.parts.names) if other != name]
+    parts = [message.parts[k] for k in stays]
+    ids = torch.split(request.tensors[0], request.counts)
+    grads = views(request.numbers, request.shares, message.compression)
+    tensors = [torch.cat([request.tensors[0][:0], *(ids[k] for k in stays)])]
+    if any(part.sums for part in parts):
+        squares = torch.split(request.tensors[1], [part.sums for part in message.parts])
+        tensors.append(torch.cat([squares[k] for k in stays]))
+    tensors += join([grads[k] for k in stays], [request.shares[k] for k in stays])
+    message = msgspec.structs.replace(message, parts=parts, compression=None)
+    return arrived(contents, message, tensors, request.client)
 
 
 def check_body(request: RowRequest) -> None:
@@ -237,7 +265,7 @@ def read(contents: ShardContents, request: RowRequest, pushed: int = 0) -> tuple
             ids, counts = request.ids_of(at)
             out = _together(values, at)
             group.pull(ids, counts, out=out, training=message.training)
-            if out.data_ptr() != values[at[0]].data_ptr():  # a copy: their places are not neighbours
+            if out.data_ptr() != values[at[0]].data_ptr():  # a copy: their values are not neighbours
                 for k, rows in zip(at, torch.split(out, counts), strict=True):
                     values[k].copy_(rows)
         for name, count in zip(parts.names, request.counts, strict=True):
@@ -258,14 +286,14 @@ def admit(request: RowRequest) -> None:
 def _choose(contents: ShardContents, request: RowRequest, changed: list[int]) -> list[Tensor]:
     """Return the tensors of an answer of which rows come with their state, or only if they have ``changed``."""
     message, parts = request.message, request.parts
-    states, rows, places = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
+    states, rows, positions = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
     since = _since(contents, request)
     for group, at, _ in parts.groups:
         ids, counts = request.ids_of(at)
         with_state, known = [message.parts[k].with_state for k in at], [message.parts[k].known for k in at]
         *came, new = group.answer(ids, counts, with_state, known, _together(since, at), training=message.training)
         others = (np.array(counts) - with_state - known + new).tolist()
-        for into, whole, sizes in zip((states, rows, places), came, (with_state, others, new), strict=True):
+        for into, whole, sizes in zip((states, rows, positions), came, (with_state, others, new), strict=True):
             into |= zip(at, torch.split(whole, sizes), strict=True)
     numbers, shares = list[Tensor](), list[Share]()
     for k in sorted(states):
@@ -274,13 +302,13 @@ def _choose(contents: ShardContents, request: RowRequest, changed: list[int]) ->
             shares.append(Share(states[k].dtype, tuple(states[k].shape), "states"))
     for k, (name, holder) in enumerate(zip(parts.names, parts.holders, strict=True)):
         if isinstance(holder, Table):
-            changed[k] = len(places[k])
+            changed[k] = len(positions[k])
             contents.counts[name].rows_pulled += message.parts[k].with_state + len(rows[k])
         numbers.append(rows[k] if isinstance(holder, Table) else holder.value)
         shares.append(Share(numbers[-1].dtype, tuple(numbers[-1].shape), request.shares[k].kind))
     packed = join(numbers, shares, message.compression)
     if request.marked:
-        packed.insert(0, _together(places, sorted(places)).to(torch.int32))
+        packed.insert(0, _together(positions, sorted(positions)).to(torch.int32))
     return packed
 
 
@@ -372,7 +400,8 @@ def weighted_shares(
     shares: dict[str, list[_Gradient]] = {}
     for push in pushes:
         message = push.message
-        share = scale * ((message.weight / total if total else 0.0) if message.mean else 1.0)
+        merging = message.merging
+        share = scale * ((merging.weight / total if total else 0.0) if merging.mean else 1.0)
         grads = views(push.numbers, push.shares, message.compression)
         squares = _squares_of(push) if push.marked else [None] * len(grads)
         ids = torch.split(push.tensors[0], push.counts)

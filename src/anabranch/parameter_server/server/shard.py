@@ -48,7 +48,7 @@ from anabranch.parameter_server.messages import (
     StepMessage,
     WorkerProgress,
 )
-from anabranch.parameter_server.server.contents import ShardContents
+from anabranch.parameter_server.server.contents import ShardContents, ShardSnapshot, ShardStatistics
 from anabranch.parameter_server.server.requests import (
     RowRequest,
     admit,
@@ -58,9 +58,8 @@ from anabranch.parameter_server.server.requests import (
     read,
     renewed,
     squared_sum,
+    without,
 )
-from anabranch.parameter_server.server.shard_snapshot import ShardSnapshot
-from anabranch.parameter_server.server.shard_statistics import ShardStatistics
 from anabranch.parameter_server.server.worker_order import Consistency, HeldStep, WorkerOrder
 from anabranch.record import spans
 from anabranch.tables.kernels.memory import KernelThreads
@@ -220,13 +219,9 @@ class Shard:
         if scale is None:
             begin()
         else:
-            apply(self.contents, self._held_pushes(job.held[step]), scale, begin=begin)
+            apply(self.contents, job.held[step].in_order(), scale, begin=begin)
         job.past(step, scale)
         job.broken = ""
-
-    def _held_pushes(self, held: HeldStep) -> list[RowRequest]:
-        """Return the pushes in the order of ranks."""
-        return [renewed(self.contents, held.pushes[rank]) for rank in sorted(held.pushes)]
 
     def joined_as(self, rank: int) -> bytes:
         """Return the last client to join as worker ``rank``, if it is known. Without the lock."""
@@ -320,7 +315,7 @@ class Shard:
             if held is None or not held.complete:
                 raise SchemaError(f"not every worker's push of step {message.step} is held here")
             if held.norm is None:
-                held.norm = squared_sum(self._held_pushes(held))
+                held.norm = squared_sum(held.in_order())
             return held.norm
 
     def replay(self, verb: str, payload: bytes, tensors: Sequence[Tensor], client: bytes = b"") -> None:
@@ -351,10 +346,11 @@ class Shard:
         if message.rank < 0:
             return
         job = self._joined(message.rank)
-        if message.hold and 0 <= message.step < max(job.applied, job.released[message.rank]):  # held for ever
+        hold = message.merging.hold
+        if hold and 0 <= message.step < max(job.applied, job.released[message.rank]):  # held for ever
             raise SchemaError(f"worker {message.rank} pushes step {message.step}, which it has the outcome of")
         # Of a step that another shard refused, this one may never have heard.
-        ahead = message.hold and message.step == job.released[message.rank] > job.clocks[message.rank]
+        ahead = hold and message.step == job.released[message.rank] > job.clocks[message.rank]
         if 0 <= message.step != job.clocks[message.rank] and not ahead:
             raise SchemaError(
                 f"worker {message.rank} pushes step {message.step}; its next is step {job.clocks[message.rank]}"
@@ -467,6 +463,11 @@ class Shard:
 
     def _do_drop(self, message: DropMessage) -> None:
         if message.name:
+            for held in self._job.held.values() if self._job is not None else ():
+                held.norm = None
+                for rank, push in held.pushes.items():
+                    if message.name in push.parts.names:  # or nothing of its step could be applied
+                        held.pushes[rank] = without(self.contents, push, message.name)
             self.contents.drop(message.name)
         else:
             self.contents.forget_rows()
@@ -524,7 +525,7 @@ class Shard:
                     "world": job.world, "number": job.number, "consistency": job.consistency.name,
                     "clocks": list(job.clocks), "applied": job.applied, "total": job.total,
                     "turn": msgspec.structs.astuple(job.turn),
-                    "held": {step: held.world for step, held in job.held.items()},
+                    "held": {step: (held.world, held.waits) for step, held in job.held.items()},
                 }  # fmt: skip
             return snapshot
 
@@ -538,7 +539,7 @@ class Shard:
             consistency = Consistency.parse(kept["consistency"])
             job = self._job = WorkerOrder(kept["world"], consistency, kept["applied"], kept["number"])
             job.clocks, job.total, job.turn = list(kept["clocks"]), kept["total"], WorkerProgress(*kept["turn"])
-            job.held = {step: HeldStep(world) for step, world in kept["held"].items()}
+            job.held = {step: HeldStep(*facts) for step, facts in kept["held"].items()}
             for k, push in enumerate(state["pushes"]):
                 message, tensors = _MESSAGES["push"].decode(push), groups[f"push-{k}"]()
                 request = self.request(message, [tensors[str(at)] for at in range(len(tensors))])

@@ -26,10 +26,10 @@ from anabranch.checkpoint.generations import check_path
 from anabranch.choices import choice
 from anabranch.deadline import check_seconds
 from anabranch.errors import NonFinite, NotFound, Overloaded, SchemaError
-from anabranch.parameter_server.expected_state import ExpectedState
 from anabranch.parameter_server.messages import (
     BarrierMessage,
     DropMessage,
+    ExpectedState,
     ExportMessage,
     InitMessage,
     JoinMessage,
@@ -41,12 +41,10 @@ from anabranch.parameter_server.messages import (
     RestoreMessage,
     SnapshotMessage,
 )
-from anabranch.parameter_server.server.durable.durability import Durability, ShardPersistence
+from anabranch.parameter_server.server.contents import Reading, ShardStatistics
+from anabranch.parameter_server.server.durability import Durability, ShardPersistence, shard_directory
 from anabranch.parameter_server.server.requests import RowRequest, ShardRequest, check
 from anabranch.parameter_server.server.shard import Shard
-from anabranch.parameter_server.server.shard_directory import shard_directory
-from anabranch.parameter_server.server.shard_snapshot import Reading
-from anabranch.parameter_server.server.shard_statistics import ShardStatistics
 from anabranch.periodic import periodic
 from anabranch.record.spans import mark
 from anabranch.tables.kernels.memory import KernelThreads
@@ -93,7 +91,7 @@ class ParameterServer:
 
     Raises:
         ValueError: a shard outside its shards, or durability without a directory.
-        CheckpointError: another server has the directory, or its files are damaged; gives the damage, its place, and
+        CheckpointError: another server has the directory, or its files are damaged; gives the damage, where it is, and
             the choices. Or the directory holds the state of another number of shards.
     """
 
@@ -127,7 +125,7 @@ class ParameterServer:
         if durability != "none" and checkpoint_dir is not None:
             own = shard_directory(checkpoint_dir, shard, shards)
         self._stack, self._periodic = ExitStack(), ExitStack()
-        self._place = (shard, shards)
+        self._part = (shard, shards)
         self._checkpoint_seconds, self._heartbeat = checkpoint_seconds, heartbeat
         self._readings: dict[int, Reading] = {}  # snapshots of clients, by number
         self._beginning = threading.Lock()
@@ -152,7 +150,7 @@ class ParameterServer:
                 transport=transport, one_job=True, facts=self._facts,
             )  # fmt: skip
             self._server.once.restore(done)
-            self._directory = stack.pop_all()
+            self._ownership = stack.pop_all()
 
     def __repr__(self) -> str:
         """Return where it listens."""
@@ -189,7 +187,7 @@ class ParameterServer:
         with ExitStack() as stack:
             stack.callback(self._pool.close)
             stack.callback(self._end_readings)
-            stack.enter_context(self._directory)
+            stack.enter_context(self._ownership)
             self._persistence.checkpoint()
             stack.enter_context(self._server)
             self._periodic.enter_context(
@@ -225,7 +223,7 @@ class ParameterServer:
 
     def _verbs(self) -> list[Verb]:
         def again(call: Call) -> None:
-            call.reply(payload=pack(PushReply(self._persistence.place(call.identity))))
+            call.reply(payload=pack(PushReply(self._persistence.number(call.identity))))
 
         shard = self._shard
         changes: dict[str, Callable[[Any, Call], list[str] | None]] = {
@@ -243,7 +241,7 @@ class ParameterServer:
             "snapshot": self._snapshot,
             "barrier": self._barrier,
             "describe": lambda request, call: (None, _at_length(shard.describe())),
-            "life": lambda request, call: (self._persistence.life, ()),
+            "incarnation": lambda request, call: (self._persistence.incarnation, ()),
             "statistics": lambda request, call: (None, _at_length(shard.statistics())),
         }
         return [
@@ -264,8 +262,8 @@ class ParameterServer:
         expected, verb = ExpectedState.decode(header.schema), header.verb
         client = b"" if expected is None else expected.epoch
         if expected is not None:
-            if expected.shards and (expected.shard, expected.shards) != self._place:
-                self._refuse_place(expected)
+            if expected.shards and (expected.shard, expected.shards) != self._part:
+                self._refuse_part(expected)
             self._persistence.check(expected)
         message = unpack(header.payload, _MESSAGES[verb]) if verb in _MESSAGES else None
         if isinstance(message, (PullMessage, PushMessage)):
@@ -280,8 +278,8 @@ class ParameterServer:
             nbytes = self._reading(message).part_bytes
         return ShardRequest(message, nbytes, client)
 
-    def _refuse_place(self, expected: ExpectedState) -> None:
-        shard, shards = self._place
+    def _refuse_part(self, expected: ExpectedState) -> None:
+        shard, shards = self._part
         cure = "name the endpoints in the order of their shards"
         if expected.shards < shards:
             cure = f"the client names {expected.shards} of {shards} endpoints: name all, in the order of their shards"
@@ -303,7 +301,7 @@ class ParameterServer:
         except (MemoryError, OverflowError) as error:
             raise _without_memory(call, error) from error
         self._persistence.commit(change, call.deadline)
-        call.reply(payload=pack(PushReply(change.place, full or [])))
+        call.reply(payload=pack(PushReply(change.number, full or [])))
 
     def _answer(self, run: Callable[[Any, Call], _Answer], call: Call) -> None:
         try:

@@ -58,10 +58,12 @@ class HeldStep:
 
     Attributes:
         world: how many there will be.
+        waits: it is applied only once released.
         norm: their squared norm, once it was asked for.
     """
 
     world: int
+    waits: bool
     pushes: dict[int, RowRequest] = field(default_factory=dict)
     norm: float | None = None
 
@@ -70,10 +72,9 @@ class HeldStep:
         """True if every worker's push is here."""
         return len(self.pushes) == self.world
 
-    @property
-    def waits(self) -> bool:
-        """True if it is applied only once released."""
-        return any(push.message.hold for push in self.pushes.values())
+    def in_order(self) -> list[RowRequest]:
+        """Return the pushes in the order of ranks."""
+        return [self.pushes[rank] for rank in sorted(self.pushes)]
 
 
 class WorkerOrder:
@@ -144,7 +145,7 @@ class WorkerOrder:
     def hold(self, push: RowRequest) -> HeldStep:
         """Keep a worker's push of its next step."""
         message = push.message
-        held = self.held.setdefault(message.step, HeldStep(self.world))
+        held = self.held.setdefault(message.step, HeldStep(self.world, message.merging.hold))
         held.pushes[message.rank] = push
         self.clocks[message.rank] = message.step + 1
         return held
@@ -172,7 +173,7 @@ class WorkerOrder:
             last, scale = (self.turn.last, self.turn.scale) if scale is None else (step, scale)
             self.turn = WorkerProgress(self.number, self.world, step + 1, last, scale)
         if held is not None:
-            self.total = sum(push.message.weight for push in held.pushes.values()) or self.total
+            self.total = sum(push.message.merging.weight for push in held.pushes.values()) or self.total
         self.scales.pop(step, None)
         self.applied = max(step + 1, min([*self.held, *self.scales, *self.released]))
 

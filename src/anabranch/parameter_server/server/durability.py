@@ -8,18 +8,28 @@
 
 Under ``"checkpoint"`` the log holds only the creation and removal of tables, which is little, and no pushes: those
 since the last checkpoint are lost when the process is killed. Before the first of them is acknowledged the log gets a
-record that says so. A shard that finds it behind its checkpoint begins another life, and reports to each client the
-number of its own lost pushes (``applied_requests.py``).
+record that says so. A shard that finds it behind its checkpoint begins another incarnation, and reports to each client
+the number of its own lost pushes (``AppliedRequests``).
+
+Each shard has a directory of its own, and all of a group may have theirs in one ``checkpoint_dir``::
+
+    checkpoint_dir/shard-0-of-2    of this group
+    checkpoint_dir/shard-1-of-2
+    checkpoint_dir/shard-0-of-1    of another number of shards: its rows lie elsewhere, so nobody here can use it
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import re
 import secrets
+import struct
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, cast
 
@@ -29,20 +39,26 @@ from torch import Tensor
 from anabranch import checkpoint
 from anabranch.checkpoint import Checkpoint
 from anabranch.checkpoint.generations import complete_generations, set_generation_aside
+from anabranch.checkpoint.reading import newest_manifest
 from anabranch.checkpoint.regular_file import Unreadable
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError, RolledBack
-from anabranch.parameter_server.expected_state import ExpectedState
-from anabranch.parameter_server.server.durable.applied_requests import AppliedRequests
-from anabranch.parameter_server.server.durable.bodies import Record
-from anabranch.parameter_server.server.durable.push_log import Position, PushLog
+from anabranch.parameter_server.messages import ExpectedState
+from anabranch.parameter_server.server.contents import ShardSnapshot
+from anabranch.parameter_server.server.push_log import (
+    PREAMBLE_BYTES,
+    Position,
+    PushLog,
+    Record,
+    body_numbers,
+    body_path,
+)
 from anabranch.parameter_server.server.shard import Shard
-from anabranch.parameter_server.server.shard_snapshot import ShardSnapshot
 from anabranch.record.fault_points import fault_point
 from anabranch.record.spans import mark
 from anabranch.transport.server.once import RequestIdentity
 
-__all__ = ["Durability", "ShardPersistence"]
+__all__ = ["AppliedRequests", "Durability", "ShardPersistence", "shard_directory"]
 
 Durability = Literal["none", "checkpoint", "log"]
 _log = logging.getLogger("anabranch.parameter_server")
@@ -60,13 +76,13 @@ _FORMAT = 2  # of a checkpoint
 
 @dataclass(slots=True)
 class ChangingRequest:
-    """A request that changes the shard: its place among its client's pushes, and what has to be durable before its
+    """A request that changes the shard: its number among its client's pushes, and what has to be durable before its
     answer.
     """
 
     identity: RequestIdentity = (b"", 0)
     settled: int = 0
-    place: int = 0
+    number: int = 0
     position: int | None = None
 
 
@@ -88,7 +104,7 @@ class ShardPersistence:
         self._log = None if directory is None else PushLog(directory, repair=repair)
         self._thread = threading.local()
         self._applied = AppliedRequests()
-        self.life = _new_life()
+        self.incarnation = _new_incarnation()
         """A number that changes when the shard is restored with less than it had acknowledged."""
         self._checkpointing = threading.Lock()
         self._touched = 0
@@ -115,7 +131,7 @@ class ShardPersistence:
         if self._unlogged or log.lost is not None:
             _log.warning("%s: changes that were acknowledged are lost; clients will be told", log.directory)
             mark("parameter_server.rolled_back", path=str(log.directory))
-            self.life = _new_life()
+            self.incarnation = _new_incarnation()
         for generation in damaged or ():  # not before the log was read, which may refuse the start
             set_generation_aside(log.directory, generation)
         if log.lost is not None:
@@ -169,7 +185,7 @@ class ShardPersistence:
         self._shard.load(cast(Mapping[str, object], state["shard"]), newest.readers())
         self._applied.load(state)
         self._changes = cast(int, state["changes"])
-        self.life = cast(int, state["life"])
+        self.incarnation = cast(int, state["incarnation"])
         self._saved_touched = 0
         self._forget_before = Position(*cast(Sequence[int], state["log"]))
         return self._forget_before
@@ -231,12 +247,12 @@ class ShardPersistence:
 
     def _count(self, request: ChangingRequest, verb: str) -> None:
         if request.identity[0]:
-            request.place = self._applied.add(request.identity, request.settled, push=verb == "push")
+            request.number = self._applied.add(request.identity, request.settled, push=verb == "push")
             self._changes += 1
 
-    def place(self, identity: RequestIdentity) -> int:
-        """Return the place of an applied push among its client's, from 1."""
-        return self._applied.place(identity)
+    def number(self, identity: RequestIdentity) -> int:
+        """Return the number of an applied push among its client's, from 1."""
+        return self._applied.number(identity)
 
     def check(self, expected: ExpectedState) -> None:
         """Raise if the shard holds fewer of a client's pushes than it acknowledged.
@@ -248,16 +264,16 @@ class ShardPersistence:
         if holds is None and expected.pushes:
             raise RolledBack(
                 f"this shard has forgotten this client, since so many others have pushed: it is unknown whether it "
-                f"holds the client's {expected.pushes} pushes; it is at step {self._shard.current_step()} of its life "
-                f"{self.life:x}",
+                f"holds the client's {expected.pushes} pushes; it is at step {self._shard.current_step()} of its "
+                f"incarnation {self.incarnation:x}",
                 lost=None,
             )
         lost = max(expected.pushes - (holds or 0), 0)
-        if lost or (expected.life and expected.life != self.life):
+        if lost or (expected.incarnation and expected.incarnation != self.incarnation):
             others = "" if lost else ", but pushes of other workers are"
             raise RolledBack(
                 f"this shard came back without changes that it had acknowledged: {lost} pushes of this client are "
-                f"lost{others}; it is at step {self._shard.current_step()} of its life {self.life:x}",
+                f"lost{others}; it is at step {self._shard.current_step()} of its incarnation {self.incarnation:x}",
                 lost=lost,
             )
 
@@ -299,7 +315,7 @@ class ShardPersistence:
         snapshot = self._shard.snapshot_of_all()
         snapshot.state = {
             "format": _FORMAT, "of": log.directory.name, "shard": snapshot.state, "log": list(position),
-            "life": self.life, "changes": self._changes, **self._applied.state(),
+            "incarnation": self.incarnation, "changes": self._changes, **self._applied.state(),
         }  # fmt: skip
         return snapshot
 
@@ -319,6 +335,149 @@ class ShardPersistence:
             self._log.close()
 
 
-def _new_life() -> int:
+def _new_incarnation() -> int:
     """Return a random number, unlikely to repeat across restarts."""
     return 1 + secrets.randbelow((1 << 62) - 1)
+
+
+# --- applied requests -------------------------------------------------------------------------------------------------
+
+
+_CLIENTS = 1 << 16
+_COUNT = struct.Struct("<16sQ")
+_REQUEST = struct.Struct("<16sQQ")
+
+
+@dataclass(slots=True)
+class _Client:
+    pushes: int = 0
+    numbers: dict[int, int] = field(default_factory=dict)  # of the applied requests, by sequence; 0 unless pushes
+
+
+class AppliedRequests:
+    """The unsettled requests of each client, and the number of its pushes; the client silent longest is forgotten.
+
+    >>> applied = AppliedRequests()
+    >>> client = b"c" * 16
+    >>> applied.add((client, 7), push=True), applied.add((client, 8), push=True)
+    (1, 2)
+    >>> applied.take_back((client, 8))
+    >>> applied.pushes(client), applied.number((client, 7))
+    (1, 1)
+    """
+
+    def __init__(self) -> None:
+        self._clients: OrderedDict[bytes, _Client] = OrderedDict()
+        self._forgotten = False
+
+    def add(self, identity: RequestIdentity, settled: int = 0, *, push: bool) -> int:
+        """Add a request of a client that has settled those below ``settled``; returns a push's number, else 0."""
+        client = self._client(identity[0])
+        if min(client.numbers, default=settled) < settled:
+            client.numbers = {sequence: number for sequence, number in client.numbers.items() if sequence >= settled}
+        client.pushes += push
+        client.numbers[identity[1]] = number = client.pushes if push else 0
+        return number
+
+    def _client(self, epoch: bytes) -> _Client:
+        client = self._clients.get(epoch)
+        if client is None:
+            client = self._clients[epoch] = _Client()
+            if len(self._clients) > _CLIENTS:
+                self._clients.popitem(last=False)
+                self._forgotten = True
+        self._clients.move_to_end(epoch)
+        return client
+
+    def take_back(self, identity: RequestIdentity) -> None:
+        """Remove the request that was added last, which was refused after all."""
+        client = self._clients[identity[0]]
+        client.pushes -= client.numbers.pop(identity[1]) > 0
+
+    def pushes(self, epoch: bytes) -> int | None:
+        """Return the number of a client's pushes that the shard holds; ``None`` if it may be forgotten."""
+        client = self._clients.get(epoch)
+        return client.pushes if client is not None else None if self._forgotten else 0
+
+    def number(self, identity: RequestIdentity) -> int:
+        """Return the number of an applied push; 0 if it is not remembered."""
+        client = self._clients.get(identity[0])
+        return 0 if client is None else client.numbers.get(identity[1], 0)
+
+    def identities(self) -> Iterator[RequestIdentity]:
+        """Yield the requests that are remembered."""
+        for epoch, client in self._clients.items():
+            for sequence in client.numbers:
+                yield epoch, sequence
+
+    def state(self) -> dict[str, object]:
+        """Plain values for a checkpoint."""
+        clients = self._clients.items()
+        return {
+            "pushes": b"".join(_COUNT.pack(epoch, client.pushes) for epoch, client in clients),
+            "applied": b"".join(
+                _REQUEST.pack(epoch, *one) for epoch, client in clients for one in client.numbers.items()
+            ),
+            "forgotten": self._forgotten,
+        }
+
+    def load(self, state: Mapping[str, object]) -> None:
+        """Load the result of ``state``."""
+        self._forgotten = cast(bool, state["forgotten"])
+        for epoch, pushes in _COUNT.iter_unpack(cast(bytes, state["pushes"])):
+            self._client(epoch).pushes = pushes
+        for epoch, sequence, number in _REQUEST.iter_unpack(cast(bytes, state["applied"])):
+            self._client(epoch).numbers[sequence] = number
+
+
+# --- the directory of a shard -----------------------------------------------------------------------------------------
+
+
+_NAME = re.compile(r"shard-(\d+)-of-(\d+)")
+_SHOWN = 4
+
+
+def shard_directory(checkpoint_dir: Path, shard: int, shards: int) -> Path:
+    """Return the directory of one shard; it need not exist.
+
+    Raises:
+        CheckpointError: there is state of another number of shards, and none of this number.
+    """
+    others = _with_state(checkpoint_dir)
+    if others and shards not in others:
+        counts = " or ".join(map(str, sorted(others)))
+        names = sorted(name for found in others.values() for name in found)
+        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        raise CheckpointError(
+            f"{checkpoint_dir} holds the state of a different number of shards ({shown}), and shard {shard} of "
+            f"{shards} would start empty: start with --shards {counts}, or give another --checkpoint-dir. To change "
+            "the number of shards, save from the old servers with ParameterClient.save and load that into new ones"
+        )
+    return checkpoint_dir / f"shard-{shard}-of-{shards}"
+
+
+def _with_state(checkpoint_dir: Path) -> dict[int, list[str]]:
+    """Return the names of the directories that hold changes, by their number of shards."""
+    found: dict[int, list[str]] = {}
+    try:
+        names = os.listdir(checkpoint_dir)
+    except OSError:  # not there yet; if it cannot be used, the shard's own directory cannot, and that is said
+        return found
+    for name in names:
+        match = _NAME.fullmatch(name)
+        if match and _holds_changes(checkpoint_dir / name):
+            found.setdefault(int(match[2]), []).append(name)
+    return found
+
+
+def _holds_changes(directory: Path) -> bool:
+    """Return False if a shard's directory is known to hold no change; another server may have it open."""
+    try:
+        numbers = body_numbers(directory)
+        if any(body_path(directory, number).stat().st_size > PREAMBLE_BYTES for number in numbers):
+            return True
+        newest = newest_manifest(directory)
+    except (OSError, CheckpointError):
+        return True
+    saved = bool(complete_generations(directory)) and (newest is None or newest.step > 0)
+    return saved or (not numbers and (directory / "log.db").exists())
