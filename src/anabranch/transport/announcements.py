@@ -10,6 +10,7 @@ import re
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, ip_address
+from typing import NamedTuple
 
 from anabranch.errors import Unauthorized
 from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint
@@ -18,6 +19,7 @@ from anabranch.transport.streams import Peer
 __all__ = [
     "LONGEST_TTL",
     "UID",
+    "Announcement",
     "check_announced",
     "check_kind",
     "check_prefix",
@@ -42,6 +44,14 @@ _NUMBER = re.compile(r"(\d+|0[xX][0-9a-fA-F]*)\.?")
 _THIS_NETWORK = IPv4Network("0.0.0.0/8")
 _EVERYONE = IPv4Address("255.255.255.255")
 _EVERYWHERE = "*"
+
+
+class Announcement(NamedTuple):
+    """An announced uid, the endpoint that serves it, and the seconds until it expires."""
+
+    uid: str
+    endpoint: str
+    seconds: float
 
 
 def check_uid(uid: object) -> str:

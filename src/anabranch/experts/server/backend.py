@@ -12,6 +12,7 @@ and the module's own mode is restored after each.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,10 +36,10 @@ from anabranch.experts.server.kept_activations import (
     KeptBatch,
     KeptRows,
     copies_of,
+    gradients_of,
     take_writes,
 )
 from anabranch.experts.server.scheduler import (
-    DeviceCopies,
     ProcessTasks,
     Task,
     TaskPool,
@@ -144,6 +145,8 @@ class ExpertBackend:
         if isinstance(keep_activations, bool) or not isinstance(keep_activations, int) or keep_activations < 0:
             raise ValueError(f"keep_activations is a number of rows, 0 or more, got {keep_activations!r}")
         _check_optimizer(uid, module, optimizer)
+        if type(self).apply_gradients is ExpertBackend.apply_gradients:
+            _check_steps(uid, optimizer, scheduler)
         self.module = module
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -187,7 +190,6 @@ class ExpertBackend:
             self.session_pool = pool(name=f"{uid}_session", process_tasks=_run_steps, max_batch_size=_LONGEST_STEP)
         self.open_sessions = 0
         """The number of sessions that its server has open."""
-        self._prepare_copies()
         self._marks = self._state.marks()
 
     # --- for callers
@@ -219,17 +221,10 @@ class ExpertBackend:
         """Move the module; its optimizer follows."""
         self.module.to(device)
         self.device = torch.device(device)
-        self._prepare_copies()
         if self.optimizer is not None:
             # Loading its own state moves the optimizer's tensors to where their parameters are.
             self.optimizer.load_state_dict(self.optimizer.state_dict())
         return self
-
-    def _prepare_copies(self) -> None:
-        self.copies = DeviceCopies(self.device) if self.device.type == "cuda" else None
-        self._is_here = self.device.type == "cpu"
-        for pool in self.get_pools():
-            pool.copies = self.copies
 
     # --- run by the runtime
 
@@ -239,7 +234,7 @@ class ExpertBackend:
         recording = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         try:
-            placed = inputs if self._is_here else [self._place(tensor) for tensor in inputs]
+            placed = inputs if self.device.type == "cpu" else [self._place(tensor) for tensor in inputs]
             outputs = self._call(placed)
         finally:
             torch._C._set_grad_enabled(recording)
@@ -345,7 +340,7 @@ class ExpertBackend:
                 with torch.autograd.set_multithreading_enabled(False):
                     torch.autograd.backward(roots, gradients)
         self._check_gradients(outputs)
-        return _gradients_of(leaves), bool(roots)
+        return tuple(gradients_of(leaves)), bool(roots)
 
     def _run_forward(self, batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
         """Return the outputs of each task, in the mode of their callers."""
@@ -506,17 +501,12 @@ class ExpertBackend:
         moved = False
         for parts in graphs.values():
             graph = parts[0][1].batch
-            found, trained, any_roots = graph.backward(
-                self.module, [(entry, task.inputs[count:]) for task, entry in parts]
-            )
+            gradients, any_roots = graph.backward(self.module, [(entry, task.inputs[count:]) for task, entry in parts])
             moved |= any_roots
-            for name, gradient in trained.items():
-                parameter = self.module.get_parameter(name)
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
             for task, entry in parts:
                 task.seen.changes = graph.changes
                 rows = slice(entry.start, entry.start + entry.rows)
-                mine = [None if gradient is None else gradient[rows] for gradient in found]
+                mine = [None if gradient is None else gradient[rows] for gradient in gradients]
                 if self.schema.pads:
                     mine = [
                         gradient if gradient is None or spec is None else cut(gradient, spec, entry.length)
@@ -708,13 +698,23 @@ def _weakly(method: ProcessTasks) -> ProcessTasks:
     def call(batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
         alive = reference()
         assert alive is not None
-        return alive(batch)
+        backend = cast("ExpertBackend", alive.__self__)  # type: ignore[attr-defined]
+        if backend.device.type == "cpu":
+            return alive(batch)
+        for task in batch:  # before they are joined: received in pinned memory, they are copied without a wait
+            task.inputs = [backend._place(tensor) for tensor in task.inputs]
+        return [_here(outputs) for outputs in alive(batch)]
 
     return call
 
 
 def _run_steps(batch: Sequence[Task]) -> list[Sequence[Tensor | None]]:
-    return [task.step(task.inputs) for task in batch if task.step is not None]
+    return [_here(task.step(task.inputs)) for task in batch if task.step is not None]
+
+
+def _here(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the tensors in main memory."""
+    return [None if tensor is None else tensor.cpu() for tensor in tensors]
 
 
 def _rows_of(inputs: Sequence[Tensor | None]) -> int:
@@ -729,10 +729,6 @@ def _other_rows(name: str, output: Tensor, rows: int) -> SchemaError:
         f"{name}: expected {rows} rows, as in the input, got {output.shape[0]}; an expert's module returns one row "
         "(dim 0) per input row"
     )
-
-
-def _gradients_of(leaves: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    return tuple([None if leaf is None or not leaf.requires_grad else leaf.grad for leaf in leaves])
 
 
 def _check_inputs(uid: str, arguments: tuple[Structure, ...], keywords: Mapping[str, Structure]) -> None:
@@ -759,6 +755,19 @@ def _check_optimizer(uid: str, module: nn.Module, optimizer: Optimizer | None) -
                 f"{uid}: the optimizer's group {index} holds parameters of another module, of shapes {foreign}; create "
                 "it over module.parameters()"
             )
+
+
+def _check_steps(uid: str, *steppers: Optimizer | LRScheduler | None) -> None:
+    """Refuse an optimizer or scheduler whose ``step`` needs an argument: LBFGS, ReduceLROnPlateau."""
+    for one in steppers:
+        if one is not None:
+            try:
+                inspect.signature(type(one).step).bind(one)
+            except TypeError as error:
+                raise ValueError(
+                    f"{uid}: {type(one).__name__}.step is called without arguments ({error}); use another one, or "
+                    "override apply_gradients and call it there"
+                ) from None
 
 
 # --- gradients of parameters: a batch's own, and those that earlier batches left for a later step

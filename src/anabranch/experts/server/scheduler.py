@@ -100,7 +100,6 @@ class Task(msgspec.Struct, eq=False):
         arrived: arrival time, in ``time.monotonic`` seconds.
         nbytes: bytes of the inputs.
         ticket: the name of the activations that ``process_tasks`` keeps for it, or has kept.
-        copied: the event of the inputs' arrival on the pool's device; ``None`` without a copy in progress.
         evaluating: run in eval mode; only tasks of one mode share a batch.
         updates: a backward that updates the parameters; only those share a batch that do, or that do not.
         sizes: those dimensions of the inputs that tasks of one batch must have in common.
@@ -118,7 +117,6 @@ class Task(msgspec.Struct, eq=False):
     unwanted: Callable[[], bool] = lambda: False
     arrived: float = msgspec.field(default_factory=time.monotonic)
     ticket: bytes = b""
-    copied: torch.cuda.Event | None = None
     nbytes: int = 0
     evaluating: bool = False
     updates: bool = True
@@ -172,8 +170,6 @@ class _Queue:
     def expected_seconds(self) -> float:
         """Seconds that a batch will take, estimated from batches of its size or, without any, of larger ones."""
         pool = self.pool
-        if pool.copies is not None:
-            return float("inf")  # only the device thread waits for copies
         size = (self.rows if pool.whole else min(self.rows, pool.max_batch_size)).bit_length()
         return pool.took.get(size) or min(
             (seconds for larger, seconds in pool.took.items() if larger > size), default=float("inf")
@@ -181,7 +177,7 @@ class _Queue:
 
 
 class _Scheduler:
-    """The tasks that wait for one device. All methods are called with the lock held."""
+    """The tasks that wait for one device. All methods but ``take`` are called with the lock held."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -233,43 +229,46 @@ class _Scheduler:
             due = 0.0 if queue.pool.min_batch_size <= 1 else min(due, queue.due_at())
         return due
 
-    def take(self, queue: _Queue) -> tuple[list[Task], list[Task]]:
+    def take(self, queue: _Queue) -> list[Task]:
         """Return the most urgent task and those that may share its batch, up to ``max_batch_size`` rows, or one larger
-        task that is to run whole; and those past their deadline. A batch that is padded is at most half padding.
+        task that is to run whole; fail those past their deadline. A batch that is padded is at most half padding.
         """
         heap, pool, counts = queue.heap, queue.pool, queue.pool.counts
         batch: list[Task] = []
         late: list[Task] = []
         left: list[tuple[Urgency, Task]] = []
         rows = longest = volume = 0
-        self._now = max(self._now, heap[0][0][1])
-        while heap:
-            task = heap[0][1]
-            if rows and rows + task.rows > pool.max_batch_size:
-                break
-            longer, larger = max(longest, task.length), volume + task.rows * task.length
-            entry = heappop(heap)
-            if (rows + task.rows) * longer > 2 * larger:
-                left.append(entry)
-                continue
-            queue.rows -= task.rows
-            counts.waiting_tasks -= 1
-            counts.waiting_rows -= task.rows
-            counts.waiting_bytes -= task.nbytes
-            if task.unwanted():
-                counts.dropped += 1
-            elif task.deadline.expired():
-                counts.dropped += 1
-                late.append(task)
-            else:
-                batch.append(task)
-                rows, longest, volume = rows + task.rows, longer, larger
-        if left:
-            heap += left
-            heapify(heap)
-        if not heap:
-            del self.queues[queue.key]
-        return batch, late
+        with self.lock:
+            self._now = max(self._now, heap[0][0][1])
+            while heap:
+                task = heap[0][1]
+                if rows and rows + task.rows > pool.max_batch_size:
+                    break
+                longer, larger = max(longest, task.length), volume + task.rows * task.length
+                entry = heappop(heap)
+                if (rows + task.rows) * longer > 2 * larger:
+                    left.append(entry)
+                    continue
+                queue.rows -= task.rows
+                counts.waiting_tasks -= 1
+                counts.waiting_rows -= task.rows
+                counts.waiting_bytes -= task.nbytes
+                if task.unwanted():
+                    counts.dropped += 1
+                elif task.deadline.expired():
+                    counts.dropped += 1
+                    late.append(task)
+                else:
+                    batch.append(task)
+                    rows, longest, volume = rows + task.rows, longer, larger
+            if left:
+                heap += left
+                heapify(heap)
+            if not heap:
+                del self.queues[queue.key]
+        for task in late:
+            task.finish(task.deadline.error(peer="client", operation=pool.name))
+        return batch
 
     def clear(self, pool: TaskPool) -> list[Task]:
         """Take all tasks of a pool, in order."""
@@ -334,8 +333,6 @@ class TaskPool:
         self.whole = whole
         self.max_queue_rows = 16 * max_batch_size if max_queue_rows is None else max_queue_rows
         self.max_queue_bytes = max_queue_bytes
-        self.copies: DeviceCopies | None = None
-        """Copies to and from the device on which ``process`` computes; ``None`` if it computes in main memory."""
         self.tasks_in_batch = 1
         """Number of tasks in the running batch, for ``process``."""
         self.took: dict[int, float] = {}
@@ -401,15 +398,7 @@ class TaskPool:
         """Return the tasks of the next batch, in order; it need not be due."""
         with self.scheduler.lock:
             queue = self.scheduler.most_urgent(time.monotonic(), self) or self.scheduler.most_urgent(float("inf"), self)
-            return [] if queue is None else self.take(queue)
-
-    def take(self, queue: _Queue) -> list[Task]:
-        """Return the tasks of a batch of ``queue``; fail those past their deadline."""
-        with self.scheduler.lock:
-            batch, late = self.scheduler.take(queue)
-        for task in late:
-            task.finish(task.deadline.error(peer="client", operation=self.name))
-        return batch
+            return [] if queue is None else self.scheduler.take(queue)
 
     def open(self) -> None:
         """Accept tasks, also after ``close``: a backend may be served again."""
@@ -442,7 +431,7 @@ class TaskPool:
             self.counts.rows += rows
             self.tasks_in_batch = len(batch)
             with spans.span(self.name, "compute", tasks=len(batch), rows=rows):
-                outputs = self._compute(batch)
+                outputs = self._process_tasks(batch)
         except BaseException as error:
             if ends_the_program(error):
                 for task in batch:
@@ -457,14 +446,6 @@ class TaskPool:
             return
         for task, its_outputs in zip(batch, outputs, strict=True):
             _finish(task, its_outputs)
-
-    def _compute(self, batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
-        if self.copies is not None:
-            for task in batch:
-                if task.copied is not None:
-                    self.copies.await_arrival(task.inputs, task.copied)
-        outputs = self._process_tasks(batch)
-        return outputs if self.copies is None else self.copies.take(outputs)
 
     def note_seconds(self, rows: int, seconds: float) -> None:
         """Record a batch's seconds: a longer time raises the estimate at once, a shorter one lowers it by averaging."""
@@ -643,7 +624,7 @@ class Runtime:
 
     def _run_batch(self, queue: _Queue) -> None:
         pool = queue.pool
-        batch = pool.take(queue)
+        batch = self._scheduler.take(queue)
         if not batch:
             return
         started = time.monotonic()
@@ -715,12 +696,6 @@ def _future_of(task: Task) -> Future[Sequence[Tensor | None]]:
                 future.set_exception(CancelledError())
         return future.done() or not (future.running() or future.set_running_or_notify_cancel())
 
-    def notify(future: Future[Sequence[Tensor | None]]) -> None:
-        if future.cancelled():
-            # Callers in ``concurrent.futures.wait`` would not notice until the task's turn comes.
-            future.set_running_or_notify_cancel()
-
-    future.add_done_callback(notify)
     task.finish, task.unwanted = settle, is_unwanted
     return future
 
@@ -882,54 +857,3 @@ def split_padded(
 
 def _longest(batch: Sequence[Task]) -> int:
     return max(task.length for task in batch)
-
-
-# --- copies between main memory and a device, in parallel with the device's computation
-#
-#     thread that reads   pinned memory ── copy stream ──> device memory, an event behind it
-#     device thread                                          │ the computing stream waits for the event, and no other
-#                         pinned memory <── copy stream ──── outputs of the batch
-#
-# A request is copied to the device while the previous batch is computed. Memory is pinned because the device copies
-# only such memory asynchronously.
-
-
-class DeviceCopies:
-    """The copies to and from one CUDA device.
-
-    Args:
-        device: the device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def bring(self, tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], torch.cuda.Event]:
-        """Start copying ``tensors`` to the device; call ``await_arrival`` before computing with them."""
-        with torch.cuda.stream(self._stream):
-            there = [None if tensor is None else tensor.to(self._device, non_blocking=True) for tensor in tensors]
-            return there, self._stream.record_event()
-
-    def await_arrival(self, tensors: Sequence[Tensor | None], copied: torch.cuda.Event) -> None:
-        """Make this thread's later computation wait for ``tensors``, returned by ``bring``."""
-        computing = torch.cuda.current_stream(self._device)
-        computing.wait_event(copied)
-        for tensor in tensors:
-            if tensor is not None:
-                # The memory belongs to the copy stream: without this it could be reused before the computation is done.
-                tensor.record_stream(computing)
-
-    def take(self, outputs: Sequence[Sequence[Tensor | None]]) -> list[list[Tensor | None]]:
-        """Copy the outputs computed on this thread to pinned main memory."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            here = [[None if tensor is None else self._to_pinned(tensor) for tensor in one] for one in outputs]
-        self._stream.record_event().synchronize()
-        return here
-
-    def _to_pinned(self, tensor: Tensor) -> Tensor:
-        tensor.record_stream(self._stream)
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu").copy_(
-            tensor, non_blocking=True
-        )
