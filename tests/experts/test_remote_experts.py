@@ -257,7 +257,7 @@ def test_gradients_of_which_only_the_header_arrived_are_lost_with_their_connecti
     """They were read of the answer to the retry, which has none."""
     backend = ExpertBackend("ffn.0", Feedforward(), args_schema=[TensorSpec(4)])
     x, gradient = torch.ones(2, 2, 4)
-    backward = _Backward(ExpertCall("ffn.0", "unix:/a", backend.schema, [x]), 0, [x], [gradient])
+    backward = _Backward(ExpertCall("ffn.0", "unix:/a", backend.schema, [x], 2), 0, [x], [gradient])
     described = TensorHeader(DTYPE_CODES[gradient.dtype], (2, 4), 0, 32)
     backward.check(ReplyHeader(pack(GradientsHeader([True], 0)), tensors=(described,)))
     backward.check(ReplyHeader(GONE))

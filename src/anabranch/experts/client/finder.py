@@ -17,7 +17,7 @@ from anabranch.errors import NotFound, PeerLost, ProtocolError
 from anabranch.experts import wire
 from anabranch.experts.client.calls import ExpertCall, ModuleClient
 from anabranch.experts.directory import DirectoryLike, within
-from anabranch.experts.schema import Schema
+from anabranch.experts.wire import Schema
 from anabranch.transport import Answer, Client, Request
 from anabranch.transport.failures import printable
 

@@ -54,7 +54,7 @@ from anabranch.experts.client.calls import (
 from anabranch.experts.client.finder import GONE, Choices, ExpertFinder, Phase, beam_search
 from anabranch.experts.client.remote_expert import RemoteModule
 from anabranch.experts.directory import Directory, DirectoryLike, as_directory, within
-from anabranch.experts.schema import Nesting, Schema, outline, with_leading
+from anabranch.experts.wire import Nesting, Schema, outline, with_leading
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.transport import Client
 from anabranch.transport.announcements import check_prefix
@@ -523,7 +523,7 @@ class RemoteMixtureOfExperts(RemoteModule):
                 endpoint, schema = experts[uid]
                 inputs, _ = schema.flatten_inputs(forward.args, forward.kwargs, casting=forward.casting)
                 some = [None if tensor is None else _select(tensor, mine) for tensor in inputs]
-                calls.append(ExpertCall(uid, endpoint, schema, some, forward.evaluating))
+                calls.append(ExpertCall(uid, endpoint, schema, some, len(mine), forward.evaluating))
                 rows.append(mine)
         if not calls:
             return

@@ -27,13 +27,12 @@ from anabranch.experts.client.calls import (
     ExpertCall,
     ModuleClient,
     ask,
-    check_answer,
     output_forms,
     sample_forms,
 )
 from anabranch.experts.directory import DirectoryLike, within
-from anabranch.experts.schema import RowInputs, Schema, with_leading
 from anabranch.experts.server.backend import ExpertInfo, info_of
+from anabranch.experts.wire import RowInputs, Schema, with_leading
 from anabranch.record.spans import mark
 from anabranch.tensors import Structure
 from anabranch.transport import Client, Request, pack
@@ -239,16 +238,16 @@ class RemoteExpert(RemoteModule):
     def _cross(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, evaluating: bool
     ) -> tuple[Schema, Sequence[Tensor]]:
-        deadline = Deadline(self.forward_timeout)
-        known = self._known
-        if known is None:
+        deadline = None
+        if (known := self._known) is None:
+            deadline = Deadline(self.forward_timeout)
             with outside_tracing():
                 known = self.find(deadline)
+            if current_tracer() is not None:
+                deadline = None  # a graph starts a new one in every run
         schema = known[1]
         inputs, leading = schema.flatten_inputs(args, kwargs)
-        # A graph starts a new deadline in every run.
-        first = deadline if current_tracer() is None else None
-        ask_it = partial(self._ask, schema, first, evaluating)
+        ask_it = partial(self._ask, schema, deadline, evaluating)
         boundary = ExpertBoundary("expert", self.uid, ask_it, partial(self._forms, schema))
         crossed = cross(boundary, *inputs, entry=self.weights_there)
         if (known := self._known) is not None:  # with another schema, if the expert has come back with one
@@ -280,7 +279,8 @@ class RemoteExpert(RemoteModule):
             if schema is not known:  # the inputs must fit the expert's current schema
                 args, kwargs = known.input_nesting.rebuild(inputs)
                 sent = schema.flatten_inputs(args, kwargs, casting=False).tensors
-            call = ExpertCall(self.uid, endpoint, schema, sent, evaluating)
+            rows = len(sent[0]) if sent[0] is not None else next(len(one) for one in sent if one is not None)
+            call = ExpertCall(self.uid, endpoint, schema, sent, rows, evaluating)
             client = self._module_client.client
             calls = Calls(client, [call], deadline, self.backward_timeout, None, 0.0, _raise_first, counts=self._counts)
             crossed = ask(calls, keep=wants is not None)
@@ -501,7 +501,7 @@ class InferenceSession:
             wire.to_wire(tensors, schema.inputs),
             payload=pack(wire.StepHeader(self._id, self._steps, self.max_length, self.ttl)),
             schema=schema.hash,
-            check=partial(check_answer, schema.output_layout, len(first)),
+            check=partial(wire.check_parts, schema.output_layout, sent=len(first)),
             role="experts",
         )
         answer = self._expert.client.call(request, deadline)

@@ -32,11 +32,11 @@ from anabranch.deadline import Deadline
 from anabranch.errors import ActivationsGone, AnotherSchema, BoundaryError, NonFinite, NotFound, SchemaError
 from anabranch.experts import wire
 from anabranch.experts.directory import DirectoryLike, as_directory
-from anabranch.experts.schema import first_not_finite
 from anabranch.experts.server.backend import ExpertBackend
 from anabranch.experts.server.persistence import Persistence
 from anabranch.experts.server.scheduler import PoolStatistics, Runtime, StateSeen, Task, TaskPool, Unrepeatable
 from anabranch.experts.server.sessions import Sessions, Step
+from anabranch.experts.wire import first_not_finite
 from anabranch.periodic import periodic
 from anabranch.record.spans import mark
 from anabranch.transport import (
@@ -191,7 +191,7 @@ class ExpertVerbs:
             pool, layout = backend.backward_pool, wire.backward_layout(backend.schema, header)
         elif header.verb == wire.SESSION_STEP:
             pool = _session_pool(backend)
-        rows, nbytes = wire.check_parts(header.tensors, layout), 0
+        rows, nbytes = wire.check_parts(layout, header), 0
         for tensor in header.tensors:
             nbytes += tensor.nbytes
         pool.check_room(rows, nbytes)
@@ -206,11 +206,10 @@ class ExpertVerbs:
             self._sessions.find(step, backend)
         self._check(header)
 
-    def _check_finite(self, call: Call, tensors: Sequence[Tensor | None], names: Sequence[str], hint: str = "") -> None:
-        name = first_not_finite(tensors, names)
-        if name is not None:
-            self.not_finite[call.peer.name] += 1
-            raise NonFinite(f"{call.target}: {name} holds NaN or Inf{hint}")
+    def _not_finite(self, call: Call, name: str, hint: str = "") -> NonFinite:
+        """Return the error of a tensor that is not finite, and count it."""
+        self.not_finite[call.peer.name] += 1
+        return NonFinite(f"{call.target}: {name} holds NaN or Inf{hint}")
 
     # --- requests
 
@@ -222,7 +221,8 @@ class ExpertVerbs:
         backend = self.backends[call.target]  # the check has been there
         schema, header = backend.schema, unpack(call.payload, wire.ForwardHeader)
         inputs = call.tensors if schema.takes_as_is else wire.from_wire(call.tensors, schema.inputs)
-        self._check_finite(call, inputs, schema.input_names)
+        if (name := first_not_finite(inputs, schema.input_names)) is not None:
+            raise self._not_finite(call, name)
         seen, rows, evaluating = StateSeen(), call.tensors[0].shape[0], header.evaluating
         # A request that is split has no single graph.
         ticket = header.ticket if 0 < rows <= min(backend.kept.budget, backend.forward_pool.max_batch_size) else b""
@@ -257,11 +257,13 @@ class ExpertVerbs:
         if header.ticket and header.ticket not in backend.kept:
             raise ActivationsGone(f"{call.target} has not kept these activations; send the inputs again")
         specs = schema.inputs
-        sent = [not header.ticket] * len(specs) + header.present
-        tensors = wire.from_wire(call.tensors, [*specs, *schema.output_specs], sent)
+        tensors: Sequence[Tensor | None] = call.tensors
+        if header.ticket or not (schema.takes_as_is and schema.gives_as_is and all(header.present)):
+            sent = [not header.ticket] * len(specs) + header.present
+            tensors = wire.from_wire(call.tensors, [*specs, *schema.output_specs], sent)
         inputs, gradients = tensors[: len(specs)], tensors[len(specs) :]
-        hint = ". If an output did too, the cause is the module, not the loss"
-        self._check_finite(call, tensors, [*schema.input_names, *schema.gradient_names], hint)
+        if (name := first_not_finite(tensors, [*schema.input_names, *schema.gradient_names])) is not None:
+            raise self._not_finite(call, name, ". If an output did too, the cause is the module, not the loss")
         seen, rows = StateSeen(), call.tensors[0].shape[0]
 
         def finish(outcome: Sequence[Tensor | None] | BaseException) -> None:
@@ -271,8 +273,10 @@ class ExpertVerbs:
             if isinstance(outcome, BaseException):
                 call.fail(outcome)
             else:
-                answer = wire.GradientsHeader([gradient is not None for gradient in outcome], seen.changes)
-                call.reply(wire.to_wire(outcome, specs), pack(answer))
+                present = [gradient is not None for gradient in outcome]
+                as_is = schema.takes_as_is and all(present)
+                received = cast("Sequence[Tensor]", outcome) if as_is else wire.to_wire(outcome, specs)
+                call.reply(received, pack(wire.GradientsHeader(present, seen.changes)))
 
         if not rows:
             # Activations of no rows are never kept, so the inputs are there.
@@ -299,7 +303,8 @@ class ExpertVerbs:
         backend = self._find(call.target)
         schema = backend.schema
         inputs = wire.from_wire(call.tensors, schema.inputs)
-        self._check_finite(call, inputs, schema.input_names)
+        if (name := first_not_finite(inputs, schema.input_names)) is not None:
+            raise self._not_finite(call, name)
         rows, length = call.tensors[0].shape[0], schema.length_of(inputs)
         if not rows or not length:
             raise SchemaError(f"{call.target}: a step has at least one row and one position, got {rows} and {length}")

@@ -103,16 +103,11 @@ class KeptBatch:
                 if copy.grad is not None:
                     parameter = module.get_parameter(name)
                     parameter.grad = copy.grad if parameter.grad is None else parameter.grad + copy.grad
-            return gradients_of(self.leaves), bool(roots)
+            return [None if leaf is None else leaf.grad for leaf in self.leaves], bool(roots)
         finally:
             for tensor in (*self.leaves, *self.copies.values()):
                 if tensor is not None:
                     tensor.grad = None
-
-
-def gradients_of(leaves: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the gradients that a backward has left in ``leaves``."""
-    return [None if leaf is None or not leaf.requires_grad else leaf.grad for leaf in leaves]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -81,11 +81,6 @@ class StateSeen(msgspec.Struct, eq=False):
     changes: int = 0
     changed: bool = False
 
-    def note(self, changes: int, *, changed: bool = False) -> None:
-        """Note what the request, or a part of it, has met."""
-        self.changes = max(self.changes, changes)
-        self.changed |= changed
-
 
 class Task(msgspec.Struct, eq=False):
     """One request, or a part of one that was too large for a batch.
@@ -98,7 +93,7 @@ class Task(msgspec.Struct, eq=False):
             raised one.
         unwanted: returns true if the caller has gone; called before compute, and may abandon the request for good.
         arrived: arrival time, in ``time.monotonic`` seconds.
-        nbytes: bytes of the inputs.
+        nbytes: bytes of the inputs, once it is queued.
         ticket: the name of the activations that ``process_tasks`` keeps for it, or has kept.
         evaluating: run in eval mode; only tasks of one mode share a batch.
         updates: a backward that updates the parameters; only those share a batch that do, or that do not.
@@ -127,11 +122,6 @@ class Task(msgspec.Struct, eq=False):
     seen: StateSeen = msgspec.field(default_factory=StateSeen)
     step: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]] | None = None
 
-    def __post_init__(self) -> None:
-        for tensor in self.inputs:
-            if tensor is not None:
-                self.nbytes += tensor.nbytes
-
 
 class PoolStatistics(msgspec.Struct):
     """Counters of a pool since it was made, and its present queue."""
@@ -147,16 +137,13 @@ class PoolStatistics(msgspec.Struct):
     busy_seconds: float = 0.0
 
 
-class _Queue:
+class _Queue(msgspec.Struct, eq=False):
     """Waiting tasks of one pool that may share a batch."""
 
-    __slots__ = ("heap", "key", "pool", "rows")
-
-    def __init__(self, pool: TaskPool, key: tuple[object, ...]) -> None:
-        self.pool = pool
-        self.key = key
-        self.heap: list[tuple[Urgency, Task]] = []
-        self.rows = 0
+    pool: TaskPool
+    key: tuple[object, ...]
+    heap: list[tuple[Urgency, Task]] = []
+    rows: int = 0
 
     def due_at(self) -> float:
         """Return the ``time.monotonic`` moment at which an idle device should run a batch of this queue."""
@@ -189,26 +176,40 @@ class _Scheduler:
         self._ends: dict[str, float] = {}
 
     def put(self, pool: TaskPool, task: Task) -> None:
-        """Queue a task; nothing is remembered of callers' turns once nothing waits."""
+        """Queue a task, in parts if it is larger than a batch and does not run whole. Nothing is remembered of callers'
+        turns once nothing waits.
+
+        Raises:
+            Overloaded: there is no room.
+            PeerLost: the pool is closed.
+        """
+        counts = pool.counts
+        if counts.waiting_tasks or pool.closed:
+            pool.check_room(task.rows, sum(tensor.nbytes for tensor in task.inputs if tensor is not None))
+        counts.tasks += 1
         if not self.queues:
             self._now = 0.0
             self._ends.clear()
-        start = self._now
-        if task.caller:
-            start = max(start, self._ends.get(task.caller, 0.0))
-            self._ends[task.caller] = start + task.rows
-            if len(self._ends) > _MANY:
-                self._ends = {name: end for name, end in self._ends.items() if end > self._now}
-        key = pool, task.evaluating, task.updates, task.sizes
-        queue = self.queues.get(key)
-        if queue is None:
-            queue = self.queues[key] = _Queue(pool, key)
-        heappush(queue.heap, ((-task.priority, start, task.arrived, next(self._numbers)), task))
-        queue.rows += task.rows
-        counts = pool.counts
-        counts.waiting_tasks += 1
-        counts.waiting_rows += task.rows
-        counts.waiting_bytes += task.nbytes
+        for part in (task,) if pool.whole or task.rows <= pool.max_batch_size else _split(task, pool.max_batch_size):
+            part.nbytes = 0
+            for tensor in part.inputs:
+                if tensor is not None:
+                    part.nbytes += tensor.nbytes
+            start = self._now
+            if part.caller:
+                start = max(start, self._ends.get(part.caller, 0.0))
+                self._ends[part.caller] = start + part.rows
+                if len(self._ends) > _MANY:
+                    self._ends = {name: end for name, end in self._ends.items() if end > self._now}
+            key = pool, part.evaluating, part.updates, part.sizes
+            queue = self.queues.get(key)
+            if queue is None:
+                queue = self.queues[key] = _Queue(pool, key)
+            heappush(queue.heap, ((-part.priority, start, part.arrived, next(self._numbers)), part))
+            queue.rows += part.rows
+            counts.waiting_tasks += 1
+            counts.waiting_rows += part.rows
+            counts.waiting_bytes += part.nbytes
 
     def most_urgent(self, now: float, pool: TaskPool | None = None) -> _Queue | None:
         """Return the queue with the most urgent task among those with a batch due, of all pools or of one."""
@@ -339,13 +340,13 @@ class TaskPool:
         """Seconds that batches of this many rows (by powers of two) have taken recently."""
         self.scheduler = _Scheduler()
         self.counts = PoolStatistics()
-        self._closed = False
+        self.closed = False
 
     # --- queueing
 
     def check_room(self, rows: int, nbytes: int) -> None:
         """Raise ``Overloaded`` if there is no room now for a request of this many rows and bytes."""
-        if self._closed:
+        if self.closed:
             raise PeerLost(f"{self.name} is closed")
         counts = self.counts
         # An empty queue accepts any request; otherwise one beyond the bound would never be served.
@@ -373,20 +374,9 @@ class TaskPool:
         """
         future = _future_of(task)
         with self.scheduler.lock:
-            self.put(task)
+            self.scheduler.put(self, task)
             self.scheduler.changed.notify_all()
         return future
-
-    def put(self, task: Task) -> None:
-        """``submit`` for a caller that holds the scheduler's lock and wakes the device."""
-        if self.counts.waiting_tasks or self._closed:
-            self.check_room(task.rows, task.nbytes)
-        self.counts.tasks += 1
-        if self.whole or task.rows <= self.max_batch_size:
-            self.scheduler.put(self, task)
-            return
-        for part in _split(task, self.max_batch_size):
-            self.scheduler.put(self, part)
 
     def share(self, scheduler: _Scheduler) -> None:
         """Wait in ``scheduler`` from now on, with what waits already."""
@@ -402,12 +392,12 @@ class TaskPool:
 
     def open(self) -> None:
         """Accept tasks, also after ``close``: a backend may be served again."""
-        self._closed = False
+        self.closed = False
 
     def close(self) -> None:
         """Refuse further tasks and fail those that wait."""
         with self.scheduler.lock:
-            self._closed = True
+            self.closed = True
             left = self.scheduler.clear(self)
         for task in left:
             task.finish(PeerLost(f"{self.name} is closed"))
@@ -442,10 +432,16 @@ class TaskPool:
                     self.run([task])
             else:
                 for task in batch:
-                    _finish(task, error)
+                    _fail(task, error)
             return
-        for task, its_outputs in zip(batch, outputs, strict=True):
-            _finish(task, its_outputs)
+        for task, outcome in zip(batch, outputs, strict=True):
+            try:
+                task.finish(outcome)
+            except BaseException as error:
+                if ends_the_program(error):
+                    raise
+                note_failure("experts.answer_failed", error)
+                _fail(task, error)
 
     def note_seconds(self, rows: int, seconds: float) -> None:
         """Record a batch's seconds: a longer time raises the estimate at once, a shorter one lowers it by averaging."""
@@ -557,7 +553,7 @@ class Runtime:
             for pool, its_tasks in tasks.items():
                 for task in its_tasks:
                     try:
-                        pool.put(task)
+                        scheduler.put(pool, task)
                     except BoundaryError as error:
                         declined.append((task, error))
             now = time.monotonic()
@@ -584,7 +580,8 @@ class Runtime:
     def _help(self, queue: _Queue | None, until: float) -> None:
         scheduler = self._scheduler
         try:
-            self._prepare_thread()
+            if not hasattr(self._prepared, "done"):
+                self._prepare_thread()
             while queue is not None:
                 self._run_batch(queue)
                 queue = None
@@ -604,9 +601,8 @@ class Runtime:
     def _prepare_thread(self) -> None:
         # OpenMP keeps the number per thread: without this, a new thread's matrix products use all cores, however few
         # the process was given, and wait for one another.
-        if not hasattr(self._prepared, "done"):
-            torch.set_num_threads(self._threads)
-            self._prepared.done = True
+        torch.set_num_threads(self._threads)
+        self._prepared.done = True
 
     def _run(self) -> None:
         self._prepare_thread()
@@ -665,15 +661,14 @@ def _run_joined(process: Process | None, batch: Sequence[Task]) -> Sequence[Sequ
     return split_outputs(process(*(batch[0].inputs if len(batch) == 1 else join_tasks(batch))), batch)
 
 
-def _finish(task: Task, outcome: Outcome) -> None:
-    """Set a task's outcome; an error in doing so is its caller's answer, and does not end the thread."""
+def _fail(task: Task, error: BaseException) -> None:
+    """Answer with an error; another one in doing so does not end the thread."""
     try:
-        task.finish(outcome)
-    except BaseException as error:
-        if ends_the_program(error):
-            raise
-        note_failure("experts.answer_failed", error)
         task.finish(error)
+    except BaseException as another:
+        if ends_the_program(another):
+            raise
+        note_failure("experts.answer_failed", another)
 
 
 def _future_of(task: Task) -> Future[Sequence[Tensor | None]]:
