@@ -1,4 +1,4 @@
-"""Copies to and from a device: in time, complete, and beside the computing."""
+"""An expert on a device: outputs, gradients and updates are those of the module here."""
 
 from __future__ import annotations
 
