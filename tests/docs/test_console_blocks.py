@@ -33,6 +33,7 @@ NOT_RUN = (
     (r"(sbatch|kubectl|cd|export|rm|torchrun --nnodes) ?", "needs a cluster", "tests/launch/test_cluster_files.py"),
     (r"anabranch keys ", "its own tests run it", "tests/transport/test_security.py"),
     (r"anabranch serve ", "does not end", "tests/experts/test_serving.py"),
+    (r"anabranch experts ", "needs servers", "tests/experts/test_serving.py"),
     (r"anabranch (status|view)\b", "needs a job that runs", "tests/launch/test_status.py"),
     (r"anabranch run .*--engine ray", "needs Ray", "tests/launch/ray"),
     (r"anabranch run .*--trace ", "its own tests run it", "tests/launch/test_job_trace.py"),

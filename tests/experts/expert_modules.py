@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from anabranch.experts import ExpertBackend, ExpertServer
+from anabranch.experts import ExpertBackend, ExpertServer, RemoteExpert
 from anabranch.tensors import Structure, TensorSpec
 from waiting import join
 
@@ -88,6 +88,13 @@ def served(*backends: ExpertBackend, **options: object) -> Iterator[ExpertServer
 
 
 @contextmanager
+def calling(backend: ExpertBackend, **options: object) -> Iterator[RemoteExpert]:
+    """Serve an expert, and yield its caller."""
+    with served(backend, **options) as server:
+        yield RemoteExpert(backend.uid, server.endpoint)
+
+
+@contextmanager
 def in_the_module(module: Slow, ask: Callable[[], object]) -> Iterator[None]:
     """While the block runs a thread that asks is in the module; then it is let out, and ends."""
     module.open.clear()
@@ -119,6 +126,17 @@ def together(count: int, ask: Callable[[int], object]) -> list[object]:
         thread.start()
     join(*threads)
     return outcomes
+
+
+def four_servers(index: int) -> list[ExpertBackend]:
+    """The two experts of one server of four; the same in every process."""
+    backends = []
+    for j in range(2):
+        torch.manual_seed(10 * index + j)
+        module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+        backends.append(ExpertBackend(f"ffn.{index}.{j}", module, optimizer, args_schema=[TensorSpec(8)]))
+    return backends
 
 
 class CausalBlock(nn.Module):

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from expert_modules import Feedforward, served
+from expert_modules import Feedforward, calling
 from torch import Tensor, nn
 
 from anabranch.errors import NonFinite, RemoteError
-from anabranch.experts import ExpertBackend, RemoteExpert
+from anabranch.experts import ExpertBackend
 from anabranch.tensors import TensorSpec
 
 SPEC = TensorSpec(4, dtype=torch.float64)
@@ -64,8 +64,7 @@ def test_every_third_batch_steps_with_the_sum_of_three_gradients(kind: type[Pati
     there = copy.deepcopy(here)
     mine = sgd(here)
     backend = kind("ffn.0", there, sgd(there), args_schema=[SPEC], keep_activations=keep)
-    with served(backend) as server:
-        expert = RemoteExpert("ffn.0", server.endpoint)
+    with calling(backend) as expert:
         for index in range(7):
             x = torch.randn(3, 4, dtype=torch.float64)
             here(x).square().sum().backward()
@@ -120,8 +119,7 @@ def test_a_batch_that_fails_leaves_the_gradients_of_the_others() -> None:
     nn.init.ones_(module.weight)
     backend = Patient("n.0", module, sgd(module), args_schema=[TensorSpec(1, dtype=torch.float64)])
     x = torch.ones(1, 1, dtype=torch.float64)
-    with served(backend) as server:
-        expert = RemoteExpert("n.0", server.endpoint)
+    with calling(backend) as expert:
         expert(x).sum().backward()  # type: ignore[attr-defined]
         with pytest.raises(NonFinite):
             (expert(x * 1e308) * 1e308).sum().backward()  # type: ignore[operator]
@@ -173,8 +171,7 @@ def test_gradients_that_wait_survive_a_restart(tmp_path: Path, sparse: bool) -> 
     first = make()
     for step, backend in enumerate((first, make())):
         backend.calls = 2 * step
-        with served(backend, checkpoint_dir=tmp_path) as server:
-            expert = RemoteExpert("rows.0", server.endpoint)
+        with calling(backend, checkpoint_dir=tmp_path) as expert:
             for ids in ([1, 1, 2], [2, 3]) if step == 0 else ([1],):
                 expert(torch.tensor(ids)).sum().backward()  # type: ignore[attr-defined]
     here = Rows()

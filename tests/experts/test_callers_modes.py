@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from expert_modules import Slow, adam, in_the_module, served
+from expert_modules import Slow, adam, calling, in_the_module, served
 from torch import Tensor, nn
 
 import anabranch as ab
@@ -117,8 +117,7 @@ def test_callers_of_unlike_modes_never_share_a_batch(backward: bool) -> None:
 def test_under_autocast_inputs_are_cast_to_the_schema_and_gradients_back() -> None:
     here = nn.Linear(4, 4)
     there = copy.deepcopy(here)
-    with served(ExpertBackend("ffn.0", there, adam(there), args_schema=[TensorSpec(4)])) as server:
-        expert = RemoteExpert("ffn.0", server.endpoint)
+    with calling(ExpertBackend("ffn.0", there, adam(there), args_schema=[TensorSpec(4)])) as expert:
         first = nn.Linear(4, 4)
         x = torch.randn(3, 4)
         with torch.autocast("cpu", dtype=torch.bfloat16):

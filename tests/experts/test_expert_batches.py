@@ -8,6 +8,7 @@ import time
 import torch
 from expert_modules import (
     Feedforward,
+    calling,
     served,
     together,
 )
@@ -25,8 +26,7 @@ def test_empty_and_oversize_requests_are_answered() -> None:
     module = Feedforward()
     here = copy.deepcopy(module)
     backend = ExpertBackend("ffn.0", module, args_schema=[TensorSpec(4)], max_batch_size=4)
-    with served(backend) as server:
-        expert = RemoteExpert("ffn.0", server.endpoint)
+    with calling(backend) as expert:
         empty = torch.zeros(0, 4, requires_grad=True)
         expert(empty).sum().backward()
         assert empty.grad is not None
@@ -65,8 +65,7 @@ def test_sixteen_callers_get_the_answers_they_would_get_alone_in_fewer_module_ca
         "ffn.0", module, args_schema=[TensorSpec(4, dtype=torch.float64)], min_batch_size=136, timeout=60.0
     )
     inputs = [torch.randn(rows, 4, dtype=torch.float64) for rows in range(1, 17)]
-    with served(backend) as server:
-        expert = RemoteExpert("ffn.0", server.endpoint)
+    with calling(backend) as expert:
         expert.get_info()
         outcomes = together(16, lambda index: expert(inputs[index]))
     for x, outcome in zip(inputs, outcomes, strict=True):
@@ -98,8 +97,7 @@ def test_mean_reduction_moves_a_batch_of_requests_as_far_as_one() -> None:
             min_batch_size=4,
             timeout=60.0,
         )
-        with served(backend) as server:
-            expert = RemoteExpert("linear.0", server.endpoint)
+        with calling(backend) as expert:
             outputs = together(4, lambda _, expert=expert: expert(torch.ones(1, 2)))
             together(4, lambda index, outputs=outputs: outputs[index].sum().backward())
         assert backend.updates == 1
@@ -125,8 +123,7 @@ def test_one_request_that_fails_in_the_module_harms_none_of_its_batch() -> None:
     backend = ExpertBackend(
         "table.0", module, args_schema=[TensorSpec(dtype=torch.int64)], min_batch_size=8, timeout=60.0
     )
-    with served(backend) as server:
-        expert = RemoteExpert("table.0", server.endpoint)
+    with calling(backend) as expert:
         outcomes = together(8, lambda index: expert(torch.tensor([99 if index == 3 else index])))
         for index, outcome in enumerate(outcomes):
             if index == 3:

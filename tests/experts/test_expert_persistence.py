@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from expert_modules import calling
 from torch import nn
 
 from anabranch.checkpoint import generations
@@ -47,8 +48,7 @@ def train(expert: RemoteExpert, steps: int, seed: int) -> None:
 
 def test_a_restarted_server_continues_as_if_uninterrupted(tmp_path: Path) -> None:
     whole, first, second = make(), make(), make(seed=9)
-    with ExpertServer([whole]) as server:
-        expert = RemoteExpert("ffn.0", server.endpoint)
+    with calling(whole) as expert:
         train(expert, 3, seed=1)
         train(expert, 3, seed=2)
     with ExpertServer([first], checkpoint_dir=tmp_path) as server:

@@ -6,19 +6,19 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from expert_modules import (
-    Feedforward,
-    adam,
-    served,
-)
+from expert_modules import CausalBlock, Feedforward, adam, calling, served
 from torch import Tensor, nn
 
-from anabranch.errors import (
-    NonFinite,
-    ProtocolError,
-    SchemaError,
+from anabranch.errors import NonFinite, ProtocolError, SchemaError
+from anabranch.experts import (
+    Directory,
+    ExpertBackend,
+    ExpertServer,
+    RemoteExpert,
+    RemoteMixtureOfExperts,
+    RemoteSwitchMixtureOfExperts,
+    wire,
 )
-from anabranch.experts import ExpertBackend, ExpertServer, RemoteExpert, wire
 from anabranch.tensors import TensorSpec
 from anabranch.tensors.spec import Compression
 from anabranch.transport import Call, TensorHeader, allocate
@@ -39,15 +39,16 @@ def test_arguments_that_do_not_fit_are_refused_locally_with_the_expected_form(
     make: Callable[[], tuple[object, ...]], says: str
 ) -> None:
     backend = ExpertBackend("ffn.0", Feedforward(), args_schema=[TensorSpec(4)])
-    with served(backend) as server, pytest.raises(SchemaError, match=says):
-        RemoteExpert("ffn.0", server.endpoint)(*make())
+    with calling(backend) as caller, pytest.raises(SchemaError, match=says):
+        caller(*make())
 
 
-def test_rows_that_disagree_name_both_inputs() -> None:
-    schema = [TensorSpec(2), TensorSpec(2)]
-    backend = ExpertBackend("pair.0", nn.Bilinear(2, 2, 1), args_schema=schema)
-    with served(backend) as server, pytest.raises(SchemaError, match=r"args\.0 has 2, args\.1 has 3"):
-        RemoteExpert("pair.0", server.endpoint)(torch.ones(2, 2), torch.ones(3, 2))
+def test_rows_that_disagree_name_both_inputs_and_a_keyword_too_many_is_refused() -> None:
+    backend = ExpertBackend("pair.0", nn.Bilinear(2, 2, 1), args_schema=[TensorSpec(2), TensorSpec(2)])
+    with calling(backend) as caller, pytest.raises(SchemaError, match=r"args\.0 has 2, args\.1 has 3"):
+        caller(torch.ones(2, 2), torch.ones(3, 2))
+    with calling(expert()) as caller, pytest.raises(SchemaError, match="expected arguments"):
+        caller(torch.ones(2, 1), by=torch.ones(2, 1))
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
@@ -87,38 +88,73 @@ def test_a_gradient_that_overflows_inside_the_expert_updates_nothing() -> None:
     assert torch.equal(module.weight, torch.ones(1))
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "says"),
-    [
-        (lambda: ExpertBackend("ffn", nn.Identity(), args_schema=[TensorSpec(1)]), ValueError, "not a uid"),
-        (lambda: ExpertBackend("ffn.01", nn.Identity(), args_schema=[TensorSpec(1)]), ValueError, "leading"),
-        (lambda: ExpertBackend("ffn.0", nn.Identity()), ValueError, "without inputs"),
-        (
-            lambda: ExpertBackend("ffn.0", nn.Linear(1, 1), adam(nn.Linear(1, 1)), args_schema=[TensorSpec(1)]),
-            ValueError,
-            "another module",
-        ),
-        (lambda: ExpertBackend("ffn.0", nn.Linear(2, 1), args_schema=[TensorSpec(1)]), SchemaError, "does not accept"),
-        (lambda: ExpertBackend("ffn.0", nn.Flatten(0), args_schema=[TensorSpec(2)]), SchemaError, "as many rows"),
-        (lambda: ExpertBackend("ffn.0", nn.Identity(), args_schema=["x"]), SchemaError, "TensorSpec"),
-        (
-            lambda: ExpertBackend("ffn.0", nn.Identity(), args_schema=[TensorSpec(1)], max_batch_size=0),
-            ValueError,
-            "batch sizes",
-        ),
-        (
-            lambda: ExpertBackend("ffn.0", nn.Identity(), args_schema=[TensorSpec(1)], gradient_reduction="max"),  # type: ignore[arg-type]
-            ValueError,
-            "gradient_reduction",
-        ),
-        (lambda: ExpertServer([]), ValueError, "without experts"),
-        (lambda: RemoteExpert("ffn", "unix:/nowhere"), ValueError, "not a uid"),
-        (lambda: RemoteExpert("ffn.0", "unix:/nowhere", forward_timeout=0), ValueError, "forward_timeout"),
-    ],
-)
+def expert(uid: str = "ffn.0", module: nn.Module | None = None, **options: object) -> ExpertBackend:
+    options.setdefault("args_schema", [TensorSpec(1)])
+    return ExpertBackend(uid, module or nn.Linear(1, 1), **options)  # type: ignore[arg-type]
+
+
+def mixture(kind: type = RemoteMixtureOfExperts, **options: object) -> nn.Module:
+    arguments = {"in_features": 4, "grid_size": (2,), "directory": Directory(), "uid_prefix": "ffn", **options}
+    return kind(**arguments)  # type: ignore[no-any-return]
+
+
+def stepping(make: Callable[[torch.optim.Optimizer], object], kind: type[ExpertBackend] = ExpertBackend) -> object:
+    module = nn.Linear(1, 1)
+    scheduler = make(sgd := torch.optim.SGD(module.parameters(), lr=0.1))
+    return kind("ffn.0", module, sgd, scheduler=scheduler, args_schema=[TensorSpec(1)])  # type: ignore[arg-type]
+
+
+class Own(ExpertBackend):
+    def apply_gradients(self) -> None: ...
+
+
+def session(max_length: object = 8, ttl: float = 60.0) -> object:
+    return RemoteExpert("block.0", "unix:/nowhere").session(max_length, ttl)  # type: ignore[arg-type]
+
+
+MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (lambda: expert("ffn"), ValueError, "not a uid"),
+    (lambda: expert("ffn.01"), ValueError, "leading"),
+    (lambda: expert(args_schema=()), ValueError, "without inputs"),
+    (lambda: expert(optimizer=adam(nn.Linear(1, 1))), ValueError, "another module"),
+    (lambda: expert(module=nn.Linear(2, 1)), SchemaError, "does not accept"),
+    (lambda: expert(module=nn.Flatten(0), args_schema=[TensorSpec(2)]), SchemaError, "as many rows"),
+    (lambda: expert(args_schema=["x"]), SchemaError, "TensorSpec"),
+    (lambda: expert(max_batch_size=0), ValueError, "batch sizes"),
+    (lambda: expert(gradient_reduction="max"), ValueError, "gradient_reduction"),
+    (
+        lambda: expert(module=(m := nn.Linear(1, 1)), optimizer=torch.optim.LBFGS(m.parameters())),
+        ValueError,
+        r"ffn\.0: LBFGS\.step is called without arguments \(.*'closure'\); use another one, or override",
+    ),
+    (lambda: stepping(torch.optim.lr_scheduler.ReduceLROnPlateau), ValueError, r"ReduceLROnPlateau\.step .*'metrics'"),
+    (lambda: expert(module=CausalBlock(), kwargs_schema={"cache": TensorSpec(4)}), ValueError, "an input called cache"),
+    (lambda: ExpertServer([]), ValueError, "without experts"),
+    (lambda: ExpertServer([expert()], session_bytes=65535), ValueError, "session_bytes is a whole"),
+    (lambda: ExpertServer([expert()], session_bytes=1e9), ValueError, "session_bytes is a whole"),  # type: ignore[arg-type]
+    (lambda: RemoteExpert("ffn", "unix:/nowhere"), ValueError, "not a uid"),
+    (lambda: RemoteExpert("ffn.0", "unix:/nowhere", forward_timeout=0), ValueError, "forward_timeout"),
+    *((lambda n=n: session(n), ValueError, "max_length is a whole number") for n in (0, True, 2.5, 1 << 70)),
+    *((lambda s=s: session(ttl=s), ValueError, "ttl is a finite number") for s in (0.0, float("inf"))),
+    (lambda: mixture(grid_size=()), ValueError, "grid_size"),
+    (lambda: mixture(k_min=9), ValueError, "k_min"),
+    (lambda: mixture(forward_timeout=0.0), ValueError, "forward_timeout"),
+    (lambda: mixture(timeout_after_k_min=-1.0), ValueError, "timeout_after_k_min"),
+    (lambda: mixture(uid_prefix="1ffn"), ValueError, "not a prefix"),
+    (lambda: mixture(k_min="a"), TypeError, "k_min is a .*number.* got 'a'"),
+    (lambda: mixture(backward_timeout="a"), TypeError, "backward_timeout is a .*number.* got 'a'"),
+    (lambda: mixture(RemoteSwitchMixtureOfExperts, jitter="a"), TypeError, "jitter is a number in .* got 'a'"),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "says"), MISTAKES)
 def test_mistakes_are_explained(make: Callable[[], object], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         make()
+
+
+def test_an_override_of_the_update_may_step_as_it_needs() -> None:
+    assert stepping(torch.optim.lr_scheduler.ReduceLROnPlateau, Own)
 
 
 class Many(nn.Module):
@@ -163,8 +199,7 @@ def test_a_module_that_returns_other_rows_than_it_took_is_named(pair: bool, keep
         "e.0", module, torch.optim.SGD(module.parameters(), lr=1.0), args_schema=[TensorSpec(4)], keep_activations=keep
     )
     says = rf"^e\.0's output {int(pair)}: expected 2 rows, as in the input, got 1; "
-    with ExpertServer([backend]) as server:
-        expert = RemoteExpert("e.0", server.endpoint)
+    with calling(backend) as expert:
         x = torch.ones(2, 4, requires_grad=True)
         found = expert(x)
         module.loses = True
@@ -197,6 +232,6 @@ def test_the_answer_to_a_backward_is_checked_before_memory_is_taken(
         y = RemoteExpert("ffn.0", server.endpoint)(torch.ones(2, 4, requires_grad=True))
         monkeypatch.setattr(Call, "reply", other)
         monkeypatch.setattr("anabranch.transport.client.allocate", counted)
-        with pytest.raises((ProtocolError, SchemaError), match="gradient"):
+        with pytest.raises((ProtocolError, SchemaError), match="gradient|2 rows were sent, but"):
             y.sum().backward()
     assert sum(taken) < 1000

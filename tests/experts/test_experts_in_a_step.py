@@ -211,22 +211,15 @@ def message(error: Exception) -> str:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_an_expert_that_is_not_served_is_named(engine: Engine) -> None:
-    model = Model(ab.RemoteExpert("nobody.0", ab.Directory()))
-    batch = torch.randn(3, 4), torch.randn(3, 1)
-    with (
-        ab.Executor({"train": step_of(model)}, engine=engine) as executor,
-        pytest.raises(NotFound, match=r"no server for 'nobody.0'"),
-    ):
-        executor.run("train", batch)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_mixture_without_experts_is_an_error(engine: Engine) -> None:
-    model = Mixed(ab.Directory(), switch=False)
-    batch = torch.randn(3, 4), torch.randn(3, 1)
-    with ab.Executor({"train": step_of(model)}, engine=engine) as executor, pytest.raises(BoundaryError):
-        executor.run("train", batch)
+@pytest.mark.parametrize("kind", ["expert", "mixture"])
+def test_an_expert_that_is_not_served_is_named(kind: str, engine: Engine) -> None:
+    directory = ab.Directory()
+    model: nn.Module = Model(ab.RemoteExpert("nobody.0", directory))
+    error, says = NotFound, "no server for 'nobody.0'"
+    if kind == "mixture":
+        model, error, says = Mixed(directory, switch=False), BoundaryError, "lists no expert ffn"
+    with ab.Executor({"train": step_of(model)}, engine=engine) as executor, pytest.raises(error, match=says):
+        executor.run("train", (torch.randn(3, 4), torch.randn(3, 1)))
 
 
 def test_an_expert_that_moves_is_found_again_by_a_graph() -> None:

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from expert_modules import calling
 from torch import Tensor, nn
 
 from anabranch.errors import RemoteError
@@ -84,8 +85,7 @@ def test_dropout_and_batch_norm_are_the_forwards_and_nothing_is_computed_or_sent
 def test_a_backward_that_would_draw_another_mask_is_refused() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     backend = backend_of(module, keep=2)
-    with ExpertServer([backend]) as server:
-        expert = RemoteExpert("kept.0", server.endpoint)
+    with calling(backend) as expert:
         x = torch.ones(2, 4, requires_grad=True)
         expert(x).sum().backward()
         refused = pytest.raises(RemoteError, match=r"kept.0: 1 is Dropout\(p=0.5.*keep_activations=")
@@ -107,8 +107,7 @@ def test_updates_between_forward_and_backward_leave_the_kept_graph_as_it_was() -
     module = nn.Linear(4, 4)
     start = copy.deepcopy(module)
     backend = backend_of(module, keep=100)
-    with ExpertServer([backend]) as server:
-        expert = RemoteExpert("kept.0", server.endpoint)
+    with calling(backend) as expert:
         first = torch.randn(3, 4, requires_grad=True)
         early = expert(first)
         expert(torch.randn(3, 4)).sum().backward()
@@ -122,8 +121,7 @@ def test_updates_between_forward_and_backward_leave_the_kept_graph_as_it_was() -
 def test_activations_dropped_for_the_budget_are_recomputed() -> None:
     module = nn.Linear(4, 4)
     backend = backend_of(module, keep=4)
-    with ExpertServer([backend]) as server:
-        expert = RemoteExpert("kept.0", server.endpoint)
+    with calling(backend) as expert:
         inputs = [torch.randn(2, 4, requires_grad=True) for _ in range(5)]
         outputs = [expert(x) for x in inputs]
         for output in outputs:
@@ -150,8 +148,7 @@ def test_requests_batched_together_get_their_own_gradients(keep: int) -> None:
     )
     inputs = [torch.randn(rows, 4, dtype=torch.float64, requires_grad=True) for rows in (1, 2, 3, 4)]
     outputs: dict[int, Tensor] = {}
-    with ExpertServer([backend]) as server:
-        expert = RemoteExpert("kept.0", server.endpoint)
+    with calling(backend) as expert:
         expert.get_info()
 
         def forward(index: int) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from expert_modules import four_servers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -108,9 +109,16 @@ def close(a: Tensor | None, b: Tensor | None) -> bool:
     return torch.allclose(a, b, rtol=0, atol=1e-12 * max(1.0, float(b.detach().abs().max())))
 
 
-@pytest.mark.parametrize(("sizes", "k"), [((5,), 2), ((3, 4), 4), ((2, 3, 2), 3), ((3,), 8)])
-def test_a_mixture_is_the_manual_sum_in_outputs_and_gradients(sizes: tuple[int, ...], k: int) -> None:
-    with grid(*sizes, servers=2) as (directory, experts, _):
+RAGGED = ("ffn.0.1", "ffn.0.2", "ffn.1.0", "ffn.1.1", "ffn.1.2", "ffn.2.2")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "k", "missing"), [((5,), 2, ()), ((3, 4), 4, ()), ((2, 3, 2), 3, ()), ((3,), 8, ()), ((3, 3), 8, RAGGED)]
+)
+def test_a_mixture_is_the_manual_sum_in_outputs_and_gradients(
+    sizes: tuple[int, ...], k: int, missing: tuple[str, ...]
+) -> None:
+    with grid(*sizes, missing=missing, servers=2) as (directory, experts, _):
         moe = mixture(directory, sizes, k_best=k)
         twin = copy.deepcopy(moe.gate)
         x = torch.randn(9, 4, dtype=torch.float64)
@@ -123,14 +131,6 @@ def test_a_mixture_is_the_manual_sum_in_outputs_and_gradients(sizes: tuple[int, 
         assert close(far.grad, near.grad)
         assert close(moe.gate.weight.grad, twin.weight.grad)
         assert close(moe.gate.bias.grad, twin.bias.grad)
-
-
-def test_ragged_grids_and_rows_with_fewer_experts_than_k() -> None:
-    missing = ["ffn.0.1", "ffn.0.2", "ffn.1.0", "ffn.1.1", "ffn.1.2", "ffn.2.2"]
-    with grid(3, 3, missing=missing) as (directory, experts, _):
-        moe = mixture(directory, (3, 3), k_best=8)
-        x = torch.randn(5, 4, dtype=torch.float64)
-        assert close(moe(x), by_hand(moe.gate, (3, 3), experts, x, 8))
 
 
 def test_failed_experts_are_left_out_of_the_sum_and_its_gradients() -> None:
@@ -161,26 +161,6 @@ def test_one_call_an_expert_however_many_rows() -> None:
         assert all(expert.calls in (0, 1) for expert in experts.values())
 
 
-def test_too_few_answers_raise_with_the_errors_of_the_experts() -> None:
-    with grid(3) as (directory, experts, _):
-        for expert in experts.values():
-            expert.fault = RuntimeError("no luck")
-        moe = mixture(directory, (3,), k_best=2, k_min=2)
-        with pytest.raises(BoundaryError, match="no luck") as caught:
-            moe(torch.randn(2, 4, dtype=torch.float64))
-        assert caught.value.operation == "mixture.forward"
-        experts["ffn.0"].fault = experts["ffn.1"].fault = None
-
-
-def test_no_experts_at_all() -> None:
-    moe = mixture(Directory(), (3,))
-    with pytest.raises(BoundaryError, match="it lists none at all"):
-        moe(torch.randn(2, 4, dtype=torch.float64))
-    lenient = mixture(Directory(), (3,), allow_zero_outputs=True)
-    with pytest.raises(BoundaryError, match="shape of their outputs is not known"):
-        lenient(torch.randn(2, 4, dtype=torch.float64))
-
-
 def test_rows_without_responders_are_zeros_where_that_is_allowed() -> None:
     with grid(4) as (directory, experts, _):
         moe = mixture(directory, (4,), k_best=1, allow_zero_outputs=True)
@@ -199,62 +179,41 @@ def test_rows_without_responders_are_zeros_where_that_is_allowed() -> None:
 
 
 def test_stragglers_are_not_waited_for_once_every_row_has_its_answers() -> None:
-    with grid(3) as (directory, experts, _):
+    with grid(3, servers=3) as (directory, experts, _):
         moe = mixture(directory, (3,), k_best=3, k_min=2, timeout_after_k_min=0.05)
         x = torch.randn(4, 4, dtype=torch.float64)
         moe(x)
+        before = moe.statistics().cancelled
         experts["ffn.1"].open.clear()
-        # The slow one runs on the same device thread, so it is asked through a server of its own.
-        with (
-            ExpertServer(
-                [ExpertBackend("ffn.0", experts["ffn.0"], args_schema=[SPEC], outputs_schema=SPEC)],
-                directory=directory,
-                drain_seconds=0.1,
-            ),
-            ExpertServer(
-                [ExpertBackend("ffn.2", experts["ffn.2"], args_schema=[SPEC], outputs_schema=SPEC)],
-                directory=directory,
-                drain_seconds=0.1,
-            ),
-        ):
-            before = moe.statistics().cancelled
-            output = moe(x)  # ends though the slow one does not
+        output = moe(x)  # ends though the slow one does not
+        experts["ffn.1"].open.set()
         assert close(output, by_hand(moe.gate, (3,), experts, x, 3, dead=["ffn.1"]))
         assert moe.statistics().cancelled == before + 1
-        experts["ffn.1"].open.set()
-
-
-def ones_each_with_an_expert_of_its_own(directory: Directory, **options: object) -> tuple[nn.Module, Tensor]:
-    """A mixture that asks one expert a row, and two rows that ask two different ones."""
-    moe = mixture(directory, (2,), k_best=1, **options)
-    with torch.no_grad():
-        moe.gate.weight.copy_(torch.eye(2, 4))
-        moe.gate.bias.zero_()
-    return moe, torch.eye(2, 4, dtype=torch.float64)
 
 
 def test_enough_is_counted_for_each_row_and_not_for_the_batch() -> None:
     with grid(2, servers=2) as (directory, experts, _):
-        moe, x = ones_each_with_an_expert_of_its_own(directory, k_min=1, timeout_after_k_min=0.01)
+        moe = mixture(directory, (2,), k_best=1, k_min=1, timeout_after_k_min=0.01)
+        with torch.no_grad():  # each row asks one expert, of its own
+            moe.gate.weight.copy_(torch.eye(2, 4))
+            moe.gate.bias.zero_()
+        x = torch.eye(2, 4, dtype=torch.float64)
         moe(x)
         experts["ffn.1"].open.clear()
-        # The other row has its answer long before.
-        late = threading.Timer(0.1, experts["ffn.1"].open.set)
+        late = threading.Timer(0.1, experts["ffn.1"].open.set)  # long after the other row's answer
         late.start()
-        assert close(moe(x), by_hand(moe.gate, (2,), experts, x, 1))  # type: ignore[arg-type]
+        assert close(moe(x), by_hand(moe.gate, (2,), experts, x, 1))
         join(late)
-        assert moe.statistics().cancelled == 0  # type: ignore[operator]
+        assert moe.statistics().cancelled == 0
 
 
 def test_a_gradient_that_does_not_come_back_counts_against_backward_k_min() -> None:
     with grid(2) as (directory, experts, _):
-        strict = mixture(directory, (2,), k_best=2, backward_k_min=2)
-        lenient = mixture(directory, (2,), k_best=2, backward_k_min=1)
-        for moe, raises in ((strict, True), (lenient, False)):
+        for least in (2, 1):
             x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-            output = moe(x)
+            output = mixture(directory, (2,), k_best=2, backward_k_min=least)(x)
             experts["ffn.1"].fault = RuntimeError("gone")
-            if raises:
+            if least == 2:
                 with pytest.raises(BoundaryError, match="gone") as caught:
                     output.sum().backward()
                 assert caught.value.operation == "mixture.backward"
@@ -281,16 +240,13 @@ def test_inputs_with_dimensions_between_and_further_arguments() -> None:
         assert torch.allclose(output["twice"], 2 * x * mask[:, :, None], atol=1e-6)
         with pytest.raises(SchemaError, match="expected arguments"):
             moe(x)
-
-
-def test_experts_that_have_no_weighted_mean_are_refused_by_name() -> None:
     directory = Directory()
-    backends = [ExpertBackend(f"whole.{index}", Rounded(), args_schema=[TensorSpec(4)]) for index in range(2)]
+    whole = ExpertBackend("whole.0", Rounded(), args_schema=[TensorSpec(4)])
     with (
-        ExpertServer(backends, directory=directory),
+        ExpertServer([whole], directory=directory),
         pytest.raises(SchemaError, match="'whole' return torch.int64, which has no weighted mean"),
     ):
-        RemoteMixtureOfExperts(4, [2], directory, "whole", k_best=2)(torch.randn(3, 4))
+        RemoteMixtureOfExperts(4, [1], directory, "whole", k_best=1)(torch.randn(3, 4))
 
 
 class Rounded(nn.Module):
@@ -304,32 +260,6 @@ def test_a_gate_that_went_wrong_is_named() -> None:
         nn.init.constant_(moe.gate.bias, float("nan"))
         with pytest.raises(NonFinite, match="gate"):
             moe(torch.randn(2, 4, dtype=torch.float64))
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"grid_size": ()}, "grid_size"),
-        ({"k_min": 9}, "k_min"),
-        ({"forward_timeout": 0.0}, "forward_timeout"),
-        ({"uid_prefix": "1ffn"}, "not a prefix"),
-        ({"timeout_after_k_min": -1.0}, "timeout_after_k_min"),
-    ],
-)
-def test_contradictory_arguments_say_which(options: dict[str, object], says: str) -> None:
-    arguments = {"in_features": 4, "grid_size": (2,), "directory": Directory(), "uid_prefix": "ffn", **options}
-    with pytest.raises(ValueError, match=says):
-        RemoteMixtureOfExperts(**arguments)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", ["k_best", "k_min", "backward_k_min", "forward_timeout", "timeout_after_k_min"])
-def test_an_argument_that_is_not_a_number_is_named(name: str) -> None:
-    arguments = {"in_features": 4, "grid_size": (2,), "directory": Directory(), "uid_prefix": "ffn", name: "a"}
-    with pytest.raises(TypeError, match=f"{name} is a .*number.* got 'a'"):
-        RemoteMixtureOfExperts(**arguments)  # type: ignore[arg-type]
-    del arguments[name]
-    with pytest.raises(TypeError, match="jitter is a number in .* got 'a'"):
-        RemoteSwitchMixtureOfExperts(**arguments, jitter="a")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -372,20 +302,6 @@ def test_beam_search_is_exhaustive_search_on_a_full_grid(sizes: list[int], k: in
         for slot, point in zip(found.slots[row], found.coordinates[row], strict=True):
             if slot >= 0:
                 assert found.uids[slot] == "ffn." + ".".join(map(str, point))
-
-
-def test_beam_search_queries_the_directory_once_a_dimension() -> None:
-    class Counting(Directory):
-        asked = 0
-
-        def active(self, prefixes: object) -> dict[str, list[int]]:
-            self.asked += 1
-            return super().active(prefixes)  # type: ignore[arg-type]
-
-    directory = Counting()
-    directory.announce([f"ffn.{i}.{j}.{k}" for i in range(3) for j in range(3) for k in range(3)], "unix:/x", 60.0)
-    beam_search(directory, "ffn", [np.random.default_rng(0).normal(size=(20, 3))] * 3, 4)
-    assert directory.asked == 3
 
 
 def test_switch_gives_the_best_expert_times_its_probability_and_a_balancing_loss() -> None:
@@ -448,38 +364,20 @@ def test_an_expert_that_never_sends_its_schema_leaves_time_for_the_others() -> N
             call.fail(RuntimeError("over"))
 
 
-VICTIM_PROCESS = """
-import sys, torch
-from torch import nn
-from anabranch.experts import ExpertBackend, ExpertServer
-from anabranch.tensors import TensorSpec
+VICTIM_PROCESS = f"""
+import sys
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]}
+import torch
+from expert_modules import four_servers
+from anabranch.experts import ExpertServer
 
 torch.set_num_threads(1)
-index, directory, checkpoints = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-backends = []
-for j in range(2):
-    torch.manual_seed(10 * index + j)
-    module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
-    backends.append(ExpertBackend(f"ffn.{index}.{j}", module, optimizer, args_schema=[TensorSpec(8)]))
-with ExpertServer(backends, directory=directory, ttl=60.0, checkpoint_dir=f"{checkpoints}/{index}",
-                  checkpoint_seconds=0.1):
+index, directory, saved = sys.argv[1:]
+options = dict(ttl=60.0, checkpoint_seconds=0.1)
+with ExpertServer(four_servers(int(index)), directory=directory, checkpoint_dir=saved, **options):
     print("up", flush=True)
     sys.stdin.read()
 """
-
-
-def make_backends(index: int) -> list[ExpertBackend]:
-    """The same experts in this process."""
-    backends = []
-    for j in range(2):
-        torch.manual_seed(10 * index + j)
-        module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
-        backends.append(ExpertBackend(f"ffn.{index}.{j}", module, optimizer, args_schema=[TensorSpec(8)]))
-    return backends
-
-
 STEPS = 60
 
 
@@ -510,7 +408,7 @@ def train_undisturbed(seed: int) -> float:
     directory = Directory()
     with ExitStack() as stack:
         for index in range(4):
-            stack.enter_context(ExpertServer(make_backends(index), directory=directory))
+            stack.enter_context(ExpertServer(four_servers(index), directory=directory))
         return train(directory, seed, lambda step: None)[0]
 
 
@@ -529,7 +427,7 @@ def train_disturbed(
 
         for index in range(4):
             if index != seed % 4:
-                stack.enter_context(ExpertServer(make_backends(index), directory=directory.endpoint))
+                stack.enter_context(ExpertServer(four_servers(index), directory=directory.endpoint))
         first = serve()
 
         def between(step: int) -> None:
@@ -571,21 +469,6 @@ def test_no_rows_give_no_rows(shape: tuple[int, ...]) -> None:
         assert output.shape == (*shape, 3)
         assert torch.isfinite(loss)
     assert [backend.updates for backend in backends] == [0, 0]
-
-
-def test_too_few_answers_are_an_error_that_names_the_cure(programs: Programs, tmp_path: Path) -> None:
-    with DirectoryServer() as names, programs.start(VICTIM_PROCESS, "0", names.endpoint, str(tmp_path)) as victim:
-        assert victim.stdout.readline() == "up\n"
-        with Client(retries=2) as client:
-            moe = RemoteMixtureOfExperts(8, (1, 2), Directory(names.endpoint), "ffn", k_best=2, k_min=2, client=client)
-            moe.forward_timeout = 2.0
-            x = torch.randn(4, 8)
-            moe(x)
-            victim.kill()
-            with pytest.raises(BoundaryError, match="lower k_min=2") as caught:
-                moe(x)
-    assert "allow_zero_outputs=True" in str(caught.value)
-    assert "anabranch run --experts N" in str(caught.value)
 
 
 def test_beam_search_passes_over_prefixes_with_only_avoided_experts() -> None:

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from expert_modules import served
+from expert_modules import calling, served
 from torch import Tensor, nn
 
 from anabranch.deadline import Deadline
 from anabranch.errors import RemoteError
-from anabranch.experts import Directory, ExpertBackend, RemoteExpert, Task, TaskPool
+from anabranch.experts import Directory, ExpertBackend, Task, TaskPool
 from anabranch.tensors import TensorSpec
 from waiting import wait_until
 
@@ -74,8 +74,7 @@ def test_an_exit_in_a_module_is_its_callers_error_and_the_server_serves_on(
 ) -> None:
     module, backend = make()
     module.error = error
-    with served(backend) as server:
-        expert = RemoteExpert("ffn.0", server.endpoint)
+    with calling(backend) as expert:
         for pool in backend.get_pools() if quick else ():
             pool.note_seconds(1, 1e-6)
         x = torch.ones(1, 2, requires_grad=True)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from anabranch.deadline import Deadline
 from anabranch.errors import SchemaError, SessionGone
 from anabranch.experts import ExpertBackend
-from anabranch.experts.server import sessions as module
 from anabranch.experts.server.sessions import LEAST_BYTES, Sessions, Step, bytes_held
 from anabranch.experts.wire import StepHeader
 from anabranch.tensors import TensorSpec
@@ -86,19 +85,6 @@ def test_a_session_belongs_to_its_expert() -> None:
         with pytest.raises(SessionGone):
             take(sessions, other, step_of(b"a", number))
     assert (one.open_sessions, other.open_sessions, len(sessions)) == (1, 0, 1)
-
-
-def test_reasons_are_kept_for_the_latest_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_REASONS", 3)
-    sessions, backend = Sessions(1 << 30, FakeClock()), causal_backend()
-    for index in range(10):
-        take(sessions, backend, step_of(bytes([index])))
-        sessions.end(bytes([index]), f"reason {index}")
-    assert len(sessions._reasons) == 3
-    with pytest.raises(SessionGone, match="reason 9"):
-        sessions.check(step_of(bytes([9]), 1), backend, Deadline.after(1.0))
-    with pytest.raises(SessionGone, match="ended long ago"):
-        sessions.check(step_of(bytes([0]), 1), backend, Deadline.after(1.0))
 
 
 def test_counted_memory_is_released_on_every_path() -> None:

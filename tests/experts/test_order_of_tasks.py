@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import CancelledError, as_completed, wait
+from concurrent.futures import CancelledError
 
 import pytest
 import torch
@@ -124,21 +124,6 @@ def test_a_future_that_is_cancelled_takes_its_task_back_and_one_that_is_unwanted
     pool.run(batch)
     assert running.result(timeout=0)[0] is not None
     assert computed == [8, 1]
-
-
-def test_waiting_for_a_cancelled_future_ends_at_once() -> None:
-    pool = TaskPool(lambda x: [x])
-    before, after = pool.submit(task()), pool.submit(task())
-    heard: list[object] = []
-    waiting = threading.Thread(target=lambda: heard.extend(as_completed([before], timeout=60)))
-    waiting.start()
-    assert before.cancel()
-    join(waiting)
-    assert heard == [before]
-    assert after.cancel()
-    assert wait([before, after], timeout=0).done == {before, after}
-    pool.run(pool.take_batch())
-    assert pool.statistics().dropped == 2
 
 
 def test_an_expert_decides_the_order_of_its_tasks() -> None:

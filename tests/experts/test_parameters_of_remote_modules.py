@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from expert_modules import served
+from expert_modules import calling
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -147,7 +147,8 @@ def test_a_served_module_may_have_one(keep: int) -> None:
     module = AddsRow()
     optimizer = torch.optim.Adagrad(module.parameters(), lr=0.1)
     outer = ExpertBackend("o.0", module, optimizer, args_schema=[TensorSpec(4)], keep_activations=keep)
-    with served(outer) as server:
-        RemoteExpert("o.0", server.endpoint)(torch.ones(2, 4)).sum().backward()
+    with calling(outer) as expert:
+        expert(torch.ones(2, 4)).sum().backward()
         assert outer.updates == 1
+    assert torch.equal(module.table(torch.tensor([0])), torch.full((1, 4), 0.5 - 0.5 * 2))  # and it trains
     module.table.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -62,6 +61,10 @@ def test_it_answers_as_a_directory_of_this_process_does(directory: RedisDirector
             "ffn.0.1": [],
             "none": [],
         }
+        assert [found[:2] for found in one.announced()] == [
+            *(("ffn.0.1", AT), ("ffn.10.0", ELSEWHERE), ("ffn.2", ELSEWHERE), ("ffn.2.0", AT), ("other.0", ELSEWHERE))
+        ]
+        assert all(50 < found.seconds <= 60 for found in one.announced())
         one.withdraw(["ffn.2.0", "ffn.10.0"], AT)  # the second is not served there
         assert one.lookup(["ffn.2.0", "ffn.10.0"]) == {"ffn.10.0": ELSEWHERE}
         assert one.active(["ffn", "ffn.2"]) == {"ffn": [0, 2, 10], "ffn.2": []}, "ffn.2 itself is served yet"
@@ -124,24 +127,6 @@ def test_a_call_waits_a_while_for_a_redis_that_is_started_again(
     directory.announce(UIDS, AT, ttl=60.0)
     assert 1 < sum(module._PAUSES) < 10
     assert directory.lookup(UIDS) == dict.fromkeys(UIDS, AT)
-
-
-@pytest.mark.slow
-def test_a_forked_process_makes_its_own_connections(redis: RealRedis) -> None:
-    code = f"""
-import os
-import anabranch as ab
-directory = ab.RedisDirectory({redis.url!r})
-directory.announce(["ffn.0"], {AT!r}, 60.0)
-child = os.fork()
-for _ in range(200):
-    assert directory.lookup(["ffn.0"]) == {{"ffn.0": {AT!r}}}
-if child:
-    assert os.waitpid(child, 0)[1] == 0
-else:
-    os._exit(0)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
 # What goes wrong, and what is said.
@@ -217,6 +202,7 @@ def test_the_rights_that_its_user_needs(redis: RealRedis) -> None:
     directory.announce(UIDS, AT, ttl=60.0)
     assert directory.lookup(UIDS) == dict.fromkeys(UIDS, AT)
     assert directory.active(["ffn"]) == {"ffn": [0, 2]}
+    assert [one.uid for one in directory.announced()] == UIDS
     directory.withdraw(UIDS, AT)
     assert directory.active(["ffn"]) == {"ffn": []}
 

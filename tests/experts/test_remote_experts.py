@@ -12,6 +12,7 @@ from expert_modules import (
     Nested,
     TwoHeads,
     adam,
+    calling,
     nested_inputs,
     served,
 )
@@ -29,10 +30,8 @@ from anabranch.experts import (
     ExpertBackend,
     RemoteExpert,
     RemoteMixtureOfExperts,
-    Schema,
 )
 from anabranch.experts.client.calls import ExpertCall, _Backward
-from anabranch.experts.schema import Nesting
 from anabranch.experts.wire import GONE, GradientsHeader
 from anabranch.tensors import TensorSpec
 from anabranch.tensors.dtypes import DTYPE_CODES
@@ -47,8 +46,7 @@ def test_forward_gradients_and_updates_are_those_of_the_module_here() -> None:
     here = Feedforward()
     there = copy.deepcopy(here)
     optimizer = adam(here)
-    with served(ExpertBackend("ffn.0", there, adam(there), args_schema=[TensorSpec(4)])) as server:
-        expert = RemoteExpert("ffn.0", server.endpoint)
+    with calling(ExpertBackend("ffn.0", there, adam(there), args_schema=[TensorSpec(4)])) as expert:
         for _ in range(4):
             x = torch.randn(5, 4)
             near, far = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -73,8 +71,7 @@ def test_the_scheduler_steps_and_the_norm_is_clipped_at_each_update(keep: int) -
     backend = ExpertBackend(
         "ffn.0", there, far, scheduler=theirs, clip_grad_norm=0.1, args_schema=[TensorSpec(4)], keep_activations=keep
     )
-    with served(backend) as server:
-        expert = RemoteExpert("ffn.0", server.endpoint)
+    with calling(backend) as expert:
         for _ in range(3):
             x = torch.randn(5, 4)
             here(x).sum().backward()
@@ -92,8 +89,7 @@ def test_nested_keyword_bool_and_int_inputs_and_integer_outputs() -> None:
     here = Nested()
     there = copy.deepcopy(here)
     optimizer = adam(here)
-    with served(ExpertBackend("nested.0", there, adam(there), **NESTED_SCHEMA)) as server:  # type: ignore[arg-type]
-        expert = RemoteExpert("nested.0", server.endpoint)
+    with calling(ExpertBackend("nested.0", there, adam(there), **NESTED_SCHEMA)) as expert:
         pair, keywords = nested_inputs(6)
         far = tuple(tensor.detach().clone().requires_grad_() for tensor in pair)
         expected, answer = here(pair, **keywords), expert(far, **keywords)
@@ -113,38 +109,13 @@ def test_nested_keyword_bool_and_int_inputs_and_integer_outputs() -> None:
         assert torch.equal(a, b)
 
 
-def test_one_tensor_in_and_out_is_nested_nowhere_and_refused_as_any_other_structure(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    torch.manual_seed(0)
-    one, nested = (Schema((spec,), {}, spec) for spec in (TensorSpec(2), (TensorSpec(2),)))
-    assert (one.takes_one, one.gives_one) == (True, True)
-    assert (nested.takes_one, nested.gives_one) == (False, False)
+def test_a_module_that_returns_another_structure_than_its_schema_is_named() -> None:
     backend = ExpertBackend("one.0", nn.Linear(2, 3), args_schema=[TensorSpec(2)])
-    x = torch.randn(4, 2)
-    expected = backend.module(x).detach()
-    assert one.flatten_inputs((x,), {}).tensors[0] is x  # works the schema out
-    backend.forward(x)
-
-    def no_flattening(*_: object, **__: object) -> object:
-        raise AssertionError("one tensor has no structure")
-
-    with monkeypatch.context() as patch:
-        for method in ("leaves_of", "rebuild"):
-            patch.setattr(Nesting, method, no_flattening)
-        assert one.flatten_inputs((x,), {}).tensors[0] is x
-        (answer,) = backend.forward(x)
-    assert answer is not None
-    assert torch.equal(answer, expected)
-    for args, kwargs in (((x, x), {}), (([x],), {}), ((x,), {"by": x}), ((), {}), ((None,), {})):
-        with pytest.raises(SchemaError, match="expected "):
-            one.flatten_inputs(args, kwargs)
-    backend.module = nn.Identity()
-    with pytest.raises(SchemaError, match=r"one\.0's output 0: expected \(rows, 3\) float32, got \(4, 2\)"):
-        backend.forward(x)
-    backend.module = Fork()
-    with pytest.raises(SchemaError, match="differs from its schema"):
-        backend.forward(x)
+    says = (r"one\.0's output 0: expected \(rows, 3\) float32, got \(4, 2\)", "differs from its schema")
+    for module, what in zip((nn.Identity(), Fork()), says, strict=True):
+        backend.module = module
+        with pytest.raises(SchemaError, match=what):
+            backend.forward(torch.randn(4, 2))
 
 
 class Fork(nn.Module):
@@ -158,8 +129,7 @@ def test_an_expert_of_keywords_alone() -> None:
             return x * by
 
     schema = {"x": TensorSpec(2), "by": TensorSpec(2)}
-    with served(ExpertBackend("scale.0", Scale(), kwargs_schema=schema)) as server:
-        expert = RemoteExpert("scale.0", server.endpoint)
+    with calling(ExpertBackend("scale.0", Scale(), kwargs_schema=schema)) as expert:
         assert torch.equal(expert(by=torch.full((3, 2), 2.0), x=torch.ones(3, 2)), torch.full((3, 2), 2.0))
         assert expert.get_info()["keyword_names"] == ("by", "x")
         with pytest.raises(SchemaError, match="expected "):
@@ -170,8 +140,7 @@ def test_the_expert_learns_even_if_no_input_requires_grad() -> None:
     module = Feedforward()
     before = copy.deepcopy(module.state_dict())
     backend = ExpertBackend("ffn.0", module, adam(module), args_schema=[TensorSpec(4)])
-    with served(backend) as server:
-        expert = RemoteExpert("ffn.0", server.endpoint)
+    with calling(backend) as expert:
         output = expert(torch.randn(3, 4))
         assert output.requires_grad
         output.sum().backward()
@@ -187,8 +156,7 @@ def test_an_unused_output_leaves_its_parameters_without_a_gradient(keep: int) ->
     # Momentum would move a parameter whose gradient is zero, and does not move one without a gradient.
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     backend = ExpertBackend("heads.0", module, optimizer, args_schema=[TensorSpec(4)], keep_activations=keep)
-    with served(backend) as server:
-        expert = RemoteExpert("heads.0", server.endpoint)
+    with calling(backend) as expert:
         first, second = expert(torch.randn(3, 4))
         (first.sum() + second.sum()).backward()
         before = copy.deepcopy(module.state_dict())
@@ -202,8 +170,7 @@ def test_an_unused_output_leaves_its_parameters_without_a_gradient(keep: int) ->
 def test_batch_norm_is_updated_once_and_as_it_would_be_here() -> None:
     here = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     there = copy.deepcopy(here)
-    with served(ExpertBackend("bn.0", there, args_schema=[TensorSpec(4)])) as server:
-        expert = RemoteExpert("bn.0", server.endpoint)
+    with calling(ExpertBackend("bn.0", there, args_schema=[TensorSpec(4)])) as expert:
         for _ in range(3):
             x = torch.randn(6, 4)
             here(x).sum().backward()
@@ -228,8 +195,7 @@ def test_finding_the_outputs_leaves_the_module_and_the_random_numbers_as_they_we
 def test_compressed_activations_and_gradients_arrive_up_to_rounding(compression: str, tolerance: float) -> None:
     spec = TensorSpec(512, compression=compression)  # type: ignore[arg-type]
     module = nn.Identity()
-    with served(ExpertBackend("same.0", module, args_schema=[spec], outputs_schema=spec)) as server:
-        expert = RemoteExpert("same.0", server.endpoint)
+    with calling(ExpertBackend("same.0", module, args_schema=[spec], outputs_schema=spec)) as expert:
         x = torch.randn(3, 512, requires_grad=True)
         weights = torch.randn(3, 512)
         answer = expert(x)
@@ -291,7 +257,7 @@ def test_gradients_of_which_only_the_header_arrived_are_lost_with_their_connecti
     """They were read of the answer to the retry, which has none."""
     backend = ExpertBackend("ffn.0", Feedforward(), args_schema=[TensorSpec(4)])
     x, gradient = torch.ones(2, 2, 4)
-    backward = _Backward(ExpertCall("ffn.0", "unix:/a", backend.schema, [x]), 0, [x], [gradient])
+    backward = _Backward(ExpertCall("ffn.0", "unix:/a", backend.schema, [x], 2), 0, [x], [gradient])
     described = TensorHeader(DTYPE_CODES[gradient.dtype], (2, 4), 0, 32)
     backward.check(ReplyHeader(pack(GradientsHeader([True], 0)), tensors=(described,)))
     backward.check(ReplyHeader(GONE))
@@ -322,8 +288,7 @@ def test_a_faulty_update_fails_its_callers_and_spares_the_server() -> None:
 
     module = Feedforward()
     backend = Broken("ffn.0", module, adam(module), args_schema=[TensorSpec(4)])
-    with served(backend) as server:
-        expert = RemoteExpert("ffn.0", server.endpoint)
+    with calling(backend) as expert:
         with pytest.raises(RemoteError, match="disk on fire"):
             expert(torch.ones(1, 4)).sum().backward()
         backend.broken = False

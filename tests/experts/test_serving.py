@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 from collections.abc import Iterator
@@ -13,10 +14,11 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from anabranch.cli.experts import experts
 from anabranch.cli.keys import keys
 from anabranch.cli.serve import serve
 from anabranch.errors import BoundaryError
-from anabranch.experts import RemoteExpert, expand_uids
+from anabranch.experts import DirectoryServer, ExpertServer, RemoteExpert, expand_uids
 from anabranch.experts.server.layers import make_backends_of, make_named_experts
 from anabranch.tensors import TensorSpec
 from anabranch.transport import Client
@@ -164,6 +166,27 @@ def test_a_function_of_a_file_or_module_makes_the_experts_of_one_server(
         assert torch.equal(RemoteExpert("one.1.2", endpoint)(x).detach(), x)
         process.send_signal(signal.SIGTERM)
         assert process.wait() == 0
+
+
+def test_the_experts_that_a_directory_lists(tmp_path: Path) -> None:
+    app = typer.Typer()
+    app.command()(experts)
+    nowhere = f"unix:{tmp_path}/nobody"
+    backends = make_named_experts("nop.[0:200]", "nop:4")
+    with DirectoryServer() as names, ExpertServer(backends, directory=names.endpoint, ttl=3000.0) as server:
+        names.directory.announce(["gone.0"], nowhere, 60.0)
+        listed = json.loads(CliRunner().invoke(app, [names.endpoint, "--json"]).stdout)
+        assert {one["uid"]: (one["endpoint"], one["state"]) for one in listed} == {
+            "gone.0": (nowhere, "gone"), **{backend.uid: (server.endpoint, "running") for backend in backends}
+        }  # fmt: skip
+        assert {one["uid"] for one in listed if 0 < one["seconds_left"] <= 60} == {"gone.0"}
+        lines = CliRunner().invoke(app, [names.endpoint]).stdout.splitlines()
+        assert lines[0].split()[:2] == ["gone.0", "gone"]
+        assert lines[-1].split()[1] == "running"
+        assert lines[-1].endswith(f" s  {server.endpoint}")
+    result = CliRunner().invoke(app, [names.endpoint])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
 
 
 TEAMS = """

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from expert_modules import Slow, in_the_module, served
+from expert_modules import Slow, calling, in_the_module, served
 from torch import Tensor, nn
 
 from anabranch.deadline import Deadline
@@ -148,8 +148,7 @@ def test_mismatches_are_refused_by_name_and_affect_no_other_caller() -> None:
 
     two = TensorSpec(None, 4, pad=True)
     backend = ExpertBackend("two.0", Two(), args_schema=[two, two])
-    with served(backend) as server:
-        expert = RemoteExpert("two.0", server.endpoint)
+    with calling(backend) as expert:
         with pytest.raises(SchemaError, match=r"args\.1 has length 3, args\.0 2; they share one mask"):
             expert(torch.ones(1, 2, 4), torch.ones(1, 3, 4))
         with pytest.raises(SchemaError, match=r"args\.0: expected \(rows, any, 4\) float32, got \(1, 2, 5\)"):
@@ -172,8 +171,7 @@ def test_mismatches_are_refused_by_name_and_affect_no_other_caller() -> None:
 
 
 def test_an_output_may_be_of_another_length_than_the_input() -> None:
-    with served(ExpertBackend("half.0", Half(), args_schema=[TensorSpec(None, 4)])) as server:
-        expert = RemoteExpert("half.0", server.endpoint)
+    with calling(ExpertBackend("half.0", Half(), args_schema=[TensorSpec(None, 4)])) as expert:
         for length in (0, 1, 6, 7):
             x = torch.randn(2, length, 4, requires_grad=True)
             answer = expert(x)

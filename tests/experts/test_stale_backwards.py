@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from expert_modules import served
+from expert_modules import calling
 from torch import Tensor, nn
 
 from anabranch.errors import BoundaryError, PeerLost
@@ -53,8 +53,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_an_expert_called_twice_in_a_model(keep: int, caplog: pytest.LogCaptureFixture) -> None:
     module, x = feedforward(), inputs()
     expected = gradient_here(module, x, calls=2)
-    with served(backend_of(module, keep)) as server:
-        first = RemoteExpert("e.0", server.endpoint)
+    with calling(backend_of(module, keep)) as first:
         second = copy.deepcopy(first)  # of the same process
         second(first(x)).square().sum().backward()
         stale = first.statistics().stale_backwards
@@ -73,8 +72,7 @@ def test_an_expert_called_twice_in_a_model(keep: int, caplog: pytest.LogCaptureF
 
 def test_other_trainers_updates_are_counted_and_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     backend = backend_of(feedforward())
-    with served(backend) as server:
-        expert = RemoteExpert("e.0", server.endpoint)
+    with calling(backend) as expert:
         for others in (0, 3, 0):
             loss = expert(inputs()).sum()
             with torch.no_grad():
@@ -89,8 +87,7 @@ def test_other_trainers_updates_are_counted_and_not_warned_of(caplog: pytest.Log
 def test_a_server_that_went_back_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     backend = backend_of(feedforward())
     old = copy.deepcopy(backend.state_dict())
-    with served(backend) as server:
-        expert = RemoteExpert("e.0", server.endpoint)
+    with calling(backend) as expert:
         expert(inputs()).sum().backward()
         loss = expert(inputs()).sum()
         backend.load_state_dict(old)
@@ -113,8 +110,7 @@ def test_a_number_that_a_forward_changes_counts(caplog: pytest.LogCaptureFixture
             self.temperature *= 0.9
             return super().forward(x) / self.temperature  # type: ignore[no-any-return]
 
-    with served(backend_of(Annealed())) as server:
-        expert = RemoteExpert("e.0", server.endpoint)
+    with calling(backend_of(Annealed())) as expert:
         expert(inputs()).sum().backward()
         assert expert.statistics().stale_backwards == 1
     assert len(said(caplog)) == 1
@@ -140,8 +136,7 @@ def test_kept_activations_see_every_write_to_the_served_module(
 ) -> None:
     module, other, x = feedforward(), feedforward(), inputs()
     before = gradient_here(module, x)
-    with served(backend_of(module, keep=100)) as server:
-        expert = RemoteExpert("e.0", server.endpoint)
+    with calling(backend_of(module, keep=100)) as expert:
         loss = expert(x).square().sum()
         change(module, other)
         loss.backward()
@@ -167,8 +162,7 @@ def test_mixtures_count_and_warn_too(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_statistics_of_an_expert() -> None:
-    with served(backend_of(feedforward())) as server:
-        expert = RemoteExpert("e.0", server.endpoint)
+    with calling(backend_of(feedforward())) as expert:
         expert(inputs(3)).sum().backward()
         loss = expert(inputs(2)).sum()
         for other in (copy.deepcopy(expert), pickle.loads(pickle.dumps(expert))):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from expert_modules import Feedforward, adam, served
+from expert_modules import Feedforward, adam, calling, served
 from torch import Tensor, nn
 
 import anabranch as ab
@@ -42,8 +42,7 @@ def test_leading_dimensions_are_those_of_the_module_here(shape: tuple[int, ...],
     here = double(Feedforward())
     there = copy.deepcopy(here)
     mine = adam(here)
-    with served(ExpertBackend("ffn.0", there, adam(there), args_schema=[SPEC], keep_activations=keep)) as server:
-        expert = RemoteExpert("ffn.0", server.endpoint)
+    with calling(ExpertBackend("ffn.0", there, adam(there), args_schema=[SPEC], keep_activations=keep)) as expert:
         for _ in range(2):
             x = torch.randn(*shape, 4, dtype=F64)
             near, far = x.clone().requires_grad_(), x.clone().requires_grad_()

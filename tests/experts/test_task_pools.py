@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from anabranch.deadline import Deadline
-from anabranch.errors import DeadlineExceeded, NonFinite, Overloaded, PeerLost
+from anabranch.errors import NonFinite, Overloaded, PeerLost
 from anabranch.experts import Runtime, Task, TaskPool
 from anabranch.experts.server.scheduler import Unrepeatable
 from anabranch.testing import FakeClock
@@ -22,37 +22,6 @@ Outcome = Sequence[Tensor | None] | BaseException
 def task(rows: int, answers: list[Outcome], value: float = 1.0, **options: object) -> Task:
     options.setdefault("deadline", Deadline.after(600.0))
     return Task([torch.full((rows, 1), value)], rows, finish=answers.append, **options)  # type: ignore[arg-type]
-
-
-def test_unwanted_requests_are_dropped_before_compute_and_late_ones_are_reported() -> None:
-    clock, computed, answers = FakeClock(), [], []  # type: ignore[var-annotated]
-
-    def process(x: Tensor) -> list[Tensor]:
-        computed.append(x.shape[0])
-        return [x]
-
-    pool = TaskPool(process)
-    pool.submit(task(1, answers))
-    pool.submit(task(2, answers, unwanted=lambda: True))
-    pool.submit(task(4, answers, deadline=Deadline.after(1.0, clock)))
-    clock.advance(2.0)
-    pool.run(pool.take_batch())
-    assert computed == [1]
-    assert len(answers) == 2
-    assert isinstance(answers[0], DeadlineExceeded)
-    assert pool.statistics().dropped == 2
-    assert pool.statistics().waiting_rows == 0
-
-
-def test_batches_are_filled_oldest_first_up_to_the_maximum() -> None:
-    answers: list[Outcome] = []
-    pool = TaskPool(lambda x: [x], max_batch_size=4)
-    for value in range(5):
-        pool.submit(task(1, answers, float(value)))
-    batches = []
-    while batch := pool.take_batch():
-        batches.append([float(one.inputs[0][0, 0]) for one in batch])  # type: ignore[index]
-    assert batches == [[0.0, 1.0, 2.0, 3.0], [4.0]]
 
 
 def test_a_request_over_the_maximum_is_split_and_answered_once() -> None:
@@ -161,17 +130,6 @@ def test_an_update_that_failed_half_way_is_not_repeated_task_by_task() -> None:
     assert [type(answer) for answer in answers] == [Unrepeatable] * 3
 
 
-def test_no_batch_runs_while_the_runtime_is_paused() -> None:
-    ran = threading.Event()
-    pool = TaskPool(lambda x: (ran.set(), [x])[1])
-    answers: list[Outcome] = []
-    with Runtime([pool]) as runtime:
-        with runtime.paused():
-            pool.submit(task(1, answers))
-            assert not ran.wait(timeout=0.1)
-        assert ran.wait(timeout=60)
-
-
 class QuickPool:
     """A pool that notes on which thread its batches run; each is as slow as the test wants."""
 
@@ -234,17 +192,6 @@ def test_quick_batches_run_on_the_submitting_thread_and_others_on_the_device_thr
         quick.submit(runtime, 2)  # not so quick any more
         quick.finished()
     assert quick.ran == [(DEVICE, 2), (here, 2), (DEVICE, 2), (DEVICE, 100), (here, 2), (DEVICE, 2)]
-
-
-def test_one_of_many_threads_runs_nothing_itself_where_torch_computes_with_several() -> None:
-    for threads, where in ((1, threading.current_thread().name), (2, DEVICE)):
-        torch.set_num_threads(threads)
-        quick = QuickPool()
-        with Runtime([quick.pool]) as runtime:
-            quick.known_as_quick(runtime)
-            quick.submit(runtime, 2, one_of_many=True)
-            quick.finished()
-        assert quick.ran == [(where, 2)]
 
 
 def test_leaving_a_runtime_fails_waiting_tasks() -> None:

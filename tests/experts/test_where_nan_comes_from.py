@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from expert_modules import served
+from expert_modules import calling, served
 from torch import Tensor, nn
 
 from anabranch.errors import NonFinite
@@ -33,8 +33,7 @@ def make(keep_activations: int = 0) -> tuple[Sick, ExpertBackend]:
 @pytest.mark.parametrize("keep_activations", [0, 8])
 def test_a_module_that_answers_nan_is_named_by_the_backward_that_it_spoils(keep_activations: int) -> None:
     module, backend = make(keep_activations)
-    with served(backend) as server:
-        expert = RemoteExpert("ffn.0", server.endpoint)
+    with calling(backend) as expert:
         module.factor = float("nan")
         y = expert(torch.ones(1, 2))  # as a local module, it hands NaN on
         assert y.isnan().all()
@@ -56,8 +55,7 @@ def test_a_gradient_of_the_callers_own_that_is_nan_is_named_as_such() -> None:
 def test_no_compression_turns_infinity_into_a_number(compression: Compression | None, value: float) -> None:
     spec = TensorSpec(2, compression=compression)
     backend = ExpertBackend("ffn.0", nn.Identity(), args_schema=[spec], outputs_schema=spec)
-    with served(backend) as server:
-        expert = RemoteExpert("ffn.0", server.endpoint)
+    with calling(backend) as expert:
         y = expert(torch.tensor([[1.0, 1e30]]))  # a number, however large, is rounded to one
         assert y.isfinite().all()
         with pytest.raises(NonFinite, match="holds NaN or Inf"):

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from anabranch.cli.experts import experts
 from anabranch.cli.keys import keys
 from anabranch.cli.messages import open_standard_streams, tell
 from anabranch.cli.plan import plan
@@ -44,6 +45,7 @@ _app.command(context_settings={"allow_interspersed_args": False})(run)
 _app.command(context_settings={"allow_interspersed_args": False})(plan)
 _app.command()(keys)
 _app.command()(status)
+_app.command()(experts)
 _app.command()(view)
 _app.add_typer(serve, name="serve")
 

@@ -15,16 +15,18 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from heapq import nsmallest
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from anabranch.deadline import Deadline
 from anabranch.errors import SchemaError, Unauthorized
+from anabranch.experts.client.calls import ModuleClient
 from anabranch.job import DirectoryLike as DirectoryLike
 from anabranch.transport import Call, Client, Peer, Request, Server, ServerStatistics, Transport, Verb, pack, unpack
 from anabranch.transport.announcements import (
+    Announcement,
     check_announced,
     check_kind,
     check_prefix,
@@ -37,12 +39,11 @@ from anabranch.transport.certificates import EVERY_JOB, resolve_keys
 from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint
 from anabranch.transport.redis_directory import RedisDirectory, is_redis_url, shown_url
 
-if TYPE_CHECKING:
-    from anabranch.experts.client.connections import ModuleClient
-
 _SERVICES = frozenset({"experts"})
 # Up to this many entries, expired ones are not searched for.
 _FEW = 1024
+# This many announcements, whatever their endpoints, fit into an answer.
+_PAGE = 128
 
 
 @dataclass(slots=True)
@@ -99,9 +100,13 @@ class _Table:
                 )
         return found
 
-    def uids(self) -> list[str]:
+    def announced(self, after: str) -> list[Announcement]:
+        """Return the first announcements of uids behind ``after``, by uid."""
         with self._lock:
-            return [uid for uid in list(self._entries) if self._alive(uid)]
+            alive = [uid for uid in list(self._entries) if uid > after and self._alive(uid)]
+            now = self._clock()
+            entries = [(uid, self._entries[uid]) for uid in nsmallest(_PAGE, alive)]
+            return [Announcement(uid, entry.endpoint, entry.expires - now) for uid, entry in entries]
 
     def _check_owner(self, uid: str, owner: str | None) -> None:
         """Refuse a uid announced by another owner; ``None`` is this host's user, who may replace any."""
@@ -174,8 +179,6 @@ class Directory:
         keys: str | os.PathLike[str] | None = None,
         insecure: bool = False,
     ) -> None:
-        from anabranch.experts.client.connections import ModuleClient
-
         if endpoint is not None and is_redis_url(endpoint):
             raise ValueError(f"{shown_url(endpoint)} is a Redis server; use anabranch.RedisDirectory(url)")
         if endpoint is not None:
@@ -258,9 +261,16 @@ class Directory:
         answers = [unpack(self._ask("active", one), dict[str, list[int]]) for one in some]
         return {prefix: indices for answer in answers for prefix, indices in answer.items()}
 
-    def uids(self) -> list[str]:
-        """Return announced uids, of a server at most 1,024."""
-        return self._table.uids() if self.endpoint is None else unpack(self._ask("uids", None), list[str])
+    def announced(self) -> Iterator[Announcement]:
+        """Return what is announced, by uid."""
+        page = [Announcement("", "", 0.0)]
+        while page:
+            after = page[-1].uid
+            if self.endpoint is None:
+                page = self._table.announced(after)
+            else:
+                page = unpack(self._ask("announced", after), list[Announcement])
+            yield from page
 
     def _ask(self, verb: str, question: object) -> bytes:
         assert self.endpoint is not None
@@ -328,7 +338,7 @@ class DirectoryServer:
             Verb("directory.withdraw", self._withdraw, roles=_SERVICES, quick=True),
             Verb("directory.lookup", self._lookup, quick=True),
             Verb("directory.active", self._active, quick=True),
-            Verb("directory.uids", self._uids, quick=True),
+            Verb("directory.announced", self._announced, quick=True),
         ]
         self._server = Server(
             verbs,
@@ -399,9 +409,10 @@ class DirectoryServer:
             payload=pack({prefix: sorted({i for indices in found for i in indices[prefix]}) for prefix in prefixes})
         )
 
-    def _uids(self, call: Call) -> None:
-        uids = {uid for table in self._seen_by(call.peer) for uid in table.uids()}
-        call.reply(payload=pack(sorted(uids)[:_FEW]))
+    def _announced(self, call: Call) -> None:
+        after = unpack(call.payload, str)
+        seen = {one.uid: one for table in self._seen_by(call.peer) for one in table.announced(after)}
+        call.reply(payload=pack([seen[uid] for uid in sorted(seen)[:_PAGE]]))
 
     def _table_of(self, peer: Peer) -> _Table:
         """Return the announcements of the peer's job."""

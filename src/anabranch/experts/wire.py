@@ -1,4 +1,4 @@
-"""Messages between callers and servers of experts: their verbs, their headers, and the tensors in them.
+"""Agreements between callers and servers of experts: schemas, headers, and the tensors of a message.
 
     expert.info            -> the schema
     expert.forward         inputs -> outputs
@@ -6,9 +6,16 @@
     expert.session_step    inputs -> outputs; the first step opens the session
     expert.session_end     a session's id -> nothing
 
-Tensors come in the schema's order. A missing gradient is left out, and the header lists those present. A forward may
-carry a ticket; if the answer repeats it, its activations are kept, and the backward brings it for the inputs. The
-answer to a backward's retry may be ``GONE``: it was executed, but its gradients are no longer there.
+A schema is nested ``TensorSpec``s of inputs and outputs: mappings with string keys, lists, tuples, named tuples, specs
+and ``None``. Packed, it is a tree of the codec of ``tensors/``, in which a class stands by its name: it is looked up
+among the modules that this process has imported, and nothing is imported for it. Without such a class a mapping becomes
+a dict, and a named tuple one with the same fields. The two sides compare schemas by hash, so a request carries only
+tensors, in the schema's order. A call may have more than one leading dimension: they are sent as rows, and restored in
+the outputs.
+
+A missing gradient is left out, and the header lists those present. A forward may carry a ticket; if the answer repeats
+it, its activations are kept, and the backward brings it for the inputs. The answer to a backward's retry may be
+``GONE``: it was executed, but its gradients are no longer there.
 
 A tensor travels unchanged, rounded to half precision, or as 8-bit integers with a scale for each block. Rounding is
 set in the ``TensorSpec``, which both sides know, so a message does not describe it. Ids are integers and cannot be
@@ -17,19 +24,545 @@ rounded. A gradient is sent in the format of its tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated
+import dataclasses
+import hashlib
+import math
+import sys
+from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from keyword import iskeyword
+from typing import Annotated, Any, NamedTuple, cast
 
 import msgspec
 import torch
 from torch import Tensor
 
-from anabranch.errors import SchemaError
-from anabranch.experts.schema import Layout, Schema
-from anabranch.tensors import TensorSpec, from_blocks, to_blocks
-from anabranch.tensors.dtypes import dtype_name
+from anabranch.errors import ProtocolError, SchemaError
+from anabranch.tensors import Structure, TensorSpec, from_blocks, to_blocks
+from anabranch.tensors.dtypes import DTYPE_CODES, DTYPES, dtype_name
 from anabranch.tensors.packing import all_finite
-from anabranch.transport import RequestHeader, TensorHeader, unpack
+from anabranch.tensors.tree_codec import Path, decode, encode
+from anabranch.transport import RequestHeader, pack, unpack
+from anabranch.transport.frame import ReplyHeader
+
+_AUTOCAST = frozenset({torch.float32, torch.float16, torch.bfloat16})
+# Below 32,768 values, where torch begins to compute in parallel, and a multiple of a cache line.
+_PIECE = 32_704
+_LARGEST, _LARGEST_HALF = 1e18, 6e4
+_MOST_FIELDS = 64
+
+
+class Mismatch(ValueError):
+    """A structure is nested otherwise than expected."""
+
+
+@dataclass(frozen=True)
+class Nesting:
+    """One container and its children, or a leaf; apart from the leaves, so that Dynamo follows how it is built.
+
+    A structure is read by the expected nesting, keys by name, so all mappings with the same keys are equivalent, and a
+    named tuple is equivalent to a tuple of its length. ``None`` is a leaf: a missing tensor keeps its place.
+
+    Attributes:
+        made: the container's class; ``None`` for a leaf.
+        keys: the names of the children of a mapping or named tuple.
+        children: in order.
+    """
+
+    made: type | None = None
+    keys: tuple[str, ...] = ()
+    children: tuple[Nesting, ...] = ()
+
+    @classmethod
+    def of(cls, structure: Structure) -> Nesting:
+        """Return how ``structure`` nests; a ``SchemaError`` for a container that cannot be sent."""
+        if isinstance(structure, Mapping):
+            keys = tuple(structure)
+            if not all(isinstance(key, str) for key in keys):
+                raise SchemaError(f"only mappings with string keys can be sent to an expert, got keys {keys[:4]}")
+            return cls(type(structure), keys, tuple([cls.of(structure[key]) for key in keys]))
+        if not isinstance(structure, (list, tuple)):
+            return cls()
+        made, fields = type(structure), getattr(structure, "_fields", ())
+        if made not in (list, tuple) and not fields:
+            raise SchemaError(
+                "mappings with string keys, lists, tuples, named tuples and None can be sent to an expert, not "
+                f"{made.__name__}; wrap the module in one that takes and returns those"
+            )
+        return cls(made, tuple(fields), tuple(map(cls.of, structure)))
+
+    def leaves_of(self, structure: Structure) -> list[object]:
+        """Return the leaves of a structure that is nested like this, in this order; raise ``Mismatch`` if it is not."""
+        if self.made is None:
+            if isinstance(structure, (list, tuple, Mapping)):
+                raise Mismatch
+            return [structure]
+        parts: Sequence[object]
+        if issubclass(self.made, (list, tuple)):
+            same = isinstance(structure, list if self.made is list else tuple) and len(structure) == len(self.children)
+            if not same or (self.keys and getattr(structure, "_fields", self.keys) != self.keys):
+                raise Mismatch
+            parts = structure
+        else:
+            if not isinstance(structure, Mapping) or set(structure) != set(self.keys):
+                raise Mismatch
+            parts = [structure[key] for key in self.keys]
+        return [leaf for child, part in zip(self.children, parts, strict=True) for leaf in child.leaves_of(part)]
+
+    def rebuild(self, leaves: Sequence[object]) -> Structure:
+        """Return the structure that holds ``leaves``."""
+        return self._build(iter(leaves))
+
+    def paths(self) -> list[str]:
+        """Return each leaf's path, joined by dots."""
+        names = self.keys or tuple(map(str, range(len(self.children))))
+        if self.made is None:
+            return [""]
+        pairs = zip(names, self.children, strict=True)
+        return [f"{name}.{path}" if path else name for name, child in pairs for path in child.paths()]
+
+    def _build(self, leaves: Iterator[object]) -> Structure:
+        if self.made is None:
+            return next(leaves)
+        parts = [child._build(leaves) for child in self.children]
+        if self.made is list:
+            return parts
+        if self.made is tuple:
+            return tuple(parts)
+        if issubclass(self.made, tuple):
+            return tuple.__new__(self.made, parts)
+        return _mapping(self.made, self.keys, parts)
+
+
+def _mapping(made: type, keys: Sequence[str], parts: Sequence[object]) -> Structure:
+    items = dict(zip(keys, parts, strict=True))
+    if made is dict:
+        return items
+    if issubclass(made, defaultdict):
+        return made(None, items)
+    if dataclasses.is_dataclass(made):  # for example Hugging Face's ModelOutput
+        return made(**items)
+    return made(list(items.items()) if issubclass(made, OrderedDict) else items)  # type: ignore[call-arg]
+
+
+Layout = list[tuple[str, TensorSpec]]
+"""The name and spec of each tensor of a message, before compression."""
+
+
+class RowInputs(NamedTuple):
+    """The inputs of a call, in the schema's order, as rows; and the leading dimensions before flattening."""
+
+    tensors: list[Tensor | None]
+    leading: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The specs of an expert's inputs and outputs; derived values are cached, as every call needs them.
+
+    Attributes:
+        arguments: the specs of positional arguments, each nested as the argument is.
+        keywords: the specs of keyword arguments.
+        outputs: the specs of the outputs, nested as they are.
+    """
+
+    arguments: tuple[Structure, ...]
+    keywords: Mapping[str, Structure]
+    outputs: Structure
+
+    @cached_property
+    def inputs(self) -> list[TensorSpec | None]:
+        """The specs of all inputs in order; ``None`` for an argument that is always ``None``."""
+        return specs_of((self.arguments, dict(self.keywords)))
+
+    @cached_property
+    def output_specs(self) -> list[TensorSpec | None]:
+        """The specs of all outputs in order."""
+        return specs_of(self.outputs)
+
+    @cached_property
+    def input_names(self) -> list[str]:
+        """A name for each input, for messages: ``args.0``, ``kwargs.mask``."""
+        return [_input_name(path) for path in self.input_nesting.paths()]
+
+    @cached_property
+    def input_layout(self) -> Layout:
+        """The layout of a forward request."""
+        return [(name, spec) for name, spec in zip(self.input_names, self.inputs, strict=True) if spec is not None]
+
+    @cached_property
+    def output_layout(self) -> Layout:
+        """The layout of a forward's answer."""
+        pairs = zip(self.output_names, self.output_specs, strict=True)
+        return [(name, spec) for name, spec in pairs if spec is not None]
+
+    @cached_property
+    def output_names(self) -> list[str]:
+        """A name for each output, for messages."""
+        return [f"output {index}" for index in range(len(self.output_specs))]
+
+    @cached_property
+    def gradient_names(self) -> list[str]:
+        """A name for the gradient of each output, for messages."""
+        return [f"gradient of {name}" for name in self.output_names]
+
+    @cached_property
+    def takes_one(self) -> bool:
+        """True if the only input is one tensor, the common case: there is nothing to flatten."""
+        return not self.keywords and len(self.arguments) == 1 and isinstance(self.arguments[0], TensorSpec)
+
+    @cached_property
+    def takes_as_is(self) -> bool:
+        """True if each input is sent as one tensor, unchanged."""
+        return all(spec is not None and spec.compression is None for spec in self.inputs)
+
+    @cached_property
+    def gives_as_is(self) -> bool:
+        """True if each output is sent as one tensor, unchanged."""
+        return all(spec is not None and spec.compression is None for spec in self.output_specs)
+
+    @cached_property
+    def gives_one(self) -> bool:
+        """True if the output is one tensor, not a nested structure."""
+        return isinstance(self.outputs, TensorSpec)
+
+    @cached_property
+    def input_nesting(self) -> Nesting:
+        """The nesting of the inputs."""
+        return Nesting.of((self.arguments, dict(self.keywords)))
+
+    @cached_property
+    def output_nesting(self) -> Nesting:
+        """The nesting of the outputs."""
+        return Nesting.of(self.outputs)
+
+    def nest_outputs(self, outputs: Sequence[Tensor]) -> Structure:
+        """Return the outputs nested as by the expert's module; those that are ``None`` are not among ``outputs``."""
+        if self.gives_one:
+            return outputs[0]
+        given = iter(outputs)
+        return self.output_nesting.rebuild([None if spec is None else next(given) for spec in self.output_specs])
+
+    def length_of(self, inputs: Sequence[Tensor | None]) -> int:
+        """Return the positions that ``inputs`` add to a sequence: the first varying size of the first input that has
+        one.
+
+        Raises:
+            SchemaError: no input has a dimension that varies.
+        """
+        for tensor, spec in zip(inputs, self.inputs, strict=True):
+            if tensor is not None and spec is not None and spec.varying:
+                return spec.sizes_of(tensor.shape)[0]
+        raise SchemaError(
+            f"a session needs an input with a dimension that varies, such as TensorSpec(None, 512), for its positions; "
+            f"the expert takes {outline((self.arguments, dict(self.keywords)))}"
+        )
+
+    @cached_property
+    def pads(self) -> bool:
+        """True if inputs are padded to the longest of a batch."""
+        return any(spec is not None and spec.pad for spec in self.inputs)
+
+    @cached_property
+    def varies(self) -> bool:
+        """True if sizes of inputs or outputs vary from call to call."""
+        return any(spec is not None and spec.varying for spec in (*self.inputs, *self.output_specs))
+
+    @cached_property
+    def packed(self) -> bytes:
+        """The schema as bytes; raises ``SchemaError`` if it cannot be packed."""
+        _ = self.inputs, self.output_specs  # raise for what is not sent
+        try:
+            return pack(encode([self.arguments, dict(self.keywords), self.outputs], _encode_own))
+        except ValueError as error:
+            raise SchemaError(f"a schema that cannot be sent: {error}") from error
+
+    @cached_property
+    def hash(self) -> bytes:
+        """Sixteen bytes that two equal schemas share."""
+        return hashlib.sha256(self.packed).digest()[:16]
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Schema:
+        """Return the schema with these ``packed`` bytes; a ``ProtocolError`` if they are not a schema."""
+        try:
+            arguments, keywords, outputs = decode(unpack(payload, object), _OWN)
+            schema = cls(arguments, keywords, outputs)
+            _ = schema.inputs, schema.output_specs
+            if not isinstance(arguments, tuple) or not isinstance(keywords, dict):
+                raise ValueError("a schema's arguments are a tuple and its keywords a dict")
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ProtocolError(f"bytes that are no schema: {error}") from None
+        return schema
+
+    def flatten_inputs(
+        self, args: Sequence[object], kwargs: Mapping[str, object], *, casting: bool | None = None
+    ) -> RowInputs:
+        """Return the inputs of a call, in order.
+
+        Args:
+            args: the positional arguments.
+            kwargs: the keyword arguments.
+            casting: cast floating inputs to the schema's dtypes; by default those on a device that is under autocast.
+
+        Raises:
+            SchemaError: structure, shapes, dtypes or rows differ from the schema's; the message shows both.
+        """
+        if self.takes_one and not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
+            one, tensor = cast("TensorSpec", self.arguments[0]), args[0]
+            if tensor.dtype is one.dtype and tensor.ndim == 1 + len(one.shape) and tensor.shape[1:] == one.shape:
+                return RowInputs([tensor], (tensor.shape[0],))
+        try:
+            leaves = self.input_nesting.leaves_of((tuple(args), dict(kwargs)))
+        except Mismatch:
+            raise SchemaError(
+                f"expected arguments {outline((self.arguments, dict(self.keywords)))}, "
+                f"got {outline((tuple(args), dict(kwargs)))}"
+            ) from None
+        tensors: list[Tensor | None] = []
+        leading: dict[str, tuple[int, ...]] = {}
+        for leaf, spec, name in zip(leaves, self.inputs, self.input_names, strict=True):
+            if spec is None:
+                if leaf is not None:
+                    raise SchemaError(f"{name}: expected None, got {type(leaf).__name__}")
+                tensors.append(None)
+                continue
+            cast_leaf = _autocast(leaf, spec, casting)
+            leading[name] = _leading(cast_leaf, spec, name)
+            tensors.append(cast("Tensor", cast_leaf))
+        (first, rows), *others = leading.items()
+        for name, its in others:
+            if its != rows:
+                sizes = [str(one[0]) if len(rows) == len(its) == 1 else str(one) for one in (rows, its)]
+                raise SchemaError(f"inputs disagree in rows (dim 0): {first} has {sizes[0]}, {name} has {sizes[1]}")
+        if len(rows) > 1:
+            count = math.prod(rows)
+            tensors = [None if one is None else one.reshape(count, *one.shape[len(rows) :]) for one in tensors]
+        return RowInputs(tensors, rows)
+
+    def measure(
+        self, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None] = ()
+    ) -> tuple[tuple[int, ...], int]:
+        """Return the sizes that the requests of a batch have in common, and the length of this one if it is padded.
+
+        Args:
+            inputs: of the request; all ``None`` if it has none.
+            gradients: of the outputs, if it has any.
+
+        Raises:
+            SchemaError: tensors that are padded together differ in length.
+        """
+        names = [*self.input_names, *(self.gradient_names if gradients else ())]
+        specs = [*self.inputs, *(self.output_specs if gradients else ())]
+        sizes = [
+            # For one without a gradient it is unknown whether its output would be as large as others'.
+            (name, (-1,) * len(spec.varying) if tensor is None else spec.sizes_of(tensor.shape))
+            for tensor, spec, name in zip([*inputs, *gradients], specs, names, strict=True)
+            if spec is not None and (tensor is not None or not self.pads)
+        ]
+        if not self.pads:
+            return tuple(size for _, its in sizes for size in its), 0
+        lengths = [(name, size) for name, its in sizes for size in its]
+        for name, size in lengths:
+            if size != lengths[0][1]:
+                raise SchemaError(f"{name} has length {size}, {lengths[0][0]} {lengths[0][1]}; they share one mask")
+        return (), lengths[0][1] if lengths else 0
+
+
+def _leading(leaf: object, spec: TensorSpec, name: str) -> tuple[int, ...]:
+    """Return the dimensions before those of ``spec``, at least one; raise if the others do not fit."""
+    if isinstance(leaf, Tensor):
+        count = leaf.ndim - len(spec.shape)
+        if count >= 1 and leaf.dtype is spec.dtype and spec.fits(leaf.shape[count:]):
+            return tuple(leaf.shape[:count])
+    spec.check(leaf, name)
+    raise AssertionError("the check rejects what the above does not accept")
+
+
+def with_leading(outputs: Sequence[Tensor], leading: tuple[int, ...]) -> Sequence[Tensor]:
+    """Return the outputs of rows with the leading dimensions that the inputs had."""
+    if len(leading) == 1:
+        return outputs
+    return [output.reshape(*leading, *output.shape[1:]) for output in outputs]
+
+
+def _autocast(leaf: object, spec: TensorSpec, casting: bool | None) -> object:
+    """``leaf`` in the dtype of ``spec`` under autocast, which casts floating tensors but those of double precision."""
+    if (
+        not isinstance(leaf, Tensor)
+        or leaf.dtype is spec.dtype
+        or leaf.dtype not in _AUTOCAST
+        or not spec.dtype.is_floating_point
+        or not (torch.is_autocast_enabled(leaf.device.type) if casting is None else casting)
+    ):
+        return leaf
+    return leaf.to(spec.dtype)
+
+
+def specs_of(structure: Structure) -> list[TensorSpec | None]:
+    """Return the leaves of a structure of specs.
+
+    Raises:
+        SchemaError: a leaf is neither a spec nor ``None``.
+    """
+    nesting = Nesting.of(structure)
+    leaves = nesting.leaves_of(structure)
+    for name, leaf in zip(nesting.paths(), leaves, strict=True):
+        if leaf is not None and not isinstance(leaf, TensorSpec):
+            raise SchemaError(f"{name or 'schema'}: a schema holds TensorSpec(...) or None, got {leaf!r}")
+    return cast(list[TensorSpec | None], leaves)
+
+
+def _encode_own(value: object, path: Path) -> object:
+    if isinstance(value, TensorSpec):
+        shape, dtype = list(value.shape), DTYPE_CODES[value.dtype]
+        return {"$spec": [shape, dtype, value.requires_grad, value.compression, value.pad]}
+    nesting = Nesting.of(value)
+    assert nesting.made is not None
+    parts = list(value.values()) if isinstance(value, Mapping) else list(cast("tuple[object, ...]", value))
+    tag = "$mapping" if isinstance(value, Mapping) else "$named"
+    return {tag: [nesting.made.__module__, nesting.made.__qualname__, list(nesting.keys), parts]}
+
+
+def _decode_spec(content: list[Any]) -> TensorSpec:
+    shape, code, requires_grad, compression, pad = content
+    return TensorSpec(*shape, dtype=DTYPES[code], requires_grad=requires_grad, compression=compression, pad=pad)
+
+
+def _decode_named(content: list[Any]) -> Structure:
+    module, name, keys, parts = content
+    fields, made = tuple(keys), _imported(module, name)
+    if len(fields) > _MOST_FIELDS or not all(key.isidentifier() and not iskeyword(key) for key in fields):
+        raise ValueError(f"a named tuple has no fields {keys[:4]}")
+    if len(fields) != len(parts):
+        raise ValueError(f"{len(fields)} fields name {len(parts)} parts of a schema")
+    if not (isinstance(made, type) and issubclass(made, tuple) and getattr(made, "_fields", None) == fields):
+        made = _named_tuple(fields)
+    return tuple.__new__(made, parts)
+
+
+def _decode_mapping(content: list[Any]) -> Structure:
+    module, name, keys, parts = content
+    items, made = dict(zip(keys, parts, strict=True)), _imported(module, name)
+    if len(items) != len(parts) or not all(isinstance(key, str) for key in items):
+        raise ValueError(f"keys {keys[:4]} of a mapping")
+    try:
+        return _mapping(made, keys, parts) if isinstance(made, type) and issubclass(made, Mapping) else items
+    except Exception:  # noqa: BLE001 - from a mapping class that accepts only tensors
+        return items
+
+
+def _imported(module: str, name: str) -> object:
+    made: object = sys.modules.get(module)
+    for part in name.split("."):
+        made = getattr(made, part, None)
+    return made
+
+
+@lru_cache(maxsize=256)
+def _named_tuple(fields: tuple[str, ...]) -> type:
+    return namedtuple("Fields", fields)
+
+
+_OWN: dict[str, Callable[[Any], object]] = {
+    "$spec": _decode_spec,
+    "$named": _decode_named,
+    "$mapping": _decode_mapping,
+}
+
+
+def infer_specs(outputs: Structure, rows: int) -> Structure:
+    """Return the specs of a module's outputs for ``rows`` rows; a ``SchemaError`` if they cannot be sent."""
+    nesting = Nesting.of(outputs)
+    specs: list[object] = []
+    for name, leaf in zip(nesting.paths(), nesting.leaves_of(outputs), strict=True):
+        if leaf is None:
+            specs.append(None)
+            continue
+        if not isinstance(leaf, Tensor):
+            raise SchemaError(f"the module returned {type(leaf).__name__} at {name or 'its output'}, not a tensor")
+        if leaf.ndim == 0 or leaf.shape[0] != rows:
+            raise SchemaError(
+                f"the module returned {tuple(leaf.shape)} at {name or 'its output'} for {rows} rows; an expert returns "
+                "as many rows (dim 0) as it receives"
+            )
+        specs.append(TensorSpec(*leaf.shape[1:], dtype=leaf.dtype, requires_grad=leaf.requires_grad))
+    try:
+        inferred = nesting.rebuild(specs)
+    except Exception as error:
+        raise SchemaError(
+            f"a {type(outputs).__name__} cannot be rebuilt from its parts ({type(error).__name__}: {error}); wrap the "
+            "module in one that returns a dict"
+        ) from error
+    return inferred
+
+
+def first_not_finite(tensors: Sequence[Tensor | None], names: Sequence[str], *, moderate: bool = False) -> str | None:
+    """Return the name of the first tensor that holds NaN or Inf, ``None`` if all are finite; computes on this thread
+    alone. ``moderate``: or holds a number above 1e18 (float16: 6e4), of which a sum of products overflows.
+    """
+    for tensor, name in zip(tensors, names, strict=True):
+        if tensor is not None:
+            few = tensor.numel() <= _PIECE
+            # A finite sum proves it in one pass.
+            plain = few and not moderate and tensor.is_floating_point() and not tensor.is_sparse
+            if plain and math.isfinite(tensor.detach().sum().item()):
+                continue
+            largest = math.inf if not moderate else _LARGEST_HALF if tensor.dtype is torch.float16 else _LARGEST
+            for piece in (tensor,) if few else _pieces(tensor):
+                if not _within(piece, largest):
+                    return name
+    return None
+
+
+def _within(tensor: Tensor, largest: float) -> bool:
+    """Return True if no number is infinite, NaN or above ``largest``."""
+    floating = tensor.is_floating_point()
+    if not (floating or tensor.is_complex()) or tensor.numel() == 0:
+        return True
+    tensor = tensor._values() if tensor.is_sparse else tensor.detach()
+    if not floating or largest == math.inf:
+        # A finite sum proves it in one pass; an infinite one proves nothing.
+        return (floating and math.isfinite(tensor.sum().item())) or bool(torch.isfinite(tensor).all())
+    if tensor.dtype in (torch.float32, torch.float64):
+        # As fast as a sum, and no square is larger than the sum of all.
+        flat = tensor.reshape(-1)
+        if torch.dot(flat, flat).item() <= largest**2:
+            return True
+    return bool(tensor.abs().max() <= largest)
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    """Split into parts so small that torch sums each on the calling thread.
+
+    A larger sum would start a team of threads for each connection's thread.
+    """
+    if torch.get_num_threads() == 1 or tensor.is_sparse or not tensor.is_contiguous():
+        return [tensor]
+    return torch.split(tensor.view(-1), _PIECE)
+
+
+def _input_name(path: str) -> str:
+    head, _, rest = path.partition(".")
+    return f"{'args' if head == '0' else 'kwargs'}.{rest}"
+
+
+def outline(structure: Structure) -> str:
+    """Return a structure of tensors or specs as a short string."""
+    if isinstance(structure, Tensor):
+        return f"{tuple(structure.shape)} {dtype_name(structure.dtype)}"
+    if isinstance(structure, TensorSpec):
+        return structure.describe()
+    if isinstance(structure, Mapping):
+        return "{" + ", ".join(f"{key}: {outline(structure[key])}" for key in sorted(structure, key=str)) + "}"
+    if isinstance(structure, (list, tuple)):
+        return "(" + ", ".join(outline(child) for child in structure) + ")"
+    return type(structure).__name__
+
+
+# --- messages
 
 INFO = "expert.info"
 FORWARD = "expert.forward"
@@ -197,13 +730,22 @@ def count_parts(layout: Layout) -> int:
     return sum(2 if spec.compression == "int8" else 1 for _, spec in layout)
 
 
-def check_parts(parts: Sequence[TensorHeader | Tensor], layout: Layout) -> int:
-    """Check a message's tensors, or their headers, against names and specs; returns the number of rows.
+def check_parts(layout: Layout, message: RequestHeader | ReplyHeader, sent: int | None = None) -> int:
+    """Check a message's tensors against names and specs; returns the number of rows.
+
+    Args:
+        layout: the names and specs.
+        message: its header.
+        sent: of an answer, the rows of the request.
 
     Raises:
         SchemaError: the tensors are not rows of the specs; the message shows the expected and the given.
+        ProtocolError: an answer has other rows than its request.
     """
+    parts = message.tensors
     rows = parts[0].shape[0] if parts and parts[0].shape else 0
+    if sent not in (None, rows) and parts:
+        raise ProtocolError(f"{sent} rows were sent, but {rows} were received")
     if len(parts) == len(layout):
         for part, (_, spec) in zip(parts, layout, strict=True):
             shape = part.shape

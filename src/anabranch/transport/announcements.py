@@ -9,12 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from ipaddress import ip_address
+from typing import NamedTuple
 
 from anabranch.errors import Unauthorized
 from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint
 from anabranch.transport.streams import Peer
 
 __all__ = [
+    "Announcement",
     "check_announced",
     "check_kind",
     "check_prefix",
@@ -31,6 +33,14 @@ _LONGEST_TTL = 24 * 3600.0
 # This many names of the greatest length fit into a header.
 _NAMES_A_REQUEST = 500
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
+
+
+class Announcement(NamedTuple):
+    """An announced uid, the endpoint that serves it, and the seconds until it expires."""
+
+    uid: str
+    endpoint: str
+    seconds: float
 
 
 def check_uid(uid: object) -> str:

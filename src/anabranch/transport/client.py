@@ -93,7 +93,7 @@ class Request(msgspec.Struct, frozen=True, eq=False):
     schema: bytes = b""
     once: bool = False
     step: int | None = None
-    check: Callable[[ReplyHeader], None] | None = None
+    check: Callable[[ReplyHeader], object] | None = None
     role: str | None = None
 
 

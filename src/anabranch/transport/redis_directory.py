@@ -34,7 +34,16 @@ from urllib.parse import urlsplit
 
 from anabranch.deadline import Deadline, check_seconds
 from anabranch.errors import BoundaryError, Overloaded, PeerLost, RemoteError, Unauthorized
-from anabranch.transport.announcements import check_announced, check_kind, check_prefix, check_ttl, check_uid, portions
+from anabranch.transport.announcements import (
+    UID,
+    Announcement,
+    check_announced,
+    check_kind,
+    check_prefix,
+    check_ttl,
+    check_uid,
+    portions,
+)
 from anabranch.transport.certificates import EVERY_JOB, check_keys, job_of_keys, resolve_keys
 from anabranch.transport.streams import Peer
 
@@ -355,6 +364,22 @@ class RedisDirectory:
         for name, uids in zip(names * len(spaces), members, strict=True):
             indices[name] |= {int(uid[len(name) + 1 :].split(b".")[0]) for uid, expires in uids if expires > now}
         return {name: sorted(some) for name, some in indices.items()}
+
+    def announced(self) -> list[Announcement]:
+        """Return what is announced, by uid."""
+        spaces = self._parts.spaces
+
+        def ask(client: Any) -> dict[str, int]:
+            keys = [key for space in spaces for key in client.scan_iter(f"{space}:uid:*", 1000)]
+            pipeline = client.pipeline(transaction=False)
+            for key in keys:
+                pipeline.pttl(key)
+            uids = [key.rpartition(b":")[2].decode(errors="replace") for key in keys]
+            return dict(zip(uids, pipeline.execute(), strict=True))
+
+        left = self._run("announced", ask)
+        endpoints = self.lookup(uid for uid in sorted(left) if UID.fullmatch(uid))
+        return [Announcement(uid, endpoint, max(left[uid], 0) / 1000) for uid, endpoint in endpoints.items()]
 
     def close(self) -> None:
         """Close the connections; the next call makes new ones."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,8 +36,9 @@ from anabranch.autodiff.boundary.crossing import Crossed, Form, cross
 from anabranch.deadline import Deadline
 from anabranch.errors import ActivationsGone, BoundaryError, NonFinite, PeerLost, ProtocolError
 from anabranch.experts import wire
-from anabranch.experts.schema import Layout, Schema, first_not_finite
+from anabranch.experts.wire import Schema, first_not_finite
 from anabranch.transport import Client, Outcome, Request, pack, unpack
+from anabranch.transport.client import ClientOptions
 from anabranch.transport.frame import ReplyHeader
 
 _TICKET_BYTES = 16
@@ -74,6 +76,7 @@ class ExpertCall(msgspec.Struct, eq=False):
         endpoint: its server.
         schema: the expert's schema.
         inputs: the inputs, flat, in the schema's order; freed once sent.
+        rows: of the inputs.
         evaluating: the caller is in eval mode, so the expert runs in eval mode too.
         outputs: the answer; freed once passed on, because the graph must not hold its own outputs.
         answered: true if there was an answer.
@@ -81,13 +84,13 @@ class ExpertCall(msgspec.Struct, eq=False):
         gradient_error: the reason for a missing gradient.
         ticket: names the activations that the server keeps for the backward; empty if it keeps none.
         changes: how often the expert had changed before its forward, and ``changed_by_us`` by this process.
-        rows: of the inputs.
     """
 
     uid: str
     endpoint: str
     schema: Schema
     inputs: Sequence[Tensor | None]
+    rows: int
     evaluating: bool = False
     outputs: list[Tensor | None] | None = None
     answered: bool = False
@@ -96,13 +99,6 @@ class ExpertCall(msgspec.Struct, eq=False):
     ticket: bytes = b""
     changes: int = 0
     changed_by_us: int = 0
-    rows: int = 0
-
-    def __post_init__(self) -> None:
-        for tensor in self.inputs:
-            if tensor is not None:
-                self.rows = tensor.shape[0]
-                return
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +254,7 @@ def ask(calls: Calls, *, keep: bool) -> Crossed:
         request = Request(
             call.endpoint, wire.FORWARD, call.uid, cast("Sequence[Tensor]", tensors),
             payload=pack(wire.ForwardHeader(call.ticket, call.evaluating)), schema=schema.hash,
-            check=partial(check_answer, schema.output_layout, call.rows), role="experts",
+            check=partial(wire.check_parts, schema.output_layout, sent=call.rows), role="experts",
         )  # fmt: skip
         requests.append(request)
 
@@ -309,7 +305,7 @@ def sample_forms(
         None if tensor is None or spec is None else spec.zeros(1, spec.sizes_of(tensor.shape))
         for tensor, spec in zip(inputs, schema.inputs, strict=True)
     ]
-    call = ExpertCall(uid, endpoint, schema, zeros, evaluating=True)
+    call = ExpertCall(uid, endpoint, schema, zeros, 1, evaluating=True)
     outputs = ask(Calls(client, [call], deadline, 0.0), keep=False).outputs
     if call.error is not None:
         raise call.error
@@ -336,7 +332,9 @@ def _take_answers(calls: Calls, outcomes: Sequence[Outcome]) -> None:
             call.error = ProtocolError(str(error), peer=call.endpoint)
             continue
         call.ticket, call.changes = header.ticket, header.changes
-        call.changed_by_us = changed_by_us(call.endpoint, call.uid, again=header.changed)
+        call.changed_by_us = _changes_by_us.get((call.endpoint, call.uid), 0)
+        if header.changed:
+            changed_by_us(call.endpoint, call.uid, again=True)
         schema = call.schema
         outputs: list[Tensor | None] = [*outcome.tensors]
         if not schema.gives_as_is:
@@ -352,13 +350,6 @@ def _take_answers(calls: Calls, outcomes: Sequence[Outcome]) -> None:
                     outputs = [None if output is None else output.to(tensor.device) for output in outputs]
                 break
         call.outputs, call.answered = outputs, True
-
-
-def check_answer(layout: Layout, rows: int, answer: ReplyHeader) -> None:
-    """Refuse an answer that does not have this layout and this many rows."""
-    came = wire.check_parts(answer.tensors, layout)
-    if answer.tensors and came != rows:
-        raise ProtocolError(f"{rows} rows were requested, but {came} were received")
 
 
 # --- backward
@@ -387,8 +378,10 @@ class _Backward(msgspec.Struct, eq=False):
         tensors, specs = self.gradients, schema.output_specs
         if not call.ticket:
             tensors, specs = [*self.inputs, *tensors], [*schema.inputs, *specs]
-        sent = wire.to_wire(tensors, specs)
         present = [gradient is not None for gradient in self.gradients]
+        sent = cast("list[Tensor]", tensors)
+        if not (schema.takes_as_is and schema.gives_as_is and all(present)):
+            sent = wire.to_wire(tensors, specs)
         header = wire.BackwardHeader(present, call.ticket, call.evaluating, updates)
         return Request(
             call.endpoint, wire.BACKWARD, call.uid, sent, payload=pack(header), schema=schema.hash, once=True,
@@ -402,9 +395,7 @@ class _Backward(msgspec.Struct, eq=False):
             return
         header = unpack(answer.payload, wire.GradientsHeader)
         layout = wire.gradient_layout(self.call.schema.inputs, header.present, "input", self.inputs)
-        came = wire.check_parts(answer.tensors, layout)
-        if answer.tensors and came != self.call.rows:
-            raise ProtocolError(f"{self.call.rows} rows were sent, but gradients of {came} were received")
+        wire.check_parts(layout, answer, self.call.rows)
         self.answer = header
 
     def read(self, outcome: Outcome, *, finite_only: bool) -> list[Tensor | None]:
@@ -422,7 +413,9 @@ class _Backward(msgspec.Struct, eq=False):
                 "they arrived, and the server no longer has them, because it restarted or has since answered others",
                 peer=call.endpoint,
             )
-        gradients = wire.from_wire(outcome.tensors, call.schema.inputs, self.answer.present)
+        gradients: list[Tensor | None] = [*outcome.tensors]
+        if not (call.schema.takes_as_is and all(self.answer.present)):
+            gradients = wire.from_wire(outcome.tensors, call.schema.inputs, self.answer.present)
         name = first_not_finite(gradients, call.schema.input_names, moderate=True) if finite_only else None
         if name is not None:
             raise NonFinite(f"{call.uid}: the gradient of {name} holds NaN, Inf or a number above 1e18")
@@ -484,3 +477,84 @@ def ask_gradients(
         for backward in asked:
             backward.call.gradient_error = None
     return answers
+
+
+# --- one client for all modules of a process with the same role, so that they share connections
+#
+# A module holds a ``ModuleClient``, not a client: it pickles as the arguments of the client, and creates it at the
+# first use, also in a forked child, which must not use its parent's connections.
+
+_clients: weakref.WeakValueDictionary[ClientOptions, Client] = weakref.WeakValueDictionary()
+_making = threading.Lock()
+
+
+def shared_client(options: ClientOptions) -> Client:
+    """Return this process's client of these options; its connections close when its last user closes it."""
+    with _making:
+        client = _clients.get(options)
+        if client is None:
+            client = _clients[options] = options.make()
+        return client
+
+
+class ModuleClient:
+    """The client of a module, recreated in another process.
+
+    Args:
+        client: the client that the user gave, if any; a pickled module gets a new one with the same options.
+        role: of the shared client used otherwise, with ``keys``, ``insecure`` and ``retries``.
+
+    Raises:
+        ValueError: keys that are missing or damaged.
+    """
+
+    def __init__(
+        self,
+        client: Client | None = None,
+        *,
+        role: str = "worker",
+        keys: str | os.PathLike[str] | None = None,
+        insecure: bool = False,
+        retries: int = 8,
+    ) -> None:
+        self._shared = client is None
+        self._options: ClientOptions | None = None  # of the user's own, once it is pickled
+        if client is None:
+            folder = None if keys is None else os.fspath(keys)
+            self._options = ClientOptions(role, folder, insecure, heartbeat=1.0, retries=retries)
+            client = shared_client(self._options)
+        self._client: Client | None = client
+
+    @property
+    def client(self) -> Client:
+        """The client of this process."""
+        client = self._client
+        if client is None or client.forked:
+            # Without a lock that a thread of the parent may have held.
+            options = self._its_options()
+            client = self._client = shared_client(options) if self._shared else options.make()
+        return client
+
+    def _its_options(self) -> ClientOptions:
+        if self._options is None:
+            assert self._client is not None
+            return self._client.options
+        return self._options
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ModuleClient:
+        # Copying a model copies no connection.
+        return self
+
+    def __getstate__(self) -> dict[str, object]:
+        # Created at the first use: where a model is only loaded, there may be no keys.
+        return {"_shared": self._shared, "_options": self._its_options(), "_client": None}
+
+
+def _forget_in_child() -> None:
+    """Forget the client in a forked child: a module made there gets a client of the child."""
+    global _making
+    _making = threading.Lock()
+    _clients.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

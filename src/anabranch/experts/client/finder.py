@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from anabranch.deadline import Deadline
 from anabranch.errors import NotFound, PeerLost, ProtocolError
 from anabranch.experts import wire
-from anabranch.experts.client.calls import ExpertCall
-from anabranch.experts.client.connections import ModuleClient
+from anabranch.experts.client.calls import ExpertCall, ModuleClient
 from anabranch.experts.directory import DirectoryLike, within
-from anabranch.experts.schema import Schema
+from anabranch.experts.wire import Schema
 from anabranch.transport import Answer, Client, Request
 from anabranch.transport.failures import printable
 
@@ -144,6 +143,13 @@ class ExpertFinder:
             _log.warning("experts are back: %s", ", ".join(back))
             self.gone -= set(back)
             self.waits = False
+
+    def some_away(self, deadline: Deadline) -> bool:
+        """Return True if an expert that has answered before has gone, was withdrawn, or is avoided."""
+        answered = [*self.answered]  # a copy: other threads' forwards change it
+        if self.gone or self.backoff.now().intersection(answered):
+            return True
+        return len(within(self.directory, deadline).lookup(answered)) < len(answered)
 
     def retry_gone(self) -> None:
         """Avoid those no longer that have gone: one of them may be back."""

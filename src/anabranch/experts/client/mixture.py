@@ -46,15 +46,15 @@ from anabranch.experts.client.calls import (
     Calls,
     CallStatistics,
     ExpertCall,
+    ModuleClient,
     call_experts,
     output_forms,
     sample_forms,
 )
-from anabranch.experts.client.connections import ModuleClient
 from anabranch.experts.client.finder import GONE, Choices, ExpertFinder, Phase, beam_search
 from anabranch.experts.client.remote_expert import RemoteModule
 from anabranch.experts.directory import Directory, DirectoryLike, as_directory, within
-from anabranch.experts.schema import Nesting, Schema, outline, with_leading
+from anabranch.experts.wire import Nesting, Schema, outline, with_leading
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.transport import Client
 from anabranch.transport.announcements import check_prefix
@@ -70,8 +70,8 @@ _SURVEYED = 16
 _ROUNDS = 3
 # Seconds between two looks whether experts that are gone are back.
 _PAUSE = 0.1
-# For an error: seconds of asking the directory for its experts, and kinds of those that are named.
-_GLANCE, _NAMED = 2.0, 8
+# For an error: seconds of asking the directory for its experts, how many, and kinds of those that are named.
+_GLANCE, _SOME, _NAMED = 2.0, 1024, 8
 
 Rows = NDArray[np.int64]
 Experts = dict[str, tuple[str, Schema]]
@@ -485,7 +485,7 @@ class RemoteMixtureOfExperts(RemoteModule):
                 return choices
             silent = forward.failed(choices) - failed
             if attempt >= _ROUNDS or not silent:
-                if deadline.expired() or not self._may_come_back(forward, choices, short):
+                if deadline.expired() or not self._may_come_back(forward):
                     break
                 time.sleep(min(_PAUSE, deadline.remaining()))
                 silent = set()
@@ -501,12 +501,12 @@ class RemoteMixtureOfExperts(RemoteModule):
         errors = [call.error for call in forward.calls]
         raise self._too_few("forward", forward.calls, errors, short.sum(), deadline)
 
-    def _may_come_back(self, forward: _Forward, choices: Choices, short: NDArray[np.bool_]) -> bool:
-        """Return True if rows are short of answers only because experts have gone that were there before."""
+    def _may_come_back(self, forward: _Forward) -> bool:
+        """Return True if rows are short of answers only because experts are away that were there before."""
         finder = self._finder
         if any(call.error is not None and not isinstance(call.error, GONE) for call in forward.calls):
             return False
-        if not finder.gone and (not finder.answered or (choices.slots[short] >= 0).any()):
+        if not finder.some_away(forward.deadline):
             return False
         if not finder.waits:
             finder.waits = True
@@ -523,7 +523,7 @@ class RemoteMixtureOfExperts(RemoteModule):
                 endpoint, schema = experts[uid]
                 inputs, _ = schema.flatten_inputs(forward.args, forward.kwargs, casting=forward.casting)
                 some = [None if tensor is None else _select(tensor, mine) for tensor in inputs]
-                calls.append(ExpertCall(uid, endpoint, schema, some, forward.evaluating))
+                calls.append(ExpertCall(uid, endpoint, schema, some, len(mine), forward.evaluating))
                 rows.append(mine)
         if not calls:
             return
@@ -681,7 +681,8 @@ class RemoteMixtureOfExperts(RemoteModule):
             if directory.active([self.uid_prefix]).get(self.uid_prefix):
                 return f"of the experts {self.uid_prefix}{grid} that the directory lists none answers"
             if isinstance(directory, Directory):
-                kinds = sorted({re.sub(r"\.\d+", ".*", uid) for uid in directory.uids()})
+                some = itertools.islice(directory.announced(), _SOME)
+                kinds = sorted({re.sub(r"\.\d+", ".*", one.uid) for one in some})
                 says += (
                     f"; it lists {', '.join(kinds[:_NAMED]) or 'none at all'}{' and more' if kinds[_NAMED:] else ''}"
                 )

@@ -17,7 +17,7 @@ from anabranch.autodiff.boundary import whole_calls
 from anabranch.autodiff.boundary.crossing import Crossed, Form, cross, current_tracer, outside_tracing
 from anabranch.autodiff.moved_parameter import Switch
 from anabranch.deadline import LONGEST_SLEEP, Deadline, check_seconds
-from anabranch.errors import AnotherSchema, BoundaryError, CaptureError, NotFound, PeerLost, SchemaError, SessionGone
+from anabranch.errors import AnotherSchema, BoundaryError, CaptureError, NotFound, PeerLost, SessionGone
 from anabranch.experts import wire
 from anabranch.experts.client.calls import (
     CallCounts,
@@ -25,15 +25,14 @@ from anabranch.experts.client.calls import (
     CallStatistics,
     ExpertBoundary,
     ExpertCall,
+    ModuleClient,
     ask,
-    check_answer,
     output_forms,
     sample_forms,
 )
-from anabranch.experts.client.connections import ModuleClient
 from anabranch.experts.directory import DirectoryLike, within
-from anabranch.experts.schema import RowInputs, Schema, with_leading
 from anabranch.experts.server.backend import ExpertInfo, info_of
+from anabranch.experts.wire import RowInputs, Schema, with_leading
 from anabranch.record.spans import mark
 from anabranch.tensors import Structure
 from anabranch.transport import Client, Request, pack
@@ -173,9 +172,7 @@ class RemoteExpert(RemoteModule):
         insecure: bool = False,
     ) -> None:
         super().__init__(f"expert {uid!r}")
-        for name, seconds in (("forward_timeout", forward_timeout), ("backward_timeout", backward_timeout)):
-            if not 0 < seconds < float("inf"):
-                raise ValueError(f"{name} is a finite number of seconds above 0, got {seconds!r}")
+        check_seconds(forward_timeout=forward_timeout, backward_timeout=backward_timeout)
         self.uid = check_uid(uid)
         self.forward_timeout = forward_timeout
         self.backward_timeout = backward_timeout
@@ -241,16 +238,16 @@ class RemoteExpert(RemoteModule):
     def _cross(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, evaluating: bool
     ) -> tuple[Schema, Sequence[Tensor]]:
-        deadline = Deadline(self.forward_timeout)
-        known = self._known
-        if known is None:
+        deadline = None
+        if (known := self._known) is None:
+            deadline = Deadline(self.forward_timeout)
             with outside_tracing():
                 known = self.find(deadline)
+            if current_tracer() is not None:
+                deadline = None  # a graph starts a new one in every run
         schema = known[1]
         inputs, leading = schema.flatten_inputs(args, kwargs)
-        # A graph starts a new deadline in every run.
-        first = deadline if current_tracer() is None else None
-        ask_it = partial(self._ask, schema, first, evaluating)
+        ask_it = partial(self._ask, schema, deadline, evaluating)
         boundary = ExpertBoundary("expert", self.uid, ask_it, partial(self._forms, schema))
         crossed = cross(boundary, *inputs, entry=self.weights_there)
         if (known := self._known) is not None:  # with another schema, if the expert has come back with one
@@ -282,7 +279,8 @@ class RemoteExpert(RemoteModule):
             if schema is not known:  # the inputs must fit the expert's current schema
                 args, kwargs = known.input_nesting.rebuild(inputs)
                 sent = schema.flatten_inputs(args, kwargs, casting=False).tensors
-            call = ExpertCall(self.uid, endpoint, schema, sent, evaluating)
+            rows = len(sent[0]) if sent[0] is not None else next(len(one) for one in sent if one is not None)
+            call = ExpertCall(self.uid, endpoint, schema, sent, rows, evaluating)
             client = self._module_client.client
             calls = Calls(client, [call], deadline, self.backward_timeout, None, 0.0, _raise_first, counts=self._counts)
             crossed = ask(calls, keep=wants is not None)
@@ -396,7 +394,6 @@ class InferenceSession:
         self._lock = threading.Lock()
         self._where: tuple[str, Schema] | None = None
         self._steps = 0
-        self._rows = -1
         self._ended = False
 
     def __enter__(self) -> InferenceSession:
@@ -426,7 +423,7 @@ class InferenceSession:
         Raises:
             ValueError: the session was ended here.
             SchemaError: the inputs do not fit the expert's schema, have another number of rows than before, no row or
-                no position, or exceed ``max_length``; nothing was sent. Or the expert keeps no sequences.
+                no position, or exceed ``max_length``, and the sequences are as they were. Or the expert keeps none.
             SessionGone: the server no longer has the session: its time to live has passed, the server was restarted, a
                 step has failed there.
             Overloaded: the server has no room.
@@ -473,7 +470,6 @@ class InferenceSession:
         for again in (False, True):
             endpoint, schema = self._where or self._expert.find(deadline)
             rows = schema.flatten_inputs(args, kwargs)
-            length = self._check(schema, rows)
             try:
                 outputs = self._ask(endpoint, schema, rows, deadline)
                 break
@@ -484,7 +480,7 @@ class InferenceSession:
                 # knows whether the session still exists.
                 self._where = (self._expert.find(deadline)[0], schema) if self._steps else None
         self._steps += 1
-        self.length += length
+        self.length += schema.length_of(rows.tensors)
         return schema.nest_outputs(with_leading(outputs, rows.leading))
 
     def _may_be_elsewhere(self, error: Exception, deadline: Deadline) -> bool:
@@ -494,25 +490,10 @@ class InferenceSession:
         except NotFound:
             return False  # not served now; the same step may be requested once its server is back
 
-    def _check(self, schema: Schema, given: RowInputs) -> int:
-        """Return the positions of a step that fits the session."""
-        length = schema.length_of(given.tensors)
-        rows = next(len(tensor) for tensor in given.tensors if tensor is not None)
-        if not rows or not length:
-            raise SchemaError(f"a step has at least one row and one position, got {rows} rows of {length}")
-        if self._steps and rows != self._rows:
-            raise SchemaError(f"the session has {self._rows} rows, but this step has {rows}")
-        if self.length + length > self.max_length:
-            raise SchemaError(
-                f"the session has {self.length} positions; {length} more exceed its max_length, {self.max_length}; "
-                "open it with a larger one"
-            )
-        self._rows = rows
-        return length
-
     def _ask(self, endpoint: str, schema: Schema, given: RowInputs, deadline: Deadline) -> list[Tensor]:
         self._where = endpoint, schema
         tensors = [None if tensor is None else tensor.detach() for tensor in given.tensors]
+        first = next(tensor for tensor in tensors if tensor is not None)
         request = Request(
             endpoint,
             wire.SESSION_STEP,
@@ -520,10 +501,9 @@ class InferenceSession:
             wire.to_wire(tensors, schema.inputs),
             payload=pack(wire.StepHeader(self._id, self._steps, self.max_length, self.ttl)),
             schema=schema.hash,
-            check=partial(check_answer, schema.output_layout, self._rows),
+            check=partial(wire.check_parts, schema.output_layout, sent=len(first)),
             role="experts",
         )
         answer = self._expert.client.call(request, deadline)
-        device = next(tensor.device for tensor in tensors if tensor is not None)
         outputs = wire.from_wire(answer.tensors, schema.output_specs)
-        return [output.to(device) for output in outputs if output is not None]
+        return [output.to(first.device) for output in outputs if output is not None]

@@ -12,6 +12,7 @@ and the module's own mode is restored after each.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +30,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from anabranch.autodiff.layer_state import LayerState
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.errors import ActivationsGone, NonFinite, SchemaError
-from anabranch.experts.schema import Mismatch, Nesting, Schema, first_not_finite, infer_specs, outline, specs_of
 from anabranch.experts.server.kept_activations import (
     KeptActivations,
     KeptBatch,
@@ -38,8 +38,6 @@ from anabranch.experts.server.kept_activations import (
     take_writes,
 )
 from anabranch.experts.server.scheduler import (
-    DeviceCopies,
-    ProcessTasks,
     Task,
     TaskPool,
     Unrepeatable,
@@ -50,7 +48,16 @@ from anabranch.experts.server.scheduler import (
     split_outputs,
     split_padded,
 )
-from anabranch.experts.wire import count_parts
+from anabranch.experts.wire import (
+    Mismatch,
+    Nesting,
+    Schema,
+    count_parts,
+    first_not_finite,
+    infer_specs,
+    outline,
+    specs_of,
+)
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.transport.announcements import check_uid
 from anabranch.transport.failures import ends_the_program
@@ -144,6 +151,8 @@ class ExpertBackend:
         if isinstance(keep_activations, bool) or not isinstance(keep_activations, int) or keep_activations < 0:
             raise ValueError(f"keep_activations is a number of rows, 0 or more, got {keep_activations!r}")
         _check_optimizer(uid, module, optimizer)
+        if type(self).apply_gradients is ExpertBackend.apply_gradients:
+            _check_steps(uid, optimizer, scheduler)
         self.module = module
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -165,9 +174,10 @@ class ExpertBackend:
         self._state = LayerState(list(module.modules()))
         self._written: set[int] = set()
         """Places of trained parameters that forwards write."""
-        self.schema = Schema(arguments, keywords, None)
+        self.schema, self.takes_tensor = Schema(arguments, keywords, None), False
         outputs = self._infer_outputs() if outputs_schema is None else outputs_schema
         self.schema = Schema(arguments, keywords, outputs)
+        self.takes_tensor = self.schema.takes_one and not self.schema.pads
         # Refuse unsendable specs here rather than at the first call.
         _ = self.schema.packed
         layout = self.schema.output_layout
@@ -179,15 +189,17 @@ class ExpertBackend:
             )
         pool = partial(TaskPool, max_queue_rows=max_queue_rows, max_queue_bytes=max_queue_bytes)
         sized = partial(pool, min_batch_size=min_batch_size, max_batch_size=max_batch_size, timeout=timeout)
-        self.forward_pool = sized(name=f"{uid}_forward", process_tasks=_weakly(self._run_forward))
-        self.backward_pool = sized(name=f"{uid}_backward", process_tasks=_weakly(self._run_backward), whole=True)
+        alone = weakref.proxy(self)  # a pool does not keep alive the backend that has it
+        self.forward_pool = sized(name=f"{uid}_forward", process_tasks=partial(ExpertBackend._run_forward, alone))
+        self.backward_pool = sized(
+            name=f"{uid}_backward", process_tasks=partial(ExpertBackend._run_backward, alone), whole=True
+        )
         self.session_pool: TaskPool | None = None
         """The queue of steps of sessions, for a module that makes caches; its rows are positions."""
         if callable(getattr(module, "make_cache", None)):
             self.session_pool = pool(name=f"{uid}_session", process_tasks=_run_steps, max_batch_size=_LONGEST_STEP)
         self.open_sessions = 0
         """The number of sessions that its server has open."""
-        self._prepare_copies()
         self._marks = self._state.marks()
 
     # --- for callers
@@ -219,17 +231,10 @@ class ExpertBackend:
         """Move the module; its optimizer follows."""
         self.module.to(device)
         self.device = torch.device(device)
-        self._prepare_copies()
         if self.optimizer is not None:
             # Loading its own state moves the optimizer's tensors to where their parameters are.
             self.optimizer.load_state_dict(self.optimizer.state_dict())
         return self
-
-    def _prepare_copies(self) -> None:
-        self.copies = DeviceCopies(self.device) if self.device.type == "cuda" else None
-        self._is_here = self.device.type == "cpu"
-        for pool in self.get_pools():
-            pool.copies = self.copies
 
     # --- run by the runtime
 
@@ -239,8 +244,8 @@ class ExpertBackend:
         recording = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         try:
-            placed = inputs if self._is_here else [self._place(tensor) for tensor in inputs]
-            outputs = self._call(placed)
+            placed = inputs if self.device.type == "cpu" else [self._place(tensor) for tensor in inputs]
+            outputs = self.module(placed[0]) if self.takes_tensor else self._call(placed)
         finally:
             torch._C._set_grad_enabled(recording)
         return tuple(self._check_outputs(outputs, placed))
@@ -331,7 +336,7 @@ class ExpertBackend:
         any.
         """
         count = len(self.schema.inputs)
-        leaves = [self._as_leaf(tensor, spec) for tensor, spec in zip(inputs[:count], self.schema.inputs, strict=True)]
+        leaves = self._as_leaves(inputs[:count])
         with torch.enable_grad(), self._state.put_back(trained=self._written):
             outputs = self._check_outputs(self._call(leaves), leaves)
             roots: list[Tensor] = []
@@ -345,10 +350,12 @@ class ExpertBackend:
                 with torch.autograd.set_multithreading_enabled(False):
                     torch.autograd.backward(roots, gradients)
         self._check_gradients(outputs)
-        return _gradients_of(leaves), bool(roots)
+        return tuple([None if leaf is None else leaf.grad for leaf in leaves]), bool(roots)
 
     def _run_forward(self, batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
         """Return the outputs of each task, in the mode of their callers."""
+        if self.device.type != "cpu":
+            self._bring(batch)
         changes, marks = self._count_changes(), self._marks
         with (
             _evaluating(self.module) if batch[0].evaluating else _as_it_is,
@@ -366,28 +373,40 @@ class ExpertBackend:
             pairs = enumerate(zip(marks, self._marks, strict=False))
             self._written |= {place for place, (before, after) in pairs if before != after}
         for task in batch:
-            task.seen.note(changes, changed=changed)
-        return outputs
+            task.seen.changes = max(task.seen.changes, changes)
+            task.seen.changed |= changed
+        return outputs if self.device.type == "cpu" else list(map(_here, outputs))
 
     def _run_backward(self, batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
         """Return the gradients of each task's inputs, in the mode of their callers, and update the parameters."""
+        if self.device.type != "cpu":
+            self._bring(batch)
         changes = self._count_changes()
+        answers: Sequence[Sequence[Tensor | None]]
+        tickets = 0
         for task in batch:
-            task.seen.note(changes)
+            task.seen.changes = max(task.seen.changes, changes)
+            tickets += bool(task.ticket)
         try:
             with _evaluating(self.module) if batch[0].evaluating else _as_it_is:
-                tickets = [task.ticket for task in batch if task.ticket]
-                if len(tickets) < len(batch):
+                if tickets < len(batch):
                     self._refuse_another_mask()
                 if not batch[0].updates or tickets:
-                    return self._backward_tasks(batch, updates=batch[0].updates)
-                if len(batch) == 1 and not self.schema.pads:
-                    return [self.backward(*batch[0].inputs)]
-                with self._with_mask(batch) if self.schema.pads else _as_it_is:
-                    return self._split(self.backward(*self._join(batch)), batch, gradients=True)
+                    answers = self._backward_tasks(batch, updates=batch[0].updates)
+                elif len(batch) == 1 and not self.schema.pads:
+                    answers = [self.backward(*batch[0].inputs)]
+                else:
+                    with self._with_mask(batch) if self.schema.pads else _as_it_is:
+                        answers = self._split(self.backward(*self._join(batch)), batch, gradients=True)
+            return answers if self.device.type == "cpu" else list(map(_here, answers))
         finally:
             # The update has been counted, and the rest of the state is what it was.
             self._marks = self._state.marks()
+
+    def _bring(self, batch: Sequence[Task]) -> None:
+        """Copy a batch's tensors to the device before they are joined: from pinned memory without a wait."""
+        for task in batch:
+            task.inputs = [self._place(tensor) for tensor in task.inputs]
 
     def _count_changes(self) -> int:
         """Return how often the expert has changed: by updates, by forwards that write to it, by its owner."""
@@ -430,9 +449,7 @@ class ExpertBackend:
         """Return a forward whose graph is kept for the tasks with a ticket."""
         copies = copies_of(self.module)
         fresh = dict(copies)
-        leaves = [
-            self._as_leaf(tensor, spec) for tensor, spec in zip(self._join(batch), self.schema.inputs, strict=True)
-        ]
+        leaves = self._as_leaves(self._join(batch))
         with torch.enable_grad():
             outputs = self._check_outputs(self._call(leaves, copies), leaves)
         take_writes(self.module, copies, fresh)
@@ -506,17 +523,12 @@ class ExpertBackend:
         moved = False
         for parts in graphs.values():
             graph = parts[0][1].batch
-            found, trained, any_roots = graph.backward(
-                self.module, [(entry, task.inputs[count:]) for task, entry in parts]
-            )
+            gradients, any_roots = graph.backward(self.module, [(entry, task.inputs[count:]) for task, entry in parts])
             moved |= any_roots
-            for name, gradient in trained.items():
-                parameter = self.module.get_parameter(name)
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
             for task, entry in parts:
                 task.seen.changes = graph.changes
                 rows = slice(entry.start, entry.start + entry.rows)
-                mine = [None if gradient is None else gradient[rows] for gradient in found]
+                mine = [None if gradient is None else gradient[rows] for gradient in gradients]
                 if self.schema.pads:
                     mine = [
                         gradient if gradient is None or spec is None else cut(gradient, spec, entry.length)
@@ -529,7 +541,7 @@ class ExpertBackend:
         self, leaves: Sequence[Tensor | None], copies: dict[str, Tensor] | None = None, cache: object = None
     ) -> Structure:
         schema = self.schema
-        if schema.takes_one and copies is None and cache is None and not schema.pads:
+        if self.takes_tensor and copies is None and cache is None:
             return self.module(leaves[0])
         whole = schema.input_nesting.rebuild(leaves)
         args, kwargs = cast(tuple[tuple[object, ...], dict[str, object]], whole)
@@ -551,11 +563,16 @@ class ExpertBackend:
             return tensor
         return tensor.to(self.device, non_blocking=True)
 
-    def _as_leaf(self, tensor: Tensor | None, spec: TensorSpec | None) -> Tensor | None:
-        placed = self._place(tensor)
-        if placed is None or spec is None or not spec.requires_grad:
-            return placed
-        return placed.detach().requires_grad_()
+    def _as_leaves(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the inputs on the device, those that have gradients as leaves."""
+        leaves: list[Tensor | None] = []
+        for tensor, spec in zip(tensors, self.schema.inputs, strict=True):
+            if tensor is not None and tensor.device != self.device:
+                tensor = self._place(tensor)
+            if tensor is not None and spec is not None and spec.requires_grad:
+                tensor = tensor.detach().requires_grad_()
+            leaves.append(tensor)
+        return leaves
 
     def _check_outputs(self, outputs: Structure, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the module's outputs flat.
@@ -563,8 +580,8 @@ class ExpertBackend:
         Raises:
             SchemaError: they do not fit the schema, or are not as many rows as ``inputs``.
         """
-        spec = self.schema.outputs
-        rows = _rows_of(inputs)
+        spec, first = self.schema.outputs, inputs[0]
+        rows = first.shape[0] if first is not None else _rows_of(inputs)
         if isinstance(spec, TensorSpec) and isinstance(outputs, Tensor):
             if outputs.dtype is not spec.dtype or outputs.shape[1:] != spec.shape:
                 spec.check(outputs, self._output_name)
@@ -588,9 +605,12 @@ class ExpertBackend:
         return cast(list[Tensor | None], leaves)
 
     def _check_gradients(self, outputs: Sequence[Tensor | None]) -> None:
-        gradients = {name: parameter.grad for name, parameter in self.module.named_parameters()}
-        name = first_not_finite([*gradients.values()], [*gradients])
-        if name is not None:
+        names: list[str] = []
+        gradients: list[Tensor | None] = []
+        for own, parameter in self.module.named_parameters():
+            names.append(own)
+            gradients.append(parameter.grad)
+        if (name := first_not_finite(gradients, names)) is not None:
             of_module = first_not_finite(outputs, [""] * len(outputs)) is not None
             why = " because the module's own output holds NaN or Inf" if of_module else ""
             raise NonFinite(f"{self.uid}: the gradient of {name} is NaN or Inf{why}; nothing was updated")
@@ -660,7 +680,7 @@ class ExpertBackend:
                 # The buffers of a remote part are on its server, and change in train mode.
                 if getattr(type(part), "steps_there", False):
                     modes.enter_context(_evaluating(part))
-            leaves = [self._as_leaf(tensor, spec) for tensor, spec in zip(zeros, self.schema.inputs, strict=True)]
+            leaves = self._as_leaves(zeros)
             try:
                 if any(map(is_lazy, self.module.parameters())):
                     self._call(leaves)  # with the shapes of its parameters it writes their sizes into attributes
@@ -701,20 +721,13 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 _as_it_is = nullcontext()
 
 
-def _weakly(method: ProcessTasks) -> ProcessTasks:
-    """Return ``method`` without a hold on its object: a pool does not keep alive the backend that has it."""
-    reference = weakref.WeakMethod(method)
-
-    def call(batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
-        alive = reference()
-        assert alive is not None
-        return alive(batch)
-
-    return call
-
-
 def _run_steps(batch: Sequence[Task]) -> list[Sequence[Tensor | None]]:
-    return [task.step(task.inputs) for task in batch if task.step is not None]
+    return [_here(task.step(task.inputs)) for task in batch if task.step is not None]
+
+
+def _here(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the tensors in main memory."""
+    return [None if tensor is None else tensor.cpu() for tensor in tensors]
 
 
 def _rows_of(inputs: Sequence[Tensor | None]) -> int:
@@ -729,10 +742,6 @@ def _other_rows(name: str, output: Tensor, rows: int) -> SchemaError:
         f"{name}: expected {rows} rows, as in the input, got {output.shape[0]}; an expert's module returns one row "
         "(dim 0) per input row"
     )
-
-
-def _gradients_of(leaves: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    return tuple([None if leaf is None or not leaf.requires_grad else leaf.grad for leaf in leaves])
 
 
 def _check_inputs(uid: str, arguments: tuple[Structure, ...], keywords: Mapping[str, Structure]) -> None:
@@ -761,6 +770,19 @@ def _check_optimizer(uid: str, module: nn.Module, optimizer: Optimizer | None) -
             )
 
 
+def _check_steps(uid: str, *steppers: Optimizer | LRScheduler | None) -> None:
+    """Refuse an optimizer or scheduler whose ``step`` needs an argument: LBFGS, ReduceLROnPlateau."""
+    for one in steppers:
+        if one is not None:
+            try:
+                inspect.signature(type(one).step).bind(one)
+            except TypeError as error:
+                raise ValueError(
+                    f"{uid}: {type(one).__name__}.step is called without arguments ({error}); use another one, or "
+                    "override apply_gradients and call it there"
+                ) from None
+
+
 # --- gradients of parameters: a batch's own, and those that earlier batches left for a later step
 #
 #     left by earlier batches ──> set aside ───────────────────────┐
@@ -785,10 +807,10 @@ class ParameterGradients:
     @contextmanager
     def of_batch(self) -> Iterator[None]:
         """Set aside those of earlier batches while a batch's are computed; restore them if it fails or has none."""
-        self._parameters = list(parameters_here(self._module).values())
-        self._earlier = [parameter.grad for parameter in self._parameters]
+        self._parameters, self._earlier = list(parameters_here(self._module).values()), []
         self.stepped = self._summed = False
         for parameter in self._parameters:
+            self._earlier.append(parameter.grad)
             parameter.grad = None
         try:
             yield

@@ -1,33 +1,62 @@
-"""The server of experts: its devices, its saved states, and its announcements; ``verbs.py`` answers the requests."""
+"""The server of experts: the verbs that answer requests, its devices, its saved states, and its announcements.
+
+::
+
+    thread that reads                                              device thread, or this one (``scheduler.py``)
+    header ── check: uid, schema, shapes, room ──> body ──> finite? ──> pool ──> batch ──> answer
+             refused before its body has memory            refused before it joins a batch
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+import weakref
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from anabranch.deadline import Deadline
-from anabranch.errors import BoundaryError
+from anabranch.errors import ActivationsGone, AnotherSchema, BoundaryError, NonFinite, NotFound, SchemaError
 from anabranch.experts import wire
 from anabranch.experts.directory import DirectoryLike, as_directory
 from anabranch.experts.server.backend import ExpertBackend
 from anabranch.experts.server.persistence import Persistence
-from anabranch.experts.server.scheduler import PoolStatistics
-from anabranch.experts.server.sessions import Sessions
-from anabranch.experts.server.verbs import ExpertVerbs
+from anabranch.experts.server.scheduler import PoolStatistics, Runtime, StateSeen, Task, TaskPool, Unrepeatable
+from anabranch.experts.server.sessions import Sessions, Step
+from anabranch.experts.wire import first_not_finite
 from anabranch.periodic import periodic
 from anabranch.record.spans import mark
-from anabranch.transport import Answer, Client, Limits, Request, Server, ServerStatistics, Transport
+from anabranch.transport import (
+    Answer,
+    Call,
+    Client,
+    Limits,
+    Request,
+    RequestHeader,
+    Server,
+    ServerStatistics,
+    TensorHeader,
+    Transport,
+    Verb,
+    allocate,
+    pack,
+    unpack,
+)
 from anabranch.transport.failures import note_failure
+from anabranch.transport.frame import bytes_of
 
 _log = logging.getLogger("anabranch.experts")
 
@@ -35,6 +64,9 @@ _log = logging.getLogger("anabranch.experts")
 _RENEWALS = 3
 # Seconds for asking another server of an announced expert whether it is alive.
 _GLANCE = 2.0
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +90,272 @@ class ExpertServerStatistics:
     session_bytes: int = 0
 
 
-_T = TypeVar("_T")
-_R = TypeVar("_R")
+class ExpertVerbs:
+    """Answers requests for some experts, and runs them.
+
+    Args:
+        backends: the experts, by uid; those on one device share its thread.
+        sessions: the open ones.
+
+    Attributes:
+        runtimes: the threads of the devices.
+        not_finite: requests refused for NaN or Inf, by peer.
+        persistence: records what was applied to an expert, with its state.
+    """
+
+    def __init__(self, backends: Mapping[str, ExpertBackend], sessions: Sessions) -> None:
+        self.backends = backends
+        self.schemas = {uid: (backend.schema.packed, backend.schema.hash) for uid, backend in backends.items()}
+        self.not_finite: Counter[str] = Counter()
+        self.persistence: Persistence | None = None
+        self._sessions = sessions
+        self._step_numbers = count()
+        self._round = threading.local()
+        # The server holds these verbs, so they do not hold it.
+        self._server: weakref.ref[Server] | None = None
+        by_device: dict[str, list[TaskPool]] = {}
+        for backend in backends.values():
+            by_device.setdefault(str(backend.device), []).extend(backend.get_pools())
+        self.runtimes = [Runtime(pools, name=name) for name, pools in by_device.items()]
+
+    def serve_by(self, server: Server) -> None:
+        """Answer through ``server``."""
+        self._server = weakref.ref(server)
+
+    def close(self) -> None:
+        """Let go of the experts, whoever still holds a verb."""
+        self.backends, self.runtimes, self.persistence = {}, [], None
+
+    def verbs(self) -> list[Verb]:
+        """Return the verbs."""
+        cuda = any(backend.device.type == "cuda" for backend in self.backends.values())
+        into = _allocate_pinned if cuda else allocate
+        return [
+            Verb(wire.INFO, self._info, quick=True),
+            Verb(wire.FORWARD, self._forward, check=self._check, allocate=into, quick=True),
+            Verb(
+                wire.BACKWARD,
+                self._backward,
+                check=self._check,
+                once=True,
+                again=self._backward_again,
+                allocate=into,
+                quick=True,
+            ),
+            Verb(wire.SESSION_STEP, self._step, check=self._check_step, allocate=into, quick=True),
+            Verb(wire.SESSION_END, self._end_session, quick=True),
+        ]
+
+    def healthy(self) -> bool:
+        """Return True unless a device is stuck."""
+        return all(runtime.healthy() for runtime in self.runtimes)
+
+    def facts(self) -> dict[str, object]:
+        """Return what ``anabranch status`` shows: the queue, and how busy each expert was."""
+        experts = {}
+        tasks = rows = 0
+        for uid, backend in self.backends.items():
+            pools = [pool.statistics() for pool in backend.get_pools()]
+            tasks += sum(pool.waiting_tasks for pool in pools)
+            rows += sum(pool.waiting_rows for pool in pools)
+            busy = sum(pool.busy_seconds for pool in pools)
+            experts[uid] = {"rows": sum(pool.rows for pool in pools), "busy_seconds": busy}
+        return {"queue_tasks": tasks, "queue_rows": rows, "experts": experts}
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run the block while no batch runs."""
+        with ExitStack() as stack:
+            for runtime in self.runtimes:
+                stack.enter_context(runtime.paused())
+            yield
+
+    # --- checks
+
+    def _find(self, uid: str) -> ExpertBackend:
+        backend = self.backends.get(uid)
+        if backend is None:
+            some = ", ".join(list(self.backends)[:8])
+            raise NotFound(f"no expert {uid!r} here; there are {len(self.backends)}: {some}")
+        return backend
+
+    def _check(self, header: RequestHeader) -> None:
+        """Refuse a request that does not fit its expert, before memory is allocated for it."""
+        backend = self.backends.get(header.target) or self._find(header.target)
+        if header.schema != self.schemas[header.target][1]:
+            raise AnotherSchema(
+                f"{header.target} has a different schema than the caller expects; request its info again"
+            )
+        pool, layout = backend.forward_pool, backend.schema.input_layout
+        if header.verb == wire.BACKWARD:
+            pool, layout = backend.backward_pool, wire.backward_layout(backend.schema, header)
+        elif header.verb == wire.SESSION_STEP:
+            pool = _session_pool(backend)
+        rows, nbytes = wire.check_parts(layout, header), 0
+        for tensor in header.tensors:
+            nbytes += tensor.nbytes
+        pool.check_room(rows, nbytes)
+
+    def _check_step(self, header: RequestHeader) -> None:
+        """Refuse a step as ``_check`` does; first one of a session that is gone: a restarted server may also have
+        another schema.
+        """
+        backend = self._find(header.target)
+        step = unpack(header.payload, wire.StepHeader)
+        if step.number:
+            self._sessions.find(step, backend)
+        self._check(header)
+
+    def _not_finite(self, call: Call, name: str, hint: str = "") -> NonFinite:
+        """Return the error of a tensor that is not finite, and count it."""
+        self.not_finite[call.peer.name] += 1
+        return NonFinite(f"{call.target}: {name} holds NaN or Inf{hint}")
+
+    # --- requests
+
+    def _info(self, call: Call) -> None:
+        self._find(call.target)
+        call.reply(payload=self.schemas[call.target][0])
+
+    def _forward(self, call: Call) -> None:
+        backend = self.backends[call.target]  # the check has been there
+        schema, header = backend.schema, unpack(call.payload, wire.ForwardHeader)
+        inputs = call.tensors if schema.takes_as_is else wire.from_wire(call.tensors, schema.inputs)
+        if (name := first_not_finite(inputs, schema.input_names)) is not None:
+            raise self._not_finite(call, name)
+        seen, rows, evaluating = StateSeen(), call.tensors[0].shape[0], header.evaluating
+        # A request that is split has no single graph.
+        ticket = header.ticket if 0 < rows <= min(backend.kept.budget, backend.forward_pool.max_batch_size) else b""
+        if not rows:  # the module knows the sizes of its outputs
+            inputs = [
+                None if tensor is None or spec is None else spec.zeros(1, spec.sizes_of(tensor.shape))
+                for tensor, spec in zip(inputs, schema.inputs, strict=True)
+            ]
+            evaluating = True
+
+        def finish(outcome: Sequence[Tensor | None] | BaseException) -> None:
+            if isinstance(outcome, BaseException):
+                call.fail(outcome)
+                return
+            if not rows:
+                outcome = [None if tensor is None else tensor[:0] for tensor in outcome]
+            # The ticket in the answer says that it is valid for a backward.
+            valid = ticket if ticket and ticket in backend.kept else b""
+            sent = outcome if schema.gives_as_is else wire.to_wire(outcome, schema.output_specs)
+            call.reply(cast("Sequence[Tensor]", sent), pack(wire.OutputsHeader(valid, seen.changes, seen.changed)))
+
+        sizes, length = schema.measure(inputs) if schema.varies else ((), 0)
+        task = Task(
+            inputs, rows or 1, call.deadline, finish, call.drop, ticket=ticket, sizes=sizes, length=length,
+            evaluating=evaluating, seen=seen,
+        )  # fmt: skip
+        self._put_aside(call, backend, backend.forward_pool, task)
+
+    def _backward(self, call: Call) -> None:
+        backend = self.backends[call.target]
+        schema, header = backend.schema, unpack(call.payload, wire.BackwardHeader)
+        if header.ticket and header.ticket not in backend.kept:
+            raise ActivationsGone(f"{call.target} has not kept these activations; send the inputs again")
+        specs = schema.inputs
+        tensors: Sequence[Tensor | None] = call.tensors
+        if header.ticket or not (schema.takes_as_is and schema.gives_as_is and all(header.present)):
+            sent = [not header.ticket] * len(specs) + header.present
+            tensors = wire.from_wire(call.tensors, [*specs, *schema.output_specs], sent)
+        inputs, gradients = tensors[: len(specs)], tensors[len(specs) :]
+        if (name := first_not_finite(tensors, [*schema.input_names, *schema.gradient_names])) is not None:
+            raise self._not_finite(call, name, ". If an output did too, the cause is the module, not the loss")
+        seen, rows = StateSeen(), call.tensors[0].shape[0]
+
+        def finish(outcome: Sequence[Tensor | None] | BaseException) -> None:
+            changed = not isinstance(outcome, BaseException) or isinstance(outcome, Unrepeatable)
+            if changed and self.persistence is not None:
+                self.persistence.note_applied(call.target, call.identity, call.settled)
+            if isinstance(outcome, BaseException):
+                call.fail(outcome)
+            else:
+                present = [gradient is not None for gradient in outcome]
+                as_is = schema.takes_as_is and all(present)
+                received = cast("Sequence[Tensor]", outcome) if as_is else wire.to_wire(outcome, specs)
+                call.reply(received, pack(wire.GradientsHeader(present, seen.changes)))
+
+        if not rows:
+            # Activations of no rows are never kept, so the inputs are there.
+            finish(
+                [
+                    tensor.clone() if tensor is not None and spec is not None and spec.requires_grad else None
+                    for tensor, spec in zip(inputs, specs, strict=True)
+                ]
+            )
+            return
+        sizes, length = schema.measure(inputs, gradients) if schema.varies else ((), 0)
+        task = Task(
+            tensors, rows, call.deadline, finish, call.drop, ticket=header.ticket, sizes=sizes, length=length,
+            evaluating=header.evaluating, updates=header.updates, seen=seen,
+        )  # fmt: skip
+        self._put_aside(call, backend, backend.backward_pool, task)
+
+    def _backward_again(self, call: Call) -> None:
+        """Answer a retry of which only the number is known: the update is made, but its gradients are gone."""
+        self._find(call.target)
+        call.reply(payload=wire.GONE)
+
+    def _step(self, call: Call) -> None:
+        backend = self._find(call.target)
+        schema = backend.schema
+        inputs = wire.from_wire(call.tensors, schema.inputs)
+        if (name := first_not_finite(inputs, schema.input_names)) is not None:
+            raise self._not_finite(call, name)
+        rows, length = call.tensors[0].shape[0], schema.length_of(inputs)
+        if not rows or not length:
+            raise SchemaError(f"{call.target}: a step has at least one row and one position, got {rows} and {length}")
+        nbytes = sum(tensor.nbytes for tensor in call.tensors)
+        step = Step(unpack(call.payload, wire.StepHeader), rows, length, nbytes, _checksum(call.tensors))
+        self._sessions.check(step, backend, call.deadline)
+
+        def finish(outcome: Sequence[Tensor | None] | BaseException) -> None:
+            if isinstance(outcome, BaseException):
+                call.fail(outcome)
+            else:
+                call.reply(wire.to_wire(outcome, schema.output_specs))
+
+        task = Task(
+            inputs, rows * length, call.deadline, finish, call.drop, sizes=(next(self._step_numbers),),
+            evaluating=True, step=lambda placed: self._sessions.take(step, backend, placed),
+        )  # fmt: skip
+        self._put_aside(call, backend, _session_pool(backend), task)
+
+    def _end_session(self, call: Call) -> None:
+        self._find(call.target)
+        self._sessions.end(call.payload[:32], "the session was ended by its caller")
+        call.reply()
+
+    # --- queueing
+
+    def _put_aside(self, call: Call, backend: ExpertBackend, pool: TaskPool, task: Task) -> None:
+        """Queue the task once all requests received so far are read, so that they share a batch."""
+        task.caller = call.peer.name
+        if type(backend).prioritize is not ExpertBackend.prioritize:
+            task.priority = backend.prioritize(task.caller, task.rows, backward=pool is backend.backward_pool)
+        if not isinstance(task.priority, int):
+            raise TypeError(f"{type(backend).__name__}.prioritize returned {task.priority!r}; return a whole number")
+        aside: dict[TaskPool, list[Task]] | None = getattr(self._round, "tasks", None)
+        if aside is None:
+            aside = self._round.tasks = {}
+        aside.setdefault(pool, []).append(task)
+
+    def submit_round(self) -> None:
+        """Queue the tasks of all requests that this thread has read."""
+        aside: dict[TaskPool, list[Task]] | None = getattr(self._round, "tasks", None)
+        if not aside:
+            return
+        self._round.tasks = None
+        server = None if self._server is None else self._server()
+        assert server is not None
+        one_of_many = not server.on_loop()
+        for runtime in self.runtimes:
+            mine = aside if len(self.runtimes) == 1 else {pool: own for pool, own in aside.items() if pool in runtime}
+            if mine:
+                runtime.submit(mine, one_of_many=one_of_many)
 
 
 class ExpertServer:
@@ -277,3 +573,23 @@ def _or_none(function: Callable[[_T], _R], argument: _T) -> _R | None:
     except BaseException as error:  # noqa: BLE001 - also of a user's own directory
         note_failure("experts.not_looked_up", error)
         return None
+
+
+def _session_pool(backend: ExpertBackend) -> TaskPool:
+    if backend.session_pool is None:
+        raise SchemaError(
+            f"{backend.uid} has no sessions: its module, a {type(backend.module).__name__}, has no "
+            "make_cache(rows, max_length); see 'Generate step by step' in the guide of experts"
+        )
+    return backend.session_pool
+
+
+def _checksum(tensors: Sequence[Tensor]) -> int:
+    checksum = 0
+    for tensor in tensors:
+        checksum = zlib.crc32(bytes_of(tensor), zlib.crc32(repr(tuple(tensor.shape)).encode(), checksum))
+    return checksum
+
+
+def _allocate_pinned(headers: Sequence[TensorHeader]) -> Sequence[Tensor]:
+    return [torch.empty(header.shape, dtype=header.dtype, pin_memory=True, device="cpu") for header in headers]

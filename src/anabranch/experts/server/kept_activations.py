@@ -68,8 +68,9 @@ class KeptBatch:
 
     def backward(
         self, module: nn.Module, parts: Sequence[tuple[KeptRows, Sequence[Tensor | None]]]
-    ) -> tuple[list[Tensor | None], dict[str, Tensor], bool]:
-        """Gradients of the leaves and, by name, of the parameters, and whether any output had a gradient.
+    ) -> tuple[list[Tensor | None], bool]:
+        """Add the gradients of the parameters to theirs in ``module``; return those of the leaves, and whether any
+        output had a gradient.
 
         Args:
             module: the expert's.
@@ -88,25 +89,25 @@ class KeptBatch:
                 rows[tuple(slice(size) for size in gradient.shape)].copy_(gradient, non_blocking=True)
             roots.append(output)
             seeds.append(seed)
-        leaves = [leaf for leaf in self.leaves if leaf is not None and leaf.requires_grad]
-        trained = {name: copy for name, copy in self.copies.items() if copy.requires_grad}
-        found: Sequence[Tensor | None] = [None] * (len(leaves) + len(trained))
-        if roots and found:
-            # Other requests of the same graph may still run their backward. On this thread alone: torch's thread of a
-            # device may be waiting for this answer, in this same process. A part of the module that is checkpointed
-            # runs again, from the copies too.
-            with (
-                torch.autograd.set_multithreading_enabled(False),
-                _reparametrize_module(module, dict(self.copies), tie_weights=True),
-            ):
-                found = torch.autograd.grad(
-                    roots, [*leaves, *trained.values()], seeds, retain_graph=True, allow_unused=True
-                )
-        of_leaves = iter(found[: len(leaves)])
-        gradients = [next(of_leaves) if leaf is not None and leaf.requires_grad else None for leaf in self.leaves]
-        owned = _owned(found[len(leaves) :], [*seeds, *found[: len(leaves)]])
-        by_name = {name: gradient for name, gradient in zip(trained, owned, strict=True) if gradient is not None}
-        return gradients, by_name, bool(roots)
+        try:
+            if roots:
+                # Other requests of the same graph may still run their backward. On this thread alone: torch's thread of
+                # a device may be waiting for this answer, in this same process. A part of the module that is
+                # checkpointed runs again, from the copies too.
+                with (
+                    torch.autograd.set_multithreading_enabled(False),
+                    _reparametrize_module(module, dict(self.copies), tie_weights=True),
+                ):
+                    torch.autograd.backward(roots, seeds, retain_graph=True)
+            for name, copy in self.copies.items():
+                if copy.grad is not None:
+                    parameter = module.get_parameter(name)
+                    parameter.grad = copy.grad if parameter.grad is None else parameter.grad + copy.grad
+            return [None if leaf is None else leaf.grad for leaf in self.leaves], bool(roots)
+        finally:
+            for tensor in (*self.leaves, *self.copies.values()):
+                if tensor is not None:
+                    tensor.grad = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,21 +161,3 @@ class KeptActivations:
         entry = self._entries.pop(ticket, None)
         if entry is not None:
             self._rows -= entry.rows
-
-
-def _owned(gradients: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Gradients of parameters, each in its own memory, because they are changed in place.
-
-    Autograd may return one tensor as the gradient of two, its own input, or an expanded value.
-    """
-    taken = {other.untyped_storage().data_ptr() for other in others if other is not None and not other.is_sparse}
-    owned: list[Tensor | None] = []
-    for gradient in gradients:
-        if gradient is None or gradient.is_sparse:
-            owned.append(gradient)
-            continue
-        place = gradient.untyped_storage().data_ptr()
-        mine = place not in taken and gradient.is_contiguous()
-        taken.add(place)
-        owned.append(gradient if mine else gradient.clone(memory_format=torch.contiguous_format))
-    return owned

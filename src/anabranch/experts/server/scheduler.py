@@ -81,11 +81,6 @@ class StateSeen(msgspec.Struct, eq=False):
     changes: int = 0
     changed: bool = False
 
-    def note(self, changes: int, *, changed: bool = False) -> None:
-        """Note what the request, or a part of it, has met."""
-        self.changes = max(self.changes, changes)
-        self.changed |= changed
-
 
 class Task(msgspec.Struct, eq=False):
     """One request, or a part of one that was too large for a batch.
@@ -98,9 +93,8 @@ class Task(msgspec.Struct, eq=False):
             raised one.
         unwanted: returns true if the caller has gone; called before compute, and may abandon the request for good.
         arrived: arrival time, in ``time.monotonic`` seconds.
-        nbytes: bytes of the inputs.
+        nbytes: bytes of the inputs, once it is queued.
         ticket: the name of the activations that ``process_tasks`` keeps for it, or has kept.
-        copied: the event of the inputs' arrival on the pool's device; ``None`` without a copy in progress.
         evaluating: run in eval mode; only tasks of one mode share a batch.
         updates: a backward that updates the parameters; only those share a batch that do, or that do not.
         sizes: those dimensions of the inputs that tasks of one batch must have in common.
@@ -118,7 +112,6 @@ class Task(msgspec.Struct, eq=False):
     unwanted: Callable[[], bool] = lambda: False
     arrived: float = msgspec.field(default_factory=time.monotonic)
     ticket: bytes = b""
-    copied: torch.cuda.Event | None = None
     nbytes: int = 0
     evaluating: bool = False
     updates: bool = True
@@ -128,11 +121,6 @@ class Task(msgspec.Struct, eq=False):
     priority: int = 0
     seen: StateSeen = msgspec.field(default_factory=StateSeen)
     step: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]] | None = None
-
-    def __post_init__(self) -> None:
-        for tensor in self.inputs:
-            if tensor is not None:
-                self.nbytes += tensor.nbytes
 
 
 class PoolStatistics(msgspec.Struct):
@@ -149,16 +137,13 @@ class PoolStatistics(msgspec.Struct):
     busy_seconds: float = 0.0
 
 
-class _Queue:
+class _Queue(msgspec.Struct, eq=False):
     """Waiting tasks of one pool that may share a batch."""
 
-    __slots__ = ("heap", "key", "pool", "rows")
-
-    def __init__(self, pool: TaskPool, key: tuple[object, ...]) -> None:
-        self.pool = pool
-        self.key = key
-        self.heap: list[tuple[Urgency, Task]] = []
-        self.rows = 0
+    pool: TaskPool
+    key: tuple[object, ...]
+    heap: list[tuple[Urgency, Task]] = []
+    rows: int = 0
 
     def due_at(self) -> float:
         """Return the ``time.monotonic`` moment at which an idle device should run a batch of this queue."""
@@ -172,8 +157,6 @@ class _Queue:
     def expected_seconds(self) -> float:
         """Seconds that a batch will take, estimated from batches of its size or, without any, of larger ones."""
         pool = self.pool
-        if pool.copies is not None:
-            return float("inf")  # only the device thread waits for copies
         size = (self.rows if pool.whole else min(self.rows, pool.max_batch_size)).bit_length()
         return pool.took.get(size) or min(
             (seconds for larger, seconds in pool.took.items() if larger > size), default=float("inf")
@@ -181,7 +164,7 @@ class _Queue:
 
 
 class _Scheduler:
-    """The tasks that wait for one device. All methods are called with the lock held."""
+    """The tasks that wait for one device. All methods but ``take`` are called with the lock held."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -193,26 +176,40 @@ class _Scheduler:
         self._ends: dict[str, float] = {}
 
     def put(self, pool: TaskPool, task: Task) -> None:
-        """Queue a task; nothing is remembered of callers' turns once nothing waits."""
+        """Queue a task, in parts if it is larger than a batch and does not run whole. Nothing is remembered of callers'
+        turns once nothing waits.
+
+        Raises:
+            Overloaded: there is no room.
+            PeerLost: the pool is closed.
+        """
+        counts = pool.counts
+        if counts.waiting_tasks or pool.closed:
+            pool.check_room(task.rows, sum(tensor.nbytes for tensor in task.inputs if tensor is not None))
+        counts.tasks += 1
         if not self.queues:
             self._now = 0.0
             self._ends.clear()
-        start = self._now
-        if task.caller:
-            start = max(start, self._ends.get(task.caller, 0.0))
-            self._ends[task.caller] = start + task.rows
-            if len(self._ends) > _MANY:
-                self._ends = {name: end for name, end in self._ends.items() if end > self._now}
-        key = pool, task.evaluating, task.updates, task.sizes
-        queue = self.queues.get(key)
-        if queue is None:
-            queue = self.queues[key] = _Queue(pool, key)
-        heappush(queue.heap, ((-task.priority, start, task.arrived, next(self._numbers)), task))
-        queue.rows += task.rows
-        counts = pool.counts
-        counts.waiting_tasks += 1
-        counts.waiting_rows += task.rows
-        counts.waiting_bytes += task.nbytes
+        for part in (task,) if pool.whole or task.rows <= pool.max_batch_size else _split(task, pool.max_batch_size):
+            part.nbytes = 0
+            for tensor in part.inputs:
+                if tensor is not None:
+                    part.nbytes += tensor.nbytes
+            start = self._now
+            if part.caller:
+                start = max(start, self._ends.get(part.caller, 0.0))
+                self._ends[part.caller] = start + part.rows
+                if len(self._ends) > _MANY:
+                    self._ends = {name: end for name, end in self._ends.items() if end > self._now}
+            key = pool, part.evaluating, part.updates, part.sizes
+            queue = self.queues.get(key)
+            if queue is None:
+                queue = self.queues[key] = _Queue(pool, key)
+            heappush(queue.heap, ((-part.priority, start, part.arrived, next(self._numbers)), part))
+            queue.rows += part.rows
+            counts.waiting_tasks += 1
+            counts.waiting_rows += part.rows
+            counts.waiting_bytes += part.nbytes
 
     def most_urgent(self, now: float, pool: TaskPool | None = None) -> _Queue | None:
         """Return the queue with the most urgent task among those with a batch due, of all pools or of one."""
@@ -233,43 +230,46 @@ class _Scheduler:
             due = 0.0 if queue.pool.min_batch_size <= 1 else min(due, queue.due_at())
         return due
 
-    def take(self, queue: _Queue) -> tuple[list[Task], list[Task]]:
+    def take(self, queue: _Queue) -> list[Task]:
         """Return the most urgent task and those that may share its batch, up to ``max_batch_size`` rows, or one larger
-        task that is to run whole; and those past their deadline. A batch that is padded is at most half padding.
+        task that is to run whole; fail those past their deadline. A batch that is padded is at most half padding.
         """
         heap, pool, counts = queue.heap, queue.pool, queue.pool.counts
         batch: list[Task] = []
         late: list[Task] = []
         left: list[tuple[Urgency, Task]] = []
         rows = longest = volume = 0
-        self._now = max(self._now, heap[0][0][1])
-        while heap:
-            task = heap[0][1]
-            if rows and rows + task.rows > pool.max_batch_size:
-                break
-            longer, larger = max(longest, task.length), volume + task.rows * task.length
-            entry = heappop(heap)
-            if (rows + task.rows) * longer > 2 * larger:
-                left.append(entry)
-                continue
-            queue.rows -= task.rows
-            counts.waiting_tasks -= 1
-            counts.waiting_rows -= task.rows
-            counts.waiting_bytes -= task.nbytes
-            if task.unwanted():
-                counts.dropped += 1
-            elif task.deadline.expired():
-                counts.dropped += 1
-                late.append(task)
-            else:
-                batch.append(task)
-                rows, longest, volume = rows + task.rows, longer, larger
-        if left:
-            heap += left
-            heapify(heap)
-        if not heap:
-            del self.queues[queue.key]
-        return batch, late
+        with self.lock:
+            self._now = max(self._now, heap[0][0][1])
+            while heap:
+                task = heap[0][1]
+                if rows and rows + task.rows > pool.max_batch_size:
+                    break
+                longer, larger = max(longest, task.length), volume + task.rows * task.length
+                entry = heappop(heap)
+                if (rows + task.rows) * longer > 2 * larger:
+                    left.append(entry)
+                    continue
+                queue.rows -= task.rows
+                counts.waiting_tasks -= 1
+                counts.waiting_rows -= task.rows
+                counts.waiting_bytes -= task.nbytes
+                if task.unwanted():
+                    counts.dropped += 1
+                elif task.deadline.expired():
+                    counts.dropped += 1
+                    late.append(task)
+                else:
+                    batch.append(task)
+                    rows, longest, volume = rows + task.rows, longer, larger
+            if left:
+                heap += left
+                heapify(heap)
+            if not heap:
+                del self.queues[queue.key]
+        for task in late:
+            task.finish(task.deadline.error(peer="client", operation=pool.name))
+        return batch
 
     def clear(self, pool: TaskPool) -> list[Task]:
         """Take all tasks of a pool, in order."""
@@ -334,21 +334,19 @@ class TaskPool:
         self.whole = whole
         self.max_queue_rows = 16 * max_batch_size if max_queue_rows is None else max_queue_rows
         self.max_queue_bytes = max_queue_bytes
-        self.copies: DeviceCopies | None = None
-        """Copies to and from the device on which ``process`` computes; ``None`` if it computes in main memory."""
         self.tasks_in_batch = 1
         """Number of tasks in the running batch, for ``process``."""
         self.took: dict[int, float] = {}
         """Seconds that batches of this many rows (by powers of two) have taken recently."""
         self.scheduler = _Scheduler()
         self.counts = PoolStatistics()
-        self._closed = False
+        self.closed = False
 
     # --- queueing
 
     def check_room(self, rows: int, nbytes: int) -> None:
         """Raise ``Overloaded`` if there is no room now for a request of this many rows and bytes."""
-        if self._closed:
+        if self.closed:
             raise PeerLost(f"{self.name} is closed")
         counts = self.counts
         # An empty queue accepts any request; otherwise one beyond the bound would never be served.
@@ -376,20 +374,9 @@ class TaskPool:
         """
         future = _future_of(task)
         with self.scheduler.lock:
-            self.put(task)
+            self.scheduler.put(self, task)
             self.scheduler.changed.notify_all()
         return future
-
-    def put(self, task: Task) -> None:
-        """``submit`` for a caller that holds the scheduler's lock and wakes the device."""
-        if self.counts.waiting_tasks or self._closed:
-            self.check_room(task.rows, task.nbytes)
-        self.counts.tasks += 1
-        if self.whole or task.rows <= self.max_batch_size:
-            self.scheduler.put(self, task)
-            return
-        for part in _split(task, self.max_batch_size):
-            self.scheduler.put(self, part)
 
     def share(self, scheduler: _Scheduler) -> None:
         """Wait in ``scheduler`` from now on, with what waits already."""
@@ -401,24 +388,16 @@ class TaskPool:
         """Return the tasks of the next batch, in order; it need not be due."""
         with self.scheduler.lock:
             queue = self.scheduler.most_urgent(time.monotonic(), self) or self.scheduler.most_urgent(float("inf"), self)
-            return [] if queue is None else self.take(queue)
-
-    def take(self, queue: _Queue) -> list[Task]:
-        """Return the tasks of a batch of ``queue``; fail those past their deadline."""
-        with self.scheduler.lock:
-            batch, late = self.scheduler.take(queue)
-        for task in late:
-            task.finish(task.deadline.error(peer="client", operation=self.name))
-        return batch
+            return [] if queue is None else self.scheduler.take(queue)
 
     def open(self) -> None:
         """Accept tasks, also after ``close``: a backend may be served again."""
-        self._closed = False
+        self.closed = False
 
     def close(self) -> None:
         """Refuse further tasks and fail those that wait."""
         with self.scheduler.lock:
-            self._closed = True
+            self.closed = True
             left = self.scheduler.clear(self)
         for task in left:
             task.finish(PeerLost(f"{self.name} is closed"))
@@ -442,7 +421,7 @@ class TaskPool:
             self.counts.rows += rows
             self.tasks_in_batch = len(batch)
             with spans.span(self.name, "compute", tasks=len(batch), rows=rows):
-                outputs = self._compute(batch)
+                outputs = self._process_tasks(batch)
         except BaseException as error:
             if ends_the_program(error):
                 for task in batch:
@@ -453,18 +432,16 @@ class TaskPool:
                     self.run([task])
             else:
                 for task in batch:
-                    _finish(task, error)
+                    _fail(task, error)
             return
-        for task, its_outputs in zip(batch, outputs, strict=True):
-            _finish(task, its_outputs)
-
-    def _compute(self, batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
-        if self.copies is not None:
-            for task in batch:
-                if task.copied is not None:
-                    self.copies.await_arrival(task.inputs, task.copied)
-        outputs = self._process_tasks(batch)
-        return outputs if self.copies is None else self.copies.take(outputs)
+        for task, outcome in zip(batch, outputs, strict=True):
+            try:
+                task.finish(outcome)
+            except BaseException as error:
+                if ends_the_program(error):
+                    raise
+                note_failure("experts.answer_failed", error)
+                _fail(task, error)
 
     def note_seconds(self, rows: int, seconds: float) -> None:
         """Record a batch's seconds: a longer time raises the estimate at once, a shorter one lowers it by averaging."""
@@ -576,7 +553,7 @@ class Runtime:
             for pool, its_tasks in tasks.items():
                 for task in its_tasks:
                     try:
-                        pool.put(task)
+                        scheduler.put(pool, task)
                     except BoundaryError as error:
                         declined.append((task, error))
             now = time.monotonic()
@@ -603,7 +580,8 @@ class Runtime:
     def _help(self, queue: _Queue | None, until: float) -> None:
         scheduler = self._scheduler
         try:
-            self._prepare_thread()
+            if not hasattr(self._prepared, "done"):
+                self._prepare_thread()
             while queue is not None:
                 self._run_batch(queue)
                 queue = None
@@ -623,9 +601,8 @@ class Runtime:
     def _prepare_thread(self) -> None:
         # OpenMP keeps the number per thread: without this, a new thread's matrix products use all cores, however few
         # the process was given, and wait for one another.
-        if not hasattr(self._prepared, "done"):
-            torch.set_num_threads(self._threads)
-            self._prepared.done = True
+        torch.set_num_threads(self._threads)
+        self._prepared.done = True
 
     def _run(self) -> None:
         self._prepare_thread()
@@ -643,7 +620,7 @@ class Runtime:
 
     def _run_batch(self, queue: _Queue) -> None:
         pool = queue.pool
-        batch = pool.take(queue)
+        batch = self._scheduler.take(queue)
         if not batch:
             return
         started = time.monotonic()
@@ -684,15 +661,14 @@ def _run_joined(process: Process | None, batch: Sequence[Task]) -> Sequence[Sequ
     return split_outputs(process(*(batch[0].inputs if len(batch) == 1 else join_tasks(batch))), batch)
 
 
-def _finish(task: Task, outcome: Outcome) -> None:
-    """Set a task's outcome; an error in doing so is its caller's answer, and does not end the thread."""
+def _fail(task: Task, error: BaseException) -> None:
+    """Answer with an error; another one in doing so does not end the thread."""
     try:
-        task.finish(outcome)
-    except BaseException as error:
-        if ends_the_program(error):
-            raise
-        note_failure("experts.answer_failed", error)
         task.finish(error)
+    except BaseException as another:
+        if ends_the_program(another):
+            raise
+        note_failure("experts.answer_failed", another)
 
 
 def _future_of(task: Task) -> Future[Sequence[Tensor | None]]:
@@ -715,12 +691,6 @@ def _future_of(task: Task) -> Future[Sequence[Tensor | None]]:
                 future.set_exception(CancelledError())
         return future.done() or not (future.running() or future.set_running_or_notify_cancel())
 
-    def notify(future: Future[Sequence[Tensor | None]]) -> None:
-        if future.cancelled():
-            # Callers in ``concurrent.futures.wait`` would not notice until the task's turn comes.
-            future.set_running_or_notify_cancel()
-
-    future.add_done_callback(notify)
     task.finish, task.unwanted = settle, is_unwanted
     return future
 
@@ -882,54 +852,3 @@ def split_padded(
 
 def _longest(batch: Sequence[Task]) -> int:
     return max(task.length for task in batch)
-
-
-# --- copies between main memory and a device, in parallel with the device's computation
-#
-#     thread that reads   pinned memory ── copy stream ──> device memory, an event behind it
-#     device thread                                          │ the computing stream waits for the event, and no other
-#                         pinned memory <── copy stream ──── outputs of the batch
-#
-# A request is copied to the device while the previous batch is computed. Memory is pinned because the device copies
-# only such memory asynchronously.
-
-
-class DeviceCopies:
-    """The copies to and from one CUDA device.
-
-    Args:
-        device: the device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def bring(self, tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], torch.cuda.Event]:
-        """Start copying ``tensors`` to the device; call ``await_arrival`` before computing with them."""
-        with torch.cuda.stream(self._stream):
-            there = [None if tensor is None else tensor.to(self._device, non_blocking=True) for tensor in tensors]
-            return there, self._stream.record_event()
-
-    def await_arrival(self, tensors: Sequence[Tensor | None], copied: torch.cuda.Event) -> None:
-        """Make this thread's later computation wait for ``tensors``, returned by ``bring``."""
-        computing = torch.cuda.current_stream(self._device)
-        computing.wait_event(copied)
-        for tensor in tensors:
-            if tensor is not None:
-                # The memory belongs to the copy stream: without this it could be reused before the computation is done.
-                tensor.record_stream(computing)
-
-    def take(self, outputs: Sequence[Sequence[Tensor | None]]) -> list[list[Tensor | None]]:
-        """Copy the outputs computed on this thread to pinned main memory."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            here = [[None if tensor is None else self._to_pinned(tensor) for tensor in one] for one in outputs]
-        self._stream.record_event().synchronize()
-        return here
-
-    def _to_pinned(self, tensor: Tensor) -> Tensor:
-        tensor.record_stream(self._stream)
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu").copy_(
-            tensor, non_blocking=True
-        )

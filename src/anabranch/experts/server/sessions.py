@@ -253,15 +253,16 @@ class Sessions:
             return True
         if number != session.steps:
             raise SchemaError(f"{uid}: received step {number}, but the session expects step {session.steps}")
-        if session.length + step.length > session.max_length:
-            raise SchemaError(
-                f"{uid}: {session.length} positions and {step.length} more exceed the session's max_length, "
-                f"{session.max_length}"
-            )
         return False
 
     def _check_room(self, step: Step, backend: ExpertBackend, session: _Session | None) -> int:
-        """Return the bytes that the session counts with while ``step`` is computed."""
+        """Return the bytes that the session counts with while ``step`` is computed; refuse a step without room."""
+        length, most = (0, step.header.max_length) if session is None else (session.length, session.max_length)
+        if length + step.length > most:
+            raise SchemaError(
+                f"{backend.uid}: the session has {length} positions; {step.length} more exceed its max_length, {most}; "
+                "open it with a larger one"
+            )
         if not 0 < step.header.ttl <= _LONGEST_TTL:
             raise SchemaError(
                 f"this server keeps an idle session for at most {_LONGEST_TTL:g} s, got ttl={step.header.ttl:g}"

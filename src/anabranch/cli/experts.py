@@ -1,0 +1,63 @@
+"""``anabranch experts``: what a directory lists, and how the servers named there are."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from anabranch.cli.messages import plain_errors
+from anabranch.cli.options import Insecure, Keys
+
+__all__ = ["experts"]
+
+_SECONDS = 1.5  # less than the two heartbeats after which a silent server counts as lost
+
+
+def experts(
+    directory: Annotated[
+        str, typer.Argument(metavar="DIRECTORY", help="The endpoint of a directory, or the URL of a Redis.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    keys: Keys = None,
+    insecure: Insecure = False,
+) -> None:
+    """List the experts of a directory: uid, state, seconds until the announcement expires, and endpoint.
+
+    The state is that of the server: running, stopped if it does not answer, or gone. Exit code: 0, or 1 if the
+    directory does not answer.
+    """
+    from anabranch.deadline import Deadline  # here, with torch
+    from anabranch.errors import DeadlineExceeded, PeerLost
+    from anabranch.experts import Directory, RedisDirectory
+    from anabranch.transport import Answer, Client, Request
+    from anabranch.transport.failures import printable
+    from anabranch.transport.redis_directory import is_redis_url
+    from anabranch.transport.server.server import STATUS
+
+    with plain_errors("DIRECTORY"), Client(keys=keys, insecure=insecure, retries=0) as client:
+        kind = RedisDirectory if is_redis_url(directory) else Directory
+        listed = [*kind(directory, keys=keys, insecure=insecure).announced()]
+        requests = [Request(endpoint, STATUS, role="experts") for endpoint in {one.endpoint: None for one in listed}]
+        outcomes = client.gather(requests, Deadline.after(_SECONDS)) if requests else []
+    states = {}
+    for request, outcome in zip(requests, outcomes, strict=True):
+        states[request.endpoint] = (
+            "running" if isinstance(outcome, Answer)
+            else "gone" if isinstance(outcome, PeerLost)
+            else "stopped" if isinstance(outcome, DeadlineExceeded)
+            else type(outcome).__name__
+        )  # fmt: skip
+    if as_json:
+        records = [
+            {"uid": uid, "endpoint": endpoint, "seconds_left": round(seconds, 3), "state": states[endpoint]}
+            for uid, endpoint, seconds in listed
+        ]
+        typer.echo(json.dumps(records))
+        return
+    width = max((len(one.uid) for one in listed), default=0)
+    for uid, endpoint, seconds in listed:
+        typer.echo(f"{uid:{width}}  {states[endpoint]:8}{seconds:7.0f} s  {printable(endpoint)}")
+    if not listed:
+        typer.echo("the directory lists no experts", err=True)
