@@ -212,21 +212,21 @@ def whole(
     try:
         for k, entry in enumerate(state["tables"]):
             if entry["spec"]["name"] in names:
-                made[k] = Table(TableSpec.from_dict(entry["spec"]), RowOptimizer.from_dict(entry["rule"]))
-                made[k].missed.check(entry["step"], _history(groups, k))
-                made[k].resume(entry["step"], _history(groups, k))
+                spec, rule = TableSpec.from_dict(entry["spec"]), RowOptimizer.from_dict(entry["rule"])
+                made[k] = Table(spec, rule)
+                made[k].resume(entry["step"], _history(groups, k))  # which checks it
+                if rule.family is Family.ROW_WISE_ADAGRAD:
+                    kind = sums_dtype(spec.dtype)
+                    sums[k] = torch.full((made[k].used,), rule.initial_state, dtype=kind, device="cpu")
         for k, block in _blocks(groups, made):
             made[k].check_block(block)
             made[k].restore(block)
-            if len(block.sums):
-                sums.setdefault(k, block.sums.new_zeros(made[k].used))[block.ids] = block.sums
+            if k in sums:
+                sums[k][block.ids] = block.sums
         for k, entry in enumerate(state["dense"]):
             if entry["name"] in names:
-                value, *states = _parts(groups[f"dense-{k}"])
-                wholes[entry["name"]] = (
-                    RowOptimizer.from_dict(entry["rule"]),
-                    ParameterState(value, states, entry["step"]),
-                )
+                value, *own = _parts(groups[f"dense-{k}"])
+                wholes[entry["name"]] = RowOptimizer.from_dict(entry["rule"]), ParameterState(value, own, entry["step"])
     except (SchemaError, NotFound) as error:
         raise CheckpointError(f"the checkpoint cannot be loaded, and nothing was changed: {error}") from error
     for k, table in made.items():
