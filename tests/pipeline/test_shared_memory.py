@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from anabranch.pipeline.links.packet_codec import pack, unpack
-from anabranch.pipeline.links.shared_memory import SharedMemory
+from anabranch.pipeline.links.shared_memory import MessageMemory
 from anabranch.tensors import Structure
 
-Pair = tuple[SharedMemory, SharedMemory]
+Pair = tuple[MessageMemory, MessageMemory]
 
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
     """The memory of rank 0, which sends, and of rank 1."""
-    pair = SharedMemory([os.getpid()] * 2), SharedMemory([os.getpid()] * 2)
+    pair = MessageMemory([os.getpid()] * 2), MessageMemory([os.getpid()] * 2)
     yield pair
     for memory in pair:
         memory.close()
