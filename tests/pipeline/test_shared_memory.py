@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from anabranch.pipeline.links.packet_codec import pack, unpack
-from anabranch.pipeline.links.shared_memory import SharedMemory
+from anabranch.pipeline.links.shared_memory import MessageMemory
 from anabranch.tensors import Structure
 
-Pair = tuple[SharedMemory, SharedMemory]
+Pair = tuple[MessageMemory, MessageMemory]
 
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
     """The memory of rank 0, which sends, and of rank 1."""
-    pair = SharedMemory([os.getpid()] * 2), SharedMemory([os.getpid()] * 2)
+    pair = MessageMemory([os.getpid()] * 2), MessageMemory([os.getpid()] * 2)
     yield pair
     for memory in pair:
         memory.close()
@@ -66,7 +66,8 @@ def test_a_slot_is_used_again_once_its_tensors_are_freed_and_they_are_no_copies(
     del view
     assert crossed(pair, x * 3)[1] == number
     assert crossed(pair, torch.ones(1 << 20))[1] not in (0, 1), "too small"
-    pair[0].close()
+    for memory in pair:
+        memory.close()
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from anabranch.pipeline.links.inbox import Inbox
 from anabranch.pipeline.links.packet_codec import HEADER_BYTES, Header, bytes_of, decode_header, encode_header
-from anabranch.pipeline.links.shared_memory import SharedMemory
+from anabranch.pipeline.links.shared_memory import MessageMemory
 from anabranch.tensors.dtypes import dtype_named
 
 _FAREWELL_SECONDS = 0.5
@@ -37,7 +37,7 @@ class Channel:
         memory: shared with all peers, if they are on this host.
     """
 
-    def __init__(self, group: dist.ProcessGroup, tag: int, inbox: Inbox, memory: SharedMemory | None) -> None:
+    def __init__(self, group: dist.ProcessGroup, tag: int, inbox: Inbox, memory: MessageMemory | None) -> None:
         self._inbox = inbox
         self._memory = memory
         self._outgoing: dict[int, queue.SimpleQueue[_Outgoing]] = {peer: queue.SimpleQueue() for peer in inbox.owed}
@@ -108,7 +108,7 @@ def _send_all(
         del tensors
 
 
-def _receive_all(group: dist.ProcessGroup, peer: int, tag: int, inbox: Inbox, memory: SharedMemory | None) -> None:
+def _receive_all(group: dist.ProcessGroup, peer: int, tag: int, inbox: Inbox, memory: MessageMemory | None) -> None:
     def receive(into: Tensor) -> None:
         dist.recv(into, group=group, group_src=peer, tag=tag)
 

@@ -22,7 +22,7 @@ from anabranch.liveness.meeting import end_without_waiting, interruptible
 from anabranch.liveness.peers import Identity, peers_of_job
 from anabranch.pipeline.links.channel import Channel
 from anabranch.pipeline.links.inbox import Inbox
-from anabranch.pipeline.links.shared_memory import SharedMemory
+from anabranch.pipeline.links.shared_memory import MessageMemory
 
 _TEXT_BYTES = 256
 _LAST_SECONDS = 2.0
@@ -70,7 +70,7 @@ class RankConnection:
         tag = next(_tags.setdefault(group, itertools.count(_FIRST_TAG)))
         self.name = f"pipe {','.join(map(str, self.names))}/{tag}"
         shares = shared_memory and len({identity.host for identity in identities}) == 1
-        self.channel = Channel(group, tag, self.inbox, SharedMemory.meet(self._gather) if shares else None)
+        self.channel = Channel(group, tag, self.inbox, MessageMemory.meet(self._gather) if shares else None)
         # Nothing that holds this object: the channel's threads end when the last reference to it goes.
         self._noticed = partial(_noticed, self.names, self.inbox)
         leave = partial(_exit_without_lost_ranks, self.channel)

@@ -104,7 +104,7 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
 
 
-class SharedMemory:
+class MessageMemory:
     """The slots of one rank for each peer, and those of its peers that it has opened.
 
     Args:
@@ -117,7 +117,7 @@ class SharedMemory:
         self._theirs: dict[tuple[int, int], _Slot] = {}
 
     @classmethod
-    def meet(cls, gather: Callable[[str], list[str]]) -> SharedMemory | None:
+    def meet(cls, gather: Callable[[str], list[str]]) -> MessageMemory | None:
         """Return this rank's; ``None`` on all of them if one cannot open another's memory. A collective.
 
         Args:
