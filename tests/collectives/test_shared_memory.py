@@ -6,8 +6,10 @@ import hashlib
 import json
 import logging
 import os
+import random
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -163,7 +165,7 @@ def voted(what: str) -> list[Any]:
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
-        ("another user", "not all workers are one user's on one host"),
+        ("another user", "shared memory is for 2 to 64 processes of one user on one host"),
         ("no memory", "rank 0 has no shared memory: [Errno 28] no space left"),
         ("cannot open", "rank 1 has no shared memory: [Errno 28] no space left"),
     ],
@@ -257,9 +259,9 @@ except BoundaryError as error:
 
 
 @contextmanager
-def ranks(folder: Path, at: str, world: int = 3) -> Iterator[list[Program]]:
+def ranks(folder: Path, at: str, world: int = 3, source: str = RANK) -> Iterator[list[Program]]:
     script = folder / "rank.py"
-    script.write_text(RANK)
+    script.write_text(source)
     with held_port("127.0.0.1") as port, ExitStack() as stack:
         common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         started = [
@@ -280,6 +282,45 @@ def test_a_rank_that_ends_or_freezes_in_a_sum_is_named_on_all_others(at: str, nu
             assert "1" in facts["peer"].removeprefix("ranks ").removeprefix("rank ").split(", ")
             assert ("its process is stopped" if number == signal.SIGSTOP else "its process has ended") in facts["text"]
             assert facts["elapsed"] < 60.0  # of 120
+
+
+FOR_EVER = """
+import json, os, sys
+import torch
+from anabranch.collectives import Workers
+from anabranch.collectives.shared_memory import FlatForm, shared_sums
+from anabranch.errors import BoundaryError
+
+torch.set_num_threads(1)
+workers = Workers(timeout=120.0, heartbeat=0.5)
+sums = shared_sums(workers, [FlatForm(size, torch.float32, torch.device("cpu")) for size in (1000, 1 << 18)])
+complete = 0
+try:
+    while True:
+        for one in sums:
+            one.start(operation="sum", step=complete).finish()
+            complete += 1
+            if complete == 10:
+                print("ready", flush=True)
+except BoundaryError as error:
+    print(json.dumps({"type": type(error).__name__, "peer": error.peer, "complete": complete}), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_killed_at_any_moment_is_named_and_the_others_agree_on_what_was_complete(tmp_path: Path) -> None:
+    random_ = random.Random(0)
+    for trial in range(int(os.environ.get("KILLS", "10"))):
+        with ranks(tmp_path, "", 3, FOR_EVER) as started:
+            victim = random_.randrange(3)
+            threading.Event().wait(random_.random() * 0.02)
+            started[victim].kill()
+            ends = [
+                json.loads(one.communicate(60)[0].splitlines()[-1]) for one in started if one is not started[victim]
+            ]
+            assert [end["type"] for end in ends] == ["PeerLost"] * 2, trial
+            assert all(str(victim) in end["peer"] for end in ends), trial
+            assert ends[0]["complete"] == ends[1]["complete"], trial
 
 
 def left_or_late(how: str) -> list[Any]:

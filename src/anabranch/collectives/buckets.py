@@ -10,10 +10,10 @@ same on every rank, and a bucket is launched once it *and its predecessors* are 
     bucket 1 [a   | flags]        │                       └ launch ══> wait, divide
     backward, rank 1        b ready, c unused: zeros with the flag "no gradient", launched at the finish
 
-A bucket is one flat tensor: each parameter's gradient times this worker's rows, then a flag a parameter. The flags are
-summed like everything else, so afterwards every rank knows which parameters received a gradient from anyone: the others
-keep ``.grad`` at ``None``, as in the plain loop. ``.grad`` is a view of the
-bucket, and the bucket is also the accumulator over several runs: nothing is copied twice.
+A bucket is one flat tensor: each parameter's gradient times the weight of its run, then a flag a parameter. The flags
+are summed like everything else, so afterwards every rank knows which parameters received a gradient from anyone: the
+others keep ``.grad`` at ``None``, as in the plain loop. ``.grad`` is a view of the bucket, and the bucket is also the
+accumulator over several runs: nothing is copied twice.
 
 A table whose gradients are known to be sparse has a ``SparseGradient`` in place of a bucket, and moves to one if its
 gradient turns out dense on any rank. What is sparse elsewhere, as of a functional lookup, is made dense.

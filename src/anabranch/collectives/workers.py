@@ -45,6 +45,7 @@ from anabranch.record import spans
 _log = logging.getLogger("anabranch.executor")
 _BACKEND_GRACE = 60.0
 _MOST_SHARING = 64
+_SHARING = f"2 to {_MOST_SHARING} processes of one user on one host"
 
 
 class Pending:
@@ -297,7 +298,7 @@ class Workers(Group):
         hosts = self.all_gather_bytes(mine.encode(), operation="comparison of hosts")
         alike = len(set(hosts)) == 1 and len(hosts) <= _MOST_SHARING
         if not alike:
-            _log.info("gradients go through gloo's sockets: not all workers are one user's on one host")
+            _log.info("gradients go through gloo's sockets: shared memory is for %s", _SHARING)
         return alike
 
     # Waits and their outcomes.
