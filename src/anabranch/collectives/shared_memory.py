@@ -12,8 +12,9 @@ A sum is two barriers, and a barrier is one word, ``phase``, that the last rank 
     rank 0   gradients in row 0 ─┐ arrive         sum of chunk 0 of all rows, into all rows ─┐ arrive
     rank 1   gradients in row 1 ─┴──> 2n - 1      sum of chunk 1 of all rows, into all rows ─┴──> 2n
 
-Each chunk is summed by one rank, in the order of ranks, so all ranks hold the same bits. A wait is a microsecond of
-pauses (the peer runs on another core), then ``sched_yield`` (it waits for this core), then sleep on a futex.
+Each chunk is summed by one rank, in the order of ranks, so all ranks hold the same bits. A wait is some pauses, since a
+peer on another core may come soon, then sleep on a futex: many pauses, or few for the next waits where many were in
+vain, as on a busy machine. There ``sched_yield`` would be worst: it gives away a whole turn of this core.
 
 A rank that gives up sets a bit in every phase word. A phase is moved by compare-and-swap: either it moved before the
 bit was set, and every rank sees the sum complete, or it never moves, and none does. So ranks agree, without a message,
@@ -53,12 +54,12 @@ NUMBERS: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float64: np.
 _LINE = 32  # words of 4 bytes: two cache lines, since processors prefetch them in pairs
 _PAGE = mmap.PAGESIZE
 _NUMBER, _GIVEN_UP = 0x7FFFFFFF, 0x80000000  # the two parts of a phase word
-_PAUSES, _YIELDS = 40, 100  # a microsecond of pauses; 40 of yields where no other thread is ready to run
+_FEW, _MANY, _TURNS = 40, 1600, 16  # pauses: 1 and 40 microseconds; how often the many are tried where they are in vain
 _BLOCK = 1024  # numbers of a row that are summed at a time and stay in the processor's first cache
 _BEGUN, _ARRIVED, _SUMMED, _DONE, _LOST = range(5)  # progress of a sum on one rank
-# After a sleep Python runs signal handlers, and a wait checks that its peers live.
-_TIMESPEC = np.array([0, 50_000_000])
-_SLEEP = _TIMESPEC.ctypes.data
+# Seconds and nanoseconds of a sleep, after which Python runs signal handlers and a wait checks that its peers live;
+# then the waits that pause a little before one pauses long.
+_WAITING = np.array([0, 50_000_000, 0])
 
 
 # Atomic operations on words of the segment: Numba has none for the CPU, and LLVM may move a plain load out of a loop.
@@ -121,7 +122,8 @@ def _pause(typing: Any) -> Any:
         arm = platform.machine() == "aarch64"
         name, values = ("llvm.aarch64.hint", [ir.Constant(ir.IntType(32), 1)]) if arm else ("llvm.x86.sse2.pause", [])
         form = ir.FunctionType(ir.VoidType(), [value.type for value in values])
-        builder.call(cgutils.get_or_insert_function(builder.module, form, name), values)
+        function = cgutils.get_or_insert_function(builder.module, form, name)  # type: ignore[no-untyped-call]
+        builder.call(function, values)
         return context.get_dummy_value()
 
     return types.void(), generate
@@ -129,8 +131,7 @@ def _pause(typing: Any) -> Any:
 
 _FUTEX = 98 if platform.machine() == "aarch64" else 202
 _WAIT, _WAKE, _EVERYBODY = 0, 1, 0x7FFFFFFF  # without the flag "private": the waiters are processes
-_syscall = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
-_sched_yield = types.ExternalFunction("sched_yield", types.int32())
+_syscall: Any = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
 
 
 @inline
@@ -160,20 +161,18 @@ def _has_moved(word: Any, number: int) -> Any:
 
 
 @inline
-def _wait(words: Any, phase: int, number: int, timespec: int) -> Any:
-    """Wait until the phase has moved, or one sleep is over; without a ``timespec`` (0) only look."""
-    for turn in range(_PAUSES + _YIELDS + 1):
+def _wait(words: Any, phase: int, number: int, waiting: Any, waits: int) -> Any:
+    """Wait until the phase has moved, or one sleep is over; only look if not ``waits``."""
+    for _ in range(_MANY if waiting[2] == 0 else _FEW):
         moved = _has_moved(_load(words, phase), number)
-        if moved != 0 or timespec == 0:
+        if moved != 0 or not waits:
             return moved
-        if turn < _PAUSES:
-            _pause()
-        else:
-            _sched_yield()
+        _pause()
+    waiting[2] = (waiting[2] + _TURNS - 1) % _TURNS
     _add(words, phase + 2 * _LINE, 1)  # before the futex looks at the phase; `_wake` looks after moving it
     word = _load(words, phase)
     if _has_moved(word, number) == 0:
-        _syscall(_FUTEX, _address(words, phase), _WAIT, np.int64(word), timespec, 0, 0)
+        _syscall(_FUTEX, _address(words, phase), _WAIT, np.int64(word), _address(waiting, 0), 0, 0)
     _add(words, phase + 2 * _LINE, 0xFFFFFFFF)  # -1
     return _has_moved(_load(words, phase), number)
 
@@ -204,7 +203,7 @@ def _sum(rows: Any, start: int, stop: int) -> None:
 
 
 @kernel
-def _advance(words: Any, phase: int, rows: Any, rank: int, number: int, stage: int, timespec: int) -> Any:
+def _advance(words: Any, phase: int, rows: Any, rank: int, number: int, stage: int, waiting: Any, waits: int) -> Any:
     """Take the ``number``-th sum on from ``stage`` as far as it goes within one sleep, and return its stage."""
     ranks, size = rows.shape
     first, second = (2 * number - 1) & _NUMBER, (2 * number) & _NUMBER
@@ -213,14 +212,14 @@ def _advance(words: Any, phase: int, rows: Any, rank: int, number: int, stage: i
             return _LOST
         stage = _ARRIVED
     if stage == _ARRIVED:
-        moved = _wait(words, phase, first, timespec)
+        moved = _wait(words, phase, first, waiting, waits)
         if moved != 1:
             return _ARRIVED if moved == 0 else _LOST
         chunk = (size // ranks + _LINE - 1) // _LINE * _LINE  # whole lines, so that no two ranks write to one
         _sum(rows, min(rank * chunk, size), min((rank + 1) * chunk, size))
         if not _arrive(words, phase, second, ranks):
             return _LOST
-    moved = _wait(words, phase, second, timespec)
+    moved = _wait(words, phase, second, waiting, waits)
     return _DONE if moved == 1 else _SUMMED if moved == 0 else _LOST
 
 
@@ -240,7 +239,7 @@ def load_kernels(dtype: torch.dtype) -> None:
     >>> load_kernels(torch.float32)
     """
     words = np.zeros(4 * _LINE, np.uint32)
-    _advance(words, _LINE, np.zeros((1, 1), NUMBERS[dtype]), 0, 1, _BEGUN, 0)
+    _advance(words, _LINE, np.zeros((1, 1), NUMBERS[dtype]), 0, 1, _BEGUN, _WAITING, 0)
     _give_up(words, np.array([_LINE]), 0)
 
 
@@ -269,7 +268,7 @@ class SharedSum:
         Raises:
             RuntimeError: it never will be.
         """
-        self._go_on(_SLEEP)
+        self._go_on(1)
         if self._stage == _LOST:
             raise RuntimeError(f"rank {self._workers.ranks[self.segment.gave_up()]} has left the sum")
         return self._stage == _DONE
@@ -280,11 +279,10 @@ class SharedSum:
         self._go_on(0)
         return self._stage == _DONE
 
-    def _go_on(self, timespec: int) -> None:
+    def _go_on(self, waits: int) -> None:
         if self._stage < _DONE:
-            self._stage = _advance(
-                self.segment.words, self._phase, self._rows, self._workers.rank, self._number, self._stage, timespec
-            )
+            place = self.segment.words, self._phase, self._rows, self._workers.rank
+            self._stage = _advance(*place, self._number, self._stage, _WAITING, waits)
 
 
 class _PendingSum(Pending):
@@ -345,11 +343,12 @@ def shared_sums(workers: Workers, forms: Sequence[FlatForm]) -> list[SharedSum |
     if memory is None:
         workers.on_one_host = False
         return sums
-    segment = Segment(np.frombuffer(memory, np.uint32, control // 4), len(fitting))
+    view = memoryview(memory)
+    segment = Segment(np.frombuffer(view, np.uint32, control // 4), len(fitting))
     workers.segments.add(segment)
     for line, (number, length, start) in enumerate(zip(fitting, lengths, starts, strict=True)):
         size, dtype, _ = forms[number]
-        numbers = np.frombuffer(memory, NUMBERS[dtype], workers.size * length // dtype.itemsize, start)
+        numbers = np.frombuffer(view, NUMBERS[dtype], workers.size * length // dtype.itemsize, start)
         sums[number] = SharedSum(segment, line, numbers.reshape(workers.size, -1), size, workers)
     return sums
 
