@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import logging
@@ -114,8 +115,10 @@ def trained(name: str, over_gloo: bool, accumulate: int) -> list[Any]:
         used = mappings()
         model.zero_grad()
     del executor, step
+    gc.collect()
+    left = mappings()
     values = [parameter.detach().double().flatten().tolist() for parameter in model.parameters()]
-    return [used > 0, [number for row in values for number in row]]
+    return [used > 0, left, [number for row in values for number in row]]
 
 
 @pytest.mark.parametrize("workers", [2, 3])
@@ -123,14 +126,16 @@ def trained(name: str, over_gloo: bool, accumulate: int) -> list[Any]:
 def test_training_gives_the_parameters_that_it_gives_over_gloo(workers: int, accumulate: int) -> None:
     by_memory = in_job(trained, workers, "float64", False, accumulate)
     over_gloo = in_job(trained, workers, "float64", True, accumulate)
-    assert [used for used, _ in by_memory + over_gloo] == [True] * workers + [False] * workers
-    assert all(values == by_memory[0][1] for _, values in by_memory)
-    assert torch.allclose(torch.tensor(by_memory[0][1]), torch.tensor(over_gloo[0][1]), rtol=0, atol=1e-12)
+    assert [used for used, _, _ in by_memory + over_gloo] == [True] * workers + [False] * workers
+    assert [left for _, left, _ in by_memory] == [0] * workers  # an executor takes the memory with it
+    first, expected = by_memory[0][2], over_gloo[0][2]
+    assert all(values == first for *_, values in by_memory)
+    assert torch.allclose(torch.tensor(first), torch.tensor(expected), rtol=0, atol=1e-12)
 
 
 def test_half_types_are_summed_as_before() -> None:
     for name in ("float16", "bfloat16"):  # in a sum of float32 numbers, and over gloo
-        (used, values), (_, others) = in_job(trained, 2, name, False, 1)
+        (used, _, values), (*_, others) = in_job(trained, 2, name, False, 1)
         assert used == (name == "float16")
         assert values == others
 
