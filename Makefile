@@ -25,7 +25,7 @@ $(STAMP)-%: $(STAMP)
 	@touch $@
 
 # Once for each dtype, and again where a source of the kernels has changed: or every process of the tests waits for them.
-$(STAMP)-kernels: $(STAMP)-test $(shell find src/anabranch/tables -name '*.py')
+$(STAMP)-kernels: $(STAMP)-test $(shell find src/anabranch/tables -name '*.py') src/anabranch/collectives/shared_memory.py
 	@echo "compiling kernels (about a minute)"
 	@for which in "float32 caches" "float64 caches" "bfloat16 caches" float16; do $(BIN)/python tools/compile_kernels.py $$which & done; wait
 	@touch $@

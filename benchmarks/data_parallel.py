@@ -4,8 +4,9 @@
 
     anabranch run --workers 2 benchmarks/data_parallel.py [--only NAME ...] [--rounds N] [--out DIR]
 
-One thread a worker, gloo, the same fused Adam on both sides, which take turns in one process a worker. With
-``skip_nonfinite=None`` the executor does not look whether gradients are finite, as DistributedDataParallel does not.
+One thread a worker, the same fused Adam on both sides, which take turns in one process a worker. The executor sums in
+shared memory, DistributedDataParallel over gloo. With ``skip_nonfinite=None`` the executor does not look whether
+gradients are finite, as DistributedDataParallel does not.
 """
 
 from __future__ import annotations

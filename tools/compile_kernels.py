@@ -1,4 +1,4 @@
-"""Compiles the kernels of parameter servers and of cached tables, so that no first job and no test waits for them.
+"""Compiles the kernels of servers, cached tables and sums of workers, so that no first job and no test waits for them.
 
 Called by `tools/install.py` and `make` with a dtype, and `caches` for those of cached tables, too. Numba keeps what it
 made beside the sources, or in the user's cache where nothing can be written there. Whatever is missing is compiled when
@@ -12,6 +12,7 @@ from itertools import product
 
 import torch
 
+from anabranch.collectives.shared_memory import NUMBERS, load_kernels
 from anabranch.parameter_server.client.cache_group import compile_cache_kernels
 from anabranch.tables.cache import Cache
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
@@ -28,5 +29,7 @@ RULES = (
 if __name__ == "__main__":
     dtype = getattr(torch, sys.argv[1])
     compile_kernels(dtype)
+    if dtype in NUMBERS:
+        load_kernels(dtype)
     for rule, bound in product(RULES, (0, 1)) if "caches" in sys.argv else ():
         compile_cache_kernels(Cache(push_bound=bound), rule, dtype)

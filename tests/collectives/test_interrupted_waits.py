@@ -83,6 +83,13 @@ elif what == "all-reduce":
         away()
     once_it_waits()
     made.run(batch=torch.ones(1, 2))
+elif what == "sum":  # of the second run, in shared memory
+    made = executor()
+    made.run(batch=torch.ones(1, 2))
+    if rank:
+        away()
+    once_it_waits()
+    made.run(batch=torch.ones(1, 2))
 elif what == "message":
     dist.init_process_group("gloo")
     if rank:
@@ -118,8 +125,8 @@ say("came back")
 @pytest.mark.parametrize(
     ("what", "ranks"),
     [
-        ("meeting", [0]), ("meeting", [1]), ("all-reduce", [0, 1]), ("message", [0, 1]), ("grid", [0, 1]),
-        ("pipe", [0, 1]), ("server", []), ("expert", []),
+        ("meeting", [0]), ("meeting", [1]), ("all-reduce", [0, 1]), ("sum", [0, 1]), ("message", [0, 1]),
+        ("grid", [0, 1]), ("pipe", [0, 1]), ("server", []), ("expert", []),
     ],
     ids=str,
 )  # fmt: skip

@@ -10,10 +10,10 @@ same on every rank, and a bucket is launched once it *and its predecessors* are 
     bucket 1 [a   | flags]        │                       └ launch ══> wait, divide
     backward, rank 1        b ready, c unused: zeros with the flag "no gradient", launched at the finish
 
-A bucket is one flat tensor: each parameter's gradient times this worker's rows, then a flag a parameter. The flags are
-summed like everything else, so afterwards every rank knows which parameters received a gradient from anyone: the others
-keep ``.grad`` at ``None``, as in the plain loop. ``.grad`` is a view of the
-bucket, and the bucket is also the accumulator over several runs: nothing is copied twice.
+A bucket is one flat tensor: each parameter's gradient times the weight of its run, then a flag a parameter. The flags
+are summed like everything else, so afterwards every rank knows which parameters received a gradient from anyone: the
+others keep ``.grad`` at ``None``, as in the plain loop. ``.grad`` is a view of the bucket, and the bucket is also the
+accumulator over several runs: nothing is copied twice.
 
 A table whose gradients are known to be sparse has a ``SparseGradient`` in place of a bucket, and moves to one if its
 gradient turns out dense on any rank. What is sparse elsewhere, as of a functional lookup, is made dense.
@@ -30,6 +30,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from anabranch.collectives.shared_memory import FlatForm, SharedSum, shared_sums
 from anabranch.collectives.sparse_rows import SparseGradient, summing_dtype
 from anabranch.collectives.workers import Pending, Workers
 from anabranch.record.spans import mark
@@ -59,18 +60,26 @@ def carries_header(buckets: list[list[tuple[str, Tensor]]]) -> bool:
     return bool(buckets) and buckets[0][0][1].dtype in (torch.float32, torch.float64)
 
 
-class _DenseBucket:
-    """Some parameters' gradients in one flat tensor, and the all-reduce that sums it."""
+def _form(members: list[tuple[str, Tensor]], header: int) -> FlatForm:
+    """Return the form of the flat tensor: the gradients, a flag each, and the header."""
+    first = members[0][1]
+    size = sum(parameter.numel() for _, parameter in members) + len(members) + header
+    return FlatForm(size, summing_dtype(first), first.device)
 
-    def __init__(self, members: list[tuple[str, Tensor]], header: int, workers: Workers | None) -> None:
-        self._workers = workers
+
+class _DenseBucket:
+    """Some parameters' gradients in one flat tensor, and the all-reduce that sums it, in shared memory if it can."""
+
+    def __init__(
+        self, members: list[tuple[str, Tensor]], form: FlatForm, workers: Workers | None, shared: SharedSum | None
+    ) -> None:
+        self._workers, self._shared = workers, shared
         self.names = [name for name, _ in members]
         self.parameters = [parameter for _, parameter in members]
         count = len(members)
         elements = sum(parameter.numel() for parameter in self.parameters)
-        first = self.parameters[0]
-        self.flat = torch.zeros(elements + count + header, dtype=summing_dtype(first), device=first.device)
-        self._widened = self.flat.dtype is not first.dtype
+        self.flat = torch.zeros(form.size, dtype=form.dtype, device=form.device) if shared is None else shared.flat
+        self._widened = form.dtype is not self.parameters[0].dtype
         self.slots: list[Tensor] = []
         at = 0
         for parameter in self.parameters:
@@ -127,7 +136,11 @@ class _DenseBucket:
         for index in set(range(len(self.parameters))) - self.written:
             self.slots[index].zero_()
             self._flags[index] = 0.0
-        self.pending = self._workers.start_all_reduce(self.flat, operation="all_reduce of gradients", step=step)
+        operation = "all_reduce of gradients"
+        if self._shared is None:
+            self.pending = self._workers.start_all_reduce(self.flat, operation=operation, step=step)
+        else:
+            self.pending = self._shared.start(operation=operation, step=step)
 
     def arrive(self) -> None:
         """Return when the sums over the workers have arrived."""
@@ -192,9 +205,11 @@ class GradientBuckets:
                 self._tables.append(table)
                 self._where[parameter] = table
         buckets = in_buckets(dense, self._bucket_bytes)
-        for number, members in enumerate(buckets):
-            header = self._header if number == 0 and carries_header(buckets) else 0
-            bucket = _DenseBucket(members, header, self._workers)
+        first = self._header if carries_header(buckets) else 0
+        forms = [_form(members, 0 if number else first) for number, members in enumerate(buckets)]
+        shared = [None] * len(forms) if self._workers is None else shared_sums(self._workers, forms)
+        for members, form, one in zip(buckets, forms, shared, strict=True):
+            bucket = _DenseBucket(members, form, self._workers, one)
             self._buckets.append(bucket)
             self._where |= {parameter: (bucket, index) for index, parameter in enumerate(bucket.parameters)}
         self.carries_header = bool(self._buckets) and len(self._buckets[0].header) > 0

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
+import platform
 import threading
 import time
 import uuid
@@ -22,9 +24,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
-from typing import cast
-from weakref import WeakKeyDictionary
+from functools import cached_property, partial
+from typing import Any, cast
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -42,13 +44,20 @@ from anabranch.record import spans
 
 _log = logging.getLogger("anabranch.executor")
 _BACKEND_GRACE = 60.0
+_MOST_SHARING = 64
+_SHARING = f"2 to {_MOST_SHARING} processes of one user on one host"
 
 
 class Pending:
-    """A collective in progress; ``finish`` returns when its tensors hold the result."""
+    """A collective in progress; ``finish`` returns when its tensors hold the result.
 
-    def __init__(self, work: dist.Work, workers: Workers, operation: str, step: int | None, tensor: Tensor) -> None:
-        self._work, self._workers, self._operation, self._step = work, workers, operation, step
+    ``done(seconds)`` waits at most that long, and returns whether it is complete.
+    """
+
+    def __init__(
+        self, done: Callable[[float], bool], workers: Workers, operation: str, step: int | None, tensor: Tensor
+    ) -> None:
+        self._done, self._workers, self._operation, self._step = done, workers, operation, step
         self._nbytes, self._on_host = tensor.nbytes, tensor.is_cpu
         self._began = spans.begin()
         workers.started += 1
@@ -65,7 +74,7 @@ class Pending:
         workers, step = self._workers, self._step
         comparison = _Comparison(workers, self._number, self._operation)
         workers.wait_for(
-            self._work, self._deadline, self._operation, step, on_host=self._on_host, comparison=comparison
+            self._done, self._deadline, self._operation, step, on_host=self._on_host, comparison=comparison
         )
         if self._began and workers.others:
             facts: dict[str, object] = {"peer": rank_names(workers.others), "bytes": self._nbytes}
@@ -138,6 +147,7 @@ class Workers(Group):
         name: what the group is called on each of its ranks, and no other group.
         started: how many collectives have begun.
         store: of this group alone; ``None`` in a group of one.
+        segments: memory that the workers share; ``give_up`` of each tells the others that this one has left.
         rowless: names the workers that have no rows; ``None`` in a group of one.
 
     Raises:
@@ -175,6 +185,7 @@ class Workers(Group):
         self._own: dist.ProcessGroup | None = None
         self.store: PrefixStore | None = None
         self.rowless: Rowless | None = None
+        self.segments: WeakSet[Any] = WeakSet()
         if self.size > 1:
             if ranks is None:
                 self._meet()
@@ -204,7 +215,7 @@ class Workers(Group):
         )
         reminder.start()
         try:
-            self.wait_for(work, Deadline.after(self.timeout), "meet", None, on_host=self.on_host)
+            self.wait_for(partial(ended_within, work), Deadline.after(self.timeout), "meet", None, on_host=self.on_host)
         finally:
             reminder.cancel()
         del _unmet[group]
@@ -228,7 +239,7 @@ class Workers(Group):
         self.bytes_sent += tensor.nbytes
         group = self._own if self._own is not None and tensor.is_cpu else self._group
         work = collective(tensor=tensor, group=group, async_op=True, **more)
-        return Pending(cast(dist.Work, work), self, operation, step, tensor)
+        return Pending(partial(ended_within, cast(dist.Work, work)), self, operation, step, tensor)
 
     def start_all_reduce(self, tensor: Tensor, *, operation: str = "all_reduce", step: int | None = None) -> Pending:
         """Start summing ``tensor``, in place, over the workers."""
@@ -280,6 +291,16 @@ class Workers(Group):
         for pending in several:
             pending.finish()
 
+    @cached_property
+    def on_one_host(self) -> bool:
+        """True if all are processes of one user on one host, few enough to sum in shared memory; asked by all alike."""
+        mine = f"{self.peers.identity.host} {os.getuid()} {platform.machine()}"
+        hosts = self.all_gather_bytes(mine.encode(), operation="comparison of hosts")
+        alike = len(set(hosts)) == 1 and len(hosts) <= _MOST_SHARING
+        if not alike:
+            _log.info("gradients go through gloo's sockets: shared memory is for %s", _SHARING)
+        return alike
+
     # Waits and their outcomes.
 
     def check_present(self) -> None:
@@ -302,7 +323,7 @@ class Workers(Group):
 
     def wait_for(
         self,
-        work: dist.Work,
+        done: Callable[[float], bool],
         deadline: Deadline,
         operation: str,
         step: int | None,
@@ -310,13 +331,12 @@ class Workers(Group):
         on_host: bool,
         comparison: _Comparison | None = None,
     ) -> None:
-        """Return when ``work`` is done, or raise the reason why it will not be.
+        """Return when a collective is ``done``, or raise the reason why it will not be.
 
         Gloo's, of tensors ``on_host``, is looked at again and again; NCCL's wait is over once it is queued.
         """
         began = time.monotonic()
         try:
-            done = partial(ended_within, work)
             self.wait(done, operation, deadline, step=step, at_once=not on_host, noticed=comparison or dict)
         except PeerLost:
             if comparison is not None:
@@ -338,6 +358,8 @@ class Workers(Group):
 
     def close(self) -> None:
         """Let go of the connections, and destroy the process group if it was initialised here."""
+        for segment in self.segments:
+            segment.give_up(self.rank)  # as a closed connection would tell the others
         if self.has_left_work:
             return
         atexit.unregister(self._end)

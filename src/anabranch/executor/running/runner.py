@@ -174,7 +174,9 @@ class StepRunner:
                     f"{', '.join(summed)} was frozen when the Executor was made and is not now; under this consistency "
                     "the workers do not sum gradients among themselves: make a new Executor"
                 )
+        broken, self._broken = self._broken, self._workers is not None  # unless all come to lay out the same buckets
         self._buckets = GradientBuckets(summed, self._workers, sparse=_sparse_tables(self.step), header=HEADER_SIZE)
+        self._broken = broken
         self.engine.attach([*self._servers, self._buckets])
 
     def run(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput:
@@ -337,7 +339,9 @@ class StepRunner:
         share = header(loss, weight, call, self._device, **flags)
         self._started = True  # before it is so: an interrupt may come between the first message and the next line
         rides = last and self._workers is not None and self._buckets.carries_header
-        self._buckets.start_run(factor, last=last, header=share if rides else None, step=self.runs)
+        # The mean rows are the same on all workers and in a whole window: left to the divisor, they cost no pass.
+        weight = factor / (self.mean_rows or 1.0)
+        self._buckets.start_run(weight, last=last, header=share if rides else None, step=self.runs)
         if rides:
             return partial(total_of, self._buckets.header, call, self._workers)
         return partial(total_of, sent_alone(share, self._workers, call), call, self._workers)
@@ -482,7 +486,7 @@ class StepRunner:
         if not self._closes_window():
             self.in_window += 1
             return
-        divisor = self._window_rows if self._averages else 1.0
+        divisor = self._window_rows / (self.mean_rows or 1.0) if self._averages else 1.0
         # Without any rows the sums are zero or missing.
         self._buckets.finish(divisor or 1.0)
         self._check_thawed()

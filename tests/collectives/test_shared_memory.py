@@ -1,0 +1,389 @@
+"""Sums of workers on one host: in one order, bit-equal on all of them; and nothing is left, however a rank ends."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import logging
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import anabranch as ab
+from anabranch.collectives import Workers
+from anabranch.collectives import shared_memory as shared
+from anabranch.collectives.shared_memory import FlatForm, SharedSum, shared_sums
+from anabranch.errors import BoundaryError, DeadlineExceeded, PeerLost
+from anabranch.launch.meeting.addresses import held_port
+from programs import Program, start
+from toys import in_job
+
+CPU = torch.device("cpu")
+NAME = "anabranch-sums"
+
+
+def sums_of(workers: Workers, *sizes: int, dtype: torch.dtype = torch.float32) -> list[SharedSum]:
+    sums = shared_sums(workers, [FlatForm(size, dtype, CPU) for size in sizes])
+    assert None not in sums
+    return sums  # type: ignore[return-value]
+
+
+def mappings() -> int:
+    """How much of the segments this process has: mappings, and descriptors."""
+    descriptors = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd.isdigit()
+                   if os.path.lexists(f"/proc/self/fd/{fd}")]  # fmt: skip
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return sum(NAME in line for line in [*descriptors, *maps])
+
+
+# What is summed.
+
+
+def sums_in_order(names: list[str]) -> list[Any]:
+    torch.set_num_threads(1)
+    with Workers() as workers:
+        results = [result for name in names for result in compared(workers, getattr(torch, name))]
+    return [all(equal for equal, _ in results), [digest for _, digest in results], mappings()]
+
+
+def compared(workers: Workers, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
+    """Whether sums are as they should be, and their bits."""
+    for turn, one in enumerate(2 * sums_of(workers, 1, 7, 1023, 5000, 100_001, dtype=dtype)):
+        generator = torch.Generator().manual_seed(100 * turn + workers.rank)
+        mine = torch.randn(len(one.flat), generator=generator, dtype=dtype)
+        first, *others = workers.all_gather(mine)
+        for row in others:
+            first += row
+        by_gloo = workers.all_reduce(mine.clone())
+        one.flat.copy_(mine)
+        one.start(operation="sum", step=turn).finish()
+        close = torch.allclose(one.flat, by_gloo, rtol=0, atol=8 * torch.finfo(dtype).eps * by_gloo.abs().max().item())
+        yield close and torch.equal(one.flat, first), hashlib.sha256(one.flat.numpy()).hexdigest()
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_sums_are_gloos_in_the_order_of_ranks_and_bit_equal_on_all_of_them(workers: int) -> None:
+    results = in_job(sums_in_order, workers, ["float32", "float64"])
+    for equal, digests, mapped in results:
+        assert equal
+        assert digests == results[0][1]
+        assert mapped == 0  # freed with the last tensor
+
+
+class Layers(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
+        self.table = nn.Embedding(11, 3, sparse=True, dtype=dtype)
+        self.unused = nn.Parameter(torch.zeros(3, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) + self.table((x[:, 0].abs() * 10).long() % 11)  # type: ignore[no-any-return]
+
+
+def trained(name: str, over_gloo: bool, accumulate: int) -> list[Any]:
+    if over_gloo:
+        Workers.on_one_host = False  # type: ignore[assignment, method-assign]
+    model = Layers(getattr(torch, name))
+    step = ab.TrainStep(
+        model,
+        lambda model, x: model(x).square().mean(),
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9 if "64" in name else 0.0),
+        clip_grad_norm=0.3,
+        accumulate=accumulate,
+    )
+    with ab.Executor(step, "AllReduce") as executor:
+        rank = dist.get_rank()
+        for turn in range(6):
+            rows = 2 + (turn + rank) % 3 if (turn, rank) != (3, 1) else 0  # uneven, and once none at all
+            generator = torch.Generator().manual_seed(10 * turn + rank)
+            executor.run(batch=torch.randn(rows, 5, generator=generator, dtype=torch.float64).to(model.unused.dtype))
+        used = mappings()
+        model.zero_grad()
+    del executor, step
+    gc.collect()
+    left = mappings()
+    values = [parameter.detach().double().flatten().tolist() for parameter in model.parameters()]
+    return [used > 0, left, [number for row in values for number in row]]
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_training_gives_the_parameters_that_it_gives_over_gloo(workers: int, accumulate: int) -> None:
+    by_memory = in_job(trained, workers, "float64", False, accumulate)
+    over_gloo = in_job(trained, workers, "float64", True, accumulate)
+    assert [used for used, _, _ in by_memory + over_gloo] == [True] * workers + [False] * workers
+    assert [left for _, left, _ in by_memory] == [0] * workers  # an executor takes the memory with it
+    first, expected = by_memory[0][2], over_gloo[0][2]
+    assert all(values == first for *_, values in by_memory)
+    assert torch.allclose(torch.tensor(first), torch.tensor(expected), rtol=0, atol=1e-12)
+
+
+def test_half_types_are_summed_as_before() -> None:
+    for name in ("float16", "bfloat16"):  # in a sum of float32 numbers, and over gloo
+        (used, _, values), (*_, others) = in_job(trained, 2, name, False, 1)
+        assert used == (name == "float16")
+        assert values == others
+
+
+# Whoever cannot share memory.
+
+
+def voted(what: str) -> list[Any]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("anabranch.executor")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    with Workers() as workers:
+
+        def refuse(*_: object) -> int:
+            raise OSError(28, "no space left")
+
+        if what == "another user" and workers.rank == 1:
+            os.getuid = lambda: 4711
+        elif what == "no memory" and workers.rank == 0:
+            os.posix_fallocate = refuse
+        elif what == "cannot open" and workers.rank == 1:
+            shared._open = refuse  # type: ignore[assignment]
+        forms = [FlatForm(10, torch.float32, CPU)]
+        sums = [shared_sums(workers, forms) for _ in range(2)]
+        total = workers.all_reduce(torch.ones(1)).item()
+    return [sums, total, messages, mappings()]
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("another user", "shared memory is for 2 to 64 processes of one user on one host"),
+        ("no memory", "rank 0 has no shared memory: [Errno 28] no space left"),
+        ("cannot open", "rank 1 has no shared memory: [Errno 28] no space left"),
+    ],
+)
+def test_where_one_worker_cannot_all_of_them_take_gloo_and_say_so_once(what: str, reason: str) -> None:
+    for sums, total, messages, mapped in in_job(voted, 3, what):
+        assert sums == [[None], [None]]
+        assert total == 3.0
+        assert len(messages) == 1
+        assert reason in messages[0]
+        assert mapped == 0
+
+
+def test_sums_on_other_devices_and_of_other_dtypes_ask_nobody() -> None:
+    forms = [FlatForm(1, torch.bfloat16, CPU), FlatForm(1, torch.float32, torch.device("cuda"))]
+    assert shared_sums(None, forms) == [None, None]  # type: ignore[arg-type]
+
+
+# A rank that ends, freezes, leaves or does not come.
+
+
+class Rank:
+    """One of several in this process, over the same words."""
+
+    def __init__(self, words: np.ndarray, rows: np.ndarray, rank: int) -> None:
+        self.words, self.rows, self.rank, self.stage = words, rows, rank, shared._BEGUN
+
+    def go_on(self) -> int:
+        place = self.words, shared._LINE, self.rows, self.rank
+        self.stage = shared._advance(*place, 1, self.stage, shared._WAITING, 0)
+        return self.stage
+
+    def give_up(self) -> None:
+        shared._give_up(self.words, np.array([shared._LINE]), self.rank)
+
+
+@pytest.fixture
+def pair() -> tuple[Rank, Rank]:
+    words, rows = np.zeros(4 * shared._LINE, np.uint32), np.arange(8.0).reshape(2, 4)
+    return Rank(words, rows, 0), Rank(words, rows, 1)
+
+
+def test_a_sum_that_was_complete_before_a_rank_gave_up_is_so_for_all(pair: tuple[Rank, Rank]) -> None:
+    first, second = pair
+    assert first.go_on() == shared._ARRIVED
+    assert second.go_on() == shared._SUMMED
+    assert first.go_on() == shared._DONE
+    first.give_up()
+    assert second.go_on() == shared._DONE
+    assert first.rows.tolist() == [[4.0, 6.0, 8.0, 10.0]] * 2
+
+
+@pytest.mark.parametrize("turns", [0, 1])
+def test_a_sum_that_was_not_complete_before_a_rank_gave_up_never_is(turns: int, pair: tuple[Rank, Rank]) -> None:
+    first, second = pair
+    first.go_on()
+    for _ in range(turns):
+        second.go_on()
+    first.give_up()
+    assert [second.go_on(), first.go_on()] == [shared._LOST] * 2
+    assert first.words[0] == 1
+
+
+RANK = """
+import json, os, sys
+import torch, torch.distributed as dist
+from anabranch.collectives import Workers
+from anabranch.collectives.shared_memory import FlatForm, shared_sums
+from anabranch.errors import BoundaryError
+
+at, rank, form = sys.argv[1], int(os.environ["RANK"]), FlatForm(1 << 18, torch.float32, torch.device("cpu"))
+workers = Workers(timeout=120.0, heartbeat=0.5)
+sums = shared_sums(workers, [form, form])
+for one in sums:
+    one.start(operation="first", step=0).finish()
+if rank != 1:
+    workers.store.wait(["ready"])
+pending = [one.start(operation="sum", step=1) for one in sums if rank != 1 or at == "arrived"]
+if rank == 1:  # which has not summed its part: it did not arrive last
+    workers.store.set("ready", "yes")
+    print("ready", flush=True)
+    sys.stdin.readline()  # until the test has done its worst
+try:
+    for one in pending:
+        one.finish()
+except BoundaryError as error:
+    print(json.dumps({"type": type(error).__name__, "peer": error.peer, "elapsed": error.elapsed, "text": str(error)}))
+    sys.stdout.flush()
+    workers.close()
+"""
+
+
+@contextmanager
+def ranks(folder: Path, at: str, world: int = 3, source: str = RANK) -> Iterator[list[Program]]:
+    script = folder / "rank.py"
+    script.write_text(source)
+    with held_port("127.0.0.1") as port, ExitStack() as stack:
+        common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        started = [
+            stack.enter_context(start(script, at, environment={**common, "RANK": str(rank)})) for rank in range(world)
+        ]
+        assert started[1].stdout.readline() == "ready\n"
+        yield started
+
+
+@pytest.mark.parametrize("at", ["away", "arrived"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_ends_or_freezes_in_a_sum_is_named_on_all_others(at: str, number: int, tmp_path: Path) -> None:
+    with ranks(tmp_path, at) as started:
+        started[1].send_signal(number)
+        for other in (started[0], started[2]):
+            facts = json.loads(other.communicate(60)[0].splitlines()[-1])
+            assert facts["type"] == "PeerLost"
+            assert "1" in facts["peer"].removeprefix("ranks ").removeprefix("rank ").split(", ")
+            assert ("its process is stopped" if number == signal.SIGSTOP else "its process has ended") in facts["text"]
+            assert facts["elapsed"] < 60.0  # of 120
+
+
+FOR_EVER = """
+import json, os, sys
+import torch
+from anabranch.collectives import Workers
+from anabranch.collectives.shared_memory import FlatForm, shared_sums
+from anabranch.errors import BoundaryError
+
+torch.set_num_threads(1)
+workers = Workers(timeout=120.0, heartbeat=0.5)
+sums = shared_sums(workers, [FlatForm(size, torch.float32, torch.device("cpu")) for size in (1000, 1 << 18)])
+complete = 0
+try:
+    while True:
+        for one in sums:
+            one.start(operation="sum", step=complete).finish()
+            complete += 1
+            if complete == 10:
+                print("ready", flush=True)
+except BoundaryError as error:
+    print(json.dumps({"type": type(error).__name__, "peer": error.peer, "complete": complete}), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_killed_at_any_moment_is_named_and_the_others_agree_on_what_was_complete(tmp_path: Path) -> None:
+    random_ = random.Random(0)
+    for trial in range(int(os.environ.get("KILLS", "10"))):
+        with ranks(tmp_path, "", 3, FOR_EVER) as started:
+            victim = random_.randrange(3)
+            threading.Event().wait(random_.random() * 0.02)
+            started[victim].kill()
+            ends = [
+                json.loads(one.communicate(60)[0].splitlines()[-1]) for one in started if one is not started[victim]
+            ]
+            assert [end["type"] for end in ends] == ["PeerLost"] * 2, trial
+            assert all(str(victim) in end["peer"] for end in ends), trial
+            assert ends[0]["complete"] == ends[1]["complete"], trial
+
+
+def left_or_late(how: str) -> list[Any]:
+    dist.init_process_group("gloo")
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    workers = Workers(timeout=0.5 if how == "late" else 60.0, heartbeat=0.1)
+    (one,) = sums_of(workers, 100)
+    error: BoundaryError | None = None
+    if rank == 1:
+        if how == "close":
+            workers.close()
+        store.set("gone", "yes")
+        store.wait(["over"])
+        if how == "late":
+            with pytest.raises(BoundaryError) as caught:
+                one.start(operation="sum", step=1).finish()
+            error = caught.value
+    else:
+        store.wait(["gone"])
+        with pytest.raises(DeadlineExceeded if how == "late" else PeerLost) as lost:
+            one.start(operation="sum", step=1).finish()
+        error = lost.value
+        store.set("over", "yes")
+    sys.stdout.flush()
+    workers.has_left_work = False  # no gloo thread waits: the process may end as it likes
+    return [str(error), None if error is None else error.peer]
+
+
+def test_a_rank_that_leaves_ends_the_others_waits() -> None:
+    text, _ = in_job(left_or_late, 2, "close")[0]
+    assert "rank 1 has left the sum" in text
+
+
+def test_a_rank_that_does_not_come_is_named_at_the_deadline_and_comes_too_late() -> None:
+    (text, peer), (late, _) = in_job(left_or_late, 2, "late")
+    assert (peer, "not all ranks arrived" in text) == ("rank 1", True)
+    assert "rank 0 has left the sum" in late
+
+
+# Forked children.
+
+
+def forked() -> list[Any]:
+    torch.set_num_threads(1)
+    with Workers() as workers:
+        (one,) = sums_of(workers, 5000)
+        one.flat.fill_(1.0)
+        child = os.fork()
+        if child == 0:
+            before = mappings()
+            one.flat.fill_(7.0)
+            del one
+            os._exit(before)
+        _, status = os.waitpid(child, 0)
+        one.start(operation="sum", step=0).finish()
+        return [os.waitstatus_to_exitcode(status), one.flat.tolist() == [2.0] * 5000, mappings() > 0]
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_neither_keeps_nor_changes_the_memory() -> None:
+    assert in_job(forked, 2) == [[0, True, True]] * 2
