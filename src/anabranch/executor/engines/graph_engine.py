@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from anabranch.autodiff.boundary.answers import Answers, AnswersDiffer
 from anabranch.autodiff.moved_parameter import Elsewhere, parameters_here
 from anabranch.errors import CaptureError
-from anabranch.executor.engines.engine import Begin, Compare, Engine, Fetch, StepOutput
+from anabranch.executor.engines.engine import Begin, Compare, Engine, Fetch, GradientSink, StepOutput
 from anabranch.executor.engines.gradients import all_finite, clip_norm, nonfinite_names
 from anabranch.executor.randomness import random_state, restore_random_state, same_random_state
 from anabranch.executor.steps import TrainStep
@@ -65,44 +65,55 @@ class GraphEngine(Engine):
     """Differentiates one ``TrainStep`` as a captured graph.
 
     Args:
+        sinks: take gradients elsewhere.
         step: the step to run.
         compile: compile the graph with Inductor; gradients are then not left in ``.grad``.
         name: of the step, for the log.
     """
 
-    def __init__(self, step: TrainStep, *, compile: bool = False, name: str = "default") -> None:  # noqa: A002
-        self._program = StepProgram(
+    def __init__(
+        self,
+        step: TrainStep,
+        sinks: Sequence[GradientSink] = (),
+        *,
+        compile: bool = False,  # noqa: A002 - the executor's own word
+        name: str = "default",
+    ) -> None:
+        super().__init__(step, sinks)
+        self._compile, self._what, self._in_parts = compile, f"step {name!r}", False
+        self._nonfinite: list[str] = []
+
+    @cached_property
+    def _program(self) -> StepProgram:
+        """Made at the first run: it is bound to the parameters that are here."""
+        step = self._step
+        return StepProgram(
             step.model,
             step.loss,
             step.optimizers,
             between=None if step.clip_grad_norm is None else _clipping(step.clip_grad_norm),
-            compile=compile,
-            leaves_gradients=not compile,
+            compile=self._compile,
+            leaves_gradients=not self._compile,
             activation_budget=step.activation_budget,
             gate=None if step.skip_nonfinite is None else self._admits,
+
+    @cached_property
+    def _trials(self) -> Trials:
         )
         # Inductor's kernels round differently, and the tape would not fit the budget.
-        reason = "the tape would not fit activation_budget" if step.activation_budget is not None else None
-        reason = "compile=True rounds differently" if compile else reason
-        self._trials = Trials(self._program, step.model, f"step {name!r}", reason)
-        self._clips, self._in_parts = step.clip_grad_norm is not None, False
-        self._nonfinite: list[str] = []
-        super().__init__(step)
+        reason = "the tape would not fit activation_budget" if self._step.activation_budget is not None else None
+        reason = "compile=True rounds differently" if self._compile else reason
+        return Trials(self._program, self._step.model, self._what, reason)
 
     @property
     def name(self) -> str:
         """The name that ``Executor.engine`` returns."""
-        return "graph+inductor" if self._program.compile else "graph"
+        return "graph+inductor" if self._compile else "graph"
 
     @property
     def graph(self) -> Graph | None:
         """The graph of the last run."""
-        return self._program.graph
-
-    def follow_model(self) -> None:
-        """Look up the model's parameters: some were replaced."""
-        super().follow_model()
-        self._program.follow_model()
+        return self._program.graph if "_program" in vars(self) else None
 
     def differentiate(self, batch: Structure, rows: float, fetch: Fetch, begin: Begin, seed: float = 1.0) -> StepOutput:
         """Forward and backward in one graph, which calls ``begin(loss)`` and passes on each gradient as it goes."""
@@ -122,7 +133,7 @@ class GraphEngine(Engine):
 
     def step(self, batch: Structure, rows: float, fetch: Fetch, compare: Compare | None = None) -> StepOutput | None:
         """Return the whole step as one graph; ``None`` where it clips gradients that are not in the graph."""
-        if self._in_parts or (self._clips and self._clips_others()):
+        if self._in_parts or (self._step.clip_grad_norm is not None and self._clips_others()):
             return None
         tape = super().step
 
@@ -160,7 +171,6 @@ class GraphEngine(Engine):
 
     def _differentiate(self, batch: Structure, fetch: Fetch, begin: Begin, seed: float, may_trace: bool) -> StepOutput:
         self._program.set_seed(seed)
-        ready = {name: sink.ready for sink in self._sinks for name in sink.parameters}
 
         def report(output: str, value: Tensor) -> None:
             if output == "loss":
@@ -168,7 +178,8 @@ class GraphEngine(Engine):
                 return
             name = output.removesuffix(".grad")
             parameter = self.parameters[name]
-            parameter.grad = ready[name](parameter, value) if name in ready else value
+            taker = self._takers.get(parameter)
+            parameter.grad = value if taker is None else taker.ready(parameter, value)
 
         def check(outputs: Sequence[str]) -> None:
             fetch.check(dict.fromkeys(outputs))
