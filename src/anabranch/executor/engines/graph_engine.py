@@ -16,7 +16,7 @@ repeated, for the program is run behind Dynamo's guards and without what Dynamo 
 ::
 
     batch ── a graph fits ──────────────────────────────────────────────────────────> graph
-        └─ none does ──> captured (or refused: nothing has happened)
+        └─ none does ──> captured, or a CaptureError: nothing has happened
                          └─> the tape takes the step; in its middle the graph computes loss and gradients once more,
                              from the same state and random numbers: other bits, and the next run is refused;
                              an error of the tape is the caller's, and the graph waits for a batch without one
@@ -45,7 +45,6 @@ from anabranch.executor.randomness import random_state, restore_random_state, sa
 from anabranch.executor.steps import TrainStep
 from anabranch.graph import Graph, SparseRows, StepProgram
 from anabranch.graph.dynamo.front import GuardMiss
-from anabranch.graph.dynamo.refusals import Raises
 from anabranch.graph.step.joint import Joint
 from anabranch.graph.step.lookups import as_sparse_gradient
 from anabranch.graph.step.program import Prepared
@@ -65,8 +64,8 @@ class GraphEngine(Engine):
     """Differentiates one ``TrainStep`` as a captured graph.
 
     Args:
-        sinks: take gradients elsewhere.
         step: the step to run.
+        sinks: take gradients elsewhere.
         compile: compile the graph with Inductor; gradients are then not left in ``.grad``.
         name: of the step, for the log.
     """
@@ -96,10 +95,10 @@ class GraphEngine(Engine):
             leaves_gradients=not self._compile,
             activation_budget=step.activation_budget,
             gate=None if step.skip_nonfinite is None else self._admits,
+        )
 
     @cached_property
     def _trials(self) -> Trials:
-        )
         # Inductor's kernels round differently, and the tape would not fit the budget.
         reason = "the tape would not fit activation_budget" if self._step.activation_budget is not None else None
         reason = "compile=True rounds differently" if self._compile else reason
@@ -308,13 +307,7 @@ class Trials:
             return as_graph(False)
         except GuardMiss:
             pass
-        try:
-            joint, args = prepare()
-        except (ValueError, TypeError, Raises) as error:
-            # The plain code raises the user's mistake in its place; if it does not, the next run is refused.
-            ran = on_tape(lambda check: None)
-            self._refused = f"the step cannot be captured: {error}; use engine='tape'"
-            return ran
+        joint, args = prepare()
         if joint.communicates():
             _log.info("a graph of %s is not compared with the tape: it communicates between workers", self._what)
             ran = as_graph(True)
@@ -439,8 +432,8 @@ def check_gradients(
 
 def _without_repeats(tensor: Tensor) -> Tensor:
     """Return a view of each number of an expanded tensor once, to be copied and written."""
-    with torch._C.DisableTorchFunctionSubclass():
-        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-            if stride == 0 and size > 1:
-                tensor = tensor.narrow(dim, 0, 1)
+    tensor = tensor.as_subclass(Tensor)
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
     return tensor
