@@ -125,7 +125,7 @@ class StepRunner:
 
     @cached_property
     def _elsewhere(self) -> dict[Tensor, str]:
-        """What stands for the others, to be frozen, with names."""
+        """Stand-ins for the others, which may be frozen, and their names."""
         here = set(self._parameters)
         others: dict[Tensor, str] = {p: name for name, p in self.step.model.named_parameters() if type(p) is Switch}
         for servers in self._servers:
