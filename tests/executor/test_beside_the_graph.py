@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import anabranch as ab
-from plain_loop import ERROR, TrainingCase, check, linear, mean_square, nothing
+from plain_loop import TrainingCase, check, linear, mean_square, nothing
 
 
 class CountsInItself(torch.optim.Optimizer):
@@ -114,32 +114,39 @@ def test_a_step_is_fixed_once_it_is_made() -> None:
 # What forward does in Python comes before the optimizers' step.
 
 
-# A graph runs only once the tape has taken a batch of it: an error of the tape is raised again at every such step.
+# An error of the user's own code, seen while it is read, refuses the step and no other.
 
 
 SGD = torch.optim.SGD
 
 
-def an_exception_of_the_loss(patch: pytest.MonkeyPatch) -> TrainingCase:
-    model = nn.Linear(4, 3)
-    errors: list[Exception | None] = [None]
+def test_an_exception_of_the_loss_refuses_its_steps_alone() -> None:
+    def run(engine: Any) -> tuple[dict[int, Exception], list[Tensor]]:
+        torch.manual_seed(0)
+        model, raises, raised = nn.Linear(4, 3), [""], dict[int, Exception]()
 
-    def loss(model: nn.Module, x: Tensor) -> Tensor:
-        if errors[0] is not None:
-            raise errors[0]
-        return mean_square(model, x)
+        def loss(model: nn.Module, x: Tensor) -> Tensor:
+            if raises[0] == "value":
+                raise ValueError("mine")
+            if raises[0] == "stop":
+                raise StopIteration
+            return mean_square(model, x)
 
-    def batch(i: int) -> Tensor:
-        errors[0] = {3: ValueError("mine"), 4: StopIteration(), 5: ValueError("mine")}.get(i)
-        return torch.full((5, 4), i / 9)
+        with ab.Executor(ab.TrainStep(model, loss, SGD(model.parameters(), lr=0.1)), engine=engine) as executor:
+            for i in range(7):
+                raises[0] = {2: "value", 3: "stop"}.get(i, "")
+                try:
+                    executor.run(batch=torch.full((5, 4), i / 9))
+                except Exception as error:  # noqa: BLE001 - compared below
+                    raised[i] = error
+            assert executor.engine() == engine
+        return raised, list(model.parameters())
 
-    return TrainingCase(model, loss, SGD(model.parameters(), lr=0.1), batch=batch)
-
-
-def test_an_exception_of_the_loss_is_raised_at_every_step() -> None:
-    outcome = check(an_exception_of_the_loss, "graph")
-    assert [loss == ERROR for loss in outcome.losses] == [False] * 3 + [True] * 3 + [False] * 3
-    assert outcome.engines == ["graph"] * 6
+    (plain, theirs), (refused, ours) = run("tape"), run("graph")
+    assert [*plain] == [*refused] == [2, 3]
+    assert all(isinstance(error, ab.CaptureError) for error in refused.values())
+    assert "mine" in str(refused[2])
+    assert all(map(torch.equal, theirs, ours))
 
 
 class AsksWhetherItIsCompiled(nn.Linear):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce as functional_all_reduce
 
 import anabranch as ab
 from anabranch.collectives import GradientBuckets
@@ -27,12 +30,13 @@ ADAM, SGD = torch.optim.Adam, torch.optim.SGD
 @pytest.mark.skipif(" " in torch.__file__, reason="Inductor gives the C++ compiler paths with a space unquoted")
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")
-def test_compile_says_graph_and_inductor() -> None:
+def test_compile_says_graph_and_inductor(caplog: pytest.LogCaptureFixture) -> None:
     step = step_of(nn.Linear(4, 3))
-    with ab.Executor(step, compile=True, engine="graph") as executor:
+    with caplog.at_level("INFO", "anabranch"), ab.Executor(step, compile=True, engine="graph") as executor:
         for _ in range(3):
             executor.run(batch=torch.ones(2, 4))
         assert executor.engine() == "graph+inductor"
+    assert caplog.text.count("not compared with the tape: compile=True rounds differently") == 1
 
 
 class Tables(nn.Module):
@@ -171,6 +175,31 @@ def test_workers_send_during_backward() -> None:
         assert log.count("bucket.launched") == 3
 
 
+def uncompared() -> list[str]:
+    """Return what is said of a loss that sums over the workers itself."""
+    step = ab.TrainStep(
+        model := nn.Linear(4, 3),
+        lambda m, x: m(x).square().mean() / functional_all_reduce(torch.ones(()), "sum", dist.group.WORLD),
+        SGD(model.parameters(), lr=0.1),
+    )
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("anabranch")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    with ab.Executor(step, comm_mode="AllReduce", engine="graph") as executor:
+        for _ in range(2):
+            executor.run(batch=torch.ones(2, 4))
+        assert executor.engine() == "graph"
+    return [line for line in said if "not compared" in line]
+
+
+def test_a_loss_that_communicates_itself_is_said_not_to_be_compared() -> None:
+    said = ["a graph of step 'default' is not compared with the tape: it communicates between workers"]
+    assert in_job(uncompared, 2) == [said, said]
+
+
 # What equal means: the sign of a zero counts, which NaN it is does not; random numbers do.
 
 NAN = float("nan")
@@ -209,7 +238,8 @@ def step_of(model: nn.Module, **options: Any) -> ab.TrainStep:
     return ab.TrainStep(model, mean_square, torch.optim.Adam(model.parameters(), lr=0.01), **options)
 
 
-def test_the_plain_loops_bits_in_less_memory() -> None:
+def test_the_plain_loops_bits_in_less_memory(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "anabranch")
     batch = torch.randn(256, 16)
     peaks, states = [], []
     for budget in (None, "300KiB"):
@@ -222,6 +252,7 @@ def test_the_plain_loops_bits_in_less_memory() -> None:
             assert run.engine() == "graph"
             peaks.append(run.graph().memory_plan().peak_bytes)
         states.append(copy.deepcopy(model.state_dict()))
+    assert caplog.text.count("not compared with the tape: the tape would not fit activation_budget") == 1
     assert peaks[0] > 400_000
     assert peaks[1] <= 300 * 1024
     for one, two in zip(states[0].values(), states[1].values(), strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -193,14 +194,38 @@ def test_a_loss_may_return(form: str, engine: Any) -> None:
             assert torch.equal(model.weight, plain.weight)
 
 
-@pytest.mark.parametrize("engine", ["tape", "graph"])
+@pytest.mark.parametrize(("engine", "error"), [("tape", TypeError), ("graph", ab.CaptureError)])
 @pytest.mark.parametrize("answer", [3.0, {"logits": torch.ones(1)}, None])
-def test_an_output_without_a_loss_is_refused(engine: Any, answer: object) -> None:
+def test_an_output_without_a_loss_is_refused(engine: Any, error: type[Exception], answer: object) -> None:
     model = nn.Linear(3, 2)
 
     def loss(model: nn.Module, batch: Tensor) -> object:
         return answer
 
     step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
-    with ab.Executor(step, engine=engine) as executor, pytest.raises(TypeError, match=r"or an object with \.loss"):
+    with ab.Executor(step, engine=engine) as executor, pytest.raises(error, match=r"or an object with \.loss"):
         executor.run(batch=torch.ones(2, 3))
+
+
+def test_a_loss_with_control_flow_of_torchs_own_trains_as_the_plain_loop_does() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda y: model(y).square().mean(), lambda y: model(y).abs().mean(), (x,))  # type: ignore[no-any-return]
+
+    def trained(steps: Callable[[nn.Module, torch.optim.Optimizer], None]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        steps(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return list(model.parameters())
+
+    signed = [torch.full((2, 3), sign) for sign in (1.0, -1.0, 1.0)]
+
+    def ours(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        with ab.Executor(ab.TrainStep(model, loss, optimizer)) as executor:
+            for batch in signed:
+                executor.run(batch=batch)
+
+    def plainly(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for batch in signed:
+            plain_step(model, loss, optimizer, batch)
+
+    assert all(map(torch.equal, trained(ours), trained(plainly)))

@@ -64,11 +64,14 @@ def crossed(executor: ab.Executor) -> dict[str, int]:
 
 
 def compare(kinds: list[str]) -> None:
-    for kind in kinds:
-        compare_one(kind, ab.job().rank)
+    plans = {kind: compare_one(kind, ab.job().rank) for kind in kinds}
+    modes = [kind for kind in kinds if kind in ("AllReduce", "Hybrid", "PS")]
+    for mode in modes:
+        others = {one.comm_mode: one.bytes for one in plans[mode].modes}
+        assert others == {other: plans[other].bytes for other in modes}, mode
 
 
-def compare_one(kind: str, rank: int) -> None:
+def compare_one(kind: str, rank: int) -> ab.Plan:
     """The bytes of a step, as planned before it and as counted; the second step is one like all others."""
     options = dict(KINDS[kind])
     _, executor = executor_of(str(options.pop("comm_mode")), **options)  # type: ignore[arg-type]
@@ -83,6 +86,7 @@ def compare_one(kind: str, rank: int) -> None:
         after = crossed(executor)
     for place, count in after.items():
         assert plan.bytes.get(place, 0) == count - before[place], (kind, place)
+    return plan
 
 
 def pipe() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch import checkpoint
+from anabranch.executor.saving import saving
 from launched import start_run
 from plain_loop import mean_square
 from toys import assert_same, in_job
@@ -86,6 +87,24 @@ def test_a_checkpoint_is_of_an_optimizer_step(tmp_path: Path) -> None:
         assert losses(resumed, range(5, 8)) == expected
         assert resumed.statistics().steps == 2
     assert_same(other, model)
+
+
+def test_a_checkpoint_of_an_older_format_is_refused_and_nothing_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, executor = program()
+    with executor, monkeypatch.context() as older:
+        older.setattr(saving, "_FORMAT", saving._FORMAT - 1)
+        losses(executor, range(2))
+        executor.save(tmp_path)
+    model, resumed = program(seed=99)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with resumed:
+        for load in (resumed.load, resumed.resume):
+            with pytest.raises(ab.CheckpointError, match="was not saved by an Executor of this version$"):
+                load(tmp_path)
+        assert resumed.step == 0
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("trained_first", [True, False])

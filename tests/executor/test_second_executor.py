@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anabranch as ab
+from anabranch.autodiff.moved_parameter import MovedParameter
 from toys import in_job, job_servers
 
 IDS, Y = torch.tensor([[1, 2], [3, 1]]), torch.tensor([1.0, -1.0])
@@ -160,6 +161,20 @@ def test_until_it_is_decided_evaluation_uses_the_model_as_it_is_and_remote_rows_
             executor.run("look", BATCH)
         executor.run("train", BATCH)
         executor.run("look", BATCH)
+
+
+def test_evaluations_as_a_graph_before_and_after_the_tables_have_moved_are_the_models(servers: None) -> None:
+    model = Model()
+    with executor_of(model, served="adopt", engine="graph") as executor:
+        for moved in (False, True):
+            if moved:
+                executor.run("train", BATCH)
+            for _ in range(2):
+                found = executor.run("look", BATCH)["out"]
+                with torch.no_grad():
+                    assert torch.equal(found, model(IDS))
+            assert type(model.item.weight) is (MovedParameter if moved else nn.Parameter)
+        assert executor.engine("look") == executor.engine("train") == "graph"
 
 
 def test_an_executor_without_a_train_step_changes_nothing_and_does_not_disturb_the_job(

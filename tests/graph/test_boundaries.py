@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import anabranch as ab
-from anabranch.autodiff.boundary import crossing, whole_calls
+from anabranch.autodiff.boundary import crossing
 from anabranch.autodiff.boundary.crossing import Crossed, Form
+from anabranch.autodiff.boundary.whole_calls import WholeCall
 from anabranch.errors import CaptureError, DeadlineExceeded, SchemaError
 from anabranch.graph import Graph, StepProgram, capture
 from anabranch.graph.crossings import crossing_of
@@ -24,9 +25,9 @@ from anabranch.graph.passes.dead_nodes import drop_dead_nodes
 
 
 def cross(boundary, *inputs: Tensor) -> Sequence[Tensor]:
-    """Cross a boundary that has a ``handle``, which Dynamo leaves whole."""
+    """Cross a boundary that has a ``WholeCall``, which Dynamo leaves whole."""
     if torch.compiler.is_dynamo_compiling():
-        return whole_calls.call(boundary.handle, inputs, {})
+        return boundary.whole_call(*inputs)  # type: ignore[no-any-return]
     return crossing.cross(boundary, *inputs)
 
 
@@ -48,7 +49,7 @@ class Scale:
         self.alias = False
         self.width: int | None = None
         self.kept: list[weakref.ref[Kept]] = []
-        self.handle = whole_calls.handle_of(self)
+        self.whole_call = WholeCall(self)
 
     def call_whole(self, x: Tensor) -> Sequence[Tensor]:
         return cross(self, x)

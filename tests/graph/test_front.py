@@ -83,6 +83,9 @@ def test_with_torch_compile_switched_off_nothing_is_captured(recwarn: pytest.War
         (torch._guards.TracingContext, "get_traced_code"),
         (torch._dynamo.symbolic_convert.InstructionTranslator, "current_tx"),
         (torch._dynamo, "config"),
+        (torch._C, "_len_torch_function_stack"),
+        (torch._C._autograd, "_top_saved_tensors_default_hooks"),
+        (nn.modules.module, "_global_forward_hooks"),
     ],
 )
 def test_a_pytorch_without_a_private_name_is_a_capture_error_with_its_cause(

@@ -103,6 +103,12 @@ def test_numpy_values_read_as_numbers_are_refused_with_the_line(held: object, re
         losses("graph", Model(read, held), lambda: None)
 
 
+def test_a_branch_on_a_numpy_bool_is_refused_with_the_line_and_the_name() -> None:
+    model = Model(lambda m: 2.0 if m.held else 1.0, np.bool_(True))
+    with pytest.raises(ab.CaptureError, match=r"(?s)test_inlined_code.py:\d+: the step .*branch.*held: graph input"):
+        losses("graph", model, lambda: None)
+
+
 MODULE = """
 FACTOR = 1.0
 

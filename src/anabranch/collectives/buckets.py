@@ -171,7 +171,7 @@ class GradientBuckets:
         bucket_bytes: a bucket is closed once it holds that many.
 
     Attributes:
-        parameters: as given.
+        parameters: those of the last ``lay_out``.
         carries_header: whether there is a bucket for them: of float32 or float64, so that they are not rounded.
     """
 
@@ -184,17 +184,17 @@ class GradientBuckets:
         header: int = 0,
         bucket_bytes: int = _BUCKET_BYTES,
     ) -> None:
-        self.parameters = dict(parameters)
         self._workers = workers
-        self._sparse_names = set(sparse)
         self._header = header
         self._bucket_bytes = bucket_bytes
         self._weight = 1.0
         self._launching = True
         self._step: int | None = None
-        self._lay_out()
+        self.lay_out(parameters, sparse)
 
-    def _lay_out(self) -> None:
+    def lay_out(self, parameters: Mapping[str, Tensor], sparse: Iterable[str] = ()) -> None:
+        """Take the gradients of these parameters from the next window on."""
+        self.parameters, self._sparse_names = dict(parameters), set(sparse)
         self._buckets: list[_DenseBucket] = []
         self._tables: list[SparseGradient] = []
         self._where: dict[Tensor, _Member] = {}
@@ -294,5 +294,4 @@ class GradientBuckets:
             if gradient is not None and gradient.layout is torch.strided:
                 dense.add(table.name)
         if dense:
-            self._sparse_names -= dense
-            self._lay_out()
+            self.lay_out(self.parameters, self._sparse_names - dense)

@@ -20,8 +20,7 @@ from anabranch.executor.likeness import exchange
 from anabranch.executor.loaders.loading import BoundLoader, samplers_of
 from anabranch.executor.running.runner import digest_of
 from anabranch.executor.steps import EvalStep
-from anabranch.graph import Graph
-from anabranch.graph.step.program import EvalProgram
+from anabranch.graph import Graph, StepProgram
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
 
@@ -37,9 +36,9 @@ class Evaluator:
 
     def __init__(self, step: EvalStep, engine: Literal["graph", "tape"], *, compile: bool = False) -> None:  # noqa: A002
         self._step = step
-        self._program: EvalProgram | None = None
+        self._program: StepProgram | None = None
         if engine == "graph" and not any(isinstance(module, Pipe) for module in step.model.modules()):
-            self._program = EvalProgram(step.model, step.outputs, compile=compile)
+            self._program = StepProgram(step.model, step.outputs, compile=compile, differentiates=False)
             reason = "compile=True rounds differently" if compile else None
             self._trials = Trials(self._program, step.model, "an evaluation", reason)
 
@@ -54,11 +53,6 @@ class Evaluator:
     def graph(self) -> Graph | None:
         """The graph of the last run, if it was one."""
         return None if self._program is None else self._program.graph
-
-    def follow_move(self) -> None:
-        """Run from now on with some of the parameters on servers, if any are."""
-        if self._program is not None:
-            self._program.follow_model()
 
     def run(self, batch: Structure, fetch: Fetch) -> Mapping[str, Tensor]:
         """Return the result of the step's ``outputs``, in eval mode and without gradients; modes are restored after.

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from anabranch.checkpoint.generations import check_path
 from anabranch.checkpoint.storage import Place, as_place
-from anabranch.collectives import Workers
+from anabranch.collectives import GradientBuckets, Workers
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError
 from anabranch.executor.device_placement import home_of, placed
@@ -54,7 +54,7 @@ from anabranch.executor.plan.survey import check_planned
 from anabranch.executor.routes import CommMode, Routes
 from anabranch.executor.running.remote import RemotePart
 from anabranch.executor.running.runner import StepRunner, rows_of
-from anabranch.executor.running.window import RemoteWindow
+from anabranch.executor.running.window import HEADER_SIZE, RemoteWindow
 from anabranch.executor.saving.saving import Saver
 from anabranch.executor.spec import Served, check_arguments, check_log_path, spec_of
 from anabranch.executor.statistics import Statistics, TableLoads
@@ -230,7 +230,6 @@ class Executor:
             acting = self._workers if spec.run_together(spec.routes) else None
             self._batches = Batches(dataloaders or {}, self._workers, together=acting is not None, prefetch=prefetch)
             self._parts.callback(self._batches.close)
-            # What lists parameters is made from here on: some are on the servers by now.
             self._evaluators = {
                 name: Evaluator(step, spec.engine, compile=compile)
                 for name, step in spec.steps.items()
@@ -288,7 +287,7 @@ class Executor:
             serves = any(self._everyone.all_gather_bytes(b"served" if serves else b"", operation="meet"))
         if not serves:
             return None
-        remote = RemotePart(self._spec, self._everyone, stages, on_move=self._follow_move)
+        remote = RemotePart(self._spec, self._everyone, stages)
         self._parts.callback(lambda: remote.close(self._failed))
         return remote
 
@@ -296,35 +295,33 @@ class Executor:
         self, name: str, number: int, step: TrainStep, workers: Workers | None, drift: Drift | None
     ) -> StepRunner:
         spec, remote = self._spec, self._remote
-        engine: Engine
+        engine: Callable[..., Engine] = Engine
+        workers = workers if workers is not None and workers.size > 1 else None
+        buckets = GradientBuckets({}, workers, header=HEADER_SIZE)
+        windows = () if remote is None else (RemoteWindow(remote, step),)
+        sinks = (*windows, buckets)
         if isinstance(step.model, Pipe):
-            engine = PipeEngine(step, columns=1 if workers is None else workers.size)
+            engine = partial(PipeEngine, columns=1 if workers is None else workers.size)
             if spec.engine == "graph":
                 _log.warning("step %r trains a Pipe, which runs its own schedule: its engine is the tape", name)
-        else:
-            engine = GraphEngine(step, compile=spec.compile, name=name) if spec.engine == "graph" else Engine(step)
+        elif spec.engine == "graph":
+            engine = partial(GraphEngine, compile=spec.compile, name=name)
         asks_ahead = spec.prefetch and spec.cache is not None and remote is not None and name in self._batches.loaders
         known = [route.parameter for route in spec.routes]
         for prefix, model in spec.models.items():
             known += [prefix + other for other in model.elsewhere] if isinstance(model, Pipe) else []
         return StepRunner(
             step,
-            engine,
+            engine(step, sinks),
             workers,
+            buckets,
+            windows,
             drift,
             name=name,
             number=number,
-            servers=() if remote is None else (RemoteWindow(remote, step),),
             ids=None if remote is None else LeafIds(step.ids, known, remote.rows),
             between=partial(self._ask_for_next, name) if asks_ahead else None,
         )
-
-    def _follow_move(self) -> None:
-        """Let runners and evaluations see that parameters have moved to the servers."""
-        for runner in self._runners.values():
-            runner.follow_move()
-        for evaluator in self._evaluators.values():
-            evaluator.follow_move()
 
     def _ask_for_next(self, name: str) -> None:
         runner, batch = self._runners[name], self._batches.loaders[name].peek()

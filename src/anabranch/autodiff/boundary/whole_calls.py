@@ -1,19 +1,19 @@
 """Calls that stay whole where TorchDynamo reads the code around them, because their work is not a tensor operation.
 
-A module that crosses a boundary keeps a handle, a text, by which its method is found when the call runs. Dynamo sees
-``call(handle, inputs)``: one operation that takes tensors and returns tensors. The graph engine, which asks Dynamo to
-read the code, then traces through the call with its own tracer, and so meets the boundary itself.
+A module that crosses a boundary has a ``WholeCall``. Dynamo, to which it is a constant, sees one operation that takes
+tensors and returns tensors. The graph engine, which asks Dynamo to read the code, then traces through the call with its
+own tracer, and so meets the boundary itself.
 """
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from torch import Tensor
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy, set_eval_frame
+from torch.utils._pytree import register_constant
 
 from anabranch.autodiff.boundary.crossing import current_tracer
 from anabranch.errors import AnabranchError, SchemaError
@@ -35,24 +35,30 @@ def learn_forms(modules: Iterable[object]) -> None:
             learn(module)
 
 
-_owners: weakref.WeakValueDictionary[str, WholeCallable] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
-
-
-def handle_of(owner: WholeCallable) -> str:
-    """Return a text by which ``call`` finds ``owner`` as long as it lives."""
-    handle = f"{type(owner).__name__}.{next(_numbers)}"
-    _owners[handle] = owner
-    return handle
-
-
 _NONE = "\0none"
 """Stands for ``None``, which Dynamo takes for no input of such a call."""
 
 
-def call(handle: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Call the owner's ``call_whole``; Dynamo follows this as far as ``_whole``."""
-    return _whole(handle, _without_none(args), _without_none(kwargs))
+class WholeCall:
+    """``owner.call_whole``, as far as Dynamo follows it. It is copied and pickled with its owner."""
+
+    def __init__(self, owner: WholeCallable) -> None:
+        self.owner = weakref.ref(owner)  # Dynamo keeps this
+
+    def __reduce__(self) -> tuple[type[WholeCall], tuple[WholeCallable | None]]:
+        return WholeCall, (self.owner(),)
+
+    def __eq__(self, other: object) -> bool:  # PyTorch takes no constant that has object's own
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[Tensor]:
+        return _whole(self, _without_none(args), _without_none(kwargs))
+
+
+register_constant(WholeCall)
 
 
 def _without_none(value: Any) -> Any:
@@ -71,9 +77,11 @@ def _with_none(value: Any) -> Any:
     return map_structure(lambda leaf: None if isinstance(leaf, str) and leaf == _NONE else leaf, value)
 
 
-def _call(handle: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def _call(whole: WholeCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     try:
-        return list(_owners[handle].call_whole(*_with_none(args), **_with_none(kwargs)))
+        owner = whole.owner()
+        assert owner is not None
+        return list(owner.call_whole(*_with_none(args), **_with_none(kwargs)))
     except (AnabranchError, SchemaError) as error:
         if (tracer := current_tracer()) is not None:
             tracer.failure = error
@@ -96,11 +104,11 @@ beside._torchdynamo_disable = True  # type: ignore[attr-defined]
 set_code_exec_strategy(beside.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
 
 
-def _call_beside(handle: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    return cast("list[Tensor]", beside(_call, (handle, args, kwargs), {}))
+def _call_beside(whole: WholeCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    return cast("list[Tensor]", beside(_call, (whole, args, kwargs), {}))
 
 
-_whole: Callable[[str, tuple[Any, ...], dict[str, Any]], list[Tensor]] = _call_beside
+_whole: Callable[[WholeCall, tuple[Any, ...], dict[str, Any]], list[Tensor]] = _call_beside
 
 
 def keep_whole(mark: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

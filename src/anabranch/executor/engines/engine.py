@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol, TypeAlias, cast
+from functools import cached_property, partial
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from anabranch.autodiff import Callback, GradManager, record_outputs
+from anabranch.autodiff import GradManager, record_outputs
 from anabranch.autodiff import grad_sessions as sessions
 from anabranch.autodiff.grad_sessions import loss_and_returned
 from anabranch.autodiff.moved_parameter import parameters_here
@@ -157,23 +157,25 @@ class Engine:
     the rest of backward; without sinks, a step is the plain PyTorch loop, call for call. A graph and a pipe are engines
     that replace parts of it.
 
+    Args:
+        step: the step to run.
+        sinks: take gradients elsewhere; ``lay_out`` reads which parameters each takes.
+
     Attributes:
         stopping: all processes that run one model together know that one of them was asked to stop.
-        parameters: those of the model that are here, by name.
         passed_on: where not ``None``, a copy of each gradient that ``differentiate`` passes on is kept here.
     """
 
     first_looks = False  # all ranks look for gradients that are not finite, whether or not each has to sum any
     reads_again = False  # the forward runs a second time, in backward
 
-    def __init__(self, step: TrainStep) -> None:
-        self._step = step
+    def __init__(self, step: TrainStep, sinks: Sequence[GradientSink] = ()) -> None:
+        self._step, self._sinks = step, sinks
         self.stopping = False
         self.passed_on: dict[Tensor, Tensor] | None = None
         self._manager = GradManager()
-        self._sinks: Sequence[GradientSink] = ()
+        self._takers: dict[Tensor, GradientSink] = {}
         self._session = sessions.Session()  # of a step without sinks
-        self.follow_model()
 
     @property
     def name(self) -> str:
@@ -185,9 +187,14 @@ class Engine:
         """The graph of the last run, if it was one."""
         return None
 
+    @cached_property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The model's parameters that are here, by name: looked up at the first run, when tables have moved."""
+        return parameters_here(self._step.model)
+
     def follow_model(self) -> None:
-        """Look up the model's parameters: some were replaced."""
-        self.parameters: Mapping[str, Tensor] = parameters_here(self._step.model)
+        """Look up the model's parameters again: an optimizer was given new ones."""
+        vars(self).pop("parameters", None)
 
     def ask_to_stop(self) -> None:
         """Let them know, with the next run at the latest; may be called from a signal handler."""
@@ -196,16 +203,18 @@ class Engine:
     def check(self, fetch: Fetch) -> None:
         """Raise ``ValueError`` for names to fetch that this engine never has."""
 
-    def attach(self, sinks: Sequence[GradientSink]) -> None:
-        """From now on ``differentiate`` passes the gradients of the sinks' parameters on as they become final."""
-        self._sinks, self._manager = sinks, GradManager()
-        for sink in sinks:
-            self._manager.attach(sink.parameters.values(), callbacks=cast(Callback, partial(self._pass_on, sink)))
+    def lay_out(self) -> None:
+        """From now on ``differentiate`` passes on the gradients of the parameters that the sinks have now."""
+        self._takers = {parameter: sink for sink in self._sinks for parameter in sink.parameters.values()}
+        watched = set(self._manager.attached_tensors())
+        self._manager.attach([one for one in self._takers if one not in watched], callbacks=self._pass_on)
 
-    def _pass_on(self, sink: GradientSink, parameter: Tensor, gradient: Tensor) -> Tensor | None:
+    def _pass_on(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
+        if (taker := self._takers.get(parameter)) is None:  # thawed since: the runner refuses it
+            return None
         if self.passed_on is not None:
             self.passed_on[parameter] = gradient.detach().clone()
-        return sink.ready(parameter, gradient)
+        return taker.ready(parameter, gradient)
 
     def differentiate(self, batch: Structure, rows: float, fetch: Fetch, begin: Begin, seed: float = 1.0) -> StepOutput:
         """Forward, and backward from the gradient ``seed`` of the loss; ``begin(loss)`` is called in between."""

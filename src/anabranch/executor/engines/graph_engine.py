@@ -16,7 +16,7 @@ repeated, for the program is run behind Dynamo's guards and without what Dynamo 
 ::
 
     batch ── a graph fits ──────────────────────────────────────────────────────────> graph
-        └─ none does ──> captured (or refused: nothing has happened)
+        └─ none does ──> captured, or a CaptureError: nothing has happened
                          └─> the tape takes the step; in its middle the graph computes loss and gradients once more,
                              from the same state and random numbers: other bits, and the next run is refused;
                              an error of the tape is the caller's, and the graph waits for a batch without one
@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -39,13 +39,12 @@ from torch import Tensor, nn
 from anabranch.autodiff.boundary.answers import Answers, AnswersDiffer
 from anabranch.autodiff.moved_parameter import Elsewhere, parameters_here
 from anabranch.errors import CaptureError
-from anabranch.executor.engines.engine import Begin, Compare, Engine, Fetch, StepOutput
+from anabranch.executor.engines.engine import Begin, Compare, Engine, Fetch, GradientSink, StepOutput
 from anabranch.executor.engines.gradients import all_finite, clip_norm, nonfinite_names
 from anabranch.executor.randomness import random_state, restore_random_state, same_random_state
 from anabranch.executor.steps import TrainStep
 from anabranch.graph import Graph, SparseRows, StepProgram
 from anabranch.graph.dynamo.front import GuardMiss
-from anabranch.graph.dynamo.refusals import Raises
 from anabranch.graph.step.joint import Joint
 from anabranch.graph.step.lookups import as_sparse_gradient
 from anabranch.graph.step.program import Prepared
@@ -66,43 +65,54 @@ class GraphEngine(Engine):
 
     Args:
         step: the step to run.
+        sinks: take gradients elsewhere.
         compile: compile the graph with Inductor; gradients are then not left in ``.grad``.
         name: of the step, for the log.
     """
 
-    def __init__(self, step: TrainStep, *, compile: bool = False, name: str = "default") -> None:  # noqa: A002
-        self._program = StepProgram(
+    def __init__(
+        self,
+        step: TrainStep,
+        sinks: Sequence[GradientSink] = (),
+        *,
+        compile: bool = False,  # noqa: A002 - the executor's own word
+        name: str = "default",
+    ) -> None:
+        super().__init__(step, sinks)
+        self._compile, self._what, self._in_parts = compile, f"step {name!r}", False
+        self._nonfinite: list[str] = []
+
+    @cached_property
+    def _program(self) -> StepProgram:
+        """Made at the first run: it is bound to the parameters that are here."""
+        step = self._step
+        return StepProgram(
             step.model,
             step.loss,
             step.optimizers,
             between=None if step.clip_grad_norm is None else _clipping(step.clip_grad_norm),
-            compile=compile,
-            leaves_gradients=not compile,
+            compile=self._compile,
+            leaves_gradients=not self._compile,
             activation_budget=step.activation_budget,
             gate=None if step.skip_nonfinite is None else self._admits,
         )
+
+    @cached_property
+    def _trials(self) -> Trials:
         # Inductor's kernels round differently, and the tape would not fit the budget.
-        reason = "the tape would not fit activation_budget" if step.activation_budget is not None else None
-        reason = "compile=True rounds differently" if compile else reason
-        self._trials = Trials(self._program, step.model, f"step {name!r}", reason)
-        self._clips, self._in_parts = step.clip_grad_norm is not None, False
-        self._nonfinite: list[str] = []
-        super().__init__(step)
+        reason = "the tape would not fit activation_budget" if self._step.activation_budget is not None else None
+        reason = "compile=True rounds differently" if self._compile else reason
+        return Trials(self._program, self._step.model, self._what, reason)
 
     @property
     def name(self) -> str:
         """The name that ``Executor.engine`` returns."""
-        return "graph+inductor" if self._program.compile else "graph"
+        return "graph+inductor" if self._compile else "graph"
 
     @property
     def graph(self) -> Graph | None:
         """The graph of the last run."""
-        return self._program.graph
-
-    def follow_model(self) -> None:
-        """Look up the model's parameters: some were replaced."""
-        super().follow_model()
-        self._program.follow_model()
+        return self._program.graph if "_program" in vars(self) else None
 
     def differentiate(self, batch: Structure, rows: float, fetch: Fetch, begin: Begin, seed: float = 1.0) -> StepOutput:
         """Forward and backward in one graph, which calls ``begin(loss)`` and passes on each gradient as it goes."""
@@ -122,7 +132,7 @@ class GraphEngine(Engine):
 
     def step(self, batch: Structure, rows: float, fetch: Fetch, compare: Compare | None = None) -> StepOutput | None:
         """Return the whole step as one graph; ``None`` where it clips gradients that are not in the graph."""
-        if self._in_parts or (self._clips and self._clips_others()):
+        if self._in_parts or (self._step.clip_grad_norm is not None and self._clips_others()):
             return None
         tape = super().step
 
@@ -160,7 +170,6 @@ class GraphEngine(Engine):
 
     def _differentiate(self, batch: Structure, fetch: Fetch, begin: Begin, seed: float, may_trace: bool) -> StepOutput:
         self._program.set_seed(seed)
-        ready = {name: sink.ready for sink in self._sinks for name in sink.parameters}
 
         def report(output: str, value: Tensor) -> None:
             if output == "loss":
@@ -168,7 +177,8 @@ class GraphEngine(Engine):
                 return
             name = output.removesuffix(".grad")
             parameter = self.parameters[name]
-            parameter.grad = ready[name](parameter, value) if name in ready else value
+            taker = self._takers.get(parameter)
+            parameter.grad = value if taker is None else taker.ready(parameter, value)
 
         def check(outputs: Sequence[str]) -> None:
             fetch.check(dict.fromkeys(outputs))
@@ -297,13 +307,7 @@ class Trials:
             return as_graph(False)
         except GuardMiss:
             pass
-        try:
-            joint, args = prepare()
-        except (ValueError, TypeError, Raises) as error:
-            # The plain code raises the user's mistake in its place; if it does not, the next run is refused.
-            ran = on_tape(lambda check: None)
-            self._refused = f"the step cannot be captured: {error}; use engine='tape'"
-            return ran
+        joint, args = prepare()
         if joint.communicates():
             _log.info("a graph of %s is not compared with the tape: it communicates between workers", self._what)
             ran = as_graph(True)
@@ -428,8 +432,8 @@ def check_gradients(
 
 def _without_repeats(tensor: Tensor) -> Tensor:
     """Return a view of each number of an expanded tensor once, to be copied and written."""
-    with torch._C.DisableTorchFunctionSubclass():
-        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-            if stride == 0 and size > 1:
-                tensor = tensor.narrow(dim, 0, 1)
+    tensor = tensor.as_subclass(Tensor)
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
     return tensor

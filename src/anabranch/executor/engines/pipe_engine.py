@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -39,20 +40,22 @@ class PipeEngine(Engine):
 
     Args:
         step: the step to run; its loss is ``fn(output, target)``.
+        sinks: take gradients elsewhere.
         columns: how many pipelines there are beside one another.
     """
 
-    def __init__(self, step: TrainStep, columns: int = 1) -> None:
+    def __init__(self, step: TrainStep, sinks: Sequence[GradientSink] = (), columns: int = 1) -> None:
+        super().__init__(step, sinks)
         self._pipe, self._columns = cast(Pipe, step.model), columns
-        super().__init__(step)
         self._asked_to_stop = False
         self.first_looks = self._pipe.process_group is not None  # alike on all stages, whatever each has to sum
         self.reads_again = self._pipe.checkpoint != "never"
 
-    def follow_model(self) -> None:
-        """Look up the pipe's parameters: some were replaced."""
+    @cached_property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The parameters of this process's stages that are here, by name."""
         here = set(parameters_here(self._pipe).values())
-        self.parameters = {name: p for p, name in PipeRanks(self._pipe).first_names().items() if p in here}
+        return {name: p for p, name in PipeRanks(self._pipe).first_names().items() if p in here}
 
     def ask_to_stop(self) -> None:
         """Let the ranks of the pipeline know with the next run: else some columns would stop a run earlier."""
@@ -69,9 +72,8 @@ class PipeEngine(Engine):
                 "gradients are split over microbatches and other stages' ranks; use an EvalStep, or pipe.step"
             )
 
-    def attach(self, sinks: Sequence[GradientSink]) -> None:
-        """From now on ``differentiate`` passes the gradients of the sinks' parameters on after backward."""
-        self._sinks = sinks
+    def lay_out(self) -> None:
+        """Nothing: no hook passes gradients on while the schedule runs."""
 
     def differentiate(self, batch: Structure, rows: float, fetch: Fetch, begin: Begin, seed: float = 1.0) -> StepOutput:
         """Run the schedule; then ``begin(loss)``, then passes on the gradients."""

@@ -75,7 +75,6 @@ class RemotePart:
         workers: those whose steps are ordered with this one's, all ranks of parallel pipelines; ``None`` for a single
             worker.
         stages: the number of ranks that hold one model between them; those with neighbouring numbers do.
-        on_move: called when the parameters have moved behind the construction.
 
     Attributes:
         is_open: the parameters are on the servers.
@@ -95,10 +94,8 @@ class RemotePart:
             the consistency.
     """
 
-    def __init__(
-        self, spec: Spec, workers: Workers | None, stages: int = 1, on_move: Callable[[], None] = lambda: None
-    ) -> None:
-        self._spec, self._steps, self._models, self._on_move = spec, spec.steps, spec.models, on_move
+    def __init__(self, spec: Spec, workers: Workers | None, stages: int = 1) -> None:
+        self._spec, self._steps, self._models = spec, spec.steps, spec.models
         self._trains, self._served_choice, self.consistency = bool(spec.training), spec.served, spec.consistency
         self._workers = workers if workers is not None and workers.size > 1 else None
         self.stages, world = stages, 1 if self._workers is None else self._workers.size
@@ -206,7 +203,6 @@ class RemotePart:
         if not self.is_open and self._trains:
             self._served_choice = served or self._served_choice
             self._open(self.check_free())
-            self._on_move()
 
     def _open(self, present: Collection[str]) -> None:
         adopted = present if self._served_choice == "adopt" else ()

@@ -1,4 +1,4 @@
-"""Runs a training step on either engine: gradients summed over runs and workers, then clipped, then applied.
+"""Runs a training step on any engine: gradients summed over runs and workers, then clipped, then applied.
 
 ::
 
@@ -18,7 +18,7 @@ import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -33,7 +33,7 @@ from anabranch.executor.engines.engine import Engine, Fetch, StepOutput
 from anabranch.executor.engines.gradients import LossScale, clip_scale, clip_values, elements, nonfinite_error
 from anabranch.executor.likeness import Drift, exchange
 from anabranch.executor.loaders.leaf_ids import LeafIds
-from anabranch.executor.running.window import HEADER_SIZE, RemoteWindow, Total, header, sent_alone, total_of
+from anabranch.executor.running.window import RemoteWindow, Total, header, sent_alone, total_of
 from anabranch.executor.steps import Step, TrainStep, parameters_of
 from anabranch.graph.step.joint import accumulate
 from anabranch.interrupts import releasing_interrupts
@@ -47,12 +47,13 @@ class StepRunner:
 
     Args:
         step: the step to run.
-        engine: how its gradients are computed.
-        workers: the group to average over; ``None`` trains alone.
+        engine: how its gradients are computed; its sinks are ``servers`` and ``buckets``.
+        workers: the group to average over, of more than one; ``None`` trains alone.
+        buckets: sum what is here over runs and workers.
+        servers: the window of what of the step is on servers, if anything is.
         drift: compares the workers' parameters, if they are to be compared.
         name: of the step.
         number: of the step among the executor's training steps, the same on all workers.
-        servers: the window of what of the step is on servers, if anything is.
         ids: learns which rows a batch looks up, if there are tables on servers.
         between: called once the step has read its rows, while there is time to request the next step's.
     """
@@ -62,20 +63,20 @@ class StepRunner:
         step: TrainStep,
         engine: Engine,
         workers: Workers | None,
-        drift: Drift | None = None,
+        buckets: GradientBuckets,
+        servers: Sequence[RemoteWindow],
+        drift: Drift | None,
         *,
-        name: str = "default",
-        number: int = 0,
-        servers: Sequence[RemoteWindow] = (),
-        ids: LeafIds | None = None,
-        between: Callable[[], None] | None = None,
+        name: str,
+        number: int,
+        ids: LeafIds | None,
+        between: Callable[[], None] | None,
     ) -> None:
-        self.step, self.engine, self._servers = step, engine, servers
+        self.step, self.engine, self._buckets, self._servers = step, engine, buckets, servers
         self._name, self._number = name, number
         self.ids, self._between = ids, between
-        self._workers = workers if workers is not None and workers.size > 1 else None
-        self._rowless = None if self._workers is None else self._workers.rowless
-        self._drift = drift
+        self._workers, self._drift = workers, drift
+        self._rowless = None if workers is None else workers.rowless
         self._alike_at = 0  # the step at which the parameters were last seen to be the same on all workers
         self.runs = 0
         self.steps = 0
@@ -90,8 +91,8 @@ class StepRunner:
             type(one).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(one) for one in optimizers
         )
         self._held = [p for optimizer in step.optimizers for p in parameters_of(optimizer)]
+        self._known = {*step.model.parameters(), *self._held}  # to others too
         self._calls = 0  # failed ones too: a worker that caught its own error is one ahead of the others
-        self._buckets: GradientBuckets  # from the first run on
         self.stop_seen = False  # a worker had asked to stop before the last run; the same on all workers
         self.skipped = 0
         self.scale = LossScale() if step.precision == "float16" else None
@@ -104,51 +105,55 @@ class StepRunner:
         self._alone = self._workers is None and step.accumulate == 1 and not servers
         # Otherwise Python code runs between gradients and optimizers.
         self._whole = step.on_gradients is None and step.clip_grad_value is None and self.scale is None
-        self._parameters: list[Tensor] = []
-        self._elsewhere: dict[Tensor, str] = {}
-        self._alike: tuple[bool, ...] = ()  # which require a gradient, on all workers
-        self.follow_move()
-        first = self._parameters[0] if self._parameters else torch.zeros((), device="cpu")  # some stages only pass on
-        self._loss_dtype = first.dtype  # until a loss was seen: a worker may have no rows at first
-        self._device = first.device
-
-    def follow_move(self) -> None:
-        """Run from now on with some of the parameters on servers, if any are."""
-        # Frozen here since the Executor was made, a parameter may not be on the other workers: the next run tells them.
-        known = dict(zip((*self._parameters, *self._elsewhere), self._alike, strict=False))
-        self._layout: tuple[bool, ...] | None = None
-        self._parameters = list(parameters_here(self.step.model).values())
-        here = set(self._parameters)
-        self._elsewhere = {p: name for name, p in self.step.model.named_parameters() if type(p) is Switch}
-        for servers in self._servers:
-            self._elsewhere |= {one.parameter: one.name for one in servers.part.moved if one.parameter not in here}
-            self._elsewhere |= {module.on_servers: module.name for module in servers.embeddings}
-            if self.step.on_gradients is not None and (there := sorted(servers.names)):
+        self._layout: tuple[bool, ...] | None = None  # which require a gradient
+        self._loss_dtype: torch.dtype | None = None
+        for window in servers if step.on_gradients is not None else ():
+            if there := sorted(window.names):
                 _log.warning(
                     "on_gradients gets no gradients of %s: they go to the servers; keep a parameter here with routes="
                     "{%r: 'AllReduce'}",
                     listed(there),
                     there[0],
                 )
-        self._alike = tuple(known.get(p, p.requires_grad) for p in (*self._parameters, *self._elsewhere))
-        self.engine.follow_model()
+
+    # Looked up at the first run, when tables have moved to the servers.
+
+    @cached_property
+    def _parameters(self) -> list[Tensor]:
+        """The model's parameters that are here."""
+        return list(parameters_here(self.step.model).values())
+
+    @cached_property
+    def _elsewhere(self) -> dict[Tensor, str]:
+        """Stand-ins for the others, which may be frozen, and their names."""
+        here = set(self._parameters)
+        others: dict[Tensor, str] = {p: name for name, p in self.step.model.named_parameters() if type(p) is Switch}
+        for servers in self._servers:
+            others |= {one.parameter: one.name for one in servers.part.moved if one.parameter not in here}
+            others |= {module.on_servers: module.name for module in servers.embeddings}
+        return others
+
+    @cached_property
+    def _device(self) -> torch.device:
+        return self._parameters[0].device if self._parameters else torch.device("cpu")  # some stages only pass on
 
     def _lay_out(self) -> None:
-        """Create buckets for the parameters that now require a gradient; repeated when some were frozen or unfrozen."""
+        """Lay the sinks out for the parameters that now require a gradient: at first, and when that has changed."""
         layout = tuple(map(operator.attrgetter("requires_grad"), (*self._parameters, *self._elsewhere)))
         if layout == self._layout:
             return
-        if self._workers is not None and layout != self._alike:
-            # The others are told in a run without rows: they may know of nothing.
+        if self._workers is not None:
+            self._broken = True  # unless all workers have frozen the same
             if self._layout is None:
-                self._build(self._alike)
-            self._broken = True  # unless all workers have changed the same
-            self._buckets.start_window()
-            self._start_run(None, 0.0, 0.0, refrozen=True)()
-            self._buckets.launch_rest()
-            self._compare_frozen()
-            self._buckets.finish(1.0)
-            self._alike, self._broken = layout, False
+                self._compare_frozen()
+            else:
+                # The others are told in a run without rows: they may know of nothing.
+                self._buckets.start_window()
+                self._start_run(None, 0.0, 0.0, refrozen=True)()
+                self._buckets.launch_rest()
+                self._compare_frozen()
+                self._buckets.finish(1.0)
+            self._broken = False
         self._build(layout)
 
     def _compare_frozen(self) -> None:
@@ -175,9 +180,9 @@ class StepRunner:
                     "the workers do not sum gradients among themselves: make a new Executor"
                 )
         broken, self._broken = self._broken, self._workers is not None  # unless all come to lay out the same buckets
-        self._buckets = GradientBuckets(summed, self._workers, sparse=_sparse_tables(self.step), header=HEADER_SIZE)
+        self._buckets.lay_out(summed, _sparse_tables(self.step))
         self._broken = broken
-        self.engine.attach([*self._servers, self._buckets])
+        self.engine.lay_out()
 
     def run(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput:
         """One run on this worker's share of the batch, which has ``rows`` rows."""
@@ -441,8 +446,8 @@ class StepRunner:
         held = [p for optimizer in self.step.optimizers for group in optimizer.param_groups for p in group["params"]]
         if len(held) == len(self._held) and all(map(operator.is_, held, self._held)):
             return
-        known, now = {*self._parameters, *self._elsewhere, *self._held}, {*parameters_here(self.step.model).values()}
-        added = [(o, p) for o in self.step.optimizers for p in parameters_of(o) if p not in known]
+        now = {*parameters_here(self.step.model).values()}
+        added = [(o, p) for o in self.step.optimizers for p in parameters_of(o) if p not in self._known]
         alone = self._workers is None and not self._servers and self.in_window == 0
         for optimizer, parameter in added:
             if parameter not in now or not alone:
@@ -452,7 +457,9 @@ class StepRunner:
                     "make a new TrainStep and Executor"
                 )
         if added:
-            self._parameters, self._layout = list(parameters_here(self.step.model).values()), None
+            self._known.update(parameter for _, parameter in added)
+            self._layout = None
+            vars(self).pop("_parameters", None)
             self.engine.follow_model()
         self._held = held
 
@@ -590,7 +597,9 @@ class StepRunner:
 
     def _loss_of(self, total: Total) -> Tensor:
         value = total.loss / total.rows if self.step.reduction == "mean" and total.rows else total.loss
-        return torch.tensor(value, dtype=self._loss_dtype, device=self._device)
+        # Until a loss was seen the parameters' type: a worker may have no rows at first.
+        dtype = self._loss_dtype or (self._parameters[0].dtype if self._parameters else torch.float32)
+        return torch.tensor(value, dtype=dtype, device=self._device)
 
     @contextmanager
     def in_epoch(self, length: int | None) -> Iterator[None]:

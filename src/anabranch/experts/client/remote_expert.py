@@ -13,8 +13,8 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor, nn
 
-from anabranch.autodiff.boundary import whole_calls
 from anabranch.autodiff.boundary.crossing import Crossed, Form, cross, current_tracer, outside_tracing
+from anabranch.autodiff.boundary.whole_calls import WholeCall, beside
 from anabranch.autodiff.moved_parameter import Switch
 from anabranch.deadline import LONGEST_SLEEP, Deadline, check_seconds
 from anabranch.errors import AnotherSchema, BoundaryError, CaptureError, NotFound, PeerLost, SessionGone
@@ -63,7 +63,7 @@ class RemoteModule(nn.Module):
         super().__init__()
         self.weights_there = Switch(f"weights_there stands for the parameters of {served} on servers", _CURE)
         self._schema: Schema | None = None  # once a capture has asked for it, by ``learn_form``
-        self._handle = whole_calls.handle_of(self)
+        self._whole_call = WholeCall(self)
 
     def _keep(self, schema: Schema) -> None:
         """Keep it with what nesting outputs takes: Dynamo cannot follow the lock of a property's first reading."""
@@ -73,7 +73,7 @@ class RemoteModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the experts' outputs for these inputs."""
         if torch.compiler.is_dynamo_compiling() and self._schema is None:  # a compiler that is not this library's
-            return whole_calls.beside(type(self)._call_experts, (self, *args), kwargs)
+            return beside(type(self)._call_experts, (self, *args), kwargs)
         return self._call_experts(*args, **kwargs)
 
     @abstractmethod
@@ -84,8 +84,7 @@ class RemoteModule(nn.Module):
         """Cross the boundary, which Dynamo sees as one call; it guards what it reads itself: the modes."""
         if torch.compiler.is_dynamo_compiling():
             assert self._schema is not None
-            modes = self.training, self.weights_there.requires_grad
-            return self._schema, whole_calls.call(self._handle, (*modes, *args), kwargs)
+            return self._schema, self._whole_call(self.training, self.weights_there.requires_grad, *args, **kwargs)
         return self._cross(args, kwargs, evaluating=not self.training)
 
     def call_whole(self, training: bool, trained: bool, *args: Any, **kwargs: Any) -> Sequence[Tensor]:
@@ -97,13 +96,6 @@ class RemoteModule(nn.Module):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, evaluating: bool
     ) -> tuple[Schema, Sequence[Tensor]]:
         """Return the schema of the experts that answered, and their outputs; each caller's own."""
-
-    def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name != "_handle"}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._handle = whole_calls.handle_of(self)
 
     # Servers save the experts' parameters.
 
@@ -193,10 +185,10 @@ class RemoteExpert(RemoteModule):
 
     def __getstate__(self) -> dict[str, object]:
         # The expert may have moved by then, and have another schema.
-        return {name: value for name, value in super().__getstate__().items() if name not in ("_looking", "_known")}
+        return {name: value for name, value in vars(self).items() if name not in ("_looking", "_known")}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._known, self._looking = None, threading.Lock()
 
     def __deepcopy__(self, memo: dict[int, object]) -> RemoteExpert:

@@ -32,7 +32,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
-from torch._C import _len_torch_function_stack
 from torch._dynamo import symbolic_convert
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import Distribution
@@ -79,7 +78,7 @@ _EVERY_MODULE = (
 )
 _code_of = operator.attrgetter("__code__")
 _OF_PYTORCH = (nn.Module, object)  # PyTorch's tracers replace methods of nn.Module while they work
-_hooks_of_every_module = [getattr(nn.modules.module, name) for name in _EVERY_MODULE]
+_hooks_of_every_module = operator.attrgetter(*_EVERY_MODULE)
 
 
 class GuardMiss(CaptureError):
@@ -166,8 +165,12 @@ class DynamoFront:
             GuardMiss: no program fits, and none may be made.
             CaptureError: the function cannot be a graph; nothing has happened.
         """
-        _refuse_what_guards_miss()
-        if not self._inlined.unchanged():
+        try:
+            _refuse_what_guards_miss()
+            unchanged = self._inlined.unchanged()
+        except AttributeError as error:  # of a PyTorch without one of the private names
+            raise refusal_of(error, self.what) from error
+        if not unchanged:
             self._fronts.clear()
             self._inlined = InlinedCode()
         compiled = self._fronts.get(kind)
@@ -517,9 +520,9 @@ def _refuse_what_is_lost() -> None:
 
 
 def _refuse_what_guards_miss() -> None:
-    if _len_torch_function_stack():
+    if torch._C._len_torch_function_stack():
         what = "a TorchFunctionMode, as a default device (torch.set_default_device) is one"
-    elif any(_hooks_of_every_module):
+    elif any(_hooks_of_every_module(nn.modules.module)):
         what = "a hook of every module (torch.nn.modules.module.register_module_*_hook)"
     elif torch.is_anomaly_enabled():
         what = "anomaly detection"

@@ -19,24 +19,14 @@ _OURS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}
 """Prefixes of the files of torch and of this package: their lines are not the user's."""
 
 
-class Raises(CaptureError):
-    """The step's own code raises, or may raise, also in Python: left to the tape."""
-
-
 def refusal_of(error: BaseException, what: str) -> CaptureError:
     """Return the error to raise in place of any error of Dynamo's, which becomes its cause.
 
-    The words are PyTorch's: its messages change from one version to the next.
+    PyTorch's words are given whole: its messages change from one version to the next.
     """
-    said = str(error).strip().splitlines() or [type(error).__name__]
-    explained = [line.strip().removeprefix("Explanation: ") for line in said if line.strip().startswith("Explanation:")]
-    own = said[0] == "Observed exception"  # of the user's own code, told in the line of the context
-    told = [line.strip().removeprefix("Developer debug context: ") for line in said if own and " context: " in line]
-    words = ". ".join([said[0].rstrip("."), *(told or explained)[:1]]).rstrip(".")
-    raises = own or type(error).__name__ == "TorchRuntimeError"  # the other is an operation that refuses these shapes
-    kind = Raises if raises else CaptureError
     cure = "" if what == "the function" else "; use engine='tape'"
-    refusal = kind(f"{user_line(getattr(error, 'real_stack', None))}{what} cannot be a graph: {words}{cure}")
+    line, words = user_line(getattr(error, "real_stack", None)), f"{type(error).__name__}: {error}"
+    refusal = CaptureError(f"{line}{what} cannot be a graph{cure}. PyTorch says:\n{words.strip()}")
     refusal.__cause__ = error
     return refusal
 

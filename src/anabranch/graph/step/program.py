@@ -94,6 +94,8 @@ class StepProgram(StepState):
         leaves_gradients: leave each parameter's gradient in ``.grad`` after ``run``, as ``backward()`` does.
         gate: asked before each update; see ``Gate``.
         activation_budget: bytes that forward and backward may have allocated at once: more is computed again.
+        differentiates: False for an evaluation, a step without backward and update: ``loss`` is
+            ``outputs(model, batch)``, which returns a mapping of tensors, and ``evaluate`` runs it.
 
     Attributes:
         refused_update: the reason why the optimizers step outside the graph, if their step cannot be captured.
@@ -106,18 +108,22 @@ class StepProgram(StepState):
         self,
         model: nn.Module,
         loss: Loss,
-        optimizers: Sequence[Optimizer],
+        optimizers: Sequence[Optimizer] = (),
         *,
         between: Between | None = None,
         compile: bool = False,  # noqa: A002 - the executor's own word
         leaves_gradients: bool = False,
         gate: Gate | None = None,
         activation_budget: int | None = None,
+        differentiates: bool = True,
     ) -> None:
         super().__init__(model, optimizers)
         self.between, self.gate, self.activation_budget = between, gate, activation_budget
-        self.compile, self.leaves_gradients = compile, leaves_gradients
-        self._front = self._front_of(loss)
+        self.compile, self.leaves_gradients, self.differentiates = compile, leaves_gradients, differentiates
+        if differentiates:
+            self._front = DynamoFront(_evaluated(loss), self._make)
+        else:
+            self._front = DynamoFront(_marked(loss), self._make, what="the evaluation")
         self._recorder = OutputRecorder()
         self._task: _Task | None = None
         self._last: Graph | None = None
@@ -132,9 +138,6 @@ class StepProgram(StepState):
         if self._last is None:
             raise RuntimeError("nothing has been captured yet; run a batch first")
         return self._last
-
-    def _front_of(self, loss: Callable[..., object]) -> DynamoFront:
-        return DynamoFront(_evaluated(loss), self._make)
 
     # --- running
 
@@ -187,6 +190,18 @@ class StepProgram(StepState):
         assert task.results is not None
         return replace(task.joint.backward.sort(task.results), outputs=outputs)
 
+    def evaluate(
+        self, batch: Structure, fetch: Collection[str] = (), *, may_trace: bool = True
+    ) -> tuple[Any, dict[str, Structure]]:
+        """Return an evaluation's own result, and the outputs of the submodules ``fetch``; call it under ``no_grad``.
+
+        Args:
+            batch: a nested structure of tensors.
+            fetch: names of submodules.
+            may_trace: as for ``run``.
+        """
+        return self._call(_Task(self._key(False, ()), None, None), batch, tuple(fetch), may_trace)
+
     def prepare(self, batch: Structure, fetch: Collection[str] = (), *, whole: bool) -> Prepared:
         """Capture the step for this batch without running it.
 
@@ -206,6 +221,8 @@ class StepProgram(StepState):
         raise CaptureError(f"{self._front.what} computes nothing from tensors")
 
     def _key(self, whole: bool, gradients: tuple[str, ...]) -> JointKey:
+        if not self.differentiates:  # Dynamo guards all that it reads
+            return JointKey(False, self.epoch, None, ())
         if not self._state.intact(kept_by_optimizers=self.refused_update is None):
             self._bind()
         numbers = None if self.refused_update is not None else self._group_numbers.current()
@@ -307,46 +324,6 @@ class StepProgram(StepState):
             raise CaptureError(
                 f"the step cannot be a graph ({type(error).__name__}: {error}); use engine='tape'"
             ) from error
-
-
-class EvalProgram(StepProgram):
-    """The result of ``outputs(model, batch)``, computed by graphs: a step without backward and update.
-
-    >>> model = nn.Linear(3, 1)
-    >>> program = EvalProgram(model, lambda model, batch: {"y": model(batch)})
-    >>> with torch.no_grad():
-    ...     bool((program.evaluate(torch.ones(2, 3))[0]["y"] == model(torch.ones(2, 3))).all())
-    True
-
-    Args:
-        model: the caller sets its mode; graphs are guarded by it.
-        outputs: returns a mapping of tensors.
-        compile: compile the graph with Inductor.
-    """
-
-    differentiates = False
-
-    def __init__(self, model: nn.Module, outputs: Callable[..., object], *, compile: bool = False) -> None:  # noqa: A002
-        super().__init__(model, outputs, (), compile=compile)
-
-    def _front_of(self, loss: Callable[..., object]) -> DynamoFront:
-        return DynamoFront(_marked(loss), self._make, what="the evaluation")
-
-    def _key(self, whole: bool, gradients: tuple[str, ...]) -> JointKey:
-        return JointKey(False, self.epoch, None, ())
-
-    def evaluate(
-        self, batch: Structure, fetch: Collection[str] = (), *, may_trace: bool = True
-    ) -> tuple[Any, dict[str, Structure]]:
-        """Return the result of ``outputs``, and the outputs of the submodules ``fetch``; to be called under
-        ``no_grad``.
-
-        Args:
-            batch: a nested structure of tensors.
-            fetch: names of submodules.
-            may_trace: as for ``run``.
-        """
-        return self._call(_Task(self._key(False, ()), None, None), batch, tuple(fetch), may_trace)
 
 
 class _Programs:

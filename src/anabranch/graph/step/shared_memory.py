@@ -1,8 +1,8 @@
 """``SharedMemory``: tensors that a graph writes to must share no memory with others that it is given.
 
 A graph treats its inputs as separate tensors, as during tracing, and orders its operations accordingly. Dynamo does not
-guard against tensors that share memory later: two views of one batch, a buffer that is given another's ``.data``. Then
-eager mode is correct, and runs the step.
+guard against tensors that share memory later: two views of one batch, a buffer that is given another's ``.data``. Such
+a step is refused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from anabranch.graph.dynamo.refusals import Raises
+from anabranch.errors import CaptureError
 from anabranch.graph.dynamo.traced_calls import Arguments, picker
 from anabranch.graph.operation_graph import OperationGraph
 
@@ -51,7 +51,7 @@ class SharedMemory:
         """Raise if an argument that is written to shares memory with another one.
 
         Raises:
-            Raises: it does; nothing has happened.
+            CaptureError: it does; nothing has happened.
         """
         bound: Sequence[Tensor] = self._pick_bound(args)  # type: ignore[assignment]
         free: Sequence[Tensor] = self._pick_free(args)  # type: ignore[assignment]
@@ -59,7 +59,7 @@ class SharedMemory:
         if places != self._places:
             self._places, self._ranges = places, list(map(_range, bound))
         if ranges_overlap([*self._ranges, *map(_range, free)], self._written):
-            raise Raises(  # autograd may: a value that it has kept is written to
+            raise CaptureError(
                 "a tensor that the step changes in place shares memory with another of its inputs (views of one "
                 "tensor in the batch, or '.data' of one buffer given to another), which a graph would not notice; "
                 "clone one of them, or use engine='tape'"

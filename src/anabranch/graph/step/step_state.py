@@ -40,7 +40,7 @@ class StepState:
 
     Attributes:
         between, compile, leaves_gradients, gate, activation_budget: as ``StepProgram`` takes them.
-        differentiates: False for an evaluation, which is a step's forward alone.
+        differentiates: False for an evaluation.
         epoch: a new object each time that the tensors are looked up again.
         parameters: the model's, by name.
         names: the names of those that the optimizers hold.
@@ -77,10 +77,6 @@ class StepState:
             check_captured(self.optimizers)
         except CaptureError as error:
             self.refused_update = error
-
-    def follow_model(self) -> None:
-        """Look up the model's parameters again: some are elsewhere now."""
-        self._bind()
 
     def set_seed(self, seed: float) -> None:
         """Start the backward of graphs without an update from this gradient of the loss."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from anabranch.autodiff.boundary import whole_calls
+from anabranch.autodiff.boundary.whole_calls import WholeCall
 from anabranch.autodiff.moved_parameter import Switch
 from anabranch.choices import choice
 from anabranch.job import job
@@ -94,7 +94,7 @@ class RemoteEmbedding(nn.Module):
         self._rule = None if optimizer is None else RowOptimizer.from_factory(optimizer)
         self._link = _Link()
         self.on_servers = Switch(f"on_servers stands for the rows of RemoteEmbedding {name}", _CURE, dtype)
-        self._handle = whole_calls.handle_of(self)
+        self._whole_call = WholeCall(self)
 
     def _save_to_state_dict(self, *args: Any) -> None:
         """Save nothing: there are no numbers here."""
@@ -102,10 +102,6 @@ class RemoteEmbedding(nn.Module):
     def _load_from_state_dict(self, *args: Any) -> None:
         with self.on_servers.out_of(self):
             super()._load_from_state_dict(*args)
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._handle = whole_calls.handle_of(self)
 
     @property
     def rule(self) -> Callable[[], RowOptimizer] | None:
@@ -146,7 +142,7 @@ class RemoteEmbedding(nn.Module):
         """Rows of ``ids``, or with a ``mode`` one row a bag."""
         args = (ids, offsets, per_sample_weights, self.on_servers.requires_grad)
         if torch.compiler.is_dynamo_compiling():
-            return whole_calls.call(self._handle, args, {})[0]
+            return self._whole_call(*args)[0]
         return self.call_whole(*args)[0]
 
     def call_whole(

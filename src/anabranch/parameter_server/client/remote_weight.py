@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anabranch.autodiff.boundary import whole_calls
 from anabranch.autodiff.boundary.crossing import Crossed, Form, RecordedBoundary, cross
+from anabranch.autodiff.boundary.whole_calls import WholeCall
 from anabranch.autodiff.moved_parameter import MovedParameter
 from anabranch.errors import SchemaError
 from anabranch.tables.kernels import routing
@@ -235,7 +235,7 @@ class RemoteLookups:
     def __init__(self, source: WeightSource, shape: torch.Size, dtype: torch.dtype) -> None:
         self.source, self.name, self._count = source, source.name, shape[0]
         self._table = TableFacts(source.name, shape[1], dtype)
-        self._handle = whole_calls.handle_of(self)
+        self._whole_call = WholeCall(self)
 
     def rows(
         self,
@@ -277,7 +277,7 @@ class RemoteLookups:
             padding_id += self._count
         args = (weight.requires_grad and not weight.detached, padding_id, *options)
         if torch.compiler.is_dynamo_compiling():
-            return whole_calls.call(self._handle, args, {})[0]
+            return self._whole_call(*args)[0]
         return self.call_whole(*args)[0]
 
     def call_whole(
