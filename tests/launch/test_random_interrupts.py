@@ -13,7 +13,6 @@ import pytest
 from process_marks import marked_processes
 
 from anabranch.launch.job_status import status_of
-from anabranch.record.words import ACTIVITIES
 from launched import start_run
 from waiting import wait_until
 
@@ -69,7 +68,7 @@ def test_ctrl_c_ends_a_worker_that_still_waits_to_meet_the_others(
     )
     with start_run("--workers", 2, "--log-dir", tmp_path, path, patient=True) as job:
         wait_until((tmp_path / "job.json").exists)
-        wait_until(lambda: status_of(tmp_path).roles[0].doing == ACTIVITIES["connect"])
+        wait_until(lambda: status_of(tmp_path).roles[0].waiting_for == "rank 1")
         job.send_signal(signal.SIGINT)
         _, told = job.communicate(60.0)
         assert job.wait() == 130

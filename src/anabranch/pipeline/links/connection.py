@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from anabranch.deadline import Deadline
 from anabranch.liveness.group import Group
-from anabranch.liveness.meeting import end_without_waiting, interruptible
-from anabranch.liveness.peers import Identity, peers_of_job
+from anabranch.liveness.meeting import interruptible
+from anabranch.liveness.peers import Identity, end_without_waiting, peers_of_job
 from anabranch.pipeline.links.gloo_channel import GlooChannel
 from anabranch.pipeline.links.inbox import Inbox
 from anabranch.pipeline.links.shared_memory_channel import SharedMemoryChannel, meet
