@@ -105,9 +105,9 @@ class StepRunner:
         self._elsewhere: dict[Tensor, str] = {}
         self._alike: tuple[bool, ...] = ()  # which require a gradient, on all workers
         self.follow_move()
-        first = self._parameters[0] if self._parameters else torch.zeros((), device="cpu")  # some stages only pass on
-        self._loss_dtype = first.dtype  # until a loss was seen: a worker may have no rows at first
-        self._device = first.device
+        some = self._parameters[0] if self._parameters else torch.zeros((), device="cpu")  # some stages only pass on
+        self._loss_dtype = some.dtype  # until a loss was seen: a worker may have no rows at first
+        self._device = some.device
 
     def follow_move(self) -> None:
         """Run from now on with some of the parameters on servers, if any are."""
