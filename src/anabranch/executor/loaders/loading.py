@@ -35,22 +35,16 @@ _log = logging.getLogger("anabranch.executor")
 State = dict[str, Any]
 
 
-class _Ended:
-    """Returned by ``next_batch`` when an epoch is over."""
-
-    def __repr__(self) -> str:
-        return "ENDED"
-
-
-ENDED: Final = _Ended()
+ENDED: Final = object()
+"""Returned by ``next_batch`` when an epoch is over."""
 
 
 class BoundLoader:
     """Takes batches from a loader, one epoch after the other.
 
     >>> loader = BoundLoader([1, 2])
-    >>> loader.next_batch(), loader.next_batch(), loader.next_batch(), loader.next_batch()
-    (1, 2, ENDED, ENDED)
+    >>> loader.next_batch(), loader.next_batch(), loader.next_batch() is ENDED, loader.next_batch() is ENDED
+    (1, 2, True, True)
     >>> loader.start_epoch()
     >>> loader.next_batch()
     1
@@ -325,24 +319,20 @@ class BoundLoader:
                 "load with the kind of loader that was saved"
             )
         own = saved[rank % len(saved)]
-        begun = [state for state in saved if state["phase"] == "begun"]
-        alike = len({state["epoch"] for state in saved}) == 1
-        if len(saved) != size and kind == "global" and begun:
-            own = begun[0]
-            alike = alike and all(state["state"] == own["state"] for state in begun)
-        elif len(saved) != size and (
-            begun or (kind == "stateful" and any(state["state"] is not None for state in saved))
-        ):
-            raise CheckpointError(
-                f"the checkpoint has positions of the loader {name} for {len(saved)} workers, and this job has {size}; "
-                f"load with {len(saved)} workers, or read the data by ab.loaders.GlobalBatches, which any number "
-                "resumes"
-            )
-        if len(saved) != size and not alike:
-            raise CheckpointError(
-                f"the {len(saved)} workers of the checkpoint were not at the same batch of the loader {name}, since "
-                f"they did not wait for each other; load with {len(saved)} workers"
-            )
+        if len(saved) != size:
+            begun = [state for state in saved if state["phase"] == "begun"]
+            if kind == "global":
+                own = begun[0] if begun else own
+                goes_on = all(state["state"] == own["state"] for state in begun)
+            else:
+                goes_on = not begun and (kind == "counted" or all(state["state"] is None for state in saved))
+            if not goes_on or len({state["epoch"] for state in saved}) > 1:
+                why = "which did not wait for each other, " if kind == "global" else ""
+                raise CheckpointError(
+                    f"the checkpoint has positions of the loader {name} for {len(saved)} workers, {why}and this job "
+                    f"has {size}; load with {len(saved)} workers, or read the data by ab.loaders.GlobalBatches, which "
+                    "any number resumes where workers wait for each other"
+                )
         if kind == "global":
             self.source.check(own["state"])
         return own
