@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import anabranch as ab
+from anabranch.liveness import meeting
 from toys import Kept, in_job
 from waiting import wait_until
 
@@ -258,6 +259,32 @@ def test_workers_on_the_same_batch_are_warned_of_it() -> None:
         assert "ab.loaders.GlobalBatches" in warning
 
 
+def without_waiting(shared: bool, consistency: str) -> list[str]:
+    """Two workers that meet nowhere in their runs see each other's first batch in the second one."""
+    said, rank = list[str](), ab.job().rank
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("anabranch").addHandler(handler)
+    logging.getLogger("anabranch").setLevel(logging.INFO)
+    torch.manual_seed(0)
+    with warnings.catch_warnings(record=True) as warned, program(comm_mode="PS", consistency=consistency) as executor:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            executor.run("train", DATA if shared else DATA[rank::2])
+            executor.state_dict()  # which all call
+    said += [f"{one.category.__name__} {Path(one.filename).name}: {one.message}" for one in warned]
+    return [line for line in said if "the same batch" in line or "rows a step" in line]
+
+
+@pytest.mark.parametrize(("shared", "consistency"), [(False, "asp"), (True, "asp"), (True, "ssp:2")])
+def test_workers_that_wait_nowhere_are_told_of_their_first_batches(shared: bool, consistency: str) -> None:
+    first, second = in_job(without_waiting, 2, shared, consistency, servers=1)
+    rows = "11 rows = 22" if shared else "6/5 rows = 11"
+    assert first[0] == f"train: 2 workers x {rows} rows a step"
+    assert first[1:] == second
+    assert [line.partition(":")[0] for line in second] == ["UserWarning test_evaluate.py"] * shared
+
+
 def apart(folder: str) -> str:
     """Rank 1 comes once rank 0 has said that it waits."""
     said, rank = Path(folder) / "said", ab.job().rank
@@ -270,7 +297,7 @@ def apart(folder: str) -> str:
     logging.getLogger("anabranch").addHandler(Note())
     torch.distributed.init_process_group("gloo")
     if rank == 0:
-        ab.collectives.workers.SAID_AFTER = 0.0  # type: ignore[attr-defined]
+        meeting.SAID_AFTER = 0.0
     else:
         wait_until(said.exists)
     with pytest.raises(ValueError, match="comm_mode='AllReduce'") as caught:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 import anabranch as ab
 from anabranch.checkpoint.tensor_file import Blocks
 from anabranch.executor.saving import exporting
-from toys import in_job
+from toys import in_job, plain_step
 
 
 class Tied(nn.Module):
@@ -197,29 +198,55 @@ def test_what_is_no_tensor_is_refused_and_the_older_export_stays(tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
+class Wide(nn.Module):
+    """The first stage of wide & deep: ids pass through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 1)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return ids, self.table(ids)
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 4)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def forward(self, both: tuple[Tensor, Tensor]) -> Tensor:
+        return self.body(self.table(both[0])) + both[1]  # type: ignore[no-any-return]
+
+
 def layers() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(20, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    return nn.Sequential(Wide(), Deep())
 
 
 def exporting_together(folder: str, kind: str) -> dict[str, dict[str, Any]]:
     model: nn.Module = layers()
     loss: Any = lambda m, b: m(b[0]).square().mean()  # noqa: E731
+    options: dict[str, Any] = {"cache": ab.Cache(capacity=5)} if ab.job().servers else {}
     if kind == "pipe":
-        group = ab.job().grid(data=1, pipeline=2).pipeline_group
-        model, loss = ab.Pipe(layers(), [2, 2], chunks=2, process_group=group), lambda y, target: y.square().mean()
+        grid = ab.job().grid(data=1, pipeline=2)
+        model = ab.Pipe(layers(), [1, 1], chunks=2, process_group=grid.pipeline_group)
+        loss = lambda y, target: y.square().mean()  # noqa: E731
+        if ab.job().servers:
+            options = {"comm_mode": "Hybrid", "process_group": grid.data_group}
     step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
-    with ab.Executor(step) as executor:
+    with ab.Executor(step, **options) as executor, pytest.MonkeyPatch.context() as patch:
         for _ in range(2):
             executor.run(batch=(torch.arange(8) + (8 * ab.job().rank if kind == "data" else 0), torch.zeros(8)))
         both = {"state": executor.state_dict()}
+        patch.delattr(Blocks, "whole")  # no rank needs a table whole
         executor.export(folder)
     both["own"] = model.state_dict()
     return {what: {name: value.tolist() for name, value in one.items()} for what, one in both.items()}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "servers"), [("data", 0), ("data", 2), ("pipe", 0)])
+@pytest.mark.parametrize(("kind", "servers"), [("data", 0), ("data", 2), ("pipe", 0), ("pipe", 2)])
 def test_rank_0_writes_the_model_of_all_workers_and_stages(kind: str, servers: int, tmp_path: Path) -> None:
     first, second = in_job(exporting_together, 2, str(tmp_path / "out"), kind, servers=servers)
     assert second["state"] == {}
@@ -227,4 +254,106 @@ def test_rank_0_writes_the_model_of_all_workers_and_stages(kind: str, servers: i
         assert first["own"] == second["own"] == first["state"]
     loaded = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
     assert {name: value.tolist() for name, value in loaded.items()} == first["state"]
-    layers().load_state_dict(loaded, strict=True)
+    plain, exported = layers(), layers()
+    exported.load_state_dict(loaded, strict=True)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    ids = torch.arange(16 if kind == "data" else 8)
+    for _ in range(2):
+        plain_step(plain, lambda m, b: m(b).square().mean(), optimizer, ids)
+    torch.testing.assert_close(exported(torch.arange(20)), plain(torch.arange(20)), rtol=1e-5, atol=1e-6)
+
+
+# Evaluation only.
+
+
+class Users(nn.Module):
+    """A fixed and a dynamic table without optimizers of their own, and one of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fixed = ab.RemoteEmbedding("fixed", 30, 2)
+        self.dynamic = ab.RemoteEmbedding("dynamic", None, 2)
+        self.plain = nn.Embedding(30, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.fixed(ids) + self.dynamic(ids * 1000) + self.plain(ids)  # type: ignore[no-any-return]
+
+
+def rows_of(model: nn.Module) -> ab.EvalStep:
+    return ab.EvalStep(model, lambda m, b: {"rows": m(b)})
+
+
+def evaluating_a_checkpoint(folder: str) -> list[Any]:
+    torch.manual_seed(ab.job().rank)
+    ids, found = torch.arange(30), list[Any]()
+    trained = Users()
+    with ab.Executor({"train": step_of(trained), "look": rows_of(trained)}, "Hybrid") as executor:
+        for first in (0, 10):
+            executor.run("train", torch.arange(first + ab.job().rank, first + 15))
+        executor.save(folder)
+        found.append(executor.run("look", ids)["rows"].tolist())
+        state = executor.state_dict()
+    alone = Users()
+    with ab.Executor(rows_of(alone)) as executor:
+        executor.load(folder)
+        found.append(executor.run(batch=ids)["rows"].tolist())
+        found.append(executor.state_dict().keys() == state.keys())
+        found.append(all(torch.equal(value, state[name]) for name, value in executor.state_dict().items()))
+    if not ab.job().servers:
+        found.append(alone(ids).tolist())  # given back
+        with ab.Executor({"train": step_of(alone), "look": rows_of(alone)}, "Hybrid") as executor:
+            found.append(executor.run("look", ids)["rows"].tolist())
+            executor.run("train", ids)
+    return found
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(1, 0), pytest.param(2, 2, marks=pytest.mark.slow)])
+def test_an_executor_of_evaluations_alone_loads_a_training_checkpoint(
+    workers: int, servers: int, tmp_path: Path
+) -> None:
+    for trained, loaded, names, values, *later in in_job(
+        evaluating_a_checkpoint, workers, str(tmp_path), servers=servers
+    ):
+        assert [loaded, names, values] == [trained, True, True]
+        assert later == [trained] * len(later)
+
+
+# Memory.
+
+
+class Large(nn.Module):
+    def __init__(self, kind: str, rows: int, width: int) -> None:
+        super().__init__()
+        if kind == "remote":
+            self.table: nn.Module = ab.RemoteEmbedding("table", rows, width)
+        else:
+            self.table = nn.Embedding(rows, width, _weight=torch.zeros(rows, width))
+
+
+def exporting_a_large_table(folder: str, kind: str, rows: int, width: int) -> list[int]:
+    """Bytes in memory before an export, and its peak."""
+    model = Large(kind, rows, width)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ab.TrainStep(model, lambda m, b: m.table(b).square().mean(), optimizer)
+    with ab.Executor(step, "Hybrid") as executor:
+        executor.run(batch=torch.arange(1000))
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = resident("VmRSS")
+        executor.export(folder)
+        after = resident("VmHWM")
+    return [before, after]
+
+
+def resident(name: str) -> int:
+    lines: Iterator[str] = iter(Path("/proc/self/status").read_text().splitlines())
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "rows"), [("remote", 8_000_000), ("moved", 2_000_000)])
+def test_an_export_of_two_gigabytes_needs_little_memory(kind: str, rows: int, tmp_path: Path) -> None:
+    """Rows of a table that nothing had used were made as the export read them, and kept."""
+    width = 64
+    [[before, peak]] = in_job(exporting_a_large_table, 1, str(tmp_path), kind, rows, width, timeout=800.0)
+    assert (tmp_path / "model.safetensors").stat().st_size > rows * width * 4
+    assert peak - before < 300e6, f"{(peak - before) / 1e6:.0f} MB"

@@ -64,6 +64,13 @@ FORMS: dict[str, tuple[Callable[[], Batch], Callable[[Any], Tensor], str]] = {
     "without padding": (sequences, lambda b: b.seen[b.seen > 250], "batch.0, some"),
     "distinct": (sequences, lambda b: b.seen.unique(), "batch.0"),
     "positions": (sequences, lambda b: torch.arange(b.seen.shape[1]), "the ids of the last steps"),
+    "moved and flattened": (
+        clicks, lambda b: b["x"][:, 1:3].int().to("cpu").contiguous().cpu().flatten().long(), "batch.x[:, 1:3]"
+    ),
+    "no leaf, moved and flattened": (
+        clicks, lambda b: torch.arange(20).to("cpu").view(4, 5).t().contiguous().cpu().flatten(),
+        "the ids of the last steps",
+    ),
     "ragged": (ragged, lambda b: b.values()[: int(b.lengths()[:8].sum())], "batch.a"),
     "sparse": (lambda: ids(4, 3).to_sparse_csr(), lambda b: b.col_indices(), "batch"),
 }  # fmt: skip
@@ -237,6 +244,33 @@ def test_the_third_step_pulls_all_tables_in_one_message(engine: str, monkeypatch
         known = same_as_plain(Model(fields), data(4), engine=engine)
     assert known == ["batch.x[:, 0]", "batch.x[:, 1] + offsets", "batch.x[:, 2:]"]
     assert [sorted(one) for one in pulled] == [["a"], ["b"], ["c"]] * 2 + [["a", "b", "c"]] * 2
+
+
+class Positions(nn.Module):
+    """A transformer's lookups, as Hugging Face has them: ids, a slice of a buffer, and a buffer of one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.places, self.kinds = nn.Embedding(ROWS, 2), nn.Embedding(40, 2), nn.Embedding(2, 2)
+        self.register_buffer("position_ids", torch.arange(40).expand(1, -1))
+        self.register_buffer("token_type_ids", torch.zeros(1, 40, dtype=torch.long))
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        count, length = batch["input_ids"].shape
+        places = self.position_ids[:, :length].to(batch["input_ids"].device).contiguous()
+        kinds = self.token_type_ids[:, :length].expand(count, length)
+        rows = self.words(batch["input_ids"]) + self.places(places.view(-1, length)) + self.kinds(kinds)
+        return (rows.sum(-1) * batch["attention_mask"]).square().mean()
+
+
+def test_a_transformer_s_words_positions_and_kinds_are_known() -> None:
+    batches = [
+        {"input_ids": ids(3, length), "attention_mask": (ids(3, length) > 200).long()} for length in (20, 22, 21, 20)
+    ]
+    known = same_as_plain(Positions(), batches)
+    assert known[:2] == ["batch.input_ids", "the ids of the last steps"]
+    assert "when looked up" not in known
 
 
 def test_a_lookup_of_other_ids_reads_those_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

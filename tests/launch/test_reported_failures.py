@@ -71,10 +71,10 @@ def test_ctrl_c_shows_no_traceback_and_where_the_checkpoint_lies(fails: Path, tm
         _, told = job.communicate(60.0)
         assert job.wait() == 130
     assert "Traceback" not in told
-    assert told.splitlines()[0] == "anabranch: SIGINT: stopping the workers (send it again to kill them)"
-    assert told.splitlines()[1].startswith(
-        f"anabranch: the last checkpoint: {tmp_path / 'saved'} (the job was at step "
-    )
+    said, stops, checkpoint = told.splitlines()
+    assert said == "anabranch: default: 2 workers x 8 rows = 16 rows a step"
+    assert stops == "anabranch: SIGINT: stopping the workers (send it again to kill them)"
+    assert checkpoint.startswith(f"anabranch: the last checkpoint: {tmp_path / 'saved'} (the job was at step ")
     assert "KeyboardInterrupt" in log.read_text()
 
 

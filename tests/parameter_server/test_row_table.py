@@ -24,6 +24,7 @@ from anabranch.tables import (
     TableSpec,
     Uniform,
 )
+from anabranch.tables.table import TableGroup
 
 ROWS, WIDTH = 24, 16  # a multiple of torch's vector registers, so that no element takes another path in its kernels
 DENSE = {
@@ -147,6 +148,19 @@ def test_rows_that_missed_steps_have_the_bits_of_every_step_replayed(make: funct
     found = table.pull_with_state(everyone)
     for number, label in enumerate(table.rule.state_names, 1):
         assert_same(name, found[:, number * WIDTH : (number + 1) * WIDTH], optimizer.state[weight][label])
+
+
+def test_a_look_begins_no_rows_and_takes_none_from_a_push_that_was_checked() -> None:
+    ids = torch.arange(0, 64, 2)
+    table = Table(TableSpec("t", rows=64, width=4, initial=Normal()), RowOptimizer(Family.SGD, lr=1.0))
+    group = TableGroup([table])
+    first = table.pull(ids)
+    assert not table.arena.words[: 64 * int(table.arena.pitch)].any()
+    group.check(ids, [len(ids)])
+    assert torch.equal(table.pull(ids), first)
+    table.push(ids, torch.ones(len(ids), 4))
+    assert torch.equal(table.pull(ids), first - 1)
+    assert torch.equal(table.pull(torch.arange(64), training=True)[1::2], table.pull(ids + 1))
 
 
 def test_touched_rows_only_are_those_of_a_sparse_embedding() -> None:

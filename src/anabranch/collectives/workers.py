@@ -16,7 +16,6 @@ import atexit
 import logging
 import os
 import platform
-import threading
 import time
 import uuid
 import zlib
@@ -38,12 +37,11 @@ from anabranch.collectives.rowless import Rowless
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, PeerLost
 from anabranch.liveness.group import Group, rank_names
-from anabranch.liveness.meeting import SAID_AFTER, begin_call, end_without_waiting, interruptible, meet_peers
-from anabranch.liveness.peers import peers_of_job
+from anabranch.liveness.meeting import BACKEND_GRACE, SAID_AFTER, begin_call, interruptible, meet_peers, reminder
+from anabranch.liveness.peers import end_without_waiting, peers_of_job
 from anabranch.record import spans
 
 _log = logging.getLogger("anabranch.executor")
-_BACKEND_GRACE = 60.0
 _MOST_SHARING = 64
 _SHARING = f"2 to {_MOST_SHARING} processes of one user on one host"
 
@@ -73,9 +71,7 @@ class Pending:
         """
         workers, step = self._workers, self._step
         comparison = _Comparison(workers, self._number, self._operation)
-        workers.wait_for(
-            self._done, self._deadline, self._operation, step, on_host=self._on_host, comparison=comparison
-        )
+        workers.wait_for(self._done, self._deadline, self._operation, step, on_host=self._on_host, noticed=comparison)
         if self._began and workers.others:
             facts: dict[str, object] = {"peer": rank_names(workers.others), "bytes": self._nbytes}
             flow: spans.Flow = "meet", f"{workers.name}/{self._number}"
@@ -171,8 +167,7 @@ class Workers(Group):
         self._owns_job = group is None and not dist.is_initialized()
         if self._owns_job:
             backend = "gloo" if self.on_host else "nccl"
-            # Waits end here, at `timeout`, with a name; the backend's own, nameless end comes only after that.
-            meet_peers(backend, timedelta(seconds=timeout + _BACKEND_GRACE))
+            meet_peers(backend, timeout)
         self._group: dist.ProcessGroup | None = dist.group.WORLD if group is None and ranks is None else group
         self.device = torch.device("cpu") if device is None else device
         if dist.get_rank(self._group) < 0:
@@ -208,23 +203,15 @@ class Workers(Group):
             work = dist.all_gather(list(everyone.unbind(0)), mine, group=group, async_op=True)
             _unmet[group] = everyone, cast(dist.Work, work)
         everyone, work = _unmet[group]
-        reminder = threading.Timer(
-            SAID_AFTER,
-            _log.warning,
-            ("waiting for %s to make an Executor; comm_mode=None trains alone", rank_names(self.others)),
-        )
-        reminder.start()
-        try:
-            self.wait_for(partial(ended_within, work), Deadline.after(self.timeout), "meet", None, on_host=self.on_host)
-        finally:
-            reminder.cancel()
+        done, look, deadline = partial(ended_within, work), reminder(self.others), Deadline.after(self.timeout)
+        self.wait_for(done, deadline, "meet", None, on_host=self.on_host, noticed=look)
         del _unmet[group]
         self.name += f"/{bytes(everyone[0].tolist()).hex()}"
         self.peers.look_up(self.others, self.heartbeat)
 
     def _connect(self, store: PrefixStore) -> dist.ProcessGroup:
         """Return a gloo group of the same members; c10d does not know it, so the model's code cannot use it."""
-        limit, deadline = timedelta(seconds=self.timeout + _BACKEND_GRACE), Deadline.after(self.timeout)
+        limit, deadline = timedelta(seconds=self.timeout + BACKEND_GRACE), Deadline.after(self.timeout)
         try:
             group = interruptible(partial(dist.ProcessGroupGloo, store, self.rank, self.size, limit))
         except RuntimeError as error:
@@ -329,7 +316,7 @@ class Workers(Group):
         step: int | None,
         *,
         on_host: bool,
-        comparison: _Comparison | None = None,
+        noticed: Callable[[], Mapping[int, str]] = dict,
     ) -> None:
         """Return when a collective is ``done``, or raise the reason why it will not be.
 
@@ -337,14 +324,14 @@ class Workers(Group):
         """
         began = time.monotonic()
         try:
-            self.wait(done, operation, deadline, step=step, at_once=not on_host, noticed=comparison or dict)
+            self.wait(done, operation, deadline, step=step, at_once=not on_host, noticed=noticed)
         except PeerLost:
-            if comparison is not None:
-                comparison.last()
+            if isinstance(noticed, _Comparison):
+                noticed.last()
             raise
         except RuntimeError as error:
-            if comparison is not None:
-                comparison.last()
+            if isinstance(noticed, _Comparison):
+                noticed.last()
             raise self.explain(error, operation, deadline, step=step) from None
         except BaseException:  # the deadline, or Ctrl-C: gloo goes on
             self.has_left_work = True

@@ -31,7 +31,7 @@ from anabranch.executor.engines.engine import Engine, Fetch
 from anabranch.executor.engines.graph_engine import GraphEngine
 from anabranch.executor.engines.pipe_engine import PipeEngine, check_pipes, join_pipelines
 from anabranch.executor.evaluation import Evaluator, evaluate
-from anabranch.executor.likeness import Drift, check_alike, first_ranks_buffers, share_parameters
+from anabranch.executor.likeness import Drift, FirstBatches, check_alike, first_ranks_buffers, share_parameters
 from anabranch.executor.loaders.batches import Batches
 from anabranch.executor.loaders.leaf_ids import LeafIds
 from anabranch.executor.loaders.loading import BoundLoader
@@ -175,6 +175,7 @@ class Executor:
         served: Served = "refuse",
         check_workers: int = 100,
     ) -> None:
+        record = process_record()
         self._spec = spec = spec_of(
             steps,
             comm_mode,
@@ -254,7 +255,7 @@ class Executor:
             raise
         self._progress = Progress(shown=self._rank == 0)
         facts = None
-        if (record := process_record()) is not None:
+        if record is not None:
             losses = {"loss", *(f"{name}/loss" for name in spec.training)}
             facts = RunFacts(record, self._crossed, self._loops, losses)
         self._watching.begin(self._rank, facts)
@@ -310,14 +311,17 @@ class Executor:
         known = [route.parameter for route in spec.routes]
         for prefix, model in spec.models.items():
             known += [prefix + other for other in model.elsewhere] if isinstance(model, Pipe) else []
+        first = None
+        if self._workers is not None and self._workers.size > 1:
+            first = FirstBatches(name, self._workers, together=workers is not None)
         return StepRunner(
             step,
             engine(step, sinks),
             workers,
             buckets,
             windows,
+            first,
             drift,
-            name=name,
             number=number,
             ids=None if remote is None else LeafIds(step.ids, known, remote.rows),
             between=partial(self._ask_for_next, name) if asks_ahead else None,
@@ -349,8 +353,8 @@ class Executor:
         Args:
             name: of a training step; by default the first one.
             batch: this worker's shard of a usual batch; by default the next one of the step's loader, without consuming
-                it; at the end of an epoch the next epoch's first. Without a batch, compute time and lookups are not
-                included, and ``plan.notes`` says so.
+                it, unless that is at the end of an epoch. Without a batch, compute time and lookups are not included,
+                and ``plan.notes`` says so.
 
         Returns:
             The plan: ``str`` of it is a table, ``step_seconds``, ``bytes`` by boundary, ``rows``, and ``modes``, the

@@ -1,4 +1,4 @@
-"""Are the workers alike? ``check_alike`` asks before the first step, ``Drift`` while they train.
+"""Are the workers alike? ``check_alike`` asks before the first step, ``FirstBatches`` in it, ``Drift`` later on.
 
 Every worker steps its own optimizers with the averaged gradients, so the parameters stay equal only if the optimizers
 are. Before the first step each worker describes its models and optimizers in lines of text, which are exchanged and
@@ -15,6 +15,7 @@ Every 100 steps, and before a save, they exchange a checksum of each all-reduced
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import warnings
@@ -39,6 +40,7 @@ from anabranch.executor.routes import CommMode, Place, Routes
 from anabranch.executor.spec import Spec
 from anabranch.executor.steps import Step, TrainStep
 from anabranch.liveness.group import rank_names
+from anabranch.tensors import Structure, flatten
 
 _log = logging.getLogger("anabranch.executor")
 
@@ -128,6 +130,61 @@ def _send_first(workers: Workers, tensors: Collection[Tensor], operation: str = 
         for tensor, value in zip(tensors, sent, strict=True):
             if value.data_ptr() != tensor.data_ptr():
                 tensor.copy_(value)
+
+
+class FirstBatches:
+    """Compares the batches of the workers' first runs of a step, which are the same where nobody shares the data out.
+
+    Args:
+        name: of the step.
+        workers: several.
+        together: the workers wait for each other in each run; else each looks in its runs for what the others left.
+    """
+
+    def __init__(self, name: str, workers: Workers, *, together: bool) -> None:
+        self._name, self._workers, self._together = name, workers, together
+        self._left = False
+
+    def exchange(self, rows: float, batch: Structure | None) -> Tensor | None:
+        """Return the rows of each worker's batch once they are known and not all 0."""
+        workers, digest = self._workers, 0 if self._left or not rows > 0 else digest_of(batch)
+        mine = torch.tensor([rows, digest], dtype=torch.float64, device="cpu")
+        if self._together:
+            everyone = workers.all_gather(mine, operation="all_gather of rows")
+        else:
+            assert workers.store is not None
+            keys = [f"first batch of {self._name}/{rank}" for rank in workers.ranks]
+            if not self._left:
+                workers.store.set(keys[workers.rank], mine.numpy().tobytes().hex())
+                self._left = True
+            if not workers.store.check(keys):
+                return None
+            data = "".join(text.decode() for text in workers.store.multi_get(keys))
+            everyone = torch.frombuffer(bytearray.fromhex(data), dtype=torch.float64).view(-1, 2)
+        counts, size = everyone[:, 0], len(everyone)
+        if not counts.any():
+            return None
+        each = f"{counts[0]:g}" if bool((counts == counts[0]).all()) else "/".join(f"{count:g}" for count in counts)
+        if workers.rank == 0:
+            _log.info("%s: %d workers x %s rows = %g rows a step", self._name, size, each, counts.sum())
+        if counts.all() and everyone[0, 1] and bool((everyone == everyone[0]).all()):
+            warnings.warn(
+                f"all {size} workers run {self._name!r} on the same batch, so every row counts {size} times; let "
+                "ab.loaders.GlobalBatches share the data out, or give each worker rows of its own",
+                stacklevel=8,  # where the script calls Executor.run
+            )
+        return counts
+
+
+def digest_of(batch: Structure) -> int:
+    """Return a hash of the batch's dense tensors, of 6 bytes, which float64 holds exactly; 0 without any."""
+    digest, some = hashlib.blake2b(digest_size=6), False
+    for leaf in flatten(batch)[0]:
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_meta:
+            some = True
+            plain = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+    return int.from_bytes(digest.digest()) if some else 0
 
 
 def _compare(what: str, everyone: Sequence[Sequence[str]], cure: str) -> None:

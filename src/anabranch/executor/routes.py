@@ -72,8 +72,8 @@ def comm_mode_of(
             "process_group=grid.data_group, or comm_mode=None to train each pipeline alone"
         )
     chosen: CommMode | None = None if lines else "Hybrid" if job().servers else "AllReduce" if size > 1 else None
-    if job().rank == 0 and chosen is not None:
-        _log.info("comm_mode is %r, for %d workers and %d servers", chosen, size, len(job().servers))
+    if job().rank == 0:
+        _log.info("comm_mode is %r (workers: %d, servers: %d)", chosen, size, len(job().servers))
     return chosen
 
 

@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # defined in C++
 
 from anabranch.job import Grid, Job
-from anabranch.liveness.meeting import interruptible, meet_peers
+from anabranch.liveness.meeting import BACKEND_GRACE, interruptible, meet_peers
 
-_TIMEOUT = timedelta(seconds=660)  # the waits of the groups' users end earlier, with the name of a rank
+_SECONDS = 600.0
+_TIMEOUT = timedelta(seconds=_SECONDS + BACKEND_GRACE)  # the waits of the groups' users end earlier, with a rank's name
 
 
 def make_grid(job: Job, data: int, pipeline: int) -> Grid:
@@ -56,7 +57,7 @@ def _meet(job: Job) -> None:
     if job.world_size == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
     else:
-        meet_peers(backend, _TIMEOUT)
+        meet_peers(backend, _SECONDS)
     atexit.register(_leave)
 
 

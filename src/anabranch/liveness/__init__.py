@@ -1,7 +1,7 @@
 """The processes of a ``torch.distributed`` job: how they meet, which of them are lost, and waits that end with a name.
 
 Open ``group.py`` first: every wait for other ranks is there. ``peers.py`` knows the processes, by ``/proc`` on this
-host and by their beats elsewhere; ``meeting.py`` joins and leaves the job. Servers and experts are not peers: their
+host and by their beats elsewhere; ``meeting.py`` is where they come together. Servers and experts are not peers: their
 clients watch them, see ``transport``.
 """
 

@@ -13,11 +13,12 @@ from contextlib import nullcontext
 
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, DeadlineExceeded, PeerLost
-from anabranch.liveness.meeting import LOOK_SECONDS
 from anabranch.liveness.peers import Peers
 from anabranch.record.process import process_record
 from anabranch.record.spans import Lasting, mark
 
+LOOK_SECONDS = 0.5
+"""A signal that comes as a wait begins is seen at its end, and none in the middle of gloo's."""
 _SMALLEST_WAIT = 0.001
 _PAUSE = 0.01
 # Text that gloo puts around an error's message: the place in its source, and advice.
@@ -96,7 +97,7 @@ class Group:
             while not done(max(_SMALLEST_WAIT, self._patience(deadline, at_once=at_once))):
                 self.check(operation, deadline, step=step, noticed=noticed)
                 if deadline.expired():
-                    raise _too_late(ranks, operation, deadline, step)
+                    raise too_late(ranks, operation, deadline, step)
 
     def check(
         self,
@@ -128,7 +129,7 @@ class Group:
         if lost:
             return self._peer_lost(lost, operation, deadline, step, message)
         if deadline.expired():
-            return _too_late(self.others, operation, deadline, step)
+            return too_late(self.others, operation, deadline, step)
         kind = DeadlineExceeded if "timed out" in message.lower() else PeerLost
         return kind(message, peer=rank_names(self.others), operation=operation, step=step, elapsed=deadline.elapsed())
 
@@ -152,7 +153,8 @@ class Group:
         )
 
 
-def _too_late(ranks: Sequence[int], operation: str, deadline: Deadline, step: int | None) -> DeadlineExceeded:
+def too_late(ranks: Sequence[int], operation: str, deadline: Deadline, step: int | None) -> DeadlineExceeded:
+    """Return the error of a wait for ``ranks`` that the deadline has ended."""
     return DeadlineExceeded(
         "not all ranks arrived", peer=rank_names(ranks), operation=operation, step=step, elapsed=deadline.elapsed()
     )

@@ -1,98 +1,126 @@
-"""The job's process group: met under its own keys, by calls that Ctrl-C ends, and ended before the interpreter ends.
-
-Gloo's threads take the interpreter's lock to free a tensor. One that waits for it when the interpreter is taken apart
-is ended by Python in the middle of C++ code, and with it the whole process: SIGABRT, "terminate called without an
-active exception". On a busy machine a thread may come so late. The threads end with the last reference to their group,
-so that is let go of while Python still runs.
-"""
+"""Workers meet: the job's process group, made once all of them have come, by calls that Ctrl-C ends."""
 
 from __future__ import annotations
 
 import atexit
-import itertools
 import logging
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore  # type: ignore[attr-defined]  # defined in C++
+from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]  # defined in C++
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
+from anabranch.deadline import Deadline
+from anabranch.errors import PeerLost
 from anabranch.job import MEETING_VARIABLE
-from anabranch.record.process import flush, process_record
+from anabranch.liveness.group import LOOK_SECONDS, rank_names, too_late
+from anabranch.liveness.peers import Identity, end_without_waiting
+from anabranch.record.process import process_record
 from anabranch.record.spans import Lasting
 
 _T = TypeVar("_T")
 _log = logging.getLogger("anabranch")
 SAID_AFTER = 5.0
-LOOK_SECONDS = 0.5
-"""A signal that comes as a wait begins is seen at its end, and none in the middle of gloo's."""
-
-
-def destroy_group_at_exit() -> None:
-    """Destroy the process group at process exit unless it has been destroyed.
-
-    Functions that were given to ``atexit`` later run before that, with the group in place.
-    """
-    atexit.register(_destroy, os.getpid())
-
-
-def _destroy(pid: int) -> None:
-    if pid == os.getpid() and dist.is_initialized():  # a fork has none of the threads
-        dist.destroy_process_group()
-
-
+BACKEND_GRACE = 60.0
+"""Seconds by which a wait of gloo's or NCCL's, which ends without a name, is longer than ours."""
+_PAUSE = 0.01
 _MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # How often this process has met the others; the same on all of them, as they run the same program.
-_meetings = itertools.count()
+_meetings = 0
+# The processes of the last meeting: one that has ended comes to no other.
+_met: dict[int, Identity] = {}
 
 
-def meet_peers(backend: str, timeout: timedelta) -> None:
+def meet_peers(backend: str, timeout: float) -> None:
     """Initialise the job's process group from the environment, as ``init_process_group`` does, under its own keys.
 
     Ranks leave each other their addresses in a store that may outlive them: torchrun's survives a restart of the
     workers, and a process may meet the others again after it closed the first group. Under the same keys a rank would
     now and then find an address that nobody listens at any more.
+
+    Raises:
+        ValueError: the environment names no job.
+        PeerLost: a worker that came to an earlier meeting has ended.
+        DeadlineExceeded: names those who have not come.
     """
+    if missing := [name for name in _MEETING if name not in os.environ]:
+        raise ValueError(
+            f"the environment names no job of several workers: {', '.join(missing)} is not set; start the script with "
+            "anabranch run or torchrun"
+        )
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    prefix = f"anabranch/{attempt}/{next(_meetings)}"
+    prefix = f"anabranch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_meetings}"
+    rank, size, deadline = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Deadline.after(timeout)
+    absent = [other for other in range(size) if other != rank]
 
     def meet() -> None:
-        store, rank, size = _place(timeout)
+        global _meetings
+        try:
+            store = PrefixStore(prefix, _store(rank, timedelta(seconds=timeout)))
+        except dist.DistError as error:
+            if not deadline.expired():  # such as an address that is in use
+                raise
+            raise too_late([0], "meet", deadline, None) from error
+        store.set(f"{rank}", Identity.of_this_process().encode())
+        while absent:
+            absent[:] = [other for other in absent if not store.check([f"{other}"])]
+            ended = [other for other in absent if other in _met and _met[other].has_ended()]
+            if ended or (absent and deadline.expired()):
+                store.delete_key(f"{rank}")  # the others wait until this one comes again
+                if not ended:
+                    raise too_late(absent, "meet", deadline, None)
+                seconds = deadline.elapsed()
+                raise PeerLost("its process has ended", peer=rank_names(ended), operation="meet", elapsed=seconds)
+            time.sleep(_PAUSE)
+        everyone = store.multi_get([f"{other}" for other in range(size)])
         if device is not None:
             torch.cuda.set_device(device)  # a thread's own
-        keys = PrefixStore(prefix, store)
-        dist.init_process_group(backend, store=keys, rank=rank, world_size=size, timeout=timeout)
+        limit = timedelta(seconds=timeout + BACKEND_GRACE)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+        _met.update(enumerate(Identity.decode(text.decode()) for text in everyone))
+        _meetings += 1
 
-    variables = " ".join(f"{name}={os.environ[name]}" for name in _MEETING if name in os.environ)
-    waiting = (
-        f"waiting for the other workers that the environment names, {variables}; if this process is a job of its own, "
-        "unset RANK and WORLD_SIZE"
-    )
+    def facts() -> dict[str, object]:
+        return {"peer": ", ".join(f"rank {other}" for other in absent), "operation": "meet", "limit": timeout}
+
     process_record()
-    with Lasting("connect", "wait"):
-        interruptible(meet, waiting)
+    with Lasting("wait", "wait", facts):
+        interruptible(meet, reminder(absent))
 
 
-def _place(timeout: timedelta) -> tuple[Store, int, int]:
-    """Return the store through which the workers meet, this one's rank, and how many they are."""
-    path = os.environ.get(MEETING_VARIABLE, "")
-    if path.endswith(f"-{os.environ.get('MASTER_PORT')}"):  # a job inside of that job has another port
+def _store(rank: int, timeout: timedelta) -> Store:
+    """Return the store through which the workers meet."""
+    path, port = os.environ.get(MEETING_VARIABLE, ""), os.environ["MASTER_PORT"]
+    if path.endswith(f"-{port}"):  # a job inside of that job has another port
         store = FileStore(path)
         store.set_timeout(timeout)
-        return store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    place: tuple[Store, int, int] = next(rendezvous("env://", timeout=timeout))
-    return place
+        return store
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    # As torch's env:// has it, but it does not wait in C++ for workers that it cannot name.
+    return TCPStore(
+        os.environ["MASTER_ADDR"], int(port), None, serves, timeout, wait_for_workers=False, multi_tenant=True
+    )
+
+
+def reminder(ranks: Sequence[int]) -> Callable[[], dict[int, str]]:
+    """Return a look at a wait that says once, after five seconds, which ``ranks`` have not come; it finds none lost."""
+    say_at: list[float] = [time.monotonic() + SAID_AFTER]
+
+    def look() -> dict[int, str]:
+        if say_at and time.monotonic() >= say_at[0]:
+            say_at.clear()
+            _log.warning("waiting for %s to make an Executor; comm_mode=None trains alone", rank_names(ranks))
+        return {}
+
+    return look
 
 
 def begin_call(call: Callable[[], _T], thread_name: str) -> tuple[threading.Thread, Future[_T]]:
@@ -112,30 +140,18 @@ def begin_call(call: Callable[[], _T], thread_name: str) -> tuple[threading.Thre
     return thread, answer
 
 
-def interruptible(call: Callable[[], _T], waiting: str = "") -> _T:
+def interruptible(call: Callable[[], _T], look: Callable[[], object] = lambda: None) -> _T:
     """Return ``call()``, made on another thread: no signal reaches Python while gloo waits for a rank.
 
-    Where Ctrl-C ends the wait the thread is left behind, and the process ends without waiting for it. ``waiting`` is
-    said once after five seconds.
+    Where Ctrl-C ends the wait the thread is left behind, and the process ends without waiting for it. ``look`` is
+    called twice a second meanwhile.
     """
     thread, answer = begin_call(call, "anabranch-meeting")
-    say_at = time.monotonic() + SAID_AFTER
     try:
         while not wait([answer], timeout=LOOK_SECONDS).done:
-            if waiting and time.monotonic() >= say_at:
-                _log.warning("%s", waiting)
-                waiting = ""
+            look()
     except BaseException:
         atexit.register(end_without_waiting)
         raise
     thread.join(timeout=10.0)
     return answer.result(timeout=0)
-
-
-def end_without_waiting() -> None:
-    """End the process: gloo's threads would wait for a lost rank, and the interpreter for them."""
-    logging.shutdown()
-    flush()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(1)

@@ -10,14 +10,21 @@ watch each other outside the collectives::
 A peer on this host that merely holds its interpreter's lock (a long import, a compilation) counts as running and is
 waited for until the deadline; if it is stopped in two checks, one heartbeat apart, it is lost. Two ranks share a host
 if they have the same kernel boot id and pid namespace; names are not compared.
+
+The process group is ended before the interpreter is. Gloo's threads take the interpreter's lock to free a tensor. One
+that waits for it when the interpreter is taken apart is ended by Python in the middle of C++ code, and with it the
+whole process: SIGABRT, "terminate called without an active exception". On a busy machine a thread may come so late. The
+threads end with the last reference to their group, so that is let go of while Python still runs.
 """
 
 from __future__ import annotations
 
 import atexit
 import itertools
+import logging
 import math
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +36,7 @@ from time import monotonic
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from anabranch.liveness.meeting import destroy_group_at_exit, end_without_waiting
-from anabranch.record.process import process_stat
+from anabranch.record.process import flush, process_stat
 
 _STOPPED = frozenset("Tt")
 _GONE = frozenset("ZXx")
@@ -61,6 +67,11 @@ class Identity:
         """Return the identity written by ``encode``."""
         host, pid, started = text.split(" ")
         return cls(host, int(pid), int(started))
+
+    def has_ended(self) -> bool:
+        """Return True for a process of this host that has ended."""
+        state, started = process_stat(self.pid)
+        return self.host == Identity.of_this_process().host and (state in _GONE or started != self.started)
 
 
 class Peers:
@@ -229,6 +240,21 @@ def peers_of_job() -> Peers:
                 if not _of_group[1].has_left_work:
                     atexit.unregister(_of_group[1].leave)
             _of_group = weakref.ref(group), Peers(dist.get_rank(), job_store)
-            destroy_group_at_exit()
+            atexit.register(_destroy, os.getpid())
             atexit.register(_of_group[1].leave)
         return _of_group[1]
+
+
+def _destroy(pid: int) -> None:
+    """Destroy the process group; functions given to ``atexit`` later run before, with the group in place."""
+    if pid == os.getpid() and dist.is_initialized():  # a fork has none of the threads
+        dist.destroy_process_group()
+
+
+def end_without_waiting() -> None:
+    """End the process: gloo's threads would wait for a lost rank, and the interpreter for them."""
+    logging.shutdown()
+    flush()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(1)

@@ -110,15 +110,15 @@ class GlobalBatches:
         A worker for which a short last batch has no sample ends before it.
         """
         self._reader = reader = self.reader(_of_job)
-        reader.start(*self.take_start())
+        reader.start(*(self.take_loaded() or (self.epoch, 0)))
         yield from (batch for batch in reader if batch is not NOTHING)
         if self.epoch == reader.epoch:
             self.epoch += 1
 
-    def take_start(self) -> tuple[int, int]:
-        """Return the epoch and the sample with which the next iteration begins."""
+    def take_loaded(self) -> tuple[int, int] | None:
+        """Return the epoch and the sample that were loaded, where the next iteration begins; ``None`` without any."""
         loaded, self._loaded = self._loaded, None
-        return (self.epoch, 0) if loaded is None else (loaded["epoch"], loaded["samples"])
+        return None if loaded is None else (loaded["epoch"], loaded["samples"])
 
     def order(self, epoch: int) -> Any:
         """Return the samples of an epoch in their order."""

@@ -15,8 +15,10 @@ from __future__ import annotations
 import atexit
 import errno
 import json
+import logging
 import os
 import stat
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -136,11 +138,22 @@ _record: ProcessRecord | None = None
 def process_record() -> ProcessRecord | None:
     """Return the record of this process, which writes from now on; ``None`` if no launcher has named its files.
 
-    Whatever has something to tell calls it: a script without any of Anabranch has no thread that it has not made.
+    Whatever has something to tell calls it: a script without any of Anabranch has no thread that it has not made. So by
+    then a script has configured its logging if it does; else messages go to stderr, which the launcher keeps and shows.
     """
     if _record is not None:
         _record.start()
+        _show_messages()
     return _record
+
+
+def _show_messages() -> None:
+    log = logging.getLogger("anabranch")
+    configured = logging.root.handlers or any(type(one) is not logging.NullHandler for one in log.handlers)
+    if not configured and log.level == logging.NOTSET:
+        log.addHandler(handler := logging.StreamHandler(sys.stderr))
+        handler.setFormatter(logging.Formatter("anabranch: %(message)s"))
+        log.setLevel(logging.INFO)
 
 
 def record_process() -> None:

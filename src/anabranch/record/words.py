@@ -8,7 +8,6 @@ ACTIVITIES = {
     "load": "is fetching a batch from its loader",
     "capture": "is capturing a step as a graph, once for each kind of batch",
     "compile": "is compiling the kernels of tables, once on this machine",
-    "connect": "is connecting to the other workers",
 }
 """Work of a worker that may delay a step for long, by the name of its span, as the rest of a sentence."""
 

@@ -190,6 +190,8 @@ class Table:
         arena = self.arena
         if self.spec.rows is None:
             vocabulary.find_all(arena.index, arena.words, arena.pitch, self.number, ids, rows)
+        elif not training and not self.missed.lag:  # a look takes no memory: these read as their first values
+            rows[arena.words[rows * int(arena.pitch) + 1] == 0] = -1
         arena.changing(rows)
         if training and self.spec.rows is None:
             self._admit(ids, rows)
@@ -532,6 +534,8 @@ class TableGroup:
         if settled and training and not out.size and not versions.size:
             return rows, distinct
         unready = self._visit(slice(None), flat, rows, starts, out, versions, training=training)
+        if not training and unready.any():
+            rows = rows.copy()  # those of a push that has been checked stay
         for k in np.flatnonzero(unready | self._capped if training else unready).tolist():
             part = slice(int(starts[k]), int(starts[k + 1]))
             self.tables[k].settle(flat[part], rows[part], training=training, distinct=distinct)

@@ -18,7 +18,6 @@ import copy
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Final, cast
 
 import torch
@@ -36,22 +35,16 @@ _log = logging.getLogger("anabranch.executor")
 State = dict[str, Any]
 
 
-class _Ended:
-    """Returned by ``next_batch`` when an epoch is over."""
-
-    def __repr__(self) -> str:
-        return "ENDED"
-
-
-ENDED: Final = _Ended()
+ENDED: Final = object()
+"""Returned by ``next_batch`` when an epoch is over."""
 
 
 class BoundLoader:
     """Takes batches from a loader, one epoch after the other.
 
     >>> loader = BoundLoader([1, 2])
-    >>> loader.next_batch(), loader.next_batch(), loader.next_batch(), loader.next_batch()
-    (1, 2, ENDED, ENDED)
+    >>> loader.next_batch(), loader.next_batch(), loader.next_batch() is ENDED, loader.next_batch() is ENDED
+    (1, 2, True, True)
     >>> loader.start_epoch()
     >>> loader.next_batch()
     1
@@ -89,7 +82,6 @@ class BoundLoader:
         self._worker = worker
         self._reader = loader.reader(worker) if isinstance(loader, GlobalBatches) else None
         self._number = loader.epoch if isinstance(loader, GlobalBatches) else 0  # of the reader's epoch
-        self._goes_on = False  # to the next number
         self._asked = 0  # how often the script had set the number, when it was last looked at
         self._samples: int | None = None  # at which the epoch begins, after a restart
         stateful = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
@@ -160,19 +152,13 @@ class BoundLoader:
         return None if batch is ENDED or batch is NOTHING else batch
 
     def first(self) -> Structure | None:
-        """Return the next batch without consuming it, and fetch it now if necessary.
-
-        At the end of an epoch it is the next epoch's first, for which the loader is iterated once more; ``None`` if it
-        has none.
+        """Return the next batch without consuming it, fetched now if necessary; ``None`` at the end of an epoch.
 
         Raises:
             Exception: raised by the loader.
         """
-        if self.closed:
-            return None
-        batch = ENDED if self._ended else self._look()
-        batch = self._first_of_next_epoch() if batch is ENDED else batch
-        return None if batch is NOTHING else batch
+        batch = ENDED if self.closed or self._ended else self._look()
+        return None if batch is ENDED or batch is NOTHING else batch
 
     def _look(self) -> Structure:
         """Fetch the next batch, if it is not there."""
@@ -187,22 +173,6 @@ class BoundLoader:
                 self._failure = error
                 raise
         return self._ahead[0]
-
-    def _first_of_next_epoch(self) -> Structure | None:
-        if self._reader is not None:
-            again = self.source.reader(self._worker)
-            again.start(self._next_number(goes_on=True), 0)
-            return next(again, None)
-        random, attributes = random_state(), dict(vars(self))
-        here = {"start": self._before_epoch(), "state": self._own_state()}
-        with self._epochs.unchanged():
-            try:
-                self._epochs.next()
-                return next(self._begin(), None)
-            finally:
-                vars(self).update(attributes)
-                self._put_back(here)
-                restore_random_state(random)
 
     def _begun(self) -> Iterator[Structure]:
         return self._begin() if self._iterator is None else self._iterator
@@ -220,21 +190,17 @@ class BoundLoader:
     def _read(self) -> Iterator[Structure]:
         """Begin an epoch of ``GlobalBatches``; each bound loader has its own place in them."""
         assert self._reader is not None
-        number, samples = self._next_number(goes_on=self._goes_on), self._samples or 0
-        if self._samples is None and not self._goes_on and self.epoch == 0:
-            at, samples = self.source.take_start()  # if the script has loaded a position itself
-            number = at if samples else number
-        self._number, self._samples, self._goes_on, self._asked = number, None, False, self.source.asked[0]
-        self._reader.start(number, samples)
-        self.source.follow(self._reader)
+        source: GlobalBatches = self.source
+        samples, self._samples = self._samples, None
+        if samples is None and source.asked[0] != self._asked:
+            self._number = source.asked[1]  # the script's own has the last word
+        if samples is None and self.epoch == 0:
+            self._number, samples = source.take_loaded() or (self._number, 0)
+        self._asked = source.asked[0]
+        self._reader.start(self._number, samples or 0)
+        source.follow(self._reader)
         self.taken = len(self.source) - self._reader.left()
         return self._reader
-
-    def _next_number(self, *, goes_on: bool) -> int:
-        times, number = cast(GlobalBatches, self.source).asked
-        if times != self._asked and self._samples is None and number != self._number:
-            return number  # the script's own has the last word
-        return self._number + goes_on
 
     def samples(self) -> list[int] | None:
         """Return how many samples each batch of an epoch has, if that is known."""
@@ -298,7 +264,7 @@ class BoundLoader:
         self._reset()
         self._epochs.next()
         self.epoch += 1
-        self._goes_on = True
+        self._number += 1
 
     def length(self) -> int | None:
         """Batches an epoch, ``None`` if the loader does not know."""
@@ -317,7 +283,7 @@ class BoundLoader:
     def _own_state(self) -> object:
         if self._reader is not None:
             samples = self._reader.samples if self._iterator is not None else self._samples or 0
-            return self.source.position(self._number + self._goes_on, samples)
+            return self.source.position(self._number, samples)
         # Before the first epoch no state has to be kept, and some loaders start their workers when asked for it.
         if self.kind == "counted" or (self.kind == "stateful" and not self._iterated):
             return None
@@ -353,24 +319,20 @@ class BoundLoader:
                 "load with the kind of loader that was saved"
             )
         own = saved[rank % len(saved)]
-        begun = [state for state in saved if state["phase"] == "begun"]
-        alike = len({state["epoch"] for state in saved}) == 1
-        if len(saved) != size and kind == "global" and begun:
-            own = begun[0]
-            alike = alike and all(state["state"] == own["state"] for state in begun)
-        elif len(saved) != size and (
-            begun or (kind == "stateful" and any(state["state"] is not None for state in saved))
-        ):
-            raise CheckpointError(
-                f"the checkpoint has positions of the loader {name} for {len(saved)} workers, and this job has {size}; "
-                f"load with {len(saved)} workers, or read the data by ab.loaders.GlobalBatches, which any number "
-                "resumes"
-            )
-        if len(saved) != size and not alike:
-            raise CheckpointError(
-                f"the {len(saved)} workers of the checkpoint were not at the same batch of the loader {name}, since "
-                f"they did not wait for each other; load with {len(saved)} workers"
-            )
+        if len(saved) != size:
+            begun = [state for state in saved if state["phase"] == "begun"]
+            if kind == "global":
+                own = begun[0] if begun else own
+                goes_on = all(state["state"] == own["state"] for state in begun)
+            else:
+                goes_on = not begun and (kind == "counted" or all(state["state"] is None for state in saved))
+            if not goes_on or len({state["epoch"] for state in saved}) > 1:
+                why = "which did not wait for each other, " if kind == "global" else ""
+                raise CheckpointError(
+                    f"the checkpoint has positions of the loader {name} for {len(saved)} workers, {why}and this job "
+                    f"has {size}; load with {len(saved)} workers, or read the data by ab.loaders.GlobalBatches, which "
+                    "any number resumes where workers wait for each other"
+                )
         if kind == "global":
             self.source.check(own["state"])
         return own
@@ -403,7 +365,7 @@ class BoundLoader:
         self._iterated_then = state["start"]["iterated"]
         if self._reader is not None:
             self._number, self._samples = state["state"]["epoch"], state["state"]["samples"]
-            self._goes_on, self._asked = False, self.source.asked[0]
+            self._asked = self.source.asked[0]
         elif state["state"] is not None:
             self.source.load_state_dict(state["state"])
             self._iterated = True
@@ -457,15 +419,6 @@ class _Epochs:
         self.begun = list(epochs)
         for part, epoch in zip(self._parts, epochs, strict=False):
             part.set_epoch(epoch)
-
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        begun, now = self.begun, self._now()
-        try:
-            yield
-        finally:
-            self.restore(now)
-            self.begun = begun
 
 
 def samplers_of(loader: object) -> list[object]:

@@ -147,8 +147,6 @@ class RemotePart:
             self._replaced_later = steps_there.keys() & set(self.embeddings)
             if self._trains and not steps_there:
                 self._open(())
-            elif self.client.in_process:
-                self._adopt_modules()
             else:
                 for model in self._models.values():
                     self.tables.read_modules(model)
@@ -227,14 +225,11 @@ class RemotePart:
             self.whole.refresh(None)
         self.torn = None
 
-    def _adopt_modules(self) -> None:
+    def _take_over(self, adopted: Collection[str]) -> None:
+        everyone = list(self._models.values())
         for step in sorted(self._steps.values(), key=lambda step: not isinstance(step, TrainStep)):
             optimizers = step.optimizers if isinstance(step, TrainStep) else []
             self.tables.adopt_modules(step.model, optimizers[0] if len(optimizers) == 1 else None)
-
-    def _take_over(self, adopted: Collection[str]) -> None:
-        everyone = list(self._models.values())
-        self._adopt_modules()
         for moved in self.moved:
             adopt = moved.name in adopted
             sparse = is_sparse(moved.parameter, everyone)

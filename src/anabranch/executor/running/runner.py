@@ -12,10 +12,8 @@ With one worker and no accumulation there is nothing to sum, and the engine runs
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import operator
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
@@ -31,13 +29,13 @@ from anabranch.collectives import GradientBuckets, Workers
 from anabranch.errors import BoundaryError, WorkersDiffer
 from anabranch.executor.engines.engine import Engine, Fetch, StepOutput
 from anabranch.executor.engines.gradients import LossScale, clip_scale, clip_values, elements, nonfinite_error
-from anabranch.executor.likeness import Drift, exchange
+from anabranch.executor.likeness import Drift, FirstBatches, exchange
 from anabranch.executor.loaders.leaf_ids import LeafIds
 from anabranch.executor.running.window import RemoteWindow, Total, header, sent_alone, total_of
 from anabranch.executor.steps import Step, TrainStep, parameters_of
 from anabranch.graph.step.joint import accumulate
 from anabranch.interrupts import releasing_interrupts
-from anabranch.tensors import Structure, count_rows, flatten
+from anabranch.tensors import Structure, count_rows
 
 _log = logging.getLogger("anabranch.executor")
 
@@ -51,8 +49,8 @@ class StepRunner:
         workers: the group to average over, of more than one; ``None`` trains alone.
         buckets: sum what is here over runs and workers.
         servers: the window of what of the step is on servers, if anything is.
+        first: compares the workers' first batches, if there are several workers.
         drift: compares the workers' parameters, if they are to be compared.
-        name: of the step.
         number: of the step among the executor's training steps, the same on all workers.
         ids: learns which rows a batch looks up, if there are tables on servers.
         between: called once the step has read its rows, while there is time to request the next step's.
@@ -65,15 +63,15 @@ class StepRunner:
         workers: Workers | None,
         buckets: GradientBuckets,
         servers: Sequence[RemoteWindow],
+        first: FirstBatches | None,
         drift: Drift | None,
         *,
-        name: str,
         number: int,
         ids: LeafIds | None,
         between: Callable[[], None] | None,
     ) -> None:
         self.step, self.engine, self._buckets, self._servers = step, engine, buckets, servers
-        self._name, self._number = name, number
+        self._number, self._first = number, first
         self.ids, self._between = ids, between
         self._workers, self._drift = workers, drift
         self._rowless = None if workers is None else workers.rowless
@@ -85,7 +83,6 @@ class StepRunner:
         self.mean_rows: float | None = None
         self._broken = False
         self._started = False
-        self._has_met = False
         optimizers = step.optimizers
         self._own_zero_grads = any(
             type(one).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(one) for one in optimizers
@@ -285,28 +282,17 @@ class StepRunner:
         worker's weight only if its backward started from it. So backward starts from rows / mean rows, and the sums
         are weighted by the mean: equal shards, as in the run before, start from exactly 1.
         """
-        if self._workers is None or self._has_met:
+        if self._first is None:
             return
-        mine = torch.tensor([rows, digest_of(batch) if rows > 0 else 0], dtype=torch.float64, device="cpu")
         try:
-            everyone = self._workers.all_gather(mine, operation="all_gather of rows")
+            counts = self._first.exchange(rows, batch)
         except BaseException:
-            self._broken = True
+            self._broken = self._workers is not None
             raise
-        counts = everyone[:, 0]
-        total, workers = counts.sum().item(), int(counts.count_nonzero())
-        self._has_met = workers > 0
-        if workers and self.step.reduction == "mean" and self.mean_rows is None:
-            self.mean_rows = total / workers
-        each = f"{counts[0]:g}" if bool((counts == counts[0]).all()) else "/".join(f"{count:g}" for count in counts)
-        if workers and self._workers.rank == 0:
-            _log.info("%s: %d workers x %s rows = %g rows a step", self._name, len(counts), each, total)
-        if workers == len(counts) and everyone[0, 1] and bool((everyone == everyone[0]).all()):
-            warnings.warn(
-                f"all {workers} workers run {self._name!r} on the same batch, so every row counts {workers} times; let "
-                "ab.loaders.GlobalBatches share the data out, or give each worker rows of its own",
-                stacklevel=7,  # where the script calls Executor.run
-            )
+        if counts is not None:
+            self._first = None
+            if self._workers is not None and self.step.reduction == "mean" and self.mean_rows is None:
+                self.mean_rows = (counts.sum() / counts.count_nonzero()).item()
 
     def _end_backward(self) -> None:
         """Let the sinks go on with the run's gradients: the servers' are pushed while the workers' sums arrive."""
@@ -670,17 +656,6 @@ def rows_of(step: Step, batch: Structure) -> float:
     if not 0 <= rows < float("inf"):
         raise ValueError(f"rows(batch) gave {rows!r}; the weight of a batch is a finite number of at least 0")
     return rows
-
-
-def digest_of(batch: Structure) -> int:
-    """Return a hash of the batch's dense tensors, of 6 bytes, which float64 holds exactly; 0 without any."""
-    digest, some = hashlib.blake2b(digest_size=6), False
-    for leaf in flatten(batch)[0]:
-        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_meta:
-            some = True
-            plain = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
-    return int.from_bytes(digest.digest()) if some else 0
 
 
 def _sparse_tables(step: TrainStep) -> list[str]:

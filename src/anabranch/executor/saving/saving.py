@@ -253,33 +253,39 @@ class Saver:
             self.remote.settle()
             self._gather(b"")  # read once all have settled
 
-        def mine() -> dict[str, Any]:
-            state = {} if self._row else self._entries(model)
-            return _copied(state) if whole or self._rank else state
-
-        state = self._together(mine, "could not read the state of the model")
+        failed = "could not read the state of the model"
+        state, served = self._together(lambda: self._entries(model), failed)
         if self._stages > 1:
-            for part in self._gather_at_first(state if self._rank else {})[1 : self._stages]:
-                state |= part
-        return state if self._rank == 0 else {}
+            for part, names in self._gather_at_first([state, served] if self._rank else [{}, {}])[1 : self._stages]:
+                state, served = state | part, served | names
 
-    def _entries(self, model: nn.Module) -> dict[str, Any]:
-        """Return this rank's state of the model, what is on servers as ``Blocks``."""
-        state: dict[str, Any] = model.state_dict()
-        remote, prefix = self.remote, next(prefix for prefix, other in self._models.items() if other is model)
-        if remote is None:
+        def complete() -> dict[str, Any]:
+            """Add what is on servers, which rank 0 alone reads, whichever stage it belongs to."""
+            if self._rank or self.remote is None:
+                return {} if self._rank else state
+            blocks = {table: self.remote.client.value_blocks(table) for table in served.values()}
+            for name, table in served.items():
+                ids, state[name] = blocks[table]
+                if ids is not None:
+                    state[f"{name.removesuffix('weight')}ids"] = ids
             return state
-        served = {name: moved for moved in remote.there for name in moved.names}
-        blocks = {moved.name: remote.client.value_blocks(moved.name)[1] for moved in served.values()}
-        for name in state:
-            if prefix + name in served:
-                state[name] = blocks[served[prefix + name].name]
+
+        return self._together(lambda: _copied(complete()) if whole else complete(), failed)
+
+    def _entries(self, model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return this rank's state of the model, and the tables and parameters on servers that belong in it."""
+        state: dict[str, Any] = {} if self._row else model.state_dict()
+        remote, prefix = self.remote, next(prefix for prefix, other in self._models.items() if other is model)
+        if remote is None or self._row:
+            return state, {}
+        there = {name: moved.name for moved in remote.there for name in moved.names}
+        served = {name: there[prefix + name] for name in state if prefix + name in there}
         for path, module in model.named_modules():
             if isinstance(module, RemoteEmbedding):
-                ids, rows = remote.client.value_blocks(module.name)
                 here = f"{path}." if path else ""
-                state |= {f"{here}weight": rows} if ids is None else {f"{here}ids": ids, f"{here}weight": rows}
-        return state
+                served[f"{here}weight"] = module.name
+                state |= dict.fromkeys([f"{here}ids", f"{here}weight"][module.spec.rows is not None :])
+        return state | dict.fromkeys(served), served
 
     def settle(self, deadline: Deadline) -> tuple[BackgroundSave | None, str]:
         """Wait for the save in the background; return it, and why it could not be written, the same on every worker.

@@ -110,6 +110,11 @@ class RemoteEmbedding(nn.Module):
         return None if rule is None else lambda: rule
 
     @property
+    def last_rule(self) -> RowOptimizer | None:
+        """The optimizer given to it, or that of the executor that it was in last."""
+        return self._rule or self._link.rule
+
+    @property
     def source(self) -> WeightSource | None:
         """The source of its rows, if it is connected."""
         return self._link.source
@@ -132,11 +137,16 @@ class RemoteEmbedding(nn.Module):
         self._link.kept = None
 
     def leave(self, client: ParameterClient, rule: RowOptimizer | None) -> None:
-        """Read no longer through ``client``, which is closed next: rows that end with it are kept here."""
+        """Read no longer through ``client``, which is closed next: rows that end with it are kept here.
+
+        ``rule`` is ``None`` where they were only read.
+        """
         kept, source = _rows_of(self.name, client), self._link.source
+        if rule is None and kept is not None:
+            rule = RowOptimizer.from_dict(kept[0][0]["rule"])
         for link in (self._link, *self._link.copies):
             if link.source is source:
-                link.source, link.rule, link.kept = None, rule, kept
+                link.source, link.rule, link.kept = None, rule or link.rule, kept
 
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Rows of ``ids``, or with a ``mode`` one row a bag."""
@@ -165,7 +175,7 @@ class RemoteEmbedding(nn.Module):
         return link.source or self._alone()
 
     def _alone(self) -> WeightSource:
-        rule = self._rule or self._link.rule
+        rule = self.last_rule
         if rule is None:
             raise ValueError(
                 f"RemoteEmbedding {self.name} has no optimizer; give it one with optimizer=, or run it in a TrainStep"
@@ -209,7 +219,8 @@ def _rows_of(name: str, client: ParameterClient) -> _Rows | None:
     if not client.in_process or client.forked:
         return None
     with client.collect([name]) as saved:
-        return saved.state["tables"], {key: dict(group) for key, group in saved.groups()}
+        groups = {key: dict(group) for key, group in saved.groups()}
+        return (saved.state["tables"], groups) if saved.state["tables"] else None
 
 
 class _Link:

@@ -210,8 +210,6 @@ class RemoteTables:
         for module in model.modules():
             if isinstance(module, RemoteEmbedding) and module.name not in self._sources:
                 if self.is_trained_elsewhere(module):
-                    if not self.trains:
-                        continue
                     raise ValueError(
                         f"RemoteEmbedding {module.name} is trained by another Executor that is open; close that one "
                         "before this one trains it"
@@ -230,13 +228,19 @@ class RemoteTables:
                 module.leave(self._client, None if rule is _no_rule else rule())
 
     def read_modules(self, model: nn.Module) -> None:
-        """Let all ``RemoteEmbedding`` in ``model`` that nothing trains read their tables; none is created."""
+        """Let all ``RemoteEmbedding`` in ``model`` that nothing trains read their tables.
+
+        None is created, but those that live in this process, of an optimizer that is known.
+        """
         for module in model.modules():
             if isinstance(module, RemoteEmbedding) and not self.is_trained_elsewhere(module):
                 self._training = False  # admits no ids
                 self._client.expect_table(module.spec)
                 source = self._sources[module.name] = _Source(module.name, self, _no_rule, module.spec, 0)
                 module.attach(source)
+                if self._client.in_process and (rule := module.last_rule) is not None:
+                    self._client.init_table(module.spec, rule)
+                    module.put_back(self._client, rule)
 
     def is_trained_elsewhere(self, module: RemoteEmbedding) -> bool:
         """Return True for a module that an open executor with other tables trains."""

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from anabranch.deadline import Deadline
 from anabranch.liveness.group import Group
-from anabranch.liveness.meeting import end_without_waiting, interruptible
-from anabranch.liveness.peers import Identity, peers_of_job
+from anabranch.liveness.meeting import interruptible
+from anabranch.liveness.peers import Identity, end_without_waiting, peers_of_job
 from anabranch.pipeline.links.channel import Channel
 from anabranch.pipeline.links.inbox import Inbox
 from anabranch.pipeline.links.shared_memory import MessageMemory

@@ -1,0 +1,80 @@
+"""Workers meet: a rank that waits for the others names them, ends at its deadline, and sees that one has ended."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import anabranch as ab
+from anabranch.errors import DeadlineExceeded, PeerLost
+from anabranch.liveness import meeting
+from toys import in_job, run_in_job
+from waiting import wait_until
+
+
+def executor(**options: float) -> ab.Executor:
+    model = nn.Linear(2, 1)
+    step = ab.TrainStep(model, lambda m, b: m(b).mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+    return ab.Executor(step, **options)  # type: ignore[arg-type]
+
+
+def late(folder: str) -> list[str | None]:
+    """Rank 1 comes when rank 0 has given up once."""
+    marker, said = Path(folder) / "given up", list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("anabranch").addHandler(handler)
+    if ab.job().rank == 0:
+        meeting.SAID_AFTER = 0.0
+        with pytest.raises(DeadlineExceeded, match="meet.*rank 1|rank 1.*meet") as caught:
+            executor(timeout=0.6)
+        assert caught.value.elapsed is not None
+        assert caught.value.elapsed < meeting.BACKEND_GRACE
+        marker.touch()
+    else:
+        wait_until(marker.exists)
+    with executor() as made:
+        made.run(batch=torch.full((2, 2), 1.0 + ab.job().rank))
+        return [made.comm_mode, *said]
+
+
+def test_a_rank_says_whom_it_waits_for_until_its_timeout_and_meets_them_later(tmp_path: Path) -> None:
+    first, second = in_job(late, 2, str(tmp_path))
+    assert first[0] == second[0] == "AllReduce"
+    assert first[1] == "waiting for rank 1 to make an Executor; comm_mode=None trains alone"
+    assert not any("waiting" in line for line in second[1:])
+
+
+def after_training() -> str:
+    """Rank 0 makes another Executor for itself, which the other rank does not."""
+    executor().close()
+    if ab.job().rank:
+        return ""
+    with pytest.raises(PeerLost, match="its process has ended") as caught:
+        executor()
+    return str(caught.value.peer)
+
+
+def test_a_rank_that_has_ended_is_not_waited_for() -> None:
+    assert in_job(after_training, 2) == ["rank 1", ""]
+
+
+def speaking(configured: bool) -> None:
+    if configured:
+        logging.basicConfig(format="own: %(message)s")
+    with executor() as made:
+        made.run(batch=torch.full((2, 2), 1.0 + ab.job().rank))
+
+
+@pytest.mark.parametrize(("workers", "mode"), [(2, "'AllReduce'"), (1, "None")])
+def test_workers_of_a_job_say_what_they_do_unless_the_script_has_configured_logging(workers: int, mode: str) -> None:
+    first, *others = run_in_job(speaking, workers, False).check().logs
+    lines = [line for line in first.splitlines() if line.startswith("anabranch: ")]
+    assert lines[0] == f"anabranch: comm_mode is {mode} (workers: {workers}, servers: 0)"
+    assert lines[1:] == ["anabranch: default: 2 workers x 2 rows = 4 rows a step"][: workers - 1]
+    assert not any("anabranch: " in log for log in others)
+    assert not any("comm_mode is" in log for log in run_in_job(speaking, workers, True).check().logs)
