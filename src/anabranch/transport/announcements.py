@@ -16,6 +16,7 @@ from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint
 from anabranch.transport.streams import Peer
 
 __all__ = [
+    "UID",
     "Announcement",
     "check_announced",
     "check_kind",
@@ -26,7 +27,7 @@ __all__ = [
     "prefixes_of",
 ]
 
-_UID = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(\.(0|[1-9][0-9]*))+")
+UID = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(\.(0|[1-9][0-9]*))+")
 _PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(\.(0|[1-9][0-9]*))*")
 _LONGEST_UID = 100
 _LONGEST_TTL = 24 * 3600.0
@@ -52,7 +53,7 @@ def check_uid(uid: object) -> str:
     Raises:
         ValueError: it is invalid; the message shows the form.
     """
-    if isinstance(uid, str) and len(uid) <= _LONGEST_UID and _UID.fullmatch(uid):
+    if isinstance(uid, str) and len(uid) <= _LONGEST_UID and UID.fullmatch(uid):
         return uid
     raise ValueError(
         f"{uid!r} is not a uid; use prefix.i or prefix.i.j..., with a name as prefix, whole numbers without leading "
