@@ -125,14 +125,15 @@ class Stopped(Exception):
 @contextmanager
 def stopped_by_signals(executor: ab.Executor) -> Iterator[None]:
     """Ctrl-C or SIGTERM lets the step under way end and be saved, on all workers alike; the next one ends at once."""
-    come = []
+    come: list[int] = []
 
     def stop(number: int, frame: object) -> None:
         come.append(number)
         signal.signal(number, before[number])
         executor.request_stop()
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield
     except Stopped as stopped:
