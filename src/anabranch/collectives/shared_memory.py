@@ -215,7 +215,8 @@ def _advance(words: Any, phase: int, rows: Any, rank: int, number: int, stage: i
         moved = _wait(words, phase, first, waiting, waits)
         if moved != 1:
             return _ARRIVED if moved == 0 else _LOST
-        chunk = (size // ranks + _LINE - 1) // _LINE * _LINE  # whole lines, so that no two ranks write to one
+        part = ranks * _LINE  # chunks are whole lines, so that no two ranks write to one
+        chunk = (size + part - 1) // part * _LINE
         _sum(rows, min(rank * chunk, size), min((rank + 1) * chunk, size))
         if not _arrive(words, phase, second, ranks):
             return _LOST
