@@ -49,6 +49,22 @@ def test_a_rank_says_whom_it_waits_for_until_its_timeout_and_meets_them_later(tm
     assert not any("waiting" in line for line in second[1:])
 
 
+def gone_again(folder: str) -> str | None:
+    """Rank 0 gives up where rank 1 has seen it; rank 2 comes behind that."""
+    marker = Path(folder) / "given up"
+    if ab.job().rank == 2:
+        wait_until(marker.exists)
+    with pytest.raises(DeadlineExceeded, match="not all ranks arrived") as caught:
+        executor(timeout=0.8 if ab.job().rank == 0 else 3.0)
+    marker.touch()
+    return caught.value.peer
+
+
+def test_a_rank_that_has_given_up_is_one_that_has_not_come(tmp_path: Path) -> None:
+    _, *others = in_job(gone_again, 3, str(tmp_path))
+    assert others == ["rank 0"] * 2
+
+
 def after_training() -> str:
     """Rank 0 makes another Executor for itself, which the other rank does not."""
     executor().close()

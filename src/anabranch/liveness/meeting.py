@@ -59,7 +59,8 @@ def meet_peers(backend: str, timeout: float) -> None:
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     prefix = f"anabranch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_meetings}"
     rank, size, deadline = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Deadline.after(timeout)
-    absent = [other for other in range(size) if other != rank]
+    others, names = [other for other in range(size) if other != rank], [f"{one}" for one in range(size)]
+    absent = list(others)
 
     def meet() -> None:
         global _meetings
@@ -70,8 +71,8 @@ def meet_peers(backend: str, timeout: float) -> None:
                 raise
             raise too_late([0], "meet", deadline, None) from error
         store.set(f"{rank}", Identity.of_this_process().encode())
-        while absent:
-            absent[:] = [other for other in absent if not store.check([f"{other}"])]
+        while not store.check(names):  # all of them: one that had come may have given up
+            absent[:] = [other for other in absent or others if not store.check([names[other]])]
             ended = [other for other in absent if other in _met and _met[other].has_ended()]
             if ended or (absent and deadline.expired()):
                 store.delete_key(f"{rank}")  # the others wait until this one comes again
@@ -80,7 +81,8 @@ def meet_peers(backend: str, timeout: float) -> None:
                 seconds = deadline.elapsed()
                 raise PeerLost("its process has ended", peer=rank_names(ended), operation="meet", elapsed=seconds)
             time.sleep(_PAUSE)
-        everyone = store.multi_get([f"{other}" for other in range(size)])
+        absent.clear()
+        everyone = store.multi_get(names)
         if device is not None:
             torch.cuda.set_device(device)  # a thread's own
         limit = timedelta(seconds=timeout + BACKEND_GRACE)
@@ -115,7 +117,7 @@ def reminder(ranks: Sequence[int]) -> Callable[[], dict[int, str]]:
     say_at: list[float] = [time.monotonic() + SAID_AFTER]
 
     def look() -> dict[int, str]:
-        if say_at and time.monotonic() >= say_at[0]:
+        if say_at and ranks and time.monotonic() >= say_at[0]:
             say_at.clear()
             _log.warning("waiting for %s to make an Executor; comm_mode=None trains alone", rank_names(ranks))
         return {}
