@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from torch import nn
 
 import anabranch as ab
 from anabranch.errors import DeadlineExceeded, PeerLost
+from anabranch.launch.meeting.addresses import held_port
 from anabranch.liveness import meeting
+from programs import start
 from toys import in_job, run_in_job
 from waiting import wait_until
 
@@ -63,6 +66,37 @@ def gone_again(folder: str) -> str | None:
 def test_a_rank_that_has_given_up_is_one_that_has_not_come(tmp_path: Path) -> None:
     _, *others = in_job(gone_again, 3, str(tmp_path))
     assert others == ["rank 0"] * 2
+
+
+RANK = """
+import os, threading
+from torch.distributed import TCPStore
+from anabranch.collectives import Workers
+from anabranch.errors import PeerLost
+
+
+def end() -> None:
+    TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"])).wait(["anabranch/0/0/1"])
+    os._exit(0)
+
+
+if os.environ["RANK"] == "0":
+    threading.Thread(target=end, daemon=True).start()
+try:
+    Workers(timeout=60.0)
+except PeerLost as error:
+    print(error.peer, error.operation)
+"""
+
+
+def test_a_rank_whose_end_takes_the_store_with_it_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    with held_port("127.0.0.1") as port, ExitStack() as stack:
+        common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        first, second = [stack.enter_context(start(script, environment={**common, "RANK": rank})) for rank in "01"]
+        assert first.wait(60) == 0
+        assert second.communicate(60)[0] == "rank 0 meet\n"
 
 
 def after_training() -> str:

@@ -95,7 +95,13 @@ def meet_peers(backend: str, timeout: float) -> None:
 
     process_record()
     with Lasting("wait", "wait", facts):
-        interruptible(meet, reminder(absent))
+        try:
+            interruptible(meet, reminder(absent))
+        except dist.DistNetworkError as error:
+            if rank == 0:
+                raise
+            text, seconds = f"the connection to the job's store failed: {error}", deadline.elapsed()
+            raise PeerLost(text, peer="rank 0", operation="meet", elapsed=seconds) from None
 
 
 def _store(rank: int, timeout: timedelta) -> Store:
