@@ -365,9 +365,11 @@ def left_or_late(how: str) -> list[Any]:
     return [str(error), None if error is None else error.peer]
 
 
-def test_a_rank_that_leaves_ends_the_others_waits() -> None:
-    text, _ = in_job(left_or_late, 2, "close")[0]
-    assert "rank 1 has left the sum" in text
+def test_a_rank_that_leaves_ends_the_others_waits_and_is_named() -> None:
+    first, _, third = in_job(left_or_late, 3, "close")
+    for text, peer in (first, third):
+        assert "rank 1 has left the sum" in text
+        assert peer == "rank 1"
 
 
 def test_a_rank_that_does_not_come_is_named_at_the_deadline_and_comes_too_late() -> None:

@@ -44,6 +44,7 @@ from numba.extending import intrinsic
 
 from anabranch.collectives.workers import Pending, Workers
 from anabranch.errors import BoundaryError
+from anabranch.liveness.group import RankLeft
 from anabranch.tables.kernels.numbers import inline, kernel
 
 if TYPE_CHECKING:
@@ -267,11 +268,11 @@ class SharedSum:
         """Wait for one sleep at most, and return whether the sum is complete.
 
         Raises:
-            RuntimeError: it never will be.
+            RankLeft: it never will be.
         """
         self._go_on(1)
         if self._stage == _LOST:
-            raise RuntimeError(f"rank {self._workers.ranks[self.segment.gave_up()]} has left the sum")
+            raise RankLeft(self._workers.ranks[self.segment.gave_up()], "sum")
         return self._stage == _DONE
 
     def give_up(self) -> bool:
