@@ -69,7 +69,8 @@ def test_a_rank_that_has_given_up_is_one_that_has_not_come(tmp_path: Path) -> No
 
 
 RANK = """
-import os, threading
+import os, sys, threading
+import torch.distributed as dist
 from torch.distributed import TCPStore
 from anabranch.collectives import Workers
 from anabranch.errors import PeerLost
@@ -80,8 +81,10 @@ def end() -> None:
     os._exit(0)
 
 
-if os.environ["RANK"] == "0":
+if os.environ["RANK"] == "0" and sys.argv[1] == "first":
     threading.Thread(target=end, daemon=True).start()
+elif os.environ["RANK"] == "1" and sys.argv[1] == "connecting":
+    dist.init_process_group = lambda *_, **__: os._exit(0)
 try:
     Workers(timeout=60.0)
 except PeerLost as error:
@@ -89,14 +92,16 @@ except PeerLost as error:
 """
 
 
-def test_a_rank_whose_end_takes_the_store_with_it_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("what", "world", "ends"), [("first", 3, 0), ("connecting", 2, 1)])
+def test_a_rank_that_ends_as_ranks_meet_is_named(what: str, world: int, ends: int, tmp_path: Path) -> None:
+    """Rank 0, with which the store ends, where another has not come; and a rank that all have seen."""
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     with held_port("127.0.0.1") as port, ExitStack() as stack:
-        common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        first, second = [stack.enter_context(start(script, environment={**common, "RANK": rank})) for rank in "01"]
-        assert first.wait(60) == 0
-        assert second.communicate(60)[0] == "rank 0 meet\n"
+        common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        pair = [stack.enter_context(start(script, what, environment={**common, "RANK": rank})) for rank in "01"]
+        assert pair[ends].wait(60) == 0
+        assert pair[1 - ends].communicate(60)[0] == f"rank {ends} meet\n"
 
 
 def after_training() -> str:

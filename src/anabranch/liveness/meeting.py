@@ -48,7 +48,7 @@ def meet_peers(backend: str, timeout: float) -> None:
 
     Raises:
         ValueError: the environment names no job.
-        PeerLost: a worker that came to an earlier meeting has ended.
+        PeerLost: a worker that came to this or an earlier meeting has ended.
         DeadlineExceeded: names those who have not come.
     """
     if missing := [name for name in _MEETING if name not in os.environ]:
@@ -60,7 +60,8 @@ def meet_peers(backend: str, timeout: float) -> None:
     prefix = f"anabranch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_meetings}"
     rank, size, deadline = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Deadline.after(timeout)
     others, names = [other for other in range(size) if other != rank], [f"{one}" for one in range(size)]
-    absent = list(others)
+    absent, came = list(others), dict[int, Identity]()
+    remind = reminder(absent)
 
     def meet() -> None:
         global _meetings
@@ -76,19 +77,25 @@ def meet_peers(backend: str, timeout: float) -> None:
             ended = [other for other in absent if other in _met and _met[other].has_ended()]
             if ended or (absent and deadline.expired()):
                 store.delete_key(f"{rank}")  # the others wait until this one comes again
-                if not ended:
-                    raise too_late(absent, "meet", deadline, None)
-                seconds = deadline.elapsed()
-                raise PeerLost("its process has ended", peer=rank_names(ended), operation="meet", elapsed=seconds)
+                raise lost(ended) if ended else too_late(absent, "meet", deadline, None)
             time.sleep(_PAUSE)
         absent.clear()
-        everyone = store.multi_get(names)
+        came.update(enumerate(Identity.decode(text.decode()) for text in store.multi_get(names)))
         if device is not None:
             torch.cuda.set_device(device)  # a thread's own
         limit = timedelta(seconds=timeout + BACKEND_GRACE)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
-        _met.update(enumerate(Identity.decode(text.decode()) for text in everyone))
+        _met.update(came)
         _meetings += 1
+
+    def lost(ranks: Sequence[int]) -> PeerLost:
+        seconds = deadline.elapsed()
+        return PeerLost("its process has ended", peer=rank_names(ranks), operation="meet", elapsed=seconds)
+
+    def look() -> None:
+        remind()
+        if ended := [other for other in others if other in came and came[other].has_ended()]:
+            raise lost(ended)  # gloo would wait for its connection
 
     def facts() -> dict[str, object]:
         return {"peer": ", ".join(f"rank {other}" for other in absent), "operation": "meet", "limit": timeout}
@@ -96,7 +103,7 @@ def meet_peers(backend: str, timeout: float) -> None:
     process_record()
     with Lasting("wait", "wait", facts):
         try:
-            interruptible(meet, reminder(absent))
+            interruptible(meet, look)
         except dist.DistNetworkError as error:
             if rank == 0:
                 raise
