@@ -234,6 +234,17 @@ def test_a_sum_that_was_not_complete_before_a_rank_gave_up_never_is(turns: int, 
     assert first.words[0] == 1
 
 
+@pytest.mark.parametrize(("ranks", "size"), [(3, 512), (33, 15_872), (47, 1536), (64, 512)])
+def test_no_number_is_left_out_of_the_chunks_of_many_ranks(ranks: int, size: int) -> None:
+    rows = np.ones((ranks, size))
+    words = np.zeros(4 * shared._LINE, np.uint32)
+    everyone = [Rank(words, rows, rank) for rank in range(ranks)]
+    for _ in range(3):
+        stages = {one.go_on() for one in everyone}
+    assert stages == {shared._DONE}
+    assert bool((rows == ranks).all())
+
+
 RANK = """
 import json, os, sys
 import torch, torch.distributed as dist
@@ -354,9 +365,11 @@ def left_or_late(how: str) -> list[Any]:
     return [str(error), None if error is None else error.peer]
 
 
-def test_a_rank_that_leaves_ends_the_others_waits() -> None:
-    text, _ = in_job(left_or_late, 2, "close")[0]
-    assert "rank 1 has left the sum" in text
+def test_a_rank_that_leaves_ends_the_others_waits_and_is_named() -> None:
+    first, _, third = in_job(left_or_late, 3, "close")
+    for text, peer in (first, third):
+        assert "rank 1 has left the sum" in text
+        assert peer == "rank 1"
 
 
 def test_a_rank_that_does_not_come_is_named_at_the_deadline_and_comes_too_late() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -370,3 +371,34 @@ def test_a_job_on_a_device_is_the_plain_loop(workers: int, mode: str, engine: st
     cases = [case("adam_decay", mode, clip=0.5, engine=engine, device=device, rare=engine == "tape")]
     for ((*distances, _),) in in_job(compared, workers, cases, default, servers=int(mode != "AllReduce")):
         assert max(distances) < 1e-9
+
+
+# Another number of workers' state, in an Executor that has run already.
+
+
+def loaded(folder: str) -> list[float]:
+    """Train behind the checkpoint, or make it, by a loss that sums over the workers."""
+    rank, alone = ab.job().rank, ab.job().world_size == 1
+    torch.manual_seed(0)
+    model, sizes = nn.Linear(4, 1).double(), [12] if alone else [3, 9]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        total = model(x).sum()
+        total = total if alone else ab.all_reduce(total)
+        return model(x).square().mean() + (total / 12).square()  # type: ignore[no-any-return]
+
+    with ab.Executor(ab.TrainStep(model, loss, optimizer)) as executor:
+        for number in (0, 1, 2, 3):
+            if number == 2:
+                if alone:
+                    executor.save(folder)
+                executor.load(folder)
+            whole = torch.randn(12, 4, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+            executor.run(batch=whole.split(sizes)[rank])
+    return [value for parameter in model.parameters() for value in parameter.flatten().tolist()]
+
+
+def test_a_state_of_another_number_of_workers_is_loaded_into_an_executor_that_has_run(tmp_path: Path) -> None:
+    (expected,) = in_job(loaded, 1, str(tmp_path))
+    assert in_job(loaded, 2, str(tmp_path)) == [pytest.approx(expected, abs=1e-12)] * 2

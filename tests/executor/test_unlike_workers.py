@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import anabranch as ab
 from anabranch.collectives import Workers
-from anabranch.executor.likeness import check_alike
+from anabranch.executor.likeness import FirstBatches, check_alike
 from anabranch.executor.routes import CommMode, plan_routes
 from anabranch.executor.steps import Step, distinct_models
 from toys import in_job, run_in_job
@@ -284,3 +285,16 @@ def test_tensor_parallel_modules_are_refused() -> None:
     parallelize_module(model, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
     with pytest.raises(ValueError, match=r"'0.weight' of Sequential is a DTensor"):
         ab.EvalStep(model, lambda m, x: {"y": m(x)})
+
+
+class Gone:
+    """A store whose process has ended."""
+
+    def set(self, *_: object) -> None:
+        raise dist.DistNetworkError("connection reset by peer")
+
+
+def test_workers_that_do_not_wait_go_on_without_the_process_that_had_the_store() -> None:
+    workers = SimpleNamespace(store=Gone(), ranks=[0, 1], rank=1)
+    first = FirstBatches("train", workers, together=False)  # type: ignore[arg-type]
+    assert first.exchange(3.0, torch.ones(3)) is None

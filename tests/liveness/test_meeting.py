@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from torch import nn
 
 import anabranch as ab
 from anabranch.errors import DeadlineExceeded, PeerLost
+from anabranch.launch.meeting.addresses import held_port
 from anabranch.liveness import meeting
+from programs import start
 from toys import in_job, run_in_job
 from waiting import wait_until
 
@@ -47,6 +50,58 @@ def test_a_rank_says_whom_it_waits_for_until_its_timeout_and_meets_them_later(tm
     assert first[0] == second[0] == "AllReduce"
     assert first[1] == "waiting for rank 1 to make an Executor; comm_mode=None trains alone"
     assert not any("waiting" in line for line in second[1:])
+
+
+def gone_again(folder: str) -> str | None:
+    """Rank 0 gives up where rank 1 has seen it; rank 2 comes behind that."""
+    marker = Path(folder) / "given up"
+    if ab.job().rank == 2:
+        wait_until(marker.exists)
+    with pytest.raises(DeadlineExceeded, match="not all ranks arrived") as caught:
+        executor(timeout=0.8 if ab.job().rank == 0 else 3.0)
+    marker.touch()
+    return caught.value.peer
+
+
+def test_a_rank_that_has_given_up_is_one_that_has_not_come(tmp_path: Path) -> None:
+    _, *others = in_job(gone_again, 3, str(tmp_path))
+    assert others == ["rank 0"] * 2
+
+
+RANK = """
+import os, sys, threading
+import torch.distributed as dist
+from torch.distributed import TCPStore
+from anabranch.collectives import Workers
+from anabranch.errors import PeerLost
+
+
+def end() -> None:
+    TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"])).wait(["anabranch/0/0/1"])
+    os._exit(0)
+
+
+if os.environ["RANK"] == "0" and sys.argv[1] == "first":
+    threading.Thread(target=end, daemon=True).start()
+elif os.environ["RANK"] == "1" and sys.argv[1] == "connecting":
+    dist.init_process_group = lambda *_, **__: os._exit(0)
+try:
+    Workers(timeout=60.0)
+except PeerLost as error:
+    print(error.peer, error.operation)
+"""
+
+
+@pytest.mark.parametrize(("what", "world", "ends"), [("first", 3, 0), ("connecting", 2, 1)])
+def test_a_rank_that_ends_as_ranks_meet_is_named(what: str, world: int, ends: int, tmp_path: Path) -> None:
+    """Rank 0, with which the store ends, where another has not come; and a rank that all have seen."""
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    with held_port("127.0.0.1") as port, ExitStack() as stack:
+        common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        pair = [stack.enter_context(start(script, what, environment={**common, "RANK": rank})) for rank in "01"]
+        assert pair[ends].wait(60) == 0
+        assert pair[1 - ends].communicate(60)[0] == f"rank {ends} meet\n"
 
 
 def after_training() -> str:

@@ -44,6 +44,7 @@ from numba.extending import intrinsic
 
 from anabranch.collectives.workers import Pending, Workers
 from anabranch.errors import BoundaryError
+from anabranch.liveness.group import RankLeft
 from anabranch.tables.kernels.numbers import inline, kernel
 
 if TYPE_CHECKING:
@@ -215,7 +216,8 @@ def _advance(words: Any, phase: int, rows: Any, rank: int, number: int, stage: i
         moved = _wait(words, phase, first, waiting, waits)
         if moved != 1:
             return _ARRIVED if moved == 0 else _LOST
-        chunk = (size // ranks + _LINE - 1) // _LINE * _LINE  # whole lines, so that no two ranks write to one
+        part = ranks * _LINE  # chunks are whole lines, so that no two ranks write to one
+        chunk = (size + part - 1) // part * _LINE
         _sum(rows, min(rank * chunk, size), min((rank + 1) * chunk, size))
         if not _arrive(words, phase, second, ranks):
             return _LOST
@@ -266,11 +268,11 @@ class SharedSum:
         """Wait for one sleep at most, and return whether the sum is complete.
 
         Raises:
-            RuntimeError: it never will be.
+            RankLeft: it never will be.
         """
         self._go_on(1)
         if self._stage == _LOST:
-            raise RuntimeError(f"rank {self._workers.ranks[self.segment.gave_up()]} has left the sum")
+            raise RankLeft(self._workers.ranks[self.segment.gave_up()], "sum")
         return self._stage == _DONE
 
     def give_up(self) -> bool:

@@ -283,7 +283,7 @@ class Workers(Group):
         """True if all are processes of one user on one host, few enough to sum in shared memory; asked by all alike."""
         mine = f"{self.peers.identity.host} {os.getuid()} {platform.machine()}"
         hosts = self.all_gather_bytes(mine.encode(), operation="comparison of hosts")
-        alike = len(set(hosts)) == 1 and len(hosts) <= _MOST_SHARING
+        alike = len(set(hosts)) == 1 < len(hosts) <= _MOST_SHARING
         if not alike:
             _log.info("gradients go through gloo's sockets: shared memory is for %s", _SHARING)
         return alike

@@ -21,7 +21,7 @@ import math
 import warnings
 import zlib
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import zip_longest
 from numbers import Real
 from types import MappingProxyType, NoneType
@@ -152,15 +152,10 @@ class FirstBatches:
         if self._together:
             everyone = workers.all_gather(mine, operation="all_gather of rows")
         else:
-            assert workers.store is not None
-            keys = [f"first batch of {self._name}/{rank}" for rank in workers.ranks]
-            if not self._left:
-                workers.store.set(keys[workers.rank], mine.numpy().tobytes().hex())
-                self._left = True
-            if not workers.store.check(keys):
+            texts = self._others_texts(mine.numpy().tobytes().hex())
+            if texts is None:
                 return None
-            data = "".join(text.decode() for text in workers.store.multi_get(keys))
-            everyone = torch.frombuffer(bytearray.fromhex(data), dtype=torch.float64).view(-1, 2)
+            everyone = torch.frombuffer(bytearray.fromhex("".join(texts)), dtype=torch.float64).view(-1, 2)
         counts, size = everyone[:, 0], len(everyone)
         if not counts.any():
             return None
@@ -174,6 +169,19 @@ class FirstBatches:
                 stacklevel=8,  # where the script calls Executor.run
             )
         return counts
+
+    def _others_texts(self, mine: str) -> list[str] | None:
+        """Leave this worker's text once, and return everyone's; ``None`` until all have left theirs."""
+        workers = self._workers
+        assert workers.store is not None
+        keys = [f"first batch of {self._name}/{rank}" for rank in workers.ranks]
+        with suppress(RuntimeError):  # the process that holds the store has ended, for which nobody here waits
+            if not self._left:
+                workers.store.set(keys[workers.rank], mine)
+                self._left = True
+            if workers.store.check(keys):
+                return [text.decode() for text in workers.store.multi_get(keys)]
+        return None
 
 
 def digest_of(batch: Structure) -> int:

@@ -25,6 +25,14 @@ _PAUSE = 0.01
 _BACKENDS_OWN = re.compile(r"^\[[^]]*\.cc:\d+\] |\. This is typically caused by.*", re.DOTALL)
 
 
+class RankLeft(RuntimeError):
+    """A rank ended a collective for all, and may live on."""
+
+    def __init__(self, rank: int, operation: str) -> None:
+        super().__init__(f"rank {rank} has left the {operation}")
+        self.rank = rank
+
+
 class Group:
     """Ranks that act together, under one membership of their job. Its waits check that the others are alive.
 
@@ -131,7 +139,8 @@ class Group:
         if deadline.expired():
             return too_late(self.others, operation, deadline, step)
         kind = DeadlineExceeded if "timed out" in message.lower() else PeerLost
-        return kind(message, peer=rank_names(self.others), operation=operation, step=step, elapsed=deadline.elapsed())
+        known = [error.rank] if isinstance(error, RankLeft) and error.rank in self.others else self.others
+        return kind(message, peer=rank_names(known), operation=operation, step=step, elapsed=deadline.elapsed())
 
     def _patience(self, deadline: Deadline, *, at_once: bool) -> float:
         return deadline.remaining() if at_once else min(self.heartbeat / 2, LOOK_SECONDS, deadline.remaining())

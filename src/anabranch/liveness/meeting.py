@@ -48,7 +48,7 @@ def meet_peers(backend: str, timeout: float) -> None:
 
     Raises:
         ValueError: the environment names no job.
-        PeerLost: a worker that came to an earlier meeting has ended.
+        PeerLost: a worker that came to this or an earlier meeting has ended.
         DeadlineExceeded: names those who have not come.
     """
     if missing := [name for name in _MEETING if name not in os.environ]:
@@ -59,7 +59,9 @@ def meet_peers(backend: str, timeout: float) -> None:
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     prefix = f"anabranch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_meetings}"
     rank, size, deadline = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Deadline.after(timeout)
-    absent = [other for other in range(size) if other != rank]
+    others, names = [other for other in range(size) if other != rank], [f"{one}" for one in range(size)]
+    absent, came = list(others), dict[int, Identity]()
+    remind = reminder(absent)
 
     def meet() -> None:
         global _meetings
@@ -70,30 +72,43 @@ def meet_peers(backend: str, timeout: float) -> None:
                 raise
             raise too_late([0], "meet", deadline, None) from error
         store.set(f"{rank}", Identity.of_this_process().encode())
-        while absent:
-            absent[:] = [other for other in absent if not store.check([f"{other}"])]
+        while not store.check(names):  # all of them: one that had come may have given up
+            absent[:] = [other for other in absent or others if not store.check([names[other]])]
             ended = [other for other in absent if other in _met and _met[other].has_ended()]
             if ended or (absent and deadline.expired()):
                 store.delete_key(f"{rank}")  # the others wait until this one comes again
-                if not ended:
-                    raise too_late(absent, "meet", deadline, None)
-                seconds = deadline.elapsed()
-                raise PeerLost("its process has ended", peer=rank_names(ended), operation="meet", elapsed=seconds)
+                raise lost(ended) if ended else too_late(absent, "meet", deadline, None)
             time.sleep(_PAUSE)
-        everyone = store.multi_get([f"{other}" for other in range(size)])
+        absent.clear()
+        came.update(enumerate(Identity.decode(text.decode()) for text in store.multi_get(names)))
         if device is not None:
             torch.cuda.set_device(device)  # a thread's own
         limit = timedelta(seconds=timeout + BACKEND_GRACE)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
-        _met.update(enumerate(Identity.decode(text.decode()) for text in everyone))
+        _met.update(came)
         _meetings += 1
+
+    def lost(ranks: Sequence[int]) -> PeerLost:
+        seconds = deadline.elapsed()
+        return PeerLost("its process has ended", peer=rank_names(ranks), operation="meet", elapsed=seconds)
+
+    def look() -> None:
+        remind()
+        if ended := [other for other in others if other in came and came[other].has_ended()]:
+            raise lost(ended)  # gloo would wait for its connection
 
     def facts() -> dict[str, object]:
         return {"peer": ", ".join(f"rank {other}" for other in absent), "operation": "meet", "limit": timeout}
 
     process_record()
     with Lasting("wait", "wait", facts):
-        interruptible(meet, reminder(absent))
+        try:
+            interruptible(meet, look)
+        except dist.DistNetworkError as error:
+            if rank == 0:
+                raise
+            text, seconds = f"the connection to the job's store failed: {error}", deadline.elapsed()
+            raise PeerLost(text, peer="rank 0", operation="meet", elapsed=seconds) from None
 
 
 def _store(rank: int, timeout: timedelta) -> Store:
@@ -115,7 +130,7 @@ def reminder(ranks: Sequence[int]) -> Callable[[], dict[int, str]]:
     say_at: list[float] = [time.monotonic() + SAID_AFTER]
 
     def look() -> dict[int, str]:
-        if say_at and time.monotonic() >= say_at[0]:
+        if say_at and ranks and time.monotonic() >= say_at[0]:
             say_at.clear()
             _log.warning("waiting for %s to make an Executor; comm_mode=None trains alone", rank_names(ranks))
         return {}

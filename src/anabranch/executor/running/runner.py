@@ -71,7 +71,7 @@ class StepRunner:
         between: Callable[[], None] | None,
     ) -> None:
         self.step, self.engine, self._buckets, self._servers = step, engine, buckets, servers
-        self._number, self._first = number, first
+        self._number, self._first_batches, self._first = number, first, first
         self.ids, self._between = ids, between
         self._workers, self._drift = workers, drift
         self._rowless = None if workers is None else workers.rowless
@@ -638,6 +638,8 @@ class StepRunner:
             in_epoch: the loader continues within its epoch, else how far it is shows at the next one.
         """
         self.mean_rows = state["mean_rows"] if self._workers is not None and as_many_rows else None
+        if self._workers is not None and self.mean_rows is None:
+            self._first = self._first_batches
         self.runs, self.steps, self._alike_at = state["runs"], state["steps"], state["steps"]
         self.epoch_runs = state["epoch_runs"] if in_epoch else None
         if self.scale is not None and state["loss_scale"]:
