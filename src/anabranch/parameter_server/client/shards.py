@@ -290,6 +290,15 @@ class KnownTables:
         """Return the shard of a dense parameter."""
         return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") % self.calls.shards
 
+    def by_shard(self, names: Iterable[str] | None) -> list[list[str] | None]:
+        """Return for each shard those of ``names`` that it may have, as a header has room for some; ``None``: all."""
+        if names is None:
+            return [None] * self.calls.shards
+        names = list(names)
+        known = {name: self.entries[name] for name in names if name in self.entries}
+        dense = {name: self.home(name) for name, entry in known.items() if entry.placement is None}
+        return [[name for name in names if dense.get(name, shard) == shard] for shard in range(self.calls.shards)]
+
     def every_id(self, name: str, entry: Entry) -> Tensor:
         """Return the ids of a fixed table."""
         if entry.shape[0] < 0:
