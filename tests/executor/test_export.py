@@ -30,11 +30,12 @@ class Tied(nn.Module):
         self.head = nn.Linear(4, 30, bias=False)
         self.head.weight = self.words.weight
         self.low = nn.Linear(3, 4).to(torch.bfloat16)
+        self.centroids = nn.Parameter(torch.ones(4))  # named as a vocabulary's ids are
         self.register_buffer("counts", torch.arange(3))
 
     def forward(self, batch: Tensor) -> Tensor:
         users = self.low(self.users(batch).to(torch.bfloat16)).float()
-        return self.head(self.body(self.words(batch % 30)) + users)  # type: ignore[no-any-return]
+        return self.head(self.body(self.words(batch % 30)) * self.centroids + users)  # type: ignore[no-any-return]
 
 
 def step_of(model: nn.Module) -> ab.TrainStep:

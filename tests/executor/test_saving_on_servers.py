@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch import checkpoint
+from anabranch.parameter_server.client import saved_tables
 from anabranch.parameter_server.client.saved_tables import SavedTables
 from anabranch.tables.snapshot import RowSnapshot
 from toys import job_servers
@@ -167,7 +168,7 @@ def test_a_save_beside_training_streams_what_is_on_servers(
     """Neither saver nor loader has a table whole, and what is saved is of the step at which it was asked for."""
     monkeypatch.setitem(RowSnapshot.__init__.__kwdefaults__, "buffer", 400)
     part, trained = SavedTables._part, threading.Event()
-    made, read = checkpoint.write, list[int]()
+    made, read, names = checkpoint.write, list[int](), list[str]()
 
     def late(*arguments: Any) -> Any:
         assert trained.wait(60)
@@ -177,6 +178,7 @@ def test_a_save_beside_training_streams_what_is_on_servers(
         def each() -> Any:
             for name, group in more:
                 read.append(max([len(tensor) for tensor in group.values()]))
+                names.append(name)
                 yield name, group
 
         assert not any(name.startswith("table") for name in groups["model"])
@@ -197,9 +199,12 @@ def test_a_save_beside_training_streams_what_is_on_servers(
         expected = numbers(executor, model)
     model = new_model(seed=1)
     with job_servers(3, monkeypatch), executor_of(model, "adamw", mode) as executor:
+        looks, pieces = list[int](), saved_tables.pieces
         with monkeypatch.context() as patch:
             patch.setattr(ab.ParameterClient, "write_rows", None)  # which has the whole table
+            patch.setattr(saved_tables, "pieces", lambda group: looks.append(0) or pieces(group))
             executor.load(tmp_path)
+        assert len(looks) == 2 * sum("rows" in name for name in names)  # to check it, and to send it
         for name, value in numbers(executor, model).items():
             assert torch.equal(value, saved[name]), name
         executor.run("train", batch_of(1))

@@ -172,17 +172,16 @@ def test_ids_outside_a_table_are_refused_as_by_the_table_alone() -> None:
             executor.run(batch={"ids": bad, "y": torch.zeros(1)})
 
 
-def test_a_graph_is_refused_with_the_reason() -> None:
-    """A step that raises while it is captured runs on the tape once, which would raise as well if it were a mistake."""
+def test_a_graph_is_refused_with_the_reason_and_nothing_changes() -> None:
     model = Model()
-    expected = trained_plainly(copy.deepcopy(model), 1)
+    before = copy.deepcopy(model)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, fused=True)
     with ab.Executor(ab.TrainStep(model, loss, optimizer), engine="graph") as executor:
-        executor.run(batch=next(batches()))
-        with pytest.raises(ab.CaptureError, match="sizes of its features"):
-            executor.run(batch=next(batches()))
-    for found, wanted in zip(model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(found, wanted)
+        for _ in range(2):
+            with pytest.raises(ab.CaptureError, match="sizes of its features"):
+                executor.run(batch=next(batches()))
+    for value, old in zip(model.parameters(), before.parameters(), strict=True):
+        assert torch.equal(value, old)
 
 
 def test_it_counts_the_rows_of_its_batch_and_flattens_into_tensors() -> None:

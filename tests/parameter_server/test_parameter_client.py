@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from anabranch.deadline import Deadline
-from anabranch.errors import DeadlineExceeded, NonFinite, NotFound, SchemaError
+from anabranch.errors import DeadlineExceeded, NonFinite, NotFound, ProtocolError, SchemaError
 from anabranch.parameter_server import Merging, ParameterClient, ParameterServer, Worker
 from anabranch.parameter_server.client.shards import KnownTables
 from anabranch.tables import Constant, Normal, RowOptimizer, TableSpec
-from anabranch.transport import MemoryTransport
+from anabranch.transport import MemoryTransport, client, frame
 
 pytestmark = pytest.mark.usefixtures("compiled_for_all_dtypes")
 
@@ -168,6 +168,23 @@ def test_ids_from_the_wire_are_checked_again_by_the_shard(monkeypatch: pytest.Mo
             client.sparse_pull("t", torch.arange(10))
         monkeypatch.undo()
         assert (client.pull("t") == 1).all()
+
+
+@pytest.mark.parametrize("verb", ["pull", "barrier"])
+def test_an_answer_of_more_than_was_requested_takes_no_memory(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer, taken = getattr(ParameterServer, f"_{verb}"), list[int]()
+
+    def swollen(*arguments: Any) -> Any:
+        payload, tensors = answer(*arguments)
+        return payload, [*tensors, torch.zeros(1 << 20)]
+
+    monkeypatch.setattr(ParameterServer, f"_{verb}", swollen)
+    with cluster(1) as (network, endpoints), ParameterClient(endpoints, worker=Worker(0, 1), transport=network) as one:
+        one.init("t", (4, 2), kind="rows", init=1.0, optimizer=SGD)
+        monkeypatch.setattr(client, "allocate", lambda some: taken.append(len(some)) or frame.allocate(some))
+        with pytest.raises(ProtocolError, match="answers with .* bytes, and at most (8|0) were requested"):
+            one.sparse_pull("t", torch.tensor([1])) if verb == "pull" else one.barrier()
+        assert not taken
 
 
 def test_a_push_refused_by_one_shard_is_applied_by_none() -> None:

@@ -7,8 +7,10 @@ import functools
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -250,28 +252,58 @@ def test_a_shard_is_read_by_two_at_a_time_and_forgets_readers_that_are_gone() ->
     assert first.rows.ended
 
 
-def test_a_snapshot_that_one_shard_refuses_ends_on_the_others() -> None:
-    network = MemoryTransport()
+def test_a_snapshot_that_one_shard_refuses_ends_on_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, ended = MemoryTransport(), list[list[bool]]()
     with ExitStack() as stack:
         servers = [stack.enter_context(ParameterServer(k, 2, transport=network)) for k in range(2)]
         client = stack.enter_context(ParameterClient([server.endpoint for server in servers], transport=network))
         client.init_table(TableSpec("t", 4, 1), RULE)
-        for _ in range(2):
-            servers[1]._shard.snapshot(seconds=600.0)
-        with pytest.raises(Overloaded, match="two snapshots"):
-            client.collect()
-        assert [rows.ended for rows in servers[0]._shard._snapshots] == [True]
+        others = [servers[1]._shard.snapshot(seconds=600.0) for _ in range(2)]
+
+        def pause(_: float) -> None:
+            ended.append([rows.ended for rows in servers[0]._shard._snapshots])
+            others.pop().rows.close()
+
+        monkeypatch.setattr(saved_tables, "time", SimpleNamespace(sleep=pause))
+        with client.collect():
+            assert ended == [[True]]
+            monkeypatch.setattr(saved_tables, "_PAUSE", 1e9)  # the deadline comes before it
+            with pytest.raises(Overloaded, match="two snapshots"):
+                client.collect()
 
 
-def test_sums_are_read_once_others_have_read_the_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", ["close", "export", "save"])
+def test_three_who_read_a_shard_at_once_do_so_in_turn(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers of a job do so as it closes; the third was refused."""
     rule = RowOptimizer(Family.ROW_WISE_ADAGRAD, lr=1.0, initial_accumulator_value=0.5)
-    with ParameterServer() as server, ParameterClient([server.endpoint]) as client:
-        client.init_table(TableSpec("t", 4, 2), rule)
-        client.sparse_push("t", torch.tensor([1]), torch.ones(1, 2))
-        others = [server._shard.snapshot(seconds=600.0) for _ in range(2)]
-        monkeypatch.setattr(saved_tables.time, "sleep", lambda _: others.pop().rows.close())
-        assert client.read_state("t", rule).states[0].tolist() == [0.5, 1.5, 0.5, 0.5]
-        assert len(others) == 1
+    network, refused, pieces = MemoryTransport(), threading.Event(), SavedTables.pieces
+
+    def late(saved: SavedTables) -> Any:
+        assert refused.wait(60)  # two do not end before there is a third
+        yield from pieces(saved)
+
+    def read(client: ParameterClient) -> list[float]:
+        if way == "close":
+            return client.read_state("fixed", rule).states[0].tolist()  # type: ignore[no-any-return]
+        if way == "export":
+            return client.value_blocks("dynamic")[0].whole().tolist()  # type: ignore[union-attr,no-any-return]
+        client.save(tmp_path / client._client.epoch.hex())
+        return []
+
+    monkeypatch.setattr(SavedTables, "pieces", late)
+    monkeypatch.setattr(saved_tables, "time", SimpleNamespace(sleep=lambda _: refused.set()))
+    with ParameterServer(transport=network) as server, ExitStack() as stack:
+        make = functools.partial(ParameterClient, [server.endpoint], transport=network)
+        clients = [stack.enter_context(make()) for _ in range(3)]
+        for name, rows in (("fixed", 4), ("dynamic", None)):
+            clients[0].init_table(TableSpec(name, rows, 2, initial=Constant(1.0)), rule)
+            clients[0].sparse_push(name, torch.tensor([1]), torch.ones(1, 2))
+        with ThreadPoolExecutor(3) as pool:
+            one, *more = pool.map(read, clients)
+    assert more == [one] * 2
+    assert one == {"close": [0.5, 1.5, 0.5, 0.5], "export": [1], "save": []}[way]
 
 
 def test_a_reader_reads_on_where_a_snapshot_is_closed_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:

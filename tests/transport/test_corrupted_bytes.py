@@ -1,4 +1,4 @@
-"""What a middlebox on plain TCP may do: repeat an answer or a request, or speak another protocol."""
+"""What a middlebox on plain TCP may do: repeat an answer or a request, or speak another protocol or version."""
 
 from __future__ import annotations
 
@@ -112,3 +112,12 @@ def read_frames(sock: socket.socket, count: int) -> list[Header]:
 def test_bytes_of_another_protocol_are_rejected_before_a_whole_preamble_arrives() -> None:
     with pytest.raises(ProtocolError, match="another protocol"):
         next_frame(wire_of(Bytes(b"HTTP/1.1 400")))
+
+
+def test_another_version_is_refused_by_its_first_bytes() -> None:
+    """Every version has its number there; what follows may have another form."""
+    hello = bytearray(join(encode(Hello())))
+    hello[4] += 1
+    for length in (5, len(hello)):
+        with pytest.raises(ProtocolError, match="uses version 3 of the protocol, this side version 2; update one"):
+            next_frame(wire_of(Bytes(bytes(hello[:length]))))

@@ -502,11 +502,12 @@ class Saver:
                 self.remote.open("replace")
             with from_within():
                 for prefix, model in self._models.items():
-                    held = {
-                        prefix + k: k for k, one in model.state_dict().items() if not isinstance(one, MovedParameter)
-                    }
-                    names = held.keys() - there_already
-                    model.load_state_dict({held[name]: values[name] for name in names}, strict=False)
+                    names = [
+                        name
+                        for name, one in model.state_dict().items()
+                        if not isinstance(one, MovedParameter) and prefix + name not in there_already
+                    ]
+                    model.load_state_dict({name: values[prefix + name] for name in names}, strict=False)
                 self._restore_modes(state["modes"], source.path)
                 for optimizer, plan in optimizers:
                     load_uncast(optimizer, plan)
@@ -741,7 +742,7 @@ def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Blocks) and id(value) not in wholes:
             wholes[id(value)] = value.whole()
     for name, value in state.items():
-        if isinstance(value, Blocks) and name.endswith("ids"):  # of a dynamic vocabulary: ascending
+        if isinstance(value, Blocks) and value.dtype == torch.int64:  # ids of a dynamic vocabulary: ascending
             order = wholes[id(value)].argsort()
             for one in (value, state[f"{name[:-3]}weight"]):
                 wholes[id(one)] = wholes[id(one)][order]

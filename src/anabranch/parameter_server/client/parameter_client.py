@@ -537,7 +537,10 @@ class ParameterClient:
             if parts:
                 turn = None if step is None else self._turn_for(shard)
                 message = PullMessage(parts, training, clocks[shard][0], rank, at, compression, turn)
-                requests.append(self._calls.request(shard, "pull", pack(message), tensors, step=step))
+                most = pull.most(shard)
+                requests.append(
+                    self._calls.request(shard, "pull", pack(message), tensors, step=step, answer_bytes=most)
+                )
                 shards.append(shard)
         pushed = []
         for shard, answer in zip(shards, self._calls.in_turn(requests, deadline), strict=True):

@@ -89,6 +89,7 @@ class Layout:
         limits, halves, keys: the tables' placements, as arrays: rows, -1 where any int64 is an id, and what
             ``Placement`` calls half and key.
         kinds: dtype and width of each table's rows.
+        row_bytes, dense_bytes: of a row of each table, and of each shard's parameters.
         groups: the tables of each kind.
         ids_travel_as: int32, if no table has an id that needs more.
     """
@@ -99,6 +100,8 @@ class Layout:
     halves: Array
     keys: Array
     kinds: list[tuple[torch.dtype, int]]
+    row_bytes: Array
+    dense_bytes: list[int]
     groups: list[_Group]
     ids_travel_as: torch.dtype
 
@@ -117,6 +120,8 @@ class Layout:
             np.array([0 if one.rows is None else one.half for one in placements], np.int64),
             np.array([one.key for one in placements], np.uint64),
             kinds,
+            np.array([dtype.itemsize * width for dtype, width in kinds], np.int64),
+            [sum(share.bytes(None) for share in own.values()) for own in dense],
             _groups(kinds, [None] * len(kinds)),
             torch.int32 if short else torch.int64,
         )
@@ -263,6 +268,16 @@ class Pull:
             if known[shard]:
                 tensors.append(torch.from_numpy(self._ages[first : first + int(known[shard])]))
         return parts, tensors
+
+    def most(self, shard: int) -> int:
+        """Return the bytes of a shard's answer in which all known rows have changed, and nothing was rounded."""
+        layout, counts = self._routed.layout, self._routed.counts[shard]
+        with_state, known = counts[:, _STATED], counts[:, _KNOWN]
+        most = layout.dense_bytes[shard] + int((counts[:, _UNKNOWN] + known) @ layout.row_bytes) + 4 * int(known.sum())
+        if with_state.any():
+            wide = zip(layout.kinds, self._wide, strict=True)
+            most += int(with_state @ np.array([(whole or 0) * state_dtype(kind[0]).itemsize for kind, whole in wide]))
+        return most
 
     def take(self, shard: int, reply: PullReply, tensors: Sequence[Tensor], base: int) -> None:
         """Add a shard's answer, which has its parameters after its tables.

@@ -50,19 +50,9 @@ class SavedTables:
     """
 
     def __init__(self, tables: KnownTables, names: Iterable[str] | None = None) -> None:
-        self._calls = calls = tables.calls
-        message = pack(SnapshotMessage(names=None if names is None else list(names)))
-        requests = [calls.request(shard, "snapshot", message) for shard in range(calls.shards)]
-        outcomes = calls.outcomes(requests, Deadline(calls.timeout))
+        self._calls = tables.calls
         self._shards: dict[int, dict[str, Any]] = {}
-        for shard, answer in enumerate(outcomes):
-            if not isinstance(answer, Exception):
-                self._shards[shard] = unpack(answer.tensors[0].numpy().tobytes(), dict[str, Any])
-        self._seconds = min((begun["seconds"] for begun in self._shards.values()), default=0.0)
-        for answer in outcomes:
-            if isinstance(answer, Exception):
-                self._say(-2)  # or what others have begun would live on
-                raise answer
+        self._begin([pack(SnapshotMessage(names=one)) for one in tables.by_shard(names)])
         entries: dict[str, dict[str, Any]] = {}
         for begun in self._shards.values():
             for table in begun["tables"]:
@@ -73,6 +63,27 @@ class SavedTables:
         self.state: dict[str, Any] = {"format": _FORMAT, "tables": list(entries.values()), "dense": dense}
         self._stack = ExitStack()
         self._stack.enter_context(periodic(lambda: self._say(-1), self._seconds / 4, name="anabranch-snapshot"))
+
+    def _begin(self, messages: Sequence[bytes]) -> None:
+        """Begin on all shards; each is read by two at a time, so this waits for others that read one."""
+        deadline = Deadline(self._calls.timeout)
+        while True:
+            requests = [self._calls.request(shard, "snapshot", message) for shard, message in enumerate(messages)]
+            errors: list[Exception] = []
+            for shard, answer in enumerate(self._calls.outcomes(requests, deadline)):
+                if isinstance(answer, Exception):
+                    errors.append(answer)
+                else:
+                    self._shards[shard] = unpack(answer.tensors[0].numpy().tobytes(), dict[str, Any])
+            self._seconds = min((begun["seconds"] for begun in self._shards.values()), default=0.0)
+            if not errors:
+                return
+            self._say(-2)  # or what others have begun would live on, and keep a third from its turn
+            self._shards.clear()
+            errors.sort(key=lambda error: isinstance(error, Overloaded))
+            if not isinstance(errors[0], Overloaded) or deadline.remaining() <= _PAUSE:
+                raise errors[0]
+            time.sleep(_PAUSE)
 
     def _say(self, part: int) -> None:
         with suppress(Exception):  # the reader's own request meets it, too
@@ -218,7 +229,7 @@ def whole(
                 if rule.family is Family.ROW_WISE_ADAGRAD:
                     kind = sums_dtype(spec.dtype)
                     sums[k] = torch.full((made[k].used,), rule.initial_state, dtype=kind, device="cpu")
-        for k, block in _blocks(groups, made):
+        for k, block in _blocks(groups, made) if made else ():  # else nothing of the rows need be read
             made[k].check_block(block)
             made[k].restore(block)
             if k in sums:
@@ -354,14 +365,7 @@ def write_dense(tables: KnownTables, name: str, state: ParameterState, rule: Row
 def sums_of(tables: KnownTables, name: str, rows: int, rule: RowOptimizer) -> Tensor:
     """Return row-wise Adagrad's sums of a fixed table; in an answer with rows they would have the rows' dtype."""
     sums = torch.full((rows,), rule.initial_state, dtype=sums_dtype(tables.entry(name).dtype), device="cpu")
-    deadline = Deadline(tables.calls.timeout)
-    while True:
-        try:
-            with SavedTables(tables, [name]) as saved:
-                for piece in saved.pieces():
-                    sums[piece.rows.ids] = piece.rows.sums
-            return sums
-        except Overloaded:  # the workers of a job read at once as it ends, and a shard is read by two at a time
-            if deadline.expired():
-                raise
-            time.sleep(_PAUSE)
+    with SavedTables(tables, [name]) as saved:
+        for piece in saved.pieces():
+            sums[piece.rows.ids] = piece.rows.sums
+    return sums

@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from anabranch.deadline import Deadline
-from anabranch.errors import DeadlineExceeded, NotFound, PeerLost, RolledBack, SchemaError
+from anabranch.errors import DeadlineExceeded, NotFound, PeerLost, ProtocolError, RolledBack, SchemaError
 from anabranch.parameter_server.client.row_messages import Layout, Routed
 from anabranch.parameter_server.messages import (
     AcknowledgedPushes,
@@ -32,11 +33,13 @@ from anabranch.tables.table_spec import TableSpec
 from anabranch.tables.warming import compile_kernels
 from anabranch.tensors.packing import Share
 from anabranch.transport import Answer, Client, Request, pack, unpack
+from anabranch.transport.frame import ReplyHeader
 
 __all__ = ["KnownTables", "Entry", "ShardCalls"]
 
 _T = TypeVar("_T")
 _NUMBERED = frozenset({"init", "join", "push", "restore", "drop"})
+_OF_ANY_LENGTH = frozenset({"describe", "statistics", "export", "snapshot"})  # within the transport's limits
 _REMEMBERED = 64  # messages of different tables
 
 
@@ -81,14 +84,16 @@ class ShardCalls:
         tensors: Sequence[Tensor] = (),
         *,
         step: int | None = None,
+        answer_bytes: int = 0,
     ) -> Request:
-        """Return a request to one shard, with this client's expected state there."""
+        """Return a request to one shard, with this client's expected state there, and the most bytes of its answer."""
         endpoint = self.endpoints[shard]
         pushes = self.acknowledged[endpoint]
         expected = ExpectedState(self._client.epoch, pushes.newest, pushes.incarnation, shard, self.shards).encode()
+        check = None if verb in _OF_ANY_LENGTH else partial(_check_answer, answer_bytes)
         return Request(
             endpoint, verb, tensors=tensors, payload=payload, schema=expected, once=verb in _NUMBERED, step=step,
-            role="parameters",
+            check=check, role="parameters",
         )  # fmt: skip
 
     def call(self, shard: int, verb: str, payload: bytes = b"", tensors: Sequence[Tensor] = ()) -> Answer:
@@ -200,6 +205,15 @@ class ShardCalls:
         return future.result(timeout=0)
 
 
+def _check_answer(most: int, header: ReplyHeader) -> None:
+    """Raise ``ProtocolError`` for an answer of more bytes than were requested, before memory is taken for it."""
+    nbytes = 0
+    for tensor in header.tensors:
+        nbytes += tensor.nbytes
+    if nbytes > most:
+        raise ProtocolError(f"the shard answers with {nbytes} bytes, and at most {most} were requested")
+
+
 class Entry:
     """One name as a client knows it: a table with its placement, or a dense parameter.
 
@@ -289,6 +303,15 @@ class KnownTables:
     def home(self, name: str) -> int:
         """Return the shard of a dense parameter."""
         return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") % self.calls.shards
+
+    def by_shard(self, names: Iterable[str] | None) -> list[list[str] | None]:
+        """Return for each shard those of ``names`` that it may have, as a header has room for some; ``None``: all."""
+        if names is None:
+            return [None] * self.calls.shards
+        names = list(names)
+        known = {name: self.entries[name] for name in names if name in self.entries}
+        dense = {name: self.home(name) for name, entry in known.items() if entry.placement is None}
+        return [[name for name in names if dense.get(name, shard) == shard] for shard in range(self.calls.shards)]
 
     def every_id(self, name: str, entry: Entry) -> Tensor:
         """Return the ids of a fixed table."""
