@@ -15,7 +15,14 @@ import anabranch as ab
 def leave_pid(out: Path, who: str) -> None:
     """Write down which process has this role."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / f"{who}.pid").write_text(str(os.getpid()))
+    _write_whole(out / f"{who}.pid", str(os.getpid()))
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file that others may read meanwhile, and that a kill leaves as it was."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
 
 
 class Kills:
@@ -71,7 +78,7 @@ class Kills:
         return int((self._out / f"{who}.pid").read_text())
 
     def _keep(self) -> None:
-        self._path.write_text(json.dumps(self._killed))
+        _write_whole(self._path, json.dumps(self._killed))
 
 
 def plan_of_kills(job: ab.Job, steps: int) -> dict[str, int]:

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, PeerLost
 from anabranch.experts import Directory, DirectoryServer, ExpertBackend, ExpertServer, RemoteMixtureOfExperts
+from anabranch.experts.client.finder import ExpertFinder
 from anabranch.tensors import TensorSpec
 from waiting import join
 
@@ -99,3 +101,15 @@ def test_experts_that_stay_away_are_an_error_at_the_deadline_that_names_the_cure
     assert caught.value.elapsed is not None
     assert caught.value.elapsed > 0.9
     assert PeerLost.__name__ in mixture.statistics().failed
+
+
+def test_a_directory_that_does_not_answer_in_time_hides_no_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_late(finder: ExpertFinder, deadline: Deadline) -> bool:
+        raise deadline.error(peer="the directory", operation="directory.lookup")
+
+    directory = Directory()
+    mixture = RemoteMixtureOfExperts(4, [2], directory, "ffn", k_best=2, k_min=2)
+    with serving(directory, "ffn.0"):
+        monkeypatch.setattr(ExpertFinder, "some_away", too_late)
+        with pytest.raises(BoundaryError, match="3 rows have fewer than 2 experts.*lower k_min=2"):
+            mixture(torch.ones(3, 4))

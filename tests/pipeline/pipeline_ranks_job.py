@@ -726,14 +726,15 @@ def mistakes() -> dict:
             pipe(x)
 
     expect(call_in_some_mode, last, ValueError, "call it in one mode on all")
-    error = ValueError("the file \udc80")  # as names of files on disk can be, and UTF-8 cannot
+    # As names of files on disk can be, and UTF-8 cannot; and one that no other rank may wait for in vain.
+    for error, says in ((ValueError("the file \udc80"), "\\udc80"), (Unspeakable(), "<exception str() failed>")):
 
-    def refuse(y: Tensor, target: Tensor) -> Tensor:
-        raise error
+        def refuse(y: Tensor, target: Tensor, error: Exception = error) -> Tensor:
+            raise error
 
-    caught = raised_by(partial(pipe.step, x, target, loss=refuse))
-    assert caught is error if last == RANK else "\\udc80" in str(caught)
-    step(pipe, x, target)
+        caught = raised_by(partial(pipe.step, x, target, loss=refuse))
+        assert caught is error if last == RANK else says in str(caught)
+        step(pipe, x, target)
     pipe.close()
 
     class Alien(nn.Module):
@@ -789,6 +790,11 @@ def cannot_meet(x: Tensor, target: Tensor) -> None:
     with pipe:
         step(pipe, x, target)
         assert pipe._engine._connection.channel._memory is None
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("not even this")
 
 
 class FirstIsSlow(nn.Module):

@@ -270,6 +270,45 @@ def test_a_module_that_changes_a_plain_tensor_does_so_once_a_call():
     assert model[1].calls == 1
 
 
+class Seeds(nn.Module):
+    """Code between modules that seeds, or a module that does."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.how, self.state = how, torch.get_rng_state() if how == "state" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        with torch.random.fork_rng(devices=[], enabled=self.how == "forked"):
+            if self.state is not None:
+                torch.set_rng_state(self.state)
+            else:
+                torch.manual_seed(torch.initial_seed() + 1)
+            x = x * torch.rand(3)
+        return self.b(x)
+
+
+@pytest.mark.parametrize("how", ["seed", "forked", "state"])
+def test_a_seeding_between_modules_is_refused_and_undone(how: str):
+    model = Seeds(how)
+    torch.rand(1)
+    state = torch.get_rng_state()
+    with pytest.raises(CaptureError, match=r"seeds PyTorch's generator between the modules.*glue=") as caught:
+        split(model, ["b"])(torch.ones(2, 3))
+    assert how == "state" or "test_code_between_modules.py:" in str(caught.value)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_module_that_stays_whole_may_seed():
+    model = nn.Sequential(Seeds("seed"), nn.Linear(3, 3))
+    parts, state = split(model, ["1"]), torch.get_rng_state()
+    x = torch.ones(2, 3)
+    expected = model(x)
+    torch.set_rng_state(state)
+    assert torch.equal(parts(x), expected)
+
+
 MASKS: dict[object, object] = {}
 
 

@@ -291,6 +291,23 @@ def test_a_buffer_that_one_part_changes_is_not_read_in_another():
         pipe(torch.zeros(2, 3))
 
 
+def test_an_example_tells_which_part_uses_a_tensor_of_the_model_itself():
+    class Shifts(Counting):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + self.shift)
+
+    x, devices = torch.zeros(2, 3), ["cpu", "meta"]
+    with pytest.raises(RuntimeError, match="calls, which several stages use.*example="):
+        Pipe(split(Counting(), ["b"]), [1, 1], chunks=2)(x)
+    with pytest.raises(ValueError, match="shift is used by stages on cpu and meta.*example="):
+        Pipe(split(Shifts(), ["b"]), [1, 1], devices=devices)
+    Pipe(split(Shifts(), ["b"], example=x), [1, 1], devices=devices).close()
+
+
 def test_skips_and_keywords_beside_the_parts():
     @skippable(stash=["long"])
     class Stash(nn.Module):

@@ -177,8 +177,9 @@ class StageEngine:
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         action = self._failure[1] if self._failure is not None and self._failure[0] is error else None
         where = (None, None, None) if action is None else (action.stage, action.microbatch, PHASES[action.kind])
-        text = "".join(traceback.format_exception(error))
-        return PacketFault(self._connection.names[self.rank], name, _sendable(str(error)), _sendable(text), *where)
+        shown = traceback.TracebackException.from_exception(error)  # its str() is one even where the error's own fails
+        texts = _sendable(str(shown)), _sendable("".join(shown.format()))
+        return PacketFault(self._connection.names[self.rank], name, *texts, *where)
 
     def _send(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> None:
         assert self._connection is not None

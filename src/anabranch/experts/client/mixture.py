@@ -484,15 +484,15 @@ class RemoteMixtureOfExperts(RemoteModule):
             if not short.any() or self.allow_zero_outputs:
                 return choices
             silent = forward.failed(choices) - failed
-            if attempt >= _ROUNDS or not silent:
-                if deadline.expired() or not self._may_come_back(forward):
-                    break
-                time.sleep(min(_PAUSE, deadline.remaining()))
-                silent = set()
-                failed.clear()
-                self._finder.retry_gone()
-            failed |= silent
             try:
+                if attempt >= _ROUNDS or not silent:
+                    if deadline.expired() or not self._may_come_back(forward):
+                        break
+                    time.sleep(min(_PAUSE, deadline.remaining()))
+                    silent = set()
+                    failed.clear()
+                    self._finder.retry_gone()
+                failed |= silent
                 others, experts = self._choose(forward, scores, failed)
             except DeadlineExceeded:
                 break

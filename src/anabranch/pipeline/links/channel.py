@@ -130,7 +130,7 @@ def _receive_all(group: dist.ProcessGroup, peer: int, tag: int, inbox: Inbox, me
                 assert memory is not None
                 try:
                     tensors = memory.tensors(peer, header.slot, header.tensors)
-                except OSError:  # closed after a failure, of which the next message tells
+                except FileNotFoundError:  # closed after a failure, of which the next message tells
                     continue
             inbox.deliver(peer, header, tensors)
             del tensors

@@ -213,6 +213,7 @@ class _Recorder(TorchFunctionMode):
         self._states: dict[str, tuple[object, ...]] = {}
         self._alive: list[object] = []
         self._places: dict[int, str] = {}
+        self._seed = torch.initial_seed()
 
     def run(self, signatures: Sequence[Signature]) -> list[PartProgram]:
         """Return the programs: of one copy of the model, which a run that is not refused leaves as it is."""
@@ -325,7 +326,7 @@ class _Recorder(TorchFunctionMode):
         for self._guess in (0, 1):
             self._guessed = False
             try:
-                with self._fake.changing_twins():
+                with self._fake.changing_twins(), torch.random.fork_rng(devices=[]):  # it may seed
                     return self._copy.whole(path)(*args, **kwargs)
             except (DataDependentOutputException, DynamicOutputShapeException) as raised:
                 raise CaptureError(
@@ -373,6 +374,8 @@ class _Recorder(TorchFunctionMode):
                 return func(torch.full(tensor.shape, self._guess, dtype=tensor.dtype, device="cpu"))
 
     def _record(self, target: str | Callable[..., object], run: _Run, given: object) -> object:
+        if torch.initial_seed() != self._seed:  # here, too: torch.random.fork_rng puts it back
+            raise _seeded(_place())
         self._depth += 1
         try:
             return self._write_down(target, run, given)
@@ -821,14 +824,30 @@ def _refuse_hooks(path: str, module: nn.Module) -> None:
 
 @contextmanager
 def _none_drawn_elsewhere() -> Iterator[None]:
-    """Refuse code that draws from Python's or NumPy's generator."""
-    before = _generators()
-    yield
+    """Refuse code that draws from Python's or NumPy's generator or seeds PyTorch's, which is put back."""
+    before, state = _generators(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        seeded = not torch.equal(torch.get_rng_state(), state)  # a draw on tensors without memory leaves it as it is
+        if seeded:
+            torch.set_rng_state(state)
+    if seeded:
+        raise _seeded("the model's forward")
     if _generators() != before:
         raise CaptureError(
             "the model draws random numbers from Python's or NumPy's generator between its modules, which would be "
             "drawn once for all batches; draw with torch.rand"
         )
+
+
+def _seeded(place: str) -> CaptureError:
+    """Return the refusal: the parts would draw from the generators of the pipe, or from the one left as it was."""
+    return CaptureError(
+        f"{place} seeds PyTorch's generator between the modules (torch.manual_seed, torch.set_rng_state), which its "
+        "parts could not repeat; seed inside a module, draw with a generator of your own there, or give the code of "
+        "the parts as glue="
+    )
 
 
 def _generators() -> tuple[object, object]:

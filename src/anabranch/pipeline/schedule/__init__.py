@@ -1,4 +1,4 @@
 """The order of a pipeline's actions as plain data: created, checked, simulated and drawn without running a model.
 
-Open ``actions.py`` and ``schedule.py`` first; ``orders.py`` has the well-known schedules.
+Open ``schedule.py`` first; ``orders.py`` has the well-known schedules.
 """

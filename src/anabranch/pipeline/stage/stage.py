@@ -227,8 +227,8 @@ class StageRun:
         if changed:
             raise RuntimeError(
                 f"{changed[0]}, which several stages use, was changed in a forward: the stages run different "
-                "microbatches at once, so each would see another value; put the layers that share "
-                "it into one stage, or give each its own"
+                "microbatches at once, so each would see another value; put the layers that share it into one stage, "
+                "or give each its own; of a split model, example= tells which stages use it"
             )
         if recompute:
             here.batch = [(leaf, leaf._version) for leaf in _tensors({0: inputs.get(OUTSIDE, [])})]

@@ -158,6 +158,7 @@ def place_stages(
     else:
         places = _default_devices(split, max(rank_of) + 1)
     routes, shared, common = route_skips(split), shared_skips(split), _common_tensors(split)
+    _check_devices({j: common[j] for j in here}, {j: places[rank_of[j]] for j in here})
     stages = []
     for j, layers in enumerate(split):
         device = places[rank_of[j]]
@@ -184,6 +185,19 @@ def _common_tensors(split: Sequence[Sequence[Layer]]) -> list[dict[str, torch.Te
             tensors[j].update(layer.module.named_buffers(layer.name))
     uses = Counter(id(tensor) for held in tensors for tensor in {id(t): t for t in held.values()}.values())
     return [{name: t for name, t in held.items() if uses[id(t)] > 1 and not t.is_inference()} for held in tensors]
+
+
+def _check_devices(common: Mapping[int, Mapping[str, torch.Tensor]], devices: Mapping[int, torch.device]) -> None:
+    """Refuse parameters that two of these stages use on different devices, of which they can be on one."""
+    places: dict[int, torch.device] = {}
+    for j, tensors in common.items():
+        for name, tensor in tensors.items():
+            place = places.setdefault(id(tensor), devices[j])
+            if place != devices[j] and isinstance(tensor, nn.Parameter):
+                raise ValueError(
+                    f"{name} is used by stages on {place} and {devices[j]}; put the layers that share it into one "
+                    "stage, or give each its own; of a split model, example= tells which stages use it"
+                )
 
 
 def _numbered(device: torch.device) -> torch.device:
