@@ -100,7 +100,7 @@ def test_a_job_of_executors_reports_its_steps(tmp_path: Path, script: Callable[[
     found = launch(path, [str(tmp_path)], workers=2, log_dir=tmp_path, seconds=200)
     said = (tmp_path / "worker-0.log").read_text()
     assert found.exit_code == 0, said
-    seen = json.loads(said)
+    seen = json.loads(said[said.index("{") :])
     assert seen["ended"] is None
     assert [(one["role"], one["rank"], one["pid"]) for one in seen["roles"]] == [
         ("worker", 0, found.exits[0].pid),

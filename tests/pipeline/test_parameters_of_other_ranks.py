@@ -87,7 +87,7 @@ def test_a_model_is_split_by_its_code_where_others_have_its_parameters() -> None
             return result
 
     model = Tied()
-    parts = split(model, ["b"])
+    parts = split(model, ["b"], example=(torch.ones(2, 4),))
     leave_to_others(
         split_layers(parts, flatten_layers(parts), [1, 1]),
         [0, 1],
