@@ -618,8 +618,9 @@ class Saver:
         for entry in (entry for entries in state["optimizers"].values() for entry in entries):
             for name, own in list(entry["state"].items()):
                 if _ON_SERVERS in own:
-                    saved = wholes.get(str(own[_ON_SERVERS]))
-                    entry["state"][name] = {} if saved is None else to_torch(*saved)
+                    del entry["state"][name]  # none, as before a first step: Adagrad fails at an empty one
+                    if (saved := wholes.get(str(own[_ON_SERVERS]))) is not None:
+                        entry["state"][name] = to_torch(*saved)
         return as_saved
 
     def _plan_remote(
