@@ -620,7 +620,10 @@ class Saver:
             for name, own in list(entry["state"].items()):
                 if _ON_SERVERS in own:
                     saved = wholes.get(str(own[_ON_SERVERS]))
-                    entry["state"][name] = {} if saved is None else to_torch(*saved)
+                    if saved is not None and (in_torch := to_torch(*saved)):
+                        entry["state"][name] = in_torch
+                    else:  # Adagrad looks into the first state that it loads
+                        del entry["state"][name]
         return as_saved
 
     def _plan_remote(
