@@ -211,8 +211,7 @@ def refuse_next(calls: Any) -> None:
     def refused(requests: Sequence[Any], deadline: Any) -> Any:
         if requests and requests[0].verb == "push":
             calls.outcomes = outcomes
-            answers, _ = outcomes(requests[1:], deadline)
-            return answers, [ab.Overloaded("this shard is full")]
+            return [ab.Overloaded("this shard is full"), *outcomes(requests[1:], deadline)]
         return outcomes(requests, deadline)
 
     calls.outcomes = refused
