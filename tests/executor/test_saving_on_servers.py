@@ -161,9 +161,9 @@ def test_rows_created_on_the_servers_come_back_with_all_that_belongs_to_them(
     torch.testing.assert_close(trained(tmp_path, range(3, 6), 3), wanted, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("mode", ["PS", "Hybrid"])
+@pytest.mark.parametrize(("mode", "optimizer"), [("PS", "adagrad"), ("Hybrid", "adamw")])
 def test_a_save_beside_training_streams_what_is_on_servers(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither saver nor loader has a table whole, and what is saved is of the step at which it was asked for."""
     monkeypatch.setitem(RowSnapshot.__init__.__kwdefaults__, "buffer", 400)
@@ -187,7 +187,7 @@ def test_a_save_beside_training_streams_what_is_on_servers(
     monkeypatch.setattr(SavedTables, "_part", late)
     monkeypatch.setattr(checkpoint, "write", measured)
     model = new_model()
-    with job_servers(2, monkeypatch), executor_of(model, "adamw", mode) as executor:
+    with job_servers(2, monkeypatch), executor_of(model, optimizer, mode) as executor:
         executor.run("train", batch_of(0))
         saved = numbers(executor, model)
         executor.save(tmp_path, wait=False)
@@ -198,7 +198,7 @@ def test_a_save_beside_training_streams_what_is_on_servers(
         assert max(read) < 30
         expected = numbers(executor, model)
     model = new_model(seed=1)
-    with job_servers(3, monkeypatch), executor_of(model, "adamw", mode) as executor:
+    with job_servers(3, monkeypatch), executor_of(model, optimizer, mode) as executor:
         looks, pieces = list[int](), saved_tables.pieces
         with monkeypatch.context() as patch:
             patch.setattr(ab.ParameterClient, "write_rows", None)  # which has the whole table

@@ -619,9 +619,10 @@ class Saver:
         for entry in (entry for entries in state["optimizers"].values() for entry in entries):
             for name, own in list(entry["state"].items()):
                 if _ON_SERVERS in own:
+                    saved = wholes.get(str(own[_ON_SERVERS]))
                     del entry["state"][name]  # empty, it would end Adagrad's ``load_state_dict`` in a KeyError
-                    if (saved := wholes.get(str(own[_ON_SERVERS]))) is not None:
-                        entry["state"][name] = to_torch(*saved)
+                    if saved is not None and (in_torch := to_torch(*saved)):
+                        entry["state"][name] = in_torch
         return as_saved
 
     def _plan_remote(
