@@ -417,9 +417,11 @@ class Stepping(nn.Module):
 def test_a_session_is_not_part_of_a_graph() -> None:
     with served(causal_backend()) as server, RemoteExpert("block.0", server.endpoint).session(8) as session:
         step = EvalStep(Stepping(session), lambda model, batch: {"y": model(batch)})
-        with Executor({"evaluate": step}, engine="graph") as executor:
-            with pytest.raises(CaptureError, match="a session of block.0"):
-                executor.run("evaluate", torch.ones(1, 1, 8))
+        with (
+            Executor({"evaluate": step}, engine="graph") as executor,
+            pytest.raises(CaptureError, match="a session of block.0"),
+        ):
+            executor.run("evaluate", torch.ones(1, 1, 8))
         assert session.length == 0
 
 
