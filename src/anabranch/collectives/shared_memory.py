@@ -14,7 +14,7 @@ A sum is two barriers, and a barrier is one word, ``phase``, that the last rank 
 
 Each chunk is summed by one rank, in the order of ranks, so all ranks hold the same bits. A wait is some pauses, since a
 peer on another core may come soon, then sleep on a futex: many pauses, or few for the next waits where many were in
-vain, as on a busy machine. There ``sched_yield`` would be worst: it gives away a whole turn of this core.
+vain, as on a busy machine.
 
 A rank that gives up sets a bit in every phase word. A phase is moved by compare-and-swap: either it moved before the
 bit was set, and every rank sees the sum complete, or it never moves, and none does. So ranks agree, without a message,
