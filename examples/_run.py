@@ -132,8 +132,7 @@ def stopped_by_signals(executor: ab.Executor) -> Iterator[None]:
         signal.signal(number, before[number])
         executor.request_stop()
 
-    numbers: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, stop) for number in numbers}
+    before = {int(number): signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     except Stopped as stopped:

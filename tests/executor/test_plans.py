@@ -24,6 +24,7 @@ from anabranch.executor.steps import distinct_models
 from anabranch.parameter_server import Consistency
 from plain_loop import mean_square
 from toys import job_servers
+from waiting import wait_until
 
 
 def test_times_are_of_the_links_and_of_the_slowest_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,6 +174,7 @@ def requests() -> dict[str, tuple[int, int, int]]:
 def test_planning_only_reads_live_servers_and_lists_every_possible_mode(server: None, mode: Any) -> None:
     with ab.Executor(step_of(Model()), mode) as executor:
         executor.run(batch=IDS)
+        wait_until(lambda: all(pushes for pushes, _, _ in requests().values()))  # the step's release is not waited for
         before, counted = requests(), executor.statistics().tables
         plan = executor.plan(batch=IDS)
         assert requests() == before
