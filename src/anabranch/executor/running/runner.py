@@ -140,6 +140,8 @@ class StepRunner:
         if layout == self._layout:
             return
         if self._workers is not None:
+            for servers in self._servers:
+                servers.part.check_unchanged()  # before the others wait for what this worker alone would sum
             self._broken = True  # unless all workers have frozen the same
             if self._layout is None:
                 self._compare_frozen()
