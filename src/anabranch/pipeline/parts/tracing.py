@@ -133,6 +133,8 @@ def trace(
     while thread.is_alive():  # the caller's own work, done there; looked at so that an interrupt comes through
         thread.join(0.5)
     place_of = recorder.close()
+    if not error and sys.getrefcount(fake) > references:
+        gc.collect(1)  # young cycles of PyTorch's own dispatch lead to it; a look at all objects takes half a second
     if error or sys.getrefcount(fake) > references:  # each of its tensors has a reference to it
         gc.unfreeze()  # what is frozen is not looked at below
         gc.collect()
