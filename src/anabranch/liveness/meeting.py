@@ -98,7 +98,7 @@ def meet_peers(backend: str, timeout: float) -> None:
             raise lost(ended)  # gloo would wait for its connection
 
     def facts() -> dict[str, object]:
-        return {"peer": ", ".join(f"rank {other}" for other in absent), "operation": "meet", "limit": timeout}
+        return {"peer": ", ".join(f"rank {other}" for other in absent or others), "operation": "meet", "limit": timeout}
 
     process_record()
     with Lasting("wait", "wait", facts):
