@@ -242,8 +242,8 @@ class Schema:
         """Return the outputs nested as by the expert's module; those that are ``None`` are not among ``outputs``."""
         if self.gives_one:
             return outputs[0]
-        given = iter(outputs)
-        return self.output_nesting.rebuild([None if spec is None else next(given) for spec in self.output_specs])
+        tensors = iter(outputs)
+        return self.output_nesting.rebuild([None if spec is None else next(tensors) for spec in self.output_specs])
 
     def length_of(self, inputs: Sequence[Tensor | None]) -> int:
         """Return the positions that ``inputs`` add to a sequence: the first varying size of the first input that has

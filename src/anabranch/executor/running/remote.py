@@ -645,11 +645,11 @@ class RemotePart:
             notes = self._worker.leads and not self.client.in_process
             read_at = (self.client.steps(), self.client.joined()) if notes else None  # before any of the values
             for moved in sorted(self.there, key=lambda moved: moved.parameter not in moves):
-                kept = self.client.read_state(moved.name, moved.rule(), until=until)
-                if state := to_torch(moved.rule(), kept):
+                saved = self.client.read_state(moved.name, moved.rule(), until=until)
+                if state := to_torch(moved.rule(), saved):
                     sparse = is_sparse(moved.parameter, self._models.values())
                     moved.optimizer.state[moved.parameter] = _as_kept_here(state, moved, sparse=sparse)
-                values = kept.values.to(moved.parameter.device)
+                values = saved.values.to(moved.parameter.device)
                 if (move := moves.pop(moved.parameter, None)) is not None:
                     move.give_back(values)
                 else:

@@ -145,10 +145,10 @@ class WorkerOrder:
     def hold(self, push: RowRequest) -> HeldStep:
         """Keep a worker's push of its next step."""
         message = push.message
-        held = self.held.setdefault(message.step, HeldStep(self.world, message.merging.hold))
-        held.pushes[message.rank] = push
+        step = self.held.setdefault(message.step, HeldStep(self.world, message.merging.hold))
+        step.pushes[message.rank] = push
         self.clocks[message.rank] = message.step + 1
-        return held
+        return step
 
     def due(self) -> tuple[HeldStep | None, float | None] | None:
         """Return the next step, if it is to be applied now, and its scale; ``None`` as the scale drops it.
