@@ -79,6 +79,24 @@ def test_output_written_before_a_line_of_the_launcher_is_shown_before_it(
     assert capfd.readouterr().err.splitlines() == lines
 
 
+def test_a_line_that_comes_while_another_is_shown_follows_the_output_before_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        on_stderr(line)
+        if line == "1":
+            os.write(screen.stderr, b"rank 0: 2\n")
+            screen.say("2")
+        said.append(line)
+
+    with Screen(tmp_path / "log", say) as screen:
+        screen.say("1")
+        wait_until(lambda: len(said) == 2)
+    assert capfd.readouterr().err.splitlines() == ["launcher: 1", "rank 0: 2", "launcher: 2"]
+
+
 def test_the_last_line_of_the_launcher_may_come_with_the_end(tmp_path: Path) -> None:
     said: list[str] = []
     for number in range(100):

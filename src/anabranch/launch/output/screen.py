@@ -125,12 +125,12 @@ class Screen:
         for descriptor in (self._wakes, *(stream.source for stream in self._streams)):
             poller.register(descriptor, select.POLLIN)
         while True:
-            ending = self._ending  # what was written before that is there by now
+            ending, lines = self._ending, len(self._lines)  # what was written before them is there by now
             if self._copy():
                 continue
             self._finish_lines()
             if self._lines:
-                self._say_all()
+                self._say(lines)
                 continue  # not to the poll: the end may have come with these lines, and wakes it once
             if ending:
                 return
@@ -189,15 +189,18 @@ class Screen:
         ready = {descriptor for descriptor, _ in poller.poll()}
         if target not in ready:
             os.read(self._wakes, _WRITE)
-            self._say_all()
+            self._say(len(self._lines))
         return target in ready
 
-    def _say_all(self) -> None:
+    def _say(self, lines: int) -> None:
+        """Show the launcher's first lines; later ones follow output that may not be copied yet."""
+        if not lines:
+            return
         if self._mid_line and self._terminal and (target := self._streams[0].target) is not None:
             with suppress(OSError):
                 os.write(target, b"\n")
         self._mid_line = False
-        while self._lines:
+        for _ in range(lines):
             self._tell(self._lines.popleft())
 
     def __enter__(self) -> Screen:

@@ -249,10 +249,7 @@ class ParameterServer:
                 Verb(name, partial(self._change, run), self._check, once=True, again=again, roles=_WORKERS)
                 for name, run in changes.items()
             ),
-            *(
-                Verb(name, partial(self._answer, run), self._check, roles=_WORKERS, posted=name == "release")
-                for name, run in answers.items()
-            ),
+            *(Verb(name, partial(self._answer, run), self._check, roles=_WORKERS) for name, run in answers.items()),
         ]
 
     def _check(self, header: RequestHeader) -> ShardRequest:

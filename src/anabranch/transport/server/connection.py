@@ -109,7 +109,6 @@ class Verb:
         allocate: makes the tensors that a request is received into; pinned memory, for instance.
         quick: handler and check never block: small requests are served on the thread that reads them for all
             connections. Others are served on a thread for their connection.
-        posted: done also if the client has left since it came: nobody waits for its answer.
     """
 
     name: str
@@ -120,7 +119,6 @@ class Verb:
     roles: frozenset[str] | None = None
     allocate: Callable[[Sequence[TensorHeader]], Sequence[Tensor]] = allocate
     quick: bool = False
-    posted: bool = False
 
 
 class Admitted(NamedTuple):
@@ -595,7 +593,7 @@ class Connection:
         return self.interest()
 
     def _note_end(self) -> None:
-        """Take note that the client has disconnected: what it waited for is not done, what it posted before is."""
+        """Take note that the client has disconnected: what it has sent whole is done, as what it posted must be."""
         receiving = self._header is not None and self._accepted
         if self._phase is not _Phase.SERVING or self._call is not None or receiving:
             raise ConnectionResetError("the client has disconnected")
@@ -627,8 +625,6 @@ class Connection:
             for tensor in header.tensors:
                 nbytes += tensor.nbytes
             verb = self._admission.verbs.get(header.verb)
-            if self._left and (verb is None or not verb.posted):
-                raise ConnectionResetError("the client has disconnected")
             if not self.alone and (nbytes > _SMALL or (verb is not None and not verb.quick)):
                 return False
             self._last = header.epoch, header.sequence
