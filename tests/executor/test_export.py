@@ -192,6 +192,8 @@ def test_what_is_no_tensor_is_refused_and_the_older_export_stays(tmp_path: Path)
             executor.export(tmp_path)
         with pytest.raises(TypeError, match="folder is a string or a pathlib.Path, got 3"):
             executor.export(3)  # type: ignore[arg-type]
+        with pytest.raises(ab.CheckpointError, match="holds an exported model; model.load_state_dict"):
+            executor.load(tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() == before
     with pytest.raises(ab.CheckpointError, match="x changed its number of rows"):
         exporting.export(tmp_path, {"x": Blocks(torch.float32, (3,), lambda: [torch.ones(2)])})

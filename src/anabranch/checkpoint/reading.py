@@ -166,6 +166,8 @@ def read(path: str | os.PathLike[str] | Storage, *, generation: int | None = Non
     newest = again(lambda: _newest_whole([folder]))
     if newest is None:
         missing = "" if folder.path.is_dir() else ": there is no such directory"
+        if any(folder.path.glob("model.safetensors*")):
+            missing = ": it holds an exported model; model.load_state_dict(safetensors.torch.load_file(...)) reads it"
         raise CheckpointError(f"there is no checkpoint in {folder.place}{missing}")
     return newest
 

@@ -143,7 +143,7 @@ def evaluate(
         _collect(loader, rows_of, run, mine, parts)
     except Exception as error:  # noqa: BLE001 - raised below, when the others know
         mine, failure = _Result(error=f"{type(error).__name__}: {error}"), error
-    everyone = exchange(workers, mine, _Result, "evaluation")
+    everyone = exchange(workers, mine, _Result, "evaluate")
     if failure is not None:
         raise failure
     for rank, result in enumerate(everyone):
@@ -178,7 +178,7 @@ def evaluate(
             data = local.contiguous().view(torch.uint8).numpy().tobytes() if local.numel() else b""
             shares = [
                 torch.frombuffer(bytearray(part), dtype=torch.uint8).view(local.dtype) if part else local[:0]
-                for part in workers.all_gather_bytes(data, operation="evaluation")
+                for part in workers.all_gather_bytes(data, operation="evaluate")
             ]
         if row is None:
             weights = torch.tensor(

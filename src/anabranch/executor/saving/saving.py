@@ -156,6 +156,7 @@ class Saver:
         self._stages, self._moved = stages, [] if remote is None else remote.moved
         self._rank, self._size = (0, 1) if self._workers is None else (self._workers.rank, self._workers.size)
         self._row = self._rank // stages
+        self._call = "save"
         self._run = RunName(shared=workers is not None)
         self._check_encoding()
 
@@ -183,7 +184,7 @@ class Saver:
     def save(self, path: Place, *, wait: bool = True) -> None:
         """Write a checkpoint, without ``wait`` in a thread; every worker calls it, and failures are raised on all."""
         began = time.monotonic()
-        self._check_known("save")
+        self._begin("save")
         for name, runner in self._runners.items():
             runner.check_window_closed(name)
         for runner in self._runners.values():
@@ -248,7 +249,7 @@ class Saver:
         Raises:
             CheckpointError: a rank could not read its part; on every worker.
         """
-        self._check_known("state_dict")
+        self._begin("state_dict" if whole else "export")
         if self.remote is not None:
             self.remote.settle()
             self._gather(b"")  # read once all have settled
@@ -296,6 +297,7 @@ class Saver:
         save = self._saving
         if save is None:
             return None, ""
+        self._call = "finish_saves"
         mine = self._together(lambda: save.wait(deadline), "is still saving in the background")
         failure = self._gather(mine.encode())[0].decode()
         self._saving = None
@@ -401,12 +403,12 @@ class Saver:
     # What the workers tell one another.
 
     def _gather(self, data: bytes) -> list[bytes]:
-        return [data] if self._workers is None else self._workers.all_gather_bytes(data, operation="save")
+        return [data] if self._workers is None else self._workers.all_gather_bytes(data, operation=self._call)
 
     def _gather_at_first(self, mine: Any) -> list[Any]:
         if self._workers is None:
             return [mine]
-        return [_unpack(data) for data in self._workers.gather_bytes(_pack(mine), operation="save")]
+        return [_unpack(data) for data in self._workers.gather_bytes(_pack(mine), operation=self._call)]
 
     def _together(self, act: Callable[[], _T], failed: str) -> _T:
         """Return ``act()`` if it succeeds on all workers; otherwise raise its error, or one that names the worker.
@@ -431,17 +433,22 @@ class Saver:
             raise error
         raise (Replaced if replaced else CheckpointError)(f"rank {rank} {failed}: {text}")
 
-    def _check_known(self, operation: str) -> None:
-        """Raise ``BoundaryError`` if the others may be in the middle of a run: these messages would meet its own."""
+    def _begin(self, call: str) -> None:
+        """Begin a call of the Executor's, which names it in messages and errors.
+
+        Raises:
+            BoundaryError: the others may be in the middle of a run, whose messages these would meet.
+        """
         for runner in self._runners.values():
-            runner.check_known(operation)
+            runner.check_known(call)
+        self._call = call
 
     # Loading.
 
     @torch.inference_mode(False)  # an optimizer's state outlives the caller's mode
     def load(self, path: Place, *, search: bool) -> bool:
         """Load the newest complete checkpoint in ``path``, or with ``search`` under it; ``False`` if there is none."""
-        self._check_known("load")
+        self._begin("load")
         if self.remote is not None:
             self.remote.tables.wait_until_quiet()  # before any worker replaces what is on the servers
         return again(lambda: self._load_newest(path, search=search))
