@@ -368,7 +368,6 @@ class Pipe(nn.Module):
         """
         self._warn_if_alone()
         with self._turn("step") as turn:
-            reduction = choice("reduction", reduction, get_args(Reduction))
             if target is _LEFT_OUT:
                 args, target = (args[:-1], args[-1]) if len(args) > 1 else (args, None)
             batch = *args, target

@@ -1,4 +1,4 @@
-"""What joins the ranks of a pipe: an inbox for each, and for those of other processes a connection to them.
+"""Links between the ranks of a pipe: an inbox for each, and a connection to those of other processes.
 
 Messages between processes go over the group's gloo, in order between any two; their tensors are in shared memory if all
 ranks are on one host, else gloo reads straight into theirs. Tensors of GPUs go over the host. gloo never ends a waiting

@@ -146,12 +146,6 @@ def has_state(module: nn.Module) -> bool:
     return tensors or any(declaration_of(child) is not None for child in module.modules())
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Return True if a call of the module runs hooks."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks)
-
-
 def is_within(path: str, unit: str) -> bool:
     """Return True if the module named ``path`` is ``unit`` or inside it."""
     return path == unit or path.startswith(f"{unit}.")

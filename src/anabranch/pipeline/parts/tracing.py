@@ -50,7 +50,6 @@ from torch.utils._pytree import tree_map_only
 from anabranch.autodiff.moved_parameter import Elsewhere, Switch
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.errors import CaptureError
-from anabranch.pipeline.parts.model_part import has_hooks
 from anabranch.pipeline.parts.part_program import (
     HeldTensor,
     Instruction,
@@ -60,6 +59,7 @@ from anabranch.pipeline.parts.part_program import (
     TensorForm,
     is_plain,
 )
+from anabranch.pipeline.stage.partition import has_hooks
 from anabranch.pipeline.stage.skips import SkipStore, declaration_of, using_store
 from anabranch.tensors import flatten, unflatten
 

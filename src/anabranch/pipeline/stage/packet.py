@@ -183,9 +183,9 @@ def mark_doubled(packets: Sequence[Packet], watched: Sequence[Watched], buffers:
     for pair in (pair for those in places.values() for pair in combinations(those, 2)):
         if not _share(leaf[0] for leaf in pair):
             continue
-        for _, packet, index in pair:
-            if packet is not None and index not in packet.doubled:
-                packet.doubled = (*packet.doubled, index)
+        for _, sender, index in pair:
+            if sender is not None and index not in sender.doubled:
+                sender.doubled = (*sender.doubled, index)
 
 
 _MOST_WORK = 10_000

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from anabranch.autodiff.moved_parameter import Switch
-from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, accepted_keywords, has_hooks
+from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, accepted_keywords
 from anabranch.pipeline.stage.skips import SkipName, declaration_of
 
 
@@ -164,6 +164,12 @@ def shared_skips(stages: Sequence[Sequence[Layer]]) -> frozenset[SkipName]:
     modules = (child for layers in stages for layer in layers for child in layer.module.modules())
     declarations = filter(None, map(declaration_of, modules))
     return frozenset().union(*(declaration.shared for declaration in declarations))
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return True if a call of the module runs hooks."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks)
 
 
 def outline(module: nn.Module, inside: Collection[nn.Module], name: str = "") -> dict[str, object]:

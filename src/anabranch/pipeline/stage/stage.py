@@ -239,15 +239,15 @@ class StageRun:
                 here.target = map_structure(_copied, self.head.targets[i])
             here.inputs = _kept(inputs)
         common = self.stage.common
-        versions = {name: common[name]._version for name in common if type(common[name]) in _VERSIONED}
+        versions = [(n, t, t._version) for n, t in common.items() if type(t) in _VERSIONED] if common else []
         outputs = self._run(i, inputs, here)
-        changed = [name for name, version in versions.items() if common[name]._version != version]
-        if changed:
-            raise RuntimeError(
-                f"{changed[0]}, which several stages use, was changed in a forward: the stages run different "
-                "microbatches at once, so each would see another value; put the layers that share it into one stage, "
-                "or give each its own; of a split model, example= tells which stages use it"
-            )
+        for name, tensor, version in versions:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"{name}, which several stages use, was changed in a forward: the stages run different "
+                    "microbatches at once, so each would see another value; put the layers that share it into one "
+                    "stage, or give each its own; of a split model, example= tells which stages use it"
+                )
         if recompute:
             here.batch = [(leaf, leaf._version) for leaf in _tensors({0: inputs.get(OUTSIDE, [])})]
             here.boxes, here.edges, here.loss_edge = {}, {}, None
