@@ -228,7 +228,7 @@ def test_modes_of_the_caller_reach_the_calls() -> None:
     def forward(ctx, x):
         both.wait(timeout=WAIT)  # one of the two is on another thread
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        seen.append((autocast, torch.is_inference_mode_enabled()))
+        seen.append((autocast, torch.is_inference_mode_enabled(), torch.get_default_device().type))
         return x @ x
 
     func = made(forward)
@@ -239,10 +239,11 @@ def test_modes_of_the_caller_reach_the_calls() -> None:
     with torch.no_grad():
         outputs = ab.map_with_parallel_backward(func, (x,), (x,))
     assert not any(out.requires_grad for (out,) in outputs)
-    with torch.inference_mode():
+    with torch.inference_mode(), torch.device("meta"):
         outputs = ab.map_with_parallel_backward(func, (x,), (x,))
     assert all(out.is_inference() for (out,) in outputs)
-    assert seen == [(torch.bfloat16, False)] * 2 + [(None, False)] * 2 + [(None, True)] * 2
+    modes = [(torch.bfloat16, False, "cpu"), (None, False, "cpu"), (None, True, "meta")]
+    assert seen == [mode for mode in modes for _ in range(2)]
 
 
 def failing(phase: str, bad: int, stopped: list[int]) -> type[Function]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anabranch import pop, skippable, stash
+from anabranch import Pipe, pop, skippable, stash
 
 
 @skippable(stash=["long"])
@@ -74,6 +76,36 @@ class PopSame(nn.Module):
         return x * (yield pop("same"))
 
 
+@skippable(stash=["columns"])
+class StashColumns(nn.Module):
+    def __init__(self, stashed: slice, returned: slice) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 8)
+        self.stashed, self.returned = stashed, returned
+
+    def forward(self, x: Tensor):
+        x = self.linear(x)
+        yield stash("columns", x[:, self.stashed])
+        return x[:, self.returned]
+
+
+@skippable(pop=["columns"])
+class PopColumns(nn.Module):
+    def forward(self, x: Tensor):
+        return x.sum(1, keepdim=True) + 3 * (yield pop("columns")).sum(1, keepdim=True)
+
+
+class Computes(nn.Module):
+    """A function as a layer."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: object) -> object:
+        return self.function(x)
+
+
 def changing_model() -> nn.Sequential:
     """Changes in place what has been stashed: unsplit, that changes what is popped."""
     layers = [nn.Linear(3, 3), StashSame(), nn.ReLU(inplace=True), PopSame(), nn.Identity()]
@@ -128,6 +160,8 @@ def close(ours: Tensor | None, theirs: Tensor | None) -> bool:
     """Equal within 1e-12 of the largest magnitude."""
     if ours is None or theirs is None:
         return ours is theirs
+    if ours.is_sparse and theirs.is_sparse:
+        ours, theirs = ours.to_dense(), theirs.to_dense()
     ours, theirs = ours.detach(), theirs.detach()
     return ours.shape == theirs.shape and bool(
         torch.all((ours - theirs).abs() <= 1e-12 * max(1.0, float(theirs.abs().max()) if theirs.numel() else 0.0))
@@ -141,3 +175,38 @@ def assert_same_gradients(ours: nn.Module, theirs: nn.Module) -> None:
     assert found.keys() == expected.keys()
     for name, parameter in found.items():
         assert close(parameter.grad, expected[name].grad), name
+
+
+def assert_same_buffers(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, one), (_, other) in zip(ours.named_buffers(), theirs.named_buffers(), strict=True):
+        assert close(one, other) if one.is_floating_point() else torch.equal(one, other), name
+
+
+def assert_trains_alike(
+    model: nn.Sequential,
+    balance: Sequence[int],
+    x: Tensor,
+    target: Tensor,
+    *,
+    plain: nn.Module | None = None,
+    loss: Callable[[Tensor, Tensor], Tensor] = F.mse_loss,
+    plain_loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    **split: object,
+) -> None:
+    """A step and a call with its backward give the unsplit model's values, and add up its gradients."""
+    plain = reference(model) if plain is None else plain
+    ours, theirs = x.clone(), x.clone()
+    if x.is_floating_point():
+        ours, theirs = ours.requires_grad_(), theirs.requires_grad_()
+    with Pipe(model, balance, **split) as pipe:
+        result = pipe.step(ours, target, loss=loss)
+        expected = (plain_loss or loss)(plain(theirs), target)
+        expected.backward()
+        assert close(result.loss, expected)
+        assert_same_gradients(model, plain)
+        y, expected = pipe(ours), plain(theirs)
+        assert close(y, expected)
+        y.square().sum().backward()
+        expected.square().sum().backward()
+        assert_same_gradients(model, plain)
+    assert close(ours.grad, theirs.grad)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextvars
 import copy
 import json
+import math
 import os
 import random
 import re
@@ -23,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from pipeline_models import LAYERS, changing_model, close, reference, skipping_model, tied_table
+from pipeline_models import LAYERS, Computes, changing_model, close, reference, skipping_model, tied_table
 from split_models import CHANGES, Change, Language, Reads
 from torch import Tensor, nn
 
@@ -37,6 +38,7 @@ RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1
 ALONE = False
 """One process has the stages of all ranks: no ``RANK`` is another's."""
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"]
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def balance_for(schedule: str) -> list[int]:
@@ -62,6 +64,15 @@ def same_gradients(pipe: ab.Pipe, plain: nn.Module) -> None:
     expected = {name: parameter.grad for name, parameter in plain.named_parameters(remove_duplicate=False)}
     for name, parameter in pipe.named_parameters():
         assert close(parameter.grad, expected[name]), name
+
+
+def trains_alike(pipe: ab.Pipe, plain: nn.Module, x: Tensor, target: Tensor, loss: Loss = F.mse_loss) -> None:
+    """A step adds the unsplit module's gradients."""
+    result = pipe.step(x, target, loss=loss)
+    expected = loss(plain(x), target)
+    expected.backward()
+    assert result.loss is None or close(result.loss, expected)
+    same_gradients(pipe, plain)
 
 
 def exact(cases: str = "") -> dict:
@@ -114,7 +125,7 @@ def exact(cases: str = "") -> dict:
         **keywords(),
         **output_on_all_ranks(),
         **padded(),
-        **(split_model() | split_draws() if WORLD > 1 else {}),  # one rank has no cut
+        **(split_model() if WORLD > 1 else {}),  # one rank has no cut
         **(what_only_others_train() | changes_of_the_model() if WORLD > 1 and not ALONE else {}),
         **ties_of_some(),
         **changes_in_place(),
@@ -123,17 +134,6 @@ def exact(cases: str = "") -> dict:
         **arrows(),
         **sparse_gradients(),
     }
-
-
-class Borrows(nn.Module):
-    """Uses the weight of a layer that is not its own."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.layers = [layer]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.layers[0].weight)
 
 
 def rows_of_layers() -> nn.Sequential:
@@ -176,7 +176,8 @@ def what_only_others_train() -> dict:
         tied = f"{2 * last - 2}.bias was tied or untied after Pipe(...); make a new Pipe"
         refused(lambda: step(pipe, x, target), tied, last)
     model = rows_of_layers()
-    model.append(Borrows(model[0]))
+    borrowed = [model[0]]
+    model.append(Computes(lambda x: F.linear(x, borrowed[0].weight)))
     with make(model, balance=[*balance[:-1], 4], chunks=3) as pipe:
         for _ in range(2):
             refused(lambda: step(pipe, x, target), "0.weight is on rank 0, in stage 0 of its Pipe", last)
@@ -225,11 +226,9 @@ def changes_of_the_model() -> dict:
         pipe.zero_grad()
         for one in (model, plain):
             one[0].weight.requires_grad_(True)
-        step(pipe, x, target)
-        F.mse_loss(plain(x), target).backward()
-        same_gradients(pipe, plain)
+        trains_alike(pipe, plain, x, target)
         pipe.load_state_dict(plain.state_dict(), assign=True)
-        caught = raised_by(lambda: step(pipe, x, target))
+        caught = raised_by(partial(step, pipe, x, target))
         # The first and the last rank see it; either may hear of it from the other before it has looked.
         assert isinstance(caught, (ValueError, ab.PipelineError) if RANK in (0, WORLD - 1) else ab.PipelineError)
         assert "0.weight was tied or untied after Pipe(...); make a new Pipe" in str(caught), caught
@@ -242,9 +241,7 @@ def sparse_gradients() -> dict:
     plain = reference(model)
     ids = torch.tensor([1, 2, 1, 9, 0, 2])
     with make(model, balance=[len(model) - WORLD + 1] + [1] * (WORLD - 1), chunks=3) as pipe:
-        pipe.step(ids, ids.flip(0), loss=F.cross_entropy)
-    F.cross_entropy(plain(ids), ids.flip(0)).backward()
-    same_gradients(pipe, plain)
+        trains_alike(pipe, plain, ids, ids.flip(0), F.cross_entropy)
     return {}
 
 
@@ -327,7 +324,7 @@ def output_on_all_ranks() -> dict:
 
 
 def padded() -> dict:
-    """A mean over tokens: each microbatch weighs by its tokens, one of padding alone by none."""
+    """A mean over tokens: each microbatch weighs by its tokens, one of padding alone by none; a batch's mean is NaN."""
     torch.manual_seed(2)
     model = nn.Sequential(
         nn.Embedding(9, 4), *(nn.Linear(4, 4) for _ in range(2 * WORLD - 2)), nn.Linear(4, 9)
@@ -340,24 +337,33 @@ def padded() -> dict:
         return F.cross_entropy(y.flatten(0, 1), target.flatten())
 
     with make(model, balance=[2] * WORLD, chunks=3) as pipe:
-        pipe.step(ids if RANK == 0 else None, target, loss=loss, rows=lambda x, target: (target >= 0).sum())
-    loss(plain(ids), target).backward()
-    same_gradients(pipe, plain)
+        first = ids if RANK == 0 else None
+        results = [pipe.step(first, target, loss=loss, rows=lambda x, target: (target >= 0).sum())]
+        results += [pipe.step(input=ids, target=target, loss=loss, rows=lambda target: (target >= 0).sum())]
+        for _ in results:
+            loss(plain(ids), target).backward()
+        same_gradients(pipe, plain)
+        assert all(result.loss is None or close(result.loss, loss(plain(ids), target)) for result in results)
+        result = pipe.step(first if first is None else first[2:4], target[2:4], loss=loss, rows=lambda x, target: 0)
+        assert result.loss is None or result.loss.isnan()
+        for weight in (-1, math.inf, math.nan):
+            refused(
+                lambda weight=weight: pipe.step(first, target, loss=loss, rows=lambda x, target: weight),
+                "rows= gave",
+                None if ALONE else WORLD - 1,
+            )
     return {}
 
 
-class Several(nn.Module):
+def several(x: Tensor) -> dict:
     """What one message carries: tensors that lie side by side, one of them conjugated lazily."""
-
-    def forward(self, x: Tensor) -> dict:
-        return {"kept": x * 2, "changed": x + 1, "turned": torch.complex(x, x).conj()}
+    return {"kept": x * 2, "changed": x + 1, "turned": torch.complex(x, x).conj()}
 
 
-class ChangeOne(nn.Module):
-    def forward(self, parts: dict) -> Tensor:
-        y = parts["kept"] ** 2  # saved for backward
-        parts["changed"].add_(1.0)
-        return y + parts["changed"] + parts["turned"].imag
+def change_one(parts: dict) -> Tensor:
+    y = parts["kept"] ** 2  # saved for backward
+    parts["changed"].add_(1.0)
+    return y + parts["changed"] + parts["turned"].imag
 
 
 def ties_of_some() -> dict:
@@ -370,9 +376,7 @@ def ties_of_some() -> dict:
     plain = reference(model)
     x, target = torch.randn(2, 4, 3, dtype=torch.float64)
     with make(model, balance=[2] * WORLD) as pipe:
-        step(pipe, x, target)
-        F.mse_loss(plain(x), target).backward()
-        same_gradients(pipe, plain)
+        trains_alike(pipe, plain, x, target)
         PipeRanks(pipe).align_ties()
         same_gradients(pipe, plain)
     return {}
@@ -470,35 +474,16 @@ def mean_square(output: Tensor, _: object) -> Tensor:
     return output.square().mean()
 
 
-def split_draws() -> dict:
-    """Dropout between modules draws over the ranks what it draws in one process."""
-    torch.manual_seed(3)
-    model = Language(dropout=0.5).double()
-    alone = reference(model)
-    at = [f"h.{i}" for i in range(1, WORLD)]
-    ids = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
-    with (
-        make(split(model, at), balance=[1] * WORLD, chunks=2, seed=5) as pipe,
-        ab.Pipe(split(alone, at), [1] * WORLD, chunks=2, schedule="1F1B", seed=5) as other,
-    ):
-        for one in (pipe, other):
-            one.step(ids, target=None, loss=lambda y, _: y["logits"].square().mean())
-    same_gradients(pipe, alone)
-    return {}
-
-
 def changes_in_place() -> dict:
     """A change in place of one tensor that arrived leaves its neighbours alone; of one on two ways it is refused."""
     if WORLD == 1:
         return {}
-    model = nn.Sequential(nn.Linear(3, 3), Several(), ChangeOne()).double()
+    model = nn.Sequential(nn.Linear(3, 3), Computes(several), Computes(change_one)).double()
     plain = reference(model)
     x, target = torch.randn(2, 4, 3, dtype=torch.float64)
     layers = [*model, *(nn.Identity() for _ in range(WORLD - 2))]
     with make(nn.Sequential(*layers), balance=[2] + [1] * (WORLD - 1), checkpoint="never") as pipe:
-        step(pipe, x, target)
-    F.mse_loss(plain(x), target).backward()
-    same_gradients(pipe, plain)
+        trains_alike(pipe, plain, x, target)
     model = changing_model()
     with make(model, balance={2: [2, 3], 3: [2, 1, 2], 4: [2, 1, 1, 1]}[WORLD]) as pipe:
         caught = raised_by(partial(step, pipe, x, target))
@@ -517,35 +502,39 @@ def evaluates_first() -> dict:
         assert close(y, plain(x)) if y.numel() else pipe.output_rank != RANK
         pipe.step(x, target, loss=F.mse_loss)
     with pipe:
-        pipe.step(x, target, loss=F.mse_loss)
+        trains_alike(pipe, plain, x, target)
         pipe(x).square().sum().backward()
-    F.mse_loss(plain(x), target).backward()
     plain(x).square().sum().backward()
     same_gradients(pipe, plain)
     return {}
 
 
+def noisy(x: Tensor) -> Tensor:
+    return F.dropout(x, 0.5) + torch.rand_like(x)
+
+
 def random_numbers() -> dict:
-    """The same numbers are drawn as in one process."""
-
-    class Noisy(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.dropout(x, 0.5) + torch.rand_like(x)
-
+    """The same numbers are drawn as in one process, in layers and between the modules of a split model."""
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(4, 4), Noisy(), nn.Linear(4, 4), nn.RReLU(), Noisy()).double()
-    alone = reference(model)
-    torch.manual_seed(100 + RANK)  # the first rank's seed holds for all
+    layers = nn.Linear(4, 4), Computes(noisy), nn.Linear(4, 4), nn.RReLU(), Computes(noisy)
+    model, language = nn.Sequential(*layers).double(), Language(dropout=0.5).double()
+    at = [f"h.{i}" for i in range(1, WORLD)]
+    x, ids = torch.ones(6, 4, dtype=torch.float64), torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
     sizes = [3, 2] if WORLD == 2 else [2, 1, 2]
-    x, target = torch.ones(2, 6, 4, dtype=torch.float64)
-    with (
-        make(model, balance=sizes, checkpoint="always") as pipe,
-        ab.Pipe(alone, sizes, chunks=4, schedule="1F1B", seed=100) as other,
+    for one, balance, batch, cut in (
+        (model, sizes, x, lambda model: model),
+        (language, [1] * WORLD, ids, lambda model: split(model, at)),
     ):
-        for _ in range(3):
-            pipe.step(x, target, loss=F.mse_loss)
-            other.step(x, target, loss=F.mse_loss)
-    same_gradients(pipe, alone)
+        alone = reference(one)
+        torch.manual_seed(100 + RANK)  # the first rank's seed holds for all
+        with (
+            make(cut(one), balance=balance, checkpoint="always") as pipe,
+            ab.Pipe(cut(alone), balance, chunks=4, schedule="1F1B", seed=100) as other,
+        ):
+            for _ in range(3):
+                for each in (pipe, other):
+                    each.step(batch, loss=lambda y, _: (y["logits"] if isinstance(y, dict) else y).square().mean())
+        same_gradients(pipe, alone)
     return {}
 
 
@@ -737,11 +726,7 @@ def mistakes() -> dict:
         step(pipe, x, target)
     pipe.close()
 
-    class Alien(nn.Module):
-        def forward(self, x: Tensor) -> object:
-            return {x}
-
-    pipe = make(nn.Sequential(Alien(), *[nn.Identity() for _ in range(last)]), balance=[1] * WORLD)
+    pipe = make(nn.Sequential(Computes(lambda x: {x}), *[nn.Identity() for _ in range(last)]), balance=[1] * WORLD)
     for _ in range(2):
         caught = raised_by(partial(pipe, x))
         assert isinstance(caught, TypeError if RANK == 0 else ab.PipelineError)
@@ -797,21 +782,19 @@ class Unspeakable(Exception):
         raise RuntimeError("not even this")
 
 
-class FirstIsSlow(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        if RANK == 0:
-            time.sleep(0.2)
-        return x
+def first_is_slow(x: Tensor) -> Tensor:
+    if RANK == 0:
+        time.sleep(0.2)
+    return x
 
 
-class LastRefuses(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        raise ValueError("refused")
+def refuse(x: Tensor) -> Tensor:
+    raise ValueError("refused")
 
 
 def leaves_at_once(x: Tensor) -> None:
     """A rank that fails, catches that and closes its pipe, while another is busy, still ends well."""
-    layers = [FirstIsSlow(), *(nn.Identity() for _ in range(WORLD - 2)), LastRefuses()]
+    layers = [Computes(first_is_slow), *(nn.Identity() for _ in range(WORLD - 2)), Computes(refuse)]
     with make(nn.Sequential(*layers), balance=[1] * WORLD, chunks=2) as pipe:
         assert "refused" in str(raised_by(partial(pipe, x)))
 

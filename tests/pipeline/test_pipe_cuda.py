@@ -1,4 +1,4 @@
-"""Pipes on CUDA devices: the unsplit module's gradients, copies beside the computing."""
+"""Pipes on CUDA devices: the unsplit module's gradients, on the caller's streams."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from pipeline_models import assert_same_gradients, close, reference, skipping_model
 
 from anabranch import Pipe
-from anabranch.pipeline.stage.device_transfers import on_device
 from anabranch.testing import LocalJob
 
 SCRIPT = Path(__file__).with_name("pipeline_ranks_job.py")
@@ -19,7 +18,6 @@ pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
-two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZB1P"])
@@ -49,26 +47,6 @@ def test_a_backward_of_the_callers_own_does_not_wait_for_itself(schedule: str):
         F.mse_loss(plain(x), target).backward()
         for mine, expected in zip(pipe.parameters(), plain.parameters(), strict=True):
             assert close(None if mine.grad is None else mine.grad.cpu(), expected.grad)
-
-
-@two_devices
-def test_a_copy_waits_for_its_source_and_is_waited_for():
-    x = torch.randn(2048, 2048, device="cuda:0")
-    for _ in range(20):
-        x = x @ x / 50
-    there = on_device(x, torch.device("cuda:1")) * 2
-    assert torch.equal(there.cpu(), (x * 2).cpu())
-
-
-@two_devices
-def test_a_copy_does_not_delay_the_next_computation_of_its_source():
-    """It is on neither device's computing stream: the source's goes on while the copy waits for its own."""
-    x = torch.randn(4 << 20, device="cuda:0")
-    torch.cuda.synchronize(0)
-    computing = torch.cuda.current_stream(0)
-    on_device(x, torch.device("cuda:1"))
-    assert computing.query(), "nothing was put on it"
-    torch.cuda.synchronize()
 
 
 def test_a_pipe_computes_on_its_callers_streams():

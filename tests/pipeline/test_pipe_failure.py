@@ -7,11 +7,13 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn.functional as F
+from pipeline_models import Computes
 from torch import Tensor, nn
 
 from anabranch import DeadlineExceeded, Pipe
@@ -25,133 +27,97 @@ def model_and_batch() -> tuple[nn.Sequential, Tensor, Tensor]:
     return model, torch.randn(4, 3), torch.randn(4, 3)
 
 
+class Waits:
+    """Lets a stage wait in a microbatch until the caller has the error, and knows whether it went on before that."""
+
+    def __init__(self) -> None:
+        self.begun, self.release, self.gone_on = (threading.Event() for _ in range(3))
+        self.active = True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.active:
+            self.begun.set()
+            self.release.wait(30.0)
+            self.gone_on.set()
+        return x
+
+    def end(self) -> None:
+        assert not self.gone_on.is_set()
+        self.active = False
+        self.release.set()
+
+
 def test_after_a_failure_no_other_stage_starts_anything():
     """Stage 0 is in its second microbatch when stage 1 fails, and goes on only after the caller has the error."""
     begun: list[tuple[object, ...]] = []
-    held, release = threading.Event(), threading.Event()
+    waits = Waits()
 
-    class Hold(nn.Module):
-        calls = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            if self.calls == 2:
-                held.set()
-                assert release.wait(30.0)
-            return x
-
-    class Fail(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            assert held.wait(30.0)
-            raise ValueError("first")
+    def fail(x: Tensor) -> Tensor:
+        assert waits.begun.wait(30.0)
+        raise ValueError("first")
 
     def note(place: str) -> None:
         _, _, stage, microbatch = place.split(".")
         begun.append((int(stage), int(microbatch)))
 
-    with Pipe(nn.Sequential(Hold(), Fail()), [1, 1], chunks=8) as pipe, on_fault_point(note):
+    layers = Computes(lambda x: waits(x) if len(begun) > 1 else x), Computes(fail)
+    with Pipe(nn.Sequential(*layers), [1, 1], chunks=8) as pipe, on_fault_point(note):
         with pytest.raises(ValueError, match="first"):
             pipe(torch.randn(8, 2))
-        release.set()
+        waits.end()
     assert sorted(begun) == [(0, 0), (0, 1), (1, 0)]
 
 
-def test_a_stage_that_cannot_be_stopped_does_not_delay_the_error_for_long():
-    """Nothing lets that stage go on before the caller has the error."""
-    release = threading.Event()
-    gone_on = threading.Event()
+def fails(x: Tensor) -> Tensor:
+    raise ValueError("in the other stage")
 
-    class Slow(nn.Module):
-        slow = True
 
-        def forward(self, x: Tensor) -> Tensor:
-            if self.slow:
-                release.wait(30.0)
-                gone_on.set()
-            return x
+def is_interrupted(x: Tensor) -> Tensor:
+    os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C does: it reaches the thread that waits for the call
+    return x
 
-    class Fail(nn.Module):
-        fails = True
-        calls = 0
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            if self.fails and self.calls == 2:
-                raise ValueError("second")
-            return x
+def is_interrupted_unheard(x: Tensor) -> Tensor:
+    time.sleep(0.1)
+    _thread.interrupt_main()  # wakes nobody, as a signal does that came just before the caller fell asleep
+    return x
 
-    model = nn.Sequential(Fail(), Slow())
-    with Pipe(model, [1, 1], chunks=2) as pipe:
-        with pytest.raises(ValueError, match="second"):
+
+@pytest.mark.parametrize(
+    ("cause", "error"),
+    [(fails, ValueError), (is_interrupted, KeyboardInterrupt), (is_interrupted_unheard, KeyboardInterrupt)],
+    ids=lambda value: value.__name__,
+)
+def test_a_stage_that_cannot_be_stopped_does_not_delay_an_error_or_interrupt_and_the_pipe_works_afterwards(
+    cause: Callable[[Tensor], Tensor], error: type[BaseException]
+):
+    waits, calls = Waits(), []
+
+    def first(x: Tensor) -> Tensor:
+        calls.append(x)
+        return cause(x) if len(calls) == 2 and waits.begun.wait(30.0) else x
+
+    with Pipe(nn.Sequential(Computes(first), Computes(waits)), [1, 1], chunks=2, timeout=300.0) as pipe:
+        with pytest.raises(error):
             pipe(torch.randn(4, 2))
-        assert not gone_on.is_set()
-        release.set()
-        model[0].fails = model[1].slow = False
+        waits.end()
         x = torch.randn(4, 2)
         assert torch.equal(pipe(x), x)
-
-
-def test_an_interrupt_of_the_caller_ends_the_call_and_the_pipe_works_afterwards():
-    release = threading.Event()
-    gone_on = threading.Event()
-
-    class Interrupt(nn.Module):
-        interrupts = True
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.interrupts:
-                os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C does: it reaches the thread that waits for the call
-                release.wait(30.0)
-                gone_on.set()
-            return x
-
-    model = nn.Sequential(nn.Identity(), Interrupt())
-    with Pipe(model, [1, 1], chunks=2) as pipe:
-        with pytest.raises(KeyboardInterrupt):
-            pipe(torch.randn(4, 2))
-        assert not gone_on.is_set()
-        release.set()
-        model[1].interrupts = False
-        assert pipe(torch.ones(4, 2)).shape == (4, 2)
-
-
-def test_an_interrupt_in_the_moment_before_the_caller_falls_asleep_is_not_lost():
-    release = threading.Event()
-    gone_on = threading.Event()
-
-    class Interrupt(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            time.sleep(0.1)
-            _thread.interrupt_main()  # wakes nobody, as a signal does that came just before
-            if release.wait(30.0):
-                return x
-            gone_on.set()
-            return x
-
-    with Pipe(nn.Sequential(nn.Identity(), Interrupt()), [1, 1], timeout=300.0) as pipe:
-        with pytest.raises(KeyboardInterrupt):
-            pipe(torch.randn(4, 2))
-        assert not gone_on.is_set()
-        release.set()
 
 
 @pytest.mark.parametrize("balance", [[1, 1], [2]], ids=["on threads", "on the caller's"])
 @pytest.mark.parametrize("place", ["layer", "loss", "rows="])
 def test_a_pipe_called_by_itself_is_refused_at_once_and_works_afterwards(place: str, balance: list[int]):
-    class Again(nn.Module):
-        again = place == "layer"
-
-        def forward(self, x: Tensor) -> Tensor:
-            return pipe(x) if self.again else x
+    again = place == "layer"
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return F.mse_loss(output, target if place == "rows=" else pipe(target))
 
-    layer, (x, target) = Again(), torch.randn(2, 4, 3)
+    layer, (x, target) = Computes(lambda x: pipe(x) if again else x), torch.randn(2, 4, 3)
     with Pipe(nn.Sequential(nn.Linear(3, 3), layer), balance, chunks=2, timeout=300.0) as pipe:
         with pytest.raises(RuntimeError, match="a layer, the loss or rows= of a pipe starts a forward of"):
             pipe.step(x, target, loss=loss, rows=(lambda x, target: pipe(x).sum()) if place == "rows=" else None)
-        layer.again = False
+        again = False
         assert pipe.step(x, target, loss=F.mse_loss).loss > 0
 
 
@@ -197,20 +163,14 @@ def test_a_thread_waits_for_anothers_turn_until_its_deadline():
     ],
 )
 def test_a_call_past_its_deadline_ends_with_an_error_that_says_so(stuck: int, message: str):
-    release = threading.Event()
-
-    class Stuck(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            release.wait(30.0)
-            return x
-
+    waits = Waits()
     layers = [nn.Identity(), nn.Identity()]
-    layers[stuck] = Stuck()
+    layers[stuck] = Computes(waits)
     with Pipe(nn.Sequential(*layers), [1, 1], timeout=2.0) as pipe:
         pipe.calls = 7
         with pytest.raises(DeadlineExceeded, match=message):
             pipe(torch.randn(2, 2))
-        release.set()
+        waits.end()
         pipe._engine._timeout = 60.0
         assert pipe(torch.ones(2, 2)).shape == (2, 2)
 

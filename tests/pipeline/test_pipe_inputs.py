@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 import torch.nn.functional as F
-from pipeline_models import assert_same_gradients, close, reference
+from pipeline_models import Computes, assert_same_gradients, close, reference
 from torch import Tensor, nn
 
 from anabranch import Executor, TrainStep, pop, skippable, stash
@@ -199,13 +199,8 @@ def test_a_pipe_has_its_layers_balance_and_devices_as_attributes():
 @pytest.mark.parametrize(("checkpoint", "again"), [("always", 3), ("except_last", 2), ("never", 0)])
 def test_a_layer_knows_that_it_is_recomputed(checkpoint: str, again: int):
     seen: list[bool] = []
-
-    class Counts(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append(is_recomputing())
-            return x * 2
-
-    with Pipe(nn.Sequential(nn.Linear(2, 2), Counts()), [1, 1], chunks=3, checkpoint=checkpoint) as pipe:
+    counts = Computes(lambda x: seen.append(is_recomputing()) or x * 2)
+    with Pipe(nn.Sequential(nn.Linear(2, 2), counts), [1, 1], chunks=3, checkpoint=checkpoint) as pipe:
         pipe(torch.randn(3, 2)).sum().backward()
         pipe.step(torch.randn(3, 2), torch.randn(3, 2), loss=F.mse_loss)
     assert sorted(seen) == [False] * 6 + [True] * 2 * again

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from pipeline_models import Computes, assert_trains_alike, close, reference
 from torch import Tensor, nn
 
 from anabranch import Pipe
@@ -22,19 +23,10 @@ class Colour(enum.Enum):
     BLUE = 2
 
 
-class Returns(nn.Module):
-    def __init__(self, make: Callable[[Tensor], Structure]) -> None:
-        super().__init__()
-        self.make = make
-
-    def forward(self, x: Tensor) -> Structure:
-        return self.make(x)
-
-
 def outputs_of(make: Callable[[Tensor], Structure], rows: int, chunks: int = 3) -> list[Callable[[], Structure]]:
     """The output in each way to ask for it."""
     x = torch.arange(1.0, 2.0 * rows + 1).reshape(rows, 2)
-    pipe = Pipe(nn.Sequential(nn.Identity(), Returns(make)), [1, 1], chunks=chunks)
+    pipe = Pipe(nn.Sequential(nn.Identity(), Computes(make)), [1, 1], chunks=chunks)
 
     def without_gradients() -> Structure:
         with torch.no_grad():
@@ -109,6 +101,7 @@ REFUSED: dict[str, tuple[int, Callable[[Tensor], Structure], str]] = {
     "a mean": (7, lambda x: x.mean(0), "output has [2, 2, 2] rows (dim 0) in microbatches of [3, 2, 2] rows"),
     "a product": (7, lambda x: [x, [x.T @ x]], "output 1.0 has [2, 2, 2] rows (dim 0)"),
     "a number per microbatch": (6, lambda x: {"y": x, "sum": x.sum()}, "output sum is a tensor without dimensions"),
+    "a list with an entry per row": (6, lambda x: list(x.unbind(0)), "list of 2 values"),
     "a ragged selection": (6, lambda x: x[: 2 if x[0, 0] > 4 else 0], "output has [0, 2, 2] rows"),
 }  # fmt: skip
 
@@ -127,7 +120,7 @@ def test_gradients_of_tensors_in_a_dataclass_or_mapping_are_those_of_the_unsplit
     wrap: Callable[[Tensor], object],
 ):
     linear, x = nn.Linear(2, 2), torch.ones(5, 2)
-    with Pipe(nn.Sequential(linear, Returns(wrap)), [1, 1], chunks=2) as pipe:
+    with Pipe(nn.Sequential(linear, Computes(wrap)), [1, 1], chunks=2) as pipe:
         output = pipe(x)
         assert type(output) is type(wrap(x))
         (output["y"] if isinstance(output, Named) else output.y).sum().backward()
@@ -136,7 +129,7 @@ def test_gradients_of_tensors_in_a_dataclass_or_mapping_are_those_of_the_unsplit
 
 def test_gradients_of_tensors_in_an_object_that_is_not_opened_are_not_lost():
     linear, x = nn.Linear(2, 2), torch.ones(4, 2)
-    pipe = Pipe(nn.Sequential(linear, Returns(Hidden)), [1, 1])
+    pipe = Pipe(nn.Sequential(linear, Computes(Hidden)), [1, 1])
     with pipe, pytest.raises(TypeError, match="output is a Hidden, whose tensors a pipe does not see"):
         pipe(x)
     with torch.no_grad():
@@ -175,46 +168,28 @@ def test_constants_between_a_split_models_modules_are_compared_too():
         assert pipe(x[:6])[1] is None
 
 
-class Entries(nn.Module):
-    """A detector's habit: a list with an entry per row."""
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        return list(x.unbind(0))
-
-
-def test_a_list_with_an_entry_per_row_is_refused() -> None:
-    with (
-        Pipe(nn.Sequential(nn.Linear(4, 4), Entries()), [1, 1], chunks=3) as pipe,
-        pytest.raises(ValueError, match="list of 2 values"),
-    ):
-        pipe(torch.randn(6, 4))
-
-
 class HoldsModel(nn.Module):
-    """A loss that holds the model, for a penalty over its parameters."""
+    """A loss that is trained too, and holds the model for a penalty over its parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
 
     def forward(self, y: Tensor, target: Tensor) -> Tensor:
-        return (y - target).square().mean() + 0.1 * sum(p.square().sum() for p in self.model.parameters())
+        return (y * self.scale - target).square().mean() + 0.1 * sum(p.square().sum() for p in self.model.parameters())
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
 def test_a_loss_that_holds_the_model_leaves_its_layers_to_their_stages(schedule: str) -> None:
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]).double()
-    x, target = torch.randn(2, 8, 4, dtype=torch.float64).unbind(0)
-    HoldsModel(model)(model(x), target).backward()
-    expected = [parameter.grad for parameter in model.parameters()]
+    loss, other = HoldsModel(model), HoldsModel(reference(model))
     held = list(model.parameters())
-    model.zero_grad()
-    with Pipe(model, [1, 1, 1], chunks=4, schedule=schedule) as pipe:
-        for _ in range(3):
-            model.zero_grad()
-            pipe.step(x, target, loss=HoldsModel(model))
-            for parameter, gradient in zip(held, expected, strict=True):
-                torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-12)
+    x, target = torch.randn(2, 8, 4, dtype=torch.float64).unbind(0)
+    assert_trains_alike(
+        model, [1, 1, 1], x, target, loss=loss, plain=other.model, plain_loss=other, chunks=4, schedule=schedule
+    )
+    assert close(loss.scale.grad, other.scale.grad)
     assert all(now is before for now, before in zip(model.parameters(), held, strict=True))
 
 

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from pipeline_models import close
+from pipeline_models import Computes, close
 from torch import nn
 from torch.utils import checkpoint as recomputation
 
@@ -45,16 +45,21 @@ DRAWS = {
     "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5),
     "fractional": lambda x: F.fractional_max_pool2d(torch.rand(1, 1, 8, 8), 2, output_ratio=(0.5, 0.5)),
     "init": lambda x: nn.init.xavier_uniform_(torch.empty(3, 3)),
+    "no generator": lambda x: torch.cat([torch.rand(9, generator=None), torch.randint(99, (3,), generator=None)]),
+    "a module's attention": lambda x: ATTENTION(x[:, None], x[:, None], x[:, None])[0],
+    "an LSTM": lambda x: LSTM(x[:, None])[0],
 }
+ATTENTION, LSTM = nn.MultiheadAttention(4, 2, dropout=0.5), nn.LSTM(4, 4, 2, dropout=0.5)
 
 
+@pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("name", DRAWS)
-def test_random_operations_draw_from_the_stream_and_not_from_the_global_generator(name: str):
+def test_random_operations_draw_from_the_stream_and_not_from_the_global_generator(name: str, grad: bool):
     x = torch.ones(6, 4)
     before = torch.get_rng_state()
 
     def draw(microbatch: int) -> torch.Tensor:
-        with drawing_from(0, 0, 0, microbatch):
+        with torch.set_grad_enabled(grad), drawing_from(0, 0, 0, microbatch):
             return DRAWS[name](x)
 
     first, again, other = draw(0), draw(0), draw(1)
@@ -63,47 +68,13 @@ def test_random_operations_draw_from_the_stream_and_not_from_the_global_generato
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("grad", [True, False])
-def test_modules_that_draw_inside_one_operation_draw_from_the_stream(grad: bool):
-    attention = nn.MultiheadAttention(4, 2, dropout=0.5)
-    lstm = nn.LSTM(4, 4, 2, dropout=0.5)
-    x = torch.randn(3, 1, 4)
-    before = torch.get_rng_state()
-
-    def draw() -> torch.Tensor:
-        with torch.set_grad_enabled(grad), drawing_from(0, 0, 0, 0):
-            return attention(x, x, x)[0] + lstm(x)[0]
-
-    assert torch.equal(draw(), draw())
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_attention_without_dropout_is_not_refused():
+def test_attention_without_dropout_is_not_refused_and_a_given_generator_is_used():
     x = torch.randn(1, 2, 3, 4)
     with drawing_from(0, 0, 0, 0):
-        got = F.scaled_dot_product_attention(x, x, x)
-    torch.testing.assert_close(got, F.scaled_dot_product_attention(x, x, x))
-
-
-def test_a_given_generator_is_used():
-    with drawing_from(0, 0, 0, 0):
-        got = torch.rand(3, generator=torch.Generator().manual_seed(5))
-    assert torch.equal(got, torch.rand(3, generator=torch.Generator().manual_seed(5)))
-
-
-@pytest.mark.parametrize(
-    "draw",
-    [torch.rand, torch.randn, torch.randperm, functools.partial(torch.randint, 99, (3,))],
-    ids=["rand", "randn", "randperm", "randint"],
-)
-def test_no_generator_is_the_streams(draw: functools.partial[torch.Tensor]):
-    """The operation that has a parameter for it was given two."""
-    arguments = () if isinstance(draw, functools.partial) else (9,)
-    drawn = []
-    for _ in range(2):
-        with drawing_from(0, 0, 0, 0):
-            drawn.append(draw(*arguments, generator=None))
-    assert torch.equal(*drawn)
+        attended = F.scaled_dot_product_attention(x, x, x)
+        drawn = torch.rand(3, generator=torch.Generator().manual_seed(5))
+    torch.testing.assert_close(attended, F.scaled_dot_product_attention(x, x, x))
+    assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(5)))
 
 
 def test_an_operation_without_generator_is_refused_by_name():
@@ -115,14 +86,13 @@ def test_an_operation_without_generator_is_refused_by_name():
         draw()
 
 
-class Noisy(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.dropout(x, 0.3, training=True) + torch.randn_like(x)
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    return F.dropout(x, 0.3, training=True) + torch.randn_like(x)
 
 
 def noisy_model() -> nn.Sequential:
     torch.manual_seed(1)
-    layers = [nn.Linear(6, 6), nn.Dropout(0.5), Noisy(), nn.Linear(6, 6), nn.RReLU(), Noisy()]
+    layers = [nn.Linear(6, 6), nn.Dropout(0.5), Computes(noisy), nn.Linear(6, 6), nn.RReLU(), Computes(noisy)]
     return nn.Sequential(*layers).double()
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
-from pipeline_models import assert_same_gradients, close, reference
+from pipeline_models import Computes, assert_same_buffers, assert_same_gradients, close, reference
 from split_models import Images, Language
 from torch import Tensor, nn
 from torch.utils import checkpoint as recomputation
@@ -20,9 +21,18 @@ IDS = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9], [1, 1, 2], [0, 3, 0]])
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 1, 1]])
 
 
-def assert_same_buffers(ours: nn.Module, theirs: nn.Module) -> None:
-    for (name, one), (_, other) in zip(ours.named_buffers(), theirs.named_buffers(), strict=True):
-        assert close(one, other) if one.is_floating_point() else torch.equal(one, other), name
+def assert_splits_alike(
+    model: nn.Module, at: list[str], *inputs: Tensor, example: Tensor | None = None, **split_into: object
+) -> None:
+    """A call and its backward are the model's."""
+    plain = reference(model)
+    with Pipe(split(model, at, example=example), [1] * (len(at) + 1), chunks=2, **split_into) as pipe:
+        y = pipe(*inputs)
+        y.sum().backward()
+    expected = plain(*inputs)
+    expected.sum().backward()
+    assert close(y, expected)
+    assert_same_gradients(model, plain)
 
 
 CUTS = [["h.1", "h.3"], ["h.0.mlp", "norm"], ["h.2", "head"]]
@@ -102,13 +112,8 @@ def test_batch_norm_and_changes_in_place_at_the_cut(checkpoint: str):
 
 
 def test_a_cut_inside_a_nested_sequential():
-    model = Images().double().eval()
-    plain = reference(model)
     x = torch.randn(3, 2, 5, 5, dtype=torch.float64)
-    with Pipe(split(model, ["body.1", "tail.1"]), [1, 1, 1], chunks=3) as pipe:
-        pipe(x).sum().backward()
-    plain(x).sum().backward()
-    assert_same_gradients(pipe, plain)
+    assert_splits_alike(Images().double().eval(), ["body.1", "tail.1"], x)
 
 
 def test_dropout_between_modules_follows_the_mode():
@@ -117,24 +122,17 @@ def test_dropout_between_modules_follows_the_mode():
         first, second = (pipe(IDS)["logits"] for _ in range(2))
         assert not torch.equal(first, second)
         first.sum().backward()
+        again = [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad()
+        pipe.calls, pipe.checkpoint = 0, "never"
+        pipe(IDS)["logits"].sum().backward()
+        assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), again, strict=True)), "replayed"
         pipe.eval()
         assert close(pipe(IDS)["logits"], copy.deepcopy(model)(IDS)["logits"])
         pipe.train()
         assert not torch.equal(pipe(IDS)["logits"], pipe(IDS)["logits"])
         model.dropout = 0.0
         assert torch.equal(pipe(IDS)["logits"], pipe(IDS)["logits"]), "a plain value that has changed is seen"
-
-
-def test_recomputation_draws_the_same_numbers_between_modules():
-    gradients = []
-    for checkpoint in ("always", "never"):
-        torch.manual_seed(0)
-        model = Language(dropout=0.5).double()
-        with Pipe(split(model, ["h.2"]), [1, 1], chunks=2, checkpoint=checkpoint, seed=1) as pipe:
-            pipe(IDS)["logits"].sum().backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    for one, other in zip(*gradients, strict=True):
-        assert torch.equal(one, other)
 
 
 def test_modules_are_in_the_parts_in_which_an_example_or_the_names_have_them():
@@ -238,26 +236,13 @@ class Changed(Reversed):
         return x.mul_(2)
 
 
-class Applies(nn.Module):
-    def __init__(self, function: type[torch.autograd.Function]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function.apply(x)
-
-
 @pytest.mark.parametrize("function", [Reversed, Returned, Changed])
 def test_functions_with_a_backward_of_their_own_stay_in_a_module(function: type[torch.autograd.Function]):
     with pytest.raises(CaptureError, match=r"calls \w+.apply.*own.*glue=|passes linear a tensor that comes from no"):
         split(Frame(lambda model, x: function.apply(x)), ["b"], example=torch.randn(4, 4))
-    model = Wraps(nn.Linear(4, 4), Applies(function), nn.Linear(4, 4)).double()
-    plain = reference(model)
+    model = Wraps(nn.Linear(4, 4), Computes(function.apply), nn.Linear(4, 4)).double()
     x = torch.randn(4, 4, dtype=torch.float64)
-    with Pipe(split(model, ["b"], example=x), [1, 1], chunks=2, checkpoint="always") as pipe:
-        pipe(x).sum().backward()
-    plain(x).sum().backward()
-    assert_same_gradients(model, plain)
+    assert_splits_alike(model, ["b"], x, example=x, checkpoint="always")
 
 
 class Counting(nn.Module):
@@ -328,22 +313,11 @@ def test_skips_and_keywords_beside_the_parts():
         def forward(self, x: Tensor, factor: Tensor) -> Tensor:
             return self.pop(self.middle(self.stash(x)), factor)
 
-    model = Model().double()
     x, factor = torch.randn(2, 5, 3, dtype=torch.float64)
-    plain = reference(model)
-    parts = split(model, ["middle", "pop"], example=(x, factor))
-    with Pipe(parts, [1, 1, 1], chunks=2, checkpoint="always") as pipe:
-        pipe(x, factor=factor).sum().backward()
-    plain(x, factor).sum().backward()
-    assert_same_gradients(pipe, plain)
+    assert_splits_alike(Model().double(), ["middle", "pop"], x, factor, example=(x, factor), checkpoint="always")
 
 
 # Refusals.
-
-
-class Calls(nn.Module):
-    def forward(self, x: Tensor, function) -> Tensor:
-        return function(x)
 
 
 class Frame(nn.Module):
@@ -352,7 +326,6 @@ class Frame(nn.Module):
     def __init__(self, between) -> None:
         super().__init__()
         self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        self.calls = Calls()
         self.register_buffer("count", torch.zeros(()))
         self.kept = None
         self.seen: list[Tensor] = []
@@ -362,78 +335,26 @@ class Frame(nn.Module):
         return self.b(self.between(self, self.a(x)))
 
 
-def by_values(model, x):
-    return x if x.sum() > 0 else -x
+LINE = r"test_split.py:\d+ \(<lambda>\)"
+BETWEEN: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], str]] = {
+    "a branch by values": (lambda m, x: x if x.sum() > 0 else -x, f"{LINE} depends on the values of a tensor"),
+    "rows by values": (lambda m, x: x[x > 0].expand(4, 4), f"{LINE} depends on the values of a tensor"),
+    "NumPy": (lambda m, x: torch.from_numpy(x.detach().numpy()), f"{LINE} depends on the values of a tensor"),
+    "an attribute": (lambda m, x: setattr(m, "kept", x) or x, "sets its attribute 'kept'"),
+    "a list": (lambda m, x: m.seen.append(x) or x, "sets its attribute 'seen'"),
+    "another buffer": (lambda m, x: setattr(m, "count", m.count + 1) or x, "sets its attribute 'count'"),
+    "Python's generator": (lambda m, x: x * random.random(), "draws random numbers from Python's"),
+    "a reentrant checkpoint": (
+        lambda m, x: recomputation.checkpoint(m.c, x, use_reentrant=True), f"{LINE} calls CheckpointFunction.apply",
+    ),
+    "a closure": (lambda m, x: m.c(x, lambda y: m.c(y)), f"{LINE} passes a function to"),
+    "vmap": (lambda m, x: torch.vmap(torch.sin)(x), f"{LINE} runs inside a torch.func transform"),
+}  # fmt: skip
 
 
-def by_rows(model, x):
-    return x[x > 0].expand(4, 4)
-
-
-def keeps(model, x):
-    model.kept = x
-    return x
-
-
-def appends(model, x):
-    model.seen.append(x)
-    return x
-
-
-def rebinds(model, x):
-    model.count = model.count + 1
-    return x
-
-
-def nothing(model, x):
-    return x
-
-
-def draws(model, x):
-    return x * random.random()
-
-
-def again(model, x):
-    return model.b(x)
-
-
-def shares(model, x):
-    return model.a(model.c(x))
-
-
-def by_checkpoint(model, x):
-    return recomputation.checkpoint(model.c, x, use_reentrant=True)
-
-
-def by_closure(model, x):
-    return model.calls(x, lambda y: model.c(y))
-
-
-def by_vmap(model, x):
-    return torch.vmap(torch.sin)(x)
-
-
-def of_numpy(model, x):
-    return torch.from_numpy(x.detach().numpy())
-
-
-@pytest.mark.parametrize(
-    ("between", "message"),
-    [
-        (by_values, r"test_split.py:\d+ \(by_values\) depends on the values of a tensor"),
-        (by_rows, r"test_split.py:\d+ \(by_rows\) depends on the values of a tensor"),
-        (keeps, "sets its attribute 'kept'"),
-        (appends, "sets its attribute 'seen'"),
-        (rebinds, "sets its attribute 'count'"),
-        (draws, "draws random numbers from Python's"),
-        (by_checkpoint, r"test_split.py:\d+ \(by_checkpoint\) calls CheckpointFunction.apply"),
-        (by_closure, r"test_split.py:\d+ \(by_closure\) passes a function to"),
-        (by_vmap, r"test_split.py:\d+ \(by_vmap\) runs inside a torch.func transform"),
-        (of_numpy, r"test_split.py:\d+ \(of_numpy\) depends on the values of a tensor"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_code_that_cannot_be_split_is_named(between, message: str):
+@pytest.mark.parametrize("name", BETWEEN)
+def test_code_that_cannot_be_split_is_named(name: str):
+    between, message = BETWEEN[name]
     with pytest.raises(CaptureError, match=message):
         split(Frame(between), ["b"], example=torch.randn(4, 4))
 
@@ -441,8 +362,8 @@ def test_code_that_cannot_be_split_is_named(between, message: str):
 @pytest.mark.parametrize(
     ("model", "at", "message"),
     [
-        (Frame(again), ["b"], "'b' is called twice"),
-        (Frame(nothing), ["c"], "'c' is not called"),
+        (Frame(lambda m, x: m.b(x)), ["b"], "'b' is called twice"),
+        (Frame(lambda m, x: x), ["c"], "'c' is not called"),
         (Language(), ["h"], "'h' is a ModuleList, which is never called"),
         (Language(), ["h.9"], "no submodule 'h.9'"),
         (Language(), ["h.2", "h.1"], "not in execution order: 'h.1' runs before 'h.2'"),
@@ -459,7 +380,7 @@ def test_names_that_begin_no_stage_are_refused(model: nn.Module, at: list[str], 
 
 def test_a_module_called_in_two_parts_is_refused():
     with pytest.raises(CaptureError, match=r"'a' is called by the parts \[0, 1\]"):
-        split(Frame(shares), ["c"], example=torch.randn(4, 4))
+        split(Frame(lambda m, x: m.a(m.c(x))), ["c"], example=torch.randn(4, 4))
     with pytest.raises(TypeError, match="at='h.1' is not a list"):
         split(Language(), "h.1")
 
@@ -479,12 +400,11 @@ def test_a_module_reached_by_a_closure_is_the_models():
     x = torch.randn(4, 4, dtype=torch.float64)
     with Pipe(split(model, ["b"], example=x), [1, 1], chunks=2) as pipe:
         pipe(x).square().sum().backward()
-    ours = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    ours = [parameter.grad.clone() for parameter in (*model.a.parameters(), *model.b.parameters())]
     model.zero_grad()
     model(x).square().sum().backward()
-    theirs = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    theirs = [parameter.grad for parameter in (*model.a.parameters(), *model.b.parameters())]
     assert all(map(close, ours, theirs))
-    assert len(ours) == len(theirs) == 4
 
 
 def test_a_call_with_another_control_flow_than_the_example_is_refused():
@@ -603,12 +523,8 @@ def test_given_code_that_does_not_fit_is_refused(glue, error: type[Exception], m
 
 
 def test_a_module_that_chooses_by_values_is_named():
-    class Selects(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x[x.abs() > 0].view(x.shape)
-
-    model = Wraps(nn.Linear(4, 4), Selects(), nn.Linear(4, 4))
-    with pytest.raises(CaptureError, match=r"the module 'between' at .*test_split.py:\d+ \(forward\).*glue="):
+    model = Wraps(nn.Linear(4, 4), Computes(lambda x: x[x.abs() > 0].view(x.shape)), nn.Linear(4, 4))
+    with pytest.raises(CaptureError, match=rf"the module 'between' at .*{LINE}.*glue="):
         split(model, ["b"], example=torch.randn(4, 4))
 
 

@@ -11,8 +11,7 @@ from anabranch.pipeline.parts.split import split
 from anabranch.pipeline.pipe import Pipe, StepResult
 from anabranch.pipeline.schedule.drawing import draw, save_picture
 from anabranch.pipeline.schedule.orders import make_schedule
-from anabranch.pipeline.schedule.schedule import Action, Interval, Kind, Schedule
-from anabranch.pipeline.schedule.simulator import Simulation, simulate
+from anabranch.pipeline.schedule.schedule import Action, Interval, Kind, Schedule, Simulation, simulate
 from anabranch.pipeline.stage.balance import balance_by_size, balance_by_time
 from anabranch.pipeline.stage.recomputing import is_recomputing
 from anabranch.pipeline.stage.skips import Namespace, isolate, pop, skippable, stash, verify_skippables

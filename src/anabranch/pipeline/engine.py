@@ -22,7 +22,6 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import cast
 
@@ -32,8 +31,7 @@ from anabranch.autodiff.thread_modes import ThreadModes, current_streams, on_str
 from anabranch.deadline import LONGEST_SLEEP, Deadline
 from anabranch.errors import PipelineError
 from anabranch.pipeline.description import Observed
-from anabranch.pipeline.links.connection import RankConnection
-from anabranch.pipeline.links.inbox import Inbox
+from anabranch.pipeline.links.connection import Inbox, RankConnection
 from anabranch.pipeline.links.packet_codec import Facts, Header, PacketFault, pack, pack_message
 from anabranch.pipeline.schedule.schedule import PHASES, SENT_AS, Action, Kind
 from anabranch.pipeline.stage.packet import Message, Packet, size_of
@@ -48,17 +46,6 @@ _pipes = itertools.count()
 
 class Aborted(Exception):
     """Another rank has failed; this one stops."""
-
-
-@dataclass(slots=True)
-class Outcome:
-    """Results of a run of actions: by microbatch what leaves the last stage, by stage and microbatch the gradients of
-    the caller's inputs, and measurements.
-    """
-
-    observed: Observed = field(default_factory=Observed)
-    outputs: dict[int, Message] = field(default_factory=dict)
-    input_gradients: dict[tuple[int, int], Message] = field(default_factory=dict)
 
 
 class StageEngine:
@@ -137,8 +124,7 @@ class StageEngine:
             raise deadline.error(peer="a worker still busy with a failed step", operation="pipeline", step=step)
         self._number += 1
         self._operation, self._step, self._deadline = operation, step, deadline
-        self._word: object = None
-        self._seen = Observed()
+        self.seen = Observed()
         self._has_ended = False
         self._failure: tuple[BaseException, Action | None] | None = None
         for inbox in self._inboxes.values():
@@ -154,7 +140,7 @@ class StageEngine:
             if self._inbox.fault:
                 raise Aborted
             for body in ended.values():
-                _, seconds, sent_bytes = decode(body)
+                seconds, sent_bytes = decode(body)
                 self.observed.seconds |= seconds
                 self.observed.sent_bytes |= sent_bytes
             self._connection.channel.flush(self._timeout)
@@ -164,7 +150,7 @@ class StageEngine:
         if self._connection is None or self._has_ended:
             return
         self._has_ended = True
-        body = None if fault else encode([self._word, self._seen.seconds, self._seen.sent_bytes])
+        body = None if fault else encode([self.seen.seconds, self.seen.sent_bytes])
         for peer in self._peers:
             self._send(peer, Header(self._number, self._operation, "end", body=body, fault=fault))
         if fault is not None:
@@ -225,11 +211,11 @@ class StageEngine:
         mine = tuple(make()) if self.rank == source else ()
         return Facts(*self._exchanged("facts", mine, self._peers if self.rank == source else [], [source])[0])
 
-    def share(self, index: int, tensor: Tensor | None, ranks: Sequence[int]) -> list[Tensor | None]:
-        """Return the tensors that ``ranks``, this one among them, give under ``index``, in the order of ranks."""
+    def share(self, name: int | str, value: Structure, ranks: Sequence[int]) -> list[Structure]:
+        """Return the values that ``ranks``, this one among them, give under ``name``, in the order of ranks."""
         if self._connection is None:
-            return [tensor]
-        return self._exchanged(index, tensor, [rank for rank in ranks if rank != self.rank], sorted(ranks))
+            return [value]
+        return self._exchanged(name, value, [rank for rank in ranks if rank != self.rank], sorted(ranks))
 
     def spread(self, value: Structure, source: int) -> Structure:
         """Return the value that rank ``source`` gives, on every rank; tensors come without a graph."""
@@ -250,15 +236,6 @@ class StageEngine:
             self._wait(lambda: all((name, rank) in values for rank in others), str(name), others)
         return [value if rank == self.rank else values[name, rank] for rank in ranks]
 
-    def put_note(self, word: object) -> None:
-        """Leave a plain value for all ranks, sent with the end of the turn."""
-        self._word = word
-
-    def notes(self) -> dict[int, object]:
-        """Return each rank's value at the end of the turn."""
-        words = {peer: decode(body)[0] for peer, body in self._inbox.bodies.items()}
-        return {**words, self.rank: self._word}
-
     # Actions.
 
     def run(
@@ -268,7 +245,7 @@ class StageEngine:
         outside: Mapping[int, Sequence[Message]],
         *,
         keep: bool = False,
-    ) -> Outcome:
+    ) -> EngineRun:
         """Run the actions of the ranks here.
 
         Args:
@@ -277,7 +254,7 @@ class StageEngine:
             outside: the caller's inputs to each stage, or the gradients of its outputs: a message a microbatch.
             keep: another backward may follow.
         """
-        run = _Run(self, runs, outside, keep)
+        run = EngineRun(self, runs, outside, keep)
         try:
             if len(self._inboxes) == 1:
                 run.perform(self.rank, actions[self.rank])
@@ -287,12 +264,11 @@ class StageEngine:
             for one in runs.values():
                 one.abandon()
             raise
-        self._seen = run.outcome.observed
-        self.observed.seconds |= self._seen.seconds
-        self.observed.sent_bytes |= self._seen.sent_bytes
-        return run.outcome
+        self.observed.seconds |= self.seen.seconds
+        self.observed.sent_bytes |= self.seen.sent_bytes
+        return run
 
-    def _run_on_threads(self, run: _Run, actions: Sequence[Sequence[Action]]) -> None:
+    def _run_on_threads(self, run: EngineRun, actions: Sequence[Sequence[Action]]) -> None:
         threads = self._threads = self._threads or StageThreads(len(actions))
         streams, modes = current_streams(), ThreadModes.take()
 
@@ -305,12 +281,10 @@ class StageEngine:
                 pass
             except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
                 self._fail(error)
-                threads.hurry()
 
         threads.start([lambda rank=rank: work(rank) for rank in self._inboxes])  # type: ignore[misc]
         try:
-            if not threads.wait(self._deadline.remaining(), all_ended=False):
-                threads.wait(_FAREWELL_SECONDS)
+            if not threads.wait(self._deadline.remaining(), lambda: self._failure is not None):
                 late = self._deadline.error(peer="the pipeline's workers", operation="pipeline step", step=self._step)
                 self._fail(late)
         except BaseException as error:
@@ -348,8 +322,6 @@ class StageEngine:
         data = inbox.data
         if self._connection is not None:
             self._wait(lambda: key in data, str(action), [self._rank_of[action.peer]])
-            with inbox.changed:
-                return data.pop(key)
         with inbox.changed:
             if key not in data:
                 began = spans.begin()
@@ -372,8 +344,13 @@ class StageEngine:
             self._connection.close()
 
 
-class _Run:
-    """One run of the actions of all ranks here; each touches only its own stages."""
+class EngineRun:
+    """One run of the actions of all ranks here; each touches only its own stages.
+
+    Attributes:
+        outputs: by microbatch what leaves the last stage.
+        input_gradients: of the caller's inputs, by stage and microbatch.
+    """
 
     def __init__(
         self, engine: StageEngine, runs: Mapping[int, StageRun], outside: Mapping[int, Sequence[Message]], keep: bool
@@ -383,7 +360,8 @@ class _Run:
         # By the computing action that the messages go to or come from, and the stage at the other end.
         self._in: dict[tuple[Kind, int, int], dict[int, Message]] = {}
         self._out: dict[tuple[Kind, int, int], dict[int, Message]] = {}
-        self.outcome = Outcome()
+        self.outputs: dict[int, Message] = {}
+        self.input_gradients: dict[tuple[int, int], Message] = {}
 
     def perform(self, rank: int, actions: Sequence[Action]) -> None:
         """Run ``actions`` in order.
@@ -393,7 +371,7 @@ class _Run:
             Aborted: a stage of another rank has failed.
         """
         engine, inbox = self._engine, self._engine._inboxes[rank]
-        seconds = self.outcome.observed.seconds
+        seconds, sent_bytes = engine.seen.seconds, engine.seen.sent_bytes
         for action in actions:
             if inbox.fault:
                 raise Aborted
@@ -411,12 +389,8 @@ class _Run:
                 self._in.setdefault(key, {})[cast(int, action.peer)] = message
             else:
                 message = self._out[key].pop(cast(int, action.peer))
-                sizes, link, size = (
-                    self.outcome.observed.sent_bytes,
-                    (action.stage, cast(int, action.peer)),
-                    _bytes(message),
-                )
-                sizes[link] = max(sizes.get(link, 0), size)
+                link = action.stage, cast(int, action.peer)
+                sent_bytes[link] = max(sent_bytes.get(link, 0), _bytes(message))
                 engine.send(action, message)
             if began:
                 self._record(began, action, message)
@@ -449,7 +423,7 @@ class _Run:
                         if OUTSIDE in outputs:
                             output = outputs.pop(OUTSIDE)
                             if run.head is None or run.head.keeps_outputs:
-                                self.outcome.outputs[i] = output
+                                self.outputs[i] = output
                     case Kind.R:
                         run.recompute(i)
                     case Kind.B:
@@ -459,7 +433,7 @@ class _Run:
                         answers = run.backward(i, gradients, keep=self._keep)  # type: ignore[arg-type]
                         self._out[key] = answers  # type: ignore[assignment]
                         if OUTSIDE in answers:
-                            self.outcome.input_gradients[action.stage, i] = answers.pop(OUTSIDE)
+                            self.input_gradients[action.stage, i] = answers.pop(OUTSIDE)
                     case Kind.W:
                         run.weights(i, keep=self._keep)
         except BaseException as error:
@@ -510,16 +484,12 @@ class StageThreads:
 
     Args:
         count: how many.
-
-    Attributes:
-        hurried: ``wait`` returns although tasks are running.
     """
 
     def __init__(self, count: int) -> None:
         self._queues: list[queue.SimpleQueue[_Task | None]] = [queue.SimpleQueue() for _ in range(count)]
         self._changed = threading.Condition()
         self._running: list[_Task] = []
-        self.hurried = False
         self._threads = [
             threading.Thread(
                 target=_work, args=(tasks, self._changed, self._running), name=f"anabranch-stage-{index}", daemon=True
@@ -532,22 +502,15 @@ class StageThreads:
 
     def start(self, tasks: Sequence[_Task]) -> None:
         """Give each thread a task."""
-        self.hurried = False
         self._running += tasks
         for queue_, task in zip(self._queues, tasks, strict=True):
             queue_.put(task)
 
-    def hurry(self) -> None:
-        """Wake the thread that waits: the tasks have failed, whatever some are still doing."""
-        with self._changed:
-            self.hurried = True
-            self._changed.notify_all()
-
-    def wait(self, seconds: float, *, all_ended: bool = True) -> bool:
-        """Wait for the tasks to end, or ``hurry`` unless for ``all_ended``; return True if all tasks have ended."""
+    def wait(self, seconds: float, enough: Callable[[], bool] = bool) -> bool:
+        """Wait for the tasks to end, or one of them and then ``enough()``; return True if all tasks have ended."""
         deadline = Deadline(max(seconds, 1e-3))
         with self._changed:
-            while self._running and (all_ended or not self.hurried) and not deadline.expired():
+            while self._running and not enough() and not deadline.expired():
                 # A signal in the moment before the wait begins wakes nobody.
                 self._changed.wait(min(LONGEST_SLEEP, deadline.remaining()))
             return not self._running

@@ -11,7 +11,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, SupportsIndex, cast
+from functools import partial
+from typing import Literal, SupportsIndex, TypeAlias, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -20,18 +21,19 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.autodiff.thread_modes import ThreadModes
+from anabranch.choices import choice
 from anabranch.job import job
 from anabranch.pipeline.description import describe
 from anabranch.pipeline.engine import StageEngine
 from anabranch.pipeline.links.connection import RankConnection
-from anabranch.pipeline.links.packet_codec import Facts, InputKind
+from anabranch.pipeline.links.packet_codec import Facts
 from anabranch.pipeline.microbatch import Batch, microbatch_sizes, scatter
 from anabranch.pipeline.parts.model_part import PartedModel
+from anabranch.pipeline.parts.part_program import SplitCall
 from anabranch.pipeline.parts.split import SplitModel
-from anabranch.pipeline.parts.split_call import SplitCall
 from anabranch.pipeline.pipe_call import (
     Loss,
-    LossOfStep,
+    MakeHead,
     PipeCall,
     Reduction,
     Tie,
@@ -40,14 +42,8 @@ from anabranch.pipeline.pipe_call import (
     open_portal,
     with_keywords,
 )
+from anabranch.pipeline.schedule.orders import PipeSchedules
 from anabranch.pipeline.schedule.schedule import Lowered, Schedule
-from anabranch.pipeline.schedule.schedules_of_pipe import (
-    Checkpoint,
-    Output,
-    PipeSchedules,
-    check_setting,
-    recomputed_actions,
-)
 from anabranch.pipeline.stage.deferred_batch_norm import defer_batch_norms
 from anabranch.pipeline.stage.partition import Layer, flatten_layers, keywords_of, outline, refuse_changes, split_layers
 from anabranch.pipeline.stage.skips import verify_skippables
@@ -70,6 +66,14 @@ initialised; or no target."""
 
 def _count_workers() -> int:
     return dist.get_world_size() if dist.is_initialized() else job().workers
+
+
+Checkpoint: TypeAlias = Literal["except_last", "always", "never"]
+"""The microbatches that keep no activations and run forward again before backward."""
+
+
+Output: TypeAlias = Literal["last", "all"]
+"""The ranks on which a call returns the output: the last stage's, or all."""
 
 
 _SETTINGS = frozenset({"calls", "checkpoint", "chunks", "elsewhere", "output", "process_group", "seed", "submodules"})
@@ -226,8 +230,10 @@ class Pipe(nn.Module):
 
     def __setattr__(self, name: str, value: object) -> None:
         # Bypasses nn.Module's, which would confuse these with a child or tensor of the module with such a name.
-        if name in ("chunks", "checkpoint", "output"):
-            check_setting(name, value)
+        if name in ("checkpoint", "output"):
+            value = choice(name, value, get_args(Checkpoint if name == "checkpoint" else Output))
+        elif name == "chunks" and (not isinstance(value, SupportsIndex) or operator.index(value) < 1):
+            raise ValueError(f"chunks is the number of microbatches, at least 1, got {value!r}")
         if name in _SETTINGS:
             object.__setattr__(self, name, value)
         else:
@@ -366,12 +372,12 @@ class Pipe(nn.Module):
                 args, target = (args[:-1], args[-1]) if len(args) > 1 else (args, None)
             batch = *args, target
             weigh = None if rows is None else lambda sizes: [rows(*part) for part in scatter(batch, sizes)]
-            head = LossOfStep(loss, reduction, weigh=weigh)
+            head = partial(make_head, loss=loss, reduction=reduction, weigh=weigh)
             call, outputs, grads = self._step(turn, args, inputs, target, head)
         # Only after every rank has done its part: a step that fails on any rank leaves no gradient.
-        if call.records:
+        if call.plan.records:
             deliver(call.leaves, grads)
-        return StepResult(call.loss(), outputs, lambda parts: call.finish(call.join(parts, call.sizes)))
+        return StepResult(call.loss(), outputs, lambda parts: call.finish(call.join(parts, call.plan.sizes)))
 
     def _warn_if_alone(self) -> None:
         """Warn once that other workers have pipes of their own, whose gradients an Executor would share."""
@@ -400,13 +406,11 @@ class Pipe(nn.Module):
         args: tuple[Structure, ...],
         inputs: Mapping[str, Structure],
         target: Structure,
-        head: LossOfStep,
+        head: MakeHead,
         rows: int | None = None,
     ) -> tuple[PipeCall, list[Structure], list[Tensor | None]]:
-        if head.reduction not in ("mean", "sum"):
-            raise ValueError(f"reduction is 'mean' or 'sum', got {head.reduction!r}")
         call = self._call(turn, args, inputs, target, head, rows)
-        outputs, grads = call.step(turn) if call.records else (call.outputs(turn), [])
+        outputs, grads = call.step(turn)
         call.check()
         return call, outputs, grads
 
@@ -416,7 +420,7 @@ class Pipe(nn.Module):
         args: tuple[Structure, ...],
         inputs: Mapping[str, Structure],
         target: Structure = None,
-        head: LossOfStep | None = None,
+        head: MakeHead | None = None,
         expected_rows: int | None = None,
     ) -> PipeCall:
         for root, before in zip(self._roots, self._outlines, strict=True):
@@ -441,7 +445,7 @@ class Pipe(nn.Module):
         records = modes.grad and not modes.inference
         lowered, recompute = self._lowered(m, self.checkpoint if records else "never")
         splits = self._schedules.splits_backward
-        plan = StagePlan(modes, facts.seed, facts.step, m, recompute, splits, LooseLeaves(), records, split)
+        plan = StagePlan(modes, facts.seed, facts.step, facts.sizes, recompute, splits, LooseLeaves(), records, split)
         if records != facts.records:
             raise ValueError("some ranks call the pipe with gradients and some without; call it in one mode on all")
         if self.output != facts.output:
@@ -453,7 +457,7 @@ class Pipe(nn.Module):
                 stage = with_keywords(stage, inputs, len(args) if 0 in self._here else 0)
             if head is not None and j == last:
                 finish = None if split is None else split.output
-                at_end = make_head(head, batch.target, facts.sizes, stage.device, finish, self.module)
+                at_end = head(batch.target, facts.sizes, stage.device, finish, self.module)
             runs[j] = StageRun(stage, plan, at_end)
         if self._others and records:
             here = set(self.parameters())
@@ -466,11 +470,8 @@ class Pipe(nn.Module):
             self._engine,
             runs,
             lowered.actions,
-            facts.step,
             batch,
-            facts.sizes,
-            records,
-            split,
+            plan,
             self._ties,
             self._anchor,
             output_rank,
@@ -486,7 +487,7 @@ class Pipe(nn.Module):
     ) -> Facts:
         sizes = microbatch_sizes(batch.rows(), operator.index(self.chunks))
         records = modes.grad and not modes.inference
-        kinds: list[InputKind] = []
+        kinds: list[tuple[str, Structure]] = []
         if split is not None:
             taken = keywords_of(self._stages[0].layers[0], inputs, len(args))
             named = {name: inputs[name] for name in taken}
@@ -522,7 +523,8 @@ class Pipe(nn.Module):
         """Return all actions for ``m`` microbatches, and the stages and microbatches that run forward again."""
         if (m, checkpoint) not in self._plans:
             skips = [(stage.index, target) for stage in self._stages for target in stage.targets if target != OUTSIDE]
-            recompute = recomputed_actions(checkpoint, len(self._stages), m)
+            last = {"always": m, "except_last": m - 1, "never": 0}[checkpoint]
+            recompute = frozenset((stage.index, i) for stage in self._stages for i in range(last))
             self._plans[m, checkpoint] = self._schedules.of(m).with_transfers(skips, recompute), recompute
         return self._plans[m, checkpoint]
 

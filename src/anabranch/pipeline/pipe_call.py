@@ -15,20 +15,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, TypeAlias, cast
+from typing import Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 from anabranch.autodiff.boundary.crossing import reaches
 from anabranch.autodiff.grad_sessions import boundary_entry
-from anabranch.pipeline.engine import Outcome, StageEngine
+from anabranch.pipeline.engine import EngineRun, StageEngine
 from anabranch.pipeline.microbatch import Batch, Part, gather
-from anabranch.pipeline.parts.split_call import SplitCall
 from anabranch.pipeline.schedule.schedule import Action, Kind
 from anabranch.pipeline.stage.packet import Gradients, Message, Packet
 from anabranch.pipeline.stage.partition import keywords_of
-from anabranch.pipeline.stage.stage import OUTSIDE, Head, Stage, StageRun
+from anabranch.pipeline.stage.stage import OUTSIDE, Head, Stage, StagePlan, StageRun
 from anabranch.tensors import Structure, flatten, paths, unflatten
 
 Loss: TypeAlias = Callable[[Structure, Structure], Tensor]
@@ -37,24 +36,6 @@ Reduction: TypeAlias = Literal["mean", "sum"]
 """Reduction of the loss over the rows of a batch."""
 Weigh: TypeAlias = Callable[[Sequence[int]], Sequence[float | Tensor]]
 """A function from the rows of the microbatches to the weight of each one's loss in the mean."""
-
-
-class LossOfStep(NamedTuple):
-    """The loss of a step.
-
-    Attributes:
-        loss: from output and target to one number.
-        reduction: over the rows.
-        keeps_output: outputs are kept beside the loss.
-        seed: the loss's gradient.
-        weigh: under ``"mean"``: weights of the microbatches, in place of their rows.
-    """
-
-    loss: Loss
-    reduction: Reduction
-    keeps_output: bool = True
-    seed: float = 1.0
-    weigh: Weigh | None = None
 
 
 def with_keywords(stage: Stage, inputs: Iterable[str], args: int) -> Stage:
@@ -68,30 +49,47 @@ def with_keywords(stage: Stage, inputs: Iterable[str], args: int) -> Stage:
     return replace(stage, sources={**stage.sources, OUTSIDE: outside}, keywords=keywords)
 
 
+MakeHead: TypeAlias = Callable[
+    [Part, Sequence[int], torch.device, "Callable[[Structure], Structure] | None", nn.Module], Head
+]
+"""Makes the head of a call from its target, its microbatches' sizes, the last stage's device, what finishes the output,
+and the model."""
+
+
 def make_head(
-    of: LossOfStep,
     target: Part,
     sizes: Sequence[int],
     device: torch.device,
     finish: Callable[[Structure], Structure] | None,
     model: nn.Module,
+    *,
+    loss: Loss,
+    reduction: Reduction,
+    weigh: Weigh | None,
+    keeps_outputs: bool = True,
+    seed: float = 1.0,
 ) -> Head:
-    """Return the loss of each microbatch, as the last stage computes it."""
+    """Return the loss of each microbatch, as the last stage computes it.
+
+    Under ``"mean"`` microbatches weigh by their rows, or by ``weigh``; ``seed`` is the loss's gradient.
+    """
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction is 'mean' or 'sum', got {reduction!r}")
     target.check_rows(sum(sizes))
     leaves: list[object] = [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in target.leaves]
     weights = [1.0] * len(sizes)
-    if of.reduction == "mean":
-        weights = list(map(float, sizes if of.weigh is None else of.weigh(sizes)))
+    if reduction == "mean":
+        weights = list(map(float, sizes if weigh is None else weigh(sizes)))
         if any(not 0 <= weight < math.inf for weight in weights):
             raise ValueError(f"rows= gave {weights}: the weight of a microbatch is a finite number of at least 0")
         total = sum(weights)
         weights = [weight / total if total else 1.0 for weight in weights]
     own: list[nn.Module] = []
-    if isinstance(of.loss, nn.Module):
+    if isinstance(loss, nn.Module):
         layers = set(model.modules())
-        own = [module for module in of.loss.modules() if module not in layers]
+        own = [module for module in loss.modules() if module not in layers]
     targets = replace(target, leaves=leaves).structures(sizes)
-    return Head(of.loss, targets, weights, of.keeps_output, finish, of.seed, own)
+    return Head(loss, targets, weights, keeps_outputs, finish, seed, own)
 
 
 Tie: TypeAlias = tuple[int, Tensor, Sequence[int]]
@@ -117,11 +115,8 @@ class PipeCall:
         engine: takes the turn of its backward.
         runs: the stages of this process, by number.
         actions: of each rank.
-        number: the call's.
         batch: the caller's inputs; only those parts that these stages take are used.
-        sizes: the rows of the microbatches.
-        records: true if a backward may follow.
-        split: the call's programs of a split model.
+        plan: the settings of the call.
         ties: parameters that other ranks train too.
         anchor: a leaf that makes the call differentiable on a rank without inputs or parameters that require grad.
         output_rank: the rank with the output, if the others get it too.
@@ -131,11 +126,8 @@ class PipeCall:
     engine: StageEngine
     runs: Mapping[int, StageRun]
     actions: Sequence[Sequence[Action]]
-    number: int
     batch: Batch
-    sizes: Sequence[int]
-    records: bool
-    split: SplitCall | None = None
+    plan: StagePlan
     ties: Sequence[Tie] = ()
     anchor: Tensor | None = None
     output_rank: int | None = None
@@ -146,7 +138,7 @@ class PipeCall:
 
     def __post_init__(self) -> None:
         self._parameters = {id(p): p for _, run in sorted(self.runs.items()) for p in run.parameters()}
-        if self.records:
+        if self.plan.records:
             self.switches += [boundary_entry(p) for run in self.runs.values() for p in run.switches if p.requires_grad]
 
     @property
@@ -158,7 +150,7 @@ class PipeCall:
     @property
     def differentiable(self) -> bool:
         """True if a gradient can reach anything through the call."""
-        return self.records and bool(self.leaves)
+        return self.plan.records and bool(self.leaves)
 
     @property
     def has_output(self) -> bool:
@@ -167,32 +159,31 @@ class PipeCall:
 
     def join(self, parts: Sequence[Structure], sizes: Sequence[int]) -> Structure:
         """Return the last stage's output from those of microbatches of ``sizes`` rows."""
-        return gather(parts, sizes) if self.split is None else self.split.join(parts, sizes)
+        return gather(parts, sizes) if self.plan.split is None else self.plan.split.join(parts, sizes)
 
     def finish(self, output: Structure) -> Structure:
         """Return the model's output, from that of the last stage."""
-        return output if self.split is None else self.split.output(output)
+        return output if self.plan.split is None else self.plan.split.output(output)
 
     def check(self) -> None:
         """Refuse a call whose modules changed what the code between them reads."""
-        if self.split is not None:
-            self.split.check()
+        if self.plan.split is not None:
+            self.plan.split.check()
 
     def loss(self) -> Tensor | None:
         """Return the sum of the microbatches' losses; ``None`` without a loss here."""
-        return _sum([run.losses[i] for run in self.runs.values() if run.head for i in range(len(self.sizes))])
+        return _sum([run.losses[i] for run in self.runs.values() if run.head for i in range(len(self.plan.sizes))])
 
     def forward(self, turn: StageEngine) -> tuple[Structure, list[bool]]:
         """Run the F half. Returns the output, and for each of its leaves whether it is differentiable.
 
         Where all ranks have the output, gradients of it count on the last stage's rank.
         """
-        half = [[action for action in actions if action.kind in _FORWARD] for actions in self.actions]
-        packets = self._collect(turn.run(self.runs, half, self._outside()))
+        packets = self._collect(turn.run(self.runs, self._half(forward=True), self._outside()))
         output: Structure = None
         needs_grad: list[bool] = []
         if packets:
-            output = self.join([packet.structure() for packet in packets], self.sizes)
+            output = self.join([packet.structure() for packet in packets], self.plan.sizes)
             _refuse_hidden_gradients(output)
             self._outputs = [[_rows(leaf) for leaf in packet.leaves] for packet in packets]
             needs_grad = [any(needs) for needs in zip(*(packet.needs_grad for packet in packets), strict=True)]
@@ -213,36 +204,36 @@ class PipeCall:
         ends = [node for node in nodes if any(getattr(node, "variable", None) is end for end in self.switches)]
         for run in self.runs.values():
             run.updates = not ends or any(map(reaches, ends))
-        half = [[action for action in actions if action.kind not in _FORWARD] for actions in self.actions]
-        with self.engine.turn("backward", self.number) as turn:
-            outcome = turn.run(self.runs, half, self._output_gradients(grads), keep=keep)
+        with self.engine.turn("backward", self.plan.step) as turn:
+            outcome = turn.run(self.runs, self._half(forward=False), self._output_gradients(grads), keep=keep)
             return self._gradients(turn, outcome)
 
     def step(self, turn: StageEngine) -> tuple[list[Structure], list[Tensor | None]]:
-        """Run the whole schedule, loss included. Returns the microbatches' outputs and the gradients of ``leaves``."""
-        outcome = turn.run(self.runs, self.actions, self._outside())
-        packets = self._collect(outcome)
-        return [packet.structure() for packet in packets], self._gradients(turn, outcome)
+        """Run the whole schedule, loss included; the F half where no backward may follow.
 
-    def outputs(self, turn: StageEngine) -> list[Structure]:
-        """Run the F half, loss included. Returns the microbatches' outputs."""
-        half = [[action for action in actions if action.kind in _FORWARD] for actions in self.actions]
-        return [packet.structure() for packet in self._collect(turn.run(self.runs, half, self._outside()))]
+        Returns the microbatches' outputs and the gradients of ``leaves``.
+        """
+        outcome = turn.run(self.runs, self.actions if self.plan.records else self._half(forward=True), self._outside())
+        outputs = [packet.structure() for packet in self._collect(outcome)]
+        return outputs, self._gradients(turn, outcome) if self.plan.records else []
+
+    def _half(self, *, forward: bool) -> list[list[Action]]:
+        return [[action for action in actions if (action.kind in _FORWARD) is forward] for actions in self.actions]
 
     def _outside(self) -> dict[int, Sequence[Message]]:
         messages: dict[int, Sequence[Message]] = {}
         for j, run in self.runs.items():
             if OUTSIDE in run.stage.sources:
                 routes = [
-                    self.batch.packets(cast("str | None", name), self.sizes) for name in run.stage.sources[OUTSIDE]
+                    self.batch.packets(cast("str | None", name), self.plan.sizes) for name in run.stage.sources[OUTSIDE]
                 ]
-                messages[j] = [[packets[i] for packets in routes] for i in range(len(self.sizes))]
+                messages[j] = [[packets[i] for packets in routes] for i in range(len(self.plan.sizes))]
         return messages
 
-    def _collect(self, outcome: Outcome) -> list[Packet]:
+    def _collect(self, outcome: EngineRun) -> list[Packet]:
         if not outcome.outputs:
             return []
-        return [cast(Packet, outcome.outputs[i][0]) for i in range(len(self.sizes))]
+        return [cast(Packet, outcome.outputs[i][0]) for i in range(len(self.plan.sizes))]
 
     def _output_gradients(self, grads: Sequence[Tensor | None]) -> dict[int, Sequence[Message]]:
         if not self.has_output:
@@ -256,7 +247,7 @@ class PipeCall:
         ]  # fmt: skip
         return {last[0]: [[[pieces[i] for pieces in cut_up]] for i in range(len(self._outputs))]}
 
-    def _gradients(self, turn: StageEngine, outcome: Outcome) -> list[Tensor | None]:
+    def _gradients(self, turn: StageEngine, outcome: EngineRun) -> list[Tensor | None]:
         gathered: dict[int, list[Tensor | None]] = {}
         for _, run in sorted(self.runs.items()):
             for parameter, grad in run.take_gradients():
@@ -282,7 +273,7 @@ class PipeCall:
             for index, (leaf, whole) in enumerate(zip(part.leaves, part.whole, strict=True)):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     by_stage = [
-                        [cast("list[Gradients]", answers[j, i])[at][index] for i in range(len(self.sizes))]
+                        [cast("list[Gradients]", answers[j, i])[at][index] for i in range(len(self.plan.sizes))]
                         for j, at in places
                     ]
                     grads.append(_sum([_sum(parts) if whole else self._joined(leaf, parts) for parts in by_stage]))
@@ -293,7 +284,7 @@ class PipeCall:
             return None
         whole = [
             leaf.new_zeros(size, *leaf.shape[1:]) if piece is None else piece.to(leaf.device)
-            for size, piece in zip(self.sizes, pieces, strict=True)
+            for size, piece in zip(self.plan.sizes, pieces, strict=True)
         ]
         return torch.cat(whole)
 

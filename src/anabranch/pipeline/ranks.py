@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from anabranch.pipeline.description import StageCosts, costs_of
 from anabranch.pipeline.microbatch import microbatch_sizes
 from anabranch.pipeline.pipe import Pipe
-from anabranch.pipeline.pipe_call import Loss, LossOfStep, Reduction, Weigh, deliver
-from anabranch.pipeline.schedule.schedule import PHASES, Action
-from anabranch.pipeline.schedule.simulator import Simulation, simulate
+from anabranch.pipeline.pipe_call import Loss, Reduction, Weigh, deliver, make_head
+from anabranch.pipeline.schedule.schedule import PHASES, Action, Simulation, simulate
 from anabranch.tensors import Structure
 from anabranch.tensors.dtypes import dtype_name, dtype_named
 
@@ -72,15 +71,15 @@ class PipeRanks:
             BaseException: as for ``Pipe.step``.
         """
         with self._pipe._turn("step") as turn:
-            head = LossOfStep(loss, reduction, False, seed, weigh)
+            head = partial(make_head, loss=loss, reduction=reduction, weigh=weigh, keeps_outputs=False, seed=seed)
             call, _, grads = self._pipe._step(turn, args, inputs, target, head, rows)
             mine = call.loss()
-            turn.put_note([None if mine is None else [mine.item(), dtype_name(mine.dtype)], word])
-        notes = cast("list[list[object]]", [note for _, note in sorted(turn.notes().items())])
-        if call.records:
+            note = [None if mine is None else [mine.item(), dtype_name(mine.dtype)], word]
+            notes = turn.share("note", note, range(self._pipe._ranks))
+        if call.plan.records:
             deliver(call.leaves, grads)  # may take turns of its own: the inputs may be results of the pipe
         if mine is None:
-            number, dtype = cast("tuple[float, str]", next(note[0] for note in notes if note[0] is not None))
+            number, dtype = next(note[0] for note in notes if note[0] is not None)
             mine = torch.tensor(number, dtype=dtype_named(dtype), device=self._pipe.devices[-1])
         return Shared(mine, [note[1] for note in notes])
 

@@ -1,7 +1,9 @@
-"""The other processes of a pipeline: their ranks, what carries messages to them, and waits that watch them.
+"""Links between the ranks of a pipe: an inbox for each, and a connection to those of other processes.
 
-Messages go over the group's gloo, their tensors in shared memory if all ranks are on one host. A wait for messages has
-a deadline, and checks the peers' heartbeats meanwhile. Tensors of GPUs go over the host.
+Messages between processes go over the group's gloo, in order between any two; their tensors are in shared memory if all
+ranks are on one host, else gloo reads straight into theirs. Tensors of GPUs go over the host. gloo never ends a waiting
+receive early, so no thread that must continue waits in one: each peer has a thread that receives and one that sends. A
+wait for messages has a deadline, and checks the peers' heartbeats meanwhile.
 """
 
 from __future__ import annotations
@@ -9,20 +11,243 @@ from __future__ import annotations
 import atexit
 import hashlib
 import itertools
+import queue
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from time import monotonic
 
+import msgspec
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from anabranch.deadline import Deadline
 from anabranch.liveness.group import Group
 from anabranch.liveness.meeting import interruptible
 from anabranch.liveness.peers import Identity, end_without_waiting, peers_of_job
-from anabranch.pipeline.links.channel import Channel
-from anabranch.pipeline.links.inbox import Inbox
+from anabranch.pipeline.links.packet_codec import (
+    HEADER_BYTES,
+    Header,
+    PacketFault,
+    bytes_of,
+    decode_header,
+    encode_header,
+    unpack,
+    unpack_message,
+)
 from anabranch.pipeline.links.shared_memory import MessageMemory
+from anabranch.pipeline.schedule.schedule import Kind
+from anabranch.pipeline.stage.packet import Message
+from anabranch.tensors import Structure
+from anabranch.tensors.dtypes import dtype_named
+
+Key = tuple[Kind, int, int, int]
+"""Of a message: the kind of the action that sends it, the stages from which and to which, and the microbatch."""
+
+
+class Inbox:
+    """Receives messages from any thread; those of an earlier turn are dropped, but its ends are counted.
+
+    Stages of one process are joined here alone: one puts the message, as it is, into the inbox of the other's rank.
+
+    Attributes:
+        data: messages of actions.
+        values: those that ranks give to all, by name and rank.
+        bodies: of the ends that have arrived, by rank.
+        fault: the reason why the turn has failed, of another rank; ``True`` if it failed in this process.
+    """
+
+    def __init__(self, peers: Sequence[int] = ()) -> None:
+        self.changed = threading.Condition()
+        self.owed = dict.fromkeys(peers, 0)
+        self.closed = False
+        self.lost: dict[int, str] = {}
+        self._turn = 0
+        self.begin(0, "")
+
+    def begin(self, turn: int, operation: str) -> None:
+        """Discard the previous turn; one more end is due from each peer."""
+        with self.changed:
+            self._turn = turn
+            self._operation = operation
+            self.other_operation: tuple[int, str] | None = None
+            self.data: dict[Key, Message] = {}
+            self.values: dict[tuple[int | str, int], Structure] = {}
+            self.bodies: dict[int, object] = {}
+            self.fault: PacketFault | bool = False
+            for peer in self.owed:
+                self.owed[peer] += turn > 0
+            self.changed.notify_all()
+
+    def put(self, key: Key, message: Message) -> None:
+        """Receive a message from a stage of this process."""
+        with self.changed:
+            self.data[key] = message
+            self.changed.notify_all()
+
+    def fail(self) -> None:
+        """End all waits: the turn has failed in this process."""
+        with self.changed:
+            self.fault = self.fault or True
+            self.changed.notify_all()
+
+    def deliver(self, peer: int, header: Header, tensors: list[Tensor]) -> None:
+        """Receive a message of another process; of an earlier turn only an end counts."""
+        with self.changed:
+            if header.kind == "end":
+                self.owed[peer] -= 1
+            if header.turn == self._turn:
+                self._take(peer, header, tensors)
+            self.changed.notify_all()
+
+    def _take(self, peer: int, header: Header, tensors: list[Tensor]) -> None:
+        if header.kind != "end" and header.operation != self._operation:
+            self.other_operation = peer, header.operation
+            return
+        match header.kind:
+            case "end":
+                self.bodies[peer] = header.body
+                self.fault = self.fault or header.fault or False
+            case "value":
+                name, value = unpack(header.body, tensors)
+                self.values[name, peer] = value
+            case name:
+                kind = Kind(name)
+                key = kind, header.stage, header.peer, header.microbatch
+                self.data[key] = unpack_message(kind, header.body, tensors)
+
+    def lose(self, peer: int, why: str) -> None:
+        """Record that nothing more will come from ``peer``."""
+        with self.changed:
+            self.lost[peer] = why
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """End all waits on this inbox, because their results are no longer needed."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+
+_FAREWELL_SECONDS = 0.5
+
+_Outgoing = list[Tensor] | threading.Event | None
+"""An item for a sending thread: a message's tensors, an event to set on reaching it, or ``None`` to end the thread."""
+
+
+class Channel:
+    """Two threads per peer.
+
+    Args:
+        group: the ranks; its backend must carry CPU tensors.
+        tag: separates this pipe's messages from another's on the same group.
+        inbox: receives the messages.
+        memory: shared with all peers, if they are on this host.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, tag: int, inbox: Inbox, memory: MessageMemory | None) -> None:
+        self._inbox = inbox
+        self._memory = memory
+        self._outgoing: dict[int, queue.SimpleQueue[_Outgoing]] = {peer: queue.SimpleQueue() for peer in inbox.owed}
+        self._threads = []
+        for peer, outgoing in self._outgoing.items():
+            send = (group, peer, tag, inbox, outgoing)
+            receive = (group, peer, tag, inbox, memory)
+            self._threads += [
+                threading.Thread(target=_send_all, args=send, name=f"anabranch-to-{peer}", daemon=True),
+                threading.Thread(target=_receive_all, args=receive, name=f"anabranch-from-{peer}", daemon=True),
+            ]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> None:
+        """Hand a message to the thread that sends to ``peer``."""
+        if tensors and self._memory is not None:
+            header, tensors = msgspec.structs.replace(header, slot=self._memory.put(peer, tensors)), ()
+        self._outgoing[peer].put([*encode_header(header), *tensors])
+
+    def flush(self, seconds: float) -> None:
+        """Wait until the sending threads have sent all their messages."""
+        until = monotonic() + seconds
+        for peer, outgoing in self._outgoing.items():
+            sent = threading.Event()
+            outgoing.put(sent)
+            while peer not in self._inbox.lost and monotonic() < until:
+                if sent.wait(min(0.05, seconds)):
+                    break
+
+    def is_stuck(self) -> bool:
+        """Return True if a thread waits for a peer, which cannot be interrupted in gloo."""
+        return bool(self._inbox.lost) or any(self._inbox.owed.values())
+
+    def settle(self, seconds: float) -> None:
+        """Wait for the messages still due from a failed turn, so that no thread is left in gloo for them."""
+        inbox = self._inbox
+        with inbox.changed:
+            inbox.changed.wait_for(lambda: bool(inbox.lost) or not any(inbox.owed.values()), seconds)
+
+    def close(self) -> None:
+        """End the threads, and wait for those not stuck on a peer: they must not outlive the process group."""
+        self.settle(_FAREWELL_SECONDS)
+        self._inbox.close()
+        for outgoing in self._outgoing.values():
+            outgoing.put(None)
+        if not self.is_stuck():
+            for thread in self._threads:
+                if thread is not threading.current_thread():
+                    thread.join(timeout=_FAREWELL_SECONDS)
+        if self._memory is not None:
+            self._memory.close()
+
+
+def _send_all(
+    group: dist.ProcessGroup, peer: int, tag: int, inbox: Inbox, outgoing: queue.SimpleQueue[_Outgoing]
+) -> None:
+    while (tensors := outgoing.get(timeout=None)) is not None:  # idle until there is something to send
+        if isinstance(tensors, threading.Event):
+            tensors.set()
+            continue
+        try:
+            for tensor in tensors:
+                dist.send(tensor, group=group, group_dst=peer, tag=tag)
+        except Exception as error:  # noqa: BLE001 - raised as PeerLost in the thread that waits for this peer
+            inbox.lose(peer, f"sending to it failed: {error}")
+            return
+        del tensors
+
+
+def _receive_all(group: dist.ProcessGroup, peer: int, tag: int, inbox: Inbox, memory: MessageMemory | None) -> None:
+    def receive(into: Tensor) -> None:
+        dist.recv(into, group=group, group_src=peer, tag=tag)
+
+    while True:
+        with inbox.changed:
+            inbox.changed.wait_for(lambda: inbox.owed[peer] > 0 or inbox.closed)
+            if inbox.closed:
+                return
+        try:
+            first = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
+            receive(first)
+            header = decode_header(first, receive)
+            if header.slot is None:
+                tensors = [torch.empty(shape, dtype=dtype_named(name), device="cpu") for name, shape in header.tensors]
+                for part in bytes_of(tensors):
+                    receive(part)
+                    del part
+            else:
+                assert memory is not None
+                try:
+                    tensors = memory.tensors(peer, header.slot, header.tensors)
+                except FileNotFoundError:  # closed after a failure, of which the next message tells
+                    continue
+            inbox.deliver(peer, header, tensors)
+            del tensors
+        except Exception as error:  # noqa: BLE001 - as above
+            inbox.lose(peer, f"receiving from it failed: {error}")
+            return
+
 
 _TEXT_BYTES = 256
 _LAST_SECONDS = 2.0

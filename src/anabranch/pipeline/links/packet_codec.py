@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple, TypeAlias, cast
+from typing import NamedTuple, cast
 
 import msgspec
 import torch
 from torch import Tensor
 
 from anabranch.pipeline.links.shared_memory import Slot
+from anabranch.pipeline.parts.part_program import TensorForm
 from anabranch.pipeline.schedule.schedule import Kind
 from anabranch.pipeline.stage.packet import Gradients, Message, Packet
 from anabranch.tensors import Structure, flatten
@@ -27,14 +28,10 @@ HEADER_BYTES = 1024
 _LENGTH_BYTES = 8
 
 
-InputKind: TypeAlias = tuple[str, object, list[tuple[str, list[int]]], list[bool]]
-"""A key, and what ``describe`` gives of inputs."""
-
-
 class Facts(NamedTuple):
     """Facts about a call that all ranks must know before they start, sent by the first stage's rank.
 
-    ``kinds`` are those of the microbatches of a split model.
+    ``kinds`` are those of the microbatches of a split model: a digest of the program and the form of the inputs.
     """
 
     step: int
@@ -43,7 +40,7 @@ class Facts(NamedTuple):
     records: bool
     output: str
     keywords: list[str]
-    kinds: Sequence[InputKind] = ()
+    kinds: Sequence[tuple[str, Structure]] = ()
 
 
 class PacketFault(msgspec.Struct, array_like=True, frozen=True):
@@ -113,7 +110,7 @@ def pack(value: Structure, leaves: Iterable[object] = ()) -> tuple[object, list[
 
 def unpack(tree: object, tensors: Sequence[Tensor]) -> Structure:
     """Return the value from what ``pack`` has made of it."""
-    return decode(tree, {"$sparse": partial(_sparse, tensors)}, tensors=tensors)
+    return decode(tree, {"$sparse": partial(_sparse, tensors), "$form": _form}, tensors=tensors)
 
 
 def pack_message(message: Message) -> tuple[object, list[tuple[str, list[int]]], list[Tensor]]:
@@ -137,26 +134,6 @@ def unpack_message(kind: Kind, tree: object, tensors: list[Tensor]) -> Message:
     return packets
 
 
-def describe(value: Structure) -> tuple[object, list[tuple[str, list[int]]], list[bool]]:
-    """Return plain values that describe ``value`` except the contents of its tensors.
-
-    Raises:
-        TypeError: a value that is meaningless outside this process; names its type.
-    """
-    tree, tensors = _encode(value, flatten(value)[0])
-    shapes = [(dtype_name(tensor.dtype), list(tensor.shape)) for tensor in tensors]
-    return tree, shapes, [tensor.requires_grad for tensor in tensors]
-
-
-def described(tree: object, shapes: Sequence[tuple[str, list[int]]], needs_grad: Sequence[bool]) -> Structure:
-    """Return the value from the result of ``describe``, with meta tensors."""
-    tensors = [
-        torch.empty(shape, dtype=dtype_named(dtype), device="meta", requires_grad=needs)
-        for (dtype, shape), needs in zip(shapes, needs_grad, strict=True)
-    ]
-    return unpack(tree, tensors)
-
-
 def bytes_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the buffers to receive into, for those ``tensors`` that have bytes."""
     return [_as_bytes(tensor) for tensor in tensors if tensor.numel()]
@@ -167,6 +144,8 @@ def _encode(value: Structure, leaves: Iterable[object]) -> tuple[object, list[Te
     tensors: list[Tensor] = []
 
     def own(leaf: object, path: Path) -> object:
+        if isinstance(leaf, TensorForm):
+            return {"$form": [list(leaf.shape), dtype_name(leaf.dtype), leaf.requires_grad]}
         if not isinstance(leaf, Tensor):
             raise _refusal(leaf)
         if leaf.layout is torch.sparse_coo and not leaf.requires_grad:
@@ -199,6 +178,11 @@ def _sparse(tensors: Sequence[Tensor], content: tuple[int, list[int]]) -> Tensor
     return torch.sparse_coo_tensor(
         indices, values, shape, is_coalesced=True, check_invariants=False, device=values.device
     )
+
+
+def _form(content: tuple[list[int], str, bool]) -> TensorForm:
+    shape, dtype, requires_grad = content
+    return TensorForm(tuple(shape), dtype_named(dtype), requires_grad)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

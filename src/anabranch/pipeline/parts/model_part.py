@@ -43,16 +43,16 @@ class ModelPart(nn.Module, ABC):
         self.__dict__["_parameters"], self.__dict__["_buffers"] = {}, {}
         for unit in units:
             path, _, name = unit.rpartition(".")
-            _container(holders, path)._modules[name] = model.get_submodule(unit)
+            container(holders, path)._modules[name] = model.get_submodule(unit)
         for tensor in held:
             module = model.get_submodule(tensor.module)
-            container = _container(holders, tensor.module)
+            holder = container(holders, tensor.module)
             for kind in ("_parameters", "_buffers"):
                 if tensor.module not in shared:
                     # The module's own: moving or replacing a tensor there also does so here.
-                    container.__dict__[kind] = module.__dict__[kind]
+                    holder.__dict__[kind] = module.__dict__[kind]
                 elif tensor.name in module.__dict__[kind]:
-                    container.__dict__[kind][tensor.name] = module.__dict__[kind][tensor.name]
+                    holder.__dict__[kind][tensor.name] = module.__dict__[kind][tensor.name]
         self.training = model.training
 
     @abstractmethod
@@ -107,11 +107,11 @@ class PartedModel(nn.Sequential):
         return layers[index]
 
 
-def _container(holders: dict[str, nn.Module], path: str) -> nn.Module:
-    """Return the module under ``path`` in a part's tree; an empty one is created if there is none."""
+def container(holders: dict[str, nn.Module], path: str, kind: type[nn.Module] = nn.Module) -> nn.Module:
+    """Return the module under ``path`` in a tree; an empty one of this kind is created if there is none."""
     if path not in holders:
         above, _, name = path.rpartition(".")
-        holders[path] = _container(holders, above)._modules[name] = nn.Module()
+        holders[path] = container(holders, above, kind)._modules[name] = kind()
     return holders[path]
 
 
@@ -125,8 +125,8 @@ def join_parts(parts: Sequence[ModelPart]) -> nn.Module:
     return root
 
 
-def _put_into(into: nn.Module, container: nn.Module) -> None:
-    for name, module in container._modules.items():
+def _put_into(into: nn.Module, part: nn.Module) -> None:
+    for name, module in part._modules.items():
         assert module is not None
         there = into._modules.get(name)
         if type(module) is not nn.Module:
@@ -136,8 +136,8 @@ def _put_into(into: nn.Module, container: nn.Module) -> None:
             into._modules[name] = there = nn.Module()
         if type(there) is nn.Module:
             _put_into(there, module)
-    into._parameters.update(container._parameters)
-    into._buffers.update(container._buffers)
+    into._parameters.update(part._parameters)
+    into._buffers.update(part._buffers)
 
 
 def has_state(module: nn.Module) -> bool:

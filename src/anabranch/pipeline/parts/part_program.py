@@ -6,29 +6,33 @@
 
 One part passes to the next the values that it, or any later part, still needs: the hidden state, and whatever else
 crosses the cut. They are kept in slots, numbered in the order of creation.
+
+The programs belong to one call, which has one for each size of its microbatches; the next call runs the code again.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.errors import CaptureError
-from anabranch.tensors import flatten, unflatten
+from anabranch.pipeline.microbatch import gather, open_whole
+from anabranch.tensors import Structure, flatten, unflatten
 
 if TYPE_CHECKING:
     from optree import PyTreeSpec
 
 
-@dataclass(frozen=True, slots=True)
-class TensorForm:
+class TensorForm(msgspec.Struct, frozen=True):  # not a dataclass, which would be a container in structures
     """The facts that code between modules may read of a tensor before it has values."""
 
     shape: tuple[int, ...]
@@ -39,6 +43,37 @@ class TensorForm:
     def of(cls, tensor: Tensor) -> TensorForm:
         """Return the form of ``tensor``."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The containers of ``(args, kwargs)``, and in them forms of tensors and plain values."""
+
+    tree: PyTreeSpec
+    leaves: tuple[object, ...]
+
+
+def signature_of(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Signature:
+    """Return the form of these inputs.
+
+    Raises:
+        TypeError: one that is not a tensor, number, string or ``None``.
+    """
+    leaves, tree = flatten((tuple(args), dict(kwargs)))
+    return Signature(tree, tuple(map(_form_of_input, leaves)))
+
+
+def _form_of_input(leaf: object) -> object:
+    if isinstance(leaf, Tensor):
+        if leaf.layout is not torch.strided:
+            raise TypeError(f"a {leaf.layout} tensor cannot be an input of a split model; make it dense")
+        return TensorForm.of(leaf)
+    if is_plain(leaf) or isinstance(leaf, torch.dtype):
+        return leaf
+    raise TypeError(
+        f"a {type(leaf).__name__} cannot be an input of a split model; pass tensors, numbers, strings and "
+        "None, nested in dict, list, tuple and dataclass"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,3 +267,114 @@ def _fits(expected: object, result: object, whole: bool) -> bool:
     if isinstance(expected, Slot):
         return isinstance(result, Tensor) and (not whole or TensorForm.of(result) == expected.form)
     return not isinstance(result, Tensor) and (not is_plain(expected) or expected == result)
+
+
+class SplitCall:
+    """One call's programs, numbered; the values that one part passes to the next begin with the number."""
+
+    def __init__(self, trace: Callable[[Sequence[Signature]], list[PartProgram]]) -> None:
+        self._trace = trace
+        self._programs: dict[Signature, PartProgram] = {}
+
+    def add(self, signatures: Sequence[Signature]) -> list[PartProgram]:
+        """Run the code for inputs of these forms."""
+        new = [one for one in dict.fromkeys(signatures) if one not in self._programs]
+        self._programs.update(zip(new, self._trace(new), strict=True))
+        return [self._programs[one] for one in signatures]
+
+    def prepare(
+        self,
+        args: tuple[Structure, ...],
+        kwargs: Mapping[str, Structure],
+        sizes: Sequence[int],
+        *,
+        records: bool,
+        tells: bool,
+    ) -> list[tuple[str, Structure]]:
+        """Run the code for microbatches of these sizes; return the data that other ranks need to do the same."""
+        opened, whole = open_whole((args, dict(kwargs)))
+        signature = signature_of(*opened)
+        forms: list[Signature] = []
+        for size in dict.fromkeys(sizes):
+            leaves = [
+                TensorForm(
+                    leaf.shape if is_whole else (size, *leaf.shape[1:]), leaf.dtype, leaf.requires_grad and records
+                )
+                if isinstance(leaf, TensorForm)
+                else leaf
+                for leaf, is_whole in zip(signature.leaves, whole, strict=True)
+            ]
+            forms.append(Signature(signature.tree, tuple(leaves)))
+        programs = self.add(forms)
+        pairs = zip(programs, forms, strict=True) if tells else ()
+        return [(program.digest(), unflatten(form.tree, form.leaves)) for program, form in pairs]
+
+    def learn(self, kinds: Sequence[tuple[str, Structure]], rank: int) -> None:
+        """Run the code as the first stage's rank has.
+
+        Raises:
+            CaptureError: it takes another way on this one, number ``rank``.
+        """
+        inputs = [flatten(structure) for _, structure in kinds]
+        programs = self.add([Signature(tree, tuple(leaves)) for leaves, tree in inputs])
+        for (digest, _), program in zip(kinds, programs, strict=True):
+            if program.digest() != digest:
+                raise CaptureError(
+                    f"the code between the modules calls something else on rank {rank} than on the first stage's rank: "
+                    "their models differ in a mode, or in a number or a function that the code reads; use the same on "
+                    "all of them"
+                )
+
+    def check(self) -> None:
+        """Run the code once more, for one size: whatever it reads, it reads for each.
+
+        Raises:
+            CaptureError: it takes another way now, because a module changed what the code reads.
+        """
+        signature, program = next(iter(self._programs.items()))
+        place = program.place_of_difference(self._trace([signature])[0])
+        if place is not None:
+            raise CaptureError(
+                f"while the parts ran, a module changed what the code between the modules reads ({place}), so that "
+                "a microbatch would see another one's; return it from the module"
+            )
+
+    def start(self, signature: Signature) -> tuple[int, PartProgram]:
+        """Return the number of the program for inputs of this form, and the program."""
+        return list(self._programs).index(signature), self._programs[signature]
+
+    def program(self, number: object) -> PartProgram:
+        """Return the program that an earlier part ran."""
+        return list(self._programs.values())[cast(int, number)]
+
+    def join(self, values: Sequence[Structure], sizes: Sequence[int]) -> Structure:
+        """Return the value of the last part from those of microbatches of ``sizes`` rows."""
+        numbers = [value[0] for value in values]
+        gather([self.program(number).constants() for number in numbers], sizes, lists=True)
+        return (numbers[0], *gather([value[1:] for value in values], sizes, lists=True))
+
+    def output(self, value: object) -> object:
+        """Return the model's output from the value of the last part."""
+        number, *tensors = cast("tuple[object, ...]", value)
+        return self.program(number).output(tensors)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Let the parts that this thread runs belong to this call."""
+        _current.call, before = self, _current.call
+        try:
+            yield
+        finally:
+            _current.call = before
+
+
+class _Current(threading.local):
+    call: SplitCall | None = None
+
+
+_current = _Current()
+
+
+def current_call() -> SplitCall | None:
+    """Return the call that this thread runs parts of."""
+    return _current.call

@@ -29,9 +29,15 @@ from torch import Tensor, nn
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.errors import CaptureError
 from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, accepted_keywords, has_state, is_within
-from anabranch.pipeline.parts.part_program import HeldTensor, PartProgram
-from anabranch.pipeline.parts.split_call import SplitCall, current_call
-from anabranch.pipeline.parts.tracing import Form, Signature, Uses, opened_by, signature_of, trace
+from anabranch.pipeline.parts.part_program import (
+    HeldTensor,
+    PartProgram,
+    Signature,
+    SplitCall,
+    current_call,
+    signature_of,
+)
+from anabranch.pipeline.parts.tracing import Form, Uses, opened_by, trace
 from anabranch.tensors import flatten
 
 Example = tuple[object, ...] | Mapping[str, object] | Tensor

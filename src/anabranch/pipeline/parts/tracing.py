@@ -31,7 +31,6 @@ import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
@@ -51,43 +50,21 @@ from torch.utils._pytree import tree_map_only
 from anabranch.autodiff.moved_parameter import Elsewhere, Switch
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.errors import CaptureError
-from anabranch.pipeline.parts.part_program import HeldTensor, Instruction, PartProgram, Slot, TensorForm, is_plain
+from anabranch.pipeline.parts.part_program import (
+    HeldTensor,
+    Instruction,
+    PartProgram,
+    Signature,
+    Slot,
+    TensorForm,
+    is_plain,
+)
+from anabranch.pipeline.stage.partition import has_hooks
 from anabranch.pipeline.stage.skips import SkipStore, declaration_of, using_store
 from anabranch.tensors import flatten, unflatten
 
 if TYPE_CHECKING:
     from optree import PyTreeSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """The containers of ``(args, kwargs)``, and in them forms of tensors and plain values."""
-
-    tree: PyTreeSpec
-    leaves: tuple[object, ...]
-
-
-def signature_of(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Signature:
-    """Return the form of these inputs.
-
-    Raises:
-        TypeError: one that is not a tensor, number, string or ``None``.
-    """
-    leaves, tree = flatten((tuple(args), dict(kwargs)))
-    return Signature(tree, tuple(map(_form_of_input, leaves)))
-
-
-def _form_of_input(leaf: object) -> object:
-    if isinstance(leaf, Tensor):
-        if leaf.layout is not torch.strided:
-            raise TypeError(f"a {leaf.layout} tensor cannot be an input of a split model; make it dense")
-        return TensorForm.of(leaf)
-    if is_plain(leaf) or isinstance(leaf, torch.dtype):
-        return leaf
-    raise TypeError(
-        f"a {type(leaf).__name__} cannot be an input of a split model; pass tensors, numbers, strings and "
-        "None, nested in dict, list, tuple and dataclass"
-    )
 
 
 _DisableTorchFunction = torch._C.DisableTorchFunction
@@ -294,7 +271,11 @@ class _Recorder(TorchFunctionMode):
             return run()
         self._cuts.enter(path)
         if path in self._opened:
-            _refuse_hooks(path or type(self._model).__name__, self._copy.originals[path])
+            if has_hooks(self._copy.originals[path]):
+                raise CaptureError(
+                    f"{path or type(self._model).__name__!r} has hooks, but a cut is inside it: no part runs the whole "
+                    "module that they expect; put them on modules within one part"
+                )
             return run()
         self._copy.check(path)
         return self._record(path, functools.partial(self._returned, path), given)
@@ -813,15 +794,6 @@ def opened_by(at: Sequence[str]) -> set[str]:
     """Return the names of the modules that a cut is in, the model's own, ``""``, too."""
     names = [cut.split(".") for cut in at]
     return {".".join(path[:n]) for path in names for n in range(len(path))}
-
-
-def _refuse_hooks(path: str, module: nn.Module) -> None:
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    if any(hooks):
-        raise CaptureError(
-            f"{path!r} has hooks, but a cut is inside it: no part runs the whole module that they expect; put them on "
-            "modules within one part"
-        )
 
 
 @contextmanager

@@ -4,14 +4,18 @@
 ends. ``with_transfers`` adds the further actions of a given pipeline: sends and receives between neighbours and along
 skips, and the second forward of microbatches that keep no activations. A rank executes that list unchanged.
 
+``simulate`` tells its time, its idle part, and the activations held at once: a pipeline of stages that take these times
+behaves as the clock shows there.
+
 Index letters, here and in the whole package: ``i`` of ``m`` microbatches, ``j`` of ``n`` stages, ``r`` of ``p`` ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -208,8 +212,27 @@ class Schedule:
             skips: the (from, to) stages of its skips; neighbours need not be given.
             recompute: the (stage, microbatch) that keep no activations and run forward again before backward.
         """
-        edges = {(j, j + 1) for j in range(self.stages - 1)} | {(j, k) for j, k in skips if j != k}
-        return Lowered(self, _Lowering(edges, recompute).run(self))
+        after: dict[int, list[int]] = {j: [j + 1] for j in range(self.stages - 1)}
+        for source, target in sorted(set(skips)):
+            if target not in (source, source + 1):
+                after.setdefault(source, []).append(target)
+
+        def lowered(action: Action) -> Iterator[Action]:
+            kind, j, i, _ = action
+            sources, targets = [source for source in sorted(after) if j in after[source]], after.get(j, [])
+            if kind is Kind.F:
+                yield from (Action(Kind.RECV_F, j, i, source) for source in sources)
+            elif kind is Kind.B:
+                if (j, i) in recompute:  # ahead of the wait: it is done by the time that the gradient arrives
+                    yield Action(Kind.R, j, i)
+                yield from (Action(Kind.RECV_B, j, i, target) for target in targets)
+            yield action
+            if kind is Kind.F:
+                yield from (Action(Kind.SEND_F, j, i, target) for target in targets)
+            elif kind is Kind.B:
+                yield from (Action(Kind.SEND_B, j, i, source) for source in sources)
+
+        return Lowered(self, tuple(tuple(chain.from_iterable(map(lowered, actions))) for actions in self.actions))
 
     def save(self, path: str | Path) -> None:
         """Write the schedule to ``path`` as JSON."""
@@ -234,37 +257,6 @@ class Lowered:
 
     schedule: Schedule
     actions: tuple[tuple[Action, ...], ...]
-
-
-class _Lowering:
-    def __init__(self, edges: set[tuple[int, int]], recompute: Collection[tuple[int, int]]) -> None:
-        self._before: dict[int, list[int]] = {}
-        self._after: dict[int, list[int]] = {}
-        for source, target in sorted(edges):
-            self._after.setdefault(source, []).append(target)
-            self._before.setdefault(target, []).append(source)
-        self._recompute = recompute
-
-    def run(self, schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
-        return tuple(
-            tuple(lowered for action in actions for lowered in self._around(action)) for actions in schedule.actions
-        )
-
-    def _around(self, action: Action) -> Iterator[Action]:
-        j, i = action.stage, action.microbatch
-        if action.kind is Kind.F:
-            yield from (Action(Kind.RECV_F, j, i, source) for source in self._before.get(j, ()))
-            yield action
-            yield from (Action(Kind.SEND_F, j, i, target) for target in self._after.get(j, ()))
-        elif action.kind is Kind.B:
-            if (j, i) in self._recompute:
-                # Ahead of the wait: it is done by the time that the gradient arrives.
-                yield Action(Kind.R, j, i)
-            yield from (Action(Kind.RECV_B, j, i, target) for target in self._after.get(j, ()))
-            yield action
-            yield from (Action(Kind.SEND_B, j, i, source) for source in self._before.get(j, ()))
-        else:
-            yield action
 
 
 def _faults(schedule: Schedule) -> Iterator[str]:
@@ -296,3 +288,102 @@ def _faults(schedule: Schedule) -> Iterator[str]:
 
 # Built at import: constructing a msgspec decoder is not thread-safe.
 _SCHEDULES = msgspec.json.Decoder(Schedule)
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """Results of simulating a schedule.
+
+    Attributes:
+        intervals: the computing actions of each rank, in order.
+        makespan: from the first action to the end of the last.
+        bubble: the idle part of all ranks' time, from 0 to 1.
+        peak_activations: for each rank the most (stage, microbatch) whose activations it held at once.
+        peak_bytes: the most bytes of them, and of inputs kept to run forward again; zeros where no bytes were given.
+    """
+
+    intervals: tuple[tuple[Interval, ...], ...]
+    makespan: float
+    bubble: float
+    peak_activations: tuple[int, ...]
+    peak_bytes: tuple[int, ...]
+
+
+def simulate(
+    schedule: Schedule | Lowered,
+    costs: Mapping[Kind, float] | Callable[[Action], float] | None = None,
+    *,
+    activation_bytes: Sequence[int] = (),
+    input_bytes: Sequence[int] = (),
+) -> Simulation:
+    """Simulate ``schedule``.
+
+    >>> from anabranch.pipeline import make_schedule
+    >>> simulate(make_schedule("1F1B", 2, 4)).makespan
+    15.0
+
+    Args:
+        schedule: as made, or as lowered for a pipeline.
+        costs: the time of each kind of action, or of each action; 0 for those left out. A send's cost is the
+            time until it arrives, its rank goes on at once. By default F takes 1, B 2, or B and W 1 each, R 1.
+        activation_bytes: the bytes of a microbatch's activations in each stage.
+        input_bytes: the bytes of a microbatch's input that a stage keeps to run forward again.
+
+    Raises:
+        ValueError: it never ends; names the actions that wait for one another. Or bytes not given for every stage.
+    """
+    stages = (schedule if isinstance(schedule, Schedule) else schedule.schedule).stages
+    for sizes in (activation_bytes, input_bytes):
+        if len(sizes) not in (0, stages):
+            raise ValueError(
+                f"bytes were given for {len(sizes)} stages, but the schedule has {stages}; give one value each"
+            )
+    lowered = schedule.with_transfers() if isinstance(schedule, Schedule) else schedule
+    clock = SimulatedRun(lowered.actions, _as_function(costs, lowered.schedule))
+    if clock.stuck:
+        raise ValueError(f"{lowered.schedule.name} never ends because its ranks wait for each other: {clock.stuck}")
+    makespan = max(clock.times)
+    busy = sum(interval.end - interval.start for row in clock.intervals for interval in row)
+    return Simulation(
+        tuple(map(tuple, clock.intervals)),
+        makespan,
+        1.0 - busy / (makespan * len(clock.times)) if makespan else 0.0,
+        tuple(_peak(actions, [1] * stages, [0] * stages) for actions in lowered.actions),
+        tuple(
+            _peak(actions, activation_bytes or [0] * stages, input_bytes or [0] * stages) for actions in lowered.actions
+        ),
+    )
+
+
+def _as_function(
+    costs: Mapping[Kind, float] | Callable[[Action], float] | None, schedule: Schedule
+) -> Callable[[Action], float]:
+    if costs is None:
+        costs = {
+            Kind.F: 1.0,
+            Kind.B: 1.0 if schedule.splits_backward else 2.0,
+            Kind.W: 1.0,
+            Kind.R: 1.0,
+        }
+    if isinstance(costs, Mapping):
+        table = costs
+        return lambda action: table.get(action.kind, 0.0)
+    return costs
+
+
+def _peak(actions: Sequence[Action], activations: Sequence[int], inputs: Sequence[int]) -> int:
+    """Return the most that a rank holds at once, by the stages' sizes."""
+    frees = Kind.W if any(action.kind is Kind.W for action in actions) else Kind.B
+    recomputed = {(action.stage, action.microbatch) for action in actions if action.kind is Kind.R}
+    held = peak = 0
+    for action in actions:
+        j, again = action.stage, (action.stage, action.microbatch) in recomputed
+        match action.kind:
+            case Kind.F:
+                held += inputs[j] if again else activations[j]
+            case Kind.R:
+                held += activations[j]
+            case kind if kind is frees:
+                held -= activations[j] + (inputs[j] if again else 0)
+        peak = max(peak, held)
+    return peak

@@ -10,20 +10,31 @@
 
 Neither end keeps the tensor itself. ``enter`` does not return a leaf, so the stage may change it in place, and its
 memory is freed when the stage's own operations no longer need it.
+
+A tensor may leave a stage by two routes, and no stage that receives one of them may change it in place::
+
+    stage 0   x ── stash "long" ───────────────────────> stage 2   pops x, or x changed by stage 1?
+              └───────────────> stage 1   relu_(x) ────>
+
+In the unsplit module a change in place reaches both routes, and so do gradients. A stage's graph knows only one route,
+and on another rank the two are not even the same memory. So the sending stage marks these tensors, views of one another
+too, the marks are kept when a stage passes one on, and a stage that changes one gets an error. The same holds for what
+every microbatch gets whole: a layer would change it for the microbatches after this one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from itertools import combinations
+from typing import TYPE_CHECKING, TypeAlias, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from anabranch.autodiff.layer_state import lazy_clone
-from anabranch.pipeline.stage.device_transfers import on_device
 from anabranch.tensors import Structure, flatten, unflatten
 
 if TYPE_CHECKING:
@@ -45,7 +56,7 @@ def size_of(tensor: Tensor) -> int:
     return tensor.nbytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Packet:
     """A structure of detached tensors and plain values, and for each whether it awaits a gradient.
 
@@ -98,7 +109,7 @@ def enter(packet: Packet, device: torch.device, phony: Tensor) -> tuple[list[obj
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             if leaf.device != device:
-                leaves[index] = leaf = on_device(leaf, device)
+                leaves[index] = leaf = leaf.to(device, non_blocking=device.type == "cuda")
             if packet.needs_grad[index]:
                 leaves[index] = _Enter.apply(box, index, phony, leaf)  # type: ignore[no-untyped-call]
     return leaves, box
@@ -127,3 +138,80 @@ def sweep(edges: Sequence[GradientEdge], grads: Sequence[Tensor], *, keep: bool,
     """
     options = {"allow_unreachable": True, "accumulate_grad": True}
     _engine_run_backward(tuple(edges), tuple(grads), keep, False, tuple(inputs), **options)
+
+
+# Tensors that leave by two routes.
+
+Watched: TypeAlias = tuple[str, Tensor, int]
+"""A tensor that a stage must not change, by the name it has in errors, and its version."""
+
+
+def check_unchanged(watched: Sequence[Watched], stage: int) -> None:
+    """Raise ``RuntimeError`` if one of them has been changed."""
+    for what, tensor, version in watched:
+        if tensor._version != version:
+            raise RuntimeError(
+                f"stage {stage} changes {what} in place, which is also sent to another stage or microbatch: the "
+                "unsplit module changes both, but a split one cannot; make the operation out of place, or stash a "
+                "clone"
+            )
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return a number that tensors with the same memory have in common."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+def mark_doubled(packets: Sequence[Packet], watched: Sequence[Watched], buffers: Collection[int]) -> None:
+    """Mark leaves that share memory with another one, with a watched tensor, or with one of these ``buffers``.
+
+    Of the last there are copies from then on: later microbatches may change a buffer.
+    """
+    places: dict[int, list[tuple[Tensor, Packet | None, int]]] = {}
+    for _, tensor, _ in watched:
+        places.setdefault(memory_of(tensor), []).append((tensor, None, 0))
+    for packet in packets:
+        for index, leaf in enumerate(packet.leaves):
+            if not isinstance(leaf, Tensor) or leaf.is_nested:
+                continue
+            memory = memory_of(leaf)
+            if memory in buffers:
+                packet.leaves[index] = leaf.clone()
+                packet.doubled = (*packet.doubled, index)
+            else:
+                places.setdefault(memory, []).append((leaf, packet, index))
+    for pair in (pair for those in places.values() for pair in combinations(those, 2)):
+        if not _share(leaf[0] for leaf in pair):
+            continue
+        for _, sender, index in pair:
+            if sender is not None and index not in sender.doubled:
+                sender.doubled = (*sender.doubled, index)
+
+
+_MOST_WORK = 10_000
+"""Steps in which NumPy may look for an element that two tensors share; without an answer they count as sharing."""
+
+
+def _share(tensors: Iterable[Tensor]) -> bool:
+    """Return True if two tensors in the same memory have an element in common.
+
+    The halves of ``x.chunk(2, dim=1)`` interleave without one, so their ranges of addresses do not decide.
+    """
+    one, other = (np.asarray(_Layout(tensor)) for tensor in tensors)
+    try:
+        return np.shares_memory(one, other, max_work=_MOST_WORK)  # type: ignore[arg-type] # its types name two values
+    except np.exceptions.TooHardError:
+        return True
+
+
+class _Layout:
+    """The places of a tensor's elements in its memory, for NumPy, which does not read them."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (64 + tensor.storage_offset() * tensor.itemsize, True),  # anywhere but at 0
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * tensor.itemsize for stride in tensor.stride()),
+            "typestr": f"|V{tensor.itemsize}",
+        }

@@ -18,6 +18,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -199,7 +200,7 @@ class _GiveGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         replacement = _REPLACEMENTS.get(func)
         if replacement is not None:
             return replacement(self._stream, *args, **kwargs)
-        taking = _overload_with_generator(func)
+        taking = _with_generator(func)
         if taking is not None:
             kwargs["generator"] = self._stream.on(_device_of(args, kwargs))  # perhaps in place of ``None``
             return taking(*args, **kwargs)
@@ -226,21 +227,16 @@ def _device_of(args: Iterable[object], kwargs: dict[str, object]) -> torch.devic
     return next((arg.device for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)), torch.device("cpu"))
 
 
-def _overload_with_generator(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    if _takes_generator(func):
-        return func
-    packet = func.overloadpacket
-    name = func._overloadname
-    for candidate in ("generator" if name == "default" else f"{name}_generator",):
-        if candidate in packet.overloads():
-            return getattr(packet, candidate)  # type: ignore[no-any-return]
-    if name.endswith("_dtype") and f"{name.removesuffix('_dtype')}_generator_dtype" in packet.overloads():
-        return getattr(packet, f"{name.removesuffix('_dtype')}_generator_dtype")  # type: ignore[no-any-return]
-    return None
+@cache
+def _with_generator(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """Return the operation's overload with the same parameters and a generator."""
+    names = {**_parameters(func), "generator": "Optional[Generator]"}
+    overloads = (getattr(func.overloadpacket, name) for name in func.overloadpacket.overloads())
+    return next((one for one in overloads if _parameters(one) == names), None)
 
 
-def _takes_generator(func: torch._ops.OpOverload) -> bool:
-    return any(argument.name == "generator" for argument in func._schema.arguments)
+def _parameters(func: torch._ops.OpOverload) -> dict[str, str]:
+    return {argument.name: str(argument.type) for argument in func._schema.arguments}
 
 
 def _draws(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:

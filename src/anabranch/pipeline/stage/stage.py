@@ -18,9 +18,9 @@ behind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -31,11 +31,19 @@ from anabranch.autodiff.boundary.answers import FirstForward
 from anabranch.autodiff.layer_state import LayerState, StateValues
 from anabranch.autodiff.moved_parameter import Elsewhere, Switch
 from anabranch.autodiff.thread_modes import ThreadModes
-from anabranch.pipeline.parts.split_call import SplitCall
+from anabranch.pipeline.parts.part_program import SplitCall
 from anabranch.pipeline.stage.deferred_batch_norm import DeferredBatchNorm
-from anabranch.pipeline.stage.device_transfers import on_device
-from anabranch.pipeline.stage.doubled import Watched, check_unchanged, mark_doubled
-from anabranch.pipeline.stage.packet import Gradients, Packet, cut, enter, sweep
+from anabranch.pipeline.stage.packet import (
+    Gradients,
+    Packet,
+    Watched,
+    check_unchanged,
+    cut,
+    enter,
+    mark_doubled,
+    memory_of,
+    sweep,
+)
 from anabranch.pipeline.stage.partition import Layer, Route
 from anabranch.pipeline.stage.random_streams import drawing_from
 from anabranch.pipeline.stage.recomputing import Fingerprints, fingerprints, recomputing, same
@@ -145,14 +153,24 @@ def _leaves_between(roots: Iterable[Node], ends: Iterable[Node | None]) -> list[
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Settings of a whole call: the caller's modes, the random stream, the microbatches that keep no activations, what
-    its stages read past their placeholders, whether a backward may follow, and the programs of a split model.
+    """Settings of a whole call.
+
+    Attributes:
+        modes: the caller's.
+        seed: of the random stream.
+        step: the call's number.
+        sizes: the rows of the microbatches.
+        recompute: the stages and microbatches that keep no activations.
+        split_backward: the schedule has actions of their own for weights.
+        loose: what its stages read past their placeholders.
+        records: a backward may follow.
+        split: the programs of a split model.
     """
 
     modes: ThreadModes
     seed: int
     step: int
-    microbatches: int
+    sizes: Sequence[int]
     recompute: frozenset[tuple[int, int]]
     split_backward: bool
     loose: LooseLeaves
@@ -203,11 +221,11 @@ class StageRun:
         plan.loose.placeholders.update([id(slot.stand_in) for slot in self._slots])
         self._state = LayerState(modules) if plan.recompute else None
         buffers = [buffer for child in modules for buffer in child._buffers.values() if type(buffer) is Tensor]
-        self._buffers = set(map(_memory, buffers))
+        self._buffers = set(map(memory_of, buffers))
         self._norms = [child for child in modules if isinstance(child, DeferredBatchNorm)]
         self._phony = torch.empty(0, device=stage.device, requires_grad=True)
         self._passes: dict[int, _Pass] = {}
-        self._forwards_left = plan.microbatches
+        self._forwards_left = len(plan.sizes)
         self.losses: dict[int, Tensor] = {}
 
     def forward(self, i: int, inputs: Messages) -> Messages:
@@ -221,15 +239,15 @@ class StageRun:
                 here.target = map_structure(_copied, self.head.targets[i])
             here.inputs = _kept(inputs)
         common = self.stage.common
-        versions = {name: common[name]._version for name in common if type(common[name]) in _VERSIONED}
+        versions = [(n, t, t._version) for n, t in common.items() if type(t) in _VERSIONED] if common else []
         outputs = self._run(i, inputs, here)
-        changed = [name for name, version in versions.items() if common[name]._version != version]
-        if changed:
-            raise RuntimeError(
-                f"{changed[0]}, which several stages use, was changed in a forward: the stages run different "
-                "microbatches at once, so each would see another value; put the layers that share it into one stage, "
-                "or give each its own; of a split model, example= tells which stages use it"
-            )
+        for name, tensor, version in versions:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"{name}, which several stages use, was changed in a forward: the stages run different "
+                    "microbatches at once, so each would see another value; put the layers that share it into one "
+                    "stage, or give each its own; of a split model, example= tells which stages use it"
+                )
         if recompute:
             here.batch = [(leaf, leaf._version) for leaf in _tensors({0: inputs.get(OUTSIDE, [])})]
             here.boxes, here.edges, here.loss_edge = {}, {}, None
@@ -302,7 +320,10 @@ class StageRun:
                     plan.loose.set_aside(here.loss_edge.node, ends)
             if here.experts is not None:
                 here.fingerprints = fingerprints([*_leaves(outputs), self.losses.get(i)])
-            return self._separate(outputs, watched)
+            packets = [packet for those in outputs.values() for packet in those]
+            if self._buffers or watched or len(packets) > 1 or len(packets[0].leaves) > 1:
+                mark_doubled(packets, watched, self._buffers)
+            return outputs
 
     def _drawing(self, i: int) -> drawing_from:
         """Return the random numbers of microbatch ``i``; in backward a layer checkpointed in itself runs again."""
@@ -343,14 +364,6 @@ class StageRun:
                 outputs[target].append(packet)
                 here.edges[target].append(edges)
         return outputs
-
-    def _separate(self, outputs: Messages, watched: Sequence[Watched]) -> Messages:
-        """Mark the outputs that share memory, and copy views of buffers, which later microbatches may change."""
-        if len(_leaves(outputs)) + len(watched) > 1:
-            outputs = mark_doubled(outputs, [tensor for _, tensor, _ in watched])
-        if not self._buffers:
-            return outputs
-        return {target: [_apart(packet, self._buffers) for packet in packets] for target, packets in outputs.items()}
 
     def _stashed(self, store: SkipStore | None, route: Route) -> Structure:
         assert store is not None
@@ -413,7 +426,7 @@ class StageRun:
                 for edge, grad in zip(edges, grads, strict=True):
                     if edge is not None and grad is not None:
                         starts.append(edge)
-                        roots.append(grad if grad.device == device else on_device(grad, device))
+                        roots.append(grad.to(device, non_blocking=device.type == "cuda"))
         if here.loss_edge is not None:
             assert self.head is not None
             starts.append(here.loss_edge)
@@ -481,21 +494,6 @@ def _name_of(route: Route) -> str:
     if route is None:
         return "its input"
     return f"the input {route!r}" if isinstance(route, str) else f"the skip {route[1]!r}"
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
-
-
-def _apart(packet: Packet, buffers: Collection[int]) -> Packet:
-    """Return the packet with copies of views of buffers, which later microbatches may change and its receiver not."""
-    if not buffers:
-        return packet
-    views = [n for n, leaf in enumerate(packet.leaves) if type(leaf) is Tensor and _memory(leaf) in buffers]
-    if not views:
-        return packet
-    leaves = [cast(Tensor, leaf).clone() if n in views else leaf for n, leaf in enumerate(packet.leaves)]
-    return replace(packet, leaves=leaves, doubled=tuple({*packet.doubled, *views}))
 
 
 def _kept(inputs: Messages) -> Messages:

@@ -14,10 +14,10 @@ from torch import nn
 from anabranch.autodiff.moved_parameter import Elsewhere, put_elsewhere
 from anabranch.errors import PipelineError
 from anabranch.liveness.meeting import interruptible
-from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, join_parts
+from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, container, join_parts
 from anabranch.pipeline.pipe_call import Tie
+from anabranch.pipeline.schedule.orders import PipeSchedules
 from anabranch.pipeline.schedule.schedule import Schedule
-from anabranch.pipeline.schedule.schedules_of_pipe import PipeSchedules
 from anabranch.pipeline.stage.balance import balance_by_size, balance_by_time
 from anabranch.pipeline.stage.partition import Layer, Route, route_skips, shared_skips
 from anabranch.pipeline.stage.random_streams import refuse_undrawable
@@ -92,16 +92,11 @@ def part_of(module: nn.Module, stages: Sequence[Sequence[Layer]]) -> nn.Module:
     layers = [layer for layers in stages for layer in layers]
     if isinstance(module, PartedModel):
         return join_parts([cast(ModelPart, layer.module) for layer in layers])
-    root = nn.Sequential().train(module.training)
+    trees: dict[str, nn.Module] = {"": nn.Sequential().train(module.training)}
     for layer in layers:
-        *path, name = layer.name.split(".")
-        parent: nn.Module = root
-        for step in path:
-            if step not in parent._modules:
-                parent.add_module(step, nn.Sequential())
-            parent = parent.get_submodule(step)
-        parent._modules[name] = layer.module
-    return root
+        path, _, name = layer.name.rpartition(".")
+        container(trees, path, nn.Sequential)._modules[name] = layer.module
+    return trees[""]
 
 
 def find_ties(split: Sequence[Sequence[Layer]], rank_of: Sequence[int], group: dist.ProcessGroup) -> list[Tie]:
