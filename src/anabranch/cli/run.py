@@ -30,6 +30,16 @@ def run(
     module: IsModule = False,
     of_torchrun: OfTorchrun = None,
     workers: Workers = 1,
+    min_workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="M",
+            help="Go on while at least M workers are left of those that are killed: the others do the interrupted step "
+            "again, with the same result. For comm_mode AllReduce on the CPU, with batches of ab.loaders.GlobalBatches "
+            "or of functions; a lost worker is not replaced. By default the first ends the job.",
+        ),
+    ] = None,
     servers: Servers = 0,
     experts: Experts = 0,
     durability: Annotated[
@@ -99,18 +109,28 @@ def run(
 
     The workers find the same environment as under torchrun. Rank 0 is live on the screen; `anabranch status --watch`
     shows how far the job is and how each process is. When a process fails, its rank and traceback are shown and the
-    others stopped; Ctrl-C stops all, Ctrl-Z pauses all. No process is left behind.
+    others stopped, unless --min-workers lets them go on; Ctrl-C stops all, Ctrl-Z pauses all. No process is left
+    behind.
 
     An expert process that dies is restarted, and the job continues meanwhile with those that answer.
 
     Exit code: 0 if all succeeded, 1 if one failed, 130 on Ctrl-C, 2 for wrong arguments.
     """
-    _check_engine(engine, address=address, resources=resources, host=host, spawn=spawn, directory=directory)
+    _check_engine(
+        engine,
+        address=address,
+        resources=resources,
+        host=host,
+        spawn=spawn,
+        directory=directory,
+        min_workers=min_workers,
+    )
     with plain_errors():
         spec = JobSpec(
             program=PythonProgram(script, tuple(arguments or []), is_module=module, looks_here=module),
             log_dir=Path(),
             workers=workers,
+            min_workers=min_workers,
             servers=servers,
             experts=experts,
             durability=durability,
@@ -154,11 +174,13 @@ def run(
 
 def _check_engine(engine: str, **options: object) -> None:
     """Refuse options that mean nothing to the engine."""
-    others = ("host", "spawn", "directory") if engine == "ray" else ("address", "resources")
+    others = ("host", "spawn", "directory", "min_workers") if engine == "ray" else ("address", "resources")
     for name in others:
         if options[name]:
             cure = "leave it out" if engine == "ray" else "give --engine ray, too"
-            raise typer.BadParameter(f"--engine {engine} does not use it; {cure}", param_hint=f"--{name}")
+            raise typer.BadParameter(
+                f"--engine {engine} does not use it; {cure}", param_hint=f"--{name.replace('_', '-')}"
+            )
 
 
 def _tell_of_options(script: str, arguments: Sequence[str], missing: Mapping[str, bool]) -> None:

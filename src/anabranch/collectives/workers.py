@@ -8,11 +8,15 @@ to let go of it, and ends the process if the interpreter is gone by then.
 
 Collectives are matched by their order alone. So these have a gloo group of their own: in the model's group they would
 meet those of its forward on a worker that runs none.
+
+When a worker has died, the others become the workers of the next membership, in the same object. Their old connections
+stay open: gloo's threads may wait there for one another, and would be joined.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import os
 import platform
@@ -37,7 +41,16 @@ from anabranch.collectives.rowless import Rowless
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, PeerLost
 from anabranch.liveness.group import Group, rank_names
-from anabranch.liveness.meeting import BACKEND_GRACE, SAID_AFTER, begin_call, interruptible, meet_peers, reminder
+from anabranch.liveness.meeting import (
+    BACKEND_GRACE,
+    SAID_AFTER,
+    begin_call,
+    interruptible,
+    meet_members,
+    meet_peers,
+    reminder,
+)
+from anabranch.liveness.membership import own_place
 from anabranch.liveness.peers import end_without_waiting, peers_of_job
 from anabranch.record import spans
 
@@ -49,8 +62,10 @@ _SHARING = f"2 to {_MOST_SHARING} processes of one user on one host"
 class Pending:
     """A collective in progress; ``finish`` returns when its tensors hold the result.
 
-    ``done(seconds)`` waits at most that long, and returns whether it is complete.
+    ``done(seconds)`` waits at most that long, and returns whether it is complete. ``tensors`` are gloo's until then.
     """
+
+    tensors: object = None
 
     def __init__(
         self, done: Callable[[float], bool], workers: Workers, operation: str, step: int | None, tensor: Tensor
@@ -181,6 +196,7 @@ class Workers(Group):
         self.store: PrefixStore | None = None
         self.rowless: Rowless | None = None
         self.segments: WeakSet[Any] = WeakSet()
+        self._begun: WeakSet[Pending] = WeakSet()  # of gloo
         if self.size > 1:
             if ranks is None:
                 self._meet()
@@ -218,6 +234,54 @@ class Workers(Group):
             raise self.explain(error, "meet", deadline) from None
         return cast(dist.ProcessGroup, group)  # a backend, of which c10d's functions use what a group has, too
 
+    # Another membership.
+
+    @property
+    def why_fixed(self) -> str | None:
+        """The reason why these workers do not go on without one of them; ``None`` if they do."""
+        if own_place() is None:
+            return "it was not started by anabranch run --min-workers"
+        if not self._owns_job:
+            return "the script made a process group of torch.distributed itself"
+        return None if self.on_host else "its tensors are not on the CPU"
+
+    def has_lost(self) -> bool:
+        """Return True if a worker has died or froze; the launcher kills a frozen one."""
+        return self.peers.have_ended(self.others) or bool(self.lost())
+
+    def meet_again(self) -> bool:
+        """Become the workers of the next membership, once its members have come; return False if the job ends.
+
+        Raises:
+            PeerLost: one of them has died since: call it again.
+            DeadlineExceeded: names those who have not come.
+        """
+        for segment in self.segments:
+            segment.give_up(self.rank)
+        # Never freed: gloo's threads may still wait, and take the interpreter's lock to free a tensor.
+        for thing in (self._own, list(self._begun)):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+        met = meet_members(self.membership, self.timeout, self.has_lost)
+        if met is None:
+            return False
+        membership, rank, store, identities = met
+        self.peers.become(membership.number, rank, store, identities)
+        self.set_members(range(len(identities)))
+        self.started, self.has_left_work = 0, False
+        self.segments, self._begun = WeakSet(), WeakSet()
+        vars(self).pop("on_one_host", None)
+        self.store = PrefixStore(f"anabranch/{self.name}", store)
+        self.rowless = Rowless(self.store, self, self.timeout)
+        limit = timedelta(seconds=self.timeout + BACKEND_GRACE)
+        answer = begin_call(partial(dist.ProcessGroupGloo, self.store, rank, self.size, limit), "anabranch-meeting")[1]
+
+        def done(seconds: float) -> bool:
+            return bool(wait([answer], seconds).done) and answer.result(0) is not None
+
+        self.wait_for(done, Deadline.after(self.timeout), "meet", None, on_host=True)
+        self._own = cast(dist.ProcessGroup, answer.result(0))
+        return True
+
     # Collectives. Each starts at once and in the same order on every rank; `finish` what they return.
 
     def _start(
@@ -226,7 +290,10 @@ class Workers(Group):
         self.bytes_sent += tensor.nbytes
         group = self._own if self._own is not None and tensor.is_cpu else self._group
         work = collective(tensor=tensor, group=group, async_op=True, **more)
-        return Pending(partial(ended_within, cast(dist.Work, work)), self, operation, step, tensor)
+        pending = Pending(partial(ended_within, cast(dist.Work, work)), self, operation, step, tensor)
+        pending.tensors = tensor, more
+        self._begun.add(pending)
+        return pending
 
     def start_all_reduce(self, tensor: Tensor, *, operation: str = "all_reduce", step: int | None = None) -> Pending:
         """Start summing ``tensor``, in place, over the workers."""
@@ -272,11 +339,19 @@ class Workers(Group):
         padded = bytearray(data.ljust(max(1, *lengths), b"\0"))
         return lengths, torch.frombuffer(padded, dtype=torch.uint8).to(self.device)
 
-    def broadcast(self, tensors: Sequence[Tensor], *, operation: str = "broadcast") -> None:
-        """Copy rank 0's tensors over everyone's, all in progress at once."""
-        several = [self._start(dist.broadcast, each, operation, group_src=0) for each in tensors]
+    def broadcast(self, tensors: Sequence[Tensor], *, source: int = 0, operation: str = "broadcast") -> None:
+        """Copy the tensors of rank ``source`` over everyone's, all in progress at once."""
+        several = [self._start(dist.broadcast, each, operation, group_src=source) for each in tensors]
         for pending in several:
             pending.finish()
+
+    def broadcast_bytes(self, data: bytes, source: int, *, operation: str = "broadcast") -> bytes:
+        """Return the ``data`` of rank ``source``."""
+        length = torch.tensor([len(data)], device=self.device)
+        self.broadcast([length], source=source, operation=operation)
+        content = torch.frombuffer(bytearray(data.ljust(int(length.item()), b"\0")), dtype=torch.uint8).to(self.device)
+        self.broadcast([content], source=source, operation=operation)
+        return content.cpu().numpy().tobytes()
 
     @cached_property
     def on_one_host(self) -> bool:

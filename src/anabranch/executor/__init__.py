@@ -8,7 +8,14 @@ cost of a step. Not a trainer: loops, epochs and logging belong to the user.
 
 from anabranch.executor.executor import Executor
 from anabranch.executor.observing.sinks import Sink
-from anabranch.executor.observing.watching import PeerLostRecord, RestartRecord, SaveRecord, StepRecord, Subscription
+from anabranch.executor.observing.watching import (
+    MembershipRecord,
+    PeerLostRecord,
+    RestartRecord,
+    SaveRecord,
+    StepRecord,
+    Subscription,
+)
 from anabranch.executor.plan import LinkCost, ModeCost, Plan, PlanRow
 from anabranch.executor.routes import Route, Routes
 from anabranch.executor.statistics import Statistics, TableLoads
@@ -18,6 +25,7 @@ __all__ = [
     "EvalStep",
     "Executor",
     "LinkCost",
+    "MembershipRecord",
     "ModeCost",
     "PeerLostRecord",
     "Plan",

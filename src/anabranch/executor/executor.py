@@ -25,7 +25,7 @@ from anabranch.checkpoint.generations import check_path
 from anabranch.checkpoint.storage import Place, as_place
 from anabranch.collectives import GradientBuckets, Workers
 from anabranch.deadline import Deadline
-from anabranch.errors import CheckpointError
+from anabranch.errors import CheckpointError, PeerLost
 from anabranch.executor.device_placement import home_of, placed
 from anabranch.executor.engines.engine import Engine, Fetch
 from anabranch.executor.engines.graph_engine import GraphEngine
@@ -40,6 +40,7 @@ from anabranch.executor.observing.run_trace import RunTrace
 from anabranch.executor.observing.sinks import Sink, check_sinks
 from anabranch.executor.observing.tracking import Progress
 from anabranch.executor.observing.watching import (
+    MembershipRecord,
     PeerLostRecord,
     RestartRecord,
     SaveRecord,
@@ -52,6 +53,7 @@ from anabranch.executor.own_state import OwnState
 from anabranch.executor.plan import Plan, plan_step
 from anabranch.executor.plan.survey import check_planned
 from anabranch.executor.routes import CommMode, Routes
+from anabranch.executor.running.redo import Redo, ShareOf, why_fixed
 from anabranch.executor.running.remote import RemotePart
 from anabranch.executor.running.runner import StepRunner, rows_of
 from anabranch.executor.running.window import HEADER_SIZE, RemoteWindow
@@ -61,6 +63,7 @@ from anabranch.executor.statistics import Statistics, TableLoads
 from anabranch.executor.steps import EvalStep, Step, StepDescription, TrainStep, model_of
 from anabranch.graph import Graph
 from anabranch.job import job
+from anabranch.liveness.membership import own_place
 from anabranch.pipeline import Pipe
 from anabranch.record import spans
 from anabranch.record.process import PLAN_VARIABLE, process_record
@@ -245,6 +248,7 @@ class Executor:
             }
             loaders = self._batches.loaders
             self._saver = Saver(spec, self._runners, self._everyone, stages, loaders, self._remote, self.state)
+            self._redo = self._make_redo(acting)
             self._parts.callback(self._close_save)
             self._parts.callback(lambda: self._end_trace(clean=self._failed is None))
             for step in spec.training.values():
@@ -327,6 +331,15 @@ class Executor:
             between=partial(self._ask_for_next, name) if asks_ahead else None,
         )
 
+    def _make_redo(self, workers: Workers | None) -> Redo | None:
+        """Return what goes on with those that are left, in a job that may lose workers."""
+        if workers is None or workers.size == 1 or own_place() is None:
+            return None
+        fixed = why_fixed(self._spec, workers, serves=self._remote is not None)
+        if fixed is not None and workers.rank == 0:
+            _log.warning("the job ends with the first worker that dies, despite --min-workers: %s", fixed)
+        return Redo(workers, self._runners, self._batches.loaders, self._saver, fixed)
+
     def _ask_for_next(self, name: str) -> None:
         runner, batch = self._runners[name], self._batches.loaders[name].peek()
         if batch is not None and runner.ids is not None and self._remote is not None:
@@ -391,17 +404,21 @@ class Executor:
     def run(
         self,
         name: str = "default",
-        batch: Structure | None = None,
+        batch: Structure | ShareOf | None = None,
         *,
         fetch: Sequence[str] | None = None,
         as_numpy: bool = False,
     ) -> dict[str, Tensor]:
         """Run the step ``name`` once.
 
+        In a job that may lose workers (``anabranch run --min-workers``) a training step that is interrupted by the loss
+        of one is done again by the others, with its rows, before this returns.
+
         Args:
             name: one of the steps.
             batch: this worker's shard: a nested structure of tensors that agree in rows (dim 0), numpy arrays or
-                scipy.sparse matrices; ``None`` takes the next batch of the step's loader.
+                scipy.sparse matrices; a function of ``ab.job()`` that returns it, called each time that the run is
+                done; ``None`` takes the next batch of the step's loader.
             fetch: what to return: ``"loss"``, keys that the step returns, qualified names of submodules (their
                 output), ``"<parameter>.grad"`` (as the optimizer got it; not of parameters on servers),
                 ``"grad_norm"`` (of all gradients before clipping; ``None`` where no window ended or a step was
@@ -455,7 +472,7 @@ class Executor:
         return {key: _as_numpy(value) for key, value in values.items()} if as_numpy else values  # type: ignore[misc]
 
     def _train(
-        self, name: str, step: TrainStep, batch: Structure | None, fetch: Fetch
+        self, name: str, step: TrainStep, batch: Structure | ShareOf | None, fetch: Fetch
     ) -> tuple[dict[str, Tensor], _Took | None]:
         """Return the values of a run, and what sinks get of the optimizer step that it took, if they get any."""
         if self._remote is not None and not self._only_plans:
@@ -463,36 +480,53 @@ class Executor:
         runner = self._runners[name]
         watched, steps_before = self._watching.active and self._watching.of_steps, runner.steps
         rates = rates_of(step.optimizers) if watched else ()
-        fetch.norm, rows = None, 0.0
+        fetch.norm = None
         if not step.model.training:
             step.model.train()
-        ran = None
+        ran, redo = None, self._redo
+        runs = [batch] if redo is None else [*redo.owed(), batch]
         try:
-            while ran is None:
-                bound = batch is None
-                taken = self._batches.next(name, runner.end_epoch) if bound else batch
-                length = self._batches.length(name) if bound else None
-                if bound and (before := self._batches.runs_before(name)) is not None:
-                    runner.epoch_runs = before
-                if self._only_plans:
-                    self._leave_plan(name, taken)
-                if taken is None:
-                    with runner.in_epoch(length):
-                        ran = runner.run_idle()
-                    if ran is None:
-                        runner.end_epoch()
-                        self._batches.start_epoch(name)
-                    continue
-                taken = as_tensors(taken, self._devices[name])
-                rows = rows_of(step, taken)
-                with runner.in_epoch(length) if bound else nullcontext():
-                    ran = runner.run(taken, rows, fetch)
-                self._rows += rows
+            while runs:  # several where the window of the run is done again, else one
+                batch, ran, rows = runs[0], None, 0.0
+                if redo is not None:
+                    redo.begin(name, batch)
+                try:
+                    bound = batch is None
+                    taken = batch(job()) if callable(batch) else batch
+                    taken = self._batches.next(name, runner.end_epoch) if bound else taken
+                    length = self._batches.length(name) if bound else None
+                    if bound and (before := self._batches.runs_before(name)) is not None:
+                        runner.epoch_runs = before
+                    if self._only_plans:
+                        self._leave_plan(name, taken)
+                    if taken is None:
+                        with runner.in_epoch(length):
+                            ran = runner.run_idle()
+                        if ran is None:
+                            runner.end_epoch()
+                            self._batches.start_epoch(name)
+                    else:
+                        taken = as_tensors(taken, self._devices[name])
+                        rows = rows_of(step, taken)
+                        with runner.in_epoch(length) if bound else nullcontext():
+                            ran = runner.run(taken, rows, fetch)
+                except PeerLost as error:
+                    if redo is None:
+                        raise
+                    ran, again, record = redo.meet(error, name)
+                    runs = [*again, *runs]
+                    self._goes_on(record)
+                if ran is not None:
+                    runs.pop(0)
+                    if redo is not None:
+                        redo.ended(batch)
         finally:
             if self._remote is not None:
                 self._remote.tables.end(self._remote.clock)
         if self._remote is not None:
             self._remote.read_applied()
+        assert ran is not None
+        self._rows += rows
         values = {"loss": ran.loss}
         if ran.returned or fetch.names is not None:
             values = values | fetch.collect(ran.returned) | values
@@ -504,6 +538,14 @@ class Executor:
             return values, None
         numbers = {"loss": ran.loss} if fetch.norm is None else {"loss": ran.loss, "grad_norm": fetch.norm}
         return values, (rows, rates, {**numbers, **ran.returned, "loss": ran.loss})
+
+    def _goes_on(self, record: MembershipRecord) -> None:
+        self._progress.shown = record.rank == 0
+        self._watching.met(record)
+
+    def _together(self, act: Callable[[], _T]) -> _T:
+        """Return ``act()``, which all workers call and which changes nothing; with those left if one is lost."""
+        return act() if self._redo is None else self._redo.call(act, self._goes_on)
 
     def _evaluate(self, name: str, step: EvalStep, batch: Structure | None, fetch: Fetch) -> dict[str, Tensor]:
         taken = as_tensors(self._batches.next_to_evaluate(name) if batch is None else batch, self._devices[name])
@@ -547,9 +589,14 @@ class Executor:
         else:
             bound = BoundLoader(loader, worker=self._batches.worker)
         self._batches.check_free(bound)
-        with self._reporting_failures(), first_ranks_buffers(self._workers, step.model):
-            rows = partial(self._rows_of, name, step)
-            return evaluate(bound, rows, partial(self.run, name), self._workers)
+        rows = partial(self._rows_of, name, step)
+
+        def act() -> dict[str, Tensor]:
+            with first_ranks_buffers(self._workers, step.model):
+                return evaluate(bound, rows, partial(self.run, name), self._workers)
+
+        with self._reporting_failures():
+            return self._together(act) if bound.kind == "global" else act()
 
     def _rows_of(self, name: str, step: EvalStep, batch: Structure) -> float:
         return rows_of(step, as_tensors(batch, self._devices[name]))
@@ -646,6 +693,8 @@ class Executor:
             run_seconds=self._run_seconds,
             wait_seconds=0.0 if workers is None else workers.wait_seconds,
             load_seconds=self._batches.load_seconds,
+            memberships=1 if self._redo is None else self._redo.memberships,
+            repeated_steps=0 if self._redo is None else self._redo.repeated,
             tables=tables,
         )
 
@@ -721,7 +770,8 @@ class Executor:
         earlier, before = self._settle_save()
         with self._reporting_failures():
             try:
-                self._saver.save(folder, wait=wait)
+                save = partial(self._saver.save, folder, wait=wait)
+                self._together(save) if wait else save()
             except BaseException as error:
                 if earlier:
                     error.add_note(f"and before it {earlier}")
@@ -837,7 +887,7 @@ class Executor:
         """
         model, path = self._model_of(name), check_path(folder, "folder")
         with self._reporting_failures():
-            self._saver.export(model, path)
+            self._together(lambda: self._saver.export(model, path))
 
     def resume(self, path: str | os.PathLike[str]) -> bool:
         """Load the newest complete checkpoint in or under ``path``; ``False`` if there is none. Every worker calls it.
@@ -902,6 +952,9 @@ class Executor:
     def on(self, event: Literal["peer_lost"], fn: Callable[[PeerLostRecord], object]) -> Subscription: ...
 
     @overload
+    def on(self, event: Literal["membership"], fn: Callable[[MembershipRecord], object]) -> Subscription: ...
+
+    @overload
     def on(self, event: Literal["restart"], fn: Callable[[RestartRecord], object]) -> Subscription: ...
 
     def on(self, event: str, fn: Callable[..., object]) -> Subscription:
@@ -916,6 +969,8 @@ class Executor:
         - ``"peer_lost"``: ``PeerLost`` is about to be raised here (``PeerLostRecord``).
         - ``"restart"``: ``resume`` or ``load`` has loaded a checkpoint in a restarted job, or a server has lost
           acknowledged changes and ``RolledBack`` is about to be raised (``RestartRecord``).
+        - ``"membership"``: workers have left the job, which goes on (``MembershipRecord``: ``rank``, ``world_size``,
+          ``left``, ``joined``); the step that this interrupted is done next, by ``run``.
 
         An exception in ``fn`` is raised by ``run`` or ``save``, with a note that names ``fn``; the step has been taken.
 

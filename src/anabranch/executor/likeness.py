@@ -112,8 +112,10 @@ def first_ranks_buffers(workers: Workers | None, model: nn.Module) -> Iterator[N
     buffers = [] if workers is None or workers.size == 1 else [one for one in model.buffers() if not one.is_meta]
     own = [buffer.detach().clone() for buffer in buffers]
     try:
-        if workers is not None:
-            _send_first(workers, buffers, "broadcast of buffers")
+        if workers is not None:  # copies: gloo may still write to them after the wait was given up
+            _send_first(workers, sent := [value.clone() for value in own], "broadcast of buffers")
+            for buffer, value in zip(buffers, sent, strict=True):
+                buffer.detach().copy_(value)
         yield
     finally:
         with torch.no_grad():

@@ -5,8 +5,9 @@ There is one generator each of torch (CPU), Python and NumPy for the whole proce
 
 from __future__ import annotations
 
+import ctypes
 import random
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -36,6 +37,40 @@ def restore_random_state(state: dict[str, object]) -> None:
     cuda = cast("list[Tensor]", state.get("cuda", []))
     if cuda and len(cuda) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(cuda)
+
+
+class RandomMoment:
+    """The generators' states at one moment after the other; reading NumPy's takes long, so it is read if it has drawn.
+
+    >>> moment = RandomMoment()
+    >>> moment.remember()
+    >>> drawn = random.random(), np.random.standard_normal(), torch.rand(()).item()
+    >>> moment.go_back()
+    >>> drawn == (random.random(), np.random.standard_normal(), torch.rand(()).item())
+    True
+    """
+
+    def __init__(self) -> None:
+        self._numpy: tuple[bytes, dict[str, Any]] = b"", {}
+
+    def remember(self) -> None:
+        """Take this moment in place of the last."""
+        self._torch, self._python = torch.get_rng_state(), random.getstate()
+        generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        known = type(generator) is np.random.MT19937
+        words = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES) if known else b""
+        # A second normal number is drawn together with the first, and leaves no trace there when it is taken.
+        if not words or words != self._numpy[0] or self._numpy[1]["has_gauss"]:
+            self._numpy = words, np.random.get_state(legacy=False)
+
+    def go_back(self) -> None:
+        """Restore the generators to the moment."""
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy[1])
+
+
+_MT19937_BYTES = 625 * 4  # its numbers, and the place among them
 
 
 def same_random_state(a: dict[str, object], b: dict[str, object]) -> bool:

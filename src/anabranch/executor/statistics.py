@@ -51,6 +51,8 @@ class Statistics:
         run_seconds: seconds inside ``run``.
         wait_seconds: of these, seconds spent waiting for other workers in collectives.
         load_seconds: of these, seconds spent waiting for batches.
+        memberships: how many there were of the job; 1 until a worker has left.
+        repeated_steps: optimizer steps that were interrupted by the loss of a worker, and done again.
         tables: the tables and parameters on the servers, by name.
     """
 
@@ -62,15 +64,18 @@ class Statistics:
     run_seconds: float = 0.0
     wait_seconds: float = 0.0
     load_seconds: float = 0.0
+    memberships: int = 1
+    repeated_steps: int = 0
     tables: Mapping[str, TableLoads] = field(default_factory=dict)
 
     def since(self, earlier: Statistics) -> Statistics:
         """Return the difference between this record and ``earlier``."""
-        names = ("steps", "skipped_steps", "rows", "bytes", "run_seconds", "wait_seconds", "load_seconds")
+        counts = ("steps", "skipped_steps", "repeated_steps", "rows", "bytes")
+        names = (*counts, "run_seconds", "wait_seconds", "load_seconds")
         numbers = {name: getattr(self, name) - getattr(earlier, name) for name in names}
         runs = {name: count - earlier.runs.get(name, 0) for name, count in self.runs.items()}
         tables = {name: loads.since(earlier.tables.get(name, TableLoads())) for name, loads in self.tables.items()}
-        return Statistics(**numbers, runs=runs, tables=tables)
+        return Statistics(**numbers, memberships=self.memberships, runs=runs, tables=tables)
 
     def as_dict(self) -> dict[str, object]:
         """Return the same as plain values, for JSON."""

@@ -36,10 +36,12 @@ from anabranch.launch.output.long_waits import LongWaits
 from anabranch.launch.output.screen import Screen
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.spec import JobSpec
+from anabranch.launch.supervision.members import Members
 from anabranch.launch.supervision.outcome import JobOutcome, Role
 from anabranch.launch.supervision.signals import Stopped, collect_signals
 from anabranch.launch.supervision.supervisor import Supervisor
 from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
+from anabranch.liveness.membership import MEMBER_VARIABLE
 from anabranch.transport.certificates import KEYS_VARIABLE
 
 
@@ -166,6 +168,9 @@ def _run(sites: Sites, attempt: Attempt) -> JobOutcome:
         site = stack.enter_context(sites(attempt))
         signals.call_on_stop(None)  # from here on the supervisor's loop looks at them
         attempt.check()
+        members = None
+        if spec.min_workers is not None and site.meeting is not None:
+            members = Members(workers, spec.workers, spec.min_workers, site.meeting)
         supervisor = Supervisor(
             workers,
             signals,
@@ -173,6 +178,7 @@ def _run(sites: Sites, attempt: Attempt) -> JobOutcome:
             rendezvous=site.rendezvous,
             start=site.start,
             returns=lambda role: attempt.job_file.returns(role.role, role.rank),
+            members=members,
             screen=screen,
             waits=LongWaits(spec.log_dir, say) if screen else None,
             patience=spec.patience,
@@ -236,7 +242,7 @@ def _serve_parameters(spec: JobSpec, shard: int, endpoint: str, site: Site) -> P
 
 
 # The variables of members of the workers' process group, which experts are not.
-_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", MEETING_VARIABLE)
+_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", MEETING_VARIABLE, MEMBER_VARIABLE)
 
 
 def _environment_of(attempt: Attempt, site: Site, role: Role, rank: int) -> dict[str, str]:
@@ -287,6 +293,9 @@ def _environment_of(attempt: Attempt, site: Site, role: Role, rank: int) -> dict
             env |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank), "GROUP_WORLD_SIZE": count}
         else:
             env[MEETING_VARIABLE] = str(site.meeting)
+            env.pop(MEMBER_VARIABLE, None)
+            if spec.min_workers is not None:
+                env[MEMBER_VARIABLE] = str(rank)
     if (processes := spec.workers + spec.experts) > 1:
         env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
     return env

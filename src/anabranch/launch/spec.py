@@ -32,6 +32,8 @@ class JobSpec:
         log_dir: an existing directory; each process's output goes to ``<role>-<rank>.log`` there, and ``job.json``
             lists the processes, see ``job_file.py``.
         workers: how many workers; at least 1.
+        min_workers: the job goes on while that many workers are left of those that are killed; ``None``: it ends with
+            the first.
         servers: how many parameter servers.
         experts: how many processes of the script have the role ``"expert"``, and serve in ``job.serve()``.
         durability: what a parameter server that is restarted finds: nothing, so it is not; its last checkpoint; all
@@ -61,6 +63,7 @@ class JobSpec:
     program: PythonProgram
     log_dir: Path
     workers: int = 1
+    min_workers: int | None = None
     servers: int = 0
     experts: int = 0
     durability: Durability = "none"
@@ -81,6 +84,8 @@ class JobSpec:
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise ValueError(f"a job has at least 1 worker, got workers={self.workers}")
+        if self.min_workers is not None and not 1 <= self.min_workers <= self.workers:
+            raise ValueError(f"min_workers is from 1 to the {self.workers} workers, got {self.min_workers}")
         if self.servers < 0 or self.experts < 0:
             raise ValueError(
                 f"a job cannot have fewer than 0 servers or experts, got servers={self.servers}, experts={self.experts}"

@@ -60,15 +60,19 @@ class Group:
 
     def __init__(self, peers: Peers, ranks: Sequence[int], heartbeat: float, *, recovers: bool = False) -> None:
         self.peers = peers
-        self.membership = peers.membership
-        self.ranks = list(ranks)
-        self.rank = self.ranks.index(peers.rank)
-        self.size = len(self.ranks)
-        self.others = [rank for rank in self.ranks if rank != peers.rank]
+        self.set_members(ranks)
         self.heartbeat = heartbeat
         self.has_left_work = False
         self._recovers = recovers
         process_record()  # tells of waits
+
+    def set_members(self, ranks: Sequence[int]) -> None:
+        """Have these members, numbers of the present membership."""
+        self.membership = self.peers.membership
+        self.ranks = list(ranks)
+        self.rank = self.ranks.index(self.peers.rank)
+        self.size = len(self.ranks)
+        self.others = [rank for rank in self.ranks if rank != self.peers.rank]
 
     def lost(self, noticed: Callable[[], Mapping[int, str]] = dict) -> dict[int, str]:
         """Return the members that are lost, each with the reason; ``noticed`` returns those of which more is known."""

@@ -1,4 +1,8 @@
-"""Workers meet: the job's process group, made once all of them have come, by calls that Ctrl-C ends."""
+"""Workers meet: the job's process group, made once all of them have come, by calls that Ctrl-C ends.
+
+Those that are left when a worker has died meet again, under the next membership: not in that group, which would wait
+for the dead, but through a store of that number alone.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,7 @@ from anabranch.deadline import Deadline
 from anabranch.errors import PeerLost
 from anabranch.job import MEETING_VARIABLE
 from anabranch.liveness.group import LOOK_SECONDS, rank_names, too_late
+from anabranch.liveness.membership import Membership, own_place, published
 from anabranch.liveness.peers import Identity, end_without_waiting
 from anabranch.record.process import process_record
 from anabranch.record.spans import Lasting
@@ -31,6 +36,7 @@ SAID_AFTER = 5.0
 BACKEND_GRACE = 60.0
 """Seconds by which a wait of gloo's or NCCL's, which ends without a name, is longer than ours."""
 _PAUSE = 0.01
+_AWAKE_SECONDS = 1.0  # for which nobody is lost any more: one that was frozen is awake, and not about to be killed
 _MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # How often this process has met the others; the same on all of them, as they run the same program.
@@ -109,6 +115,60 @@ def meet_peers(backend: str, timeout: float) -> None:
                 raise
             text, seconds = f"the connection to the job's store failed: {error}", deadline.elapsed()
             raise PeerLost(text, peer="rank 0", operation="meet", elapsed=seconds) from None
+
+
+def meet_members(
+    after: int, timeout: float, has_lost: Callable[[], bool]
+) -> tuple[Membership, int, Store, dict[int, Identity]] | None:
+    """Meet the members of the newest membership behind number ``after``, once the launcher has published it.
+
+    From then on ``job()`` is that membership.
+
+    Args:
+        after: the number of the last one.
+        timeout: seconds that this may take.
+        has_lost: says whether anybody is lost of that one; else there will be no other.
+
+    Returns:
+        The membership, this process's rank in it, a store of its members alone, and who they are by rank; ``None`` if
+        there will be none, as the job ends.
+
+    Raises:
+        DeadlineExceeded: names those who have not come.
+    """
+    place = own_place()
+    assert place is not None, "only jobs that may lose workers meet again"
+    meeting, process = place
+    absent, store, names = list[int](), None, list[str]()
+    number, rank, deadline, awake = after, -1, Deadline.after(timeout), Deadline.after(_AWAKE_SECONDS)
+    with Lasting("wait", "wait", lambda: {"peer": rank_names(absent), "operation": "meet", "limit": timeout}):
+        while True:
+            membership = published(meeting)
+            if membership.over or process not in membership.ranks:
+                return None
+            if membership.number > number:  # the first, or one of those awaited has died meanwhile
+                number, rank = membership.number, membership.ranks[process]
+                names = [f"{one}" for one in range(len(membership.ranks))]
+                store = FileStore(f"{meeting}.{number}")
+                store.set(f"{rank}", Identity.of_this_process().encode())
+            elif store is None and has_lost():
+                awake = Deadline.after(_AWAKE_SECONDS)
+            elif store is None and awake.expired():
+                return None
+            if store is not None:
+                absent[:] = [other for other in range(len(names)) if not store.check([names[other]])]
+                if not absent:
+                    break
+            if deadline.expired():
+                raise too_late(absent, "meet", deadline, None)
+            time.sleep(_PAUSE)
+    identities = {one: Identity.decode(text.decode()) for one, text in enumerate(store.multi_get(names))}
+    _met.clear()
+    _met.update(identities)
+    here = {"RANK": rank, "LOCAL_RANK": rank, "ROLE_RANK": rank}
+    here |= {name: len(names) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")}
+    os.environ.update({name: f"{value}" for name, value in here.items()})
+    return membership, rank, store, identities
 
 
 def _store(rank: int, timeout: timedelta) -> Store:

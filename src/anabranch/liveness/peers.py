@@ -84,7 +84,7 @@ class Peers:
         clock: seconds that never run backwards.
 
     Attributes:
-        membership: the number of the job's membership; always 0 as long as workers cannot leave a job.
+        membership: the number of the job's membership, 0 until a worker has left; of this whole process.
         rank: as given.
         identity: this process's.
         has_left_work: gloo still waits for a lost rank, so that the process ends without waiting for gloo.
@@ -111,6 +111,22 @@ class Peers:
 
     def _key(self, what: str, rank: int) -> str:
         return f"anabranch/{self.membership}/{what}/{rank}"
+
+    def become(self, number: int, rank: int, store: Store, identities: dict[int, Identity]) -> None:
+        """Be those of another membership, as ``meet_members`` has met them; all are on this host."""
+        with self._lock:
+            Peers.membership, self.rank, self._store = number, rank, lambda: store
+            self._identities, self._stopped_since, self._counters = identities, {}, {}
+
+    @property
+    def identities(self) -> dict[int, Identity]:
+        """Those that are known, by rank."""
+        with self._lock:
+            return dict(self._identities)
+
+    def have_ended(self, ranks: Sequence[int]) -> bool:
+        """Return True if the process of one of ``ranks``, all on this host, has ended, and is not only frozen."""
+        return any(self._identities[rank].has_ended() for rank in self._identities.keys() & ranks)
 
     def know(self, identities: Mapping[int, Identity], heartbeat: float) -> None:
         """Watch these ranks; if any is on another host, this process beats at least so often from now on."""

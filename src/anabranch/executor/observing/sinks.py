@@ -58,7 +58,7 @@ class Sink(Protocol):
         """
 
     def event(self, name: str, facts: dict[str, object]) -> None:
-        """Receive ``"save"``, ``"peer_lost"`` or ``"restart"``, with the fields of its record as plain values."""
+        """Receive the name of an event of ``Executor.on`` but ``"step"``, with its record's fields as plain values."""
 
     def close(self) -> None:
         """Close the sink after all events. Called once, when the executor is closed."""

@@ -58,13 +58,13 @@ class Progress:
     """The tracked loops of one executor, one inside the other.
 
     Args:
-        shown: whether this process shows them: rank 0.
+        shown: whether this process shows them: rank 0; may be set.
         stream: where; ``sys.stderr`` by default.
         clock: seconds.
     """
 
     def __init__(self, shown: bool, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._shown = shown
+        self.shown = shown
         self._stream = stream
         self._clock = clock
         self._loops: list[_Loop] = []
@@ -92,7 +92,7 @@ class Progress:
         if not isinstance(label, str | None):
             raise TypeError(f"label is a string, got {label!r}")
         items = range(over) if isinstance(over, int) else over
-        return self._rounds(items, label) if self._shown else iter(items)
+        return self._rounds(items, label) if self.shown else iter(items)
 
     def _rounds(self, items: Iterable[object], label: str | None) -> Iterator[object]:
         loop = _Loop(label, _length(items), self._clock())

@@ -93,7 +93,26 @@ class RestartRecord:
     lost: int | None = 0
 
 
-Record: TypeAlias = StepRecord | SaveRecord | PeerLostRecord | RestartRecord
+@dataclass(frozen=True, slots=True)
+class MembershipRecord:
+    """The job goes on with other workers than before.
+
+    Attributes:
+        step: optimizer steps taken so far.
+        rank: this worker's from now on, which may have been another.
+        world_size: how many workers there are now.
+        left: the ranks that those who left had before.
+        joined: the ranks of those who are new.
+    """
+
+    step: int
+    rank: int
+    world_size: int
+    left: tuple[int, ...] = ()
+    joined: tuple[int, ...] = ()
+
+
+Record: TypeAlias = StepRecord | SaveRecord | PeerLostRecord | RestartRecord | MembershipRecord
 
 
 class Subscription(AbstractContextManager["Subscription"]):
@@ -121,7 +140,7 @@ class Subscription(AbstractContextManager["Subscription"]):
         self.remove()
 
 
-_EVENTS = ("step", "save", "peer_lost", "restart")
+_EVENTS = ("step", "save", "peer_lost", "restart", "membership")
 
 
 def rates_of(optimizers: Iterable[Optimizer]) -> tuple[float, ...]:
@@ -177,6 +196,7 @@ class Watching:
 
     def begin(self, rank: int, facts: RunFacts | None) -> None:
         """Start to report to the sinks of this rank, and write ``facts`` if a launcher wants them."""
+        self._feed.flush()
         self._feed = SinkFeed(self._sinks if facts is None else (*self._sinks, facts), rank)
         self.facts, self.active = facts, self.active or not self._feed.idle
 
@@ -211,6 +231,11 @@ class Watching:
             self._reported.update(values)
             self._feed.step(record.step, values, record.rows)
         self._call("step", record)
+
+    def met(self, record: MembershipRecord) -> None:
+        """Report another membership."""
+        self.begin(record.rank, self.facts)
+        self._report("membership", record)
 
     def saved(self, record: SaveRecord) -> None:
         """Report a checkpoint."""

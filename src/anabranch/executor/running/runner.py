@@ -75,6 +75,9 @@ class StepRunner:
         self.ids, self._between = ids, between
         self._workers, self._drift = workers, drift
         self._rowless = None if workers is None else workers.rowless
+        self.decided = 0  # windows that have ended, by a step or without one: the same on all workers that live on
+        self.sums = 0.0, 0.0  # of the last run, over all workers: losses times rows, and rows
+        self._returned: Mapping[str, Tensor] = {}  # by the loss of the run in progress
         self._alike_at = 0  # the step at which the parameters were last seen to be the same on all workers
         self.runs = 0
         self.steps = 0
@@ -224,7 +227,8 @@ class StepRunner:
             ran, total = self._differentiate(batch, rows, fetch)
             self._end_run(total, fetch)
         self._raise_at_end()
-        return ran if self._workers is None else StepOutput(self._loss_of(total), ran.returned)
+        self._returned = {}
+        return ran if self._workers is None else StepOutput(self._loss_of(total.loss, total.rows), ran.returned)
 
     @contextmanager
     def _learning(self) -> Iterator[None]:
@@ -251,7 +255,7 @@ class StepRunner:
             ran = self.engine.differentiate(
                 batch, rows, fetch, lambda loss: started.append(self._start_run(loss, weight, factor)), seed
             )
-        self._loss_dtype = ran.loss.dtype
+        self._loss_dtype, self._returned = ran.loss.dtype, ran.returned
         self._end_backward()
         return ran, started[0]()
 
@@ -270,7 +274,7 @@ class StepRunner:
             self._end_backward()
             self._end_run(total, fetch)
         self._raise_at_end()
-        return StepOutput(self._loss_of(total), {})
+        return StepOutput(self._loss_of(total.loss, total.rows), {})
 
     @property
     def _averages(self) -> bool:
@@ -476,6 +480,7 @@ class StepRunner:
         if total.refrozen:
             self._compare_frozen()
         self.stop_seen = self.stop_seen or total.stopping > 0
+        self.sums = total.loss, total.rows
         self._window_rows += total.rows
         self.runs += 1
         if not self._closes_window():
@@ -562,6 +567,7 @@ class StepRunner:
         for name in names:
             if name in named and named[name] not in held:
                 named[name].grad = None  # no optimizer clears it, and it would make all later steps non-finite
+        self.decided += 1
         if self.step.skip_nonfinite:
             self.skipped += 1
         else:
@@ -582,9 +588,10 @@ class StepRunner:
         for scheduler in self.step.schedulers:
             scheduler.step()
         self.steps += 1
+        self.decided += 1
 
-    def _loss_of(self, total: Total) -> Tensor:
-        value = total.loss / total.rows if self.step.reduction == "mean" and total.rows else total.loss
+    def _loss_of(self, loss: float, rows: float) -> Tensor:
+        value = loss / rows if self.step.reduction == "mean" and rows else loss
         # Until a loss was seen the parameters' type: a worker may have no rows at first.
         dtype = self._loss_dtype or (self._parameters[0].dtype if self._parameters else torch.float32)
         return torch.tensor(value, dtype=dtype, device=self._device)
@@ -596,8 +603,9 @@ class StepRunner:
         self._closing = last and self.step.flush == "step"
         try:
             yield
-            if last and self.step.flush == "drop":
+            if last and self.step.flush == "drop" and self.in_window:
                 self.in_window = 0
+                self.decided += 1
         finally:
             self._closing = False
             if self.epoch_runs is not None:
@@ -626,6 +634,26 @@ class StepRunner:
                 f"(executor.stopping is true only there)"
             )
 
+    # Another membership of the workers.
+
+    def counts(self) -> dict[str, Any]:
+        """Return all that a window changes of this object, in between two of them."""
+        return self.state() | {name: getattr(self, name) for name in _COUNTED}
+
+    def begin_again(self, counts: Mapping[str, Any]) -> None:
+        """Go back to between two windows, or on to there, with workers that are others than before."""
+        self.restore(counts, as_many_rows=False, in_epoch=True)
+        for name in _COUNTED:
+            setattr(self, name, counts[name])
+        if self._workers is not None:
+            self._rowless = self._workers.rowless
+        self._layout, self._broken, self._nonfinite = None, False, None  # the buckets are laid out anew
+
+    def last_result(self) -> StepOutput:
+        """Return the last run's output, also where another worker has had its totals."""
+        returned, self._returned = self._returned, {}
+        return StepOutput(self._loss_of(*self.sums), returned)
+
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
         names = ("runs", "steps", "mean_rows", "epoch_runs")
@@ -648,6 +676,9 @@ class StepRunner:
             self.scale.restore(state["loss_scale"])
         self._calls = 0  # on all workers: one of them may have been interrupted before it began a run
         self.in_window = 0
+
+
+_COUNTED = ("decided", "skipped", "stop_seen", "sums")
 
 
 def rows_of(step: Step, batch: Structure) -> float:

@@ -154,11 +154,21 @@ class Saver:
         # By the names of now: other workers know no parameters that are added later.
         self._first_parameters = {name: names_of(step.model) for name, step in self._steps.items()}
         self._stages, self._moved = stages, [] if remote is None else remote.moved
-        self._rank, self._size = (0, 1) if self._workers is None else (self._workers.rank, self._workers.size)
-        self._row = self._rank // stages
         self._call = "save"
         self._run = RunName(shared=workers is not None)
         self._check_encoding()
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self._workers is None else self._workers.rank
+
+    @property
+    def _size(self) -> int:
+        return 1 if self._workers is None else self._workers.size
+
+    @property
+    def _row(self) -> int:
+        return self._rank // self._stages
 
     def _check_encoding(self) -> None:
         """Raise ``ValueError`` for what a checkpoint cannot hold; an optimizer's own state is not there yet."""
@@ -399,6 +409,28 @@ class Saver:
             for name, layer in training.model.named_modules() if training.model.training else ():
                 switches[f"{step}.{name}.training"] = layer, "training"
         return switches
+
+    # The state that all workers have alike, from one that is a step ahead.
+
+    def dense_state(self, more: object) -> bytes:
+        """Return it: parameters, optimizers, schedulers, and ``more``."""
+        parameters = {name: names_of(step.model) for name, step in self._steps.items()}
+        return _pack([parameters, self._optimizers({}), self._schedulers(), more])
+
+    @torch.inference_mode(False)
+    def take_dense_state(self, state: bytes) -> Any:
+        """Put it in place of this worker's, and return the rest."""
+        parameters, optimizers, schedulers, more = _unpack(state)
+        plans, scheduler_plans = self._plan_optimizers(optimizers), self._plan_schedulers(schedulers)
+        with torch.no_grad():
+            for name, step in self._steps.items():
+                for parameter_name, parameter in names_of(step.model).items():
+                    parameter.copy_(parameters[name][parameter_name])
+        for optimizer, plan in plans:
+            load_uncast(optimizer, plan)
+        for scheduler, scheduler_state in scheduler_plans:
+            scheduler.load_state_dict(scheduler_state)
+        return more
 
     # What the workers tell one another.
 

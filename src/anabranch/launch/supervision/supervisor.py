@@ -19,10 +19,13 @@ left ends the job, except for an expert that has served: mixtures continue with 
 torch's own agent starts workers alike and is what ``torchrun`` uses; it is not used here because it kills the others
 the moment one fails, before they can name the peer they lost, waits 30 seconds for a frozen worker, and forgets
 processes that workers started.
+
+A job that may lose workers (``members.py``) goes on without one that was killed.
 """
 
 from __future__ import annotations
 
+import os
 import selectors
 import signal
 import time
@@ -33,6 +36,7 @@ from functools import partial
 from anabranch.launch.output.long_waits import LongWaits
 from anabranch.launch.output.screen import Screen
 from anabranch.launch.supervision import signals as signal_box
+from anabranch.launch.supervision.members import LOOK_SECONDS, Members
 from anabranch.launch.supervision.signals import SignalBox
 from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
 
@@ -101,6 +105,7 @@ class Supervisor:
         rendezvous: where they all find one another; a job that loses it ends. The caller ends it.
         start: restarts one.
         returns: called when one has ended that is to be restarted.
+        members: decides which workers may leave the job; without it none may.
         screen: rank 0's output, if it is shown.
         waits: reports long waits to the user.
         patience: how long processes may take to end.
@@ -121,6 +126,7 @@ class Supervisor:
         rendezvous: RoleProcess | None = None,
         start: Callable[[ProcessSpec, int], RoleProcess] = RoleProcess,
         returns: Callable[[ProcessSpec], None] = lambda spec: None,
+        members: Members | None = None,
         screen: Screen | None = None,
         waits: LongWaits | None = None,
         patience: Patience | None = None,
@@ -135,6 +141,7 @@ class Supervisor:
         self._start = start
         self._returns = returns
         self._signals = signals
+        self._members = members
         self._screen = screen
         self._patience = patience or Patience()
         self._tell = tell
@@ -145,6 +152,8 @@ class Supervisor:
             self._timers.after(seconds, self._time_out)
         if waits is not None:
             self._look(waits)
+        if members is not None:
+            self._look_for_frozen(members)
 
     def run(self) -> None:
         """Return when every process has ended and was reaped."""
@@ -181,8 +190,18 @@ class Supervisor:
             self._fail(process)
         elif process.role != "worker":
             self._on_service_end(process)
-        elif process.exit_code != 0 and not process.stopped:
-            self._fail(process)
+        else:
+            self._on_worker_end(process)
+
+    def _on_worker_end(self, worker: RoleProcess) -> None:
+        members, well = self._members, worker.exit_code == 0 or worker.stopped
+        if members is not None and not self._failed and (well or members.may_leave(worker)):
+            worker.forgiven = not well
+            text = members.leave(worker)
+            if not well:
+                self._tell(f"{worker.exit.describe()}; {text}")
+        elif not well:
+            self._fail(worker)
 
     def _on_service_end(self, service: RoleProcess) -> None:
         if service.stopped or self._failed or not _running(self._workers):
@@ -220,6 +239,8 @@ class Supervisor:
         if self._failed:
             return
         self._failed = True
+        if self._members is not None:
+            self._members.end(process)
         others = len(_running(self._workers))
         if others and not self._timers.has(id(self._workers)):
             count, other = f"{others} " if others > 1 else "", "other " if process.role == "worker" else ""
@@ -294,6 +315,12 @@ class Supervisor:
     def _look(self, waits: LongWaits) -> None:
         waits.check()
         self._timers.after(waits.every, partial(self._look, waits))
+
+    def _look_for_frozen(self, members: Members) -> None:
+        for worker in members.frozen() if self.interrupted is None and not self._failed else ():
+            self._tell(f"{worker.who} (pid {worker.pid}) is frozen; killing it")
+            os.kill(worker.pid, signal.SIGKILL)
+        self._timers.after(LOOK_SECONDS, partial(self._look_for_frozen, members))
 
     def _time_out(self) -> None:
         self.timed_out = True
