@@ -251,7 +251,7 @@ def measure_callers(seconds: float, keys: str) -> Iterator[dict[str, object]]:
             schema = fetch_schema(client, "ffn.0.0", endpoint, Deadline.after(30.0))
 
             def all_at_once(client: Client = client, schema: Schema = schema, endpoint: str = endpoint) -> Calls:
-                calls = [ExpertCall("ffn.0.0", endpoint, schema, [row]) for row in rows]
+                calls = [ExpertCall("ffn.0.0", endpoint, schema, [row], 1) for row in rows]
                 return Calls(client, calls, Deadline.after(30.0), 30.0)
 
             sides: dict[str, Callable[[], object]] = {
