@@ -16,7 +16,8 @@ from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, NonFinite, RemoteError
 from anabranch.experts import ExpertBackend, ExpertServer, RemoteExpert
 from anabranch.experts.client import together as lines
-from anabranch.experts.client.calls import Calls, ExpertCall, call_experts
+from anabranch.experts.client.calls import Calls, call_experts
+from anabranch.experts.client.together import ExpertCall
 from anabranch.tensors import TensorSpec
 from anabranch.testing import LossyTransport, MemoryTransport
 from anabranch.transport import Client

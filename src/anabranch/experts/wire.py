@@ -595,14 +595,14 @@ _HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 Ticket = Annotated[bytes, msgspec.Meta(max_length=32)]
 
 
-class Part(NamedTuple):
+class RequestPart(NamedTuple):
     """One caller's request in a message: its rows, and the name of the activations to keep, or kept; empty for none."""
 
     rows: Annotated[int, msgspec.Meta(ge=0)]
     ticket: Ticket
 
 
-Parts = Annotated[list[Part], msgspec.Meta(min_length=1, max_length=MOST_PARTS)]
+Parts = Annotated[list[RequestPart], msgspec.Meta(min_length=1, max_length=MOST_PARTS)]
 
 
 class ForwardHeader(msgspec.Struct, array_like=True, frozen=True):
@@ -711,7 +711,7 @@ def backward_layout(schema: Schema, header: RequestHeader) -> Layout:
     return gradients if backward.parts[0].ticket else schema.input_layout + gradients
 
 
-def come_together(parts: Sequence[Part], rows: int, most: int) -> bool:
+def come_together(parts: Sequence[RequestPart], rows: int, most: int) -> bool:
     """Return True if a message of ``rows`` carries several requests, which fit a batch of ``most`` rows."""
     together = len(parts) > 1
     if sum(part.rows for part in parts) != rows or (together and (rows > most or min(parts).rows < 1)):

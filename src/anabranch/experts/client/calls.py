@@ -218,10 +218,8 @@ def ask(calls: Calls, *, keep: bool) -> Crossed:
         schema = call.schema
         call.ticket = os.urandom(_TICKET_BYTES) if keep else b""
         tensors = call.inputs if schema.takes_as_is else wire.to_wire(call.inputs, schema.inputs)
-        header = wire.ForwardHeader([wire.Part(call.rows, call.ticket)], call.evaluating)
-        layout = schema.output_layout
-        sent = cast("Sequence[Tensor]", tensors)
-        requests.append(CallRequest(call, header, sent, lambda _, its=layout: its, calls.deadline))
+        header = wire.ForwardHeader([wire.RequestPart(call.rows, call.ticket)], call.evaluating)
+        requests.append(CallRequest(call, header, cast("Sequence[Tensor]", tensors), calls.deadline))
 
     def enough_came(outcomes: Sequence[Outcome]) -> bool:
         assert calls.enough is not None
@@ -353,12 +351,12 @@ class _Backward(msgspec.Struct, eq=False):
         sent = cast("list[Tensor]", tensors)
         if not (schema.takes_as_is and schema.gives_as_is and all(present)):
             sent = wire.to_wire(tensors, specs)
-        header = wire.BackwardHeader(present, [wire.Part(call.rows, call.ticket)], call.evaluating, updates)
-        return CallRequest(call, header, sent, self.layout, deadline)
+        header = wire.BackwardHeader(present, [wire.RequestPart(call.rows, call.ticket)], call.evaluating, updates)
+        return CallRequest(call, header, sent, deadline, self.layout)
 
     def layout(self, answer: ReplyHeader) -> wire.Layout:
         """Return the layout of an answer: of gradients of the inputs, or of none."""
-        if answer.payload == wire.GONE:
+        if answer.payload in (wire.GONE, wire.APART):
             return []
         header = unpack(answer.payload, wire.GradientsHeader)
         return wire.gradient_layout(self.call.schema.inputs, header.present, "input", self.inputs)

@@ -17,7 +17,6 @@ import copy
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import msgspec
 import torch
@@ -77,8 +76,8 @@ class CallRequest(msgspec.Struct, eq=False):
         call: the call.
         header: of this request alone.
         tensors: to send.
-        layout: of an answer.
         deadline: of the caller.
+        layout: of the answer with this header, for a backward.
         kind: what it shares with those that it may travel with; ``None``: it travels alone.
         turn: wakes its thread, if that waits.
         leaves: it is under way.
@@ -88,8 +87,8 @@ class CallRequest(msgspec.Struct, eq=False):
     call: ExpertCall
     header: wire.ForwardHeader | wire.BackwardHeader
     tensors: Sequence[Tensor]
-    layout: Callable[[ReplyHeader], wire.Layout]
     deadline: Deadline
+    layout: Callable[[ReplyHeader], wire.Layout] | None = None
     verb: str = wire.FORWARD
     nbytes: int = 0
     kind: tuple[object, ...] | None = None
@@ -127,7 +126,8 @@ class _Line(msgspec.Struct, eq=False):
     def leave(self, deadline: Deadline) -> list[CallRequest]:
         """Take those that wait, but those that may wait for much longer than ``deadline``."""
         late = deadline.remaining() + _LATE
-        batch, waiting = [], []
+        batch: list[CallRequest] = []
+        waiting: list[CallRequest] = []
         for one in self.waiting:
             one.leaves = one.deadline.remaining() <= late
             (batch if one.leaves else waiting).append(one)
@@ -261,11 +261,12 @@ def request_of(message: Sequence[CallRequest]) -> Request:
         tensors = [torch.cat(column) for column in zip(*(one.tensors for one in message), strict=True)]
 
     def check(answer: ReplyHeader) -> None:
-        apart = len(message) > 1 and answer.payload == wire.APART and not answer.tensors
-        wire.check_parts([] if apart else first.layout(answer), answer, rows)
+        layout = call.schema.output_layout if first.layout is None else first.layout(answer)
+        apart = len(message) > 1 and answer.payload == wire.APART
+        wire.check_parts([] if apart else layout, answer, rows)
 
     return Request(
-        call.endpoint, first.verb, call.uid, cast("Sequence[Tensor]", tensors), payload=pack(header),
+        call.endpoint, first.verb, call.uid, tensors, payload=pack(header),
         schema=call.schema.hash, once=first.verb == wire.BACKWARD, check=check, role="experts",
     )  # fmt: skip
 
