@@ -713,8 +713,10 @@ def backward_layout(schema: Schema, header: RequestHeader) -> Layout:
 
 def come_together(parts: Sequence[RequestPart], rows: int, most: int) -> bool:
     """Return True if a message of ``rows`` carries several requests, which fit a batch of ``most`` rows."""
-    together = len(parts) > 1
-    if sum(part.rows for part in parts) != rows or (together and (rows > most or min(parts).rows < 1)):
+    together, total = len(parts) > 1, 0
+    for part in parts:
+        total += part.rows
+    if total != rows or (together and (rows > most or min(parts).rows < 1)):
         raise SchemaError(f"requests of {[part.rows for part in parts[:8]]} rows came in a message of {rows} rows")
     return together
 

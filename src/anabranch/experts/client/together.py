@@ -17,6 +17,7 @@ import copy
 import os
 import threading
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 import msgspec
 import torch
@@ -107,7 +108,7 @@ class CallRequest(msgspec.Struct, eq=False):
             for tensor in self.tensors:
                 self.nbytes += tensor.nbytes
             if self.nbytes <= _SMALL:
-                devices = [tensor.device for tensor in self.tensors]
+                devices = map(attrgetter("device"), self.tensors)
                 how = (*how, header.evaluating, bool(call.ticket), *devices)
                 self.kind = (self.verb, call.endpoint, call.uid, call.schema.hash, *how)
 
@@ -144,7 +145,7 @@ _lock = threading.Lock()
 def gather(client: Client, requests: Sequence[CallRequest], deadline: Deadline) -> list[Outcome]:
     """Send requests at once, with others of this process, and return the outcome of each, as ``client.gather`` does."""
     kind = requests[0].kind
-    if kind is None or any(one.kind != kind for one in requests):
+    if kind is None or (len(requests) > 1 and any(one.kind != kind for one in requests)):
         _send(client, [[one] for one in requests], deadline)
         return [one.outcome for one in requests]
     key = (client, *kind)
@@ -162,7 +163,7 @@ def gather(client: Client, requests: Sequence[CallRequest], deadline: Deadline) 
         _lead(client, key, line, requests)
     else:
         _wait(client, key, line, requests, turn, deadline)
-    return [one.outcome for one in requests]
+    return list(map(attrgetter("outcome"), requests))
 
 
 def _wait(
@@ -192,11 +193,16 @@ def _wait(
 def _lead(client: Client, key: _Key, line: _Line, batch: Sequence[CallRequest]) -> None:
     """Send requests that leave together, and wake their threads."""
     try:
-        _send(client, _messages(batch), max((one.deadline for one in batch), key=Deadline.remaining))
+        if len(batch) == 1:
+            _send(client, [batch], batch[0].deadline)
+        else:
+            _send(client, _messages(batch), max(map(attrgetter("deadline"), batch), key=Deadline.remaining))
     finally:
-        turns = {one.turn for one in batch if one.turn is not None}
+        turns: set[threading.Event] = set()
         with _lock:
             for one in batch:
+                if one.turn is not None:
+                    turns.add(one.turn)
                 if one.outcome is None:
                     lost = "the thread that had sent this request with its own was interrupted"
                     one.outcome = PeerLost(lost, peer=one.call.endpoint, operation=f"{one.verb} {one.call.uid}")
@@ -204,7 +210,8 @@ def _lead(client: Client, key: _Key, line: _Line, batch: Sequence[CallRequest]) 
             line.under_way -= 1
             if line.waiting and line.waiting[0].turn is not None:
                 turns.add(line.waiting[0].turn)
-            _end(key, line)
+            elif not line.under_way:
+                _end(key, line)
         for turn in turns:
             turn.set()
 
@@ -231,7 +238,7 @@ def _messages(batch: Sequence[CallRequest]) -> list[list[CallRequest]]:
 def _send(client: Client, messages: Sequence[Sequence[CallRequest]], deadline: Deadline) -> None:
     """Send each message, and give its requests their outcomes; once more, each alone, where they cannot be together."""
     alone: list[list[CallRequest]] = []
-    outcomes = client.gather([request_of(message) for message in messages], deadline)
+    outcomes = client.gather(list(map(request_of, messages)), deadline)
     for message, outcome in zip(messages, outcomes, strict=True):
         if len(message) == 1:
             message[0].outcome = outcome
@@ -254,9 +261,11 @@ def _send(client: Client, messages: Sequence[Sequence[CallRequest]], deadline: D
 
 def request_of(message: Sequence[CallRequest]) -> Request:
     """Return the message that carries some requests."""
-    first, rows = message[0], sum(one.call.rows for one in message)
+    first = message[0]
     call, header, tensors = first.call, first.header, first.tensors
+    rows = call.rows
     if len(message) > 1:
+        rows = sum(one.call.rows for one in message)
         header = msgspec.structs.replace(header, parts=[part for one in message for part in one.header.parts])
         tensors = [torch.cat(column) for column in zip(*(one.tensors for one in message), strict=True)]
 
