@@ -27,8 +27,9 @@ from torch import nn
 
 from anabranch.errors import DeadlineExceeded, Overloaded
 from anabranch.experts import Directory, ExpertBackend, ExpertServer, RemoteExpert, RemoteMixtureOfExperts, Schema
-from anabranch.experts.client.calls import Calls, ExpertCall, call_experts
+from anabranch.experts.client.calls import Calls, call_experts
 from anabranch.experts.client.remote_expert import fetch_schema
+from anabranch.experts.client.together import ExpertCall
 from anabranch.tensors import TensorSpec
 from anabranch.transport import Client, Deadline, make_keys
 from transport import bare, let_go
@@ -251,7 +252,7 @@ def measure_callers(seconds: float, keys: str) -> Iterator[dict[str, object]]:
             schema = fetch_schema(client, "ffn.0.0", endpoint, Deadline.after(30.0))
 
             def all_at_once(client: Client = client, schema: Schema = schema, endpoint: str = endpoint) -> Calls:
-                calls = [ExpertCall("ffn.0.0", endpoint, schema, [row]) for row in rows]
+                calls = [ExpertCall("ffn.0.0", endpoint, schema, [row], 1) for row in rows]
                 return Calls(client, calls, Deadline.after(30.0), 30.0)
 
             sides: dict[str, Callable[[], object]] = {

@@ -18,8 +18,8 @@ from anabranch.transport import Client, Limits, Request, pack
 from anabranch.transport.frame import Hello, RequestHeader, encode
 
 ROWS = 2
-GRADIENT = pack(wire.BackwardHeader([True], b"", False, True))
-PLAIN = pack(wire.ForwardHeader(b"", False))
+GRADIENT = pack(wire.BackwardHeader([True], [wire.RequestPart(ROWS, b"")], False, True))
+PLAIN = pack(wire.ForwardHeader([wire.RequestPart(ROWS, b"")], False))
 GOOD = 7
 
 
@@ -93,7 +93,7 @@ BAD: dict[str, Callable[[str, bytes], None]] = {
     "another uid": ask(target="table.9"),
     "a path for a uid": ask(target="../table.0"),
     "another verb": ask(verb="expert.steal"),
-    "a long ticket": ask(payload=pack(wire.ForwardHeader(bytes(100), False))),
+    "a long ticket": ask(payload=pack(wire.ForwardHeader([wire.RequestPart(ROWS, bytes(100))], False))),
     "a forward of garbage": ask(payload=b"\xc1"),
     "a backward without a number": ask(verb=wire.BACKWARD, payload=GRADIENT),
     "a backward of garbage": ask(verb=wire.BACKWARD, payload=b"\xc1", once=True),

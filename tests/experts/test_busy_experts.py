@@ -29,7 +29,7 @@ from anabranch.transport.frame import Hello, encode
 from networks import CountingTransport
 from waiting import join, wait_until
 
-PLAIN = pack(wire.ForwardHeader(b"", False))
+PLAIN = pack(wire.ForwardHeader([wire.RequestPart(1, b"")], False))
 
 
 def test_a_module_that_becomes_slow_delays_only_its_own_callers() -> None:

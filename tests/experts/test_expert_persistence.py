@@ -73,7 +73,7 @@ def push(server: ExpertServer, backend: ExpertBackend, sequence: int, x: torch.T
         sequence=sequence,
         seconds=60.0,
         schema=backend.schema.hash,
-        payload=pack(wire.BackwardHeader([True], b"", False, True)),
+        payload=pack(wire.BackwardHeader([True], [wire.RequestPart(len(x), b"")], False, True)),
     )
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(60)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.errors import BoundaryError, SchemaError
-from anabranch.experts import Directory, ExpertBackend, ExpertServer, RemoteMixtureOfExperts
+from anabranch.experts import Directory, ExpertBackend, ExpertServer, RemoteMixtureOfExperts, wire
 from anabranch.experts.client.finder import FailureBackoff
 from anabranch.tensors import TensorSpec
 from anabranch.testing import FakeClock
-from anabranch.transport import Call, Server, Verb
+from anabranch.transport import Call, Server, Verb, pack
 
 
 @pytest.fixture(autouse=True)
@@ -198,7 +198,8 @@ class Reluctant:
 
     def _forward(self, call: Call) -> None:
         outputs = self.backend.forward(*call.tensors)
-        call.reply([output for output in outputs if output is not None], payload=b"\x93\xc4\x00\x00\xc2")
+        header = pack(wire.OutputsHeader(frozenset(), 0, False))
+        call.reply([output for output in outputs if output is not None], payload=header)
 
     def __enter__(self) -> Reluctant:
         self.server.__enter__()

@@ -1,4 +1,4 @@
-"""The order of tasks: by priority, then each caller in turn, then the oldest; and the futures of submitted tasks."""
+"""The order of tasks: each caller in turn, then the oldest; and the futures of submitted tasks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from concurrent.futures import CancelledError
 
 import pytest
 import torch
-from expert_modules import Slow, in_the_module, served
-from torch import Tensor, nn
+from torch import Tensor
 
 from anabranch.deadline import Deadline
-from anabranch.errors import DeadlineExceeded, RemoteError
-from anabranch.experts import ExpertBackend, RemoteExpert, Runtime, Task, TaskPool
-from anabranch.tensors import TensorSpec
+from anabranch.errors import DeadlineExceeded
+from anabranch.experts import Runtime, Task, TaskPool
 from anabranch.testing import FakeClock
-from waiting import join, wait_until
+from waiting import wait_until
 
 
 def task(caller: str = "", rows: int = 1, **options: object) -> Task:
@@ -51,23 +49,16 @@ def test_tasks_without_a_caller_are_served_in_the_order_of_arrival() -> None:
     assert order == [0, 1, 2, 3, 4]
 
 
-def test_a_higher_priority_goes_first_regardless_of_waiting_time() -> None:
-    pool = TaskPool(lambda x: [x], max_batch_size=2)
-    for caller, priority in (("a", 0), ("a", 0), ("b", -1), ("c", 5), ("a", 5)):
-        pool.submit(task(caller, priority=priority))
-    assert callers(pool) == [["c", "a"], ["a", "a"], ["b"]]
-
-
-def test_pools_of_a_device_share_the_turns_and_the_priorities() -> None:
+def test_pools_of_a_device_share_the_turns() -> None:
     order: list[str] = []
     done = threading.Semaphore(0)
 
     def pool(name: str) -> TaskPool:
         return TaskPool(lambda x: (order.append(name), [x])[1], name=name, max_batch_size=1)
 
-    mine, more, theirs, urgent = pool("many"), pool("more of many"), pool("few"), pool("urgent")
+    mine, more, theirs = pool("many"), pool("more of many"), pool("few")
     finish = lambda outcome: done.release()  # noqa: E731
-    with Runtime([mine, more, theirs, urgent]) as runtime:
+    with Runtime([mine, more, theirs]) as runtime:
         with runtime.paused():
             mine.submit(task("many", finish=finish))
             wait_until(lambda: not runtime.idle())  # the device has taken it, and waits for the pause to end
@@ -75,12 +66,10 @@ def test_pools_of_a_device_share_the_turns_and_the_priorities() -> None:
                 mine.submit(task("many", finish=finish))
             more.submit(task("many", finish=finish))
             theirs.submit(task("few", finish=finish))
-            urgent.submit(task("few", priority=1, finish=finish))
-        for _ in range(7):
+        for _ in range(6):
             assert done.acquire(timeout=60)
     assert order.index("few") < 4
     assert order[-1] == "more of many"  # a caller has one turn, in however many pools it waits
-    assert order.index("urgent") < order.index("few")
 
 
 def test_submitting_returns_a_future_of_the_outputs_or_of_the_error() -> None:
@@ -124,53 +113,3 @@ def test_a_future_that_is_cancelled_takes_its_task_back_and_one_that_is_unwanted
     pool.run(batch)
     assert running.result(timeout=0)[0] is not None
     assert computed == [8, 1]
-
-
-def test_an_expert_decides_the_order_of_its_tasks() -> None:
-    seen: list[tuple[str, int, bool]] = []
-    order: list[str] = []
-
-    class Named(nn.Module):
-        def __init__(self, name: str) -> None:
-            super().__init__()
-            self.name = name
-
-        def forward(self, x: Tensor) -> Tensor:
-            order.append(self.name)
-            return x * 1.0
-
-    class First(ExpertBackend):
-        def prioritize(self, caller: str, rows: int, *, backward: bool) -> int:
-            seen.append((caller, rows, backward))
-            return 3 if self.uid == "second.0" else 0
-
-    slow = Slow()
-    backends = [First(f"{name}.0", Named(name), args_schema=[TensorSpec(1)]) for name in ("first", "second")]
-    with served(*backends, ExpertBackend("slow.0", slow, args_schema=[TensorSpec(1)])) as server:
-        for backend in backends:
-            RemoteExpert(backend.uid, server.endpoint)(torch.ones(1, 1))
-        order.clear()
-        seen.clear()
-        with in_the_module(slow, lambda: RemoteExpert("slow.0", server.endpoint)(torch.ones(1, 1))):
-            threads = []
-            for backend in backends:
-                expert = RemoteExpert(backend.uid, server.endpoint)
-                threads.append(threading.Thread(target=expert, args=(torch.ones(2, 1),)))
-                threads[-1].start()
-                pool = backend.forward_pool
-                wait_until(lambda pool=pool: pool.statistics().waiting_tasks == 1)  # type: ignore[misc]
-        join(*threads)
-    assert order == ["second", "first"]
-    assert [rows for _, rows, _ in seen] == [2, 2]
-    assert all(caller.startswith("process ") and not backward for caller, _, backward in seen)
-
-
-def test_a_priority_that_is_not_a_number_is_reported_to_the_caller() -> None:
-    class Unsaid(ExpertBackend):
-        def prioritize(self, caller: str, rows: int, *, backward: bool) -> int:
-            return None  # type: ignore[return-value]
-
-    said = r"Unsaid\.prioritize returned None; return a whole number"
-    backend = Unsaid("unsaid.0", nn.Linear(1, 1), args_schema=[TensorSpec(1)])
-    with served(backend) as server, pytest.raises(RemoteError, match=said):
-        RemoteExpert("unsaid.0", server.endpoint)(torch.ones(1, 1))

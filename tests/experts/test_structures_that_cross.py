@@ -248,16 +248,16 @@ def test_a_class_that_is_not_imported_here_becomes_a_plain_one(monkeypatch: pyte
 )
 def test_a_peer_cannot_name_a_class_that_is_not_a_container(node: object) -> None:
     with pytest.raises(ProtocolError):
-        Schema.unpack(pack([{"$tuple": []}, {}, node]))
+        Schema.unpack(pack([{"$tuple": []}, {}, node, 1]))
     # A function, or a class of another kind, is not made.
     plain = {"$mapping": ["os", "system", [], []]}
-    assert type(Schema.unpack(pack([{"$tuple": []}, {}, plain])).outputs) is dict
+    assert type(Schema.unpack(pack([{"$tuple": []}, {}, plain, 1])).outputs) is dict
 
 
 def test_a_schema_nested_without_end_is_refused() -> None:
     lists = b"\x91" * 20_000 + b"\xc0"  # in MessagePack: a list of a list of ... of None
     with pytest.raises(ProtocolError):
-        Schema.unpack(b"\x93\x81\xa6$tuple" + lists + b"\x80\xc0")
+        Schema.unpack(b"\x94\x81\xa6$tuple" + lists + b"\x80\xc0\x01")
 
 
 class Odd(Mapping[str, object]):

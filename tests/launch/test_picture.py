@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-import math
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from anabranch.launch.job_status import JobStatus, RoleStatus, TrackedLoop
-from anabranch.launch.output.picture import picture, sparkline
+from anabranch.launch.output.picture import picture
 
 WORKER = RoleStatus(
     "worker",
@@ -59,7 +58,6 @@ JOB = JobStatus(
     seconds=75.0,
     progress=(TrackedLoop("epoch", 1, 3, 9.0), TrackedLoop("training", 412, 800, 41.2)),
     loss=0.25,
-    curve=tuple(1 / (1 + i) for i in range(64)),
     steps_per_second=12.34,
 )
 
@@ -83,8 +81,7 @@ def test_the_whole_picture_at_80_columns() -> None:
     assert head.startswith("anabranch · 2 workers, 1 parameters, 1 expert · 1:15 ──")
     assert bar.startswith("epoch 1/3 · training ━")
     assert bar.endswith("412/800 51% · 10.0/s · 0:39 left")
-    assert loss.startswith("loss 0.25 █")
-    assert loss.endswith("12.3 steps/s")
+    assert loss == "loss 0.25 · 12.3 steps/s"
     assert first == "worker 0      11  waiting  3.2 s for parameters 0 (pull users)  step 412 · cach…"
     assert second == "worker 1      11  running  step 412 · cache 93%"
     assert server == "parameters 0  12  running  1.2M rows · stale 2 of 3 steps · 500 kB/s"
@@ -128,13 +125,6 @@ def test_unknown_values_are_left_out() -> None:
     assert "0:01 · ended" in shown(ended, 80)[0]
     endless = replace(JOB, progress=(TrackedLoop(None, 7, None, 2.0),))
     assert shown(endless, 80)[1].split() == ["progress", "7", "·", "3.5/s"]
-
-
-def test_a_loss_that_is_not_finite_is_seen_in_the_curve() -> None:
-    assert sparkline([1.0, math.nan, 0.0], 10) == "█×▁"
-    assert sparkline([], 10) == ""
-    assert sparkline([2.0, 2.0], 10) == "▁▁"
-    assert len(sparkline([float(i) for i in range(64)], 10)) == 10
 
 
 def test_names_are_shown_and_never_read_as_markup() -> None:

@@ -58,6 +58,6 @@ def experts(
         return
     width = max((len(one.uid) for one in listed), default=0)
     for uid, endpoint, seconds in listed:
-        typer.echo(f"{uid:{width}}  {states[endpoint]:8}{seconds:7.0f} s  {printable(endpoint)}")
+        typer.echo(printable(f"{uid:{width}}  {states[endpoint]:8}{seconds:7.0f} s  {endpoint}"))
     if not listed:
         typer.echo("the directory lists no experts", err=True)

@@ -17,6 +17,10 @@ A missing gradient is left out, and the header lists those present. A forward ma
 it, its activations are kept, and the backward brings it for the inputs. The answer to a backward's retry may be
 ``GONE``: it was executed, but its gradients are no longer there.
 
+A forward or backward carries the rows of one caller's request, or of several that fit into one batch, which the answer
+has in the same order. Its answer may be ``APART``: nothing was executed, because one of them cannot be; each is to be
+sent alone, so that only the faulty one fails.
+
 A tensor travels unchanged, rounded to half precision, or as 8-bit integers with a scale for each block. Rounding is
 set in the ``TensorSpec``, which both sides know, so a message does not describe it. Ids are integers and cannot be
 rounded. A gradient is sent in the format of its tensor.
@@ -166,11 +170,13 @@ class Schema:
         arguments: the specs of positional arguments, each nested as the argument is.
         keywords: the specs of keyword arguments.
         outputs: the specs of the outputs, nested as they are.
+        batch_rows: rows of the largest batch.
     """
 
     arguments: tuple[Structure, ...]
     keywords: Mapping[str, Structure]
     outputs: Structure
+    batch_rows: int = 1
 
     @cached_property
     def inputs(self) -> list[TensorSpec | None]:
@@ -271,11 +277,18 @@ class Schema:
         return any(spec is not None and spec.varying for spec in (*self.inputs, *self.output_specs))
 
     @cached_property
+    def joint_rows(self) -> int:
+        """The most rows of requests that travel together: few, so that batches of them are nearly full; 0 if rows vary
+        in size or are rounded.
+        """
+        return self.batch_rows // 8 if self.takes_as_is and self.gives_as_is and not self.varies else 0
+
+    @cached_property
     def packed(self) -> bytes:
         """The schema as bytes; raises ``SchemaError`` if it cannot be packed."""
         _ = self.inputs, self.output_specs  # raise for what is not sent
         try:
-            return pack(encode([self.arguments, dict(self.keywords), self.outputs], _encode_own))
+            return pack(encode([self.arguments, dict(self.keywords), self.outputs, self.batch_rows], _encode_own))
         except ValueError as error:
             raise SchemaError(f"a schema that cannot be sent: {error}") from error
 
@@ -288,11 +301,11 @@ class Schema:
     def unpack(cls, payload: bytes) -> Schema:
         """Return the schema with these ``packed`` bytes; a ``ProtocolError`` if they are not a schema."""
         try:
-            arguments, keywords, outputs = decode(unpack(payload, object), _OWN)
-            schema = cls(arguments, keywords, outputs)
+            arguments, keywords, outputs, batch_rows = decode(unpack(payload, object), _OWN)
+            schema = cls(arguments, keywords, outputs, batch_rows)
             _ = schema.inputs, schema.output_specs
-            if not isinstance(arguments, tuple) or not isinstance(keywords, dict):
-                raise ValueError("a schema's arguments are a tuple and its keywords a dict")
+            if not isinstance(arguments, tuple) or not isinstance(keywords, dict) or not isinstance(batch_rows, int):
+                raise ValueError("a schema's arguments are a tuple, its keywords a dict, its batch_rows a number")
         except (ValueError, TypeError, RecursionError) as error:
             raise ProtocolError(f"bytes that are no schema: {error}") from None
         return schema
@@ -570,7 +583,9 @@ BACKWARD = "expert.backward"
 SESSION_STEP = "expert.session_step"
 SESSION_END = "expert.session_end"
 
-GONE = b"gone"
+GONE, APART = b"gone", b"apart"
+MOST_PARTS = 1024
+"""Requests that travel together at most: their tickets fit a header."""
 
 BLOCK = 256
 """Values that share a scale under ``int8``: 1.6 % more bytes, and an outlier spoils only its own block."""
@@ -580,28 +595,40 @@ _HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 Ticket = Annotated[bytes, msgspec.Meta(max_length=32)]
 
 
+class RequestPart(NamedTuple):
+    """One caller's request in a message: its rows, and the name of the activations to keep, or kept; empty for none."""
+
+    rows: Annotated[int, msgspec.Meta(ge=0)]
+    ticket: Ticket
+
+
+Parts = Annotated[list[RequestPart], msgspec.Meta(min_length=1, max_length=MOST_PARTS)]
+
+
 class ForwardHeader(msgspec.Struct, array_like=True, frozen=True):
     """The header of a forward.
 
     Attributes:
-        ticket: names the activations to keep for the backward; empty for none.
-        evaluating: the caller is in eval mode.
+        parts: the callers' requests, in the order of their rows.
+        evaluating: the callers are in eval mode.
+        at_once: it has waited with others before, so its batch has no minimum.
     """
 
-    ticket: Ticket
+    parts: Parts
     evaluating: bool
+    at_once: bool = False
 
 
 class OutputsHeader(msgspec.Struct, array_like=True, frozen=True):
     """The header of a forward's answer.
 
     Attributes:
-        ticket: of the forward if its activations are kept, else empty.
+        tickets: those of the forward whose activations are kept.
         changes: how often the expert had changed before this forward.
         changed: the forward itself has changed it.
     """
 
-    ticket: bytes
+    tickets: frozenset[bytes]
     changes: int
     changed: bool
 
@@ -611,15 +638,17 @@ class BackwardHeader(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         present: which gradients of outputs are sent.
-        ticket: of kept activations; empty if the inputs are sent.
-        evaluating: the caller was in eval mode.
+        parts: the callers' requests; without tickets the inputs are sent.
+        evaluating: the callers were in eval mode.
         updates: the expert is to update itself.
+        at_once: as of a forward.
     """
 
     present: list[bool]
-    ticket: Ticket
+    parts: Parts
     evaluating: bool
     updates: bool
+    at_once: bool = False
 
 
 class GradientsHeader(msgspec.Struct, array_like=True, frozen=True):
@@ -677,9 +706,19 @@ def backward_layout(schema: Schema, header: RequestHeader) -> Layout:
     """Return the layout that a backward with ``header`` must have."""
     backward = unpack(header.payload, BackwardHeader)
     gradients = gradient_layout(schema.output_specs, backward.present, "output")
-    if backward.ticket and not gradients:
+    if backward.parts[0].ticket and not gradients:
         raise SchemaError("a backward without inputs needs a gradient of an output")
-    return gradients if backward.ticket else schema.input_layout + gradients
+    return gradients if backward.parts[0].ticket else schema.input_layout + gradients
+
+
+def come_together(parts: Sequence[RequestPart], rows: int, most: int) -> bool:
+    """Return True if a message of ``rows`` carries several requests, which fit a batch of ``most`` rows."""
+    together, total = len(parts) > 1, 0
+    for part in parts:
+        total += part.rows
+    if total != rows or (together and (rows > most or min(parts).rows < 1)):
+        raise SchemaError(f"requests of {[part.rows for part in parts[:8]]} rows came in a message of {rows} rows")
+    return together
 
 
 # --- tensors

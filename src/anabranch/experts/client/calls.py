@@ -25,7 +25,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import cast
 
 import msgspec
@@ -36,8 +35,9 @@ from anabranch.autodiff.boundary.crossing import Crossed, Form, cross
 from anabranch.deadline import Deadline
 from anabranch.errors import ActivationsGone, BoundaryError, NonFinite, PeerLost, ProtocolError
 from anabranch.experts import wire
+from anabranch.experts.client.together import CallRequest, ExpertCall, gather, request_of
 from anabranch.experts.wire import Schema, first_not_finite
-from anabranch.transport import Client, Outcome, Request, pack, unpack
+from anabranch.transport import Client, Outcome, unpack
 from anabranch.transport.client import ClientOptions
 from anabranch.transport.frame import ReplyHeader
 
@@ -66,39 +66,6 @@ def changed_by_us(endpoint: str, uid: str, *, again: bool) -> int:
         before = _changes_by_us.get((endpoint, uid), 0)
         _changes_by_us[endpoint, uid] = before + again
         return before
-
-
-class ExpertCall(msgspec.Struct, eq=False):
-    """One call of an expert: its inputs and its outcome.
-
-    Attributes:
-        uid: the expert.
-        endpoint: its server.
-        schema: the expert's schema.
-        inputs: the inputs, flat, in the schema's order; freed once sent.
-        rows: of the inputs.
-        evaluating: the caller is in eval mode, so the expert runs in eval mode too.
-        outputs: the answer; freed once passed on, because the graph must not hold its own outputs.
-        answered: true if there was an answer.
-        error: the reason for a missing answer; ``None`` without an answer means that the call was cancelled.
-        gradient_error: the reason for a missing gradient.
-        ticket: names the activations that the server keeps for the backward; empty if it keeps none.
-        changes: how often the expert had changed before its forward, and ``changed_by_us`` by this process.
-    """
-
-    uid: str
-    endpoint: str
-    schema: Schema
-    inputs: Sequence[Tensor | None]
-    rows: int
-    evaluating: bool = False
-    outputs: list[Tensor | None] | None = None
-    answered: bool = False
-    error: Exception | None = None
-    gradient_error: Exception | None = None
-    ticket: bytes = b""
-    changes: int = 0
-    changed_by_us: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,25 +213,25 @@ def call_experts(calls: Calls, entry: Tensor | None = None) -> list[list[Tensor 
 
 def ask(calls: Calls, *, keep: bool) -> Crossed:
     """Return the answers to all calls, flat; with ``keep``, servers that can keep activations for a backward do so."""
-    requests: list[Request] = []
+    requests: list[CallRequest] = []
     for call in calls.calls:
         schema = call.schema
         call.ticket = os.urandom(_TICKET_BYTES) if keep else b""
         tensors = call.inputs if schema.takes_as_is else wire.to_wire(call.inputs, schema.inputs)
-        request = Request(
-            call.endpoint, wire.FORWARD, call.uid, cast("Sequence[Tensor]", tensors),
-            payload=pack(wire.ForwardHeader(call.ticket, call.evaluating)), schema=schema.hash,
-            check=partial(wire.check_parts, schema.output_layout, sent=call.rows), role="experts",
-        )  # fmt: skip
-        requests.append(request)
+        header = wire.ForwardHeader([wire.RequestPart(call.rows, call.ticket)], call.evaluating)
+        requests.append(CallRequest(call, header, cast("Sequence[Tensor]", tensors), calls.deadline))
 
     def enough_came(outcomes: Sequence[Outcome]) -> bool:
         assert calls.enough is not None
         _take_answers(calls, outcomes)
         return calls.enough(calls.calls)
 
-    enough = None if calls.enough is None else enough_came
-    _take_answers(calls, calls.client.gather(requests, calls.deadline, enough=enough, grace=calls.grace))
+    if calls.enough is None:
+        outcomes = gather(calls.client, requests, calls.deadline) if requests else []
+    else:  # those that are too slow are cut off, so each has its own connection
+        alone = [request_of([request]) for request in requests]
+        outcomes = calls.client.gather(alone, calls.deadline, enough=enough_came, grace=calls.grace)
+    _take_answers(calls, outcomes)
     outputs: list[Tensor] = []
     no_gradient: list[int] = []
     for call in calls.calls:
@@ -319,6 +286,7 @@ def sample_forms(
 
 def _take_answers(calls: Calls, outcomes: Sequence[Outcome]) -> None:
     """Take the outcomes that are new."""
+    payload, header = b"", None  # those that came together have one
     for call, outcome in zip(calls.calls, outcomes, strict=True):
         if outcome is None or call.answered or call.error is not None:
             continue
@@ -326,12 +294,13 @@ def _take_answers(calls: Calls, outcomes: Sequence[Outcome]) -> None:
             call.error = outcome
             continue
         try:
-            header = unpack(outcome.payload, wire.OutputsHeader)
+            if header is None or outcome.payload is not payload:
+                payload, header = outcome.payload, unpack(outcome.payload, wire.OutputsHeader)
         except ProtocolError as error:
             # Another one: the traceback of ``error``, and of what it is from, holds this call, a cycle.
             call.error = ProtocolError(str(error), peer=call.endpoint)
             continue
-        call.ticket, call.changes = header.ticket, header.changes
+        call.ticket, call.changes = call.ticket if call.ticket in header.tickets else b"", header.changes
         call.changed_by_us = _changes_by_us.get((call.endpoint, call.uid), 0)
         if header.changed:
             changed_by_us(call.endpoint, call.uid, again=True)
@@ -363,7 +332,7 @@ class _Backward(msgspec.Struct, eq=False):
         first: the place of its first input.
         inputs: of the call.
         gradients: of its outputs.
-        answer: the header of the answer, once that has been checked; ``None`` if the gradients are lost.
+        answer: the header of the answer, once that has been read.
     """
 
     call: ExpertCall
@@ -372,7 +341,7 @@ class _Backward(msgspec.Struct, eq=False):
     gradients: Sequence[Tensor | None]
     answer: wire.GradientsHeader | None = None
 
-    def request(self, *, updates: bool) -> Request:
+    def request(self, deadline: Deadline, *, updates: bool) -> CallRequest:
         """Return the request; it has the inputs for experts that do not have the activations."""
         call, schema = self.call, self.call.schema
         tensors, specs = self.gradients, schema.output_specs
@@ -382,21 +351,15 @@ class _Backward(msgspec.Struct, eq=False):
         sent = cast("list[Tensor]", tensors)
         if not (schema.takes_as_is and schema.gives_as_is and all(present)):
             sent = wire.to_wire(tensors, specs)
-        header = wire.BackwardHeader(present, call.ticket, call.evaluating, updates)
-        return Request(
-            call.endpoint, wire.BACKWARD, call.uid, sent, payload=pack(header), schema=schema.hash, once=True,
-            check=self.check, role="experts",
-        )  # fmt: skip
+        header = wire.BackwardHeader(present, [wire.RequestPart(call.rows, call.ticket)], call.evaluating, updates)
+        return CallRequest(call, header, sent, deadline, self.layout)
 
-    def check(self, answer: ReplyHeader) -> None:
-        """Refuse an answer that does not hold gradients of the inputs."""
-        self.answer = None  # of an answer before, whose connection broke
-        if answer.payload == wire.GONE and not answer.tensors:
-            return
+    def layout(self, answer: ReplyHeader) -> wire.Layout:
+        """Return the layout of an answer: of gradients of the inputs, or of none."""
+        if answer.payload in (wire.GONE, wire.APART):
+            return []
         header = unpack(answer.payload, wire.GradientsHeader)
-        layout = wire.gradient_layout(self.call.schema.inputs, header.present, "input", self.inputs)
-        wire.check_parts(layout, answer, self.call.rows)
-        self.answer = header
+        return wire.gradient_layout(self.call.schema.inputs, header.present, "input", self.inputs)
 
     def read(self, outcome: Outcome, *, finite_only: bool) -> list[Tensor | None]:
         """Return the received gradients; raise the error received instead."""
@@ -407,12 +370,13 @@ class _Backward(msgspec.Struct, eq=False):
             finally:
                 del outcome
         assert outcome is not None, "a backward is never cut off"
-        if self.answer is None:
+        if outcome.payload == wire.GONE:
             raise PeerLost(
                 f"{call.uid} has executed this backward once, but its gradients are lost: the connection broke before "
                 "they arrived, and the server no longer has them, because it restarted or has since answered others",
                 peer=call.endpoint,
             )
+        self.answer = unpack(outcome.payload, wire.GradientsHeader)
         gradients: list[Tensor | None] = [*outcome.tensors]
         if not (call.schema.takes_as_is and all(self.answer.present)):
             gradients = wire.from_wire(outcome.tensors, call.schema.inputs, self.answer.present)
@@ -429,7 +393,7 @@ def ask_gradients(
     themselves.
     """
     answers: list[Tensor | None] = [None] * len(inputs)
-    asked: list[_Backward] = []
+    backwards: list[_Backward] = []
     position = first = 0
     for call in calls.calls:
         end = first + len(call.schema.inputs)
@@ -439,23 +403,23 @@ def ask_gradients(
                 mine.append(None if spec is None or not spec.requires_grad else gradients[position])
                 position += spec is not None
             if mine.count(None) < len(mine):
-                asked.append(_Backward(call, first, inputs[first:end], mine))
+                backwards.append(_Backward(call, first, inputs[first:end], mine))
         first = end
-    if not asked:
+    if not backwards:
         return answers
     deadline = Deadline(calls.backward_timeout)
-    outcomes = calls.client.gather([backward.request(updates=updates) for backward in asked], deadline)
+    outcomes = gather(calls.client, [one.request(deadline, updates=updates) for one in backwards], deadline)
     gone: list[int] = []
-    for index, (backward, outcome) in enumerate(zip(asked, outcomes, strict=True)):
+    for index, (backward, outcome) in enumerate(zip(backwards, outcomes, strict=True)):
         if backward.call.ticket and isinstance(outcome, ActivationsGone):
             backward.call.ticket = b""
             gone.append(index)
     # With the inputs.
-    again = calls.client.gather([asked[index].request(updates=updates) for index in gone], deadline) if gone else []
-    for index, outcome in zip(gone, again, strict=True):
+    again = [backwards[index].request(deadline, updates=updates) for index in gone]
+    for index, outcome in zip(gone, gather(calls.client, again, deadline) if gone else (), strict=True):
         outcomes[index] = outcome
     try:
-        for backward, outcome in zip(asked, outcomes, strict=True):
+        for backward, outcome in zip(backwards, outcomes, strict=True):
             call = backward.call
             try:
                 received = backward.read(outcome, finite_only=calls.finite_only)
@@ -469,12 +433,12 @@ def ask_gradients(
                 if gradient is not None and like is not None:
                     answers[backward.first + index] = gradient.to(like.device)
         if calls.check_backward is not None:
-            calls.check_backward([backward.call for backward in asked])
+            calls.check_backward([backward.call for backward in backwards])
     finally:
         # Otherwise a cycle: the graph holds the error, and its traceback the graph.
         outcome = None
         outcomes.clear()
-        for backward in asked:
+        for backward in backwards:
             backward.call.gradient_error = None
     return answers
 

@@ -45,7 +45,6 @@ from anabranch.experts.client.calls import (
     CallCounts,
     Calls,
     CallStatistics,
-    ExpertCall,
     ModuleClient,
     call_experts,
     output_forms,
@@ -53,6 +52,7 @@ from anabranch.experts.client.calls import (
 )
 from anabranch.experts.client.finder import GONE, Choices, ExpertFinder, Phase, beam_search
 from anabranch.experts.client.remote_expert import RemoteModule
+from anabranch.experts.client.together import ExpertCall
 from anabranch.experts.directory import Directory, DirectoryLike, as_directory, within
 from anabranch.experts.wire import Nesting, Schema, outline, with_leading
 from anabranch.tensors import Structure, TensorSpec

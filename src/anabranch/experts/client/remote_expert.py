@@ -24,12 +24,12 @@ from anabranch.experts.client.calls import (
     Calls,
     CallStatistics,
     ExpertBoundary,
-    ExpertCall,
     ModuleClient,
     ask,
     output_forms,
     sample_forms,
 )
+from anabranch.experts.client.together import ExpertCall
 from anabranch.experts.directory import DirectoryLike, within
 from anabranch.experts.server.backend import ExpertInfo, info_of
 from anabranch.experts.wire import RowInputs, Schema, with_leading

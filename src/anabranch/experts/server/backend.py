@@ -43,6 +43,7 @@ from anabranch.experts.server.scheduler import (
     Unrepeatable,
     cut,
     join_padded,
+    join_rows,
     join_tasks,
     make_mask,
     split_outputs,
@@ -176,7 +177,7 @@ class ExpertBackend:
         """Places of trained parameters that forwards write."""
         self.schema, self.takes_tensor = Schema(arguments, keywords, None), False
         outputs = self._infer_outputs() if outputs_schema is None else outputs_schema
-        self.schema = Schema(arguments, keywords, outputs)
+        self.schema = Schema(arguments, keywords, outputs, max_batch_size)
         self.takes_tensor = self.schema.takes_one and not self.schema.pads
         # Refuse unsendable specs here rather than at the first call.
         _ = self.schema.packed
@@ -212,20 +213,6 @@ class ExpertBackend:
         """Return the queues of forward and backward, and of sessions' steps if the module makes caches."""
         pools = self.forward_pool, self.backward_pool
         return pools if self.session_pool is None else (*pools, self.session_pool)
-
-    def prioritize(self, caller: str, rows: int, *, backward: bool) -> int:
-        """Return the priority of a request: on each device, requests of higher priority run first.
-
-        Override it to serve some callers, or all forwards, first; called on the reading thread. Callers of equal
-        priority take turns, so one with many requests does not delay others; requests of low priority may wait until
-        their deadlines.
-
-        Args:
-            caller: the name in its certificate, or ``process PID`` on a Unix socket.
-            rows: of the request.
-            backward: whether it requests gradients.
-        """
-        return 0
 
     def to(self, device: torch.device | str) -> ExpertBackend:
         """Move the module; its optimizer follows."""
@@ -360,9 +347,9 @@ class ExpertBackend:
         with (
             _evaluating(self.module) if batch[0].evaluating else _as_it_is,
             self._with_mask(batch) if self.schema.pads else _as_it_is,
-            _as_it_is if len(batch) == 1 else self._undoing(batch),
+            _as_it_is if len(batch) == batch[0].requests == 1 else self._undoing(batch),
         ):
-            if batch[0].ticket if len(batch) == 1 else any(task.ticket for task in batch):
+            if batch[0].tickets if len(batch) == 1 else any(task.tickets for task in batch):
                 outputs = self._keep_forward(batch, changes)
             elif len(batch) == 1 and not self.schema.pads:
                 outputs = [self.forward(*batch[0].inputs)]
@@ -386,7 +373,7 @@ class ExpertBackend:
         tickets = 0
         for task in batch:
             task.seen.changes = max(task.seen.changes, changes)
-            tickets += bool(task.ticket)
+            tickets += bool(task.tickets)
         try:
             with _evaluating(self.module) if batch[0].evaluating else _as_it_is:
                 if tickets < len(batch):
@@ -457,8 +444,10 @@ class ExpertBackend:
         graph = KeptBatch(leaves, outputs, fresh, rows, changes)
         start = 0
         for task in batch:
-            if task.ticket:
-                self.kept.put(task.ticket, KeptRows(graph, start, task.rows, task.length))
+            place = start
+            for count, ticket in task.tickets:
+                self.kept.put(ticket, KeptRows(graph, place, count, task.length))
+                place += count
             start += task.rows
         return self._split([None if output is None else output.detach() for output in outputs], batch)
 
@@ -467,11 +456,12 @@ class ExpertBackend:
 
         Without ``updates`` the parameters' gradients are discarded, and the graphs stay for a backward that has them.
         """
-        plain = [task for task in batch if not task.ticket]
-        if len({task.ticket for task in batch if task.ticket}) < len(batch) - len(plain):
+        plain = [task for task in batch if not task.tickets]
+        tickets = [ticket for task in batch for _, ticket in task.tickets]
+        if len(set(tickets)) < len(tickets):
             # The tasks then run one by one, and the first of the two finds the activations.
             raise ActivationsGone(f"{self.uid} keeps activations for one backward only; send the inputs again")
-        kept = {id(task): self._find_kept(task) for task in batch if task.ticket}
+        kept = [(task, self._find_kept(task)) for task in batch if task.tickets]
         answers: dict[int, Sequence[Tensor | None]] = {}
         moved = False
         with self._gradients.of_batch():
@@ -481,16 +471,15 @@ class ExpertBackend:
                 split = self._split(gradients, plain, gradients=True)
                 answers = {id(task): mine for task, mine in zip(plain, split, strict=True)}
             if kept:
-                gradients_kept, moved_kept = self._backward_kept(
-                    [(task, kept[id(task)]) for task in batch if task.ticket]
-                )
+                gradients_kept, moved_kept = self._backward_kept(kept)
                 answers |= gradients_kept
                 moved |= moved_kept
-                self._check_gradients([output for entry in kept.values() for output in entry.batch.outputs])
+                self._check_gradients(
+                    [output for _, entries in kept for entry in entries for output in entry.batch.outputs]
+                )
             if updates:
-                for task in batch:
-                    if task.ticket:
-                        self.kept.drop(task.ticket)
+                for ticket in tickets:
+                    self.kept.drop(ticket)
                 if moved:
                     self._update()
         return [answers[id(task)] for task in batch]
@@ -505,36 +494,56 @@ class ExpertBackend:
                     "rows as wait for their backward, with p=0, or in eval mode"
                 )
 
-    def _find_kept(self, task: Task) -> KeptRows:
-        entry = self.kept.get(task.ticket)
-        if entry is None:
-            raise ActivationsGone(f"{self.uid} has not kept these activations; send the inputs again")
-        if entry.rows != task.rows:
-            raise SchemaError(f"{self.uid}: received gradients of {task.rows} rows for a forward of {entry.rows}")
-        return entry
+    def _find_kept(self, task: Task) -> list[KeptRows]:
+        """Return the kept rows of a task, those that follow one another in one graph as one."""
+        entries: list[KeptRows] = []
+        for rows, ticket in task.tickets:
+            entry = self.kept.get(ticket)
+            if entry is None:
+                raise ActivationsGone(f"{self.uid} has not kept these activations; send the inputs again")
+            if entry.rows != rows:
+                raise SchemaError(f"{self.uid}: received gradients of {rows} rows for a forward of {entry.rows}")
+            last = entries[-1] if entries else None
+            if last is not None and last.batch is entry.batch and last.start + last.rows == entry.start:
+                entries[-1] = KeptRows(last.batch, last.start, last.rows + rows, last.length)
+            else:
+                entries.append(entry)
+        return entries
 
-    def _backward_kept(self, tasks: Sequence[tuple[Task, KeptRows]]) -> tuple[dict[int, Sequence[Tensor | None]], bool]:
+    def _backward_kept(
+        self, tasks: Sequence[tuple[Task, list[KeptRows]]]
+    ) -> tuple[dict[int, Sequence[Tensor | None]], bool]:
         """Each task's gradients of its inputs, with the parameters' in ``.grad``, and whether there were any."""
         count = len(self.schema.inputs)
-        graphs: dict[int, list[tuple[Task, KeptRows]]] = {}
-        for task, entry in tasks:
-            graphs.setdefault(id(entry.batch), []).append((task, entry))
-        answers: dict[int, Sequence[Tensor | None]] = {}
+        graphs: dict[int, list[tuple[KeptRows, Sequence[Tensor | None]]]] = {}
+        for task, entries in tasks:
+            start = 0
+            for entry in entries:
+                rows = slice(start, start + entry.rows)
+                its = [None if tensor is None else tensor[rows] for tensor in task.inputs[count:]]
+                graphs.setdefault(id(entry.batch), []).append((entry, its))
+                start += entry.rows
+        gradients: dict[int, list[Tensor | None]] = {}
         moved = False
-        for parts in graphs.values():
-            graph = parts[0][1].batch
-            gradients, any_roots = graph.backward(self.module, [(entry, task.inputs[count:]) for task, entry in parts])
+        for key, parts in graphs.items():
+            gradients[key], any_roots = parts[0][0].batch.backward(self.module, parts)
             moved |= any_roots
-            for task, entry in parts:
-                task.seen.changes = graph.changes
-                rows = slice(entry.start, entry.start + entry.rows)
-                mine = [None if gradient is None else gradient[rows] for gradient in gradients]
-                if self.schema.pads:
-                    mine = [
-                        gradient if gradient is None or spec is None else cut(gradient, spec, entry.length)
-                        for gradient, spec in zip(mine, self.schema.inputs, strict=True)
-                    ]
-                answers[id(task)] = mine
+        answers: dict[int, Sequence[Tensor | None]] = {}
+        for task, entries in tasks:
+            task.seen.changes = max(entry.batch.changes for entry in entries)
+            mine = [
+                [
+                    gradient if gradient is None else gradient[entry.start : entry.start + entry.rows]
+                    for gradient in gradients[id(entry.batch)]
+                ]
+                for entry in entries
+            ]
+            if self.schema.pads:  # such requests do not come together
+                mine[0] = [
+                    gradient if gradient is None or spec is None else cut(gradient, spec, entries[0].length)
+                    for gradient, spec in zip(mine[0], self.schema.inputs, strict=True)
+                ]
+            answers[id(task)] = mine[0] if len(mine) == 1 else join_rows(mine, [entry.rows for entry in entries])
         return answers, moved
 
     def _call(

@@ -34,7 +34,7 @@ from anabranch.experts import wire
 from anabranch.experts.directory import DirectoryLike, as_directory
 from anabranch.experts.server.backend import ExpertBackend
 from anabranch.experts.server.persistence import Persistence
-from anabranch.experts.server.scheduler import PoolStatistics, Runtime, StateSeen, Task, TaskPool, Unrepeatable
+from anabranch.experts.server.scheduler import Apart, PoolStatistics, Runtime, StateSeen, Task, TaskPool, Unrepeatable
 from anabranch.experts.server.sessions import Sessions, Step
 from anabranch.experts.wire import first_not_finite
 from anabranch.periodic import periodic
@@ -220,12 +220,17 @@ class ExpertVerbs:
     def _forward(self, call: Call) -> None:
         backend = self.backends[call.target]  # the check has been there
         schema, header = backend.schema, unpack(call.payload, wire.ForwardHeader)
+        parts, rows, most = header.parts, call.tensors[0].shape[0], backend.forward_pool.max_batch_size
+        together = wire.come_together(parts, rows, most)
         inputs = call.tensors if schema.takes_as_is else wire.from_wire(call.tensors, schema.inputs)
         if (name := first_not_finite(inputs, schema.input_names)) is not None:
+            if together:
+                call.reply(payload=wire.APART)
+                return
             raise self._not_finite(call, name)
-        seen, rows, evaluating = StateSeen(), call.tensors[0].shape[0], header.evaluating
+        seen, evaluating = StateSeen(), header.evaluating
         # A request that is split has no single graph.
-        ticket = header.ticket if 0 < rows <= min(backend.kept.budget, backend.forward_pool.max_batch_size) else b""
+        keeps = bool(parts[0].ticket) and rows <= most and 0 < min(parts).rows <= backend.kept.budget
         if not rows:  # the module knows the sizes of its outputs
             inputs = [
                 None if tensor is None or spec is None else spec.zeros(1, spec.sizes_of(tensor.shape))
@@ -235,43 +240,51 @@ class ExpertVerbs:
 
         def finish(outcome: Sequence[Tensor | None] | BaseException) -> None:
             if isinstance(outcome, BaseException):
-                call.fail(outcome)
+                _fail(call, outcome)
                 return
             if not rows:
                 outcome = [None if tensor is None else tensor[:0] for tensor in outcome]
-            # The ticket in the answer says that it is valid for a backward.
-            valid = ticket if ticket and ticket in backend.kept else b""
+            # A ticket in the answer is valid for a backward.
+            valid = frozenset([part.ticket for part in parts if part.ticket in backend.kept] if keeps else ())
             sent = outcome if schema.gives_as_is else wire.to_wire(outcome, schema.output_specs)
             call.reply(cast("Sequence[Tensor]", sent), pack(wire.OutputsHeader(valid, seen.changes, seen.changed)))
 
         sizes, length = schema.measure(inputs) if schema.varies else ((), 0)
         task = Task(
-            inputs, rows or 1, call.deadline, finish, call.drop, ticket=ticket, sizes=sizes, length=length,
-            evaluating=evaluating, seen=seen,
+            inputs, rows or 1, call.deadline, finish, call.drop, requests=len(parts), tickets=parts if keeps else (),
+            at_once=header.at_once, sizes=sizes, length=length, evaluating=evaluating, seen=seen,
         )  # fmt: skip
-        self._put_aside(call, backend, backend.forward_pool, task)
+        self._put_aside(call, backend.forward_pool, task)
 
     def _backward(self, call: Call) -> None:
         backend = self.backends[call.target]
         schema, header = backend.schema, unpack(call.payload, wire.BackwardHeader)
-        if header.ticket and header.ticket not in backend.kept:
+        parts, rows, by_ticket = header.parts, call.tensors[0].shape[0], bool(header.parts[0].ticket)
+        together = wire.come_together(parts, rows, backend.backward_pool.max_batch_size)
+        if by_ticket and any(part.ticket not in backend.kept for part in parts):
+            if together:
+                call.reply(payload=wire.APART)
+                return
             raise ActivationsGone(f"{call.target} has not kept these activations; send the inputs again")
         specs = schema.inputs
         tensors: Sequence[Tensor | None] = call.tensors
-        if header.ticket or not (schema.takes_as_is and schema.gives_as_is and all(header.present)):
-            sent = [not header.ticket] * len(specs) + header.present
+        if by_ticket or not (schema.takes_as_is and schema.gives_as_is and all(header.present)):
+            sent = [not by_ticket] * len(specs) + header.present
             tensors = wire.from_wire(call.tensors, [*specs, *schema.output_specs], sent)
         inputs, gradients = tensors[: len(specs)], tensors[len(specs) :]
         if (name := first_not_finite(tensors, [*schema.input_names, *schema.gradient_names])) is not None:
+            if together:
+                call.reply(payload=wire.APART)
+                return
             raise self._not_finite(call, name, ". If an output did too, the cause is the module, not the loss")
-        seen, rows = StateSeen(), call.tensors[0].shape[0]
+        seen = StateSeen()
 
         def finish(outcome: Sequence[Tensor | None] | BaseException) -> None:
             changed = not isinstance(outcome, BaseException) or isinstance(outcome, Unrepeatable)
             if changed and self.persistence is not None:
                 self.persistence.note_applied(call.target, call.identity, call.settled)
             if isinstance(outcome, BaseException):
-                call.fail(outcome)
+                _fail(call, outcome)
             else:
                 present = [gradient is not None for gradient in outcome]
                 as_is = schema.takes_as_is and all(present)
@@ -289,10 +302,11 @@ class ExpertVerbs:
             return
         sizes, length = schema.measure(inputs, gradients) if schema.varies else ((), 0)
         task = Task(
-            tensors, rows, call.deadline, finish, call.drop, ticket=header.ticket, sizes=sizes, length=length,
-            evaluating=header.evaluating, updates=header.updates, seen=seen,
+            tensors, rows, call.deadline, finish, call.drop, requests=len(parts), tickets=parts if by_ticket else (),
+            at_once=header.at_once, sizes=sizes, length=length, evaluating=header.evaluating,
+            updates=header.updates, seen=seen,
         )  # fmt: skip
-        self._put_aside(call, backend, backend.backward_pool, task)
+        self._put_aside(call, backend.backward_pool, task)
 
     def _backward_again(self, call: Call) -> None:
         """Answer a retry of which only the number is known: the update is made, but its gradients are gone."""
@@ -322,7 +336,7 @@ class ExpertVerbs:
             inputs, rows * length, call.deadline, finish, call.drop, sizes=(next(self._step_numbers),),
             evaluating=True, step=lambda placed: self._sessions.take(step, backend, placed),
         )  # fmt: skip
-        self._put_aside(call, backend, _session_pool(backend), task)
+        self._put_aside(call, _session_pool(backend), task)
 
     def _end_session(self, call: Call) -> None:
         self._find(call.target)
@@ -331,13 +345,9 @@ class ExpertVerbs:
 
     # --- queueing
 
-    def _put_aside(self, call: Call, backend: ExpertBackend, pool: TaskPool, task: Task) -> None:
+    def _put_aside(self, call: Call, pool: TaskPool, task: Task) -> None:
         """Queue the task once all requests received so far are read, so that they share a batch."""
         task.caller = call.peer.name
-        if type(backend).prioritize is not ExpertBackend.prioritize:
-            task.priority = backend.prioritize(task.caller, task.rows, backward=pool is backend.backward_pool)
-        if not isinstance(task.priority, int):
-            raise TypeError(f"{type(backend).__name__}.prioritize returned {task.priority!r}; return a whole number")
         aside: dict[TaskPool, list[Task]] | None = getattr(self._round, "tasks", None)
         if aside is None:
             aside = self._round.tasks = {}
@@ -573,6 +583,13 @@ def _or_none(function: Callable[[_T], _R], argument: _T) -> _R | None:
     except BaseException as error:  # noqa: BLE001 - also of a user's own directory
         note_failure("experts.not_looked_up", error)
         return None
+
+
+def _fail(call: Call, error: BaseException) -> None:
+    if isinstance(error, Apart):
+        call.reply(payload=wire.APART)  # kept as any answer, so a retry does not run them together after all
+    else:
+        call.fail(error)
 
 
 def _session_pool(backend: ExpertBackend) -> TaskPool:

@@ -7,7 +7,7 @@
       a heap for each       └── else ──> device thread: concatenate, run, split, answer each
       pool, mode, sizes
 
-Tasks that may share a batch wait in one heap: by priority, then each caller in turn, row by row, then the oldest. A
+Tasks that may share a batch wait in one heap: each caller in turn, row by row, then the oldest. A
 task gets a start in a virtual time: the current one, or the end of its caller's earlier tasks if that is later. The
 time advances to the start of the running task. So a caller with a thousand waiting rows and one with a single row are
 served alternately. A task without a caller starts at the current time.
@@ -58,8 +58,8 @@ Process = Callable[..., Sequence[Tensor | None]]
 """Runs one batch: the inputs of all its tasks joined along dim 0, ``None`` for an input that the tasks lack."""
 ProcessTasks = Callable[[Sequence["Task"]], Sequence[Sequence[Tensor | None]]]
 """Runs one batch given as its tasks; returns the outputs of each."""
-Urgency = tuple[int, float, float, int]
-"""Less is more urgent: the negated priority, the start in virtual time, the arrival, a running number."""
+Urgency = tuple[float, float, int]
+"""Less is more urgent: the start in virtual time, the arrival, a running number."""
 
 
 class Unrepeatable(RuntimeError):
@@ -68,6 +68,10 @@ class Unrepeatable(RuntimeError):
 
 class _NonFiniteLater(NonFinite, Unrepeatable):
     """A part of a request met NaN or Inf after earlier parts had changed state."""
+
+
+class Apart(Exception):
+    """A batch of requests that came together failed without a change of state; their client sends each alone."""
 
 
 class StateSeen(msgspec.Struct, eq=False):
@@ -83,7 +87,7 @@ class StateSeen(msgspec.Struct, eq=False):
 
 
 class Task(msgspec.Struct, eq=False):
-    """One request, or a part of one that was too large for a batch.
+    """One request, or several that came together, or a part of one that was too large for a batch.
 
     Attributes:
         inputs: the tensors, agreeing in rows (dim 0).
@@ -94,13 +98,15 @@ class Task(msgspec.Struct, eq=False):
         unwanted: returns true if the caller has gone; called before compute, and may abandon the request for good.
         arrived: arrival time, in ``time.monotonic`` seconds.
         nbytes: bytes of the inputs, once it is queued.
-        ticket: the name of the activations that ``process_tasks`` keeps for it, or has kept.
+        requests: how many requests it is.
+        tickets: of each of these the rows, and the name of the activations that ``process_tasks`` keeps, or has kept;
+            empty for none.
+        at_once: its batch has no minimum.
         evaluating: run in eval mode; only tasks of one mode share a batch.
         updates: a backward that updates the parameters; only those share a batch that do, or that do not.
         sizes: those dimensions of the inputs that tasks of one batch must have in common.
         length: the size of the dimension that is padded to the longest of a batch; 0 for none.
         caller: its name; callers take turns. Empty: served in the order of arrival.
-        priority: tasks of a higher one run first.
         seen: what it, or a part of it, has met.
         step: computes the task in place of the expert: a step of a session, which shares no batch.
     """
@@ -111,14 +117,15 @@ class Task(msgspec.Struct, eq=False):
     finish: Callable[[Outcome], None] = lambda outcome: None
     unwanted: Callable[[], bool] = lambda: False
     arrived: float = msgspec.field(default_factory=time.monotonic)
-    ticket: bytes = b""
+    requests: int = 1
+    tickets: Sequence[tuple[int, bytes]] = ()
+    at_once: bool = False
     nbytes: int = 0
     evaluating: bool = False
     updates: bool = True
     sizes: tuple[int, ...] = ()
     length: int = 0
     caller: str = ""
-    priority: int = 0
     seen: StateSeen = msgspec.field(default_factory=StateSeen)
     step: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]] | None = None
 
@@ -148,7 +155,7 @@ class _Queue(msgspec.Struct, eq=False):
     def due_at(self) -> float:
         """Return the ``time.monotonic`` moment at which an idle device should run a batch of this queue."""
         least = self.pool.min_batch_size
-        if least <= 1 or self.rows >= least:
+        if least <= 1 or self.rows >= least or any(task.at_once for _, task in self.heap):
             return 0.0
         if self.pool.timeout is None:
             return float("inf")
@@ -186,7 +193,7 @@ class _Scheduler:
         counts = pool.counts
         if counts.waiting_tasks or pool.closed:
             pool.check_room(task.rows, sum(tensor.nbytes for tensor in task.inputs if tensor is not None))
-        counts.tasks += 1
+        counts.tasks += task.requests
         if not self.queues:
             self._now = 0.0
             self._ends.clear()
@@ -205,9 +212,9 @@ class _Scheduler:
             queue = self.queues.get(key)
             if queue is None:
                 queue = self.queues[key] = _Queue(pool, key)
-            heappush(queue.heap, ((-part.priority, start, part.arrived, next(self._numbers)), part))
+            heappush(queue.heap, ((start, part.arrived, next(self._numbers)), part))
             queue.rows += part.rows
-            counts.waiting_tasks += 1
+            counts.waiting_tasks += part.requests
             counts.waiting_rows += part.rows
             counts.waiting_bytes += part.nbytes
 
@@ -240,7 +247,7 @@ class _Scheduler:
         left: list[tuple[Urgency, Task]] = []
         rows = longest = volume = 0
         with self.lock:
-            self._now = max(self._now, heap[0][0][1])
+            self._now = max(self._now, heap[0][0][0])
             while heap:
                 task = heap[0][1]
                 if rows and rows + task.rows > pool.max_batch_size:
@@ -251,13 +258,13 @@ class _Scheduler:
                     left.append(entry)
                     continue
                 queue.rows -= task.rows
-                counts.waiting_tasks -= 1
+                counts.waiting_tasks -= task.requests
                 counts.waiting_rows -= task.rows
                 counts.waiting_bytes -= task.nbytes
                 if task.unwanted():
-                    counts.dropped += 1
+                    counts.dropped += task.requests
                 elif task.deadline.expired():
-                    counts.dropped += 1
+                    counts.dropped += task.requests
                     late.append(task)
                 else:
                     batch.append(task)
@@ -335,7 +342,7 @@ class TaskPool:
         self.max_queue_rows = 16 * max_batch_size if max_queue_rows is None else max_queue_rows
         self.max_queue_bytes = max_queue_bytes
         self.tasks_in_batch = 1
-        """Number of tasks in the running batch, for ``process``."""
+        """Number of requests in the running batch, for ``process``."""
         self.took: dict[int, float] = {}
         """Seconds that batches of this many rows (by powers of two) have taken recently."""
         self.scheduler = _Scheduler()
@@ -405,7 +412,9 @@ class TaskPool:
     # --- running
 
     def run(self, batch: Sequence[Task]) -> None:
-        """Run a batch and answer its tasks; if it fails, each is run alone, so that only the faulty one fails."""
+        """Run a batch and answer its tasks; if it fails, each is run alone, so that only the faulty one fails; of one
+        that is several requests, each is to come again alone.
+        """
         if not batch:
             return
         if batch[0].rows > self.max_batch_size:
@@ -413,26 +422,29 @@ class TaskPool:
                 if not part.unwanted():
                     self.run([part])
             return
-        rows = 0
+        rows = requests = 0
         for task in batch:
             rows += task.rows
+            requests += task.requests
         try:
             self.counts.batches += 1
             self.counts.rows += rows
-            self.tasks_in_batch = len(batch)
-            with spans.span(self.name, "compute", tasks=len(batch), rows=rows):
+            self.tasks_in_batch = requests
+            with spans.span(self.name, "compute", tasks=requests, rows=rows):
                 outputs = self._process_tasks(batch)
         except BaseException as error:
             if ends_the_program(error):
                 for task in batch:
                     task.finish(error)
                 raise
-            if len(batch) > 1 and not isinstance(error, Unrepeatable):
-                for task in batch:
-                    self.run([task])
-            else:
+            if requests == 1 or isinstance(error, Unrepeatable):
                 for task in batch:
                     _fail(task, error)
+            elif len(batch) == 1:
+                _fail(batch[0], Apart())
+            else:
+                for task in batch:
+                    self.run([task])
             return
         for task, outcome in zip(batch, outputs, strict=True):
             try:
@@ -697,8 +709,13 @@ def _future_of(task: Task) -> Future[Sequence[Tensor | None]]:
 
 def join_tasks(batch: Sequence[Task], inputs: Sequence[Sequence[Tensor | None]] | None = None) -> list[Tensor | None]:
     """Return the inputs of a batch, each as one tensor; ``inputs`` instead of the tasks' own if given."""
+    return join_rows(inputs or [task.inputs for task in batch], [task.rows for task in batch])
+
+
+def join_rows(requests: Sequence[Sequence[Tensor | None]], rows: Sequence[int]) -> list[Tensor | None]:
+    """Return each of the tensors that some requests of so many ``rows`` have in common as one tensor."""
     joined: list[Tensor | None] = []
-    for column in zip(*(inputs or [task.inputs for task in batch]), strict=True):
+    for column in zip(*requests, strict=True):
         like = next((tensor for tensor in column if tensor is not None), None)
         if like is None:
             joined.append(None)
@@ -707,8 +724,8 @@ def join_tasks(batch: Sequence[Task], inputs: Sequence[Sequence[Tensor | None]] 
         joined.append(
             torch.cat(
                 [
-                    like.new_zeros(task.rows, *like.shape[1:]) if tensor is None else tensor
-                    for task, tensor in zip(batch, column, strict=True)
+                    like.new_zeros(count, *like.shape[1:]) if tensor is None else tensor
+                    for count, tensor in zip(rows, column, strict=True)
                 ]
             )
         )

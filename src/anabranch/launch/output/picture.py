@@ -5,7 +5,7 @@
     anabranch · 2 workers, 1 parameters · 0:42 ─────────────────────────────────
     train.py · logs
     training ━━━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━━━━━━ 412/800 51% · 0:31 left
-    loss 0.3127 ▇▆▅▄▃▃▂▂▁▁                                          12.3 steps/s
+    loss 0.3127 · 12.3 steps/s
     worker 0      4711  waiting  3.2 s for parameters 0 (pull)  step 412 · cache 93%
     worker 1      4712  running  step 412 · cache 91%
     parameters 0  4710  stopped
@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.rule import Rule
 from rich.table import Table
@@ -29,8 +29,6 @@ from anabranch.deadline import minutes_and_seconds
 from anabranch.launch.job_status import JobStatus, RoleStatus, TrackedLoop
 from anabranch.record.words import in_words
 
-_LEVELS = "▁▂▃▄▅▆▇█"
-_NOT_FINITE = "×"
 _STYLES = {
     "running": "green",
     "waiting": "yellow",
@@ -62,21 +60,6 @@ def picture(job: JobStatus, before: JobStatus | None = None, *, lines: int | Non
         parts.append(line)
     parts.append(_roles(job, shown, before))
     return Group(*parts)
-
-
-def sparkline(values: Sequence[float], columns: int) -> str:
-    """Return a small curve, its lowest value at the bottom.
-
-    >>> sparkline([4.0, 3.0, 2.0, 1.0], 10)
-    '█▆▃▁'
-    """
-    count = min(len(values), columns)
-    cells = [values[index * len(values) // count : (index + 1) * len(values) // count] for index in range(count)]
-    means = [sum(cell) / len(cell) for cell in cells]
-    finite = [mean for mean in means if math.isfinite(mean)]
-    low, high = min(finite, default=0.0), max(finite, default=0.0)
-    step = (high - low) / (len(_LEVELS) - 1) or 1.0
-    return "".join(_LEVELS[round((mean - low) / step)] if math.isfinite(mean) else _NOT_FINITE for mean in means)
 
 
 def _head(job: JobStatus) -> str:
@@ -127,26 +110,9 @@ def _how_far(loop: TrackedLoop, steps_per_second: float | None) -> Iterable[str]
 
 
 def _loss(job: JobStatus) -> RenderableType | None:
+    loss = "" if job.loss is None else f"loss {job.loss:.4g}"
     rate = "" if job.steps_per_second is None else f"{job.steps_per_second:.1f} steps/s"
-    if job.loss is None:
-        return Text(rate) if rate else None
-    line = Table.grid(padding=(0, 1), expand=True)
-    line.add_column(no_wrap=True)
-    line.add_column(ratio=1)
-    line.add_column(no_wrap=True)
-    line.add_row(f"loss {job.loss:.4g}", _Curve(job.curve), rate)
-    return line
-
-
-class _Curve:
-    """A curve of the available width."""
-
-    def __init__(self, values: Sequence[float]) -> None:
-        self._values = values
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draw it."""
-        yield Text(sparkline(self._values, options.max_width), style="cyan")
+    return Text(" · ".join(filter(None, [loss, rate]))) if loss or rate else None
 
 
 def _roles(job: JobStatus, shown: Sequence[RoleStatus], before: JobStatus | None) -> RenderableType:

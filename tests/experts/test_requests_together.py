@@ -1,0 +1,200 @@
+"""Requests of one process for one expert that wait at the same time: one message, and each caller's own outcome."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from expert_modules import Slow, adam, in_the_module, served, together
+from torch import Tensor, nn
+
+from anabranch.deadline import Deadline
+from anabranch.errors import DeadlineExceeded, NonFinite, RemoteError
+from anabranch.experts import ExpertBackend, ExpertServer, RemoteExpert
+from anabranch.experts.client import together as lines
+from anabranch.experts.client.calls import Calls, call_experts
+from anabranch.experts.client.together import ExpertCall
+from anabranch.tensors import TensorSpec
+from anabranch.testing import LossyTransport, MemoryTransport
+from anabranch.transport import Client
+from waiting import join, wait_until
+
+
+class Picky(nn.Module):
+    """A linear layer that refuses a value in forward, and one in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (x == 666.0).any():
+            raise IndexError("no such row")
+        answer: Tensor = self.linear(x)
+        if answer.requires_grad:
+            answer.register_hook(refuse)
+        return answer
+
+
+def refuse(gradient: Tensor) -> None:
+    if (gradient == 7.0).any():
+        raise ArithmeticError("no such gradient")
+
+
+def ask_all(client: Client, server: ExpertServer, backend: ExpertBackend, rows: list[Tensor]) -> list[ExpertCall]:
+    return [ExpertCall(backend.uid, server.endpoint, backend.schema, [row], len(row)) for row in rows]
+
+
+def outputs_of(calls: Calls) -> list[Tensor]:
+    outputs = [answer[0] for answer in call_experts(calls) if answer is not None]
+    assert all(output is not None for output in outputs)
+    return outputs  # type: ignore[return-value]
+
+
+def requests(server: ExpertServer) -> int:
+    return sum(server.transport_statistics().requests.values())
+
+
+@pytest.mark.parametrize("keep", [0, 100])
+def test_many_calls_of_one_thread_are_one_message_and_its_batch(keep: int) -> None:
+    here = nn.Linear(4, 4)
+    there = copy.deepcopy(here)
+    near, far = adam(here), adam(there)
+    backend = ExpertBackend("one.0", there, far, args_schema=[TensorSpec(4)], keep_activations=keep)
+    x = torch.randn(20, 4)
+    with served(backend) as server, Client() as client:
+        rows = [row.clone().requires_grad_() for row in x.split([1, 2, 1] * 5)]
+        calls = Calls(client, ask_all(client, server, backend, rows), Deadline.after(60.0), 60.0)
+        outputs = outputs_of(calls)
+        assert requests(server) == 1
+        x.requires_grad_()
+        expected = here(x)
+        assert torch.equal(torch.cat(outputs), expected)
+        outputs[0].mul_(1.0)  # each has its own memory
+        torch.cat([2 * output for output in outputs]).sum().backward()
+        assert requests(server) == 2
+        (2 * expected).sum().backward()
+        near.step()
+        assert x.grad is not None
+        assert torch.allclose(torch.cat([row.grad for row in rows if row.grad is not None]), x.grad)
+        assert backend.updates == 1
+        assert backend.backward_pool.statistics().tasks == 15
+    for mine, theirs in zip(here.parameters(), there.parameters(), strict=True):
+        assert torch.allclose(mine, theirs)
+
+
+def test_a_message_has_few_rows_of_a_batch() -> None:
+    backend = ExpertBackend("one.0", nn.Linear(4, 4), args_schema=[TensorSpec(4)], max_batch_size=64)
+    with served(backend) as server, Client() as client, torch.no_grad():
+        rows = [torch.ones(3, 4)] * 5
+        calls = Calls(client, ask_all(client, server, backend, rows), Deadline.after(60.0), 60.0)
+        assert len(outputs_of(calls)) == 5
+        assert requests(server) == 3
+
+
+@pytest.mark.parametrize("keep", [0, 100])
+def test_a_faulty_request_fails_alone(keep: int) -> None:
+    there = Picky()
+    here = copy.deepcopy(there.linear)
+    optimizer = torch.optim.SGD(there.parameters(), lr=1.0)
+    backend = ExpertBackend("one.0", there, optimizer, args_schema=[TensorSpec(4)], keep_activations=keep)
+    with served(backend) as server, Client() as client:
+        rows = [torch.full((1, 4), value, requires_grad=True) for value in (1.0, 666.0, 2.0, float("nan"), 3.0)]
+        calls = Calls(client, ask_all(client, server, backend, rows), Deadline.after(60.0), 60.0)
+        outputs = outputs_of(calls)
+        failed = [call.error for call in calls.calls]
+        assert [type(error) for error in failed] == [type(None), RemoteError, type(None), NonFinite, type(None)]
+        assert torch.allclose(torch.cat(outputs), here(torch.cat([rows[0], rows[2], rows[4]])))
+        seen: list[type[Exception] | None] = []
+        calls.check_backward = lambda asked: seen.extend(
+            None if call.gradient_error is None else type(call.gradient_error) for call in asked
+        )
+        torch.autograd.backward(outputs, [torch.full((1, 4), value) for value in (1.0, 7.0, float("inf"))])
+        assert seen == [None, RemoteError, NonFinite]
+        assert rows[0].grad is not None
+        assert (rows[2].grad, rows[4].grad) == (None, None)
+        assert backend.updates == 1
+        assert torch.allclose(there.linear.bias, here.bias - 1.0)
+
+
+def test_updates_are_made_once_however_often_the_network_cuts_their_message() -> None:
+    network = MemoryTransport()
+    lossy = LossyTransport(drop=0.3, duplicate=0.2, seed=3, transport=network)
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(module.weight)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    backend = ExpertBackend("count.0", module, optimizer, args_schema=[TensorSpec(1)])
+    with served(backend, transport=network) as server, Client(transport=lossy, retries=100) as client:
+        for _ in range(20):
+            calls = ask_all(client, server, backend, [torch.ones(1, 1)] * 5)
+            outputs = outputs_of(Calls(client, calls, Deadline.after(60.0), 60.0))
+            torch.cat(outputs).sum().backward()
+    assert lossy.dropped > 5
+    assert float(module.weight.detach()) == -100.0
+    assert backend.updates == 20
+
+
+@contextmanager
+def one_under_way(
+    monkeypatch: pytest.MonkeyPatch, moment: float = 600.0, **options: object
+) -> Iterator[tuple[Slow, ExpertServer, RemoteExpert, Callable[[int], None]]]:
+    """While one thread's request is in the module, the next ones wait for it."""
+    monkeypatch.setattr(lines, "_MOMENT", moment)
+    module = Slow()
+    with served(ExpertBackend("slow.0", module, args_schema=[TensorSpec(2)], **options)) as server:  # type: ignore[arg-type]
+        expert = RemoteExpert("slow.0", server.endpoint)
+        expert.get_info()
+
+        def wait_for(count: int) -> None:
+            wait_until(lambda: sum(len(line.waiting) for line in lines._lines.values()) == count)
+
+        with torch.no_grad(), in_the_module(module, lambda: without_gradients(expert, torch.ones(1, 2))):
+            yield module, server, expert, wait_for
+    assert not lines._lines
+
+
+def without_gradients(expert: RemoteExpert, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        answer: Tensor = expert(x)
+        return answer
+
+
+def test_requests_of_several_threads_that_wait_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes: list[object] = []
+    with one_under_way(monkeypatch) as (module, server, expert, wait_for):
+        before = requests(server)
+        inputs = [torch.full((1 + index % 2, 2), float(index)) for index in range(8)]
+        asking = threading.Thread(
+            target=lambda: outcomes.extend(together(8, lambda index: without_gradients(expert, inputs[index])))
+        )
+        asking.start()
+        wait_for(8)
+        module.open.set()
+        join(asking)
+        assert requests(server) == before + 1
+    for x, outcome in zip(inputs, outcomes, strict=True):
+        assert isinstance(outcome, Tensor)
+        assert torch.equal(outcome, x)
+    assert expert.statistics().answered == 9
+
+
+def test_a_caller_gives_up_at_its_own_deadline_while_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    with one_under_way(monkeypatch) as (_, server, expert, _):
+        hasty = RemoteExpert("slow.0", server.endpoint, forward_timeout=0.1)
+        hasty._known = expert._known
+        with pytest.raises(DeadlineExceeded, match=r"slow\.0"):
+            hasty(torch.ones(1, 2))
+
+
+def test_a_request_waits_for_those_under_way_only_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one may wait for the others: a batch has a minimum."""
+    module = Slow()
+    backend = ExpertBackend("slow.0", module, args_schema=[TensorSpec(2)], min_batch_size=8)
+    with served(backend) as server:
+        expert = RemoteExpert("slow.0", server.endpoint)
+        answers = together(8, lambda index: without_gradients(expert, torch.full((1, 2), float(index))))
+    assert [float(answer.sum()) for answer in answers if isinstance(answer, Tensor)] == [2.0 * i for i in range(8)]
