@@ -2,7 +2,7 @@
 
 A page reads as one story, so its ```python blocks run in order and share their names, in a directory of their own. A
 block whose first line is a comment with a file's name is written to that file too, for later blocks to run as a script.
-``% not run: <why>`` above a block leaves it out.
+``<!-- not run: <why> -->`` above a block leaves it out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def blocks(page: str) -> Iterator[tuple[int, str]]:
     """Yield the first line and the code of each block of ``page`` that is to be run."""
     text = (DOCS / page).read_text()
     for match in _BLOCK.finditer(text):
-        if not match["above"].startswith("% not run: "):
+        if not match["above"].startswith("<!-- not run: "):
             yield text.count("\n", 0, match.start("code")), match["code"]
 
 

@@ -29,9 +29,36 @@ def executor(step: ab.TrainStep | None = None, **options: Any) -> ab.Executor:
     return ab.Executor(made() if step is None else step, **options)
 
 
+@ab.skippable(stash=["first"])
+class Stashes(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield ab.stash("first", x)
+        return x
+
+
+@ab.skippable(pop=["first"])
+class Pops(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + ab.pop("first")  # type: ignore[operator,no-any-return]
+
+
+def piped(loss: Any, *target: Tensor, last: nn.Module | None = None) -> object:
+    """A step of a pipe."""
+    layers = [Stashes(), nn.Linear(2, 2), Pops() if last is None else last]
+    with ab.Pipe(nn.Sequential(*layers[last is not None :]), [1, 2 - (last is not None)]) as pipe:
+        return pipe.step(torch.ones(2, 2), *target, loss=loss)
+
+
 STEPS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: ab.TrainStep(MODEL, nn.MSELoss(), SGD), TypeError, "MSELoss takes an output and a target; write lambda"),
     (lambda: ab.TrainStep(MODEL, nn.functional.l1_loss, SGD), TypeError, "l1_loss takes an output and a target"),
+    (
+        lambda: piped(nn.functional.mse_loss, last=nn.Tanh()),
+        AttributeError,
+        r"loss\(output, target\); .* has no target",
+    ),
+    (lambda: piped(loss, torch.ones(2, 2), last=nn.Tanh()), TypeError, r"a Pipe's loss is called as loss\(output, tar"),
+    (lambda: piped(nn.functional.mse_loss, torch.ones(2, 2)), RuntimeError, r"write value = yield ab.pop\(name\)"),
     (lambda: executor().run(batch=[[1.0, 2.0]]), ValueError, "convert its numbers to tensors or arrays"),
     (lambda: made(None), TypeError, "optimizer is one Optimizer or a list of them, got None"),
     (lambda: made(torch.optim.SGD), TypeError, "optimizer is one Optimizer or a list of them, got <class"),

@@ -167,35 +167,6 @@ def test_state_is_restored_with_every_type_key_order_and_bit(value: object) -> N
     assert same(checkpoint_state.decode(json.loads(text)), value)
 
 
-def test_state_of_optimizers_schedulers_and_generators_is_restored(tmp_path: Path) -> None:
-    import random as python_random
-
-    weight = torch.nn.Parameter(torch.randn(3))
-    optimizer = torch.optim.AdamW([weight], lr=0.1)
-    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[2, 2, 5])
-    for _ in range(3):
-        weight.grad = torch.randn(3)
-        optimizer.step()
-        scheduler.step()
-    whole = {
-        "optimizer": optimizer.state_dict(),
-        "scheduler": scheduler.state_dict(),
-        "python": python_random.getstate(),
-        "torch": torch.get_rng_state(),
-    }
-    given_state, given_tensors = checkpoint.split(whole)
-    checkpoint.write(tmp_path, {"state": given_tensors}, given_state, step=3)
-    found = checkpoint.read(tmp_path)
-    joined = checkpoint.join(found.state, found.tensors("state"))
-    assert isinstance(joined, dict)
-    assert same(checkpoint.split(joined)[0], given_state)
-    assert isinstance(joined["scheduler"]["milestones"], Counter)
-    assert torch.equal(joined["torch"], whole["torch"])
-    again = torch.optim.AdamW([weight], lr=0.5)
-    again.load_state_dict(joined["optimizer"])
-    assert torch.equal(again.state[weight]["exp_avg"], optimizer.state[weight]["exp_avg"])
-
-
 def test_split_names_tensors_by_path_and_distinguishes_equal_paths() -> None:
     one, two = torch.ones(1), torch.zeros(1)
     state, found = checkpoint.split({"a.b": one, "a": {"b": two}, "n": [None, (one,)]})

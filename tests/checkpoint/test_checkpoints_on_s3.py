@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import socket
@@ -20,10 +21,9 @@ from anabranch.errors import CheckpointError
 from anabranch.launch.meeting.addresses import held_port
 from waiting import wait_until
 
-s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")
-pytest.importorskip("moto", reason="moto is not installed")
-
-pytestmark = pytest.mark.slow
+# Looked for without an import, of seconds, which processes that run no slow test would make too.
+ABSENT = [name for name in ("s3fs", "moto") if importlib.util.find_spec(name) is None]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(ABSENT), reason=f"not installed: {ABSENT}")]
 
 
 @contextmanager
@@ -52,6 +52,8 @@ def listens(port: int) -> bool:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[bytes]]:
+    import s3fs
+
     with held_port("127.0.0.1") as port, pytest.MonkeyPatch.context() as patch:
         facts = {"ACCESS_KEY_ID": "any", "SECRET_ACCESS_KEY": "any", "DEFAULT_REGION": "us-east-1"}
         for name, value in {**facts, "ENDPOINT_URL": f"http://127.0.0.1:{port}"}.items():

@@ -152,9 +152,6 @@ def test_a_file_is_cut_between_lines(tmp_path):
     assert 5 <= rows[1] <= 10
 
 
-# What is generated.
-
-
 # What a prediction is worth.
 
 

@@ -44,7 +44,6 @@ def sampled(graph, seeds, key, **options):
 
 
 def test_a_batch_has_each_node_once_and_edges_from_the_graph(graph):
-
     seeds = np.array([5, 700, 13, 42])
     batch = {n: values.numpy() for n, values in sampled(graph, seeds, key=1, padded=False).items()}
     near = len(batch["near"])
@@ -95,30 +94,11 @@ def test_neighbours_tell_more_than_features_alone(tmp_path, capsys):
     assert len(result["losses"]) == 60
 
 
-def test_interrupted_the_same_command_ends_as_if_undisturbed(tmp_path, capsys, monkeypatch):
-    import graph_sage
-
-    arguments = [*SMALL, "--save-every", "2"]
-    real = graph_sage.accuracy
-    with monkeypatch.context() as patch:
-        patch.setattr(graph_sage, "accuracy", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
-        assert graph_sage.main([*arguments, "--out", str(tmp_path / "stopped")]) == 130
-    assert "the same command goes on" in capsys.readouterr().err
-    assert graph_sage.accuracy is real
-    gone_on = run_here(capsys, *arguments, "--out", tmp_path / "stopped")
-    whole = run_here(capsys, *arguments, "--out", tmp_path / "whole")
-    assert gone_on["resumed_from"] == 2
-    assert gone_on["losses"] == whole["losses"][2:]
-    assert gone_on["accuracy"] == whole["accuracy"]
-
-
-@pytest.mark.parametrize(
-    "mode", [pytest.param("AllReduce", marks=pytest.mark.slow), pytest.param("PS", marks=pytest.mark.slow), "Hybrid"]
-)
-def test_two_workers_have_the_losses_of_one(mode, tmp_path, capsys):
+@pytest.mark.slow
+def test_two_workers_have_the_losses_of_one(tmp_path, capsys):
     one = run_here(capsys, *SMALL, "--out", tmp_path / "one")
-    job = LocalJob(workers=2, servers=0 if mode == "AllReduce" else 2)
-    two = run_example(job, SCRIPT, *SMALL, "--comm-mode", mode, "--out", tmp_path / "two").check().results[0]
+    job = LocalJob(workers=2, servers=2)
+    two = run_example(job, SCRIPT, *SMALL, "--out", tmp_path / "two").check().results[0]
     assert two is not None
     np.testing.assert_allclose(two["losses"], one["losses"], rtol=1e-10)
     assert two["accuracy"] == one["accuracy"]

@@ -17,8 +17,7 @@ from launched import run, start_run
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = EXAMPLES / "language_model.py"
 TIMINGS = {"seconds", "steps_per_second", "resumed_from", "missed_seconds", "out"}
-SMALL = ("--steps", "4", "--batch", "4", "--memory-rows", "512", "--engine", "tape")
-"""On the tape, which is ready at once; the first test, and the example's default, capture a graph."""
+SMALL = ("--steps", "4", "--batch", "4", "--memory-rows", "512")
 WIDTH = 32
 
 
@@ -61,7 +60,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 def test_a_run_ends_with_one_line_of_json_a_checkpoint_and_a_picture(small_text, tmp_path, capsys, drawn):
     out = tmp_path / "out"
-    result = run_here(capsys, *SMALL, "--engine", "graph", "--text", small_text, "--out", out, "--seed", 3)
+    result = run_here(capsys, *SMALL, "--text", small_text, "--out", out, "--seed", 3)
     assert result["steps"] == 4
     assert result["seed"] == 3
     assert result["workers"] == 1
@@ -170,19 +169,6 @@ def test_two_workers_draw_the_curve_of_one(small_text, tmp_path, capsys):
     ):
         assert step == same_step
         assert bits == pytest.approx(same_bits, rel=1e-5)
-    assert two["bits_per_byte"] == pytest.approx(one["bits_per_byte"], rel=1e-5)
-
-
-@pytest.mark.slow
-def test_on_servers_the_memory_learns_the_same_as_locally(small_text, tmp_path, capsys):
-    arguments = [*SMALL, "--text", str(small_text), "--evaluate-every", "2"]
-    launcher = LocalJob(workers=2, servers=2)
-    job = run_example(launcher, SCRIPT, *arguments, "--out", tmp_path / "two", WIDTH=WIDTH)
-    two = job.check().results[0]
-    one = run_here(capsys, *arguments, "--out", tmp_path / "one")
-    assert two is not None
-    assert (two["comm_mode"], two["workers"], two["servers"]) == ("Hybrid", 2, 2)
-    assert curve(tmp_path / "two")["losses"] == pytest.approx(curve(tmp_path / "one")["losses"], rel=1e-5)
     assert two["bits_per_byte"] == pytest.approx(one["bits_per_byte"], rel=1e-5)
 
 

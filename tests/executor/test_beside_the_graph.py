@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import anabranch as ab
 from plain_loop import TrainingCase, check, linear, mean_square, nothing
@@ -91,12 +89,6 @@ def test_a_zero_grad_that_leaves_gradients_is_refused(accumulate: int) -> None:
             executor.run(batch=torch.ones(2, 4))
 
 
-# Which parameters an optimizer holds.
-
-
-# What a step is.
-
-
 def test_a_step_is_fixed_once_it_is_made() -> None:
     """The tape read some attributes anew in each step, which graphs had taken up: they could not both be right."""
     model = linear()
@@ -111,15 +103,6 @@ def test_a_step_is_fixed_once_it_is_made() -> None:
     assert train.schedulers == ()
 
 
-# What forward does in Python comes before the optimizers' step.
-
-
-# An error of the user's own code, seen while it is read, refuses the step and no other.
-
-
-SGD = torch.optim.SGD
-
-
 def test_an_exception_of_the_loss_refuses_its_steps_alone() -> None:
     def run(engine: Any) -> tuple[dict[int, Exception], list[Tensor]]:
         torch.manual_seed(0)
@@ -132,7 +115,9 @@ def test_an_exception_of_the_loss_refuses_its_steps_alone() -> None:
                 raise StopIteration
             return mean_square(model, x)
 
-        with ab.Executor(ab.TrainStep(model, loss, SGD(model.parameters(), lr=0.1)), engine=engine) as executor:
+        with ab.Executor(
+            ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1)), engine=engine
+        ) as executor:
             for i in range(7):
                 raises[0] = {2: "value", 3: "stop"}.get(i, "")
                 try:
@@ -167,28 +152,3 @@ def test_an_evaluation_as_another_graph_is_compared_as_the_first_was() -> None:
         assert torch.equal(executor.run(batch=x)["y"], model(x))  # type: ignore[arg-type]
         with pytest.raises(ab.CaptureError, match="the graph was not bitwise equal to the tape, .* the result 'y'"):
             executor.run(batch=x)
-
-
-class Reentrant(nn.Module):
-    """A frozen table and a block behind it that a reentrant checkpoint gives no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.block, self.last = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4), nn.Linear(4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(checkpoint(self.block, self.first(x), use_reentrant=True))  # type: ignore[no-any-return]
-
-
-def test_a_gradient_that_only_the_graph_has_is_a_difference() -> None:
-    torch.manual_seed(0)
-    model = Reentrant()
-    weight = model.block.weight.detach().clone()
-    x = torch.ones(2, 4)
-    step = ab.TrainStep(model, mean_square, SGD(model.parameters(), lr=0.1))
-    with warnings.catch_warnings(), ab.Executor(step, engine="graph") as executor:
-        warnings.simplefilter("ignore")  # of PyTorch's checkpoint: no input requires a gradient
-        executor.run(batch=x)
-        with pytest.raises(ab.CaptureError, match="which parameters have a gradient"):
-            executor.run(batch=x)
-    assert torch.equal(model.block.weight, weight)

@@ -13,18 +13,7 @@ from torch import Tensor, nn
 
 import anabranch as ab
 from plain_loop import mean_square
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(8, 3)
-        self.head = nn.Linear(3, 5)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.table(ids))  # type: ignore[no-any-return]
-
+from toys import Tabled
 
 IDS = torch.tensor([0, 5, 5, 3])
 
@@ -34,18 +23,18 @@ def executor_of(model: nn.Module, mode: str = "PS", optimizer: Any = torch.optim
     return ab.Executor({"train": step, "look": ab.EvalStep(model, lambda m, ids: {"out": m(ids)})}, mode, **options)
 
 
-def give_other_data(model: Model) -> None:
+def give_other_data(model: Tabled) -> None:
     model.head.weight.data = torch.zeros(5, 3)
 
 
-def change_the_last_number(model: Model) -> None:
+def change_the_last_number(model: Tabled) -> None:
     model.head.weight.data[-1, -1] += 1e-3
 
 
 @pytest.mark.parametrize("change", [give_other_data, change_the_last_number])
 @pytest.mark.parametrize("steps", [0, 2])
-def test_a_change_by_hand_is_an_error_that_names_it(change: Callable[[Model], None], steps: int) -> None:
-    model = Model()
+def test_a_change_by_hand_is_an_error_that_names_it(change: Callable[[Tabled], None], steps: int) -> None:
+    model = Tabled(out=5)
     with executor_of(model) as executor:
         for _ in range(steps):
             executor.run("train", IDS)
@@ -61,25 +50,20 @@ def test_a_change_by_hand_is_an_error_that_names_it(change: Callable[[Model], No
 
 @pytest.mark.parametrize("options", [{"consistency": "asp"}, {"use_sparse_pull": False}, {"engine": "graph"}])
 def test_and_so_under_every_consistency_engine_and_for_tables_held_whole(options: dict[str, Any]) -> None:
-    model = Model()
+    model = Tabled(out=5)
     with executor_of(model, **options) as executor:
         executor.run("train", IDS)
-        before = model.head.bias.detach().clone()
-        model.head.bias.data.mul_(2)
-        with pytest.raises(ab.LostUpdate, match=r"^head\.bias was"):
-            executor.run("train", IDS)
-        model.head.bias.data.copy_(before)
-        if "use_sparse_pull" in options:
-            before = model.table.weight.detach().clone()
-            model.table.weight.data.mul_(2)
-            with pytest.raises(ab.LostUpdate, match=r"^table\.weight was"):
+        for value in (model.head.bias, model.table.weight)[: 1 + ("use_sparse_pull" in options)]:
+            before = value.detach().clone()
+            value.data.mul_(2)
+            with pytest.raises(ab.LostUpdate, match=r"^(head\.bias|table\.weight) was"):
                 executor.run("train", IDS)
-            model.table.weight.data.copy_(before)
+            value.data.copy_(before)
 
 
 @pytest.mark.parametrize("consistency", ["bsp", "asp"])
 def test_values_that_an_evaluation_would_not_use_are_an_error_and_those_it_uses_are_not(consistency: str) -> None:
-    model = Model()
+    model = Tabled(out=5)
     with executor_of(model, consistency=consistency) as executor:
         executor.run("train", IDS)
         kept = model.head.bias.detach().clone()
@@ -102,9 +86,9 @@ def executor_rows(executor: ab.Executor) -> Tensor:
 
 def test_a_change_in_the_run_itself_is_an_error_of_that_run() -> None:
     """As of a codebook that moves in forward: the read at the end of the run would overwrite it."""
-    model = Model()
+    model = Tabled(out=5)
 
-    def moving(model: Model, ids: Tensor) -> Tensor:
+    def moving(model: Tabled, ids: Tensor) -> Tensor:
         model.head.bias.data.mul_(0.5)
         return mean_square(model, ids)
 
@@ -117,7 +101,7 @@ def test_a_change_in_the_run_itself_is_an_error_of_that_run() -> None:
 
 
 def test_neither_loading_nor_saving_nor_a_step_passed_over_is_a_change(tmp_path: Path) -> None:
-    model = Model()
+    model = Tabled(out=5)
     with executor_of(model) as executor:
         executor.run("train", IDS)
         executor.save(tmp_path)
@@ -130,7 +114,7 @@ def test_neither_loading_nor_saving_nor_a_step_passed_over_is_a_change(tmp_path:
 
 
 def test_a_change_after_the_last_step_is_an_error_of_close_which_closes_all_the_same() -> None:
-    model, plain = Model(), Model()
+    model, plain = Tabled(out=5), Tabled(out=5)
     with executor_of(plain) as executor:
         executor.run("train", IDS)
     executor = executor_of(model)

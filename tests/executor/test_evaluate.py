@@ -259,30 +259,35 @@ def test_workers_on_the_same_batch_are_warned_of_it() -> None:
         assert "ab.loaders.GlobalBatches" in warning
 
 
-def without_waiting(shared: bool, consistency: str) -> list[str]:
+WITHOUT_WAITING = ((False, "asp"), (True, "asp"), (True, "ssp:2"))
+
+
+def without_waiting() -> list[list[str]]:
     """Two workers that meet nowhere in their runs see each other's first batch in the second one."""
-    said, rank = list[str](), ab.job().rank
+    said, told, rank = list[str](), list[list[str]](), ab.job().rank
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("anabranch").addHandler(handler)
     logging.getLogger("anabranch").setLevel(logging.INFO)
-    torch.manual_seed(0)
-    with warnings.catch_warnings(record=True) as warned, program(comm_mode="PS", consistency=consistency) as executor:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            executor.run("train", DATA if shared else DATA[rank::2])
-            executor.state_dict()  # which all call
-    said += [f"{one.category.__name__} {Path(one.filename).name}: {one.message}" for one in warned]
-    return [line for line in said if "the same batch" in line or "rows a step" in line]
+    for shared, consistency in WITHOUT_WAITING:
+        said.clear()
+        options = {"comm_mode": "PS", "consistency": consistency, "served": "replace"}
+        with warnings.catch_warnings(record=True) as warned, program(**options) as executor:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                executor.run("train", DATA if shared else DATA[rank::2])
+                executor.state_dict()  # which all call
+        said += [f"{one.category.__name__} {Path(one.filename).name}: {one.message}" for one in warned]
+        told.append([line for line in said if "the same batch" in line or "rows a step" in line])
+    return told
 
 
-@pytest.mark.parametrize(("shared", "consistency"), [(False, "asp"), (True, "asp"), (True, "ssp:2")])
-def test_workers_that_wait_nowhere_are_told_of_their_first_batches(shared: bool, consistency: str) -> None:
-    first, second = in_job(without_waiting, 2, shared, consistency, servers=1)
-    rows = "11 rows = 22" if shared else "6/5 rows = 11"
-    assert first[0] == f"train: 2 workers x {rows} rows a step"
-    assert first[1:] == second
-    assert [line.partition(":")[0] for line in second] == ["UserWarning test_evaluate.py"] * shared
+def test_workers_that_wait_nowhere_are_told_of_their_first_batches() -> None:
+    for (shared, _), first, second in zip(WITHOUT_WAITING, *in_job(without_waiting, 2, servers=1), strict=True):
+        rows = "11 rows = 22" if shared else "6/5 rows = 11"
+        assert first[0] == f"train: 2 workers x {rows} rows a step"
+        assert first[1:] == second
+        assert [line.partition(":")[0] for line in second] == ["UserWarning test_evaluate.py"] * shared
 
 
 def apart(folder: str) -> str:

@@ -15,7 +15,7 @@ from torch.distributed._functional_collectives import all_reduce as functional_a
 
 import anabranch as ab
 from anabranch.collectives import GradientBuckets
-from anabranch.executor.engines.graph_engine import Differs, Snapshot, bits_differ
+from anabranch.executor.engines.graph_engine import bits_differ
 from anabranch.record.spans import heard
 from plain_loop import TrainingCase, check, mean_square
 from toys import in_job
@@ -137,9 +137,6 @@ def test_a_graph_of_another_function_is_refused_and_the_step_is_the_tapes(
             executor.run(batch=x)
 
 
-# What Python changes between steps.
-
-
 # Several workers.
 
 
@@ -168,6 +165,7 @@ def order() -> list[str]:
     return log
 
 
+@pytest.mark.slow
 def test_workers_send_during_backward() -> None:
     for log in in_job(order, 2):
         first, last = log.index("bucket.launched"), len(log) - 1 - log[::-1].index("gradient")
@@ -200,7 +198,7 @@ def test_a_loss_that_communicates_itself_is_said_not_to_be_compared() -> None:
     assert in_job(uncompared, 2) == [said, said]
 
 
-# What equal means: the sign of a zero counts, which NaN it is does not; random numbers do.
+# What equal means: the sign of a zero counts, which NaN it is does not.
 
 NAN = float("nan")
 
@@ -215,17 +213,6 @@ def test_the_sign_of_a_zero_counts_and_nan_is_nan_and_nothing_else(dtype: torch.
     assert bits_differ(torch.ones(2), torch.ones(2, dtype=torch.float64))
 
 
-def test_random_numbers_drawn_on_a_device_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = torch.zeros(16, dtype=torch.uint8)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [state.clone()])
-    before = Snapshot(nn.Linear(2, 2), [])
-    before.compare()
-    state += 1
-    with pytest.raises(Differs, match="other random numbers"):
-        before.compare()
-
-
 # ``TrainStep(activation_budget=...)``: the plain loop's bits in less memory, or a clear refusal.
 
 
@@ -238,6 +225,7 @@ def step_of(model: nn.Module, **options: Any) -> ab.TrainStep:
     return ab.TrainStep(model, mean_square, torch.optim.Adam(model.parameters(), lr=0.01), **options)
 
 
+@pytest.mark.slow
 def test_the_plain_loops_bits_in_less_memory(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "anabranch")
     batch = torch.randn(256, 16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -245,6 +246,18 @@ def test_a_failure_of_a_look_is_raised_where_the_batch_is_taken(opened: Callable
     with pytest.raises(OverflowError):
         loader.next_batch()
     assert numbers(loader.next_batch()) == [16, 25]
+
+
+@pytest.mark.parametrize("kind", ["two_workers_iterable", slow_if(True, "two_workers_global")])
+def test_a_loader_that_was_closed_or_left_at_its_end_has_no_processes(
+    kind: str, opened: Callable[..., BoundLoader]
+) -> None:
+    for end in (drain, BoundLoader.close):
+        loader = opened(LOADERS[kind]())
+        loader.next_batch()
+        assert multiprocessing.active_children()
+        end(loader)
+        assert not multiprocessing.active_children()
 
 
 # Epochs.

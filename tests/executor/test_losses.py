@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import anabranch as ab
+from plain_loop import TrainingCase, check, sgd
 from toys import in_job, plain_step
 
 Batch = dict[str, Tensor]
@@ -72,14 +72,11 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("engine", ["tape", "graph"])
 def test_parameters_of_the_loss_are_trained_as_by_the_plain_loop(engine: str) -> None:
-    given = batches(6)
-    wanted, state = plain(given)
-    model, loss, optimizer = made()
-    with ab.Executor(ab.TrainStep(model, loss, optimizer), engine=engine) as executor:
-        torch.manual_seed(5)
-        losses = [executor.run(batch=batch)["loss"].item() for batch in given]
-        assert losses == pytest.approx(wanted, rel=0, abs=1e-12)
-    assert_same(state_of(model, loss), state)
+    def build(patch: pytest.MonkeyPatch) -> TrainingCase:
+        model, loss, optimizer = made()
+        return TrainingCase(model, loss, optimizer, batch=batches(9).__getitem__, seen=loss.state_dict)
+
+    assert check(build, engine).refused_at is None
 
 
 def test_it_is_saved_beside_the_model_under_its_own_name(tmp_path: Path) -> None:
@@ -207,25 +204,13 @@ def test_an_output_without_a_loss_is_refused(engine: Any, error: type[Exception]
         executor.run(batch=torch.ones(2, 3))
 
 
+@pytest.mark.slow
 def test_a_loss_with_control_flow_of_torchs_own_trains_as_the_plain_loop_does() -> None:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         return torch.cond(x.sum() > 0, lambda y: model(y).square().mean(), lambda y: model(y).abs().mean(), (x,))  # type: ignore[no-any-return]
 
-    def trained(steps: Callable[[nn.Module, torch.optim.Optimizer], None]) -> list[Tensor]:
-        torch.manual_seed(0)
+    def build(patch: pytest.MonkeyPatch) -> TrainingCase:
         model = nn.Linear(3, 2)
-        steps(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        return list(model.parameters())
+        return TrainingCase(model, loss, sgd(model), batch=lambda i: torch.full((2, 3), (-1.0) ** i))
 
-    signed = [torch.full((2, 3), sign) for sign in (1.0, -1.0, 1.0)]
-
-    def ours(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        with ab.Executor(ab.TrainStep(model, loss, optimizer)) as executor:
-            for batch in signed:
-                executor.run(batch=batch)
-
-    def plainly(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        for batch in signed:
-            plain_step(model, loss, optimizer, batch)
-
-    assert all(map(torch.equal, trained(ours), trained(plainly)))
+    check(build, "tape")

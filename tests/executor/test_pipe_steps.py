@@ -410,12 +410,9 @@ def slow(*values: object) -> Any:
     ("data", "pipeline", "balance", "mode", "few"),
     [
         (2, 2, [4, 3], None, True),
-        slow(3, 1, [3, 4], None, False),
-        slow(1, 3, [2, 2, 3], None, False),
         slow(3, 2, [3, 4], None, False),
         (1, 2, [4, 3], "PS", True),
-        slow(2, 2, [4, 3], "Hybrid", True),
-        slow(2, 2, [3, 4], "PS", False),
+        slow(2, 2, [3, 4], "Hybrid", False),
         slow(1, 3, [2, 2, 3], "PS", False),
     ],
 )
@@ -482,8 +479,6 @@ def losses_of(executor: ab.Executor, runs: range, accumulate: int = 1) -> list[f
     [
         (case(1, 2, [3, 4], **KEPT), case(1, 2, [5, 2], schedule="GPipe", **KEPT)),
         slow(case(2, 2, [2, 5], mode="Hybrid", **KEPT), case(1, 3, [3, 2, 2], mode="Hybrid", **KEPT)),
-        slow(case(2, 2, [2, 5], **KEPT), case(1, 1, [3, 4], **KEPT)),
-        slow(case(1, 3, [1, 3, 3], **KEPT), case(2, 2, [6, 1], **KEPT)),
         slow(case(2, 2, [3, 4], **KEPT), case(3, 1, [3, 4], **KEPT)),
     ],
     ids=str,

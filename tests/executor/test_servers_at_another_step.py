@@ -7,6 +7,7 @@ may come back without some.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,10 +67,18 @@ def test_after_an_unanswered_push_a_checkpoint_is_required(
         assert [executor.run("train", X)["loss"] for _ in range(2)] == expected
 
 
-@pytest.mark.parametrize("arrives", [True, False])
-@pytest.mark.parametrize(("verb", "clip"), [("push_many", None), ("squared_norm", 1.0)])
-@pytest.mark.parametrize("error", [ab.DeadlineExceeded("no answer"), KeyboardInterrupt()], ids=["late", "interrupt"])
-def test_a_held_push_that_was_not_answered_is_dropped_and_the_next_run_goes_on(
+LOST = product(
+    (ab.DeadlineExceeded("no answer"), KeyboardInterrupt()),
+    (("push_many", None), ("squared_norm", 1.0)),
+    (True, False),
+)
+REFUSED = [(ab.Overloaded("full"), ("push_many", clip), False) for clip in (None, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("error", "verb", "clip", "arrives"), [(error, *verb, arrives) for error, verb, arrives in (*LOST, *REFUSED)]
+)
+def test_a_held_push_that_was_refused_or_not_answered_is_dropped_and_the_next_run_goes_on(
     error: Exception, verb: str, clip: float | None, arrives: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with executor_of(clip, "bsp") as executor, executor_of(clip, "bsp") as undisturbed:
@@ -129,21 +138,6 @@ def test_a_run_that_fails_behind_a_held_push_changes_nothing() -> None:
     mean_square(plain, X).backward()
     optimizer.step()
     assert all(torch.equal(value, plain.state_dict()[name]) for name, value in model.state_dict().items())
-
-
-@pytest.mark.parametrize("clip", [None, 1.0])
-def test_after_a_refused_push_the_next_run_goes_on(clip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    with executor_of(clip, "bsp") as executor, executor_of(clip, "bsp") as undisturbed:
-        assert executor._remote is not None
-        for step in range(3):
-            if step == 1:
-                with monkeypatch.context() as patch:
-                    client = executor._remote.client
-                    refused = unanswered(client.push_many, ab.Overloaded("full"), arrives=False)
-                    patch.setattr(client, "push_many", refused)
-                    with pytest.raises(ab.Overloaded):
-                        executor.run("train", X)
-            assert executor.run("train", X)["loss"] == undisturbed.run("train", X)["loss"]
 
 
 @pytest.mark.parametrize("verb", ["push_many", "squared_norm"])

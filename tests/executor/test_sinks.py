@@ -300,6 +300,3 @@ def test_unknown_events_and_uncallable_values_are_refused() -> None:
             executor.on("epoch", print)  # type: ignore[call-overload]
         with pytest.raises(TypeError, match="function of one record"):
             executor.on("step", None)  # type: ignore[call-overload]
-
-
-# What fetch tells of a run.

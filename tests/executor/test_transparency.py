@@ -284,11 +284,10 @@ BETWEEN_MORE = [
         (2, 2, [*QUICK, *BETWEEN_WORKERS]),
         pytest.param(4, 0, REDUCED, marks=pytest.mark.slow),
         # The model looks at its batch to decide what to do, which no graph can represent.
-        pytest.param(2, 0, [{**one, "engine": "graph", "rare": False} for one in REDUCED], marks=pytest.mark.slow),
+        pytest.param(2, 0, [{**one, "engine": "graph", "rare": False} for one in REDUCED[::3]], marks=pytest.mark.slow),
         pytest.param(2, 2, [*OTHERS, *BETWEEN_MORE], marks=pytest.mark.slow),
-        pytest.param(3, 2, [*QUICK, *BETWEEN_WORKERS], marks=pytest.mark.slow),
     ],
-    ids=["2", "2 and servers", "4", "2 as graphs", "2 and servers, others", "3 and servers"],
+    ids=["2", "2 and servers", "4", "2 as graphs", "2 and servers, others"],
 )
 def test_workers_on_shards_equal_one_loop_on_the_whole_batch(
     workers: int, servers: int, cases: list[dict[str, object]]
@@ -400,5 +399,5 @@ def loaded(folder: str) -> list[float]:
 
 
 def test_a_state_of_another_number_of_workers_is_loaded_into_an_executor_that_has_run(tmp_path: Path) -> None:
-    (expected,) = in_job(loaded, 1, str(tmp_path))
+    expected = loaded(str(tmp_path))
     assert in_job(loaded, 2, str(tmp_path)) == [pytest.approx(expected, abs=1e-12)] * 2

@@ -144,9 +144,6 @@ def test_a_save_in_the_background_is_refused_too(tmp_path: Path) -> None:
             second.save(tmp_path / ".lock")
 
 
-# Failures that are reported later.
-
-
 # Generations that are replaced while they are read.
 
 

@@ -13,12 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, DistributedSampler
 
 import anabranch as ab
@@ -44,24 +40,18 @@ def layouts() -> list[Any]:
             values.append(model.weight.tolist())
     with pytest.raises(ValueError, match=r"weight \(2, 3\).*weight \(3, 3\)"):
         executor(nn.Linear(3, 2 + rank))
+    step = ab.TrainStep(gaps, lambda m, b: m(b).square().mean(), SGD(gaps.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"rank 0 has dataloaders for the steps \['default'\], rank 1 for \[\]"):
+        ab.Executor(
+            step, comm_mode="AllReduce", dataloaders={} if rank else {"default": [torch.ones(2, 3)]}, timeout=50
+        )
     return values
 
 
-def test_rank_0s_parameters_are_everyones_however_they_lie_in_memory_and_another_model_is_refused_on_all() -> None:
+def test_rank_0s_parameters_are_everyones_however_they_lie_in_memory_and_another_model_or_loader_is_refused() -> None:
     first, second = in_job(layouts, 2)
     assert first == second
     assert first[1][0] == [0.0, 4.0, 8.0]
-
-
-def loaders_of_rank_0_alone() -> None:
-    model, batches = nn.Linear(3, 1), [torch.ones(2, 3)]
-    step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match=r"rank 0 has dataloaders for the steps \['default'\], rank 1 for \[\]"):
-        ab.Executor(step, comm_mode="AllReduce", dataloaders={} if ab.job().rank else {"default": batches}, timeout=50)
-
-
-def test_loaders_for_other_steps_than_rank_0s_are_refused_on_all() -> None:
-    in_job(loaders_of_rank_0_alone, 2)
 
 
 class OneAfterAnother:
@@ -263,6 +253,8 @@ def test_an_interrupt_behind_the_first_message_of_a_run_is_no_crash_of_the_next(
 
 @pytest.fixture
 def _fake_group() -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
     # A gloo group of its own process leaves sockets that this process's end closes.
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     yield
@@ -271,6 +263,9 @@ def _fake_group() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_fake_group")
 def test_fully_sharded_modules_are_refused() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     with pytest.raises(
@@ -281,6 +276,9 @@ def test_fully_sharded_modules_are_refused() -> None:
 
 @pytest.mark.usefixtures("_fake_group")
 def test_tensor_parallel_modules_are_refused() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     parallelize_module(model, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
     with pytest.raises(ValueError, match=r"'0.weight' of Sequential is a DTensor"):

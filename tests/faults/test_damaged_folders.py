@@ -7,7 +7,6 @@ shard holds. Each folder is as a kill has left it, in the middle of a push or be
 from __future__ import annotations
 
 import copy
-import functools
 import random
 import shutil
 from collections import Counter
@@ -17,16 +16,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from mortal import HERE, SGD, SPEC
 
 from anabranch.errors import CheckpointError, NotFound, RolledBack
 from anabranch.parameter_server import ParameterClient, ParameterServer
 from anabranch.parameter_server.server.push_log import PREAMBLE_BYTES
-from anabranch.tables import Constant, RowOptimizer, TableSpec
 from anabranch.testing import MemoryTransport, faults
-
-HERE = "memory:shard"
-SGD = RowOptimizer.from_factory(functools.partial(torch.optim.SGD, lr=1.0))
-SPEC = TableSpec("t", 8, 2, initial=Constant(0.0))
 
 
 class Pushed:
@@ -175,7 +170,7 @@ def test_a_damaged_folder_is_refused_or_nothing_is_lost_untold(pushed: Pushed, t
 
 
 @pytest.mark.slow
-def test_a_thousand_damaged_folders_are_refused_or_lose_nothing_untold(pushed: Pushed, tmp_path: Path) -> None:
-    outcomes = damaged_folders(pushed, tmp_path, range(1000, 2000 if pushed.durability == "log" else 1300))
-    assert outcomes["refused"] > 50
-    assert outcomes["whole" if pushed.durability == "log" else "told"] > 50
+def test_hundreds_of_damaged_folders_are_refused_or_lose_nothing_untold(pushed: Pushed, tmp_path: Path) -> None:
+    outcomes = damaged_folders(pushed, tmp_path, range(1000, 1400 if pushed.durability == "log" else 1100))
+    assert outcomes["refused"] > 15
+    assert outcomes["whole" if pushed.durability == "log" else "told"] > 15

@@ -8,7 +8,6 @@ row's version the place of its last one among them.
 
 from __future__ import annotations
 
-import functools
 import shutil
 import tempfile
 from pathlib import Path
@@ -25,16 +24,13 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from mortal import HERE, SGD, SPEC
 
 from anabranch.errors import CheckpointError, RemoteError, RolledBack
 from anabranch.parameter_server import ParameterClient, ParameterServer
 from anabranch.parameter_server.server.push_log import PREAMBLE_BYTES
-from anabranch.tables import Constant, RowOptimizer, TableSpec
 from anabranch.testing import LossyTransport, MemoryTransport, faults
 
-HERE = "memory:shard"
-SGD = RowOptimizer.from_factory(functools.partial(torch.optim.SGD, lr=1.0))
-SPEC = TableSpec("t", 4, 2, initial=Constant(0.0))
 CLIENTS = st.integers(0, 1)
 POINTS = st.sampled_from(["before_append", "mid_append", "after_append", "before_sync", "after_sync", "after_commit"])
 

@@ -252,10 +252,7 @@ def test_mistakes_are_named() -> None:
         GlobalBatches(Endless(), 2)
 
 
-OPTIONS = [
-    {"shuffle": shuffle, "drop_last": drop_last, "num_workers": processes}
-    for shuffle, drop_last, processes in itertools.product([True, False], [True, False], [0, 1])
-]
+OPTIONS = [{}, {"shuffle": False, "drop_last": True}, {"drop_last": True, "num_workers": 1}]
 
 
 def trained(path: str, runs: int) -> list[list[float]]:

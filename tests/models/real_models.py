@@ -115,12 +115,6 @@ def hf_gpt2(patch: pytest.MonkeyPatch) -> TrainingCase:
 
 
 @real
-def hf_gpt2_batch_encoding(patch: pytest.MonkeyPatch) -> TrainingCase:
-    encoding = load("transformers").BatchEncoding
-    return of(gpt2(), own_loss, lambda i: encoding(padded(i)), rows=lambda batch: float(len(batch["labels"])))
-
-
-@real
 def hf_gpt2_gradient_checkpointing(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = gpt2()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -194,18 +188,6 @@ def torchvision_resnet(patch: pytest.MonkeyPatch) -> TrainingCase:
 
 
 @real
-def torchvision_resnet_channels_last(patch: pytest.MonkeyPatch) -> TrainingCase:
-    resnet = load("torchvision.models.resnet")
-    model = resnet.ResNet(resnet.BasicBlock, [1, 1, 1, 1], num_classes=4).to(memory_format=torch.channels_last)
-    return of(
-        model,
-        classified,
-        lambda i: labelled(i) | {"x": pictures(i, 32).to(memory_format=torch.channels_last)},
-        optimizer=momentum(model),
-    )
-
-
-@real
 def timm_vit_with_drop_path(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = load("timm.models.vision_transformer").VisionTransformer(
         img_size=16, patch_size=8, embed_dim=16, depth=3, num_heads=2, num_classes=4, drop_path_rate=0.3, drop_rate=0.1
@@ -268,19 +250,6 @@ def packed_lstm(patch: pytest.MonkeyPatch) -> TrainingCase:
         return model(packed)[0].data.square().mean()
 
     return of(model, loss, lambda i: {"x": torch.ones(2, 5, 4) * i, "lengths": torch.tensor([5, 2 + i % 3])})
-
-
-@real
-def weight_and_spectral_norm(patch: pytest.MonkeyPatch) -> TrainingCase:
-    parametrizations = torch.nn.utils.parametrizations
-    model = nn.Sequential(
-        parametrizations.spectral_norm(nn.Conv2d(3, 4, 3)),
-        nn.LeakyReLU(0.2),
-        parametrizations.weight_norm(nn.Conv2d(4, 4, 3)),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-    )
-    return of(model, classified, lambda i: labelled(i, 8))
 
 
 def graph_net() -> Any:

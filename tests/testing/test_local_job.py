@@ -52,6 +52,7 @@ def test_a_rank_killed_by_a_signal_has_its_number_as_exit_code() -> None:
     assert result.first_failure == 0
 
 
+@pytest.mark.slow
 def test_a_job_that_hangs_ends_at_its_deadline_and_shows_where_it_hung(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     ab.testing.LocalJob().run_source("").check()  # the time to start the fork server is not one of the job's

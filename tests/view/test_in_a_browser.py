@@ -19,7 +19,6 @@ from browser import needs_a_browser, seen
 
 pytestmark = [pytest.mark.slow, needs_a_browser]
 
-EVIL = "</script><script>document.title='taken'</script>\"'\n\u2028\u202e<img src=x onerror=\"document.title='taken'\">"
 DESK, PHONE = "1280,900", "500,900"  # Chromium's windows are never narrower; the page takes this for a phone
 
 PRESS = """
@@ -46,7 +45,7 @@ def node(name: str, phase: str, scope: str, inputs: list[int], label: str = "mm"
     return {"name": name, "label": label, "scope": scope, "phase": phase, "inputs": inputs, **facts}
 
 
-def graph(layers: int = 12, *, evil: str = "") -> str:
+def graph(layers: int = 12) -> str:
     nodes = [
         node("batch", "input", "inputs", []),
         *(node(f"layers.{layer}.weight", "input", "parameters", []) for layer in range(layers)),
@@ -56,11 +55,9 @@ def graph(layers: int = 12, *, evil: str = "") -> str:
     for phase in ("forward", "backward", "update"):
         for layer in range(layers):
             for part in ("attention", "linear"):
-                nodes.append(
-                    node(f"{phase}_{layer}_{part}{evil}", phase, f"layers.{layer}.{part}{evil}", [last], evil or "mm")
-                )
+                nodes.append(node(f"{phase}_{layer}_{part}", phase, f"layers.{layer}.{part}", [last]))
                 last = len(nodes) - 1
-    nodes.append(node(f"output loss{evil}", "output", "outputs", [last], f"loss{evil}"))
+    nodes.append(node("output loss", "output", "outputs", [last], "loss"))
     data = {
         "nodes": nodes,
         "facts": {"operations": len(nodes), "peak": 2048, "seconds": 0.25},
@@ -68,7 +65,7 @@ def graph(layers: int = 12, *, evil: str = "") -> str:
         "makers": ["", nodes[-3]["name"], ""],
         "peak": nodes[-3]["name"],
     }
-    return page_of("graph", evil or "graph", data)
+    return page_of("graph", "graph", data)
 
 
 def test_the_first_look_at_a_graph_has_the_layers_and_one_box_for_the_optimizer(tmp_path: Path) -> None:
@@ -152,28 +149,6 @@ def test_a_graph_is_moved_pinched_and_opened_by_fingers(tmp_path: Path) -> None:
     assert found["readable"] >= 12
     assert found["opened"]
     assert found["wide"]
-
-
-def test_names_in_a_graph_stay_names(tmp_path: Path) -> None:
-    found = asked(
-        graph(evil=EVIL),
-        """
-        openAll(true); go(placed.get(nodes.length - 1)); select(picked);
-        out.title = document.title; out.heading = $("title").textContent;
-        out.name = detail.querySelector("h2").textContent;
-        out.images = document.querySelectorAll("img").length;
-        """,
-        tmp_path,
-    )
-    assert found["images"] == 0
-    assert "taken'" in found["title"]
-    assert found["name"] == f"loss{EVIL}"
-
-
-def test_ten_thousand_operations_are_a_picture_of_few_boxes(tmp_path: Path) -> None:
-    found = asked(graph(1700), "out.nodes = nodes.length; out.boxes = visible.length;", tmp_path)
-    assert found["nodes"] > 10_000
-    assert found["boxes"] < 100
 
 
 def trace(tmp_path: Path) -> str:

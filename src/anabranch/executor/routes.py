@@ -282,7 +282,7 @@ def _place(
     if looked_up and not tied:
         hooked = "it has gradient hooks" if foreign_hooks(parameter) else ""
         obstacle = "it is an nn.Parameter of another class" if type(parameter) is not nn.Parameter else hooked
-    why = "" if override is None else f"routes={{...: {override!r}}}"
+    why = "" if override is None else f"routes={{{name!r}: {override!r}}}"
     if (override or mode) == "AllReduce":
         return Place.WORKERS, why or "comm_mode='AllReduce'"
     if obstacle:

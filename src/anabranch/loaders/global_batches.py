@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from numbers import Integral
 from typing import Any
+from weakref import proxy
 
 import numpy as np
 import torch
@@ -199,6 +200,10 @@ class Reader:
         left = len(self._batches.dataset) - samples
         self._end = samples + (left - left % self._batches.batch_size if self._batches.drop_last else left)
 
+    def stop(self) -> None:
+        """End the processes that load ahead."""
+        self._iterator = None
+
     def left(self) -> int:
         """Return how many batches of the epoch are left."""
         return -(-(self._end - self.samples) // self._batches.batch_size)
@@ -210,6 +215,7 @@ class Reader:
     def __next__(self) -> Any:
         """Return this worker's rows of the next batch, ``NOTHING`` if it has none of them."""
         if self.samples >= self._end:
+            self.stop()
             raise StopIteration
         behind = min(self.samples + self._batches.batch_size, self._end)
         if (workers := self._workers()) != self._at or self._iterator is None:
@@ -232,26 +238,28 @@ class Reader:
         return batch
 
     def indices(self) -> Iterator[list[int]]:
-        """Yield the samples of this worker in each batch that is left."""
-        (rank, size), order = self._at, self._batches.order(self.epoch)
-        for begin in range(self.samples, self._end, self._batches.batch_size):
-            if mine := [
-                int(index) for index in order[begin : min(begin + self._batches.batch_size, self._end)][rank::size]
-            ]:
-                yield mine
+        """Return the samples of this worker in each batch that is left."""
+        (rank, size), order, end, count = self._at, self._batches.order(self.epoch), self._end, self._batches.batch_size
+        shares = (order[begin : min(begin + count, end)][rank::size] for begin in range(self.samples, end, count))
+        return ([int(index) for index in share] for share in shares if len(share))
 
 
 class _Indices:
-    """The batch sampler of the loader within: asked anew at each iteration."""
+    """The batch sampler of the loader within: asked anew at each iteration.
+
+    Neither it nor what it yields from holds the reader: a loader's iterator that goes with a cycle of references has
+    lost the threads that tell its processes to end, and waits five seconds for each.
+    """
 
     def __init__(self, reader: Reader) -> None:
-        self._reader = reader
+        self._reader = proxy(reader)
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._reader.indices()
+        indices: Iterator[list[int]] = self._reader.indices()
+        return indices
 
     def __len__(self) -> int:
-        return self._reader.left()
+        return int(self._reader.left())
 
 
 def _of_job() -> tuple[int, int]:

@@ -300,6 +300,8 @@ class BoundLoader:
         """Release the loader's iterator."""
         self.closed = True
         self._reset()
+        if self._reader is not None:
+            self._reader.stop()
 
     # The position.
 

@@ -149,8 +149,9 @@ def _checked(model: nn.Module, at: Sequence[str]) -> list[str]:
     named = dict(model.named_modules())
     for name in at:
         if name not in named or not name:
-            near = [one for one in named if one.endswith(f".{name}")] or [one for one in named if one][:8]
-            raise ValueError(f"{type(model).__name__} has no submodule {name!r} to cut at; it has {near}")
+            near = [one for one in named if one.endswith(f".{name}")] or [one for one in named if one]
+            more = f" and {len(near) - 8} more" if len(near) > 8 else ""
+            raise ValueError(f"{type(model).__name__} has no submodule {name!r} to cut at; it has {near[:8]}{more}")
         if type(named[name]).forward is nn.Module.forward:
             raise ValueError(
                 f"{name!r} is a {type(named[name]).__name__}, which is never called; name one of its items"

@@ -86,6 +86,11 @@ class pop:  # noqa: N801
     def __init__(self, name: str) -> None:
         self.name = name
 
+    @classmethod
+    def __torch_function__(cls, *_: object) -> None:
+        """Refuse to be used in place of the value: its ``yield`` was forgotten."""
+        raise RuntimeError("ab.pop(name) only requests the value; write value = yield ab.pop(name)")
+
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
@@ -328,7 +333,7 @@ def verify_skippables(module: nn.Module) -> None:
     >>> verify_skippables(nn.Sequential(Stash()))
     Traceback (most recent call last):
     anabranch.errors.SkipError: skips that do not match:
-    * 'a' is stashed by '0' but no later module pops it
+    * 'a' is stashed by '0' but no later module pops it, or it lacks @ab.skippable(pop=['a'])
 
     Raises:
         SkipError: names every mismatch at once: a name declared both ways by one module, stashed twice, popped twice
@@ -364,7 +369,8 @@ def verify_skippables(module: nn.Module) -> None:
                 )
     for name, path in stashed_by.items():
         if name not in popped_by:
-            faults.append(f"{name[1]!r} is stashed by {path!r} but no later module pops it")
+            cure = f"@ab.skippable(pop=[{name[1]!r}])"
+            faults.append(f"{name[1]!r} is stashed by {path!r} but no later module pops it, or it lacks {cure}")
     if faults:
         raise SkipError("skips that do not match:\n" + "\n".join(f"* {fault}" for fault in faults))
 

@@ -376,7 +376,12 @@ class StageRun:
         return store.take(route, shared=True)
 
     def _loss(self, head: Head, output: Structure, target: Structure, weight: float) -> Tensor:
-        loss = head.loss(output if head.finish is None else head.finish(output), target)
+        try:
+            loss = head.loss(output if head.finish is None else head.finish(output), target)
+        except Exception as error:
+            without = "; this step has no target" if target is None else ""
+            error.add_note(f"a Pipe's loss is called as loss(output, target){without}")
+            raise
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"the loss must be one number per microbatch, got {shape}; end it with .mean() or .sum()")
