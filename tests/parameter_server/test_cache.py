@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from torch import Tensor
 
 from anabranch.parameter_server.client.cache_group import CacheGroup, CacheQuery
-from anabranch.parameter_server.client.parameter_client import Pulled
+from anabranch.parameter_server.client.row_messages import Pulled
 from anabranch.tables import Cache, CacheStatistics, Family, RowOptimizer
 from anabranch.tables.cache import SPARE
 from anabranch.tables.kernels.row_versions import WITH_STATE

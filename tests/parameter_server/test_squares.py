@@ -8,7 +8,7 @@ import torch
 from anabranch.errors import NonFinite
 from anabranch.parameter_server import ParameterClient
 from anabranch.parameter_server.client.cache_group import CacheGroup
-from anabranch.parameter_server.client.parameter_client import Pulled
+from anabranch.parameter_server.client.row_messages import Pulled
 from anabranch.tables import Cache, Constant, RowOptimizer, Table, TableSpec
 from anabranch.tables.optimizers.row_optimizers import Family
 from anabranch.tables.optimizers.row_step import move_rows

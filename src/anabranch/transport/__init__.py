@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from anabranch.transport.client import Answer, Client, Outcome, Request
     from anabranch.transport.frame import Limits, RequestHeader, TensorHeader, allocate, pack, unpack
     from anabranch.transport.memory_network import MemoryTransport
-    from anabranch.transport.server.server import Call, Checked, Server, ServerStatistics, Verb
+    from anabranch.transport.server.connection import Call, Checked, Verb
+    from anabranch.transport.server.server import Server, ServerStatistics
     from anabranch.transport.sockets import SocketTransport
     from anabranch.transport.streams import Listener, Peer, Stream, Transport
 
@@ -58,6 +59,7 @@ if not TYPE_CHECKING:  # a type checker would accept every name as one of the pa
             "sockets",
             "memory_network",
             "client",
+            "server.connection",
             "server.server",
         ],
     )

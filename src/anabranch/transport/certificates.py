@@ -23,20 +23,6 @@ if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
-__all__ = [
-    "EVERY_JOB",
-    "KEYS_VARIABLE",
-    "ROLES",
-    "check_keys",
-    "client_context",
-    "job_and_role",
-    "job_of_keys",
-    "make_keys",
-    "names_of",
-    "resolve_keys",
-    "server_context",
-]
-
 ROLES = ("worker", "parameters", "experts", "directory")
 """The roles a certificate may name."""
 

@@ -55,8 +55,6 @@ from anabranch.transport.frame import (
 from anabranch.transport.sockets import SocketTransport
 from anabranch.transport.streams import Transport
 
-__all__ = ["Answer", "Client", "ClientOptions", "Outcome", "Request"]
-
 _FIRST_BACKOFF = 0.01
 _LONGEST_BACKOFF = 1.0
 # A client's first number is below; 2 ** 61 more fit the frame.

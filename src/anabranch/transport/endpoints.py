@@ -10,8 +10,6 @@ from pathlib import Path
 
 from anabranch.transport.private_folder import PrivateFolder
 
-__all__ = ["ClaimedPath", "TcpEndpoint", "UnixEndpoint", "parse_endpoint", "split_endpoints"]
-
 # The room for a path in sockaddr_un, less the closing zero.
 _LONGEST_PATH = 107
 

@@ -39,27 +39,6 @@ from anabranch.errors import ProtocolError
 from anabranch.tensors.dtypes import DTYPE_CODES, DTYPES
 from anabranch.transport.streams import Stream
 
-__all__ = [
-    "MOST_TENSORS",
-    "FailureFrame",
-    "FrameKind",
-    "Header",
-    "Heartbeat",
-    "Hello",
-    "Limits",
-    "ReplyHeader",
-    "RequestHeader",
-    "TensorHeader",
-    "Wire",
-    "allocate",
-    "bytes_of",
-    "encode",
-    "frame_size",
-    "memory_to_send",
-    "pack",
-    "unpack",
-]
-
 MAGIC = b"ANBR"
 VERSION = 2
 _PREAMBLE = struct.Struct("<4sBBHIQ4xI")

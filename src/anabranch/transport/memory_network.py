@@ -15,8 +15,6 @@ from anabranch.errors import Unauthorized
 from anabranch.transport.sockets import SocketListener, SocketStream, credentials
 from anabranch.transport.streams import Peer
 
-__all__ = ["MemoryTransport"]
-
 _BACKLOG = 512
 
 

@@ -13,8 +13,6 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["PrivateFolder"]
-
 _PREFIX = "anabranch-live-"
 # The room for a path in sockaddr_un, less the closing zero and the longest name of a socket in a folder.
 _LONGEST = 107 - 27

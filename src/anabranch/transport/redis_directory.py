@@ -47,8 +47,6 @@ from anabranch.transport.announcements import (
 from anabranch.transport.certificates import EVERY_JOB, check_keys, job_of_keys, resolve_keys
 from anabranch.transport.streams import Peer
 
-__all__ = ["RedisDirectory", "RedisLink", "host_and_port", "is_loopback", "is_redis_url", "shown_url"]
-
 _PASSWORD_VARIABLE = "ANABRANCH_REDIS_PASSWORD"  # noqa: S105 - its name
 _PORT = 6379
 _SCHEMES = ("redis://", "rediss://", "unix://")

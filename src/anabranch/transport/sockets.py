@@ -29,8 +29,6 @@ from anabranch.transport.certificates import (
 from anabranch.transport.endpoints import ClaimedPath, TcpEndpoint, UnixEndpoint, parse_endpoint
 from anabranch.transport.streams import NOBODY, Listener, Peer
 
-__all__ = ["SocketListener", "SocketStream", "SocketTransport", "credentials"]
-
 # The kernel doubles this: two megabytes and their header are sent in one go, so that neither side waits in between.
 _UNIX_BUFFER = 1088 << 10
 _BACKLOG = 512

@@ -6,9 +6,10 @@ in place of a table. ``routing.py`` and ``row_messages.py`` say what is sent to 
 """
 
 from anabranch.parameter_server.client.embedding_bags import EmbeddingBagCollection
-from anabranch.parameter_server.client.parameter_client import ParameterClient, Pulled, Traffic, Worker
+from anabranch.parameter_server.client.parameter_client import ParameterClient, Traffic, Worker
 from anabranch.parameter_server.client.remote_embedding import RemoteEmbedding
 from anabranch.parameter_server.client.remote_tables import RemoteTables, merge_rows, rule_of, users_of
+from anabranch.parameter_server.client.row_messages import Pulled
 from anabranch.parameter_server.client.whole_parameters import WholeParameters
 
 __all__ = [

@@ -28,8 +28,6 @@ from anabranch.tables.optimizers.row_step import move_rows
 from anabranch.tables.shard_placement import Placement
 from anabranch.tables.table import side_by_side
 
-__all__ = ["CacheGroup", "CacheQuery", "compile_cache_kernels"]
-
 Array = NDArray[Any]
 Ids = Mapping[str, Tensor]
 

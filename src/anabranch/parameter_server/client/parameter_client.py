@@ -76,8 +76,6 @@ from anabranch.tables.table_spec import TableSpec
 from anabranch.tensors.packing import Compression, acceptable, check_compression
 from anabranch.transport import Client, MemoryTransport, Request, Transport, pack, unpack
 
-__all__ = ["ParameterClient", "Pulled", "REFUSALS", "Traffic", "Worker"]
-
 REFUSALS = (NonFinite, NotFound, Overloaded, RolledBack, SchemaError, Unauthorized)
 """The errors of a shard that has not applied a push; after any other it may have."""
 

@@ -22,8 +22,6 @@ from anabranch.tables.initial import Constant, Initial, Normal
 from anabranch.tables.optimizers.row_optimizers import OptimizerFactory, RowOptimizer
 from anabranch.tables.table_spec import Eviction, TableSpec
 
-__all__ = ["RemoteEmbedding"]
-
 _STANDARD_NORMAL = Normal()
 _CURE = (
     "look rows up, read them with a ParameterClient, and leave on_servers out of what sums, counts, copies or averages "

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from anabranch.autodiff.moved_parameter import Move
 from anabranch.errors import NotFound
 from anabranch.parameter_server.client.cache_group import CacheGroup, CacheQuery
-from anabranch.parameter_server.client.parameter_client import ParameterClient, Pulled
+from anabranch.parameter_server.client.parameter_client import ParameterClient
 from anabranch.parameter_server.client.remote_embedding import RemoteEmbedding
 from anabranch.parameter_server.client.remote_weight import (
     Distinct,
@@ -45,6 +45,7 @@ from anabranch.parameter_server.client.remote_weight import (
     distinct_ids,
     unique_of,
 )
+from anabranch.parameter_server.client.row_messages import Pulled
 from anabranch.parameter_server.messages import Merging
 from anabranch.record.spans import mark
 from anabranch.tables.cache import Cache, CacheStatistics, Due
@@ -52,18 +53,6 @@ from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
 from anabranch.tables.optimizers.torch_state import from_torch
 from anabranch.tables.table_spec import TableSpec
 from anabranch.tensors.packing import acceptable
-
-__all__ = [
-    "Beside",
-    "RemoteTables",
-    "Use",
-    "is_sparse",
-    "merge_rows",
-    "read_together",
-    "rule_of",
-    "spec_of",
-    "users_of",
-]
 
 _T = TypeVar("_T")
 # A push ends by its own deadline; on a busy machine its thread may be late by seconds.

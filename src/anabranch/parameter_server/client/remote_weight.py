@@ -29,17 +29,6 @@ from anabranch.autodiff.moved_parameter import MovedParameter
 from anabranch.errors import SchemaError
 from anabranch.tables.kernels import routing
 
-__all__ = [
-    "Distinct",
-    "RemoteLookups",
-    "TableFacts",
-    "WeightSource",
-    "distinct_ids",
-    "look_up",
-    "look_up_bags",
-    "unique_of",
-]
-
 
 class WeightSource(Protocol):
     """The source of a table's rows, which also takes their gradients."""

@@ -29,8 +29,6 @@ from anabranch.tables.table import side_by_side
 from anabranch.tables.table_spec import state_dtype
 from anabranch.tensors.packing import Compression, Share, join, split
 
-__all__ = ["Layout", "Pull", "Pulled", "Push", "Routed", "VersionClock"]
-
 Array = NDArray[Any]
 _STATED, _UNKNOWN, _KNOWN = range(3)  # kinds of requested ids, in the order in which they are sent
 _ONE = 0x3F80  # the bits of 1 in bfloat16

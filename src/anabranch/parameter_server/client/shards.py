@@ -35,8 +35,6 @@ from anabranch.tensors.packing import Share
 from anabranch.transport import Answer, Client, Request, pack, unpack
 from anabranch.transport.frame import ReplyHeader
 
-__all__ = ["KnownTables", "Entry", "ShardCalls"]
-
 _T = TypeVar("_T")
 _NUMBERED = frozenset({"init", "join", "push", "restore", "drop"})
 _OF_ANY_LENGTH = frozenset({"describe", "statistics", "export", "snapshot"})  # within the transport's limits

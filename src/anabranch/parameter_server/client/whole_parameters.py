@@ -24,8 +24,6 @@ from anabranch.tables.optimizers.row_optimizers import RowOptimizer
 from anabranch.tables.optimizers.torch_state import from_torch
 from anabranch.tables.table_spec import TableSpec
 
-__all__ = ["WholeParameters"]
-
 # As fast as memory is read, and NaN is NaN; torch.equal takes half as long again.
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]

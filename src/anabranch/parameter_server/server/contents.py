@@ -28,8 +28,6 @@ from anabranch.tables.snapshot import PIECE_BYTES, RowSnapshot
 from anabranch.tables.table import Table, TableGroup
 from anabranch.tables.table_spec import TableSpec
 
-__all__ = ["Counts", "Parts", "ShardContents", "ShardStatistics", "TableStatistics"]
-
 _REMEMBERED = 64  # messages of different tables
 
 

@@ -58,8 +58,6 @@ from anabranch.record.fault_points import fault_point
 from anabranch.record.spans import mark
 from anabranch.transport.server.once import RequestIdentity
 
-__all__ = ["AppliedRequests", "Durability", "ShardPersistence", "shard_directory"]
-
 Durability = Literal["none", "checkpoint", "log"]
 _log = logging.getLogger("anabranch.parameter_server")
 # Changes that clients do not request again after a restart: logged under "checkpoint" too.

@@ -51,8 +51,6 @@ from anabranch.record.fault_points import fault_point
 from anabranch.record.spans import mark
 from anabranch.tensors.dtypes import dtype_name, dtype_named
 
-__all__ = ["Position", "PushLog"]
-
 _log = logging.getLogger("anabranch.parameter_server")
 _SCHEMA = [
     "CREATE TABLE state (log INTEGER NOT NULL, saved INTEGER NOT NULL)",

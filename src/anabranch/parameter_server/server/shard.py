@@ -67,8 +67,6 @@ from anabranch.tables.snapshot import RowSnapshot
 from anabranch.tables.table import Table
 from anabranch.tables.table_spec import check_name
 
-__all__ = ["Shard"]
-
 # Built at import: constructing a msgspec decoder is not thread-safe.
 _MESSAGES: dict[str, msgspec.msgpack.Decoder[Any]] = {
     verb: msgspec.msgpack.Decoder(kind)

@@ -52,8 +52,6 @@ from anabranch.tables.warming import compile_kernels
 from anabranch.tensors.dtypes import DTYPES
 from anabranch.transport import Call, RequestHeader, Server, ServerStatistics, Transport, Verb, pack, unpack
 
-__all__ = ["ParameterServer"]
-
 _Answer = tuple[object, Sequence[Tensor]]  # payload and tensors
 _MESSAGES: dict[str, type[Any]] = {
     "init": InitMessage, "join": JoinMessage, "push": PushMessage, "restore": RestoreMessage, "drop": DropMessage,

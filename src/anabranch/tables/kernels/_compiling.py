@@ -36,8 +36,6 @@ from numba.core.compiler_lock import global_compiler_lock
 from anabranch.deadline import Deadline
 from anabranch.record.spans import Lasting
 
-__all__ = ["compiled"]
-
 Function = Callable[..., Any]
 
 _LONGEST_WAIT = 300.0  # seconds; then the function is compiled without the lock

@@ -9,8 +9,6 @@ from typing import Any
 
 from anabranch.tables.kernels.numbers import inline
 
-__all__ = ["add", "drop_top", "sink"]
-
 
 @inline
 def _less(heap: Any, a: Any, b: Any) -> bool:

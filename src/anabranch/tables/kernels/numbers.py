@@ -19,8 +19,6 @@ from numba.extending import intrinsic, overload
 
 from anabranch.tables.kernels._compiling import compiled
 
-__all__ = ["U", "coarse", "fma", "inline", "kernel", "load", "mix", "number", "permuted", "prefetch", "rounded"]
-
 Function = Callable[..., Any]
 U = np.uint64
 kernel = compiled

@@ -56,8 +56,6 @@ from anabranch.transport.frame import (
 from anabranch.transport.server.once import OnceTable, RequestIdentity
 from anabranch.transport.streams import Peer, Stream
 
-__all__ = ["ALONE", "Admission", "Call", "Checked", "Connection", "Verb"]
-
 # The longest deadline accepted from a client, in seconds.
 _LONGEST = 24 * 3600.0
 # Seconds in which a peer must have greeted.

@@ -18,8 +18,6 @@ from typing import Generic, TypeVar
 
 from anabranch.errors import ProtocolError
 
-__all__ = ["OnceTable", "RequestIdentity"]
-
 RequestIdentity = tuple[bytes, int]
 """A request's name for ever: the epoch of its client, and its sequence."""
 

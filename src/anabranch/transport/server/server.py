@@ -38,12 +38,10 @@ from anabranch.record.spans import mark, open_spans
 from anabranch.transport.failures import note_failure
 from anabranch.transport.frame import Heartbeat, Limits, RequestHeader, encode
 from anabranch.transport.heap import give_memory_back
-from anabranch.transport.server.connection import ALONE, Admission, Call, Checked, Connection, Verb
+from anabranch.transport.server.connection import ALONE, Admission, Call, Connection, Verb
 from anabranch.transport.server.once import OnceTable
 from anabranch.transport.sockets import SocketTransport
 from anabranch.transport.streams import Listener, Transport
-
-__all__ = ["STATUS", "Call", "Checked", "Server", "ServerStatistics", "Verb"]
 
 STATUS = "status"
 """The verb that every server has: its facts as JSON, for ``anabranch status ENDPOINT``."""
