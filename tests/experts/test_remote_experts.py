@@ -36,9 +36,9 @@ from anabranch.experts.wire import GONE, GradientsHeader
 from anabranch.tensors import TensorSpec
 from anabranch.tensors.dtypes import DTYPE_CODES
 from anabranch.testing import LossyTransport, MemoryTransport, faults
-from anabranch.transport import Answer, Call, Client, TensorHeader, pack
+from anabranch.transport import Answer, Client, TensorHeader, pack
 from anabranch.transport.frame import ReplyHeader
-from anabranch.transport.server.once import OnceTable, RequestIdentity
+from anabranch.transport.server.connection import OnceTable, RequestIdentity
 from networks import CountingTransport
 
 
@@ -229,7 +229,7 @@ def test_gradients_that_the_server_no_longer_has_are_reported_lost(
 ) -> None:
     """The retry's answer had none, and so the input's gradient was None without a word."""
 
-    def forget(table: OnceTable[Call], identity: RequestIdentity, answer: object) -> None:
+    def forget(table: OnceTable, identity: RequestIdentity, answer: object) -> None:
         table.abandon(identity)
         table.restore([identity])
 

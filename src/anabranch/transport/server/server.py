@@ -38,8 +38,7 @@ from anabranch.record.spans import mark, open_spans
 from anabranch.transport.failures import note_failure
 from anabranch.transport.frame import Heartbeat, Limits, RequestHeader, encode
 from anabranch.transport.heap import give_memory_back
-from anabranch.transport.server.connection import ALONE, Admission, Call, Connection, Verb
-from anabranch.transport.server.once import OnceTable
+from anabranch.transport.server.connection import ALONE, Admission, Call, Connection, OnceTable, Verb
 from anabranch.transport.sockets import SocketTransport
 from anabranch.transport.streams import Listener, Transport
 
@@ -188,7 +187,7 @@ class Server:
         self.closed = False
 
     @property
-    def once(self) -> OnceTable[Call]:
+    def once(self) -> OnceTable:
         """The requests that were or are being executed exactly once."""
         return self._admission.once
 
