@@ -172,7 +172,7 @@ def test_where_the_servers_are_gone_the_placeholder_says_so_and_the_user_s_error
             servers.close()
             client = executor._remote.client  # type: ignore[union-attr]
             monkeypatch.setattr(client, "read_state", lambda *args, **options: asked.append(args))
-            client._calls.timeout = 0.2  # for which nothing is there to wait
+            client.calls.timeout = 0.2  # for which nothing is there to wait
             fail(executor)
 
         error = ending(executor_of(model, adam(model), "Hybrid"), body)

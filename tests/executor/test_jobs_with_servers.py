@@ -53,7 +53,7 @@ def stop_one(path: str, bound: int) -> dict[str, object]:
     with executor_of(model, "PS", consistency=f"ssp:{bound}", cache=cache) as executor:
         for step in range(10):
             # A new machine compiles its kernels in the first steps.
-            executor._remote.client._calls.timeout = 400.0 if halted.exists() or step < 3 or rank == 1 else 30.0
+            executor._remote.client.calls.timeout = 400.0 if halted.exists() or step < 3 or rank == 1 else 30.0
             if step == 3:
                 (folder / f"stopped-{rank}").touch()
                 wait_for(halted if rank == 1 else folder / "stopped-1")

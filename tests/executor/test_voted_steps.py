@@ -102,7 +102,7 @@ def die_at(point: str, executor: ab.Executor) -> None:
         die()
 
     if point == "half pushed":
-        around(client._calls, "outcomes", half, nothing)
+        around(client.calls, "outcomes", half, nothing)
     elif point == "pushed":
         around(part, "vote", die, nothing)
     elif point == "voted":

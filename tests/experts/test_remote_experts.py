@@ -34,7 +34,7 @@ from anabranch.experts import (
 from anabranch.tensors import TensorSpec
 from anabranch.testing import LossyTransport, MemoryTransport, faults
 from anabranch.transport import Call, Client
-from anabranch.transport.server.once import OnceTable, RequestIdentity
+from anabranch.transport.server.connection import OnceTable, RequestIdentity
 from networks import CountingTransport
 
 
@@ -225,7 +225,7 @@ def test_gradients_that_the_server_no_longer_has_are_reported_lost(
 ) -> None:
     """The retry's answer had none, and so the input's gradient was None without a word."""
 
-    def forget(table: OnceTable[Call], identity: RequestIdentity, answer: object) -> None:
+    def forget(table: OnceTable, identity: RequestIdentity, answer: object) -> None:
         table.abandon(identity)
         table.restore([identity])
 

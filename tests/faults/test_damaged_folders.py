@@ -63,7 +63,7 @@ class Pushed:
     def _keep(self, folder: Path, rows: list[int]) -> None:
         self.folders.append(folder / str(len(self.folders)))
         shutil.copytree(folder / "live", self.folders[-1])
-        self._known.append([copy.deepcopy(client._calls.acknowledged[HERE]) for client in self.clients])
+        self._known.append([copy.deepcopy(client.calls.acknowledged[HERE]) for client in self.clients])
         self._rows.append(list(rows))
 
     def look(self, which: int, folder: Path, *, repair: bool) -> str:
@@ -75,7 +75,7 @@ class Pushed:
         with server:
             losses = 0
             for number, client in enumerate(self.clients):
-                client._calls.acknowledged[HERE] = copy.deepcopy(self._known[which][number])  # type: ignore[assignment]
+                client.calls.acknowledged[HERE] = copy.deepcopy(self._known[which][number])  # type: ignore[assignment]
                 lost = 0
                 try:
                     row = self._row(number)

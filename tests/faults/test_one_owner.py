@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from anabranch.checkpoint import file_lock
-from anabranch.checkpoint.file_lock import FileLock
+from anabranch.checkpoint import generations
+from anabranch.checkpoint.generations import FileLock
 from anabranch.errors import CheckpointError
 from anabranch.parameter_server import ParameterClient, ParameterServer
 from anabranch.parameter_server.server.push_log import PushLog
@@ -68,7 +68,7 @@ def test_a_forked_child_does_not_keep_a_lock(tmp_path: Path) -> None:
     """The hook that runs in a child closes what the child has of the lock."""
     lock = FileLock(os.open(tmp_path, os.O_RDONLY))
     held = lock.descriptor
-    file_lock._forget_in_child()
+    generations._forget_in_child()
     assert lock.descriptor == -1
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(held)

@@ -180,5 +180,5 @@ def test_a_checkpoint_that_cannot_be_loaded_leaves_the_tables_there(shards: Any,
             groups = {name: dict(group) for name, group in saved.groups()}
         damage(groups["rows-0"])
         with pytest.raises(ab.CheckpointError, match=f"nothing was changed: table t: {why}"):
-            restore(client._tables, saved.state, groups)
+            restore(client, saved.state, groups)
         assert client.sparse_pull("t", IDS).flatten().tolist() == [-1.0] * 8

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.tables.kernels._quantile import QUANTILE
+from anabranch.tables.kernels.rows import QUANTILE
+from anabranch.tables.table_spec import Placement
 
 Array = NDArray[Any]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -19,24 +20,29 @@ def mix(x: Any) -> Any:
     return x ^ (x >> np.uint64(31))
 
 
-def place(ids: Array, rows: int, half: int, key: int, forward: bool) -> Array:
-    """The place of each id in a keyed permutation of ``range(rows)``; without ``forward`` the id at each place."""
+def place(ids: Array, rows: int, half: int, key: int) -> Array:
+    """The place of each id in a keyed permutation of ``range(rows)``."""
     out, pending = ids.copy(), np.arange(ids.size)
     while pending.size:
-        out[pending] = _feistel(out[pending], half, key, forward)
+        out[pending] = _feistel(out[pending], half, key)
         pending = pending[out[pending] >= rows]
     return out
 
 
-def _feistel(values: Array, half: int, key: int, forward: bool) -> Array:
+def owners(placement: Placement, ids: Array) -> Array:
+    """The shard of each id."""
+    if placement.rows is None:
+        return (mix(ids.view(np.uint64) ^ np.uint64(placement.key)) % np.uint64(placement.shards)).astype(np.int64)
+    permuted = ids if placement.shards == 1 else place(ids, placement.rows, placement.half, placement.key)
+    return np.asarray(permuted % placement.shards)
+
+
+def _feistel(values: Array, half: int, key: int) -> Array:
     mask = np.uint64((1 << half) - 1)
     left, right = values.astype(np.uint64) >> np.uint64(half), values.astype(np.uint64) & mask
-    for turn in range(4) if forward else range(3, -1, -1):
+    for turn in range(4):
         salt = np.array([(int(key) + turn * int(_GOLDEN)) % 2**64], np.uint64)
-        if forward:
-            left, right = right, left ^ (mix(right + salt) & mask)
-        else:
-            left, right = right ^ (mix(left + salt) & mask), left
+        left, right = right, left ^ (mix(right + salt) & mask)
     return ((left << np.uint64(half)) | right).astype(np.int64)
 
 

@@ -15,7 +15,7 @@ from anabranch.tables.snapshot import RowSnapshot
 
 def blocks(table: Table, rows: int = 1 << 16) -> list[RowBlock]:
     """Return all rows, at most ``rows`` at a time."""
-    snapshot = RowSnapshot([table], nullcontext(), buffer=rows * (8 * 3 + table.row_bytes))
+    snapshot = RowSnapshot([table], nullcontext(), buffer=rows * (8 * 3 + table.arena.row_bytes))
     return [piece.rows for piece in snapshot]
 
 

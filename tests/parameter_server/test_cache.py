@@ -14,10 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from torch import Tensor
 
 from anabranch.parameter_server.client.cache_group import CacheGroup, CacheQuery
-from anabranch.parameter_server.client.parameter_client import Pulled
+from anabranch.parameter_server.client.row_messages import Pulled
 from anabranch.tables import Cache, CacheStatistics, Family, RowOptimizer
 from anabranch.tables.cache import SPARE
-from anabranch.tables.kernels.row_versions import WITH_STATE
+from anabranch.tables.kernels.caches import WITH_STATE
 
 UPDATES = 400  # columns: update k adds 1 to column k of its row, so a row shows which updates it holds, and how often
 
@@ -84,14 +84,14 @@ class Cached:
         parts = {name: [i for i in ids if i % len(self.names) == k] for k, name in enumerate(self.names)}
         return {name: torch.tensor(part) for name, part in parts.items() if part}
 
-    def came(self, query: CacheQuery) -> dict[str, Pulled]:
+    def came(self, query: CacheQuery[Any]) -> dict[str, Pulled]:
         return {name: Pulled(*self.peer.pull(ids, query.known[name])) for name, ids in query.ids.items()}
 
     def read(self, ids: list[int], step: int, *, training: bool = True) -> Tensor:
         parts = self.split(ids)
         query = self.group.ask(parts, step, training=training)
         self.leave(query.leaving)
-        rows = self.group.answer(query, self.came(query))
+        rows = query.answer(self.came(query))
         of = {int(i): row for name, part in parts.items() for i, row in zip(part, rows[name], strict=True)}
         return torch.stack([of[i] for i in ids])
 
@@ -105,11 +105,11 @@ class Cached:
         nothing = torch.empty(0, dtype=torch.int64), grads[:0], None
         return torch.cat([one[0] for one in (nothing, *due)]), torch.cat([one[1] for one in (nothing, *due)]), None
 
-    def start_prefetch(self, ids: list[int], step: int, *, training: bool = True) -> CacheQuery:
-        return self.group.start_prefetch(self.split(ids), step, training=training)
+    def start_prefetch(self, ids: list[int], step: int, *, training: bool = True) -> CacheQuery[Any]:
+        return self.group.prefetch(self.split(ids), step, training=training)
 
-    def finish_prefetch(self, query: CacheQuery, came: Mapping[str, Pulled]) -> None:
-        self.leave(self.group.finish_prefetch(query, came))
+    def finish_prefetch(self, query: CacheQuery[Any], came: Mapping[str, Pulled]) -> None:
+        self.leave(query.answer(came))
 
     def flush(self, server: Server) -> None:
         for due in self.group.waiting().values():
@@ -377,6 +377,6 @@ def test_half_rows_are_read_as_they_are_on_the_servers(dtype: torch.dtype) -> No
         assert query.known["t"].tolist() == ([-1, -1], [4, 4])[step]
         fresh = 2 - 2 * step  # unchanged, it does not come again
         came = Pulled(torch.arange(fresh), torch.full((fresh,), 4), rows[:fresh])
-        read = group.answer(query, {"t": came})["t"]
+        read = query.answer({"t": came})["t"]
         assert read.dtype == dtype
         assert torch.equal(read, rows)

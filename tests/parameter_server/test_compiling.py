@@ -158,45 +158,31 @@ def said(caplog: pytest.LogCaptureFixture) -> int:
     return sum(record.name == "anabranch.compiling" and record.levelname == "INFO" for record in caplog.records)
 
 
-def test_a_long_compilation_is_logged_once_and_loading_is_not(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("way", ["compiles", "waits"])
+def test_a_process_that_compiles_or_waits_for_one_that_does_logs_one_line(
+    module: ModuleType, way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A server printed nothing for 40 seconds on a new machine."""
     caplog.set_level("INFO", "anabranch.compiling")
-    monkeypatch.setattr(_compiling, "_spent", _compiling._Spent())
-    monkeypatch.setattr(_compiling, "_LONG", 600.0)
-    module.twice(2.0)
-    assert said(caplog) == 0
-    assert _compiling._spent.seconds > 0
-    monkeypatch.setattr(_compiling, "_LONG", 0.0)
-    module.twice(2)
-    module.twice(True)
-    assert said(caplog) == 1
-    again = fresh(module)
-    monkeypatch.setattr(_compiling, "_spent", _compiling._Spent())
-    again.twice(2.0)
-    assert _compiling._spent.seconds == 0.0
-    assert said(caplog) == 1
-
-
-def test_waiting_for_a_compiling_process_is_logged(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "anabranch.compiling")
-    monkeypatch.setattr(_compiling, "_spent", _compiling._Spent())
-    monkeypatch.setattr(_compiling, "_LONG", 0.0)
-    held = lock_of(module)
-    fcntl.flock(held, fcntl.LOCK_EX)
-    waited: list[int] = []
+    _compiling._say_once.cache_clear()
+    held, waited = lock_of(module), list[int]()
 
     def let_go(_: float) -> None:
         waited.append(said(caplog))
-        if len(waited) == 2:
-            os.close(held)
+        os.close(held)
 
     monkeypatch.setattr(_compiling, "time", SimpleNamespace(sleep=let_go))
+    if way == "waits":
+        fcntl.flock(held, fcntl.LOCK_EX)
+    else:
+        os.close(held)
     module.twice(2.0)
-    assert waited == [0, 1]  # said while it waited
+    module.twice(2)
+    assert waited == ([1] if way == "waits" else [])  # said while it waited
+    assert said(caplog) == 1
+    _compiling._say_once.cache_clear()
+    fresh(module).twice(2.0)  # loads
+    assert said(caplog) == 1
 
 
 def test_the_command_line_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,8 +190,8 @@ def test_the_command_line_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
     before = logger.level, list(logger.handlers)
     try:
         serve._show_compiling()
-        spent = _compiling._Spent()
-        spent.reach(1e9)
+        _compiling._say_once.cache_clear()
+        _compiling._say_once()
     finally:
         logger.setLevel(before[0])
         logger.handlers[:] = before[1]

@@ -36,15 +36,11 @@ def test_all_tables_at_once_are_each_by_itself(tables: list[tuple[int, int, bool
             assert torch.equal(distinct[name].ids[places], ids.long())
 
 
-def test_other_ids_have_no_places() -> None:
-    found = distinct_ids({"a": torch.tensor([[3, 1], [1, 0]])}, {"a": 4})["a"]
+def test_places_are_those_of_the_ids_as_they_were() -> None:
+    ids = torch.tensor([[3, 1], [1, 0]])
+    found = distinct_ids({"a": ids}, {"a": 4})["a"]
+    assert found.of(torch.tensor([3, 1, 1, 0])) is not None
     assert found.of(torch.tensor([3, 1, 1, 1])) is None
     assert found.of(torch.tensor([3, 1])) is None
-
-
-def test_places_are_those_of_the_ids_as_they_were() -> None:
-    ids = torch.tensor([3, 1])
-    found = distinct_ids({"a": ids}, {"a": 4})["a"]
     ids -= 1
     assert found.of(ids) is None
-    assert found.of(torch.tensor([3, 1])) is not None

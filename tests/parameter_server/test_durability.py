@@ -30,7 +30,7 @@ from anabranch.parameter_server.server.push_log import (
 )
 from anabranch.record.fault_points import on_fault_point
 from anabranch.tables import Constant, Normal, RowOptimizer, TableSpec
-from anabranch.tables.kernels.row_versions import WITH_STATE
+from anabranch.tables.kernels.caches import WITH_STATE
 from anabranch.tensors.packing import Compression
 from anabranch.testing import MemoryTransport, faults
 from covering import slow_except
@@ -247,7 +247,7 @@ def test_a_restarted_shard_knows_of_the_step_that_it_has_applied_and_another_sti
                 if step == 0:
                     client.tell()
                     client.wait_for_turn(1)
-            client._calls.all([client._word(0)])
+            client.calls.all([client._word(0)])
             shutil.copytree(tmp_path / "state" / "shard-0-of-2", tmp_path / "aside" / "shard-0-of-2")
         directory = tmp_path / ("aside" if way == "killed" else "state")
         stack.enter_context(durable(0, 2, listen=endpoints[0], checkpoint_dir=directory))

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from saved_rows import blocks
 
-from anabranch.errors import NotFound
 from anabranch.parameter_server import ParameterClient, RemoteEmbedding, RemoteTables
 from anabranch.tables import Cache, Constant, Family, RowOptimizer, Table, TableSpec
 
@@ -128,19 +127,6 @@ def test_a_million_ids_are_found_again() -> None:
     assert table.used == len(torch.unique(ids))
     table.push(ids[:5], torch.ones(5, 4))
     assert table.versions(ids[:5]).tolist() == [1] * 5
-
-
-def test_shards_of_a_dynamic_table_share_its_ids() -> None:
-    spec = TableSpec("t", None, 2)
-    rule = RowOptimizer(Family.SGD, lr=1.0)
-    shards = [Table(spec, rule, shard=shard, shards=3) for shard in range(3)]
-    ids = torch.randint(-(2**62), 2**62, (3000,))
-    owners = torch.from_numpy(shards[0].placement.owners(ids.numpy()))
-    for shard, table in enumerate(shards):
-        table.pull(ids[owners == shard], training=True)
-        assert 900 < table.used < 1100
-        with pytest.raises(NotFound, match="does not hold"):
-            table.pull(ids[owners != shard])
 
 
 def test_rows_restored_beyond_the_capacity_all_stay_and_a_new_id_evicts_one() -> None:

@@ -28,12 +28,11 @@ from anabranch.tables import (
     TableSpec,
     Uniform,
 )
-from anabranch.tables.initial import table_key
-from anabranch.tables.kernels import routing
+from anabranch.tables.cache import move_rows
 from anabranch.tables.kernels.memory import as_array
 from anabranch.tables.kernels.numbers import load, rounded
 from anabranch.tables.kernels.rows import quantile
-from anabranch.tables.optimizers.row_step import move_rows
+from anabranch.tables.table_spec import table_key
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 # torch 2.13's fused SGD leaves bfloat16 parameters on the CPU where they are, so it is not a reference there.
@@ -133,19 +132,6 @@ def test_the_quantile_function_is_torch_s() -> None:
     mine = np.array([quantile(x) for x in p])
     assert (mine == plain_kernels.quantile(p)).all()
     torch.testing.assert_close(torch.from_numpy(mine), torch.special.ndtri(torch.from_numpy(p)), rtol=1e-13, atol=1e-14)
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
-def test_the_permutation_of_ids_is_one_and_has_an_inverse(rows: int, key: int) -> None:
-    half = max(1, (max(rows - 1, 1).bit_length() + 1) // 2)
-    ids = np.arange(rows)
-    out, back = np.empty_like(ids), np.empty_like(ids)
-    routing.place(ids, rows, half, np.uint64(key), out, True)
-    routing.place(out, rows, half, np.uint64(key), back, False)
-    assert (np.sort(out) == ids).all()
-    assert (back == ids).all()
-    assert (out == plain_kernels.place(ids, rows, half, key, True)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

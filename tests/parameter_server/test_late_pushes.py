@@ -144,27 +144,6 @@ def test_nothing_is_forgotten_before_requests_in_flight_have_ended(monkeypatch: 
         tables.close()
 
 
-def test_nan_gradients_are_refused_and_spoil_no_cached_row() -> None:
-    model, plain, (theirs, own) = table_and_its_twin(OPTIMIZERS["sgd"])
-    ids = torch.tensor([1, 2])
-    with ParameterClient() as client:
-        with RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=50)) as tables:
-            tables.adopt(model, ["0.weight"], theirs)
-            for step in range(3):
-                tables.begin(step)
-                one_step(model, plain, own, ids)
-                tables.push()
-            tables.begin(3)
-            (model(ids) * torch.tensor(math.nan)).sum().backward()
-            with pytest.raises(NonFinite, match="0.weight"):
-                tables.push()
-            tables.begin(3)
-            one_step(model, plain, own, ids)
-            tables.push()
-        assert sum(client.statistics()[0].refused_values.values()) == 1
-        torch.testing.assert_close(client.pull("0.weight")[ids], plain.weight[ids], rtol=1e-5, atol=1e-6)
-
-
 def test_a_lost_worker_is_named_while_its_push_is_waited_for() -> None:
     """What lies beside the steps counts by the workers' shares in the last one, so it waits for all of that."""
     network = MemoryTransport()
@@ -241,7 +220,8 @@ def test_a_sum_too_large_is_refused_in_the_step_that_pushes_it() -> None:
         tables.abandon()
 
 
-def test_a_nan_in_a_dense_gradient_takes_nothing_out_of_the_cache() -> None:
+@pytest.mark.parametrize("where", ["0.weight", "bias"])
+def test_a_push_with_nan_is_refused_and_takes_nothing_out_of_the_cache(where: str) -> None:
     model, plain, (theirs, own) = table_and_its_twin(OPTIMIZERS["sgd"])
     ids, nothing = torch.tensor([1, 2]), torch.empty(0, dtype=torch.int64)
     with ParameterClient() as client:
@@ -249,17 +229,17 @@ def test_a_nan_in_a_dense_gradient_takes_nothing_out_of_the_cache() -> None:
             tables.adopt(model, ["0.weight"], theirs)
             rule = RowOptimizer.from_torch(theirs)
             client.init_dense("bias", torch.zeros(2), rule)
-            for step in range(2):
+            for step in range(3):
+                if step == 2:
+                    tables.begin(step)
+                    (model(ids) * (math.nan if where == "0.weight" else 1.0)).sum().backward()
+                    bad = torch.full((2,), math.nan if where == "bias" else 1.0)
+                    with pytest.raises(NonFinite, match=where):
+                        tables.push(beside={"bias": (nothing, bad, rule)})
                 tables.begin(step)
                 one_step(model, plain, own, ids)
                 tables.push(beside={"bias": (nothing, torch.ones(2), rule)})
-            tables.begin(2)
-            model(ids).sum().backward()
-            with pytest.raises(NonFinite, match="bias"):
-                tables.push(beside={"bias": (nothing, torch.full((2,), math.nan), rule)})
-            tables.begin(2)
-            one_step(model, plain, own, ids)
-            tables.push(beside={"bias": (nothing, torch.ones(2), rule)})
+        assert sum(client.statistics()[0].refused_values.values()) == 1
         torch.testing.assert_close(client.pull("0.weight"), plain.weight, rtol=1e-5, atol=1e-6)
 
 

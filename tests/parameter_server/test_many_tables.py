@@ -30,7 +30,7 @@ def test_hundreds_of_tables_are_described_counted_saved_loaded_and_dropped(tmp_p
         client.sparse_push(NAMES[-1], torch.tensor([1]), torch.ones(1, 2))
         rows = client.sparse_pull(NAMES[-1], torch.arange(4))
         assert client.statistics()[0].tables[NAMES[-1]].pushes == 1
-        assert sum(len(described["tables"]) for described in client._calls.describe()) == MANY
+        assert sum(len(described["tables"]) for described in client.calls.describe()) == MANY
         client.save(tmp_path / "kept")
         client.drop_some(NAMES)
         assert client.statistics()[0].tables == {}

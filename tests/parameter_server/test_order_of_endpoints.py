@@ -70,7 +70,7 @@ def test_dense_parameters_are_made_only_on_the_shard_that_their_name_belongs_to(
             with pytest.raises(SchemaError, match="name the endpoints in the order of their shards"):
                 client.init(name, (1,), optimizer=SGD)
     with ParameterClient(["memory:s0", "memory:s1"], transport=network, timeout=20) as client:
-        assert [described["dense"] for described in client._calls.describe()] == [[], []]
+        assert [described["dense"] for described in client.calls.describe()] == [[], []]
 
 
 def test_another_shard_at_a_known_address_is_noticed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.errors import NotFound
 from anabranch.parameter_server import ParameterClient, RemoteEmbedding, RemoteTables
-from anabranch.tables import Cache
+from anabranch.tables import Cache, RowWiseAdagrad
 
 pytestmark = pytest.mark.usefixtures("compiled_for_all_dtypes")
 
@@ -266,3 +267,21 @@ def test_remote_embeddings_of_a_model_join_its_tables() -> None:
         tables.push()
         found = client.statistics()[0].tables["a"]
         assert (found.rows, found.step, found.rows_pushed) == (2, 1, 2)
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, RowWiseAdagrad])
+def test_rows_in_this_process_go_on_under_another_optimizer_whose_state_begins_anew(make: Any) -> None:
+    module, ids = RemoteEmbedding("t", 6, 2, init=1.0), torch.tensor([1, 4])
+    plain = nn.Embedding.from_pretrained(torch.ones(6, 2), freeze=False, sparse=False)
+    for rule in (functools.partial(torch.optim.SGD, lr=0.5), functools.partial(make, lr=0.1)):
+        optimizer = rule(plain.parameters())
+        with ParameterClient() as client, RemoteTables(client) as tables:
+            tables.adopt_modules(module, rule([nn.Parameter(torch.zeros(1))]))
+            tables.begin(0)
+            for one in (module, plain):
+                one(ids).square().sum().backward()
+            tables.push()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.testing.assert_close(client.pull("t"), plain.weight.detach())
+            tables.release_modules(module)

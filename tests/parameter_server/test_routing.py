@@ -9,10 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_kernels import owners as owners_of
 
 from anabranch.errors import NotFound
 from anabranch.parameter_server.client.row_messages import Layout, Routed
-from anabranch.tables.shard_placement import Placement
+from anabranch.tables.table_spec import Placement
 
 
 @settings(deadline=None, max_examples=80)
@@ -32,7 +33,7 @@ def test_all_tables_at_once_are_each_by_itself(
     starts = np.append(0, np.cumsum([n for _, n in tables]))
     if astray and ids.size:
         ids[draw.integers(ids.size)] = draw.choice([-1, 2**62])
-    layout = Layout.of({f"t{number}": (placement, torch.float32, 2) for number, placement in enumerate(each)})
+    layout = Layout({f"t{number}": (placement, torch.float32, 2) for number, placement in enumerate(each)})
     parts = [torch.from_numpy(ids[first:last]) for first, last in itertools.pairwise(starts)]
     outside = [
         limit is not None and not all(0 <= one < limit for one in part.tolist())
@@ -44,7 +45,7 @@ def test_all_tables_at_once_are_each_by_itself(
         return
     routed = Routed(layout, parts, shards)
     for placement, first, last in zip(each, starts, starts[1:], strict=False):
-        assert (routed.owners[first:last] == placement.owners(ids[first:last])).all()
+        assert (routed.owners[first:last] == owners_of(placement, ids[first:last])).all()
     assert (routed.owners < shards).all()
     kinds = draw.integers(count, size=ids.size)
     routed.arrange(kinds, count)

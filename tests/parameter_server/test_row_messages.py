@@ -21,7 +21,7 @@ from anabranch.parameter_server.messages import InitMessage, PullMessage, PullPa
 from anabranch.parameter_server.server.requests import RowRequest
 from anabranch.parameter_server.server.shard import Shard
 from anabranch.tables import Constant, Family, Normal, RowOptimizer, TableSpec
-from anabranch.tables.kernels.row_versions import WITH_STATE
+from anabranch.tables.kernels.caches import WITH_STATE
 from anabranch.tables.table import Table
 from anabranch.testing import MemoryTransport
 
@@ -193,7 +193,7 @@ def test_steps_of_any_size_and_age(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         with client.collect() as saved:
             state, groups = saved.state, {name: dict(group) for name, group in saved.groups()}
         state["tables"][0]["step"] = (1 << 32) + 5
-        restore(client._tables, state, groups)
+        restore(client, state, groups)
         held = client.pull_many({"t": ids})["t"].versions
         assert held.tolist() == [(1 << 32) + 5] * 4
         for _ in range(5):
@@ -317,7 +317,7 @@ def test_counts_that_do_not_fit_are_refused_and_change_nothing() -> None:
 def test_answers_that_do_not_fit_are_refused() -> None:
     placement = TableSpec("t", 10, 2)
     table = Table(placement, SGD)
-    layout = Layout.of({"t": (table.placement, torch.float32, 2)})
+    layout = Layout({"t": (table.placement, torch.float32, 2)})
 
     def take(reply: PullReply, places: Tensor, rows: int = 1) -> None:
         pull = Pull(layout, [torch.arange(4)], [torch.tensor([3, 3, 3, -1])], None, [(5, 0)], None)

@@ -35,7 +35,6 @@ from anabranch.parameter_server.messages import (
     ReleaseMessage,
     WorkerProgress,
 )
-from anabranch.parameter_server.server.contents import Reading
 from anabranch.tables import Constant, Family, RowBlock, RowOptimizer, Table, TableSpec
 from anabranch.tables.arena import Arena
 from anabranch.tables.kernels.vocabulary import BLOCK
@@ -331,14 +330,14 @@ def test_a_load_sends_the_constants_of_missed_steps_once(monkeypatch: pytest.Mon
             client.sparse_push("t", torch.tensor([step]), torch.ones(1, 1))
         before = client.pull("t")
         client.save(tmp_path)
-        ask, sent = client._calls.request, list[int]()
+        ask, sent = client.calls.request, list[int]()
 
         def count(shard: int, verb: str, payload: bytes = b"", tensors: Any = (), **options: Any) -> Any:
             if verb == "restore":
                 sent.append(sum(len(part) == 8 and part.dtype == torch.float64 for part in tensors))
             return ask(shard, verb, payload, tensors, **options)
 
-        monkeypatch.setattr(client._calls, "request", count)
+        monkeypatch.setattr(client.calls, "request", count)
         client.load(tmp_path)
         assert sent[0] == 1
         assert set(sent[1:]) == {0}
@@ -349,7 +348,7 @@ def test_a_part_that_failed_is_not_the_end_when_it_is_asked_for_again(monkeypatc
     shard = Shard()
     shard.init(InitMessage("t", RULE.to_dict(), TableSpec("t", 4, 1).to_dict()))
     shard.push(shard.request(PushMessage([PushPart("t", 1)], []), [torch.tensor([1]), torch.ones(1)]))
-    closed, without_memory = (Reading(shard.snapshot(seconds=60.0)) for _ in range(2))
+    closed, without_memory = (shard.snapshot(seconds=60.0) for _ in range(2))
     closed.rows.close()
     for _ in range(2):
         with pytest.raises(CheckpointError, match="it was closed"):

@@ -8,10 +8,10 @@ import torch
 from anabranch.errors import NonFinite
 from anabranch.parameter_server import ParameterClient
 from anabranch.parameter_server.client.cache_group import CacheGroup
-from anabranch.parameter_server.client.parameter_client import Pulled
+from anabranch.parameter_server.client.row_messages import Pulled
 from anabranch.tables import Cache, Constant, RowOptimizer, Table, TableSpec
+from anabranch.tables.cache import move_rows
 from anabranch.tables.optimizers.row_optimizers import Family
-from anabranch.tables.optimizers.row_step import move_rows
 
 STEPS, WIDTH = 50, 4
 RULES = {
@@ -120,7 +120,7 @@ def test_a_cache_keeps_the_squares_of_waiting_gradients():
     for step, grad in enumerate(grads):
         query = cache.ask({"t": ids}, step, training=True)
         new = int(step == 0)
-        cache.answer(query, {"t": Pulled(torch.arange(new), torch.ones(new).long(), torch.zeros(new, 2))})
+        query.answer({"t": Pulled(torch.arange(new), torch.ones(new).long(), torch.zeros(new, 2))})
         due, summed, squares = cache.write({"t": (ids, grad[None])}, step)["t"]
     assert (due.tolist(), summed.tolist()) == ([5], [[2.0, 2.0]])
     assert squares.tolist() == [pytest.approx(6 / 8)]

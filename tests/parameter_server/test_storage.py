@@ -9,9 +9,7 @@ import pytest
 import torch
 from saved_rows import blocks
 
-from anabranch.parameter_server import ParameterClient, ParameterServer
-from anabranch.tables import Constant, RowOptimizer, RowWiseAdagrad, Table, TableSpec
-from anabranch.testing import MemoryTransport
+from anabranch.tables import RowOptimizer, RowWiseAdagrad, Table, TableSpec
 
 RULES = {
     "adam": functools.partial(torch.optim.Adam, lr=0.01),
@@ -45,15 +43,3 @@ def test_a_table_in_a_file_is_the_table_in_memory(
         assert torch.equal(mine.values, theirs.values)
         assert torch.equal(mine.sums, theirs.sums)
     assert list(tmp_path.iterdir()) == []  # the file has no name
-
-
-def test_a_server_keeps_its_mapped_tables_in_the_given_directory(tmp_path: Path) -> None:
-    network = MemoryTransport()
-    with (
-        ParameterServer(transport=network, memory_map_dir=tmp_path / "scratch") as server,
-        ParameterClient([server.endpoint], transport=network) as client,
-    ):
-        rule = RowOptimizer.from_factory(RULES["momentum"])
-        client.init_table(TableSpec("t", 1000, 4, initial=Constant(1.0), memory_map=True), rule)
-        client.sparse_push("t", torch.tensor([999]), torch.ones(1, 4))
-        assert client.sparse_pull("t", torch.tensor([999, 0]))[:, 0].tolist() == pytest.approx([0.9, 1.0])

@@ -291,7 +291,8 @@ def test_small_requests_of_many_clients_are_read_by_one_thread_and_large_ones_by
         call.reply(call.tensors)
 
     verbs = [Verb("quick", note, quick=True), Verb("slow", note)]
-    with Server(verbs) as server, Client(idle=32) as client:
+    with Server(verbs) as server, Client() as client:
+        client.most_idle = 32
         requests = [Request(server.endpoint, "quick", tensors=[torch.ones(3)]) for _ in range(32)]
         for outcome in client.gather(requests, soon()):
             assert isinstance(outcome, Answer)
@@ -330,7 +331,8 @@ def test_an_idle_connection_releases_its_thread(monkeypatch: pytest.MonkeyPatch)
 def test_draining_waits_until_long_answers_are_sent() -> None:
     gate = Gate()
     verb = Verb("gate", gate.verb.handler, quick=True)
-    with Server([verb], drain_seconds=60.0) as server, Client(idle=8) as client:
+    with Server([verb], drain_seconds=60.0) as server, Client() as client:
+        client.most_idle = 8
         outcomes: list[Outcome] = []
         requests = [Request(server.endpoint, "gate") for _ in range(8)]
         asking = in_thread(lambda: outcomes.extend(client.gather(requests, soon())))

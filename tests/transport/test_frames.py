@@ -10,7 +10,6 @@ import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -37,7 +36,6 @@ from anabranch.transport.frame import (
     pack,
     unpack,
 )
-from anabranch.transport.sockets import _UNIX_BUFFER, SocketTransport
 from frame_reading import Bytes, Frame, next_frame, wire_of
 
 
@@ -344,24 +342,3 @@ def test_an_error_arrives_with_its_type(kind: str) -> None:
     where = str(error) if isinstance(error, errors.BoundaryError) else " ".join(error.__notes__)
     assert "unix:shard" in where
     assert "rows.push" in where
-
-
-# What a request that is asked alone costs: no table of those that wait, and few calls of the kernel.
-
-
-@pytest.mark.skipif(
-    int(Path("/proc/sys/net/core/wmem_max").read_text()) < _UNIX_BUFFER,
-    reason="the kernel's limit on a socket's buffer (net.core.wmem_max) is lower than what is asked for",
-)
-def test_two_megabytes_and_their_header_leave_in_one_go() -> None:
-    network = SocketTransport()
-    listener = network.listen(None)
-    stream = network.connect(listener.endpoint)
-    try:
-        assert stream.handshake()
-        frame = encode(ReplyHeader(), [torch.zeros(512, 1024)])
-        # Nobody reads.
-        assert stream.send(frame) == sum(map(len, frame))
-    finally:
-        stream.close()
-        listener.close()

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from anabranch.transport.private_folder import PrivateFolder
+from anabranch.transport.endpoints import PrivateFolder
 from programs import Programs
 
 PROGRAM = """
 import sys
-from anabranch.transport.private_folder import PrivateFolder
+from anabranch.transport.endpoints import PrivateFolder
 with PrivateFolder() as path:
     (path / "key").write_text("secret")
     print(path, flush=True)

@@ -27,7 +27,7 @@ from anabranch.transport import (
     Verb,
 )
 from anabranch.transport.frame import Hello, encode
-from anabranch.transport.server.once import OnceTable
+from anabranch.transport.server.connection import OnceTable
 from networks import CountingTransport
 from programs import Program, Programs
 from waiting import soon, wait_until

@@ -4,8 +4,7 @@ It knows files and tensors by name, not models, optimizers or ranks: the executo
 It is not for moving tensors between processes. Open ``writing.py`` first: the order of its steps is the promise.
 """
 
-from anabranch.checkpoint.fitting import fit
-from anabranch.checkpoint.reading import Checkpoint, read, read_newest
+from anabranch.checkpoint.reading import Checkpoint, fit, read, read_newest
 from anabranch.checkpoint.state import TensorName, join, split
 from anabranch.checkpoint.writing import Group, write
 

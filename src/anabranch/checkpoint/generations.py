@@ -16,12 +16,16 @@ written over. Files of other names are left alone.
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import re
+import stat
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
-from anabranch.checkpoint.file_lock import FileLock
 from anabranch.errors import CheckpointError
 from anabranch.record.fault_points import fault_point
 
@@ -165,3 +169,117 @@ def names_in(directory: Path) -> list[str]:
         return os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+# --- locks ------------------------------------------------------------------------------------------------------------
+
+
+class FileLock:
+    """Holds ``descriptor`` against every other open file of the same name, until it is closed.
+
+    >>> import tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> lock = FileLock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+    >>> try:
+    ...     FileLock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+    ... except BlockingIOError:
+    ...     print("another one holds it")
+    another one holds it
+    >>> lock.close()
+
+    The kernel lets go when the process dies, however it does, so the lock of a dead process never blocks its successor.
+    A forked child does not hold it.
+
+    Args:
+        descriptor: belongs to the lock from now on, and is closed at once if it cannot be locked.
+
+    Raises:
+        BlockingIOError: another open file holds the lock.
+        OSError: the file system has no locks, or none for files that are open only for reading.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self.descriptor = descriptor
+        _held.add(self)
+
+    def close(self) -> None:
+        """Lets go."""
+        _held.discard(self)
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            # Closing alone would leave it to a process that was forked meanwhile.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+    def __enter__(self) -> FileLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_held: weakref.WeakSet[FileLock] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    """Let go in a forked child, which shares its parent's open files, and would hold their locks when the parent
+    dies.
+    """
+    for lock in list(_held):
+        os.close(lock.descriptor)
+        lock.descriptor = -1
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+# ``open`` waits on a FIFO for a writer that never comes, with every signal held up until then. And what keeps a file
+# from being opened is of two kinds. Nothing is there that can be read: the file is *lost*, or *damaged*. Or the file
+# may be whole, and this process has no right to it, no descriptor or no memory left: it is ``Unreadable``, which no
+# reader may take for damage, since what is skipped or set aside for it would be given up for nothing.
+
+
+# With these no user can open a file there; other errors do not concern the file.
+_LOST = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EIO, errno.ENAMETOOLONG})
+
+
+class Replaced(CheckpointError):
+    """The generation was removed while it was read, after newer ones had been saved."""
+
+
+class Unreadable(CheckpointError):
+    """A file that exists but cannot be opened by this process, so that its content is unknown."""
+
+
+def open_regular(path: Path, buffering: int = -1) -> BinaryIO:
+    """Open the regular file at ``path`` for reading, like ``open``, without ever blocking.
+
+    Raises:
+        Unreadable: it may not be read by this user, or not now.
+        CheckpointError: it does not exist, or is not a regular file.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno not in _LOST:
+            raise unreadable(path, error) from error
+        raise CheckpointError(f"{path.name} cannot be opened: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path.name} is not a regular file")
+    return os.fdopen(descriptor, "rb", buffering)
+
+
+def unreadable(path: Path, error: OSError) -> Unreadable:
+    """Return the error to raise for an unreadable file or directory that may be whole; includes the remedy."""
+    cure = "try again once the system can open it"
+    if isinstance(error, PermissionError):
+        cure = f"let user {os.geteuid()} read it, with chown or chmod"
+    return Unreadable(f"{path} cannot be read: {error.strerror}. It is not treated as damaged or lost: {cure}")

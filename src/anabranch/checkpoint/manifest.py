@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from anabranch.checkpoint.regular_file import open_regular
+from anabranch.checkpoint.generations import open_regular
 from anabranch.checkpoint.state import decode, encode
 from anabranch.errors import CheckpointError
 

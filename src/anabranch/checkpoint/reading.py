@@ -21,13 +21,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from anabranch.checkpoint.generations import SET_ASIDE, data_path, manifest_path
+from anabranch.checkpoint.generations import SET_ASIDE, Replaced, Unreadable, data_path, manifest_path, unreadable
 from anabranch.checkpoint.manifest import FileRecord, Manifest
 from anabranch.checkpoint.manifest import load as load_manifest
-from anabranch.checkpoint.regular_file import Replaced, Unreadable, unreadable
 from anabranch.checkpoint.storage import Download, Folder, Place, Storage, as_place
 from anabranch.checkpoint.tensor_file import check, load
 from anabranch.errors import CheckpointError
+from anabranch.tensors.dtypes import dtype_name
 
 _log = logging.getLogger("anabranch.checkpoint")
 
@@ -252,3 +252,35 @@ def _open(folder: Folder, generation: int, manifest: Manifest, *, data: bool) ->
         for group, record in manifest.files.items():
             check(folder.file(data_path(folder.path, group, generation)), record, data=data)
     return Checkpoint(manifest.step, manifest.state, folder.place, generation, manifest.files, folder)
+
+
+def fit(expected: Mapping[str, object], saved: Mapping[str, object], what: str = "model") -> None:
+    """Raise ``CheckpointError`` unless both have the same names, and under each the same shape and dtype.
+
+    >>> import torch
+    >>> fit({"weight": torch.ones(2)}, {"weight": torch.ones(3), "bias": torch.ones(2)})
+    Traceback (most recent call last):
+    anabranch.errors.CheckpointError: the checkpoint belongs to another model:
+      unexpected: bias (2,) float32
+      differs: weight is (3,) float32 in the checkpoint, (2,) float32 here
+
+    Args:
+        expected: the tensors to load into, or other state.
+        saved: the checkpoint's.
+        what: what both are, for the message.
+    """
+    here = {name: _show(value) for name, value in expected.items()}
+    there = {name: _show(value) for name, value in saved.items()}
+    problems = [f"missing: {name} {here[name]}" for name in here if name not in there]
+    problems += [f"unexpected: {name} {there[name]}" for name in there if name not in here]
+    problems += [
+        f"differs: {name} is {there[name]} in the checkpoint, {shown} here"
+        for name, shown in here.items()
+        if there.get(name, shown) != shown
+    ]
+    if problems:
+        raise CheckpointError(f"the checkpoint belongs to another {what}:\n  " + "\n  ".join(problems))
+
+
+def _show(value: object) -> str:
+    return f"{tuple(value.shape)} {dtype_name(value.dtype)}" if isinstance(value, Tensor) else "(other state)"

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from anabranch.checkpoint.generations import (
+    Unreadable,
     check_path,
     complete_generations,
     complete_in,
@@ -31,7 +32,6 @@ from anabranch.checkpoint.generations import (
     generations_in,
     manifest_path,
 )
-from anabranch.checkpoint.regular_file import Unreadable
 from anabranch.deadline import check_seconds
 from anabranch.errors import CheckpointError
 from anabranch.record.fault_points import fault_point

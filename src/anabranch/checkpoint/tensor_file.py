@@ -32,8 +32,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from anabranch.checkpoint.generations import open_regular
 from anabranch.checkpoint.manifest import FileRecord, TensorRecord
-from anabranch.checkpoint.regular_file import open_regular
 from anabranch.errors import CheckpointError
 from anabranch.record.fault_points import fault_point
 from anabranch.tensors.dtypes import SAFETENSORS_NAMES

@@ -25,6 +25,7 @@ from pathlib import Path
 from torch import Tensor
 
 from anabranch.checkpoint.generations import (
+    Unreadable,
     claim,
     complete_in,
     data_path,
@@ -39,7 +40,6 @@ from anabranch.checkpoint.generations import (
 )
 from anabranch.checkpoint.manifest import FileRecord, Manifest, check_group, pack
 from anabranch.checkpoint.reading import newest_manifest
-from anabranch.checkpoint.regular_file import Unreadable
 from anabranch.checkpoint.state import encode
 from anabranch.checkpoint.storage import Place, Storage, as_place
 from anabranch.checkpoint.tensor_file import check_writable, write_all, write_tensors

@@ -28,7 +28,7 @@ from anabranch.launch.supervision.outcome import JobOutcome
 from anabranch.launch.supervision.signals import collect_signals
 from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
 from anabranch.transport.certificates import KEYS_VARIABLE
-from anabranch.transport.private_folder import PrivateFolder
+from anabranch.transport.endpoints import PrivateFolder
 
 _END_SECONDS = 5.0
 

@@ -4,27 +4,17 @@ The tables themselves are in ``anabranch.tables``. ``server`` is one shard, ``cl
 ``messages.py`` the messages between them; open ``client/parameter_client.py`` first.
 """
 
-from anabranch.parameter_server.client import (
-    EmbeddingBagCollection,
-    ParameterClient,
-    Pulled,
-    RemoteEmbedding,
-    RemoteTables,
-    Traffic,
-    WholeParameters,
-    Worker,
-    merge_rows,
-    rule_of,
-    users_of,
-)
+from anabranch.parameter_server.client.embedding_bags import EmbeddingBagCollection
+from anabranch.parameter_server.client.parameter_client import ParameterClient, Traffic, Worker
+from anabranch.parameter_server.client.remote_embedding import RemoteEmbedding
+from anabranch.parameter_server.client.remote_tables import RemoteTables, merge_rows, rule_of, users_of
+from anabranch.parameter_server.client.row_messages import Pulled
+from anabranch.parameter_server.client.whole_parameters import WholeParameters
 from anabranch.parameter_server.messages import Merging
-from anabranch.parameter_server.server import (
-    Consistency,
-    ParameterServer,
-    Shard,
-    ShardStatistics,
-    TableStatistics,
-)
+from anabranch.parameter_server.server.contents import ShardStatistics, TableStatistics
+from anabranch.parameter_server.server.shard import Shard
+from anabranch.parameter_server.server.shard_server import ParameterServer
+from anabranch.parameter_server.server.worker_order import Consistency
 
 __all__ = [
     "Consistency",

@@ -19,7 +19,6 @@ then has a new ``generation``, and for a client with an older one every known ro
 from __future__ import annotations
 
 import struct
-from bisect import insort
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -233,6 +232,14 @@ class PushMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     turn: WorkerProgress | None = None
 
 
+MESSAGES: dict[str, type[msgspec.Struct]] = {
+    "init": InitMessage, "join": JoinMessage, "pull": PullMessage, "push": PushMessage, "restore": RestoreMessage,
+    "drop": DropMessage, "step": StepMessage, "release": ReleaseMessage, "norm": NormMessage, "export": ExportMessage,
+    "barrier": BarrierMessage, "snapshot": SnapshotMessage,
+}  # fmt: skip
+"""The message of each verb that has one."""
+
+
 # --- in every request -------------------------------------------------------------------------------------------------
 
 
@@ -283,24 +290,25 @@ class AcknowledgedPushes:
 
     def __init__(self) -> None:
         self._runs: list[tuple[int, int]] = []  # first and last, ascending
-        self.newest = 0
         self.incarnation = 0
+
+    @property
+    def newest(self) -> int:
+        return self._runs[-1][1] if self._runs else 0
 
     def add(self, number: int) -> None:
         """Record ``number``, from an answer."""
-        self.newest = max(self.newest, number)
         if self._runs and self._runs[-1][1] == number - 1:
             self._runs[-1] = (self._runs[-1][0], number)
         elif number > 0 and not any(first <= number <= last for first, last in self._runs):
-            insort(self._runs, (number, number))
-            at = self._runs.index((number, number))
-            for left in (at, at - 1):  # answers that arrived in another order than the pushes
-                if 0 <= left < len(self._runs) - 1 and self._runs[left][1] + 1 == self._runs[left + 1][0]:
-                    self._runs[left : left + 2] = [(self._runs[left][0], self._runs[left + 1][1])]
+            runs, self._runs = sorted([*self._runs, (number, number)]), []
+            for first, last in runs:  # answers may arrive in another order than the pushes
+                if self._runs and self._runs[-1][1] == first - 1:
+                    first, _ = self._runs.pop()
+                self._runs.append((first, last))
 
     def cut(self, holds: int) -> int:
         """Remove the numbers above ``holds``; returns their number."""
         lost = sum(last - max(first - 1, holds) for first, last in self._runs if last > holds)
         self._runs = [(first, min(last, holds)) for first, last in self._runs if first <= holds]
-        self.newest = self._runs[-1][1] if self._runs else 0
         return lost

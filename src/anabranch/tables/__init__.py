@@ -8,13 +8,12 @@ on workers.
 
 from anabranch.tables.cache import Cache, CacheStatistics
 from anabranch.tables.dense_parameter import DenseParameter
-from anabranch.tables.initial import Constant, Initial, Normal, Uniform
 from anabranch.tables.kernels.memory import KernelThreads
-from anabranch.tables.optimizers import FTRL, Family, ParameterState, RowOptimizer, RowWiseAdagrad, from_torch, to_torch
+from anabranch.tables.optimizers.gradient_optimizers import FTRL, RowWiseAdagrad
+from anabranch.tables.optimizers.row_optimizers import Family, ParameterState, RowOptimizer, from_torch, to_torch
 from anabranch.tables.row_block import RowBlock
-from anabranch.tables.shard_placement import Placement
 from anabranch.tables.table import Table, TableGroup
-from anabranch.tables.table_spec import TableSpec
+from anabranch.tables.table_spec import Constant, Initial, Normal, Placement, TableSpec, Uniform
 
 __all__ = [
     "Cache",

@@ -20,15 +20,13 @@ import torch
 from llvmlite import binding
 from numpy.typing import NDArray
 
-from anabranch.tables.initial import table_key
 from anabranch.tables.kernels import vocabulary
 from anabranch.tables.kernels.memory import KernelThreads, as_array, working_dtype
-from anabranch.tables.kernels.rule_numbers import ROW_WISE
+from anabranch.tables.kernels.rules import ROW_WISE
 from anabranch.tables.kernels.vocabulary import BLOCK, FULL, SLOTS, Index
+from anabranch.tables.optimizers.gradient_optimizers import sums_dtype
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
-from anabranch.tables.optimizers.row_wise_adagrad import sums_dtype
-from anabranch.tables.shard_placement import Placement
-from anabranch.tables.table_spec import TableSpec, state_dtype
+from anabranch.tables.table_spec import Placement, TableSpec, state_dtype, table_key
 
 Array = NDArray[Any]
 U = np.uint64

@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.errors import SchemaError
-from anabranch.tables.optimizers.ftrl import follow
+from anabranch.tables.optimizers.gradient_optimizers import RowWiseAdagrad, follow, sums_dtype
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
-from anabranch.tables.optimizers.row_wise_adagrad import RowWiseAdagrad, sums_dtype
 from anabranch.tables.table_spec import ALLOWED_DTYPES, state_dtype
 
 
@@ -26,6 +25,7 @@ class DenseParameter:
 
     Attributes:
         step: optimizer steps so far.
+        rule: the optimizer, with the hyperparameters of the next step.
         value: the present tensor; a step replaces it and leaves the old one unchanged for readers that hold it.
     """
 
@@ -35,7 +35,7 @@ class DenseParameter:
         self.name = name
         self.value = value.detach().cpu().clone().contiguous()
         self.step = 0
-        self._rule = rule
+        self.rule = rule
         kept_as = state_dtype(value.dtype)
         self.states = [torch.full_like(self.value, rule.initial_state, dtype=kept_as) for _ in range(rule.states)]
         if rule.family is Family.ROW_WISE_ADAGRAD:
@@ -43,38 +43,16 @@ class DenseParameter:
                 torch.full(self.value.shape[:1], rule.initial_state, dtype=sums_dtype(value.dtype), device="cpu")
             ]
         self._shared = False
-        self.width = max(1, self.value[:1].numel()) if self.value.ndim else 1
-
-    @property
-    def rule(self) -> RowOptimizer:
-        """The optimizer with the hyperparameters of the next step."""
-        return self._rule
-
-    @rule.setter
-    def rule(self, rule: RowOptimizer) -> None:
-        if not self._rule.same_layout(rule):
-            raise ValueError(
-                f"parameter {self.name} keeps the state of {self._rule.family}; {rule.family} needs another"
-            )
-        self._rule = rule
 
     def push(self, grad: Tensor) -> None:
-        """One optimizer step with ``grad``, of the parameter's shape.
-
-        Raises:
-            SchemaError: another shape, or a dtype that is not a float. Nothing is changed.
-        """
-        if grad.shape != self.value.shape or not grad.is_floating_point():
-            raise SchemaError(
-                f"parameter {self.name}: a gradient of {tuple(self.value.shape)} expected, got {tuple(grad.shape)} "
-                f"{grad.dtype}"
-            )
+        """One optimizer step with ``grad``, of the parameter's shape."""
+        assert grad.shape == self.value.shape
         self.step += 1
         if self._shared:
             self.states, self._shared = [state.clone() for state in self.states], False
         value = self.value.clone()
         grad = grad.to(value.dtype)
-        if self._rule.family is Family.ROW_WISE_ADAGRAD:
+        if self.rule.family is Family.ROW_WISE_ADAGRAD:
             self._push_row_wise(value, grad)
         elif value.dtype in (torch.bfloat16, torch.float16):
             wide = [state.float() for state in self.states]
@@ -109,10 +87,10 @@ class DenseParameter:
         self.step = step
 
     def _update(self, weights: Tensor, grad: Tensor, states: list[Tensor]) -> None:
-        _update_of(self._rule.family, self._rule.constants(self.step))(weights, grad, states)
+        _update_of(self.rule.family, self.rule.constants(self.step))(weights, grad, states)
 
     def _push_row_wise(self, value: Tensor, grad: Tensor) -> None:
-        rule = self._rule
+        rule = self.rule
         group = {"weight_decay": rule.weight_decay, "eps": rule.eps, "maximize": rule.maximize}
         rate = float(rule.constants(self.step)[0])
         RowWiseAdagrad._update_rows(value, self.states[0], grad, rate, group)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anabranch.errors import SchemaError
 from anabranch.tables.kernels.memory import working_dtype
-from anabranch.tables.kernels.rule_numbers import ROW_WISE
+from anabranch.tables.kernels.rules import ROW_WISE
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
 from anabranch.tables.table_spec import TableSpec, state_dtype
 
@@ -40,11 +40,6 @@ class RowBlock:
     stamps: Tensor
     sums: Tensor
     usage: Tensor
-
-    @classmethod
-    def empty(cls, spec: TableSpec, rule: RowOptimizer) -> RowBlock:
-        """Return no rows of such a table."""
-        return cls(*(torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in _forms(spec, rule, 0, 0)))
 
     def check(self, spec: TableSpec, rule: RowOptimizer, step: int) -> None:
         """Raise unless each tensor has the shape and dtype of such a table, and the stamps are of steps up to ``step``.

@@ -34,8 +34,8 @@ from anabranch.errors import CheckpointError
 from anabranch.tables.arena import Arena
 from anabranch.tables.kernels import rows as kernels
 from anabranch.tables.kernels.memory import as_array, working_dtype
-from anabranch.tables.kernels.rule_numbers import ROW_WISE
-from anabranch.tables.kernels.snapshots import keep
+from anabranch.tables.kernels.rows import keep
+from anabranch.tables.kernels.rules import ROW_WISE
 from anabranch.tables.kernels.vocabulary import BLOCK
 from anabranch.tables.row_block import Piece, RowBlock
 from anabranch.tables.table import Table
@@ -44,7 +44,6 @@ from anabranch.tables.table_spec import state_dtype
 Array = NDArray[Any]
 _BUFFER = 4 << 20  # bytes copied under the lock at once
 _BUFFERS = 8
-PIECE_BYTES = 2 * _BUFFER  # the most of one piece: states and values of half a word become words in it
 _MARKS = 3  # words beside each row: its table, and its usage
 
 
@@ -125,6 +124,7 @@ class RowSnapshot:
 
     Attributes:
         spills: changes that waited for a write.
+        piece_bytes: the most that one piece has.
     """
 
     def __init__(
@@ -151,6 +151,7 @@ class RowSnapshot:
             self._parts.append(_Part(arena, place[arena.owner[: arena.taken]], written))
         longest = max((int(part.arena.pitch) + _MARKS for part in self._parts), default=1)
         self._words, self._room = max(buffer // 8, longest), buffers
+        self.piece_bytes = 16 * self._words  # numbers of half a word become words in a piece
         self._free: list[Array] = []
         self._full: deque[tuple[_Part, Array, int]] = deque()
         self._spilled: deque[tuple[_Part, int, int]] = deque()

@@ -31,18 +31,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anabranch.errors import NotFound, SchemaError
+from anabranch.errors import NotFound
 from anabranch.tables.arena import Arena
 from anabranch.tables.kernels import rows as kernels
 from anabranch.tables.kernels import vocabulary
 from anabranch.tables.kernels.memory import KernelThreads, as_array
-from anabranch.tables.kernels.rule_numbers import ROW_WISE
+from anabranch.tables.kernels.rules import ROW_WISE
 from anabranch.tables.kernels.vocabulary import BLOCK, LAGS, STEP
 from anabranch.tables.missed_steps import MissedSteps
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
 from anabranch.tables.row_block import RowBlock
-from anabranch.tables.shard_placement import Placement, mixed
-from anabranch.tables.table_spec import TableSpec, state_dtype
+from anabranch.tables.table_spec import Placement, TableSpec, state_dtype
 
 Array = NDArray[Any]
 _NONE: Array = np.empty(0, np.int64)
@@ -69,6 +68,7 @@ class Table:
 
     Attributes:
         number: the table's in its arena.
+        used: the number of rows with an id.
         evictions: ids that lost their row to another.
         unadmitted: ids of pushes that found no room, counted in each step: their gradients were dropped.
 
@@ -92,15 +92,9 @@ class Table:
         self.number, self._blocks = self.arena.add(spec, rule, self.placement)
         self.missed = MissedSteps(spec, rule)
         self.evictions = self.unadmitted = 0
-        self._used = 0 if spec.rows is None else self.placement.count(self.arena.shard)
+        self.used = 0 if spec.rows is None else self.placement.count(self.arena.shard)
         self._capacity = None if spec.capacity is None else -(-spec.capacity // self.arena.shards)
         self._heap, self._heap_size = np.empty((self._capacity or 0, 3), np.int64), 0
-
-    def __repr__(self) -> str:
-        """Return its name, size and rule."""
-        rows = "dynamic" if self.spec.rows is None else self.spec.rows
-        dtype = str(self.spec.dtype).removeprefix("torch.")
-        return f"Table({self.spec.name!r}, {rows} x {self.spec.width}, {dtype}, {self._rule.family.name})"
 
     @property
     def rule(self) -> RowOptimizer:
@@ -111,12 +105,7 @@ class Table:
     def rule(self, rule: RowOptimizer) -> None:
         if rule is self._rule:
             return
-        if not self._rule.same_layout(rule):
-            raise ValueError(
-                f"table {self.spec.name} keeps the state of {self._rule.family} with {self._rule.states} numbers per "
-                f"weight; {rule.family} with {rule.states} needs another table"
-            )
-        self._rule = rule
+        self._rule = rule  # of the same layout, which ``requests.check`` sees to
         self.arena.firsts[self.number, 3] = rule.initial_state
 
     @property
@@ -129,19 +118,9 @@ class Table:
         """True if a step changes every row, so that all have the table's version."""
         return self.missed.lag and self._rule.moves_quiet_rows
 
-    @property
-    def used(self) -> int:
-        """The number of rows with an id."""
-        return self._used
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row: id, stamp, weights and states."""
-        return self.arena.row_bytes
-
     def bytes(self) -> int:
         """Bytes of the rows with an id."""
-        return self._used * self.arena.row_bytes
+        return self.used * self.arena.row_bytes
 
     # --- as a group of one ------------------------------------------------------------------------------------------
 
@@ -156,7 +135,6 @@ class Table:
 
         Raises:
             NotFound: an id outside the table; says which, and where.
-            SchemaError: ids that are not int64.
         """
         return self._alone.pull(ids.reshape(-1), [ids.numel()], training=training).view(*ids.shape, self.spec.width)
 
@@ -167,7 +145,6 @@ class Table:
 
         Raises:
             NotFound: an id outside the table; says which, and where. Nothing is changed.
-            SchemaError: ids or gradients of the wrong shape or dtype. Nothing is changed.
         """
         self._alone.push(ids.reshape(-1), grads, [ids.numel()], squares)
 
@@ -213,7 +190,7 @@ class Table:
         """Those of ``ids`` that this step admits, if there is room."""
         if self.spec.admission == 1:
             return ids
-        chance = mixed(mixed(ids, self.placement.key).view(np.int64) + np.int64(self.step), self.placement.key)
+        chance = _mixed(_mixed(ids, self.placement.key).view(np.int64) + np.int64(self.step), self.placement.key)
         return ids[(chance >> np.uint64(11)).astype(np.float64) * 2.0**-53 < self.spec.admission]
 
     def _admit(self, ids: Array, rows: Array) -> None:
@@ -224,7 +201,7 @@ class Table:
         new = self.draw(np.unique(ids[missing]))
         if not new.size:
             return
-        room = new.size if self._capacity is None else self._capacity - self._used
+        room = new.size if self._capacity is None else self._capacity - self.used
         fresh = min(new.size, room)
         evicted = self._victims(new.size - fresh)
         new = new[: fresh + evicted.size]  # the lowest ids, in whatever order they come
@@ -250,11 +227,11 @@ class Table:
 
     def _more_rows(self, count: int) -> Array:
         """Rows for ``count`` more ids."""
-        end = self._used + count
+        end = self.used + count
         if end > self._blocks.size * BLOCK:
             more = self.arena.take(self.number, -(-end // BLOCK) - self._blocks.size)
             self._blocks = np.concatenate([self._blocks, more])
-        return self._rows_at(self._used, end)
+        return self._rows_at(self.used, end)
 
     def _rows_at(self, first: int, last: int) -> Array:
         places = np.arange(first, last)
@@ -266,7 +243,7 @@ class Table:
         arena, arena.seen = self.arena, None
         if not vocabulary.enter(arena.index, arena.words, arena.pitch, self.number, ids, rows):
             raise MemoryError(f"table {self.spec.name}: too many ids share their bits")
-        self._used += fresh
+        self.used += fresh
         if self._capacity is not None:
             arena.usage[rows] = usage
             self._heap_size = vocabulary.rank(
@@ -276,7 +253,7 @@ class Table:
     def drop(self) -> None:
         """Give the rows back to the arena."""
         if self.spec.rows is None:
-            rows = self._rows_at(0, self._used)
+            rows = self._rows_at(0, self.used)
             vocabulary.remove(self.arena.index, self.arena.words, self.arena.pitch, self.number, rows)
         self.arena.give_back(self.number, self._blocks)
 
@@ -315,8 +292,8 @@ class Table:
             ids = block.ids.numpy()
             self._check_new(ids)
             rows = self._more_rows(ids.size)
-            if self._capacity is not None and self._used + ids.size > self._capacity:
-                self._capacity = self._used + ids.size
+            if self._capacity is not None and self.used + ids.size > self._capacity:
+                self._capacity = self.used + ids.size
                 self._heap = np.concatenate([self._heap, np.empty((self._capacity - len(self._heap), 3), np.int64)])
             arena.changing(rows)
             self._enter(ids, rows, ids.size, block.usage.numpy())
@@ -380,7 +357,6 @@ class TableGroup:
 
         Raises:
             NotFound: an id outside its table; says which, and where.
-            SchemaError: ids that are not int64.
         """
         flat, starts = self._lookups(ids, counts)
         if out is None:
@@ -458,15 +434,10 @@ class TableGroup:
 
         Raises:
             NotFound: an id outside its table; says which, and where. Nothing is changed.
-            SchemaError: ids or gradients of another shape or dtype. Nothing is changed.
         """
         arena = self.arena
         flat, starts = self._lookups(ids, counts)
-        if grads.numel() != flat.size * arena.width or not grads.is_floating_point():
-            raise SchemaError(
-                f"table {self.tables[0].spec.name}: gradients of ({flat.size}, {arena.width}) {arena.dtype} expected, "
-                f"got {tuple(grads.shape)} {grads.dtype}"
-            )
+        assert grads.numel() == flat.size * arena.width
         moves = as_array(grads.detach().cpu().to(arena.dtype))
         own = _NO_SQUARES if squares is None else squares.float().contiguous().numpy()
         rows, distinct = self._rows(flat, starts, moves[:0], _NONE, training=True)
@@ -504,10 +475,7 @@ class TableGroup:
 
     def _lookups(self, ids: Tensor, counts: Sequence[int]) -> tuple[Array, Array]:
         """Return the flat ids, and where each table's begin."""
-        if ids.dtype != torch.int64:
-            raise SchemaError(
-                f"table {self.tables[0].spec.name}: ids must be int64, got {ids.dtype}; convert with ids.long()"
-            )
+        assert ids.dtype == torch.int64
         starts = np.zeros(len(self.tables) + 1, np.int64)
         np.cumsum(counts, out=starts[1:])
         assert starts[-1] == ids.numel()
@@ -598,16 +566,24 @@ def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
     first = tensors[0]
     if len(tensors) == 1:
         return first.contiguous()
-    end, rows = first.data_ptr(), 0
+    end, rows, begun = first.data_ptr(), 0, first
     for tensor in tensors:
         if not tensor.is_contiguous() or (tensor.numel() and tensor.data_ptr() != end):
             return torch.cat(list(tensors))
         end += tensor.nbytes
         rows += tensor.shape[0]
-    begun = next((tensor for tensor in tensors if tensor.numel()), first)
+        begun = begun if begun.numel() else tensor
     if begun.untyped_storage().nbytes() < begun.storage_offset() * begun.itemsize + end - begun.data_ptr():
         return torch.cat(list(tensors))  # neighbours by chance, in memory of different owners
     return begun.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def _mixed(ids: Array, key: int) -> NDArray[np.uint64]:
+    """64 bits of each id that depend on every bit of id and key."""
+    x = ids.view(np.uint64) ^ np.uint64(key)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 def _ranges(firsts: Array, counts: Array) -> Array:

@@ -1,16 +1,81 @@
-"""``TableSpec``: the facts of one table on which workers and servers must agree."""
+"""``TableSpec``: the facts of one table on which workers and servers must agree, first values and shards among them."""
 
 from __future__ import annotations
 
+import hashlib
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Literal
+from dataclasses import asdict, astuple, dataclass
+from typing import ClassVar, Literal
 
 import torch
 
-from anabranch.tables.initial import Constant, Initial, Normal, Uniform
 from anabranch.tensors.dtypes import dtype_name, dtype_named
+
+# --- initial values ---------------------------------------------------------------------------------------------------
+# A function of (seed, table, id, column), so that no worker ever creates a whole table.
+
+
+class _Values:
+    """One or two numbers from which rows are drawn; ``kind`` is the kernel's name for how."""
+
+    __slots__ = ()
+    kind: ClassVar[int]
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():  # type: ignore[call-overload]
+            if not math.isfinite(value):
+                raise ValueError(f"{type(self).__name__}({name}={value!r}): the initial values of rows must be finite")
+
+    def numbers(self) -> tuple[int, float, float]:
+        """Return the kernel's form: kind and two numbers."""
+        first, second = (*map(float, astuple(self)), 0.0)[:2]  # type: ignore[call-overload]
+        return self.kind, first, second
+
+
+@dataclass(frozen=True, slots=True)
+class Constant(_Values):
+    """Every element starts as ``value``."""
+
+    kind = 0
+    value: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform(_Values):
+    """Elements are drawn uniformly from [low, high)."""
+
+    kind = 1
+    low: float = 0.0
+    high: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Normal(_Values):
+    """Elements are drawn from the normal distribution, as in ``torch.nn.Embedding``."""
+
+    kind = 2
+    mean: float = 0.0
+    std: float = 1.0
+
+
+Initial = Constant | Uniform | Normal
+"""The initial value of rows."""
+
+
+def table_key(seed: int, name: str) -> int:
+    """64 bits for a table: another table or seed gives the same id other values.
+
+    >>> table_key(0, "users") == table_key(0, "users"), table_key(0, "users") == table_key(1, "users")
+    (True, False)
+    """
+    text = f"{seed}:{name}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8, person=b"anabranch").digest(), "little")
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
 
 Eviction = Literal["age", "frequency"]
 ALLOWED_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -142,3 +207,46 @@ class TableSpec:
             raise ValueError(f"{initial!r} does not describe initial rows; give a Constant, Uniform or Normal")
         numbers = {str(key): value for key, value in initial.items() if key != "kind"}
         return cls(dtype=dtype, initial=_INITIALS[str(initial["kind"])](**numbers), **found)  # type: ignore[arg-type]
+
+
+# --- shards -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The rows of one table over the shards, so that the most requested rows are not all on one.
+
+    Ids are often ranked by frequency, or share a factor, so neither blocks of ids nor ``id % shards`` are safe. A keyed
+    permutation of the ids comes first, then ``% shards`` (``permuted`` in ``kernels/numbers.py``). It is a bijection,
+    so a fixed table needs no index. A dynamic table has no range to permute; there the mixed bits of the id determine
+    the shard. A single shard keeps its rows in the order of their ids.
+
+    >>> placement = Placement(rows=10, shards=3, key=7)
+    >>> sum(placement.count(shard) for shard in range(3))
+    10
+
+    Attributes:
+        rows: the number of rows of the table, ``None`` if any int64 is an id of it.
+        shards: the number of shards that hold them.
+        key: 64 bits that fix the permutation; every worker and shard must use the same.
+    """
+
+    rows: int | None
+    shards: int
+    key: int
+
+    @classmethod
+    def of(cls, spec: TableSpec, shards: int) -> Placement:
+        """Return the placement of a table's rows over so many shards."""
+        return cls(spec.rows, shards, table_key(spec.seed, spec.name))
+
+    def count(self, shard: int) -> int:
+        """Return the number of rows of a fixed table that ``shard`` holds."""
+        assert self.rows is not None
+        return (self.rows - shard + self.shards - 1) // self.shards
+
+    @property
+    def half(self) -> int:
+        """Half the bits of the power of four in which a fixed table's ids are permuted."""
+        assert self.rows is not None
+        return max(1, (max(self.rows - 1, 1).bit_length() + 1) // 2)

@@ -12,11 +12,10 @@ from contextlib import nullcontext
 
 import torch
 
-from anabranch.tables.initial import Constant
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
 from anabranch.tables.snapshot import RowSnapshot
 from anabranch.tables.table import Table
-from anabranch.tables.table_spec import TableSpec
+from anabranch.tables.table_spec import Constant, TableSpec
 
 
 @functools.cache

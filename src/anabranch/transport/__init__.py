@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from anabranch.transport.certificates import make_keys
     from anabranch.transport.client import Answer, Client, Outcome, Request
     from anabranch.transport.frame import Limits, RequestHeader, TensorHeader, allocate, pack, unpack
-    from anabranch.transport.memory_network import MemoryTransport
-    from anabranch.transport.server.server import Call, Checked, Server, ServerStatistics, Verb
-    from anabranch.transport.sockets import SocketTransport
+    from anabranch.transport.server.connection import Call, Checked, Verb
+    from anabranch.transport.server.server import Server, ServerStatistics
+    from anabranch.transport.sockets import MemoryTransport, SocketTransport
     from anabranch.transport.streams import Listener, Peer, Stream, Transport
 
 __all__ = [
@@ -56,8 +56,8 @@ if not TYPE_CHECKING:  # a type checker would accept every name as one of the pa
             "streams",
             "frame",
             "sockets",
-            "memory_network",
             "client",
+            "server.connection",
             "server.server",
         ],
     )

@@ -15,18 +15,6 @@ from anabranch.errors import Unauthorized
 from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint
 from anabranch.transport.streams import Peer
 
-__all__ = [
-    "UID",
-    "Announcement",
-    "check_announced",
-    "check_kind",
-    "check_prefix",
-    "check_ttl",
-    "check_uid",
-    "portions",
-    "prefixes_of",
-]
-
 UID = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(\.(0|[1-9][0-9]*))+")
 _PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(\.(0|[1-9][0-9]*))*")
 _LONGEST_UID = 100

@@ -13,7 +13,7 @@ import re
 import shlex
 import ssl
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,20 +22,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
-
-__all__ = [
-    "EVERY_JOB",
-    "KEYS_VARIABLE",
-    "ROLES",
-    "check_keys",
-    "client_context",
-    "job_and_role",
-    "job_of_keys",
-    "make_keys",
-    "names_of",
-    "resolve_keys",
-    "server_context",
-]
 
 ROLES = ("worker", "parameters", "experts", "directory")
 """The roles a certificate may name."""
@@ -334,17 +320,7 @@ def job_of_keys(keys: Path, role: str) -> str:
 
 def names_of(connection: ssl.SSLSocket) -> tuple[str, str] | None:
     """Return the job and the role in the peer's certificate, ``None`` if it has neither."""
-    names = (connection.getpeercert() or {}).get("subjectAltName", ())
-    return job_and_role(str(name[1]) for name in names if str(name[0]) == "URI")
-
-
-def job_and_role(uris: Iterable[str]) -> tuple[str, str] | None:
-    """Return the job and the role among a certificate's URIs, ``None`` if there are none.
-
-    >>> job_and_role(["https://example.org", "anabranch:nightly/experts"])
-    ('nightly', 'experts')
-    """
-    for uri in uris:
-        if found := _NAMES.fullmatch(uri):
+    for name in (connection.getpeercert() or {}).get("subjectAltName", ()):
+        if name[0] == "URI" and (found := _NAMES.fullmatch(str(name[1]))):
             return found[1], found[2]
     return None

@@ -55,8 +55,6 @@ from anabranch.transport.frame import (
 from anabranch.transport.sockets import SocketTransport
 from anabranch.transport.streams import Transport
 
-__all__ = ["Answer", "Client", "ClientOptions", "Outcome", "Request"]
-
 _FIRST_BACKOFF = 0.01
 _LONGEST_BACKOFF = 1.0
 # A client's first number is below; 2 ** 61 more fit the frame.
@@ -143,8 +141,6 @@ class Client:
         transport: the network; sockets by default.
         retries: how often a request is sent again after a connection was lost or refused, with pauses that double from
             10 ms to 1 s. A connection that went stale in the pool is replaced without counting.
-        limits: the sizes accepted from a server in one frame.
-        idle: unused connections kept open to each peer.
 
     Raises:
         ValueError: keys that are missing or damaged.
@@ -152,7 +148,10 @@ class Client:
     Attributes:
         epoch: the 16 bytes that name this client in the requests it numbers.
         forked: true in a forked child of the process that has used the client: every request raises ``ForkedClient``.
+        most_idle: unused connections kept open to each peer.
     """
+
+    most_idle = 16
 
     def __init__(
         self,
@@ -163,16 +162,13 @@ class Client:
         heartbeat: float = 1.0,
         transport: Transport | None = None,
         retries: int = 8,
-        limits: Limits | None = None,
-        idle: int = 16,
     ) -> None:
         self._transport = transport if transport is not None else SocketTransport(role, keys=keys, insecure=insecure)
         self._options = ClientOptions(role, None if keys is None else os.fspath(keys), insecure, heartbeat, retries)
-        self._plain = transport is None and limits is None
+        self._plain = transport is None
         self._heartbeat = heartbeat
         self._retries = retries
-        self._limits = limits or Limits()
-        self._most_idle = idle
+        self._limits = Limits()
         self._lock = threading.Lock()
         self._idle: defaultdict[str, list[_Channel]] = defaultdict(list)
         self._busy: set[_Channel] = set()
@@ -194,12 +190,12 @@ class Client:
         """The arguments to create an equal client in another process.
 
         Raises:
-            TypeError: its transport or its limits belong to this process.
+            TypeError: its transport belongs to this process.
         """
         if not self._plain:
             raise TypeError(
-                f"a Client with {type(self._transport).__name__} or with its own limits cannot leave its process, and "
-                "so neither can a module that uses it; leave out client=, or give a client over sockets"
+                f"a Client with {type(self._transport).__name__} cannot leave its process, and so "
+                "neither can a module that uses it; leave out client=, or give a client over sockets"
             )
         return self._options
 
@@ -337,7 +333,7 @@ class Client:
             if now >= self._prune_at:
                 self._prune(now)
             idle = self._idle[endpoint]
-            if reusable and not self._closed and len(idle) < self._most_idle:
+            if reusable and not self._closed and len(idle) < self.most_idle:
                 idle.append(channel)
                 return
         channel.close()

@@ -30,8 +30,6 @@ from anabranch.errors import (
 from anabranch.record.spans import mark
 from anabranch.transport.frame import FailureFrame
 
-__all__ = ["ends_the_program", "error_of", "failure_of", "note_failure", "printable"]
-
 _log = logging.getLogger("anabranch.transport")
 
 _MISTAKES: dict[str, type[ValueError | CheckpointError]] = {

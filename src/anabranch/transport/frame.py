@@ -28,7 +28,6 @@ import threading
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Annotated, Any, TypeAlias, TypeVar, cast
 
 import msgspec
@@ -38,27 +37,6 @@ from torch import Tensor
 from anabranch.errors import ProtocolError
 from anabranch.tensors.dtypes import DTYPE_CODES, DTYPES
 from anabranch.transport.streams import Stream
-
-__all__ = [
-    "MOST_TENSORS",
-    "FailureFrame",
-    "FrameKind",
-    "Header",
-    "Heartbeat",
-    "Hello",
-    "Limits",
-    "ReplyHeader",
-    "RequestHeader",
-    "TensorHeader",
-    "Wire",
-    "allocate",
-    "bytes_of",
-    "encode",
-    "frame_size",
-    "memory_to_send",
-    "pack",
-    "unpack",
-]
 
 MAGIC = b"ANBR"
 VERSION = 2
@@ -87,16 +65,6 @@ class Limits:
     """
 
     body: int = 1 << 30
-
-
-class FrameKind(IntEnum):
-    """The kinds of frame; a number's meaning never changes."""
-
-    HELLO = 1
-    REQUEST = 2
-    REPLY = 3
-    FAILURE = 4
-    BEAT = 5
 
 
 class TensorHeader(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -176,15 +144,10 @@ _T = TypeVar("_T")
 Header: TypeAlias = Hello | RequestHeader | ReplyHeader | FailureFrame | Heartbeat
 _HeaderT = TypeVar("_HeaderT", Hello, RequestHeader, ReplyHeader, FailureFrame, Heartbeat)
 
-_KINDS: dict[type[Header], FrameKind] = {
-    Hello: FrameKind.HELLO,
-    RequestHeader: FrameKind.REQUEST,
-    ReplyHeader: FrameKind.REPLY,
-    FailureFrame: FrameKind.FAILURE,
-    Heartbeat: FrameKind.BEAT,
-}
+# A kind's number never changes its meaning.
+_KINDS: dict[type[Header], int] = {Hello: 1, RequestHeader: 2, ReplyHeader: 3, FailureFrame: 4, Heartbeat: 5}
 _DECODERS: dict[int, msgspec.msgpack.Decoder[Header]] = {
-    int(kind): msgspec.msgpack.Decoder(header) for header, kind in _KINDS.items()
+    kind: msgspec.msgpack.Decoder(header) for header, kind in _KINDS.items()
 }
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -412,7 +375,7 @@ class Wire:
         try:
             header = _DECODERS[kind].decode(packed)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ProtocolError(f"the header of kind {FrameKind(kind).name} does not decode: {error}") from None
+            raise ProtocolError(f"the header of kind {kind} does not decode: {error}") from None
         self._start = begin + length
         offset = 0
         for tensor in header.tensors:

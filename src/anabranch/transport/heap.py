@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 from contextlib import suppress
 
-__all__ = ["give_memory_back", "keep_one_heap"]
-
 _ARENA_MAX = -8  # M_ARENA_MAX of glibc's malloc.h
 
 

@@ -20,6 +20,7 @@ still proves role and job by its certificate. Without keys there is one space.
 from __future__ import annotations
 
 import copy
+import functools
 import ipaddress
 import logging
 import os
@@ -46,8 +47,6 @@ from anabranch.transport.announcements import (
 )
 from anabranch.transport.certificates import EVERY_JOB, check_keys, job_of_keys, resolve_keys
 from anabranch.transport.streams import Peer
-
-__all__ = ["RedisDirectory", "RedisLink", "host_and_port", "is_loopback", "is_redis_url", "shown_url"]
 
 _PASSWORD_VARIABLE = "ANABRANCH_REDIS_PASSWORD"  # noqa: S105 - its name
 _PORT = 6379
@@ -298,7 +297,7 @@ class RedisDirectory:
         folder = None if insecure and keys is None else resolve_keys(keys)
         self._arguments = url, timeout, role, folder
         self._within: Deadline | None = None
-        self._made: _Parts | None = _Parts(*self._arguments)
+        self._parts  # noqa: B018 - makes them, which checks the arguments
 
     @property
     def endpoint(self) -> str:
@@ -308,7 +307,7 @@ class RedisDirectory:
     def within(self, deadline: Deadline) -> RedisDirectory:
         """Return the same directory, with every wait ended by ``deadline``."""
         same = copy.copy(self)
-        same._within = deadline
+        same._within, same._parts = deadline, self._parts
         return same
 
     def announce(self, uids: Iterable[str], endpoint: str, ttl: float) -> None:
@@ -383,8 +382,8 @@ class RedisDirectory:
 
     def close(self) -> None:
         """Close the connections; the next call makes new ones."""
-        if self._made is not None:
-            self._made.link.close()
+        if "_parts" in vars(self):
+            self._parts.link.close()
 
     def _eval(self, what: str, script: str, *words: object) -> Any:
         return self._run(what, methodcaller("eval", script, 0, *words))
@@ -392,11 +391,10 @@ class RedisDirectory:
     def _run(self, what: str, ask: Callable[[Any], Any]) -> Any:
         return self._parts.link.run(ask, f"directory.{what}", self._within)
 
-    @property
+    @functools.cached_property
     def _parts(self) -> _Parts:
-        if self._made is None:  # unpickled: where a model is only loaded, there may be no keys
-            self._made = _Parts(*self._arguments)
-        return self._made
+        # Made again by whoever unpickles it and uses it: where a model is only loaded, there may be no keys.
+        return _Parts(*self._arguments)
 
     def __repr__(self) -> str:
         return f"RedisDirectory({self.endpoint!r})"
@@ -406,7 +404,7 @@ class RedisDirectory:
         return self
 
     def __getstate__(self) -> dict[str, object]:
-        return {"_arguments": self._arguments, "_within": None, "_made": None}
+        return {"_arguments": self._arguments, "_within": None}
 
 
 class _Parts:

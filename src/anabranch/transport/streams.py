@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["NOBODY", "Listener", "Peer", "Stream", "Transport"]
-
 
 @dataclass(frozen=True, slots=True)
 class Peer:

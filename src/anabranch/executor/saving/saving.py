@@ -36,8 +36,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from anabranch import checkpoint
 from anabranch.autodiff.moved_parameter import MovedParameter, from_within
 from anabranch.checkpoint import Checkpoint
+from anabranch.checkpoint.generations import Replaced
 from anabranch.checkpoint.reading import again
-from anabranch.checkpoint.regular_file import Replaced
 from anabranch.checkpoint.state import decode, encode
 from anabranch.checkpoint.storage import Place
 from anabranch.checkpoint.tensor_file import Blocks

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import cast
 
 from anabranch.checkpoint import join, read_newest, split, write
-from anabranch.checkpoint.file_lock import FileLock
+from anabranch.checkpoint.generations import FileLock
 from anabranch.deadline import check_seconds
 from anabranch.errors import CheckpointError
 from anabranch.experts.server.backend import ExpertBackend
@@ -25,7 +25,7 @@ from anabranch.periodic import periodic
 from anabranch.record.fault_points import fault_point
 from anabranch.record.spans import mark
 from anabranch.transport.failures import note_failure
-from anabranch.transport.server.once import RequestIdentity
+from anabranch.transport.server.connection import RequestIdentity
 
 _FILE = "lock"
 _READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from anabranch.transport import make_keys
 from anabranch.transport.certificates import KEYS_VARIABLE
-from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint, split_endpoints
-from anabranch.transport.private_folder import PrivateFolder
+from anabranch.transport.endpoints import PrivateFolder, TcpEndpoint, parse_endpoint, split_endpoints
 from anabranch.transport.redis_directory import RedisLink, is_redis_url, shown_url
 
 

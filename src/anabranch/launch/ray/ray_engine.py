@@ -34,7 +34,7 @@ from anabranch.launch.supervision.signals import collect_signals
 from anabranch.launch.supervision.worker import ProcessSpec
 from anabranch.record.process import TRACE_VARIABLE
 from anabranch.transport import make_keys
-from anabranch.transport.private_folder import PrivateFolder
+from anabranch.transport.endpoints import PrivateFolder
 
 _PLACE_SECONDS = 120.0
 _CALL_SECONDS = 60.0

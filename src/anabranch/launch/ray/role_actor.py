@@ -28,7 +28,7 @@ from anabranch.launch.supervision.orphans import adopt_orphans, kill_orphans
 from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
 from anabranch.record.process import TRACE_VARIABLE
 from anabranch.transport.certificates import KEYS_VARIABLE
-from anabranch.transport.private_folder import PrivateFolder
+from anabranch.transport.endpoints import PrivateFolder
 
 _MOST_BYTES = 1 << 20
 _ANSWER_SECONDS = 1.0

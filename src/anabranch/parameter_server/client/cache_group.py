@@ -9,8 +9,8 @@ says what a cache does.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -19,66 +19,35 @@ from torch import Tensor
 
 from anabranch.parameter_server.client.remote_weight import distinct_ids
 from anabranch.parameter_server.client.row_messages import Layout, Pull, Pulled
-from anabranch.tables.cache import SETTLED, Cache, CacheStatistics, Due, spare_of
+from anabranch.tables.cache import SETTLED, Cache, CacheStatistics, Due, move_rows, spare_of
 from anabranch.tables.kernels import caches
+from anabranch.tables.kernels.caches import WITH_STATE
 from anabranch.tables.kernels.memory import working_dtype
-from anabranch.tables.kernels.row_versions import WITH_STATE
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
-from anabranch.tables.optimizers.row_step import move_rows
-from anabranch.tables.shard_placement import Placement
 from anabranch.tables.table import side_by_side
-
-__all__ = ["CacheGroup", "CacheQuery", "compile_cache_kernels"]
+from anabranch.tables.table_spec import Placement
 
 Array = NDArray[Any]
 Ids = Mapping[str, Tensor]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class CacheQuery:
-    """The request to the servers that a read needs before it can be answered.
+class CacheQuery(Generic[_T]):
+    """The request to the servers that a read, or the next step's, needs.
 
     Attributes:
         ids: by table, the ids to ask about; tables without any may be missing.
         known: by table, the cached version of each id.
         leaving: by table, gradients of evicted rows, to be sent to the servers.
-        state: private data for ``answer``.
+        answer: called once with the rows that came; returns, by table, all rows that were to be read, or the gradients
+            of those that left for prefetched ones.
     """
 
     ids: dict[str, Tensor]
     known: dict[str, Tensor]
     leaving: dict[str, Due]
-    state: object = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """The state that ``CacheGroup.ask`` hands to ``answer``."""
-
-    names: list[str]
-    members: Array
-    starts: Array
-    step: int
-    slots: Array
-    known: Array
-    asks: Array
-    asked: Array
-    ask_starts: Array
-    rows: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Prefetch:
-    """The state that ``CacheGroup.start_prefetch`` hands to ``finish_prefetch``."""
-
-    names: list[str]
-    members: Array
-    wanted: Tensor
-    starts: Array
-    step: int
-    ids: Tensor
-    asked: Array
-    ask_starts: Array
+    answer: Callable[[Mapping[str, Pulled]], dict[str, _T]]
 
 
 class CacheGroup:
@@ -99,17 +68,13 @@ class CacheGroup:
         dtype: torch.dtype,
         rules: Sequence[Callable[[], RowOptimizer]],
     ) -> None:
-        self._kernels = caches
         self.names = list(names)
         self._numbers = {name: number for number, name in enumerate(self.names)}
         self._cache, self._width, self._rules = cache, width, list(rules)
         self._read_as, self._dtype = dtype, working_dtype(dtype)
-        self._spare = spare_of(cache)
         rule = self._rules[0]()
         self._wide = rule.row_width(width) if cache.push_bound else width
         self._rule_number = rule.number
-        self._stateless = self._wide == width
-        self._policy = (cache.policy != "LRU", SETTLED if cache.policy == "LFUOpt" else 1 << 62)
         self._counters = np.zeros((len(self.names), 5), np.int64)
         self.drop()
 
@@ -117,11 +82,17 @@ class CacheGroup:
         """Forgets all rows."""
         tables, capacity = len(self.names), self._cache.capacity
         room = 1 << (2 * capacity).bit_length()
-        none = self._kernels.NEVER
+        none = caches.NEVER
         whole = (tables, capacity)
         numbers = torch.empty(0, dtype=self._dtype, device="cpu").numpy().dtype
         waiting = capacity if self._cache.push_bound else 0
-        self._arrays = self._kernels.CacheArrays(
+        self._arrays = caches.CacheArrays(
+            width=self._width,
+            stateless=self._wide == self._width,
+            by_frequency=self._cache.policy != "LRU",
+            settled=SETTLED if self._cache.policy == "LFUOpt" else 1 << 62,
+            push_bound=self._cache.push_bound,
+            spare=spare_of(self._cache),
             keys=np.zeros((tables, room), np.int64),
             slots=np.full((tables, room), -1, np.int64),
             ids_of=np.zeros(whole, np.int64),
@@ -130,9 +101,9 @@ class CacheGroup:
             heap=np.zeros((*whole, 3), np.int64),
             sizes=np.zeros((tables, 2), np.int64),
             versions=np.full(whole, -1, np.int64),
-            checked=np.full(whole, self._kernels.LONG_AGO, np.int64),
+            checked=np.full(whole, caches.LONG_AGO, np.int64),
             due_at=np.full(whole, none, np.int64),
-            with_state=np.full(whole, self._stateless),
+            with_state=np.full(whole, self._wide == self._width),
             coming=np.zeros(whole, np.bool_),
             rows=np.zeros((*whole, self._wide), numbers),
             waiting=np.zeros((tables, waiting, self._width), numbers),
@@ -151,10 +122,10 @@ class CacheGroup:
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
-    def ask(self, wanted: Ids, step: int, *, training: bool) -> CacheQuery:
-        """Begin to read distinct ids at ``step``; return the request to make.
+    def ask(self, wanted: Ids, step: int, *, training: bool) -> CacheQuery[Tensor]:
+        """Begin to read distinct ids at ``step``; return the request to make, which is answered by all of their rows.
 
-        No other call may come between it and ``answer``. Evaluation checks all rows, caches none and counts as no use.
+        No other call may come between it and the answer. Evaluation checks all rows, caches none and counts as no use.
         """
         names, members, starts = self._lookups(wanted)
         ids = side_by_side([wanted[name] for name in names])
@@ -162,37 +133,27 @@ class CacheGroup:
         slots, known, asks, asked = (np.empty(count, np.int64) for _ in range(4))
         ask_starts = np.zeros(len(names) + 1, np.int64)
         rows, leaving = torch.empty(count, self._width, dtype=self._dtype, device="cpu"), self._room(count, len(names))
-        self._kernels.ask(
-            self._arrays, *self._policy, self._width, members, ids.numpy(), starts, step,
-            self._cache.pull_bound if training else -1, training, slots, known, asks, asked, ask_starts, rows.numpy(),
-            leaving,
+        caches.ask(
+            self._arrays, members, ids.numpy(), starts, step, self._cache.pull_bound if training else -1, training,
+            slots, known, asks, asked, ask_starts, rows.numpy(), leaving,
         )  # fmt: skip
-        total = ask_starts[-1]
-        state = _Asked(names, members, starts, step, slots, known, asks[:total], asked[:total], ask_starts, rows)
-        questions = ids.index_select(0, torch.from_numpy(state.asks))
-        return CacheQuery(
-            _parts(names, questions, ask_starts),
-            _parts(names, torch.from_numpy(state.asked), ask_starts),
-            self._left(names, members, leaving, step),
-            state,
-        )
+        asks, asked = asks[: ask_starts[-1]], asked[: ask_starts[-1]]
 
-    def answer(self, query: CacheQuery, pulled: Mapping[str, Pulled]) -> dict[str, Tensor]:
-        """Return the rows of all ids of ``ask``."""
-        asked = query.state
-        assert isinstance(asked, _Asked)
-        names = asked.names
-        if len(asked.asks):
-            came = self._side_by_side(names, pulled)
-            dirty = np.empty((len(came[-1]), 3), np.int64)
-            again = self._kernels.answer(
-                self._arrays, self._width, self._stateless, asked.members, asked.step, asked.slots, asked.known,
-                asked.asks, asked.asked, asked.ask_starts, *came, asked.rows.numpy(), dirty,
-            )  # fmt: skip
-            if again:
-                positions, moved = self._apply_again(dirty[:again], asked.step)
-                asked.rows[positions] = moved[:, : self._width]
-        return _parts(names, asked.rows.to(self._read_as), asked.starts, empty=True)
+        def answer(pulled: Mapping[str, Pulled]) -> dict[str, Tensor]:
+            if len(asks):
+                came = self._side_by_side(names, pulled)
+                dirty = np.empty((len(came[-1]), 3), np.int64)
+                again = caches.answer(
+                    self._arrays, members, step, slots, known, asks, asked, ask_starts, *came, rows.numpy(), dirty
+                )  # fmt: skip
+                if again:
+                    positions, moved = self._apply_again(dirty[:again], step)
+                    rows[positions] = moved[:, : self._width]
+            return _parts(names, rows.to(self._read_as), starts, empty=True)
+
+        questions = _parts(names, ids.index_select(0, torch.from_numpy(asks)), ask_starts)
+        versions = _parts(names, torch.from_numpy(asked), ask_starts)
+        return CacheQuery(questions, versions, self._left(names, members, leaving, step), answer)
 
     def _side_by_side(self, names: list[str], pulled: Mapping[str, Pulled]) -> tuple[Array, Array, Array, Array]:
         """Return the received rows of all tables: their positions, where each table's begin, the versions and the
@@ -202,11 +163,12 @@ class CacheGroup:
         starts = np.zeros(len(names) + 1, np.int64)
         np.cumsum([0 if one is None else len(one.positions) for one in came], out=starts[1:])
         there = [one for one in came if one is not None]
-        rows = side_by_side([_wide(one.rows.to(self._dtype), self._wide) for one in there])
+        rows = side_by_side([one.rows.to(self._dtype) for one in there])
         positions, versions = (
             side_by_side([getattr(one, of) for one in there]).numpy() for of in ("positions", "versions")
         )
-        assert len(positions) == len(versions) == len(rows) == starts[-1]
+        assert len(positions) == len(versions) == starts[-1]
+        assert not there or rows.shape == (starts[-1], self._wide)
         return positions, starts, versions, rows.numpy()
 
     def _apply_again(self, dirty: Array, step: int) -> tuple[Tensor, Tensor]:
@@ -229,8 +191,9 @@ class CacheGroup:
 
     # --- reading ahead ----------------------------------------------------------------------------------------------
 
-    def start_prefetch(self, wanted: Ids, step: int, *, training: bool) -> CacheQuery:
-        """Return the request to make during ``step`` so that the next one, which reads these ids, need not.
+    def prefetch(self, wanted: Ids, step: int, *, training: bool) -> CacheQuery[Due]:
+        """Return the request to make during ``step`` so that the next one, which reads these ids, need not; its answer
+        stores the rows.
 
         Rows that this step will push are left out: the answer would lack the push. Evaluation requests missing rows.
         """
@@ -238,45 +201,38 @@ class CacheGroup:
         ids = side_by_side([wanted[name] for name in names])
         asks, asked = (np.empty(len(ids), np.int64) for _ in range(2))
         ask_starts = np.zeros(len(names) + 1, np.int64)
-        self._kernels.start_prefetch(
-            self._arrays, members, ids.numpy(), starts, step, self._cache.pull_bound if training else 0,
-            self._cache.push_bound > 0, self._spare, asks, asked, ask_starts,
+        caches.start_prefetch(
+            self._arrays, members, ids.numpy(), starts, step, self._cache.pull_bound if training else 0, asks, asked,
+            ask_starts,
         )  # fmt: skip
         self._clock = step
-        total = ask_starts[-1]
-        some, known = ids.index_select(0, torch.from_numpy(asks[:total])), asked[:total]
+        asks, asked = asks[: ask_starts[-1]], asked[: ask_starts[-1]]
+        some = ids.index_select(0, torch.from_numpy(asks))
         if not training:  # evaluation does not count as a use of cached rows
             ids, starts = some, ask_starts
-        state = _Prefetch(names, members, ids, starts, step, some, known, ask_starts)
-        return CacheQuery(
-            _parts(names, some, ask_starts), _parts(names, torch.from_numpy(known), ask_starts), {}, state
-        )
 
-    def finish_prefetch(self, query: CacheQuery, pulled: Mapping[str, Pulled]) -> dict[str, Due]:
-        """Store the rows that ``start_prefetch`` requested; return the gradients of the rows that left for them."""
-        asked = query.state
-        assert isinstance(asked, _Prefetch)
-        leaving = self._room(len(asked.wanted), len(asked.names))
-        self._kernels.admit(
-            self._arrays, *self._policy, self._width, asked.members, asked.wanted.numpy(), asked.starts, asked.step + 1,
-            leaving,
-        )  # fmt: skip
-        left = self._left(asked.names, asked.members, leaving, asked.step + 1)
-        if not len(asked.ids):
+        def store(pulled: Mapping[str, Pulled]) -> dict[str, Due]:
+            leaving = self._room(len(ids), len(names))
+            caches.admit(self._arrays, members, ids.numpy(), starts, step + 1, leaving)
+            left = self._left(names, members, leaving, step + 1)
+            if not len(some):
+                return left
+            self._arrays.pushed.fill(False)
+            for at, *pushed in self._sent:
+                if at >= step:
+                    caches.mark(self._arrays, *pushed)
+            came = self._side_by_side(names, pulled)
+            dirty = np.empty((len(came[-1]), 3), np.int64)
+            again = caches.finish_prefetch(
+                self._arrays, members, step, some.numpy(), asked, ask_starts, *came, dirty
+            )  # fmt: skip
+            if again:
+                self._apply_again(dirty[:again], step)
             return left
-        self._arrays.pushed.fill(False)
-        for at, *pushed in self._sent:
-            if at >= asked.step:
-                self._kernels.mark(self._arrays, *pushed)
-        came = self._side_by_side(asked.names, pulled)
-        dirty = np.empty((len(came[-1]), 3), np.int64)
-        again = self._kernels.finish_prefetch(
-            self._arrays, self._width, self._stateless, asked.members, asked.step, asked.ids.numpy(), asked.asked,
-            asked.ask_starts, *came, dirty,
-        )  # fmt: skip
-        if again:
-            self._apply_again(dirty[:again], asked.step)
-        return left
+
+        return CacheQuery(
+            _parts(names, some, ask_starts), _parts(names, torch.from_numpy(asked), ask_starts), {}, store
+        )
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
@@ -295,17 +251,16 @@ class CacheGroup:
         self._clock = step
         self._sent = [sent for sent in self._sent if sent[0] >= step - 1]
         if not self._cache.push_bound:
-            self._kernels.pass_on(self._arrays, members, ids, starts)
+            caches.pass_on(self._arrays, members, ids, starts)
             self._sent.append((step, members, ids, starts))
             return {name: (*gradients[name], None) for name in names}
         grads = side_by_side([gradients[name][1].to(self._dtype) for name in names])
-        room = self._room(ids.size + self._kernels.count_due(self._arrays.due_at, members, step), len(names))
+        room = self._room(ids.size + caches.count_due(self._arrays.due_at, members, step), len(names))
         rules = [self._rules[k]() for k in members.tolist()]
         numbers = {rule: rule.constants(step + 1) for rule in dict.fromkeys(rules)}
         constants = np.stack([numbers[rule] for rule in rules])
-        self._kernels.write(
-            self._rule_number, self._arrays, self._width, members, ids, starts, grads.numpy(), step,
-            self._cache.push_bound, self._spare, constants, room,
+        caches.write(
+            self._rule_number, self._arrays, members, ids, starts, grads.numpy(), step, constants, room
         )  # fmt: skip
         return self._left(names, members, room, step, empty=True)
 
@@ -314,9 +269,9 @@ class CacheGroup:
         if not self._cache.push_bound:
             return {}
         members = np.arange(len(self.names))
-        limit = self._kernels.NEVER - 1
-        room = self._room(self._kernels.count_due(self._arrays.due_at, members, limit), len(members))
-        self._kernels.take_due(self._arrays, self._width, members, limit, room)
+        limit = caches.NEVER - 1
+        room = self._room(caches.count_due(self._arrays.due_at, members, limit), len(members))
+        caches.take_due(self._arrays, members, limit, room)
         return self._left(self.names, members, room, self._clock)
 
     def statistics(self) -> dict[str, CacheStatistics]:
@@ -337,7 +292,7 @@ class CacheGroup:
     def _room(self, count: int, tables: int) -> Any:
         """Room for ``count`` gradients that go to the servers."""
         numbers = self._arrays.rows.dtype
-        return self._kernels.Due(
+        return caches.Due(
             np.empty(count, np.int64),
             np.empty((count, self._width), numbers),
             np.empty(count, np.float32),
@@ -359,12 +314,6 @@ def _parts(names: list[str], whole: Tensor, starts: Array, *, empty: bool = Fals
     """Split ``whole`` by table; tables without rows are left out unless ``empty``."""
     parts = zip(names, torch.split(whole, np.diff(starts).tolist()), strict=True)
     return {name: part for name, part in parts if empty or len(part)}
-
-
-def _wide(rows: Tensor, width: int) -> Tensor:
-    if rows.shape[1] != width:
-        raise ValueError(f"rows of {width} numbers expected, got {tuple(rows.shape)}")
-    return rows
 
 
 # --- compiling ahead --------------------------------------------------------------------------------------------------
@@ -389,9 +338,9 @@ def compile_cache_kernels(cache: Cache, rule: RowOptimizer, dtype: torch.dtype) 
     names, wide = ["first", "second"], rule.row_width(_WIDTH) if cache.push_bound else _WIDTH
     small = Cache(cache.policy, 8, min(cache.pull_bound, 1), min(cache.push_bound, 1))
     group = CacheGroup(names, small, _WIDTH, dtype, [lambda: rule] * 2)
-    layout = Layout.of(dict.fromkeys(names, (Placement(_ROWS, 2, 7), dtype, _WIDTH)), [{}, {}])
+    layout = Layout(dict.fromkeys(names, (Placement(_ROWS, 2, 7), dtype, _WIDTH)), [{}, {}])
 
-    def came(query: CacheQuery) -> dict[str, Pulled]:
+    def came(query: CacheQuery[Any]) -> dict[str, Pulled]:
         counts = {name: len(ids) for name, ids in query.ids.items()}
         return {
             name: Pulled(
@@ -409,9 +358,9 @@ def compile_cache_kernels(cache: Cache, rule: RowOptimizer, dtype: torch.dtype) 
         known = [torch.full((len(some),), WITH_STATE, device="cpu") for some in ids.values()]
         Pull(layout, list(ids.values()), known, [wide] * 2, [(0, 0)] * 2, None)
         query = group.ask(ids, step, training=step != 4)
-        group.answer(query, came(query))
-        ahead = group.start_prefetch({name: some[::2].contiguous() for name, some in ids.items()}, step, training=True)
+        query.answer(came(query))
+        ahead = group.prefetch({name: some[::2].contiguous() for name, some in ids.items()}, step, training=True)
         group.write({name: (some, torch.ones(len(some), _WIDTH, device="cpu")) for name, some in ids.items()}, step)
-        group.finish_prefetch(ahead, came(ahead))
+        ahead.answer(came(ahead))
     group.waiting()
     _done.add(kind)

@@ -24,8 +24,6 @@ from anabranch.parameter_server.client.remote_tables import read_together
 from anabranch.parameter_server.client.remote_weight import RemoteLookups, WeightSource
 from anabranch.tensors import Jagged, bags_of
 
-__all__ = ["EmbeddingBagCollection"]
-
 
 class EmbeddingBagCollection(nn.Module):
     """Reduces the ids of each feature to one row per row of the batch, with its own bag.

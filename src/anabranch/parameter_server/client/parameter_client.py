@@ -12,6 +12,7 @@ interface, call by call, and the order of pulls and pushes, which decides when a
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import os
 import threading
@@ -68,15 +69,11 @@ from anabranch.parameter_server.messages import (
 )
 from anabranch.parameter_server.server.contents import ShardStatistics
 from anabranch.parameter_server.server.shard_server import ParameterServer
-from anabranch.tables.initial import Constant, Initial
-from anabranch.tables.kernels.row_versions import WITH_STATE
-from anabranch.tables.optimizers.row_optimizers import Family, OptimizerFactory, RowOptimizer
-from anabranch.tables.optimizers.torch_state import ParameterState
-from anabranch.tables.table_spec import TableSpec
+from anabranch.tables.kernels.caches import WITH_STATE
+from anabranch.tables.optimizers.row_optimizers import Family, OptimizerFactory, ParameterState, RowOptimizer
+from anabranch.tables.table_spec import Constant, Initial, TableSpec
 from anabranch.tensors.packing import Compression, acceptable, check_compression
 from anabranch.transport import Client, MemoryTransport, Request, Transport, pack, unpack
-
-__all__ = ["ParameterClient", "Pulled", "REFUSALS", "Traffic", "Worker"]
 
 REFUSALS = (NonFinite, NotFound, Overloaded, RolledBack, SchemaError, Unauthorized)
 """The errors of a shard that has not applied a push; after any other it may have."""
@@ -119,7 +116,7 @@ class Traffic:
     wait_seconds: float = 0.0
 
 
-class ParameterClient:
+class ParameterClient(KnownTables):
     """Reads and changes tables and parameters on the shards.
 
     >>> with ParameterClient() as client:  # no servers in this job: a shard in this process
@@ -184,15 +181,14 @@ class ParameterClient:
         self._stack = ExitStack()
         self.worker: Worker | None = None
         self.rank, self.leads = 0, True
-        self.in_process = False
         self._barriers = 0
         self._traffic: dict[str, Traffic] = {}
         self._counting = threading.Lock()  # rows may be requested ahead, in a thread
         self._uncounted: int | None = None
-        if not addresses:
+        in_process = not addresses
+        if in_process:
             transport = MemoryTransport()
             addresses = [self._stack.enter_context(ParameterServer(transport=transport)).endpoint]
-            self.in_process = True
         self._clocks = [VersionClock() for _ in addresses]
         self._torn: int | None = None
         self.pushed = 0
@@ -204,16 +200,15 @@ class ParameterClient:
                 role="worker", keys=keys, insecure=insecure, heartbeat=heartbeat, transport=transport, retries=retries
             )
         )
-        self._calls = ShardCalls(self._client, addresses, timeout, watch, heartbeat)
-        self.shards, self.endpoints, self.full = len(addresses), tuple(addresses), self._calls.full
-        self._tables = KnownTables(self._calls, in_process=self.in_process)
-        self.made = self._tables.made
+        calls = ShardCalls(self._client, addresses, timeout, watch, heartbeat)
+        super().__init__(calls, in_process=in_process)
+        self.shards, self.endpoints, self.full = len(addresses), tuple(addresses), calls.full
         if worker is not None:
             self.join(0, worker)
 
     def __repr__(self) -> str:
         """Return its shards."""
-        return f"ParameterClient({'in this process' if self.in_process else self._calls.endpoints})"
+        return f"ParameterClient({'in this process' if self.in_process else self.calls.endpoints})"
 
     # --- the verbs --------------------------------------------------------------------------------------------------
 
@@ -272,16 +267,16 @@ class ParameterClient:
 
     def pull(self, name: str) -> Tensor:
         """Return the parameter, or the whole table of a fixed vocabulary."""
-        entry = self._tables.entry(name)
+        entry = self.entry(name)
         if entry.placement is not None:
-            return self.sparse_pull(name, self._tables.every_id(name, entry)).view(entry.shape)
+            return self.sparse_pull(name, self.every_id(name, entry)).view(entry.shape)
         return self.pull_many({name: torch.empty(0, dtype=torch.int64, device="cpu")})[name].rows
 
     def push(self, name: str, grad: Tensor) -> None:
         """One optimizer step with the whole gradient."""
-        entry = self._tables.entry(name)
+        entry = self.entry(name)
         if entry.placement is not None:
-            self.sparse_push(name, self._tables.every_id(name, entry), grad)
+            self.sparse_push(name, self.every_id(name, entry), grad)
             return
         _check_gradient(grad, name)
         if tuple(grad.shape) != entry.shape:
@@ -295,14 +290,14 @@ class ParameterClient:
 
     def sparse_pull(self, name: str, ids: Tensor) -> Tensor:
         """Return the rows of ``ids``: ``[*ids.shape, *row]``."""
-        entry = self._tables.entry(name, rows=True)
+        entry = self.entry(name, rows=True)
         _check_ids(ids, name)
         rows = self.pull_many({name: ids})[name].rows
         return rows.view(*ids.shape, *entry.shape[1:])
 
     def sparse_push(self, name: str, ids: Tensor, rows: Tensor) -> None:
         """One optimizer step with a gradient for each of ``ids``; those of one id are added up."""
-        width, count = self._tables.entry(name, rows=True).width, ids.numel()
+        width, count = self.entry(name, rows=True).width, ids.numel()
         _check_ids(ids, name)
         _check_gradient(rows, name)
         if rows.numel() != count * width or count not in accumulate(rows.shape, operator.mul, initial=1):
@@ -328,7 +323,7 @@ class ParameterClient:
             return
         self._barriers += 1
         message = BarrierMessage(self.worker.rank, self.worker.world, self._barriers)
-        self._calls.in_turn([self._calls.request(0, "barrier", pack(message))], Deadline(self._calls.timeout))
+        self.calls.in_turn([self.calls.request(0, "barrier", pack(message))], Deadline(self.calls.timeout))
 
     def save(self, path: str | os.PathLike[str], *, step: int = 0) -> None:
         """Write all tables and parameters, with states and versions, into the directory ``path`` of this machine.
@@ -345,11 +340,11 @@ class ParameterClient:
         A table that this client has created stays in memory or in a file.
         """
         saved = checkpoint.read(path)
-        restore(self._tables, saved.state, saved.readers())
+        restore(self, saved.state, saved.readers())
 
     def statistics(self) -> list[ShardStatistics]:
         """Statistics of each shard since it started."""
-        return [unpack(answer, ShardStatistics) for answer in self._calls.ask_at_length("statistics")]
+        return [unpack(answer, ShardStatistics) for answer in self.calls.ask_at_length("statistics")]
 
     def close(self) -> None:
         """Close the connections, and the shard in this process if there is one."""
@@ -371,13 +366,9 @@ class ParameterClient:
     @property
     def timeout(self) -> float:
         """Seconds that a call may take."""
-        return self._calls.timeout
+        return self.calls.timeout
 
     # --- making -----------------------------------------------------------------------------------------------------
-
-    def init_table(self, spec: TableSpec, rule: RowOptimizer, *, row_shape: tuple[int, ...] | None = None) -> None:
-        """Create the table that ``spec`` describes on every shard; an existing one stays unchanged."""
-        self._tables.init_table(spec, rule, row_shape=row_shape)
 
     def _init_rows(
         self,
@@ -405,11 +396,12 @@ class ParameterClient:
             rule: its optimizer.
             until: the end of this client's last calls; see ``end_by``.
         """
-        entry = self._tables.entry(name)
+        entry = self.entry(name)
         self.end_by(until)
         if entry.placement is None:
-            step, parts = self._calls.export(self._tables.home(name), ExportMessage(name))
-            return ParameterState(parts[0], list(parts[1:]), step)
+            most = math.prod(entry.shape) * 8 * (2 + rule.states)
+            answer = self.calls.call(self.home(name), "export", pack(ExportMessage(name)), answer_bytes=most)
+            return ParameterState(answer.tensors[0], answer.tensors[1:], unpack(answer.payload, int))
         rows, row_width = entry.shape[0], rule.row_width(entry.width)
         state = empty_state((rows, entry.width), entry.dtype, rule)
         for first in range(0, rows, CHUNK):
@@ -419,15 +411,15 @@ class ParameterClient:
             some = self.pull_many({name: ids}, known={name: with_state}, widths={name: row_width}, exact=True)[name]
             fill(state, first + some.positions, some.rows)
         self.end_by(until)
-        step = next(table["step"] for table in self._calls.describe()[0]["tables"] if table["spec"]["name"] == name)
+        step = self.steps()[name]
         states = [one.reshape(entry.shape) for one in state.states]
         if rule.family is Family.ROW_WISE_ADAGRAD:
-            states = [sums_of(self._tables, name, rows, rule)]
+            states = [sums_of(self, name, rows, rule)]
         return ParameterState(state.values.reshape(entry.shape), states, step)
 
     def value_blocks(self, name: str) -> tuple[Blocks | None, Blocks]:
         """Return what reads the ids of a dynamic vocabulary, else ``None``, and the exact values of all rows."""
-        entry = self._tables.entry(name)
+        entry = self.entry(name)
         dtype, width = entry.dtype, entry.width
         if entry.placement is None:
             return None, Blocks(dtype, entry.shape, lambda: [self.pull(name)])
@@ -448,46 +440,26 @@ class ParameterClient:
 
         if entry.shape[0] >= 0:
             return None, Blocks(dtype, entry.shape, values)
-        tables = [table for shard in self._calls.describe() for table in shard["tables"]]
+        tables = [table for shard in self.calls.describe() for table in shard["tables"]]
         count = sum(table["rows"] for table in tables if table["spec"]["name"] == name)
         return Blocks(torch.int64, (count,), ids), Blocks(dtype, (count, width), values)
 
     def end_by(self, until: Deadline | None) -> None:
         """Let no call that begins now take longer than ``until``; the client is closed next."""
         if until is not None:
-            self._calls.timeout = max(until.remaining(), 1e-3)
+            self.calls.timeout = max(until.remaining(), 1e-3)
 
     def write_rows(self, name: str, state: ParameterState | Tensor, rule: RowOptimizer) -> None:
         """Set all rows of a fixed table that has not been trained here yet, a few at a time."""
-        write_rows(self._tables, name, state, rule)
+        write_rows(self, name, state, rule)
 
     def write_dense(self, name: str, state: ParameterState, rule: RowOptimizer) -> None:
         """Create the dense parameter ``name`` from its saved state; an existing one is overwritten."""
-        write_dense(self._tables, name, state, rule)
-
-    def init_dense(self, name: str, value: Tensor, rule: RowOptimizer) -> None:
-        """Create the dense parameter ``name`` with ``value`` on its shard; an existing one stays unchanged."""
-        self._tables.init_dense(name, value, rule)
-
-    def expect_dense(self, name: str, like: Tensor) -> None:
-        """Register a dense parameter with the shape and dtype of ``like`` that another client creates."""
-        self._tables.expect_dense(name, like)
-
-    def expect_table(self, spec: TableSpec) -> None:
-        """Register a table that others create: it may be read once it is there, if it is as ``spec`` describes it."""
-        self._tables.expect_table(spec)
-
-    def drop_some(self, names: Iterable[str]) -> set[str]:
-        """Drop those of ``names`` that the shards hold, and return them."""
-        return self._tables.drop(names)
-
-    def steps(self) -> dict[str, int]:
-        """Return the names of all tables and parameters, and the optimizer steps of each on its first shard."""
-        return {name: step for steps in reversed(self._tables.steps()) for name, step in steps.items()}
+        write_dense(self, name, state, rule)
 
     def joined(self) -> str:
         """Return which client was the last to join the first shard as worker 0, as no other is called."""
-        return str(self._calls.describe()[0]["joined"])
+        return str(self.calls.describe()[0]["joined"])
 
     # --- a step of several tables -----------------------------------------------------------------------------------
 
@@ -516,9 +488,9 @@ class ParameterClient:
             exact: rows are not rounded, whatever ``compression`` says.
         """
         began = time.monotonic()
-        deadline = Deadline(self._calls.timeout)
+        deadline = Deadline(self.calls.timeout)
         compression = None if exact else self.compression
-        layout, rank = self._tables.layout(wanted), self._rank_at(step)
+        layout, rank = self.layout(wanted), self._rank_at(step)
         with self._counting:
             clocks = []
             for clock in self._clocks:
@@ -538,12 +510,10 @@ class ParameterClient:
                 turn = None if step is None else self._turn_for(shard)
                 message = PullMessage(parts, training, clocks[shard][0], rank, at, compression, turn)
                 most = pull.most(shard)
-                requests.append(
-                    self._calls.request(shard, "pull", pack(message), tensors, step=step, answer_bytes=most)
-                )
+                requests.append(self.calls.request(shard, "pull", pack(message), tensors, step=step, answer_bytes=most))
                 shards.append(shard)
         pushed = []
-        for shard, answer in zip(shards, self._calls.in_turn(requests, deadline), strict=True):
+        for shard, answer in zip(shards, self.calls.in_turn(requests, deadline), strict=True):
             reply = unpack(answer.payload, PullReply)
             with self._counting:
                 base = self._clocks[shard].read(reply.generation, reply.steps)
@@ -610,8 +580,8 @@ class ParameterClient:
                 "only under bsp are the workers' gradients combined into one whose norm is known before it is applied"
             )
         began = time.monotonic()
-        deadline = Deadline(self._calls.timeout)
-        layout, rank = self._tables.layout(gradients), self._rank_at(step)
+        deadline = Deadline(self.calls.timeout)
+        layout, rank = self.layout(gradients), self._rank_at(step)
         kinds: dict[RowOptimizer, int] = {}
         rule_of: dict[str, int] = {}
         if rules is not None:
@@ -631,11 +601,11 @@ class ParameterClient:
             if parts or step is not None:
                 turn = None if step is None else self._turn_for(shard)
                 message = PushMessage(parts, numbers, rank, at, merging, self.compression, turn)
-                requests.append(self._calls.request(shard, "push", pack(message), tensors, step=step))
+                requests.append(self.calls.request(shard, "push", pack(message), tensors, step=step))
                 if not acceptable(tensors):
                     refused.append(requests[-1])
         # A shard whose part has no NaN would apply it although the whole is refused, so only the others are asked.
-        outcomes = self._calls.outcomes(refused or requests, deadline)
+        outcomes = self.calls.outcomes(refused or requests, deadline)
         failures = []
         for outcome in outcomes:
             if isinstance(outcome, Exception):
@@ -666,7 +636,7 @@ class ParameterClient:
                 f"the push of step {self._torn} was refused by one shard and applied by others, so they no longer hold "
                 "one state"
             )
-        elif self.worker is not None and self._calls.rolled_back:
+        elif self.worker is not None and self.calls.rolled_back:
             why = "a server has lost pushes of this worker, so the servers are at an earlier step than the worker"
         if why is not None:
             raise BoundaryError(
@@ -680,16 +650,16 @@ class ParameterClient:
         """Return the sum of squares of the held merged gradients of ``step``, over all shards."""
         rank = self._rank_at(step)
         requests = [
-            self._calls.request(shard, "norm", pack(NormMessage(rank, step, self._turn_for(shard))), step=step)
+            self.calls.request(shard, "norm", pack(NormMessage(rank, step, self._turn_for(shard))), step=step)
             for shard in range(self.shards)
         ]
-        answers = self._calls.in_turn(requests, Deadline(self._calls.timeout))
+        answers = self.calls.in_turn(requests, Deadline(self.calls.timeout))
         return sum(unpack(answer.payload, float) for answer in answers)
 
     def release(self, step: int, scale: float = 1.0) -> None:
         """Apply the held pushes of ``step``, times ``scale``, once all workers have; they pass the same scale."""
         self.decide(step, scale)
-        self._calls.all([self._word(shard) for shard in range(self.shards)])
+        self.calls.all([self._word(shard) for shard in range(self.shards)])
 
     def decide(self, step: int, scale: float | None) -> None:
         """Release ``step`` with the next message to each shard: to be applied, times ``scale``, or dropped."""
@@ -704,21 +674,21 @@ class ParameterClient:
             words = []
             for shard in sorted(self._uninformed):
                 words.append(self._word(shard))  # noqa: PERF401 - a comprehension is one more call
-            self._calls.post(words)
+            self.calls.post(words)
 
     def settle(self) -> None:
         """Apply on all shards the last step that any worker of a job has had the outcome of; its workers have gone.
 
         That all shards hold it whole was agreed before anybody had the outcome.
         """
-        heard = [unpack(shard["turn"], WorkerProgress) for shard in self._calls.describe() if shard["turn"]]
+        heard = [unpack(shard["turn"], WorkerProgress) for shard in self.calls.describe() if shard["turn"]]
         if heard:
             furthest = max(heard, key=lambda turn: (turn.number, turn.done))
-            self._calls.everywhere("release", pack(ReleaseMessage(-1, furthest)))
+            self.calls.everywhere("release", pack(ReleaseMessage(-1, furthest)))
 
     def _word(self, shard: int) -> Request:
         self._uninformed.discard(shard)
-        return self._calls.request(shard, "release", pack(ReleaseMessage(self.rank, self._turn)))
+        return self.calls.request(shard, "release", pack(ReleaseMessage(self.rank, self._turn)))
 
     def _turn_for(self, shard: int) -> WorkerProgress:
         """Return what a worker's message to ``shard`` says of it."""
@@ -729,23 +699,23 @@ class ParameterClient:
 
     def wait_until_served(self) -> None:
         """Wait until every shard answers."""
-        self._calls.incarnations()
+        self.calls.incarnations()
 
     def join(self, step: int, worker: Worker | None = None) -> None:
         """Register this worker, for a bare client ``worker``, with the shards; its next push is for ``step``."""
         worker = self.worker = worker or self.worker
         assert worker is not None
         self.rank, self.leads = worker.rank, worker.rank == 0 if worker.leads is None else worker.leads
-        self._torn, self._calls.rolled_back = None, False
-        for pushes in self._calls.acknowledged.values():
+        self._torn, self.calls.rolled_back = None, False
+        for pushes in self.calls.acknowledged.values():
             pushes.incarnation = 0
-        incarnations = self._calls.incarnations()
-        for endpoint, incarnation in zip(self._calls.endpoints, incarnations, strict=True):
-            self._calls.acknowledged[endpoint].incarnation = unpack(incarnation.payload, int)
+        incarnations = self.calls.incarnations()
+        for endpoint, incarnation in zip(self.calls.endpoints, incarnations, strict=True):
+            self.calls.acknowledged[endpoint].incarnation = unpack(incarnation.payload, int)
         self._joins += 1  # so that late messages of before are of a lower number
         self._turn = WorkerProgress(self._joins, worker.world, step)
         self._uninformed.clear()
-        self._calls.everywhere(
+        self.calls.everywhere(
             "join", pack(JoinMessage(worker.rank, worker.world, worker.consistency, step, self._joins))
         )
 
@@ -760,21 +730,21 @@ class ParameterClient:
         rank, requests = self._rank_at(step), []
         for shard in range(self.shards):
             message = PullMessage([], False, 0, rank, step, None, self._turn_for(shard))
-            requests.append(self._calls.request(shard, "pull", pack(message), [none], step=step))
-        self._calls.in_turn(requests, Deadline(self._calls.timeout))
+            requests.append(self.calls.request(shard, "pull", pack(message), [none], step=step))
+        self.calls.in_turn(requests, Deadline(self.calls.timeout))
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def collect(self, names: Iterable[str] | None = None) -> SavedTables:
         """Begin to read one moment of each shard, which ``save`` writes; of ``names`` only, if there are any."""
         self.check_whole()
-        return SavedTables(self._tables, names)
+        return SavedTables(self, names)
 
     def restore_some(
         self, state: Mapping[str, Any], groups: Mapping[str, Group], names: Collection[str] | None = None
     ) -> None:
         """Load the groups of ``collect``, of ``names`` only if given; others stay in place."""
-        restore_some(self._tables, state, groups, names)
+        restore_some(self, state, groups, names)
 
     def _rank_at(self, step: int | None) -> int:
         """Return what a message of ``step`` says of who sends it: this worker's rank, or -1 without a step."""
@@ -792,7 +762,7 @@ class ParameterClient:
             PeerLost: another worker is gone.
             DeadlineExceeded: the call has overrun its own deadline.
         """
-        return self._calls.wait_for(future, operation, step=step)
+        return self.calls.wait_for(future, operation, step=step)
 
 
 def check_plain(tensor: Tensor, what: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import uuid
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -16,13 +15,10 @@ from anabranch.autodiff.moved_parameter import Switch
 from anabranch.choices import choice
 from anabranch.job import job
 from anabranch.parameter_server.client.parameter_client import ParameterClient
-from anabranch.parameter_server.client.remote_weight import TableFacts, WeightSource, look_up, look_up_bags, unique_of
+from anabranch.parameter_server.client.remote_weight import TableFacts, WeightSource, look_up, unique_of
 from anabranch.parameter_server.client.saved_tables import for_optimizer
-from anabranch.tables.initial import Constant, Initial, Normal
 from anabranch.tables.optimizers.row_optimizers import OptimizerFactory, RowOptimizer
-from anabranch.tables.table_spec import Eviction, TableSpec
-
-__all__ = ["RemoteEmbedding"]
+from anabranch.tables.table_spec import Constant, Eviction, Initial, Normal, TableSpec
 
 _STANDARD_NORMAL = Normal()
 _CURE = (
@@ -130,9 +126,7 @@ class RemoteEmbedding(nn.Module):
             return
         (entry,), groups = self._link.kept
         if not RowOptimizer.from_dict(entry["rule"]).same_layout(rule):
-            rows = {key: tensors for key, tensors in groups.items() if key.startswith("rows-")}
-            groups = {key: for_optimizer(entry, tensors, rule) for key, tensors in rows.items()}
-            entry = {**entry, "rule": rule.to_dict(), "step": 0}
+            groups, entry = for_optimizer(entry, groups, rule), {**entry, "rule": rule.to_dict(), "step": 0}
         client.restore_some({"tables": [entry], "dense": []}, groups)
         self._link.kept = None
 
@@ -160,12 +154,8 @@ class RemoteEmbedding(nn.Module):
     ) -> list[Tensor]:
         """``forward``, as one call that Dynamo does not trace into; constants if it is not ``trained``."""
         table = TableFacts(self.name, self.spec.width, self.spec.dtype)
-        recorded = trained or (per_sample_weights is not None and per_sample_weights.requires_grad)
-        with nullcontext() if recorded else torch.no_grad():
-            if self.mode is None:
-                return [look_up(self._reach, table, ids)]
-            args = (self._reach, table, ids, offsets, per_sample_weights)
-            return [look_up_bags(*args, mode=self.mode, trained=trained)]
+        args = (self._reach, table, ids, offsets, per_sample_weights)
+        return [look_up(*args, mode=self.mode, trained=trained)]
 
     def _reach(self) -> WeightSource:
         link = self._link

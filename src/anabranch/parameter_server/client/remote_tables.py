@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from anabranch.autodiff.moved_parameter import Move
 from anabranch.errors import NotFound
 from anabranch.parameter_server.client.cache_group import CacheGroup, CacheQuery
-from anabranch.parameter_server.client.parameter_client import ParameterClient, Pulled
+from anabranch.parameter_server.client.parameter_client import ParameterClient
 from anabranch.parameter_server.client.remote_embedding import RemoteEmbedding
 from anabranch.parameter_server.client.remote_weight import (
     Distinct,
@@ -45,25 +45,13 @@ from anabranch.parameter_server.client.remote_weight import (
     distinct_ids,
     unique_of,
 )
+from anabranch.parameter_server.client.row_messages import Pulled
 from anabranch.parameter_server.messages import Merging
 from anabranch.record.spans import mark
 from anabranch.tables.cache import Cache, CacheStatistics, Due
-from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
-from anabranch.tables.optimizers.torch_state import from_torch
+from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer, from_torch
 from anabranch.tables.table_spec import TableSpec
 from anabranch.tensors.packing import acceptable
-
-__all__ = [
-    "Beside",
-    "RemoteTables",
-    "Use",
-    "is_sparse",
-    "merge_rows",
-    "read_together",
-    "rule_of",
-    "spec_of",
-    "users_of",
-]
 
 _T = TypeVar("_T")
 # A push ends by its own deadline; on a busy machine its thread may be late by seconds.
@@ -127,13 +115,8 @@ class RemoteTables:
         self.unexpected: set[str] = set()
         self._reads = self._usual_reads = 0
         self._between: Callable[[], None] | None = None
-        self._coming: tuple[list[tuple[CacheGroup, CacheQuery]], _Aside[dict[str, Pulled]]] | None = None
+        self._coming: tuple[list[CacheQuery[Due]], _Aside[dict[str, Pulled]]] | None = None
         self._leaves: _Aside[None] | None = None  # the push that is in flight, or has failed
-
-    @property
-    def names(self) -> list[str]:
-        """The tables, in the order in which they were adopted."""
-        return list(self._sources)
 
     def spec(self, name: str) -> TableSpec:
         """Return the servers' spec of one table."""
@@ -383,19 +366,18 @@ class RemoteTables:
             for name, one in self._pull_many(ids, None).items():
                 rows[name] = one.rows
             return rows
-        queries: list[tuple[CacheGroup, CacheQuery]] = []
+        queries: list[CacheQuery[Tensor]] = []
         left = {name: _all_due(self._sources[name].leaving) for name in ids if self._sources[name].leaving}
         for caches, some in self._by_cache(ids):
-            queries.append((caches, caches.ask(some, self._step, training=self._training)))
-            self._leave(queries[-1][1].leaving)
-        requested = {name: some for _, query in queries for name, some in query.ids.items()}
-        known = {name: some for _, query in queries for name, some in query.known.items()}
+            queries.append(caches.ask(some, self._step, training=self._training))
+            self._leave(queries[-1].leaving)
+        requested, known = _asked_by(queries)
         # A row evicted by an earlier read of this step comes back with the gradients evicted with it.
         back = [name for name, due in left.items() if name in requested and torch.isin(requested[name], due[0]).any()]
         self._push_at_once({name: _all_due(self._sources[name].leaving) for name in back})
         pulled = self._pull_many(requested, known) if requested else {}
-        for caches, query in queries:
-            rows |= caches.answer(query, pulled)
+        for query in queries:
+            rows |= query.answer(pulled)
         return rows
 
     def _leave(self, leaving: Mapping[str, Due]) -> None:
@@ -422,11 +404,9 @@ class RemoteTables:
         self._ahead = self._distinct(ids_by_table)
         distinct = {name: some.ids for name, some in self._ahead.items()}
         queries = [
-            (caches, caches.start_prefetch(some, self._step, training=self._training))
-            for caches, some in self._by_cache(distinct)
+            caches.prefetch(some, self._step, training=self._training) for caches, some in self._by_cache(distinct)
         ]
-        requested = {name: ids for _, query in queries for name, ids in query.ids.items()}
-        known = {name: versions for _, query in queries for name, versions in query.known.items()}
+        requested, known = _asked_by(queries)
         if requested:
             self._coming = (queries, _Aside(partial(self._fetch, requested, known, self._step), "anabranch-prefetch"))
 
@@ -440,8 +420,8 @@ class RemoteTables:
             return
         (queries, coming), self._coming = self._coming, None
         came = self._wait_for(coming, "pull")
-        for caches, query in queries:
-            self._leave(caches.finish_prefetch(query, came))
+        for query in queries:
+            self._leave(query.answer(came))
         # Evicted rows may be read again this step: push their gradients now.
         self._push_at_once({name: _all_due(source.leaving) for name, source in self._sources.items() if source.leaving})
 
@@ -793,6 +773,15 @@ def read_together(lookups: Sequence[tuple[WeightSource, Tensor]]) -> Iterator[No
         for tables in alike:
             if not tables._training:
                 tables.forget()
+
+
+def _asked_by(queries: Sequence[CacheQuery[Any]]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the ids to ask about, by table, and the version that is known of each."""
+    ids, known = dict[str, Tensor](), dict[str, Tensor]()
+    for query in queries:
+        ids |= query.ids
+        known |= query.known
+    return ids, known
 
 
 def merge_rows(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

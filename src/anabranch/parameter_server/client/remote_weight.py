@@ -29,17 +29,6 @@ from anabranch.autodiff.moved_parameter import MovedParameter
 from anabranch.errors import SchemaError
 from anabranch.tables.kernels import routing
 
-__all__ = [
-    "Distinct",
-    "RemoteLookups",
-    "TableFacts",
-    "WeightSource",
-    "distinct_ids",
-    "look_up",
-    "look_up_bags",
-    "unique_of",
-]
-
 
 class WeightSource(Protocol):
     """The source of a table's rows, which also takes their gradients."""
@@ -65,24 +54,34 @@ class TableFacts:
     dtype: torch.dtype
 
 
-def _check_dtype(table: TableFacts, ids: Tensor) -> None:
-    if ids.dtype not in (torch.int64, torch.int32):  # as torch.nn.functional.embedding takes them
-        raise SchemaError(f"table {table.name}: ids are int64 or int32, got {ids.dtype}; convert them with ids.long()")
-
-
 def look_up(
     source: Callable[[], WeightSource],
     table: TableFacts,
     ids: Tensor,
-    padding_id: int | None = None,
+    offsets: Tensor | None,
+    per_sample_weights: Tensor | None,
     *,
+    mode: str | None,
+    trained: bool,
+    padding_id: int | None = None,
     scale_grad_by_freq: bool = False,
+    include_last_offset: bool = False,
 ) -> Tensor:
-    """Return the row of each of ``ids``; in grad mode the rows' gradients go to the source, the padding row's does
-    not.
+    """Return the row of each of ``ids``, or with a ``mode`` one row a bag, as ``F.embedding_bag`` reduces them.
+
+    In grad mode the rows' gradients go to the source, if the table is ``trained``; the padding row's do not.
     """
-    _check_dtype(table, ids)
-    return cross(_Rows(source, table, padding_id, scale_grad_by_freq), ids)[0]
+    if ids.dtype not in (torch.int64, torch.int32):  # as torch.nn.functional.embedding takes them
+        raise SchemaError(f"table {table.name}: ids are int64 or int32, got {ids.dtype}; convert them with ids.long()")
+    recorded = trained or (per_sample_weights is not None and per_sample_weights.requires_grad)
+    with nullcontext() if recorded else torch.no_grad():
+        if mode is None:
+            return cross(_Rows(source, table, padding_id, scale_grad_by_freq), ids)[0]
+        options = {
+            "mode": mode, "scale_grad_by_freq": scale_grad_by_freq, "include_last_offset": include_last_offset
+        }  # fmt: skip
+        boundary = _bags(source, table, padding_id, trained, options)
+        return cross(boundary, ids, offsets, per_sample_weights)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,21 +129,13 @@ _merge = torch.ops.aten.embedding_dense_backward.default
 """Torch's gradient for a dense table: the gradients of one row are added in the order of its lookups."""
 
 
-def look_up_bags(
+def _bags(
     source: Callable[[], WeightSource],
     table: TableFacts,
-    ids: Tensor,
-    offsets: Tensor | None = None,
-    per_sample_weights: Tensor | None = None,
-    *,
-    mode: str,
-    padding_id: int | None = None,
-    scale_grad_by_freq: bool = False,
-    include_last_offset: bool = False,
-    trained: bool = True,
-) -> Tensor:
-    """Return a row for each bag of ids, as ``F.embedding_bag`` reduces them."""
-
+    padding_id: int | None,
+    trained: bool,
+    options: Mapping[str, Any],
+) -> RecordedBoundary:
     def crossing(
         entry: Tensor | None, ids: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
     ) -> list[Tensor]:
@@ -153,27 +144,19 @@ def look_up_bags(
         if not len(rows) or (padding_id is not None and padding_at is None):
             padding_at = len(rows) if padding_id is not None else None
             rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-        bags = F.embedding_bag(
-            inverse,
-            rows,
-            offsets,
-            scale_grad_by_freq=scale_grad_by_freq,
-            mode=mode,
-            per_sample_weights=per_sample_weights,
-            include_last_offset=include_last_offset,
-            padding_idx=padding_at,
-        )
-        return [bags]
+        return [
+            F.embedding_bag(
+                inverse, rows, offsets, per_sample_weights=per_sample_weights, padding_idx=padding_at, **options
+            )
+        ]
 
     def forms(inputs: Sequence[Tensor | None]) -> list[Form]:
         ids, offsets, _ = inputs
         assert ids is not None
-        count = ids.shape[0] if offsets is None else offsets.shape[0] - include_last_offset
+        count = ids.shape[0] if offsets is None else offsets.shape[0] - options["include_last_offset"]
         return [Form((count, table.width), table.dtype, ids.device)]
 
-    _check_dtype(table, ids)
-    boundary = RecordedBoundary("table", table.name, crossing, forms)
-    return cross(boundary, ids, offsets, per_sample_weights)[0]
+    return RecordedBoundary("table", table.name, crossing, forms)
 
 
 def _distinct_rows(
@@ -292,25 +275,11 @@ class RemoteLookups:
         include_last_offset: bool,
     ) -> list[Tensor]:
         """Return the rows of ``ids``, or with a ``mode`` the bags; constants if the table is not trained."""
-        recorded = trained or (per_sample_weights is not None and per_sample_weights.requires_grad)
-        with nullcontext() if recorded else torch.no_grad():
-            if mode is None:
-                options = {"scale_grad_by_freq": scale_grad_by_freq}
-                return [look_up(self._read_from, self._table, ids, padding_id, **options)]
-            return [
-                look_up_bags(
-                    self._read_from,
-                    self._table,
-                    ids,
-                    offsets,
-                    per_sample_weights,
-                    mode=mode,
-                    padding_id=padding_id,
-                    scale_grad_by_freq=scale_grad_by_freq,
-                    include_last_offset=include_last_offset,
-                    trained=trained,
-                )
-            ]
+        rows = look_up(
+            self._read_from, self._table, ids, offsets, per_sample_weights, mode=mode, trained=trained,
+            padding_id=padding_id, scale_grad_by_freq=scale_grad_by_freq, include_last_offset=include_last_offset,
+        )  # fmt: skip
+        return [rows]
 
     def _read_from(self) -> WeightSource:
         return self.source

@@ -20,16 +20,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anabranch.errors import NotFound, ProtocolError, SchemaError
+from anabranch.errors import NotFound, ProtocolError
 from anabranch.parameter_server.messages import PullPart, PullReply, PushPart
 from anabranch.tables.kernels import routing
-from anabranch.tables.kernels.row_versions import OLDEST, WITH_STATE
-from anabranch.tables.shard_placement import Placement
+from anabranch.tables.kernels.caches import OLDEST, WITH_STATE
 from anabranch.tables.table import side_by_side
-from anabranch.tables.table_spec import state_dtype
+from anabranch.tables.table_spec import Placement, state_dtype
 from anabranch.tensors.packing import Compression, Share, join, split
-
-__all__ = ["Layout", "Pull", "Pulled", "Push", "Routed", "VersionClock"]
 
 Array = NDArray[Any]
 _STATED, _UNKNOWN, _KNOWN = range(3)  # kinds of requested ids, in the order in which they are sent
@@ -79,9 +76,8 @@ class VersionClock:
         return self.base
 
 
-@dataclass(frozen=True, slots=True)
 class Layout:
-    """Several tables, and the dense parameters beside them in a message.
+    """Several tables, with their placement and the dtype and width of their rows, and the dense parameters beside them.
 
     Attributes:
         tables: their names.
@@ -94,37 +90,20 @@ class Layout:
         ids_travel_as: int32, if no table has an id that needs more.
     """
 
-    tables: list[str]
-    dense: Sequence[Mapping[str, Share]]
-    limits: Array
-    halves: Array
-    keys: Array
-    kinds: list[tuple[torch.dtype, int]]
-    row_bytes: Array
-    dense_bytes: list[int]
-    groups: list[_Group]
-    ids_travel_as: torch.dtype
-
-    @classmethod
-    def of(
-        cls, tables: Mapping[str, tuple[Placement, torch.dtype, int]], dense: Sequence[Mapping[str, Share]] = ({},)
-    ) -> Layout:
-        """Return the layout of tables with their placement and the dtype and width of their rows."""
+    def __init__(
+        self, tables: Mapping[str, tuple[Placement, torch.dtype, int]], dense: Sequence[Mapping[str, Share]] = ({},)
+    ) -> None:
         placements = [placement for placement, _, _ in tables.values()]
-        kinds = [(dtype, width) for _, dtype, width in tables.values()]
-        short = all(one.rows is not None and one.rows <= _SHORT for one in placements)
-        return cls(
-            list(tables),
-            dense,
-            np.array([-1 if one.rows is None else one.rows for one in placements], np.int64),
-            np.array([0 if one.rows is None else one.half for one in placements], np.int64),
-            np.array([one.key for one in placements], np.uint64),
-            kinds,
-            np.array([dtype.itemsize * width for dtype, width in kinds], np.int64),
-            [sum(share.bytes(None) for share in own.values()) for own in dense],
-            _groups(kinds, [None] * len(kinds)),
-            torch.int32 if short else torch.int64,
-        )
+        self.tables, self.dense = list(tables), dense
+        self.limits = np.array([-1 if one.rows is None else one.rows for one in placements], np.int64)
+        self.halves = np.array([0 if one.rows is None else one.half for one in placements], np.int64)
+        self.keys = np.array([one.key for one in placements], np.uint64)
+        self.kinds = [(dtype, width) for _, dtype, width in tables.values()]
+        self.row_bytes = np.array([dtype.itemsize * width for dtype, width in self.kinds], np.int64)
+        self.dense_bytes = [sum(share.bytes(None) for share in own.values()) for own in dense]
+        self.groups = _groups(self.kinds, [None] * len(self.kinds))
+        short = all(0 <= rows <= _SHORT for rows in self.limits.tolist())
+        self.ids_travel_as = torch.int32 if short else torch.int64
 
 
 def _groups(kinds: Sequence[tuple[torch.dtype, int]], wide: Sequence[int | None]) -> list[_Group]:
@@ -229,8 +208,7 @@ class Pull:
     def _sort(self, known: Array, bases: Array) -> None:
         """Find the kind of each id, and the step of each known one."""
         routed = self._routed
-        if known.size != routed.flat.size:
-            raise SchemaError(f"{routed.flat.size} ids have {known.size} known versions")
+        assert known.size == routed.flat.size
         steps = known - bases[routed.owners]
         kinds = np.where(known == WITH_STATE, _STATED, np.where((known < 0) | (steps < 0), _UNKNOWN, _KNOWN))
         if None in self._wide:

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError, NotFound, Overloaded, SchemaError
-from anabranch.parameter_server.client.shards import KnownTables
+from anabranch.parameter_server.client.shards import LONGEST, KnownTables
 from anabranch.parameter_server.messages import RestoreMessage, SnapshotMessage, SnapshotPart
 from anabranch.periodic import periodic
 from anabranch.tables.dense_parameter import DenseParameter
-from anabranch.tables.optimizers.row_optimizers import CONSTANTS, Family, RowOptimizer
-from anabranch.tables.optimizers.row_wise_adagrad import sums_dtype
-from anabranch.tables.optimizers.torch_state import ParameterState
+from anabranch.tables.optimizers.gradient_optimizers import sums_dtype
+from anabranch.tables.optimizers.row_optimizers import CONSTANTS, Family, ParameterState, RowOptimizer
 from anabranch.tables.row_block import Piece, RowBlock, files, pieces
 from anabranch.tables.table import Table
 from anabranch.tables.table_spec import TableSpec, state_dtype
@@ -68,7 +67,10 @@ class SavedTables:
         """Begin on all shards; each is read by two at a time, so this waits for others that read one."""
         deadline = Deadline(self._calls.timeout)
         while True:
-            requests = [self._calls.request(shard, "snapshot", message) for shard, message in enumerate(messages)]
+            requests = [
+                self._calls.request(shard, "snapshot", message, answer_bytes=LONGEST)
+                for shard, message in enumerate(messages)
+            ]
             errors: list[Exception] = []
             for shard, answer in enumerate(self._calls.outcomes(requests, deadline)):
                 if isinstance(answer, Exception):
@@ -91,8 +93,9 @@ class SavedTables:
             self._calls.all(words, Deadline(self._seconds))  # later they would change nothing
 
     def _request(self, shard: int, part: int) -> Request:
-        message = SnapshotMessage(self._shards[shard]["number"], part)
-        return self._calls.request(shard, "snapshot", pack(message))
+        begun = self._shards[shard]
+        message, most = SnapshotMessage(begun["number"], part), begun["part_bytes"] if part >= 0 else 0
+        return self._calls.request(shard, "snapshot", pack(message), answer_bytes=most)
 
     def _part(self, shard: int, part: int) -> tuple[SnapshotPart | None, Sequence[Tensor]]:
         (answer,) = self._calls.all([self._request(shard, part)])
@@ -149,7 +152,7 @@ class SavedTables:
 def restore(tables: KnownTables, state: object, groups: Mapping[str, Group]) -> None:
     """Load the groups of ``SavedTables``, in place of everything on the shards."""
     check(state, groups)
-    tables.drop(None)
+    tables.drop_some(None)
     try:
         restore_some(tables, cast("Mapping[str, Any]", state), groups)
     except Exception as error:
@@ -285,20 +288,22 @@ def _parts(group: Group) -> list[Tensor]:
     return [tensors[str(k)] for k in range(len(tensors))]
 
 
-def for_optimizer(entry: Mapping[str, Any], tensors: Mapping[str, Tensor], rule: RowOptimizer) -> dict[str, Tensor]:
-    """Return a group of a table of ``collect`` for another optimizer, whose state begins anew."""
-    changed, width = dict(tensors), entry["spec"]["width"]
-    kind = sums_dtype(TableSpec.from_dict(entry["spec"]).dtype)
-    for label, part in tensors.items():
-        if label.endswith(".values"):
-            row = (len(part), rule.row_width(width))
-            changed[label] = torch.full(row, rule.initial_state, dtype=part.dtype, device="cpu")
-            changed[label][:, :width] = part[:, :width]
-            count = len(part) if rule.family is Family.ROW_WISE_ADAGRAD else 0
-            changed[f"{label[:-7]}.sums"] = torch.full((count,), rule.initial_state, dtype=kind, device="cpu")
-        elif label.endswith(".stamps"):
-            changed[label] = part.clamp(max=1)
-    return changed
+def for_optimizer(
+    entry: Mapping[str, Any], groups: Mapping[str, Mapping[str, Tensor]], rule: RowOptimizer
+) -> dict[str, dict[str, Tensor]]:
+    """Return the groups of one table of ``collect`` for another optimizer, whose state begins anew."""
+    width, dtype = entry["spec"]["width"], TableSpec.from_dict(entry["spec"]).dtype
+
+    def anew(piece: Piece) -> Piece:
+        rows, count = piece.rows, len(piece.rows.ids)
+        values = rows.values.new_full((count, width * (1 + rule.states)), rule.initial_state)
+        values[:, :width] = rows.values[:, :width]
+        kept = count if rule.family is Family.ROW_WISE_ADAGRAD else 0
+        sums = torch.full((kept,), rule.initial_state, dtype=sums_dtype(dtype), device="cpu")
+        return piece._replace(rows=replace(rows, values=values, stamps=rows.stamps.clamp(max=1), sums=sums))
+
+    every = (piece for name, group in groups.items() if name.startswith("rows-") for piece in pieces(group))
+    return {f"rows-{number}": dict(group) for number, group in enumerate(files(map(anew, every)))}
 
 
 def write_rows(tables: KnownTables, name: str, state: ParameterState | Tensor, rule: RowOptimizer) -> None:

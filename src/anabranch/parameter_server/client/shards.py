@@ -21,25 +21,22 @@ from anabranch.parameter_server.messages import (
     AcknowledgedPushes,
     DropMessage,
     ExpectedState,
-    ExportMessage,
     InitMessage,
     PushReply,
     RestoreMessage,
 )
 from anabranch.record import spans
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
-from anabranch.tables.shard_placement import Placement
-from anabranch.tables.table_spec import TableSpec
+from anabranch.tables.table_spec import ALLOWED_DTYPES, Placement, TableSpec
 from anabranch.tables.warming import compile_kernels
+from anabranch.tensors.dtypes import dtype_named
 from anabranch.tensors.packing import Share
 from anabranch.transport import Answer, Client, Request, pack, unpack
 from anabranch.transport.frame import ReplyHeader
 
-__all__ = ["KnownTables", "Entry", "ShardCalls"]
-
 _T = TypeVar("_T")
 _NUMBERED = frozenset({"init", "join", "push", "restore", "drop"})
-_OF_ANY_LENGTH = frozenset({"describe", "statistics", "export", "snapshot"})  # within the transport's limits
+LONGEST = 64 << 20  # bytes of an answer whose length is not known before: names and numbers of a shard's tables
 _REMEMBERED = 64  # messages of different tables
 
 
@@ -90,19 +87,20 @@ class ShardCalls:
         endpoint = self.endpoints[shard]
         pushes = self.acknowledged[endpoint]
         expected = ExpectedState(self._client.epoch, pushes.newest, pushes.incarnation, shard, self.shards).encode()
-        check = None if verb in _OF_ANY_LENGTH else partial(_check_answer, answer_bytes)
         return Request(
             endpoint, verb, tensors=tensors, payload=payload, schema=expected, once=verb in _NUMBERED, step=step,
-            check=check, role="parameters",
+            check=partial(_check_answer, answer_bytes), role="parameters",
         )  # fmt: skip
 
-    def call(self, shard: int, verb: str, payload: bytes = b"", tensors: Sequence[Tensor] = ()) -> Answer:
+    def call(
+        self, shard: int, verb: str, payload: bytes = b"", tensors: Sequence[Tensor] = (), *, answer_bytes: int = 0
+    ) -> Answer:
         """Send a request to one shard, and return the answer."""
-        return self.all([self.request(shard, verb, payload, tensors)])[0]
+        return self.all([self.request(shard, verb, payload, tensors, answer_bytes=answer_bytes)])[0]
 
-    def everywhere(self, verb: str, payload: bytes = b"") -> list[Answer]:
+    def everywhere(self, verb: str, payload: bytes = b"", *, answer_bytes: int = 0) -> list[Answer]:
         """Send the same request to every shard."""
-        return self.all([self.request(shard, verb, payload) for shard in range(self.shards)])
+        return self.all([self.request(shard, verb, payload, answer_bytes=answer_bytes) for shard in range(self.shards)])
 
     def all(self, requests: Sequence[Request], deadline: Deadline | None = None) -> list[Answer]:
         """Send ``requests`` at once, under the client's timeout by default; raises the first error."""
@@ -164,18 +162,14 @@ class ShardCalls:
         if unsent:
             self.outcomes(unsent, Deadline(self.timeout))
 
-    def export(self, shard: int, message: ExportMessage) -> tuple[int, Sequence[Tensor]]:
-        """Return the steps of a table or parameter, and part of its tensors."""
-        answer = self.call(shard, "export", pack(message))
-        return unpack(answer.payload, int), answer.tensors
-
     def describe(self) -> list[dict[str, Any]]:
         """Return what each shard holds."""
         return [unpack(answer, dict[str, Any]) for answer in self.ask_at_length("describe")]
 
     def ask_at_length(self, verb: str) -> list[bytes]:
         """Return every shard's answer to ``verb``, which may be too long for a header."""
-        return [answer.tensors[0].numpy().tobytes() for answer in self.everywhere(verb)]
+        answers = self.everywhere(verb, answer_bytes=LONGEST)
+        return [answer.tensors[0].numpy().tobytes() for answer in answers]
 
     def incarnations(self) -> list[Answer]:
         """Wait for shards that do not listen yet, as long as a call may take: a new machine compiles for a minute."""
@@ -229,7 +223,7 @@ class Entry:
 
 
 class KnownTables:
-    """The client's tables and parameters.
+    """The tables and parameters of a client.
 
     Args:
         calls: sends the requests.
@@ -283,22 +277,22 @@ class KnownTables:
                     dense[self.home(name)][name] = Share(entry.dtype, entry.shape)
             if len(self._layouts) >= _REMEMBERED:
                 self._layouts.clear()
-            layout = self._layouts[key] = Layout.of(tables, dense)
+            layout = self._layouts[key] = Layout(tables, dense)
         return layout
 
     def _learn(self) -> None:
-        for shard, described in enumerate(self.calls.describe()):
+        for described in self.calls.describe():
             for table in described["tables"]:
                 spec = TableSpec.from_dict(table["spec"])
                 if self._expected.get(spec.name, spec) != spec:
                     raise SchemaError(f"table {spec.name} is {spec} here, not {self._expected[spec.name]}")
                 self.entries.setdefault(spec.name, self._entry_of(spec))
-            for name in (parameter["name"] for parameter in described["dense"]):
+            for parameter in described["dense"]:
+                name = parameter["name"]
                 if name in self._expected:
                     raise SchemaError(f"{name} is a dense parameter here; give the RemoteEmbedding another name")
-                if name not in self.entries:
-                    _, parts = self.calls.export(shard, ExportMessage(name))
-                    self.entries[name] = Entry(None, parts[0].dtype, tuple(parts[0].shape))
+                dtype = dtype_named(parameter["dtype"], among=ALLOWED_DTYPES)
+                self.entries.setdefault(name, Entry(None, dtype, tuple(parameter["shape"])))
 
     def home(self, name: str) -> int:
         """Return the shard of a dense parameter."""
@@ -341,7 +335,7 @@ class KnownTables:
         """Register a dense parameter with the shape and dtype of ``like`` that another client creates."""
         self._enter(name, Entry(None, like.dtype, tuple(like.shape)))
 
-    def steps(self) -> list[dict[str, int]]:
+    def _steps_by_shard(self) -> list[dict[str, int]]:
         """Return for each shard the tables and parameters that it holds, and the optimizer steps of each."""
         return [
             {table["spec"]["name"]: table["step"] for table in described["tables"]}
@@ -349,11 +343,15 @@ class KnownTables:
             for described in self.calls.describe()
         ]
 
-    def drop(self, names: Iterable[str] | None) -> set[str]:
+    def steps(self) -> dict[str, int]:
+        """Return the names of all tables and parameters, and the optimizer steps of each on its first shard."""
+        return {name: step for steps in reversed(self._steps_by_shard()) for name, step in steps.items()}
+
+    def drop_some(self, names: Iterable[str] | None) -> set[str]:
         """Drop those of ``names`` that the shards hold, and return them; ``None``: all."""
         chosen = None if names is None else set(names)
         dropped = set()
-        for shard, steps in enumerate(self.steps()):
+        for shard, steps in enumerate(self._steps_by_shard()):
             for name in steps:
                 if chosen is None or name in chosen:
                     self.calls.call(shard, "drop", pack(DropMessage(name)))

@@ -20,11 +20,8 @@ from torch import Tensor, nn
 from anabranch.autodiff.moved_parameter import Ways
 from anabranch.parameter_server.client.parameter_client import ParameterClient
 from anabranch.parameter_server.client.remote_tables import Beside, spec_of
-from anabranch.tables.optimizers.row_optimizers import RowOptimizer
-from anabranch.tables.optimizers.torch_state import from_torch
+from anabranch.tables.optimizers.row_optimizers import RowOptimizer, from_torch
 from anabranch.tables.table_spec import TableSpec
-
-__all__ = ["WholeParameters"]
 
 # As fast as memory is read, and NaN is NaN; torch.equal takes half as long again.
 _memcmp = ctypes.CDLL(None).memcmp

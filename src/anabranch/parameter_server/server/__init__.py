@@ -3,10 +3,3 @@
 Open ``shard.py`` first: it orders the changes and decides which requests wait. ``contents.py`` holds the tables,
 ``shard_server.py`` serves a shard at an endpoint, and ``durability.py`` keeps it on disk, in checkpoints and a log.
 """
-
-from anabranch.parameter_server.server.contents import ShardStatistics, TableStatistics
-from anabranch.parameter_server.server.shard import Shard
-from anabranch.parameter_server.server.shard_server import ParameterServer
-from anabranch.parameter_server.server.worker_order import Consistency
-
-__all__ = ["Consistency", "ParameterServer", "Shard", "ShardStatistics", "TableStatistics"]

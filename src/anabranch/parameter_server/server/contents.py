@@ -1,7 +1,6 @@
 """``ShardContents``: the tables and parameters of one shard by name; ``Shard`` adds the lock and the order.
 
-Behind it: the counters of each, and what is read of one moment (``ShardSnapshot``), by a client part by part
-(``Reading``).
+Behind it: the counters of each, and what is read of one moment (``ShardSnapshot``).
 """
 
 from __future__ import annotations
@@ -9,10 +8,9 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
@@ -24,11 +22,10 @@ from anabranch.tables.dense_parameter import DenseParameter
 from anabranch.tables.kernels.memory import KernelThreads
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
 from anabranch.tables.row_block import RowBlock, files, pieces
-from anabranch.tables.snapshot import PIECE_BYTES, RowSnapshot
+from anabranch.tables.snapshot import RowSnapshot
 from anabranch.tables.table import Table, TableGroup
 from anabranch.tables.table_spec import TableSpec
-
-__all__ = ["Counts", "Parts", "ShardContents", "ShardStatistics", "TableStatistics"]
+from anabranch.tensors.dtypes import dtype_name
 
 _REMEMBERED = 64  # messages of different tables
 
@@ -229,7 +226,8 @@ class ShardContents:
         for k, parameter in enumerate(dense.values()):
             groups[f"dense-{k}"] = {str(at): part for at, part in enumerate(parameter.share())}
         rows = RowSnapshot(list(tables.values()), lock, self._scratch, seconds=seconds)
-        return ShardSnapshot(_described(tables, dense), groups, rows)
+        most = max(rows.piece_bytes, *(sum(part.nbytes for part in group.values()) for group in groups.values()), 0)
+        return ShardSnapshot(_described(tables, dense), groups, rows, most)
 
     def load(self, state: Mapping[str, Any], groups: Mapping[str, Callable[[], Mapping[str, Tensor]]]) -> None:
         """Create and fill what ``snapshot`` described."""
@@ -278,7 +276,16 @@ def _described(tables: Mapping[str, Table], dense: Mapping[str, DenseParameter])
             {"spec": table.spec.to_dict(), "rule": table.rule.to_dict(), "rows": table.used, "step": table.step}
             for table in tables.values()
         ],
-        "dense": [{"name": name, "rule": one.rule.to_dict(), "step": one.step} for name, one in dense.items()],
+        "dense": [
+            {
+                "name": name,
+                "rule": one.rule.to_dict(),
+                "step": one.step,
+                "dtype": dtype_name(one.value.dtype),
+                "shape": list(one.value.shape),
+            }
+            for name, one in dense.items()
+        ],
     }
 
 
@@ -340,42 +347,35 @@ class ShardStatistics:
 
 @dataclass(slots=True)
 class ShardSnapshot:
-    """One moment of a shard.
+    """One moment of a shard; a client reads it in parts, of which the last can be had again.
 
     Attributes:
         state: the tables and parameters, and of a whole shard the order of the workers, as plain values.
         groups: tensors of parameters, of steps that rows have missed, and of pushes that wait; they stay as they are.
         rows: of the tables.
+        part_bytes: the most of a part.
     """
 
     state: dict[str, object]
     groups: dict[str, dict[str, Tensor]]
     rows: RowSnapshot
+    part_bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _number: int = -1
+    _last: tuple[SnapshotPart, list[Tensor]] | None = None
 
     def files(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yield groups with the rows."""
         for number, tensors in enumerate(files(self.rows)):
             yield f"rows-{number}", tensors
 
-
-class Reading:
-    """A snapshot in parts, of which the last can be had again; none is larger than ``part_bytes``."""
-
-    def __init__(self, snapshot: ShardSnapshot) -> None:
-        self.state, self.rows = {**snapshot.state, "groups": len(snapshot.groups)}, snapshot.rows
-        groups = [sum(tensor.nbytes for tensor in group.values()) for group in snapshot.groups.values()]
-        self.part_bytes = max(PIECE_BYTES, *groups, 0)
-        self._groups, self._lock = deque(snapshot.groups.items()), threading.Lock()
-        self._number = -1
-        self._last: tuple[SnapshotPart, list[Tensor]] | None = None
-
     def _next(self) -> tuple[SnapshotPart, list[Tensor]] | None:
         # No generator, which would be at its end after an error: then the next part would be none, and a part asked for
         # again would pass for the last.
-        if self._groups:
+        if self.groups:
             self.rows.touch()
-            name, group = self._groups.popleft()
-            return SnapshotPart(name), list(group.values())
+            name = next(iter(self.groups))
+            return SnapshotPart(name), list(self.groups.pop(name).values())
         piece = next(self.rows, None)
         return None if piece is None else (SnapshotPart("", piece.tables, piece.counts), piece.rows.tensors())
 

@@ -38,9 +38,8 @@ from torch import Tensor
 
 from anabranch import checkpoint
 from anabranch.checkpoint import Checkpoint
-from anabranch.checkpoint.generations import complete_generations, set_generation_aside
+from anabranch.checkpoint.generations import Unreadable, complete_generations, set_generation_aside
 from anabranch.checkpoint.reading import newest_manifest
-from anabranch.checkpoint.regular_file import Unreadable
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError, RolledBack
 from anabranch.parameter_server.messages import ExpectedState
@@ -56,9 +55,7 @@ from anabranch.parameter_server.server.push_log import (
 from anabranch.parameter_server.server.shard import Shard
 from anabranch.record.fault_points import fault_point
 from anabranch.record.spans import mark
-from anabranch.transport.server.once import RequestIdentity
-
-__all__ = ["AppliedRequests", "Durability", "ShardPersistence", "shard_directory"]
+from anabranch.transport.server.connection import RequestIdentity
 
 Durability = Literal["none", "checkpoint", "log"]
 _log = logging.getLogger("anabranch.parameter_server")

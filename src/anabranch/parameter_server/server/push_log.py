@@ -43,15 +43,19 @@ import msgspec
 import torch
 from torch import Tensor
 
-from anabranch.checkpoint.generations import complete_generations, make_directory, set_aside, sync_directory
-from anabranch.checkpoint.regular_file import Unreadable, open_regular
+from anabranch.checkpoint.generations import (
+    Unreadable,
+    complete_generations,
+    make_directory,
+    open_regular,
+    set_aside,
+    sync_directory,
+)
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError
 from anabranch.record.fault_points import fault_point
 from anabranch.record.spans import mark
 from anabranch.tensors.dtypes import dtype_name, dtype_named
-
-__all__ = ["Position", "PushLog"]
 
 _log = logging.getLogger("anabranch.parameter_server")
 _SCHEMA = [

@@ -32,19 +32,6 @@ from anabranch.tables.table_spec import state_dtype
 from anabranch.tensors.packing import Share, acceptable, all_finite, expected, join, largest_gradient, views
 from anabranch.transport import Checked
 
-__all__ = [
-    "Described",
-    "ShardRequest",
-    "RowRequest",
-    "apply",
-    "check",
-    "check_body",
-    "read",
-    "renewed",
-    "squared_sum",
-    "without",
-]
-
 Described = tuple[torch.dtype, tuple[int, ...]]
 """A tensor's dtype and shape."""
 

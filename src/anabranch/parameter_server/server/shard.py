@@ -33,6 +33,7 @@ from torch import Tensor
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, NonFinite, Overloaded, SchemaError
 from anabranch.parameter_server.messages import (
+    MESSAGES,
     BarrierMessage,
     DropMessage,
     ExportMessage,
@@ -66,17 +67,7 @@ from anabranch.tables.kernels.memory import KernelThreads
 from anabranch.tables.snapshot import RowSnapshot
 from anabranch.tables.table import Table
 from anabranch.tables.table_spec import check_name
-
-__all__ = ["Shard"]
-
-# Built at import: constructing a msgspec decoder is not thread-safe.
-_MESSAGES: dict[str, msgspec.msgpack.Decoder[Any]] = {
-    verb: msgspec.msgpack.Decoder(kind)
-    for verb, kind in {
-        "init": InitMessage, "join": JoinMessage, "pull": PullMessage, "push": PushMessage, "restore": RestoreMessage,
-        "drop": DropMessage, "step": StepMessage,
-    }.items()
-}  # fmt: skip
+from anabranch.transport import unpack
 
 
 class Shard:
@@ -191,14 +182,17 @@ class Shard:
                 self._apply_due()
                 self._job.held.clear()
 
-    def _hear(self, rank: int, turn: WorkerProgress | None, client: bytes) -> None:
-        """Take note of how far the worker is that sends a message, and apply what is due."""
-        if rank >= 0:
-            self._check_client(rank, client)
-            self._joined(rank).check_whole()
-            if turn is not None:
-                self._joined(rank).hear(rank, turn)
-                self._apply_due()
+    def _hear(self, rank: int, turn: WorkerProgress | None, client: bytes) -> WorkerOrder | None:
+        """Take note of how far the worker is that sends a message, and apply what is due; returns its job."""
+        if rank < 0:
+            return None
+        self._check_client(rank, client)
+        job = self._joined(rank)
+        job.check_whole()
+        if turn is not None:
+            job.hear(rank, turn)
+            self._apply_due()
+        return job
 
     def _apply_due(self) -> None:
         """Apply the steps that every worker has released."""
@@ -239,11 +233,10 @@ class Shard:
         """
         message: PullMessage = request.message
         with self._state:
-            self._hear(message.rank, message.turn, request.client)
-            pushed = 0
-            if message.rank >= 0:
-                if (lag := self._joined(message.rank).consistency.lag) is not None:
-                    self._wait_for_steps(message.rank, message.step - lag, deadline, "pull")
+            job, pushed = self._hear(message.rank, message.turn, request.client), 0
+            if job is not None:
+                if job.consistency.lag is not None:
+                    self._wait_for_steps(message.rank, message.step - job.consistency.lag, deadline, "pull")
                 pushed = min(self._joined(message.rank).clocks)
             if request.parts.version != self.contents.version:
                 request = renewed(self.contents, request)
@@ -274,9 +267,9 @@ class Shard:
         """
         message: PushMessage = request.message
         with self._state:
-            self._hear(message.rank, message.turn, request.client)
-            if message.rank >= 0 and message.step < 0 and self._joined(message.rank).consistency.merges:
-                self._wait_for_steps(message.rank, self._joined(message.rank).clocks[message.rank], deadline, "push")
+            job = self._hear(message.rank, message.turn, request.client)
+            if job is not None and message.step < 0 and job.consistency.merges:
+                self._wait_for_steps(message.rank, job.clocks[message.rank], deadline, "push")
             if request.parts.version != self.contents.version:
                 request = renewed(self.contents, request)
             try:
@@ -321,7 +314,7 @@ class Shard:
     def replay(self, verb: str, payload: bytes, tensors: Sequence[Tensor], client: bytes = b"") -> None:
         """Replays a journaled change, which ``client`` requested."""
         with self._state:
-            message = _MESSAGES[verb].decode(payload)
+            message: Any = unpack(payload, MESSAGES[verb])
             if verb == "init":
                 self.contents.add(*self.contents.parse(message, tensors))
             elif verb == "join":
@@ -541,7 +534,7 @@ class Shard:
             job.clocks, job.total, job.turn = list(kept["clocks"]), kept["total"], WorkerProgress(*kept["turn"])
             job.held = {step: HeldStep(*facts) for step, facts in kept["held"].items()}
             for k, push in enumerate(state["pushes"]):
-                message, tensors = _MESSAGES["push"].decode(push), groups[f"push-{k}"]()
+                message, tensors = unpack(push, PushMessage), groups[f"push-{k}"]()
                 request = self.request(message, [tensors[str(at)] for at in range(len(tensors))])
                 job.held[message.step].pushes[message.rank] = request
                 # One of an older membership waits, too, and says nothing of this one.

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -27,21 +26,15 @@ from anabranch.choices import choice
 from anabranch.deadline import check_seconds
 from anabranch.errors import NonFinite, NotFound, Overloaded, SchemaError
 from anabranch.parameter_server.messages import (
-    BarrierMessage,
-    DropMessage,
+    MESSAGES,
     ExpectedState,
     ExportMessage,
-    InitMessage,
-    JoinMessage,
-    NormMessage,
     PullMessage,
     PushMessage,
     PushReply,
-    ReleaseMessage,
-    RestoreMessage,
     SnapshotMessage,
 )
-from anabranch.parameter_server.server.contents import Reading, ShardStatistics
+from anabranch.parameter_server.server.contents import ShardSnapshot, ShardStatistics
 from anabranch.parameter_server.server.durability import Durability, ShardPersistence, shard_directory
 from anabranch.parameter_server.server.requests import RowRequest, ShardRequest, check
 from anabranch.parameter_server.server.shard import Shard
@@ -52,14 +45,7 @@ from anabranch.tables.warming import compile_kernels
 from anabranch.tensors.dtypes import DTYPES
 from anabranch.transport import Call, RequestHeader, Server, ServerStatistics, Transport, Verb, pack, unpack
 
-__all__ = ["ParameterServer"]
-
 _Answer = tuple[object, Sequence[Tensor]]  # payload and tensors
-_MESSAGES: dict[str, type[Any]] = {
-    "init": InitMessage, "join": JoinMessage, "push": PushMessage, "restore": RestoreMessage, "drop": DropMessage,
-    "pull": PullMessage, "release": ReleaseMessage, "norm": NormMessage, "export": ExportMessage,
-    "barrier": BarrierMessage, "snapshot": SnapshotMessage,
-}  # fmt: skip
 _SHOWING = frozenset({"pull", "norm", "export", "snapshot", "describe"})  # what steps that were applied have changed
 _WORKERS = frozenset({"worker"})
 _log = logging.getLogger("anabranch.parameter_server")
@@ -79,12 +65,11 @@ class ParameterServer:
         listen: ``unix:PATH``, ``tcp://HOST:PORT``, or ``None`` for a new Unix socket.
         durability: ``"none"``: the state dies with the shard; ``"checkpoint"``: it comes back as last written;
             ``"log"``: with every push that was acknowledged.
-        checkpoint_dir: the directory for it; required unless ``"none"``. Each shard uses its own subdirectory.
+        checkpoint_dir: the directory for it; required unless ``"none"``. Each shard uses its own subdirectory. Rows of
+            tables with ``memory_map`` are there, too, while the shard runs, or in the system's directory for temporary
+            files. Their files have no names and go with the process: only the checkpoint and the log outlive it.
         checkpoint_seconds: seconds between checkpoints; another is written on leaving the block.
         threads: threads that share the work of one request.
-        memory_map_dir: the directory for rows of tables with ``memory_map`` while the shard runs; by default
-            ``checkpoint_dir``, or the system's directory for temporary files. The files have no names and go with the
-            process: only the checkpoint and the log outlive it.
         repair: use the readable part of a damaged log or checkpoint, and set the rest aside; clients learn of
             their lost pushes (``RolledBack``).
         keys, insecure, heartbeat, transport: as ``anabranch.transport.Server`` takes them.
@@ -105,7 +90,6 @@ class ParameterServer:
         *,
         checkpoint_seconds: float = 300.0,
         threads: int = 1,
-        memory_map_dir: str | os.PathLike[str] | None = None,
         repair: bool = False,
         keys: str | os.PathLike[str] | None = None,
         insecure: bool = False,
@@ -127,7 +111,7 @@ class ParameterServer:
         self._stack, self._periodic = ExitStack(), ExitStack()
         self._part = (shard, shards)
         self._checkpoint_seconds, self._heartbeat = checkpoint_seconds, heartbeat
-        self._readings: dict[int, Reading] = {}  # snapshots of clients, by number
+        self._readings: dict[int, ShardSnapshot] = {}  # snapshots of clients, by number
         self._beginning = threading.Lock()
         # Not from 1: a reader that goes on when the shard was restarted must not take part in another's snapshot.
         self._numbers = count(1 + secrets.randbelow(1 << 39))
@@ -136,12 +120,11 @@ class ParameterServer:
         self._failure = ""
         with ExitStack() as stack:  # if anything fails before the block is entered, the directory is released
             stack.callback(self._persistence.close)
-            scratch = memory_map_dir if memory_map_dir is not None else checkpoint_dir
-            if scratch is not None:
-                Path(scratch).mkdir(parents=True, exist_ok=True)
+            if checkpoint_dir is not None:
+                checkpoint_dir.mkdir(parents=True, exist_ok=True)
             self._shard = Shard(
                 shard, shards, pool=self._pool, journal=self._persistence.journal,
-                take_back=self._persistence.take_back, scratch=scratch,
+                take_back=self._persistence.take_back, scratch=checkpoint_dir,
             )  # fmt: skip
             done = self._persistence.start(self._shard)
             compile_kernels()
@@ -262,7 +245,7 @@ class ParameterServer:
             if expected.shards and (expected.shard, expected.shards) != self._part:
                 self._refuse_part(expected)
             self._persistence.check(expected)
-        message = unpack(header.payload, _MESSAGES[verb]) if verb in _MESSAGES else None
+        message = unpack(header.payload, MESSAGES[verb]) if verb in MESSAGES else None
         if isinstance(message, (PullMessage, PushMessage)):
             came = [(DTYPES[one.code], one.shape) for one in header.tensors]
             return check(self._shard.contents, message, came, client)
@@ -328,11 +311,12 @@ class ParameterServer:
     def _snapshot(self, request: ShardRequest, _: Call) -> _Answer:
         message = request.message
         if not message.number:
-            reading = Reading(self._shard.snapshot(message.names, 2 * self._heartbeat))
+            reading, seconds = self._shard.snapshot(message.names, 2 * self._heartbeat), 2 * self._heartbeat
+            facts = {**reading.state, "groups": len(reading.groups), "part_bytes": reading.part_bytes}
             with self._beginning:
                 alive = {number: one for number, one in self._readings.items() if not one.rows.ended}
                 self._readings = {**alive, (number := next(self._numbers)): reading}
-            return None, _at_length({**reading.state, "number": number, "seconds": 2 * self._heartbeat})
+            return None, _at_length({**facts, "number": number, "seconds": seconds})
         reading = self._reading(message)
         if message.part == -2:
             reading.rows.close()
@@ -342,7 +326,7 @@ class ParameterServer:
             return part
         return None, ()
 
-    def _reading(self, message: SnapshotMessage) -> Reading:
+    def _reading(self, message: SnapshotMessage) -> ShardSnapshot:
         reading = self._readings.get(message.number)
         if reading is None:
             raise NotFound(f"snapshot {message.number} has ended: nobody has read it for two heartbeats")

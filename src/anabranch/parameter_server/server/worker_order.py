@@ -19,8 +19,6 @@ from anabranch.errors import NonFinite, Overloaded, SchemaError
 from anabranch.parameter_server.messages import WorkerProgress
 from anabranch.parameter_server.server.requests import RowRequest
 
-__all__ = ["Consistency", "HeldStep", "WorkerOrder"]
-
 
 @dataclass(frozen=True, slots=True)
 class Consistency:

@@ -11,8 +11,8 @@ Numba checks whether the file of a function has changed, but not those of the fu
 index that names classes of another version before it checks. So the version that it compares first is replaced by a
 digest of all sources of tables, and unreadable files are compiled again.
 
-Compiling takes half a minute on a new machine, during which nothing else happens. So a process that has compiled, or
-waited for another one, for two seconds logs one line (``INFO``, ``anabranch.compiling``); the command line shows it.
+Compiling takes half a minute on a new machine, during which nothing else happens. So a process that compiles, or waits
+for another one that does, logs one line (``INFO``, ``anabranch.compiling``); the command line shows it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from time import perf_counter
 from typing import Any, cast
 
 import numba
@@ -36,33 +35,17 @@ from numba.core.compiler_lock import global_compiler_lock
 from anabranch.deadline import Deadline
 from anabranch.record.spans import Lasting
 
-__all__ = ["compiled"]
-
 Function = Callable[..., Any]
 
 _LONGEST_WAIT = 300.0  # seconds; then the function is compiled without the lock
 _PAUSE = 0.02
-_LONG = 2.0  # seconds; loading compiled code takes less
 _log = logging.getLogger("anabranch.compiling")
 _MADE_FOR: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
-class _Spent:
-    """The seconds that this process has spent on missing kernels; logs one line once they are many."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._said = False
-
-    def reach(self, seconds: float) -> None:
-        """At least so many: of functions that are compiled within one another the outermost counts."""
-        self.seconds = max(self.seconds, seconds)
-        if self.seconds > _LONG and not self._said:
-            self._said = True
-            _log.info("compiling the kernels of tables (once on this machine, about a minute)")
-
-
-_spent = _Spent()
+@functools.cache
+def _say_once() -> None:
+    _log.info("compiling the kernels of tables (once on this machine, about a minute)")
 
 
 def compiled(function: Function) -> Function:
@@ -88,18 +71,11 @@ def compiled(function: Function) -> Function:
                 pass
             except Exception:  # noqa: BLE001  half a file may hold anything, and end in any error
                 readable = False
-            with _locked(lock, fcntl.LOCK_EX):
+            _say_once()
+            with _locked(lock, fcntl.LOCK_EX), Lasting("compile", "compute"):
                 if not readable:
                     dispatcher._cache.flush()
-                return compile_here(signature)
-
-    def compile_here(signature: object) -> object:
-        before, began, missed = _spent.seconds, perf_counter(), _missed(dispatcher)
-        with Lasting("compile", "compute"):
-            made = compile_(signature)
-        if _missed(dispatcher) > missed:
-            _spent.reach(before + perf_counter() - began)
-        return made
+                return compile_(signature)
 
     dispatcher.compile = compile_alone
     return cast(Function, dispatcher)
@@ -112,11 +88,6 @@ def _sources() -> str:
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def _missed(dispatcher: Any) -> int:
-    """Return the number of times that a function's code was not on disk."""
-    return sum(dispatcher.stats.cache_misses.values())
 
 
 class _NotOnDisk(Exception):
@@ -148,10 +119,9 @@ def _locked(path: Path, mode: int) -> Iterator[None]:
         return
     try:
         deadline = Deadline.after(_LONGEST_WAIT)
-        before = _spent.seconds
         while not _takes(descriptor, mode) and not deadline.expired():
+            _say_once()
             time.sleep(_PAUSE)
-            _spent.reach(before + deadline.elapsed())
         yield
     finally:
         os.close(descriptor)  # which releases it

@@ -10,20 +10,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from anabranch.tables.kernels.id_index import _look_ahead, _place, use
-from anabranch.tables.kernels.numbers import U, inline, kernel, prefetch
-from anabranch.tables.kernels.row_versions import WITH_STATE
+from anabranch.tables.kernels.numbers import U, inline, kernel, mix, prefetch
 from anabranch.tables.kernels.rules import move_row
+from anabranch.tables.kernels.vocabulary import add, drop_top, sink
 
+WITH_STATE = -2  # as the known version of a row: it comes in any case, with its optimizer's state
+OLDEST = (1 << 15) - 1  # steps; the age of a row is sent in 16 bits
 LONG_AGO = -(1 << 40)
 NEVER = 1 << 40
-HITS, MISSES, REFRESHED, EVICTIONS, PUSHED = range(5)
 _AHEAD = 12  # ids
+HITS, MISSES, REFRESHED, EVICTIONS, PUSHED = range(5)
 
 
 class CacheArrays(NamedTuple):
-    """The index of each table, then the contents of its slots."""
+    """Properties of the caches, the index of each table, and the contents of its slots."""
 
+    width: Any  # weights of a row
+    stateless: Any  # a row has no more numbers than weights
+    by_frequency: Any  # the row used in the fewest steps is evicted, not the one unused longest
+    settled: Any  # steps of use after which a row stays for good
+    push_bound: Any
+    spare: Any
     keys: Any
     slots: Any
     ids_of: Any
@@ -53,10 +60,10 @@ class Due(NamedTuple):
 
 
 @inline
-def _take(held: Any, t: int, slot: int, width: int, own: int, due: Any, at: int) -> None:
+def _take(held: Any, t: int, slot: int, own: int, due: Any, at: int) -> None:
     """Move the gradient that waits in a slot to ``due``."""
     total = np.float32(0)
-    for j in range(U(width)):
+    for j in range(U(held.width)):
         value = held.waiting[t, U(slot), j]
         due.grads[U(at), j] = value
         total += np.float32(value) * np.float32(value)
@@ -70,36 +77,12 @@ def _take(held: Any, t: int, slot: int, width: int, own: int, due: Any, at: int)
 
 
 @inline
-def _use(
-    held: Any, t: int, ids: Any, step: int, by_frequency: bool, settled: int, width: int, out: Any, due: Any, at: int
-) -> int:
-    """Use rows of one table in training, which may evict others; return the number of gradients in ``due`` then."""
-    reused, left = np.empty(ids.size, np.int64), np.empty(ids.size, np.int64)
-    filled, size, taken = use(
-        held.keys[t], held.slots[t], held.ids_of[t], held.uses[t], held.last_use[t], held.heap[t], held.sizes[t, 1],
-        held.sizes[t, 0], held.versions.shape[1], by_frequency, settled, ids, step, out, reused, left,
-    )  # fmt: skip
-    held.sizes[t, 0], held.sizes[t, 1] = filled, size
-    held.counters[t, EVICTIONS] += taken
-    for k in range(taken):
-        slot = reused[k]
-        if held.due_at[t, slot] < NEVER:
-            _take(held, t, slot, width, left[k], due, at)
-            at += 1
-        held.versions[t, slot] = -1
-        held.coming[t, slot] = False
-    return at
-
-
-@inline
-def _store(
-    held: Any, t: int, slot: int, width: int, stateless: bool, asked: int, step: int, versions: Any, came: Any, at: int
-) -> None:
+def _store(held: Any, t: int, slot: int, asked: int, step: int, versions: Any, came: Any, at: int) -> None:
     """Store row ``at`` of those that ``came``, which was asked about with the version ``asked``, in a slot."""
     whole = held.rows.shape[2]
-    if not stateless:
+    if not held.stateless:
         if asked >= 0 and held.with_state[t, slot]:
-            whole = width  # its state is here already
+            whole = held.width  # its state is here already
         else:
             held.with_state[t, slot] = asked == WITH_STATE
     for j in range(U(whole)):
@@ -115,13 +98,11 @@ def start_prefetch(
     starts: Any,
     step: int,
     bound: int,
-    waits: bool,
-    spare: int,
     asks: Any,
     asked: Any,
     ask_starts: Any,
 ) -> None:
-    """Choose ids of the next step to request, in the form of ``ask``; ``waits``: own gradients are held back."""
+    """Choose ids of the next step to request, in the form of ``ask``."""
     count = 0
     others, known = np.empty(ids.size, np.int64), np.empty(ids.size, np.int64)
     for k in range(members.size):
@@ -134,11 +115,11 @@ def start_prefetch(
             version = held.versions[t, slot] if slot >= 0 else -1
             if version >= 0:
                 used = held.last_use[t, slot] == step
-                stale = step + 1 - held.checked[t, slot] > bound - spare
-                if not waits:
+                stale = step + 1 - held.checked[t, slot] > bound - held.spare
+                if not held.push_bound:
                     again = stale and not used
                 elif held.with_state[t, slot]:
-                    again = stale and held.due_at[t, slot] > step - spare
+                    again = stale and held.due_at[t, slot] > step - held.spare
                 else:
                     again = stale or used
                 if not again or bound == 0:
@@ -159,9 +140,6 @@ def start_prefetch(
 @kernel
 def ask(
     held: Any,
-    by_frequency: bool,
-    settled: int,
-    width: int,
     members: Any,
     ids: Any,
     starts: Any,
@@ -186,7 +164,7 @@ def ask(
     for k in range(members.size):
         t, begin, end = U(members[k]), starts[k], starts[k + 1]
         if training:
-            left = _use(held, t, ids[begin:end], step, by_frequency, settled, width, found[begin:end], leaving, left)
+            left = _use(held, t, ids[begin:end], step, found[begin:end], leaving, left)
         else:
             for i in range(begin, end):
                 found[i] = held.slots[t, _place(held.keys[t], held.slots[t], ids[i])]
@@ -201,7 +179,7 @@ def ask(
                 later += 1
                 continue
             here, place = U(slot), U(i)
-            for j in range(U(width)):
+            for j in range(U(held.width)):
                 out[place, j] = rows[here, j]
             if step - checked[here] <= bound:
                 continue
@@ -222,8 +200,6 @@ def ask(
 @kernel
 def answer(
     held: Any,
-    width: int,
-    stateless: bool,
     members: Any,
     step: int,
     found: Any,
@@ -252,14 +228,14 @@ def answer(
             changed[at] = True
             i = asks[at]
             slot = found[i]
-            for j in range(U(width)):
+            for j in range(U(held.width)):
                 out[U(i), j] = came[U(p), j]
             held.counters[t, MISSES] += 1
             if known[i] >= 0:
                 held.counters[t, REFRESHED] += 1
             if slot < 0:
                 continue
-            _store(held, t, slot, width, stateless, asked[at], step, versions, came, p)
+            _store(held, t, slot, asked[at], step, versions, came, p)
             if held.due_at[t, slot] < NEVER:
                 dirty[again, 0], dirty[again, 1], dirty[again, 2] = t, slot, i
                 again += 1
@@ -273,23 +249,13 @@ def answer(
 
 
 @kernel
-def admit(
-    held: Any,
-    by_frequency: bool,
-    settled: int,
-    width: int,
-    members: Any,
-    ids: Any,
-    starts: Any,
-    step: int,
-    leaving: Any,
-) -> None:
+def admit(held: Any, members: Any, ids: Any, starts: Any, step: int, leaving: Any) -> None:
     """Give each of ``ids`` of ``step`` a slot, before any of them is read."""
     left = 0
     found = np.empty(ids.size, np.int64)
     for k in range(members.size):
         t, begin, end = U(members[k]), starts[k], starts[k + 1]
-        left = _use(held, t, ids[begin:end], step, by_frequency, settled, width, found[begin:end], leaving, left)
+        left = _use(held, t, ids[begin:end], step, found[begin:end], leaving, left)
         leaving.starts[k + 1] = left
 
 
@@ -308,8 +274,6 @@ def mark(held: Any, members: Any, ids: Any, starts: Any) -> None:
 @kernel
 def finish_prefetch(
     held: Any,
-    width: int,
-    stateless: bool,
     members: Any,
     step: int,
     ids: Any,
@@ -344,7 +308,7 @@ def finish_prefetch(
                 if version == asked[i]:
                     held.checked[t, slot] = step
                 continue
-            _store(held, t, slot, width, stateless, asked[i], step, versions, came, at)
+            _store(held, t, slot, asked[i], step, versions, came, at)
             held.counters[t, MISSES] += 1
             if version < 0:
                 if held.pushed[t, slot]:
@@ -382,14 +346,14 @@ def count_due(due_at: Any, members: Any, limit: int) -> int:
 
 
 @kernel
-def take_due(held: Any, width: int, members: Any, limit: int, due: Any) -> None:
+def take_due(held: Any, members: Any, limit: int, due: Any) -> None:
     """Move the gradients that are due by the step ``limit`` to ``due``."""
     at = 0
     for k in range(members.size):
         t = U(members[k])
         for slot in range(U(held.due_at.shape[1])):
             if held.due_at[t, slot] <= limit:
-                _take(held, t, slot, width, held.ids_of[t, slot], due, at)
+                _take(held, t, slot, held.ids_of[t, slot], due, at)
                 at += 1
         due.starts[k + 1] = at
 
@@ -398,14 +362,11 @@ def take_due(held: Any, width: int, members: Any, limit: int, due: Any) -> None:
 def write(
     rule: int,
     held: Any,
-    width: int,
     members: Any,
     ids: Any,
     starts: Any,
     grads: Any,
     step: int,
-    push_bound: int,
-    spare: int,
     constants: Any,
     due: Any,
 ) -> None:
@@ -414,8 +375,8 @@ def write(
     ``rule`` is a number of ``rules.py``. Of row-wise Adagrad a row's last number is its sum.
     """
     at = 0
-    wide, stride = U(width), U(held.rows.shape[2])
-    own = np.empty(width, grads.dtype)
+    wide, stride = U(held.width), U(held.rows.shape[2])
+    own = np.empty(held.width, grads.dtype)
     slots = np.empty(ids.size, np.int64)
     storage, waiting = held.rows.reshape(held.rows.size), held.waiting.reshape(held.waiting.size)
     for k in range(members.size):
@@ -438,13 +399,13 @@ def write(
                 here = held.coming[t, slot]
             if not here:
                 due.ids[at], due.squares[at] = ids[i], 1
-                for j in range(U(width)):
+                for j in range(wide):
                     due.grads[U(at), j] = grads[U(i), j]
                 at += 1
                 held.counters[t, PUSHED] += 1
                 continue
             energy = np.float32(0)
-            for j in range(U(width)):
+            for j in range(wide):
                 value = grads[U(i), j]
                 own[j] = value
                 held.waiting[t, U(slot), j] += value
@@ -454,9 +415,126 @@ def write(
                 move_row(rule, storage, row, storage, row + wide, wide, own, U(0), constants[k])
             held.energy[t, slot] += energy
             if held.due_at[t, slot] == NEVER:
-                held.due_at[t, slot] = step + push_bound - spare
+                held.due_at[t, slot] = step + held.push_bound - held.spare
         for slot in range(U(held.due_at.shape[1])):
-            if held.due_at[t, slot] <= step - spare * held.coming[t, slot]:
-                _take(held, t, slot, width, held.ids_of[t, slot], due, at)
+            if held.due_at[t, slot] <= step - held.spare * held.coming[t, slot]:
+                _take(held, t, slot, held.ids_of[t, slot], due, at)
                 at += 1
         due.starts[k + 1] = at
+
+
+# --- the index --------------------------------------------------------------------------------------------------------
+# ``keys`` and ``slots`` are one hash table of a power of two: an id is at the first free place from its mixed bits on;
+# ``slots`` holds its row, or -1 in a free place. Any int64 is an id. Rows are allocated from 0 up; once they are all in
+# use, a new id evicts another: ``heap`` orders the rows by (uses or 0, last use, row).
+
+
+@inline
+def _place(keys: Any, slots: Any, wanted: Any) -> Any:
+    """Return the place of ``wanted`` in the hash table, or the free place where it would go."""
+    mask = U(keys.size - 1)
+    at = mix(U(wanted)) & mask
+    while slots[at] >= 0 and keys[at] != wanted:
+        at = (at + U(1)) & mask
+    return at
+
+
+@inline
+def _look_ahead(keys: Any, slots: Any, ids: Any, i: int) -> None:
+    """Prefetches the place of the id that is looked up a little later."""
+    if i + _AHEAD < ids.size:
+        at = mix(U(ids[i + _AHEAD])) & U(keys.size - 1)
+        prefetch(keys, at)
+        prefetch(slots, at)
+
+
+@inline
+def _remove(keys: Any, slots: Any, leaving: Any) -> None:
+    """Remove an id and move back those that it had pushed on, so that no search ends too early."""
+    mask = U(keys.size - 1)
+    hole = _place(keys, slots, leaving)
+    at = hole
+    while True:
+        at = (at + U(1)) & mask
+        if slots[at] < 0:
+            break
+        home = mix(U(keys[at])) & mask
+        if ((at - home) & mask) >= ((at - hole) & mask):
+            keys[hole], slots[hole] = keys[at], slots[at]
+            hole = at
+    slots[hole] = -1
+
+
+@kernel
+def _use(held: Any, t: int, ids: Any, step: int, out: Any, due: Any, at: int) -> int:
+    """Find the row of each id of one table in a training step, new ones too. A row is used at most once per step.
+
+    No row that this step has used is taken from another id, nor one used in ``settled`` steps; without another, a new
+    id has no row, -1. Gradients that wait in rows that are taken go to ``due``; returns how many are there then.
+    """
+    keys, slots, ids_of, uses, last_use = held.keys[t], held.slots[t], held.ids_of[t], held.uses[t], held.last_use[t]
+    heap, filled, heap_size = held.heap[t], held.sizes[t, 0], held.sizes[t, 1]
+    for i in range(ids.size):
+        _look_ahead(keys, slots, ids, i)
+        row = slots[_place(keys, slots, ids[i])]
+        out[i] = row
+        if row >= 0 and last_use[row] != step:
+            last_use[row] = step
+            uses[row] += 1
+    aside = 0
+    waiting = np.empty(ids.size + 1, np.int64)
+    for i in range(ids.size):
+        if out[i] >= 0:
+            continue
+        place = _place(keys, slots, ids[i])
+        if slots[place] >= 0:  # just admitted, earlier in this batch
+            out[i] = slots[place]
+            continue
+        row = -1
+        on_top = False
+        if filled < uses.size:
+            row = filled
+            filled += 1
+        else:
+            while heap_size:
+                top = heap[0, 2]
+                now = uses[top] if held.by_frequency else 0
+                if heap[0, 0] != now or heap[0, 1] != last_use[top]:
+                    heap[0, 0], heap[0, 1] = now, last_use[top]
+                    sink(heap, heap_size)
+                elif uses[top] >= held.settled:  # stays for good, so it need not be checked again
+                    heap_size = drop_top(heap, heap_size)
+                elif last_use[top] == step:
+                    if not held.by_frequency:  # the least recently used row is in use, so all are
+                        break
+                    heap_size = drop_top(heap, heap_size)
+                    if aside == waiting.size:
+                        waiting = np.concatenate((waiting, waiting))
+                    waiting[aside] = top
+                    aside += 1
+                else:
+                    row = top
+                    on_top = True
+                    _remove(keys, slots, ids_of[row])
+                    held.counters[t, EVICTIONS] += 1
+                    if held.due_at[t, row] < NEVER:
+                        _take(held, t, row, ids_of[row], due, at)
+                        at += 1
+                    held.versions[t, row], held.coming[t, row] = -1, False
+                    break
+        if row < 0:
+            continue
+        place = _place(keys, slots, ids[i])
+        keys[place], slots[place] = ids[i], row
+        ids_of[row], uses[row], last_use[row] = ids[i], 1, step
+        out[i] = row
+        if on_top:
+            heap[0, 0], heap[0, 1] = 1 if held.by_frequency else 0, step
+            sink(heap, heap_size)
+        else:
+            heap_size = add(heap, heap_size, 1 if held.by_frequency else 0, step, row)
+    for k in range(aside):
+        row = waiting[k]
+        heap_size = add(heap, heap_size, uses[row] if held.by_frequency else 0, last_use[row], row)
+    held.sizes[t, 0], held.sizes[t, 1] = filled, heap_size
+    return at

@@ -11,8 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["KernelThreads", "as_array", "working_dtype"]
-
 _KERNEL_SECONDS = 600.0  # a kernel only touches memory; one that runs longer is a bug
 _SMALL = 1 << 15  # numbers below which waking a thread costs more than it saves
 _HALVES = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}  # which Numba does not know

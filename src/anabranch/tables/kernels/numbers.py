@@ -19,8 +19,6 @@ from numba.extending import intrinsic, overload
 
 from anabranch.tables.kernels._compiling import compiled
 
-__all__ = ["U", "coarse", "fma", "inline", "kernel", "load", "mix", "number", "permuted", "prefetch", "rounded"]
-
 Function = Callable[..., Any]
 U = np.uint64
 kernel = compiled
@@ -49,37 +47,19 @@ def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
     return a(a, a, a), generate
 
 
-@_instruction
-def _bits_to_float(typing: Any, bits: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.FloatType())
+def _conversion(source: Any, target: Any, emit: Callable[[Any, Any], Any]) -> Function:
+    def convert(typing: Any, value: Any) -> Any:
+        return target(source), lambda context, builder, signature, args: emit(builder, args[0])
 
-    return types.float32(types.uint32), generate
-
-
-@_instruction
-def _float_to_bits(typing: Any, value: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.uint32(types.float32), generate
+    return _instruction(convert)
 
 
-@_instruction
-def _widen(typing: Any, bits: Any) -> Any:
-    # Without F16C this and the next call functions that Numba does not link; ``Arena`` refuses such a processor.
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
-
-    return types.float32(types.int16), generate
-
-
-@_instruction
-def _narrow(typing: Any, value: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
-
-    return types.int16(types.float32), generate
+_FLOAT, _HALF, _WORD, _SHORT = ir.FloatType(), ir.HalfType(), ir.IntType(32), ir.IntType(16)
+_bits_to_float = _conversion(types.uint32, types.float32, lambda code, bits: code.bitcast(bits, _FLOAT))
+_float_to_bits = _conversion(types.float32, types.uint32, lambda code, value: code.bitcast(value, _WORD))
+# Without F16C these call functions that Numba does not link; ``Arena`` refuses such a processor.
+_widen = _conversion(types.int16, types.float32, lambda code, bits: code.fpext(code.bitcast(bits, _HALF), _FLOAT))
+_narrow = _conversion(types.float32, types.int16, lambda code, value: code.bitcast(code.fptrunc(value, _HALF), _SHORT))
 
 
 @_instruction
@@ -166,27 +146,17 @@ def mix(x: Any) -> Any:
 
 
 @inline
-def _feistel(value: Any, half: Any, key: Any, forward: bool) -> Any:
-    """Return a keyed bijection of ``2 * half`` bits: four rounds, each half mixed into the other."""
-    mask = (U(1) << half) - U(1)
-    left, right = value >> half, value & mask
-    for turn in range(4):
-        if forward:
-            salt = key + U(turn) * U(0x9E3779B97F4A7C15)
-            left, right = right, left ^ (mix(right + salt) & mask)
-        else:
-            salt = key + U(3 - turn) * U(0x9E3779B97F4A7C15)
-            left, right = right ^ (mix(left + salt) & mask), left
-    return (left << half) | right
+def permuted(value: Any, size: Any, half: Any, key: Any) -> Any:
+    """Return the place of ``value`` in a keyed permutation of ``range(size)``.
 
-
-@inline
-def permuted(value: Any, size: Any, half: Any, key: Any, forward: bool) -> Any:
-    """Return the place of ``value`` in a keyed permutation of ``range(size)``; without ``forward`` what is there.
-
-    The bijection is of the next power of four; a value outside the range follows its cycle until it is inside.
+    It is one of the next power of four, of ``2 * half`` bits: four rounds, in each of which one half is mixed into the
+    other. A value outside the range follows its cycle until it is inside.
     """
-    value = _feistel(value, half, key, forward)
-    while value >= size:
-        value = _feistel(value, half, key, forward)
-    return value
+    mask = (U(1) << half) - U(1)
+    while True:
+        left, right = value >> half, value & mask
+        for turn in range(4):
+            left, right = right, left ^ (mix(right + key + U(turn) * U(0x9E3779B97F4A7C15)) & mask)
+        value = (left << half) | right
+        if value < size:
+            return value

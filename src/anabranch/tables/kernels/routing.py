@@ -31,7 +31,7 @@ def owners(ids: Any, starts: Any, limits: Any, halves: Any, keys: Any, shards: i
             if shards == 1:
                 out[i] = 0
                 continue
-            out[i] = permuted(U(ids[i]), U(limit), U(halves[t]), keys[t], True) % many
+            out[i] = permuted(U(ids[i]), U(limit), U(halves[t]), keys[t]) % many
     return -1
 
 
@@ -52,13 +52,6 @@ def arrange(owners: Any, kinds: Any, starts: Any, counts: Any, places: Any, orde
             at = places[owners[i], t, kinds[i]]
             order[at] = i
             places[owners[i], t, kinds[i]] = at + 1
-
-
-@kernel
-def place(ids: Any, rows: int, half: int, key: Any, out: Any, forward: bool) -> None:
-    """Find the place of each id in a keyed permutation of ``range(rows)``; without ``forward`` the id at each place."""
-    for i in range(ids.size):
-        out[i] = permuted(U(ids[i]), U(rows), U(half), U(key), forward)
 
 
 @kernel

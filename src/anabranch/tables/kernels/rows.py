@@ -12,11 +12,18 @@ import math
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from anabranch.tables.kernels._quantile import QUANTILE
 from anabranch.tables.kernels.numbers import U, inline, kernel, load, mix, number, prefetch, rounded
-from anabranch.tables.kernels.rule_numbers import ADAGRAD, ADAM, ADAMAX, AMSGRAD, MOMENTUM, RMSPROP, ROW_WISE, SGD
 from anabranch.tables.kernels.rules import (
+    ADAGRAD,
+    ADAM,
+    ADAMAX,
+    AMSGRAD,
+    MOMENTUM,
+    RMSPROP,
+    ROW_WISE,
+    SGD,
     adagrad,
     adam,
     adamax,
@@ -36,6 +43,38 @@ from anabranch.tables.kernels.vocabulary import AHEAD, BLOCK, LAGS, SIZE, STEP
 
 
 # --- first values -----------------------------------------------------------------------------------------------------
+
+
+# Coefficients of Wichura's algorithm AS 241 (PPND16), for the normal distribution's quantile function. Rows: numerator
+# and denominator near the median, in the middle of the tail, and far out; lowest power first.
+QUANTILE: NDArray[np.float64] = np.array(
+    [
+        [
+            3.3871328727963666080e0, 1.3314166789178437745e2, 1.9715909503065514427e3, 1.3731693765509461125e4,
+            4.5921953931549871457e4, 6.7265770927008700853e4, 3.3430575583588128105e4, 2.5090809287301226727e3,
+        ],
+        [
+            1.0, 4.2313330701600911252e1, 6.8718700749205790830e2, 5.3941960214247511077e3,
+            2.1213794301586595867e4, 3.9307895800092710610e4, 2.8729085735721942674e4, 5.2264952788528545610e3,
+        ],
+        [
+            1.42343711074968357734e0, 4.63033784615654529590e0, 5.76949722146069140550e0, 3.64784832476320460504e0,
+            1.27045825245236838258e0, 2.41780725177450611770e-1, 2.27238449892691845833e-2, 7.74545014278341407640e-4,
+        ],
+        [
+            1.0, 2.05319162663775882187e0, 1.67638483018380384940e0, 6.89767334985100004550e-1,
+            1.48103976427480074590e-1, 1.51986665636164571966e-2, 5.47593808499534494600e-4, 1.05075007164441684324e-9,
+        ],
+        [
+            6.65790464350110377720e0, 5.46378491116411436990e0, 1.78482653991729133580e0, 2.96560571828504891230e-1,
+            2.65321895265761230930e-2, 1.24266094738807843860e-3, 2.71155556874348757815e-5, 2.01033439929228813265e-7,
+        ],
+        [
+            1.0, 5.99832206555887937690e-1, 1.36929880922735805310e-1, 1.48753612908506148525e-2,
+            7.86869131145613259100e-4, 1.84631831751005468180e-5, 1.42151175831644588870e-7, 2.04426310338993978564e-15,
+        ],
+    ]
+)  # fmt: skip
 
 
 @inline
@@ -297,3 +336,35 @@ def move_all(
         if squares.size and squares[j] != 1:
             correct(rule, w, j * apart, x, j * apart + wide, wide, grads, j * wide, constants, squares[j], floor)
         move_row(rule, w, j * apart, x, j * apart + wide, wide, grads, j * wide, constants)
+
+
+# --- snapshots --------------------------------------------------------------------------------------------------------
+
+
+@kernel
+def keep(
+    rows: Any, limit: int, written: Any, owner: Any, words: Any, pitch: Any, usage: Any, out: Any, marks: Any,
+    count: int,
+) -> tuple[int, int]:  # fmt: skip
+    """Copy those of ``rows`` that are not written yet behind the ``count`` in ``out``, while there is room.
+
+    ``marks`` gets each one's table and usage. Returns how many of ``rows`` are done, and how many ``out`` has by then.
+    """
+    for i in range(rows.size):
+        if i + AHEAD < rows.size:
+            prefetch(words, U(max(rows[i + AHEAD], 0)) * pitch)
+        row = rows[i]
+        if row < 0 or row >= limit or written[row >> 3] >> (row & 7) & 1:
+            continue
+        if count == marks.shape[0]:
+            return i, count
+        written[row >> 3] |= 1 << (row & 7)
+        at, to = U(row) * pitch, U(count) * pitch
+        if owner[row // BLOCK] > 0 and words[at + U(1)] > 0:  # else nobody's, or not begun
+            for j in range(pitch):
+                out[to + j] = words[at + j]
+            marks[count, 0], marks[count, 1], marks[count, 2] = owner[row // BLOCK], 0, 0
+            if usage.shape[0]:
+                marks[count, 1], marks[count, 2] = usage[row, 0], usage[row, 1]
+            count += 1
+    return rows.size, count

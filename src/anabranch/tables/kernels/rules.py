@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 
 from anabranch.tables.kernels.numbers import U, coarse, fma, inline, kernel, load, number, rounded
-from anabranch.tables.kernels.rule_numbers import ADAGRAD, ADAM, ADAMAX, AMSGRAD, MOMENTUM, RMSPROP, ROW_WISE, SGD
+
+SGD, MOMENTUM, ADAGRAD, ROW_WISE, ADAM, AMSGRAD, RMSPROP, ADAMAX, FTRL = range(9)
+
 
 _QUIET = 8  # steps in a row that leave the weights as they are
 _LOOK_EVERY = 64  # missed steps between two checks for rows that no longer change
@@ -139,7 +141,7 @@ def adamax(w: Any, a: Any, x: Any, s: Any, wide: Any, g: Any, b: Any, c: Any) ->
 
 @inline
 def ftrl(w: Any, a: Any, x: Any, s: Any, wide: Any, g: Any, b: Any, c: Any) -> None:
-    # ``optimizers.ftrl.follow`` has the reasons.
+    # ``optimizers.gradient_optimizers.follow`` has the reasons.
     lr, beta, l1, l2, sign = number(w, c[0]), number(w, c[2]), number(w, c[3]), number(w, c[6]), number(w, c[5])
     zero = number(w, 0.0)
     if lr == zero:

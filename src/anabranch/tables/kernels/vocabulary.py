@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from anabranch.tables.kernels.heap import add, drop_top, sink
 from anabranch.tables.kernels.numbers import U, inline, kernel, mix, permuted, prefetch
 
 BLOCK = 1024  # rows, which belong to one table
@@ -116,7 +115,7 @@ def locate(
                     rows[i] = base + ids[i]
             else:
                 for i in range(begin, end):
-                    value = permuted(U(ids[i]), U(size), U(facts[t, HALF]), key, True)
+                    value = permuted(U(ids[i]), U(size), U(facts[t, HALF]), key)
                     if value % many != mine:
                         return np.int64(i), falls
                     rows[i] = base + np.int64(value // many)
@@ -280,3 +279,55 @@ def victims(
     for k in range(aside):
         size = add(heap, size, waiting[k, 1], step, waiting[k, 0])
     return count, size
+
+
+# --- heaps ------------------------------------------------------------------------------------------------------------
+# Of what to evict next: entries (uses or 0, last use, id or row), the least first. Keys only grow, so an entry is
+# brought up to date when it reaches the top, not when its row is used.
+
+
+@inline
+def _less(heap: Any, a: Any, b: Any) -> bool:
+    for k in range(3):
+        if heap[a, k] != heap[b, k]:
+            return bool(heap[a, k] < heap[b, k])
+    return False
+
+
+@inline
+def _swap(heap: Any, a: Any, b: Any) -> None:
+    for k in range(3):
+        heap[a, k], heap[b, k] = heap[b, k], heap[a, k]
+
+
+@inline
+def sink(heap: Any, size: int) -> None:
+    """Sink the top to its place."""
+    at = 0
+    while 2 * at + 1 < size:
+        child = 2 * at + 1
+        if child + 1 < size and _less(heap, child + 1, child):
+            child += 1
+        if not _less(heap, child, at):
+            break
+        _swap(heap, child, at)
+        at = child
+
+
+@inline
+def add(heap: Any, size: int, uses: int, last_use: int, last: int) -> int:
+    """Add an entry; returns the new size."""
+    heap[size, 0], heap[size, 1], heap[size, 2] = uses, last_use, last
+    at = size
+    while at and _less(heap, at, (at - 1) // 2):
+        _swap(heap, at, (at - 1) // 2)
+        at = (at - 1) // 2
+    return size + 1
+
+
+@inline
+def drop_top(heap: Any, size: int) -> int:
+    """Remove the top; returns the new size."""
+    _swap(heap, 0, size - 1)
+    sink(heap, size - 1)
+    return size - 1

@@ -8,19 +8,18 @@ gives a new value for the next step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anabranch.tables.kernels import rule_numbers as rules
-from anabranch.tables.optimizers.ftrl import FTRL
-from anabranch.tables.optimizers.row_wise_adagrad import RowWiseAdagrad
+from anabranch.tables.kernels import rules as rules
+from anabranch.tables.optimizers.gradient_optimizers import FTRL, RowWiseAdagrad
 
 OptimizerFactory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 """Makes an optimizer of parameters, as ``functools.partial(torch.optim.SGD, lr=0.1)`` does."""
@@ -43,27 +42,27 @@ class Family(StrEnum):
     FTRL = "FTRL"
 
 
+class _Facts(NamedTuple):
+    """PyTorch's optimizer, the rule's number, the names of its states, and if it changes rows without a gradient."""
+
+    kind: type[torch.optim.Optimizer]
+    number: int
+    states: tuple[str, ...] = ()
+    decays: bool = False
+
+
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_STATES: dict[Family, tuple[str, ...]] = {
-    Family.ADAGRAD: ("sum",),
-    Family.ROW_WISE_ADAGRAD: ("sum",),
-    Family.ADAM: _MOMENTS,
-    Family.ADAMW: _MOMENTS,
-    Family.SPARSE_ADAM: _MOMENTS,
-    Family.ADAMAX: ("exp_avg", "exp_inf"),
-    Family.FTRL: ("z", "n"),
+_FAMILIES = {
+    Family.SGD: _Facts(torch.optim.SGD, rules.SGD),
+    Family.ADAGRAD: _Facts(torch.optim.Adagrad, rules.ADAGRAD, ("sum",)),
+    Family.ROW_WISE_ADAGRAD: _Facts(RowWiseAdagrad, rules.ROW_WISE, ("sum",)),
+    Family.ADAM: _Facts(torch.optim.Adam, rules.ADAM, _MOMENTS, decays=True),
+    Family.ADAMW: _Facts(torch.optim.AdamW, rules.ADAM, _MOMENTS, decays=True),
+    Family.SPARSE_ADAM: _Facts(torch.optim.SparseAdam, rules.ADAM, _MOMENTS),
+    Family.RMSPROP: _Facts(torch.optim.RMSprop, rules.RMSPROP, decays=True),
+    Family.ADAMAX: _Facts(torch.optim.Adamax, rules.ADAMAX, ("exp_avg", "exp_inf"), decays=True),
+    Family.FTRL: _Facts(FTRL, rules.FTRL, ("z", "n")),
 }
-_NUMBERS: dict[Family, int] = {
-    Family.ADAGRAD: rules.ADAGRAD,
-    Family.ROW_WISE_ADAGRAD: rules.ROW_WISE,
-    Family.ADAM: rules.ADAM,
-    Family.ADAMW: rules.ADAM,
-    Family.SPARSE_ADAM: rules.ADAM,
-    Family.RMSPROP: rules.RMSPROP,
-    Family.ADAMAX: rules.ADAMAX,
-    Family.FTRL: rules.FTRL,
-}
-_DECAYING = (Family.ADAM, Family.ADAMW, Family.RMSPROP, Family.ADAMAX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +127,7 @@ class RowOptimizer:
         if self.family is Family.RMSPROP:
             buffer = ("momentum_buffer",) if self.momentum else ()
             return ("square_avg", *buffer, *(("grad_avg",) if self.centered else ()))
-        return (*_STATES[self.family], *(("max_exp_avg_sq",) if self.amsgrad else ()))
+        return (*_FAMILIES[self.family].states, *(("max_exp_avg_sq",) if self.amsgrad else ()))
 
     @property
     def states(self) -> int:
@@ -140,7 +139,7 @@ class RowOptimizer:
         """The rule's number in ``kernels/rules.py``."""
         if self.family is Family.SGD:
             return rules.MOMENTUM if self.momentum else rules.SGD
-        return rules.AMSGRAD if self.amsgrad else _NUMBERS[self.family]
+        return rules.AMSGRAD if self.amsgrad else _FAMILIES[self.family].number
 
     def row_width(self, width: int) -> int:
         """Values of a row of ``width`` weights with all its state."""
@@ -154,9 +153,11 @@ class RowOptimizer:
     @property
     def moves_quiet_rows(self) -> bool:
         """True if the dense optimizer also changes a row, or its state, in a step without a gradient for it."""
-        if self.family in _DECAYING:
-            return True
-        return bool(self.weight_decay) or (self.family is Family.SGD and bool(self.momentum))
+        return (
+            _FAMILIES[self.family].decays
+            or bool(self.weight_decay)
+            or (self.family is Family.SGD and bool(self.momentum))
+        )
 
     def same_layout(self, other: RowOptimizer) -> bool:
         """Return True if rows kept for this rule can be updated by ``other``: only hyperparameters differ, not the
@@ -228,20 +229,9 @@ class RowOptimizer:
         Raises:
             ValueError: an optimizer, or an option of one, that tables cannot run; names it and the supported ones.
         """
-        known: dict[type[torch.optim.Optimizer], Family] = {
-            torch.optim.SGD: Family.SGD,
-            torch.optim.Adagrad: Family.ADAGRAD,
-            torch.optim.Adam: Family.ADAM,
-            torch.optim.AdamW: Family.ADAMW,
-            torch.optim.SparseAdam: Family.SPARSE_ADAM,
-            torch.optim.RMSprop: Family.RMSPROP,
-            torch.optim.Adamax: Family.ADAMAX,
-            RowWiseAdagrad: Family.ROW_WISE_ADAGRAD,
-            FTRL: Family.FTRL,
-        }
-        family = known.get(type(optimizer))
+        family = next((family for family, facts in _FAMILIES.items() if type(optimizer) is facts.kind), None)
         if family is None:
-            names = ", ".join(kind.__name__ for kind in known)
+            names = ", ".join(facts.kind.__name__ for facts in _FAMILIES.values())
             raise ValueError(f"tables cannot run {type(optimizer).__name__}; use one of {names}")
         numbers = cast(Mapping[str, object], optimizer.param_groups[group])
         if numbers.get("differentiable"):
@@ -275,3 +265,51 @@ def _numbers_of(group: Mapping[str, object]) -> dict[str, float | bool]:
         beta1, beta2 = cast(tuple[float, float], group["betas"])
         numbers |= {"beta1": float(beta1), "beta2": float(beta2)}
     return numbers
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterState:
+    """A parameter's values with its optimizer's state.
+
+    Attributes:
+        values: of the whole parameter.
+        states: one tensor of its shape for each number a weight; of row-wise Adagrad one number per row.
+        step: optimizer steps so far.
+    """
+
+    values: Tensor
+    states: Sequence[Tensor] = ()
+    step: int = 0
+
+
+def to_torch(rule: RowOptimizer, kept: ParameterState) -> dict[str, object]:
+    """Convert to the form of ``optimizer.state[parameter]``.
+
+    >>> rule = RowOptimizer.from_factory(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+    >>> to_torch(rule, ParameterState(torch.zeros(2), [torch.ones(2)], 3))
+    {'momentum_buffer': tensor([1., 1.])}
+    """
+    if not kept.step and rule.family is not Family.ADAGRAD:  # torch makes Adagrad's before the first step
+        return {}
+    state: dict[str, object] = dict(zip(rule.state_names, kept.states, strict=False))
+    if rule.family is Family.SPARSE_ADAM:
+        state["step"] = kept.step
+    elif rule.family is not Family.SGD:
+        state["step"] = torch.tensor(float(kept.step), device="cpu")
+    return state
+
+
+def from_torch(rule: RowOptimizer, values: Tensor, state: Mapping[str, object]) -> ParameterState:
+    """Return the inverse of ``to_torch``; an empty ``state`` belongs to a parameter without steps so far.
+
+    Raises:
+        ValueError: a state of another optimizer, or of another shape.
+    """
+    names = rule.state_names
+    found = [tensor.to_dense() for name in names if isinstance(tensor := state.get(name), Tensor)]
+    if not found and not state.get("step"):
+        return ParameterState(values)
+    shape = values.shape[:1] if rule.family is Family.ROW_WISE_ADAGRAD else values.shape
+    if len(found) != len(names) or any(tensor.shape != shape for tensor in found):
+        raise ValueError(f"{rule.family} keeps {', '.join(names)} of shape {tuple(shape)}, the state has {list(state)}")
+    return ParameterState(values, found, int(cast(float, state.get("step", 1))))

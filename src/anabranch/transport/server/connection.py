@@ -19,10 +19,10 @@ import os
 import select
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
@@ -53,10 +53,7 @@ from anabranch.transport.frame import (
     allocate,
     encode,
 )
-from anabranch.transport.server.once import OnceTable, RequestIdentity
 from anabranch.transport.streams import Peer, Stream
-
-__all__ = ["ALONE", "Admission", "Call", "Checked", "Connection", "Verb"]
 
 # The longest deadline accepted from a client, in seconds.
 _LONGEST = 24 * 3600.0
@@ -171,7 +168,7 @@ class Admission:
         self.max_connections = max_connections
         self._max_bytes = max_bytes
         self.only_job: str | None = None
-        self.once: OnceTable[Call] = OnceTable()
+        self.once = OnceTable()
         self.lock = threading.RLock()
         self.connections: dict[Connection, None] = {}
         self.unknown: dict[Connection, None] = {}
@@ -322,7 +319,7 @@ class Call:
             self.close(None)
             return True
 
-    def answer(self, frame: Sequence[memoryview], *, done: bool) -> None:
+    def answer(self, frame: list[memoryview], *, done: bool) -> None:
         """Send ``frame`` to the waiting connections; with ``done`` a retry gets the same frame."""
         with self._lock:
             if self._answered:
@@ -336,7 +333,7 @@ class Call:
             connection.answer(self, frame, room)
             room = 0
 
-    def close(self, frame: Sequence[memoryview] | None) -> None:
+    def close(self, frame: list[memoryview] | None) -> None:
         """Mark the request as finished, with or without an answer to keep for retries; its lock is held."""
         self._answered = True
         admission, answered = self._admission, 0
@@ -732,3 +729,106 @@ def _nobody(connection: Connection) -> None:
 
 def _say_done(call: Call) -> None:
     call.fail(RuntimeError("this request was executed, but its response is no longer kept"))
+
+
+# --- requests that are executed once ----------------------------------------------------------------------------------
+# A client numbers the requests that must happen exactly once (its epoch, and a sequence that never repeats) and sends
+# with each one the number below which it will never retry. The table has those above: requests being served, to which a
+# retry is joined, and past answers, which a retry gets again. Answers stay within a budget of bytes, and the newest
+# however large it is; of others only the fact that the request was executed is known, and the verb's own ``again``
+# answers the retry.
+
+
+RequestIdentity = tuple[bytes, int]
+"""A request's name for ever: the epoch of its client, and its sequence."""
+
+
+@dataclass(slots=True)
+class _Epoch:
+    """One client: requests below ``settled`` will never be retried; others run, or have an answer, lost or not."""
+
+    settled: int = 0
+    requests: dict[int, Call | list[memoryview] | None] = field(default_factory=dict)
+
+
+class OnceTable:
+    """The requests of all clients that were or are being executed.
+
+    Args:
+        budget_bytes: bytes of answers kept for retries; the newest is kept in any case.
+        epochs: clients remembered; beyond it the client silent longest is forgotten.
+    """
+
+    def __init__(self, budget_bytes: int = 64 << 20, epochs: int = 4096) -> None:
+        self.lock = threading.RLock()
+        self._budget = budget_bytes
+        self._most_epochs = epochs
+        self._epochs: OrderedDict[bytes, _Epoch] = OrderedDict()
+        self._kept: OrderedDict[RequestIdentity, int] = OrderedDict()
+        self._kept_bytes = 0
+
+    def begin(self, identity: RequestIdentity, call: Call, settled: int) -> Call | list[memoryview] | None:
+        """Classify a request: return the call itself if it is new, the call it joins, or its old answer.
+
+        ``None`` means that it was executed and its answer is not kept.
+
+        Raises:
+            ProtocolError: the client had declared that it would never retry this.
+        """
+        key, sequence = identity
+        with self.lock:
+            epoch = self._epoch(key)
+            self._settle(key, epoch, settled)
+            if sequence < epoch.settled:
+                raise ProtocolError(f"request {sequence} is settled: this client promised not to send it again")
+            return epoch.requests.setdefault(sequence, call)
+
+    def finish(self, identity: RequestIdentity, answer: list[memoryview]) -> None:
+        """Record that the request was executed and answered."""
+        key, sequence = identity
+        with self.lock:
+            epoch = self._epochs.get(key)
+            if epoch is None or sequence not in epoch.requests:  # settled, or forgotten
+                return
+            epoch.requests[sequence] = answer
+            nbytes = sum(map(len, answer))
+            self._kept[identity] = nbytes
+            self._kept_bytes += nbytes
+            while self._kept_bytes > self._budget and len(self._kept) > 1:
+                (key, sequence), freed = self._kept.popitem(last=False)
+                self._kept_bytes -= freed
+                self._epochs[key].requests[sequence] = None
+
+    def abandon(self, identity: RequestIdentity) -> None:
+        """Record that the request was not executed: a retry will execute it."""
+        with self.lock:
+            if identity[0] in self._epochs:
+                self._epochs[identity[0]].requests.pop(identity[1], None)
+
+    def restore(self, identities: Iterable[RequestIdentity]) -> None:
+        """Record requests that were executed before this server started."""
+        with self.lock:
+            for key, sequence in identities:
+                self._epoch(key).requests.setdefault(sequence, None)
+
+    def _epoch(self, key: bytes) -> _Epoch:
+        if key not in self._epochs:
+            surplus = len(self._epochs) + 1 - self._most_epochs
+            if surplus > 0:
+                silent = [one for one, epoch in self._epochs.items() if not any(map(_runs, epoch.requests.values()))]
+                for one in silent[:surplus]:
+                    self._settle(one, self._epochs.pop(one), 1 << 63)
+            self._epochs[key] = _Epoch()
+        self._epochs.move_to_end(key)
+        return self._epochs[key]
+
+    def _settle(self, key: bytes, epoch: _Epoch, settled: int) -> None:
+        if settled > epoch.settled:
+            epoch.settled = settled
+            for sequence in [sequence for sequence in epoch.requests if sequence < settled]:
+                del epoch.requests[sequence]
+                self._kept_bytes -= self._kept.pop((key, sequence), 0)
+
+
+def _runs(request: Call | list[memoryview] | None) -> bool:
+    return not (request is None or isinstance(request, list))

@@ -38,12 +38,9 @@ from anabranch.record.spans import mark, open_spans
 from anabranch.transport.failures import note_failure
 from anabranch.transport.frame import Heartbeat, Limits, RequestHeader, encode
 from anabranch.transport.heap import give_memory_back
-from anabranch.transport.server.connection import ALONE, Admission, Call, Checked, Connection, Verb
-from anabranch.transport.server.once import OnceTable
+from anabranch.transport.server.connection import ALONE, Admission, Call, Connection, OnceTable, Verb
 from anabranch.transport.sockets import SocketTransport
 from anabranch.transport.streams import Listener, Transport
-
-__all__ = ["STATUS", "Call", "Checked", "Server", "ServerStatistics", "Verb"]
 
 STATUS = "status"
 """The verb that every server has: its facts as JSON, for ``anabranch status ENDPOINT``."""
@@ -190,7 +187,7 @@ class Server:
         self.closed = False
 
     @property
-    def once(self) -> OnceTable[Call]:
+    def once(self) -> OnceTable:
         """The requests that were or are being executed exactly once."""
         return self._admission.once
 

@@ -23,8 +23,6 @@ from anabranch.errors import CheckpointError
 from anabranch.transport.heap import keep_one_heap
 from anabranch.transport.server.server import ServerStatistics
 
-__all__ = ["Service", "serve_until_stopped"]
-
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _GLANCE = 0.1  # seconds between two looks whether the last client has gone
 
