@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import anabranch as ab
 from anabranch.collectives import Workers
+from anabranch.collectives.shared_memory import SharedSum
 from anabranch.executor.likeness import FirstBatches, check_alike
 from anabranch.executor.routes import CommMode, plan_routes
 from anabranch.executor.steps import Step, distinct_models
@@ -213,11 +214,11 @@ def test_workers_that_are_in_different_runs_say_so_unless_they_load(tmp_path: Pa
 
 def interrupted_behind_its_header(folder: str) -> list[str]:
     """Rank 0 is interrupted once its run's first message is on its way."""
-    rank, start, said = ab.job().rank, Workers.start_all_reduce, []
+    rank, start, said = ab.job().rank, SharedSum.start, []
     running = executor(nn.Linear(2, 1).bfloat16())  # whose buckets would round the header, so it has its own message
 
-    def interrupted(workers: Workers, tensor: torch.Tensor, *, operation: str = "", **keywords: Any) -> None:
-        start(workers, tensor, operation=operation, **keywords)
+    def interrupted(shared: SharedSum, *, operation: str, step: int | None) -> None:
+        start(shared, operation=operation, step=step)
         if operation == "all_reduce of rows and loss":
             raise KeyboardInterrupt
 
@@ -226,12 +227,12 @@ def interrupted_behind_its_header(folder: str) -> list[str]:
 
     run()
     if rank == 0:
-        Workers.start_all_reduce = interrupted  # type: ignore[method-assign, assignment]
+        SharedSum.start = interrupted  # type: ignore[method-assign, assignment]
     for call in [run, run, lambda: running.save(folder), lambda: running.load(folder)][: 1 if rank else 4]:
         with pytest.raises((KeyboardInterrupt, ab.BoundaryError)) as caught:
             call()
         said.append(f"{caught.typename} {caught.value}")
-        Workers.start_all_reduce = start  # type: ignore[method-assign]
+        SharedSum.start = start  # type: ignore[method-assign]
     return said
 
 

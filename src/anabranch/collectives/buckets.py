@@ -24,18 +24,20 @@ its own message would cost more than all the gradients do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from anabranch.collectives.shared_memory import FlatForm, SharedSum, shared_sums
-from anabranch.collectives.sparse_rows import SparseGradient, summing_dtype
+from anabranch.collectives.sparse_rows import COUNT, SparseGradient, summing_dtype
 from anabranch.collectives.workers import Pending, Workers
 from anabranch.record.spans import mark
 
 _BUCKET_BYTES = 8 << 20
+HEADER = "all_reduce of rows and loss"
+"""The operation of a header that goes ahead of the buckets."""
 
 
 def in_buckets(parameters: Mapping[str, Tensor], close_at: int = _BUCKET_BYTES) -> list[list[tuple[str, Tensor]]]:
@@ -79,7 +81,7 @@ class _DenseBucket:
         count = len(members)
         elements = sum(parameter.numel() for parameter in self.parameters)
         self.flat = torch.zeros(form.size, dtype=form.dtype, device=form.device) if shared is None else shared.flat
-        self._widened = form.dtype is not self.parameters[0].dtype
+        self.widened = form.dtype is not self.parameters[0].dtype
         self.slots: list[Tensor] = []
         at = 0
         for parameter in self.parameters:
@@ -94,6 +96,7 @@ class _DenseBucket:
         self.written: set[int] = set()
         self.arrived: set[int] = set()
         self.pending: Pending | None = None
+        self.divided = 1.0
 
     def clear(self) -> None:
         self.written.clear()
@@ -109,7 +112,7 @@ class _DenseBucket:
     def put(self, index: int, gradient: Tensor) -> Tensor | None:
         """Take a gradient, to be copied with the bucket's others: a few operations a bucket, not one per parameter."""
         self.taken.append((index, gradient))
-        return None if self._widened else self.slots[index]
+        return None if self.widened else self.slots[index]
 
     def copy(self, weight: float) -> None:
         """Add the collected gradients, times ``weight``, to the window's sums."""
@@ -129,8 +132,8 @@ class _DenseBucket:
         self.written.update(index for index, _ in self.taken)
         self.taken.clear()
 
-    def launch(self, step: int | None) -> None:
-        """Fill missing gradients with zeros, set the flags and start the all-reduce."""
+    def launch(self, step: int | None, divisor: float) -> None:
+        """Fill missing gradients with zeros, set the flags and start the all-reduce, which divides if it can."""
         assert self._workers is not None
         self._flags.fill_(1.0)
         for index in set(range(len(self.parameters))) - self.written:
@@ -140,13 +143,21 @@ class _DenseBucket:
         if self._shared is None:
             self.pending = self._workers.start_all_reduce(self.flat, operation=operation, step=step)
         else:
-            self.pending = self._shared.start(operation=operation, step=step)
+            elements, self.divided = len(self.gradients), divisor
+            self.pending = self._shared.start(operation=operation, step=step, elements=elements, divisor=divisor)
 
     def arrive(self) -> None:
         """Return when the sums over the workers have arrived."""
         if self.pending is not None:
             self.pending.finish()
             self.pending = None
+
+    def divide(self, divisor: float) -> bool:
+        """Divide what has arrived; return True if it is known to be finite."""
+        rest, self.divided = divisor / self.divided, 1.0
+        if rest != 1.0:
+            self.gradients.div_(rest)
+        return rest == 1.0 and self._shared is not None and self._shared.finite and not self.widened
 
     def present(self) -> list[bool]:
         """Return for each parameter whether any worker has a gradient."""
@@ -173,6 +184,8 @@ class GradientBuckets:
     Attributes:
         parameters: those of the last ``lay_out``.
         carries_header: whether there is a bucket for them: of float32 or float64, so that they are not rounded.
+        finite: every ``.grad`` is known to be finite; behind ``finish``.
+        at_end: they are taken out of ``.grad`` when backward has ended, since nothing would be sent before.
     """
 
     def __init__(
@@ -187,9 +200,11 @@ class GradientBuckets:
         self._workers = workers
         self._header = header
         self._bucket_bytes = bucket_bytes
-        self._weight = 1.0
+        self._weight = self._divisor = 1.0
+        self.finite = False
         self._launching = True
         self._step: int | None = None
+        self._ahead: list[SharedSum | None] | None = None
         self.lay_out(parameters, sparse)
 
     def lay_out(self, parameters: Mapping[str, Tensor], sparse: Iterable[str] = ()) -> None:
@@ -207,12 +222,16 @@ class GradientBuckets:
         buckets = in_buckets(dense, self._bucket_bytes)
         first = self._header if carries_header(buckets) else 0
         forms = [_form(members, 0 if number else first) for number, members in enumerate(buckets)]
+        forms += [FlatForm(2, COUNT, table.parameter.device, gathers=True) for table in self._tables]
         shared = [None] * len(forms) if self._workers is None else shared_sums(self._workers, forms)
-        for members, form, one in zip(buckets, forms, shared, strict=True):
+        for table, one in zip(self._tables, shared[len(buckets) :], strict=True):
+            table.shared = one
+        for members, form, one in zip(buckets, forms, shared, strict=False):
             bucket = _DenseBucket(members, form, self._workers, one)
             self._buckets.append(bucket)
             self._where |= {parameter: (bucket, index) for index, parameter in enumerate(bucket.parameters)}
         self.carries_header = bool(self._buckets) and len(self._buckets[0].header) > 0
+        self.at_end = len(self._buckets) == len(shared) == 1 and shared[0] is not None
         # Launched in this order: the dense buckets, then the tables: as first layers, they get their gradients last.
         self._parts: list[_DenseBucket | SparseGradient] = [*self._buckets, *self._tables]
         self._launched = 0
@@ -227,12 +246,24 @@ class GradientBuckets:
         for part in self._parts:
             part.clear()
 
-    def start_run(self, weight: float, *, last: bool, header: Tensor | None = None, step: int | None = None) -> None:
-        """Begins one run, whose gradients count ``weight`` times; the ``last`` of a window launches its buckets."""
+    def start_run(
+        self,
+        weight: float,
+        *,
+        last: bool,
+        header: Tensor | None = None,
+        step: int | None = None,
+        divisor: float = 1.0,
+    ) -> None:
+        """Begins one run, whose gradients count ``weight`` times; the ``last`` of a window launches its buckets.
+
+        ``divisor`` is what ``finish`` will most likely divide by, the same on all workers.
+        """
         if header is not None:
             self._buckets[0].header.copy_(header)
         self._weight = weight
         self._launching = last and self._workers is not None
+        self._divisor = divisor
         self._step = step
         self._launched = 0
         for part in self._parts:
@@ -256,11 +287,20 @@ class GradientBuckets:
             self._launch()
         return slot
 
+    def take_rest(self) -> None:
+        """Take the run's gradients that are in ``.grad`` and have not been passed to ``ready``."""
+        for bucket in self._buckets if self.at_end else ():
+            for index, parameter in enumerate(bucket.parameters):
+                if (gradient := parameter.grad) is not None and index not in bucket.arrived:
+                    bucket.put(index, gradient if gradient.layout is torch.strided else gradient.to_dense())
+
     def _launch(self) -> None:
         part = self._parts[self._launched]
         if isinstance(part, _DenseBucket):
             part.copy(self._weight)
-        part.launch(self._step)
+            part.launch(self._step, self._divisor)
+        else:
+            part.launch(self._step)
         mark("bucket.launched", index=self._launched, step=self._step)
         self._launched += 1
 
@@ -271,6 +311,26 @@ class GradientBuckets:
         self._buckets[0].arrive()
         return self._buckets[0].header
 
+    def send_header(self, share: Tensor, step: int) -> Callable[[], Tensor]:
+        """Start summing a header ahead of the buckets, and return what waits for the sums."""
+        workers = self._workers
+        if workers is None:
+            return lambda: share
+        if self._ahead is None:  # all workers send their first one here at the same time
+            self._ahead = shared_sums(workers, [FlatForm(len(share), share.dtype, share.device)])
+        (shared,) = self._ahead
+        if shared is None:
+            pending = workers.start_all_reduce(share, operation=HEADER, step=step)
+        else:
+            share = shared.flat.copy_(share)
+            pending = shared.start(operation=HEADER, step=step)
+
+        def arrived() -> Tensor:
+            pending.finish()
+            return share
+
+        return arrived
+
     def launch_rest(self) -> None:
         """Launch the buckets that backward has not completed; called when backward has ended."""
         for bucket in self._buckets:
@@ -280,12 +340,13 @@ class GradientBuckets:
 
     def finish(self, divisor: float) -> None:
         """End the window: every ``.grad`` is the sum over runs and workers divided by ``divisor``, or ``None``."""
+        self.finite = not self._tables
         for bucket in self._buckets:
             bucket.arrive()
-            if divisor != 1.0:
-                bucket.gradients.div_(divisor)
+            self.finite = bucket.divide(divisor) and self.finite
             for parameter, slot, is_present in zip(bucket.parameters, bucket.slots, bucket.present(), strict=True):
-                parameter.grad = slot.to(parameter.dtype) if is_present else None
+                slot = slot.to(parameter.dtype) if bucket.widened else slot
+                parameter.grad = slot if is_present else None
         dense: set[str] = set()
         for table in self._tables:
             if self._workers is None:

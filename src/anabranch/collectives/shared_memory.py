@@ -12,9 +12,18 @@ A sum is two barriers, and a barrier is one word, ``phase``, that the last rank 
     rank 0   gradients in row 0 ─┐ arrive         sum of chunk 0 of all rows, into all rows ─┐ arrive
     rank 1   gradients in row 1 ─┴──> 2n - 1      sum of chunk 1 of all rows, into all rows ─┴──> 2n
 
-Each chunk is summed by one rank, in the order of ranks, so all ranks hold the same bits. A wait is some pauses, since a
-peer on another core may come soon, then sleep on a futex: many pauses, or few for the next waits where many were in
-vain, as on a busy machine.
+Each chunk is summed by one rank, in the order of ranks, so all ranks hold the same bits. A small sum is one barrier,
+after which each rank sums all rows itself, in the same order, into numbers of its own::
+
+    rank 0   own numbers to row 0 ─┐ arrive      sum of all rows
+    rank 1   own numbers to row 1 ─┴──> n        sum of all rows
+
+A rank may write to its row for the next sum while another still reads for this one, so each row is there twice. Rows
+that are gathered, not summed, are such a sum of nothing.
+
+A wait is some pauses, since a peer on another core may come soon, then sleep on a futex: many pauses, or few for the
+next waits where many were in vain, as on a busy machine. Many, because a rank that has slept comes late to the next
+sum: waking an idle core of a virtual machine may take longer than a small step.
 
 A rank that gives up sets a bit in every phase word. A phase is moved by compare-and-swap: either it moved before the
 bit was set, and every rank sees the sum complete, or it never moves, and none does. So ranks agree, without a message,
@@ -33,14 +42,17 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate
+from operator import mul
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
+import numba
 import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from torch import Tensor
 
 from anabranch.collectives.workers import Pending, Workers
 from anabranch.errors import BoundaryError
@@ -55,12 +67,11 @@ NUMBERS: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float64: np.
 _LINE = 32  # words of 4 bytes: two cache lines, since processors prefetch them in pairs
 _PAGE = mmap.PAGESIZE
 _NUMBER, _GIVEN_UP = 0x7FFFFFFF, 0x80000000  # the two parts of a phase word
-_FEW, _MANY, _TURNS = 40, 1600, 16  # pauses: 1 and 40 microseconds; how often the many are tried where they are in vain
+_FEW, _MANY = 40, 10_000  # pauses: 1 and 250 microseconds
+_TURNS = 4  # how often the many are tried where they are in vain
+_SMALL = 1 << 19  # bytes of all ranks' rows up to which a sum is one barrier
 _BLOCK = 1024  # numbers of a row that are summed at a time and stay in the processor's first cache
-_BEGUN, _ARRIVED, _SUMMED, _DONE, _LOST = range(5)  # progress of a sum on one rank
-# Seconds and nanoseconds of a sleep, after which Python runs signal handlers and a wait checks that its peers live;
-# then the waits that pause a little before one pauses long.
-_WAITING = np.array([0, 50_000_000, 0])
+_BEGUN, _ARRIVED, _SUMMED, _DONE, _NONFINITE, _LOST = range(6)  # progress of a sum on one rank
 
 
 # Atomic operations on words of the segment: Numba has none for the CPU, and LLVM may move a plain load out of a loop.
@@ -68,6 +79,12 @@ _WAITING = np.array([0, 50_000_000, 0])
 
 def _instruction(function: Callable[..., Any]) -> Callable[..., Any]:
     return cast("Callable[..., Any]", intrinsic(function))
+
+
+def _reassociating(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that becomes part of kernels, and may add numbers in another order, several at a time."""
+    compiled = numba.njit(nogil=True, error_model="numpy", forceinline=True, fastmath={"reassoc"})(function)
+    return cast("Callable[..., Any]", compiled)
 
 
 def _pointer(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -164,7 +181,7 @@ def _has_moved(word: Any, number: int) -> Any:
 @inline
 def _wait(words: Any, phase: int, number: int, waiting: Any, waits: int) -> Any:
     """Wait until the phase has moved, or one sleep is over; only look if not ``waits``."""
-    for _ in range(_MANY if waiting[2] == 0 else _FEW):
+    for _ in range(waiting[3] if waiting[2] == 0 else _FEW):
         moved = _has_moved(_load(words, phase), number)
         if moved != 0 or not waits:
             return moved
@@ -178,37 +195,70 @@ def _wait(words: Any, phase: int, number: int, waiting: Any, waits: int) -> Any:
     return _has_moved(_load(words, phase), number)
 
 
+@_reassociating
+def _divide(numbers: Any, divisor: Any) -> Any:
+    """Divide the numbers, and return 0, or NaN if one is not finite."""
+    zero = divisor - divisor
+    look = zero
+    for i in range(len(numbers)):
+        quotient = numbers[i] / divisor
+        numbers[i] = quotient
+        look += quotient * zero
+    return look
+
+
 @inline
-def _sum(rows: Any, start: int, stop: int) -> None:
-    """Sum a chunk in the order of ranks, and store it into every row.
+def _sum(rows: Any, start: int, stop: int, into: Any, elements: int, divisor: Any) -> Any:
+    """Sum the rows in the order of ranks, and divide the first ``elements``; return 0, or NaN if one is not finite.
 
     Loops run over slices from 0: one from ``start`` to ``stop`` might have negative indices for all that Numba knows,
     is not vectorised, and takes four times as long.
+
+    Args:
+        rows: one a rank.
+        start: the first number of each that is summed.
+        stop: the first behind them.
+        into: gets the sums; if it is of size 0, all rows do.
+        elements: the numbers of a row that are divided.
+        divisor: of the rows' type.
     """
-    others = rows[1:-1]
+    look = divisor - divisor
     for low in range(start, stop, _BLOCK):
         high = min(low + _BLOCK, stop)
-        first, last = rows[0, low:high], rows[-1, low:high]
-        for rank in range(len(others)):
-            row = others[rank, low:high]
-            for i in range(len(first)):
-                first[i] += row[i]
-        for i in range(len(first)):
-            value = first[i] + last[i]
-            first[i] = value
-            last[i] = value
-        for rank in range(len(others)):
-            row = others[rank, low:high]
-            for i in range(len(first)):
-                row[i] = first[i]
+        total = rows[0, low:high]
+        if len(into) > 0:
+            total = into[low:high]
+            first = rows[0, low:high]
+            for i in range(len(total)):
+                total[i] = first[i]
+        for rank in range(1, len(rows)):
+            row = rows[rank, low:high]
+            for i in range(len(total)):
+                total[i] += row[i]
+        look += _divide(total[: max(0, elements - low)], divisor)
+        for rank in range(1, len(rows) if len(into) == 0 else 0):
+            row = rows[rank, low:high]
+            for i in range(len(total)):
+                row[i] = total[i]
+    return look
 
 
 @kernel
-def _advance(words: Any, phase: int, rows: Any, rank: int, number: int, stage: int, waiting: Any, waits: int) -> Any:
+def _advance(
+    words: Any, phase: int, copies: Any, own: Any, rank: int, number: int, stage: int, elements: int, divisor: Any,
+    waiting: Any, waits: int,
+) -> Any:  # fmt: skip
     """Take the ``number``-th sum on from ``stage`` as far as it goes within one sleep, and return its stage."""
+    rows = copies[number % len(copies)]
     ranks, size = rows.shape
-    first, second = (2 * number - 1) & _NUMBER, (2 * number) & _NUMBER
+    barriers = 3 - len(copies)
+    first, second = (barriers * (number - 1) + 1) & _NUMBER, (2 * number) & _NUMBER
+    nonfinite = phase + _LINE + 1  # the number of the last sum with one
     if stage == _BEGUN:
+        if barriers == 1:
+            row = rows[rank, : len(own)]
+            for i in range(len(row)):
+                row[i] = own[i]
         if not _arrive(words, phase, first, ranks):
             return _LOST
         stage = _ARRIVED
@@ -216,13 +266,20 @@ def _advance(words: Any, phase: int, rows: Any, rank: int, number: int, stage: i
         moved = _wait(words, phase, first, waiting, waits)
         if moved != 1:
             return _ARRIVED if moved == 0 else _LOST
+        if barriers == 1:
+            look = _sum(rows, 0, len(own), own, elements, divisor)
+            return _DONE if look == 0 else _NONFINITE
         part = ranks * _LINE  # chunks are whole lines, so that no two ranks write to one
         chunk = (size + part - 1) // part * _LINE
-        _sum(rows, min(rank * chunk, size), min((rank + 1) * chunk, size))
+        start, stop = min(rank * chunk, size), min((rank + 1) * chunk, size)
+        if _sum(rows, start, stop, own[:0], elements, divisor) != 0:
+            words[nonfinite] = second
         if not _arrive(words, phase, second, ranks):
             return _LOST
     moved = _wait(words, phase, second, waiting, waits)
-    return _DONE if moved == 1 else _SUMMED if moved == 0 else _LOST
+    if moved == 1:
+        return _NONFINITE if words[nonfinite] == second else _DONE
+    return _SUMMED if moved == 0 else _LOST
 
 
 @kernel
@@ -234,6 +291,14 @@ def _give_up(words: Any, phases: Any, rank: int) -> None:
         _wake(words, phase)
 
 
+def _waiting(ranks: int) -> np.ndarray[Any, Any]:
+    """Return how to wait: seconds and nanoseconds of a sleep, after which Python runs signal handlers and peers are
+    looked at; the waits that pause a little before one pauses long; and how long that is.
+    """
+    many = _MANY if ranks <= len(os.sched_getaffinity(0)) else _FEW
+    return np.array([0, 50_000_000, 0, many])
+
+
 @cache
 def load_kernels(dtype: torch.dtype) -> None:
     """Compile the kernels for ``dtype``, or load them from the disk, by the sum of a single rank.
@@ -241,25 +306,56 @@ def load_kernels(dtype: torch.dtype) -> None:
     >>> load_kernels(torch.float32)
     """
     words = np.zeros(4 * _LINE, np.uint32)
-    _advance(words, _LINE, np.zeros((1, 1), NUMBERS[dtype]), 0, 1, _BEGUN, _WAITING, 0)
+    rows = np.zeros((1, 1, 1), NUMBERS[dtype])
+    _advance(words, _LINE, rows, rows[0, 0], 0, 1, _BEGUN, 0, rows.dtype.type(1), _waiting(1), 0)
     _give_up(words, np.array([_LINE]), 0)
 
 
 class SharedSum:
-    """A tensor of each worker in shared memory, and their sum in its place.
+    """A tensor of each worker, and their sum in its place; or all of them gathered, if it is of size 0.
 
     Attributes:
         flat: this worker's.
+        room: the numbers that there is room for.
     """
 
     def __init__(self, segment: Segment, number: int, rows: np.ndarray[Any, Any], size: int, workers: Workers) -> None:
         self.segment, self._phase, self._rows, self._workers = segment, segment.phases[number].item(), rows, workers
-        self.flat = torch.from_numpy(rows[workers.rank])[:size]
-        self._number, self._stage = 0, _DONE
+        self._own = rows[0, workers.rank, :size] if len(rows) == 1 else np.zeros(size, rows.dtype)
+        self.flat, self.room = torch.from_numpy(self._own), rows.shape[2]
+        self._number, self._stage, self._waiting = 0, _DONE, _waiting(workers.size)
+        self._elements, self._divisor = 0, rows.dtype.type(1)
 
-    def start(self, *, operation: str, step: int | None) -> Pending:
-        """Start summing what is in ``flat``, which is the other workers' too until the sum is finished."""
+    @property
+    def complete(self) -> bool:
+        """True once ``flat`` holds the sum."""
+        return _DONE <= self._stage <= _NONFINITE
+
+    @property
+    def finite(self) -> bool:
+        """True if all numbers of the sum that were divided are finite."""
+        return self._stage == _DONE
+
+    def place(self, size: int) -> Tensor:
+        """Return where this worker's numbers go that are gathered next."""
+        self.flat = torch.from_numpy(self._rows[(self._number + 1) % 2, self._workers.rank, :size])
+        return self.flat
+
+    def gathered(self) -> Tensor:
+        """Return what all workers had there when it was gathered last, in rows, until the next is started."""
+        return torch.from_numpy(self._rows[self._number % 2])
+
+    def start(self, *, operation: str, step: int | None, elements: int = 0, divisor: float = 1.0) -> Pending:
+        """Start summing what is in ``flat``, which is the other workers' too until the sum is finished.
+
+        Args:
+            operation: names it in errors.
+            step: of the caller.
+            elements: so many of its first numbers are divided, the same on all workers.
+            divisor: by this.
+        """
         self._number, self._stage = self._number + 1, _BEGUN
+        self._elements, self._divisor = elements, self._own.dtype.type(divisor)
         self._workers.bytes_sent += self.flat.nbytes
         self._go_on(0)
         return _PendingSum(self, self._workers, operation, step)
@@ -273,18 +369,19 @@ class SharedSum:
         self._go_on(1)
         if self._stage == _LOST:
             raise RankLeft(self._workers.ranks[self.segment.gave_up()], "sum")
-        return self._stage == _DONE
+        return self.complete
 
     def give_up(self) -> bool:
         """Let no other sum of the segment complete, and return whether this one was complete before."""
         self.segment.give_up(self._workers.rank)
         self._go_on(0)
-        return self._stage == _DONE
+        return self.complete
 
     def _go_on(self, waits: int) -> None:
         if self._stage < _DONE:
-            place = self.segment.words, self._phase, self._rows, self._workers.rank
-            self._stage = _advance(*place, self._number, self._stage, _WAITING, waits)
+            place = self.segment.words, self._phase, self._rows, self._own, self._workers.rank
+            what = self._number, self._stage, self._elements, self._divisor
+            self._stage = _advance(*place, *what, self._waiting, waits)
 
 
 class _PendingSum(Pending):
@@ -295,6 +392,8 @@ class _PendingSum(Pending):
         self._shared = shared
 
     def finish(self) -> None:
+        if self._shared.complete and not self._began:
+            return  # this rank came last
         try:
             super().finish()
         except BaseException as error:  # Ctrl-C too
@@ -320,11 +419,12 @@ class Segment:
 
 
 class FlatForm(NamedTuple):
-    """A flat tensor to be summed."""
+    """A flat tensor to be summed, or gathered."""
 
     size: int
     dtype: torch.dtype
     device: torch.device
+    gathers: bool = False
 
 
 def shared_sums(workers: Workers, forms: Sequence[FlatForm]) -> list[SharedSum | None]:
@@ -340,7 +440,11 @@ def shared_sums(workers: Workers, forms: Sequence[FlatForm]) -> list[SharedSum |
         load_kernels(forms[number].dtype)  # before the others wait for this rank
     control = _pages(4 * _LINE * (1 + 3 * len(fitting)))
     lengths = [_pages(forms[number].size * forms[number].dtype.itemsize) for number in fitting]  # of a row, in bytes
-    *starts, end = accumulate((workers.size * length for length in lengths), initial=control)
+    copies = [
+        2 if forms[number].gathers or workers.size * length <= _SMALL else 1
+        for number, length in zip(fitting, lengths, strict=True)
+    ]
+    *starts, end = accumulate(map(mul, copies, (workers.size * length for length in lengths)), initial=control)
     memory = _meet(workers, end)
     if memory is None:
         workers.on_one_host = False
@@ -348,10 +452,10 @@ def shared_sums(workers: Workers, forms: Sequence[FlatForm]) -> list[SharedSum |
     view = memoryview(memory)
     segment = Segment(np.frombuffer(view, np.uint32, control // 4), len(fitting))
     workers.segments.add(segment)
-    for line, (number, length, start) in enumerate(zip(fitting, lengths, starts, strict=True)):
-        size, dtype, _ = forms[number]
-        numbers = np.frombuffer(view, NUMBERS[dtype], workers.size * length // dtype.itemsize, start)
-        sums[number] = SharedSum(segment, line, numbers.reshape(workers.size, -1), size, workers)
+    for line, (number, count, length, start) in enumerate(zip(fitting, copies, lengths, starts, strict=True)):
+        size, dtype = 0 if forms[number].gathers else forms[number].size, forms[number].dtype
+        numbers = np.frombuffer(view, NUMBERS[dtype], count * workers.size * length // dtype.itemsize, start)
+        sums[number] = SharedSum(segment, line, numbers.reshape(count, workers.size, -1), size, workers)
     return sums
 
 

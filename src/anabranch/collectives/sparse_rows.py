@@ -7,6 +7,8 @@
       -> weighted, merged   ────────>  ids + rows  all_gather of one buffer a worker, padded to the longest
                                        -> merged again, in rank order, so that all workers hold the same bits
 
+On one host both are gathered in shared memory, which grows with the longest buffer.
+
 Only where autograd itself made the gradient dense on some worker, as it does for a table that is also a head's weight,
 is the result dense on all of them, as in the plain loop.
 """
@@ -16,8 +18,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from anabranch.collectives.shared_memory import FlatForm, SharedSum, shared_sums
 from anabranch.collectives.workers import Pending, Workers
 
+COUNT = torch.float64  # of which there are sums in shared memory
+_MOST_SHARED = 8 << 20  # bytes of a worker; a table that is dense on one may be gigabytes
 _NO_GRADIENT = -1
 _ALIGNMENT = 16  # complex128
 _COUNTS_BYTES = 16  # the number of rows and whether they are dense, int64
@@ -56,6 +61,8 @@ class SparseGradient:
         self._counts: Tensor | None = None
         self._pending: Pending | None = None
         self._merged: Tensor | None = None
+        self.shared: SharedSum | None = None
+        self._room: SharedSum | None = None
         self.has_dense = self.has_arrived = False
 
     def start_run(self) -> None:
@@ -98,10 +105,14 @@ class SparseGradient:
             return
         mine = _NO_GRADIENT if self._merged is None else self._merged._nnz()
         count = torch.tensor([mine, int(self.has_dense)], device=self.parameter.device)
+        operation = f"all_gather rows of {self.name}"
+        if self.shared is not None:
+            self.shared.place(2).copy_(count)
+            self._pending = self.shared.start(operation=operation, step=step)
+            self._counts = self.shared.gathered()[:, :2]
+            return
         self._counts = count.new_empty(self._workers.size, 2)
-        self._pending = self._workers.start_all_gather(
-            count, self._counts, operation=f"all_gather rows of {self.name}", step=step
-        )
+        self._pending = self._workers.start_all_gather(count, self._counts, operation=operation, step=step)
 
     def finish(self, divisor: float, step: int | None) -> Tensor | None:
         """Return the gradient over all workers divided by ``divisor``; ``None`` when no worker has one."""
@@ -116,7 +127,7 @@ class SparseGradient:
             self._pending = self._counts = None
             if max(counts) == _NO_GRADIENT:
                 return None
-            merged = self._exchange(merged, [max(0, count) for count in counts], step)
+            merged = self._exchange(merged, [max(0, int(count)) for count in counts], step)
         if merged is None:
             return None
         if divisor != 1.0:
@@ -131,7 +142,13 @@ class SparseGradient:
         dtype = summing_dtype(parameter)
         longest = max(1, *counts)
         id_bytes, row_bytes = _packed(longest, dense_shape.numel(), dtype)
-        packed = torch.zeros(id_bytes + row_bytes, dtype=torch.uint8, device=parameter.device)
+        operation = f"all_gather rows of {self.name}"
+        size = id_bytes + row_bytes
+        room = self._room_for(size)
+        if room is None:
+            packed = torch.zeros(size, dtype=torch.uint8, device=parameter.device)
+        else:
+            packed = room.place(size // COUNT.itemsize).view(torch.uint8)
 
         def unpacked(buffer: Tensor, count: int) -> tuple[Tensor, Tensor]:
             ids = buffer[:id_bytes].view(torch.int64)[:count]
@@ -142,8 +159,12 @@ class SparseGradient:
             ids, rows = unpacked(packed, mine._nnz())
             ids.copy_(mine._indices()[0])
             rows.copy_(mine._values())
-        everyone = self._workers.all_gather(packed, operation=f"all_gather rows of {self.name}", step=step)
-        all_ids, all_rows = zip(*map(unpacked, everyone.unbind(0), counts), strict=True)
+        if room is None:
+            everyone = self._workers.all_gather(packed, operation=operation, step=step).unbind(0)
+        else:
+            room.start(operation=operation, step=step).finish()
+            everyone = tuple(row.view(torch.uint8) for row in room.gathered().unbind(0))
+        all_ids, all_rows = zip(*map(unpacked, everyone, counts), strict=True)
         return torch.sparse_coo_tensor(
             torch.cat(all_ids)[None],
             torch.cat(all_rows),
@@ -151,6 +172,17 @@ class SparseGradient:
             check_invariants=False,
             device=parameter.device,
         ).coalesce()
+
+    def _room_for(self, size: int) -> SharedSum | None:
+        """Return shared memory for so many bytes of each worker; all of them make it larger at the same time."""
+        assert self._workers is not None
+        if self.shared is None or size > _MOST_SHARED:
+            return None
+        numbers = size // COUNT.itemsize
+        if self._room is None or numbers > self._room.room:
+            form = FlatForm(2 * numbers, COUNT, self.parameter.device, gathers=True)
+            (self._room,) = shared_sums(self._workers, [form])
+        return self._room
 
     def clear(self) -> None:
         """Discard the collected rows."""

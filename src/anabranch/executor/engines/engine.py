@@ -138,7 +138,13 @@ def _detached(value: Structure) -> Structure:
 
 
 class GradientSink(Protocol):
-    """Takes the gradients of some parameters as they become final."""
+    """Takes the gradients of some parameters as they become final.
+
+    Attributes:
+        at_end: it takes them out of ``.grad`` itself when backward has ended.
+    """
+
+    at_end: bool
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
@@ -175,6 +181,7 @@ class Engine:
         self.passed_on: dict[Tensor, Tensor] | None = None
         self._manager = GradManager()
         self._takers: dict[Tensor, GradientSink] = {}
+        self._late: list[Tensor] = []
         self._session = sessions.Session()  # of a step without sinks
 
     @property
@@ -207,7 +214,10 @@ class Engine:
         """From now on ``differentiate`` passes on the gradients of the parameters that the sinks have now."""
         self._takers = {parameter: sink for sink in self._sinks for parameter in sink.parameters.values()}
         watched = set(self._manager.attached_tensors())
-        self._manager.attach([one for one in self._takers if one not in watched], callbacks=self._pass_on)
+        new = [one for one in self._takers if one not in watched]
+        self._late = [one for one in new if self._takers[one].at_end]
+        if early := [one for one in new if not self._takers[one].at_end]:
+            self._manager.attach(early, callbacks=self._pass_on)
 
     def _pass_on(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
         if (taker := self._takers.get(parameter)) is None:  # thawed since: the runner refuses it
@@ -229,6 +239,8 @@ class Engine:
             begin(loss)
             began = spans.begin()
             self._manager.backward(loss, None if seed == 1.0 else torch.full_like(loss, seed))
+            if self.passed_on is not None:
+                self.passed_on |= {one: one.grad.detach().clone() for one in self._late if one.grad is not None}
             if began:
                 spans.complete(began, "backward", "compute")
         return StepOutput(loss.detach(), returned)

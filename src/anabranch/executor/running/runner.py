@@ -31,7 +31,7 @@ from anabranch.executor.engines.engine import Engine, Fetch, StepOutput
 from anabranch.executor.engines.gradients import LossScale, clip_scale, clip_values, elements, nonfinite_error
 from anabranch.executor.likeness import Drift, FirstBatches, exchange
 from anabranch.executor.loaders.leaf_ids import LeafIds
-from anabranch.executor.running.window import RemoteWindow, Total, header, sent_alone, total_of
+from anabranch.executor.running.window import RemoteWindow, Total, header, total_of
 from anabranch.executor.steps import Step, TrainStep, parameters_of
 from anabranch.graph.step.joint import accumulate
 from anabranch.interrupts import releasing_interrupts
@@ -302,6 +302,7 @@ class StepRunner:
 
     def _end_backward(self) -> None:
         """Let the sinks go on with the run's gradients: the servers' are pushed while the workers' sums arrive."""
+        self._buckets.take_rest()
         self._buckets.launch_rest()
         for servers in self._servers:
             servers.end_run()
@@ -338,10 +339,12 @@ class StepRunner:
         rides = last and self._workers is not None and self._buckets.carries_header
         # The mean rows are the same on all workers and in a whole window: left to the divisor, they cost no pass.
         weight = factor / (self.mean_rows or 1.0)
-        self._buckets.start_run(weight, last=last, header=share if rides else None, step=self.runs)
-        if rides:
-            return partial(total_of, self._buckets.header, call, self._workers)
-        return partial(total_of, sent_alone(share, self._workers, call), call, self._workers)
+        # What all rows are divided by, if the workers have as many in each run of the window as in the last one.
+        divisor = (self.in_window + 1.0) * self._workers.size if self._averages and self._workers is not None else 1.0
+        carried = share if rides else None
+        self._buckets.start_run(weight, last=last, header=carried, step=self.runs, divisor=divisor)
+        arrived = self._buckets.header if rides else self._buckets.send_header(share, step=call)
+        return partial(total_of, arrived, call, self._workers)
 
     def compare_workers(self) -> None:
         """Raise ``WorkersDiffer`` if the workers' parameters differ by more than rounding; every worker calls it."""
@@ -550,7 +553,9 @@ class StepRunner:
 
     def _find_nonfinite(self) -> list[str]:
         """Return the parameters whose gradients are not finite, the same on all workers."""
-        names, across = self.engine.nonfinite(), self.engine.first_looks
+        across = self.engine.first_looks
+        seen = self._buckets.finite and self._workers is not None and not across and self.step.on_gradients is None
+        names = [] if seen else self.engine.nonfinite()
         for servers in self._servers if self.step.skip_nonfinite else ():
             names += servers.nonfinite()
             if self._workers is not None and not across:  # names are exchanged where there are any

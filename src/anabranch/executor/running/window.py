@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from anabranch.collectives import Workers
+from anabranch.collectives.buckets import HEADER
 from anabranch.errors import BoundaryError
 from anabranch.executor.engines.gradients import nonfinite_names
 from anabranch.executor.running.remote import RemotePart
@@ -33,7 +34,6 @@ HEADER_SIZE = 8
 _PART = 4096
 _LOSS = 2
 _RUNS = 1024
-_OPERATION = "all_reduce of rows and loss"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,22 +70,12 @@ def header(
     """Return this worker's share; a worker without rows has no loss."""
     high = math.floor(rows / _PART)
     share = [high, rows - high * _PART, 0.0, float(active), float(stopping), run % _RUNS]
+    if loss is not None and loss.is_cpu:
+        share[_LOSS] = loss.item() * rows
     values = torch.tensor([*share, float(rows > 0), float(refrozen)], dtype=torch.float64, device=device)
-    if loss is not None:
+    if loss is not None and not loss.is_cpu:
         values[_LOSS] = loss.detach().double() * rows
     return values
-
-
-def sent_alone(share: Tensor, workers: Workers | None, run: int) -> Callable[[], Tensor]:
-    """Send a header in its own message, and return what waits for the totals; without workers it is the totals."""
-    pending = None if workers is None else workers.start_all_reduce(share, operation=_OPERATION, step=run)
-
-    def arrived() -> Tensor:
-        if pending is not None:
-            pending.finish()
-        return share
-
-    return arrived
 
 
 def total_of(arrived: Callable[[], Tensor], run: int, workers: Workers | None) -> Total:
@@ -100,7 +90,7 @@ def total_of(arrived: Callable[[], Tensor], run: int, workers: Workers | None) -
             "the workers are in different runs: every worker runs the same steps in the same order, and a loss "
             "that raises on one worker only must end the job, or be caught on all of them",
             peer="the other workers",
-            operation=_OPERATION,
+            operation=HEADER,
             step=run,
         )
     return Total(high * _PART + low, loss, *map(int, (active, stopping, with_rows, refrozen)))
@@ -116,8 +106,11 @@ class RemoteWindow:
     """The gradients of one training step's window that go to the servers.
 
     Attributes:
+        at_end: False: a push needs the gradients of its own tables only.
         parameters: those that the window takes the gradients of, by the names that the engine has for them.
     """
+
+    at_end = False
 
     def __init__(self, part: RemotePart, step: TrainStep) -> None:
         self.part = part
