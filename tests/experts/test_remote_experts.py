@@ -33,7 +33,7 @@ from anabranch.experts import (
 )
 from anabranch.tensors import TensorSpec
 from anabranch.testing import LossyTransport, MemoryTransport, faults
-from anabranch.transport import Call, Client
+from anabranch.transport import Client
 from anabranch.transport.server.connection import OnceTable, RequestIdentity
 from networks import CountingTransport
 
