@@ -204,7 +204,6 @@ class GradientBuckets:
         self.finite = False
         self._launching = True
         self._step: int | None = None
-        self._ahead: list[SharedSum | None] | None = None
         self.lay_out(parameters, sparse)
 
     def lay_out(self, parameters: Mapping[str, Tensor], sparse: Iterable[str] = ()) -> None:
@@ -235,6 +234,7 @@ class GradientBuckets:
         # Launched in this order: the dense buckets, then the tables: as first layers, they get their gradients last.
         self._parts: list[_DenseBucket | SparseGradient] = [*self._buckets, *self._tables]
         self._launched = 0
+        self._ahead: list[SharedSum | None] | None = None  # the workers may be others than before
 
     @property
     def empty(self) -> bool:
