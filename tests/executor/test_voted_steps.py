@@ -197,7 +197,7 @@ def refuse_one(mode: str) -> list[object]:
         for number in (0, 1, 1, 2):
             if rank == 1 and number == 1 and not errors:
                 assert executor._remote is not None
-                refuse_next(executor._remote.client._calls)
+                refuse_next(executor._remote.client.calls)
             try:
                 executor.run(batch=batch_of(number, rank, 2))
             except ab.Overloaded as error:

@@ -199,7 +199,7 @@ def test_a_module_with_a_client_that_cannot_leave_its_process_says_so() -> None:
     backend = ExpertBackend("same.0", nn.Identity(), args_schema=[TensorSpec(4)])
     with served(backend, transport=network) as server, Client(transport=network) as client:
         expert = RemoteExpert("same.0", server.endpoint, client=client)
-        with pytest.raises(TypeError, match="Client with MemoryTransport .* cannot leave its process"):
+        with pytest.raises(TypeError, match="Client with MemoryTransport cannot leave its process"):
             pickle.dumps(expert)
         assert torch.equal(copy.deepcopy(expert)(torch.ones(1, 4)), torch.ones(1, 4))  # type: ignore[arg-type]
     with Client(retries=3) as own:

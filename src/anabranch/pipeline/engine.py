@@ -284,7 +284,9 @@ class StageEngine:
 
         threads.start([lambda rank=rank: work(rank) for rank in self._inboxes])  # type: ignore[misc]
         try:
-            if not threads.wait(self._deadline.remaining(), lambda: self._failure is not None):
+            failed = lambda: self._failure is not None  # noqa: E731
+            # A stage that waits for another names it, a moment later than this thread is late.
+            if not any(threads.wait(seconds, failed) for seconds in (self._deadline.remaining(), _FAREWELL_SECONDS)):
                 late = self._deadline.error(peer="the pipeline's workers", operation="pipeline step", step=self._step)
                 self._fail(late)
         except BaseException as error:
