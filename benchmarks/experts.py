@@ -248,7 +248,8 @@ def measure_callers(seconds: float, keys: str) -> Iterator[dict[str, object]]:
             torch.cat([cast(list[torch.Tensor], answer)[0] for answer in answers]).sum().backward()
 
     for kind in ("ffn", "ffn, full batches"):
-        with process(kind, keys) as endpoint, Client(idle=64) as client:
+        with process(kind, keys) as endpoint, Client() as client:
+            client.most_idle = 64
             schema = fetch_schema(client, "ffn.0.0", endpoint, Deadline.after(30.0))
 
             def all_at_once(client: Client = client, schema: Schema = schema, endpoint: str = endpoint) -> Calls:

@@ -190,6 +190,35 @@ def test_a_caller_gives_up_at_its_own_deadline_while_others_wait(monkeypatch: py
             hasty(torch.ones(1, 2))
 
 
+def test_what_is_sent_for_a_caller_ends_when_its_own_wait_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with much more time does not take it along: the server would do it when nobody waits any more."""
+    with one_under_way(monkeypatch) as (module, server, expert, wait_for):
+        before = requests(server)
+        hasty = RemoteExpert("slow.0", server.endpoint, forward_timeout=25.0)
+        hasty._known = expert._known
+        asking = threading.Thread(
+            target=lambda: together(2, lambda index: without_gradients((expert, hasty)[index], torch.ones(1, 2)))
+        )
+        asking.start()
+        wait_for(2)
+        module.open.set()
+        join(asking)
+        assert requests(server) == before + 2
+
+
+def test_a_full_queue_takes_those_that_it_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with one_under_way(monkeypatch, max_batch_size=64, max_queue_rows=4) as (module, _, expert, wait_for):
+        outcomes: list[object] = []
+        asking = threading.Thread(
+            target=lambda: outcomes.extend(together(6, lambda _: without_gradients(expert, torch.ones(1, 2))))
+        )
+        asking.start()
+        wait_for(6)
+        module.open.set()
+        join(asking)
+    assert any(isinstance(outcome, Tensor) for outcome in outcomes)
+
+
 def test_a_request_waits_for_those_under_way_only_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one may wait for the others: a batch has a minimum."""
     module = Slow()

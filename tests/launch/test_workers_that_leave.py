@@ -64,7 +64,7 @@ class Model(nn.Module):
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x):
-        self.calls += 1
+        self.calls = self.calls + 1
         return self.layers(x)
 
 
@@ -302,6 +302,12 @@ def test_a_worker_that_has_missed_the_last_result_takes_it_from_one_that_has_it(
     train(script, tmp_path, {0: [("between", 6)]}, misses={1: (5, "gradients", 1)}, gloo=True)
 
 
+@pytest.mark.slow
+def test_a_worker_that_has_missed_the_end_of_an_epoch_sees_it_again(script: Script, tmp_path: Path) -> None:
+    """One has gone on to the first run of the next epoch, and one has not seen that all are at the end of this one."""
+    train(script, tmp_path, {0: [("forward", 4)]}, misses={1: (4, "gradients", 1)}, gloo=True)
+
+
 PLACES = ("forward", "backward", "before the sum", "in the sum", "between")
 
 
@@ -365,7 +371,7 @@ def test_evaluations_and_saves_begin_again(
 
 @pytest.mark.slow
 def test_an_evaluation_s_result_is_taken_from_a_worker_that_has_it(script: Script, tmp_path: Path) -> None:
-    misses = {1: (6, "evaluation", 4)}  # the last message of it
+    misses = {1: (6, "evaluate", 4)}  # the last message of it
     train(script, tmp_path, {0: [("behind an evaluation", 6)]}, evaluates=True, misses=misses)
 
 
@@ -399,6 +405,68 @@ def test_a_job_that_cannot_go_on_ends_and_says_why(script: Script, tmp_path: Pat
     text = (tmp_path / "worker-0.log").read_text()
     assert "PeerLost: rank 1 is lost" in text
     assert "the job does not go on without it: run('default', ...) was given a batch" in text
+
+
+EARLY = """
+    import os, signal, torch, anabranch as ab
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    model = torch.nn.Linear(4, 1)
+    ab.Executor(ab.TrainStep(model, lambda m, b: m(b).sum(), torch.optim.SGD(model.parameters(), lr=0.1)))
+"""
+
+
+def test_a_worker_that_dies_before_it_has_an_executor_is_not_waited_for(script: Script, tmp_path: Path) -> None:
+    outcome = launch(script(EARLY), workers=3, min_workers=1, log_dir=tmp_path, seconds=120.0)
+    assert not outcome.timed_out
+    assert outcome.exit_code == 1
+    assert "PeerLost: its process has ended (peer rank 1" in (tmp_path / "worker-0.log").read_text()
+
+
+TWO = """
+    import os, signal, torch, anabranch as ab
+    from anabranch import checkpoint
+    first = os.environ["RANK"] == "0"
+
+    def made():
+        model = torch.nn.Linear(4, 1)
+        step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.SGD(model.parameters(), lr=0.001))
+        return ab.Executor(step, timeout=300.0)
+
+    def share(job):
+        return torch.ones(12 // job.world_size, 4)
+
+    if first:
+        checkpoint.write = lambda *args, **options: signal.pause()  # in the background
+    with made() as one, made() as other:
+        one.on("save", lambda record: print("saved", record))
+        one.run(batch=share)
+        other.run(batch=share)
+        one.save("checkpoints", wait=False)
+        if first:
+            os.kill(os.getpid(), signal.SIGKILL)
+        one.run(batch=share)
+        one.finish_saves()
+        print("goes on")
+        other.run(batch=share)
+"""
+
+
+def test_another_executor_of_the_process_and_a_save_in_the_background_are_lost_with_a_worker(
+    script: Script, tmp_path: Path
+) -> None:
+    outcome = launch(script(TWO), workers=3, min_workers=1, log_dir=tmp_path, seconds=120.0)
+    assert not outcome.timed_out
+    text = (tmp_path / "worker-1.log").read_text()
+    assert "rank 0 was lost, and may not have written the save of step 1" in text
+    assert "saved" not in text
+    assert "goes on" in text
+    assert "the job has other workers since" in text
+
+
+def test_parameters_on_servers_need_all_workers(script: Script, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="min_workers is for jobs without servers"):
+        launch(script(EARLY), workers=2, servers=1, min_workers=1, log_dir=tmp_path)
 
 
 # What the launcher decides, with scripts that train nothing.

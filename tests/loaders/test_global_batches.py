@@ -281,3 +281,13 @@ def test_parameters_do_not_depend_on_the_number_of_workers_and_their_changes(tmp
         for size, count in zip(sizes, runs, strict=True):
             results = in_job(trained, size, str(tmp_path / str(sizes)), count)
         assert results == [expected] * len(results)
+
+
+def test_going_back_keeps_the_epoch_that_the_script_has_set() -> None:
+    batches = GlobalBatches(range(10), 4, seed=1)
+    loader = BoundLoader(batches)
+    batches.set_epoch(5)
+    moment = loader.moment()
+    for _ in range(2):
+        assert loader.next_batch().tolist() == batches.order(5)[:4].tolist()
+        loader.go_back(moment)

@@ -292,7 +292,9 @@ class GradientBuckets:
         for bucket in self._buckets if self.at_end else ():
             for index, parameter in enumerate(bucket.parameters):
                 if (gradient := parameter.grad) is not None and index not in bucket.arrived:
-                    bucket.put(index, gradient if gradient.layout is torch.strided else gradient.to_dense())
+                    slot = bucket.put(index, gradient if gradient.layout is torch.strided else gradient.to_dense())
+                    if slot is not None and not self._launching:
+                        parameter.grad = slot  # the window's sum so far, as a hook leaves it
 
     def _launch(self) -> None:
         part = self._parts[self._launched]

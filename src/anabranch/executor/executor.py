@@ -483,12 +483,12 @@ class Executor:
         fetch.norm = None
         if not step.model.training:
             step.model.train()
-        ran, redo = None, self._redo
+        ran, redo, over = None, self._redo, False  # over: behind the end of an epoch, which may have to be seen again
         runs = [batch] if redo is None else [*redo.owed(), batch]
         try:
             while runs:  # several where the window of the run is done again, else one
                 batch, ran, rows = runs[0], None, 0.0
-                if redo is not None:
+                if redo is not None and not over:
                     redo.begin(name, batch)
                 try:
                     bound = batch is None
@@ -505,6 +505,7 @@ class Executor:
                         if ran is None:
                             runner.end_epoch()
                             self._batches.start_epoch(name)
+                            over = True
                     else:
                         taken = as_tensors(taken, self._devices[name])
                         rows = rows_of(step, taken)
@@ -514,10 +515,11 @@ class Executor:
                     if redo is None:
                         raise
                     ran, again, record = redo.meet(error, name)
-                    runs = [*again, *runs]
+                    runs, over = [*again, *runs], False
                     self._goes_on(record)
                 if ran is not None:
                     runs.pop(0)
+                    over = False
                     if redo is not None:
                         redo.ended(batch)
         finally:

@@ -164,7 +164,7 @@ class FirstBatches:
         each = f"{counts[0]:g}" if bool((counts == counts[0]).all()) else "/".join(f"{count:g}" for count in counts)
         if workers.rank == 0:
             _log.info("%s: %d workers x %s rows = %g rows a step", self._name, size, each, counts.sum())
-        if counts.all() and everyone[0, 1] and bool((everyone == everyone[0]).all()):
+        if size > 1 and counts.all() and everyone[0, 1] and bool((everyone == everyone[0]).all()):
             warnings.warn(
                 f"all {size} workers run {self._name!r} on the same batch, so every row counts {size} times; let "
                 "ab.loaders.GlobalBatches share the data out, or give each worker rows of its own",

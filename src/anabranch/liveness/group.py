@@ -76,6 +76,8 @@ class Group:
 
     def lost(self, noticed: Callable[[], Mapping[int, str]] = dict) -> dict[int, str]:
         """Return the members that are lost, each with the reason; ``noticed`` returns those of which more is known."""
+        if self.membership != self.peers.membership:  # another group of this process has gone on
+            return dict.fromkeys(self.others, "the job has other workers since")
         return {**noticed(), **self.peers.lost(self.others, self.heartbeat)}
 
     def wait(

@@ -81,6 +81,8 @@ def meet_peers(backend: str, timeout: float) -> None:
         while not store.check(names):  # all of them: one that had come may have given up
             absent[:] = [other for other in absent or others if not store.check([names[other]])]
             ended = [other for other in absent if other in _met and _met[other].has_ended()]
+            if absent and (place := own_place()) and len(left := published(place[0]).ranks) < size:
+                ended = ended or [other for other in absent if other not in left] or list(absent)
             if ended or (absent and deadline.expired()):
                 store.delete_key(f"{rank}")  # the others wait until this one comes again
                 raise lost(ended) if ended else too_late(absent, "meet", deadline, None)

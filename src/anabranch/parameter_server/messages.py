@@ -294,18 +294,20 @@ class AcknowledgedPushes:
 
     @property
     def newest(self) -> int:
-        return self._runs[-1][1] if self._runs else 0
+        runs = self._runs
+        return runs[-1][1] if runs else 0
 
     def add(self, number: int) -> None:
         """Record ``number``, from an answer."""
         if self._runs and self._runs[-1][1] == number - 1:
             self._runs[-1] = (self._runs[-1][0], number)
         elif number > 0 and not any(first <= number <= last for first, last in self._runs):
-            runs, self._runs = sorted([*self._runs, (number, number)]), []
-            for first, last in runs:  # answers may arrive in another order than the pushes
-                if self._runs and self._runs[-1][1] == first - 1:
-                    first, _ = self._runs.pop()
-                self._runs.append((first, last))
+            runs: list[tuple[int, int]] = []
+            for first, last in sorted([*self._runs, (number, number)]):  # answers may arrive in another order
+                if runs and runs[-1][1] == first - 1:
+                    first, _ = runs.pop()
+                runs.append((first, last))
+            self._runs = runs  # another thread may read them
 
     def cut(self, holds: int) -> int:
         """Remove the numbers above ``holds``; returns their number."""

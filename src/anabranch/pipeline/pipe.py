@@ -232,7 +232,7 @@ class Pipe(nn.Module):
         # Bypasses nn.Module's, which would confuse these with a child or tensor of the module with such a name.
         if name in ("checkpoint", "output"):
             value = choice(name, value, get_args(Checkpoint if name == "checkpoint" else Output))
-        elif name == "chunks" and (not isinstance(value, SupportsIndex) or operator.index(value) < 1):
+        elif name == "chunks" and (value is True or not isinstance(value, SupportsIndex) or operator.index(value) < 1):
             raise ValueError(f"chunks is the number of microbatches, at least 1, got {value!r}")
         if name in _SETTINGS:
             object.__setattr__(self, name, value)
@@ -366,6 +366,8 @@ class Pipe(nn.Module):
             ValueError: as for calling the pipe, or if the rows of ``target`` differ from those of the inputs.
             BaseException: any exception of a stage; no gradient has accumulated then.
         """
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f"reduction is 'mean' or 'sum', got {reduction!r}")
         self._warn_if_alone()
         with self._turn("step") as turn:
             if target is _LEFT_OUT:

@@ -73,8 +73,6 @@ def make_head(
 
     Under ``"mean"`` microbatches weigh by their rows, or by ``weigh``; ``seed`` is the loss's gradient.
     """
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction is 'mean' or 'sum', got {reduction!r}")
     target.check_rows(sum(sizes))
     leaves: list[object] = [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in target.leaves]
     weights = [1.0] * len(sizes)

@@ -34,6 +34,7 @@ __all__ = ["ENDED", "NOTHING", "BoundLoader"]
 _log = logging.getLogger("anabranch.executor")
 
 State = dict[str, Any]
+Moment = tuple[State, int, int | None]
 
 
 ENDED: Final = object()
@@ -328,6 +329,16 @@ class BoundLoader:
             "start": self._at_start if begun else self._before_epoch(),
             "state": self._state_behind if self._ahead or self._failure else self._own_state(),
         }
+
+    def moment(self) -> Moment:
+        """Return what ``go_back`` takes: the position, and what the script has set since the last epoch began."""
+        return self.state(), self._asked, self._samples
+
+    def go_back(self, moment: Moment) -> None:
+        """Go back to a ``moment``, with the workers of now."""
+        position, asked, samples = moment
+        self.restore([position])
+        self._asked, self._samples = asked, samples
 
     def check(self, states: Sequence[object]) -> State:
         """Return the position to continue from where the workers were whose ``state()`` these are; changes nothing.

@@ -16,6 +16,7 @@ looks at it, as the number of its membership is over.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TypeAlias, TypeVar, cast
@@ -81,7 +82,7 @@ class Redo:
         self.repeated = 0
         self._random = RandomMoment()
         models = {runner.step.model for runner in runners.values()}
-        self._buffers = [one for model in models for one in model.buffers() if not one.is_meta]
+        self._holders = [module._buffers for model in models for module in model.modules()]
         self._window: list[ShareOf | None] = []
         self._owed: list[ShareOf | None] = []
         self._called, self._answer = 0, cast(object, None)  # calls that have ended, and the last one's answer
@@ -102,14 +103,20 @@ class Redo:
         self._window.clear()
         self._counts = runner.counts()
         self._loader = loader if loader is not None and loader.kind == "global" else None
-        self._position = {} if self._loader is None else self._loader.state()
-        self._values = [buffer.detach().clone() for buffer in self._buffers]
+        self._position = None if self._loader is None else self._loader.moment()
+        self._values = [
+            (held, name, one, one.detach().clone())
+            for held in self._holders
+            for name, one in held.items()
+            if one is not None and not one.is_meta
+        ]
         self._random.remember()
 
     def ended(self, batch: ShareOf | None) -> None:
         """Remember a run that has ended, in case that its window does not."""
         if self.fixed is None:
             self._window.append(batch)
+        self._answer = None  # all have it: a run waits for everyone
 
     def owed(self) -> list[ShareOf | None]:
         """Return the runs of the open window that are to be done again before the next."""
@@ -149,7 +156,7 @@ class Redo:
                 if self._called > begun:
                     return cast(_T, self._answer)
             else:
-                self._called, self._answer = self._called + 1, answer
+                self._called, self._answer = self._called + 1, copy.deepcopy(answer)  # the caller may change its own
                 return answer
 
     def _meet(self, error: PeerLost, runner: StepRunner | None, *, called: bool) -> MembershipRecord:
@@ -171,6 +178,8 @@ class Redo:
         self.repeated += 1
         now = {*workers.peers.identities.values()}
         left = tuple(rank for rank, who in sorted(before.items()) if who not in now)
+        if 0 in left:
+            self._saver.writer_lost()
         return MembershipRecord(sum(one.steps for one in self._runners.values()), workers.rank, workers.size, left)
 
     @property
@@ -199,9 +208,10 @@ class Redo:
             one.begin_again(counts[name])
 
     def _go_back(self) -> None:
-        if self._loader is not None:
-            self._loader.restore([self._position])
+        if self._loader is not None and self._position is not None:
+            self._loader.go_back(self._position)
         with torch.no_grad():
-            for buffer, value in zip(self._buffers, self._values, strict=True):
+            for held, name, buffer, value in self._values:
                 buffer.copy_(value)
+                held[name] = buffer  # a forward may have put another tensor in its place
         self._random.go_back()

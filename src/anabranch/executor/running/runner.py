@@ -555,6 +555,7 @@ class StepRunner:
         """Return the parameters whose gradients are not finite, the same on all workers."""
         across = self.engine.first_looks
         seen = self._buckets.finite and self._workers is not None and not across and self.step.on_gradients is None
+        seen = seen and self.scale is None  # what was finite may not be once it is unscaled
         names = [] if seen else self.engine.nonfinite()
         for servers in self._servers if self.step.skip_nonfinite else ():
             names += servers.nonfinite()

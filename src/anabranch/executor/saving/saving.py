@@ -313,6 +313,12 @@ class Saver:
         self._saving = None
         return save, failure and f"{save.path} of step {save.step} could not be saved in the background: {failure}"
 
+    def writer_lost(self) -> None:
+        """Forget the save in the background, which nobody writes any more; the one before it stands."""
+        if self._saving is not None:
+            _log.warning("rank 0 was lost, and may not have written the save of step %d", self._saving.step)
+        self._saving = None
+
     def abandon(self, deadline: Deadline) -> None:
         """Wait for the save in the background without the other workers; log its failure."""
         try:

@@ -15,8 +15,6 @@ An expert that does not answer is left out of the softmax, so the result is that
 and so are its gradients. Rows left with too few answers ask the next best experts. One whose schema is not that of the
 others is left out before it is called. The experts asked depend on the gate's values, so all of that is behind one
 boundary: the tape and a captured graph see one operation whose outputs have the form given by the experts' schema.
-
-``switch_mixture.py`` extends it.
 """
 
 from __future__ import annotations

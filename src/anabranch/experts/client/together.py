@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from anabranch.deadline import LONGEST_SLEEP, Deadline
-from anabranch.errors import PeerLost
+from anabranch.errors import Overloaded, PeerLost
 from anabranch.experts import wire
 from anabranch.transport import Answer, Client, Outcome, Request, pack
 from anabranch.transport.frame import ReplyHeader
@@ -33,7 +33,7 @@ from anabranch.transport.frame import ReplyHeader
 _SMALL, _MOST_BYTES = 32 << 10, 1 << 20
 # Seconds for which a request waits for those under way; longer than a small call takes, shorter than is noticed.
 _MOMENT = 0.001
-# Seconds by which a caller may be late because it waits for others that it has taken along.
+# Seconds by which the deadlines of requests that travel together may differ.
 _LATE = 0.05
 
 
@@ -104,12 +104,13 @@ class CallRequest(msgspec.Struct, eq=False):
         if isinstance(header, wire.BackwardHeader):
             # One answer says how often the expert had changed before the forwards of all.
             self.verb, how = wire.BACKWARD, (header.updates, call.ticket and call.changes, *header.present)
-        if 0 < call.rows < call.schema.joint_rows:
+        if 0 < call.rows < call.schema.joint_rows and all(one.layout is torch.strided for one in self.tensors):
             for tensor in self.tensors:
                 self.nbytes += tensor.nbytes
             if self.nbytes <= _SMALL:
-                devices = map(attrgetter("device"), self.tensors)
-                how = (*how, header.evaluating, bool(call.ticket), *devices)
+                # Copied by its own thread: another's CUDA stream would not wait for what this one's computes.
+                self.tensors = [tensor.cpu() for tensor in self.tensors]
+                how = (*how, header.evaluating, bool(call.ticket), torch.is_inference_mode_enabled())
                 self.kind = (self.verb, call.endpoint, call.uid, call.schema.hash, *how)
 
 
@@ -125,12 +126,12 @@ class _Line(msgspec.Struct, eq=False):
     under_way: int = 0
 
     def leave(self, deadline: Deadline) -> list[CallRequest]:
-        """Take those that wait, but those that may wait for much longer than ``deadline``."""
-        late = deadline.remaining() + _LATE
+        """Take those that wait as long as ``deadline``: what is sent for a caller ends when its own wait ends."""
+        mine = deadline.remaining()
         batch: list[CallRequest] = []
         waiting: list[CallRequest] = []
         for one in self.waiting:
-            one.leaves = one.deadline.remaining() <= late
+            one.leaves = one.deadline is deadline or abs(one.deadline.remaining() - mine) <= _LATE
             (batch if one.leaves else waiting).append(one)
         self.waiting = waiting
         self.under_way += 1
@@ -242,6 +243,8 @@ def _send(client: Client, messages: Sequence[Sequence[CallRequest]], deadline: D
     for message, outcome in zip(messages, outcomes, strict=True):
         if len(message) == 1:
             message[0].outcome = outcome
+        elif isinstance(outcome, Overloaded):  # some may find room
+            alone += [[one] for one in message]
         elif isinstance(outcome, Answer) and outcome.payload == wire.APART:
             for one in message:
                 one.header = msgspec.structs.replace(one.header, at_once=True)

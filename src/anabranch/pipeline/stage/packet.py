@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
@@ -180,12 +180,22 @@ def mark_doubled(packets: Sequence[Packet], watched: Sequence[Watched], buffers:
                 packet.doubled = (*packet.doubled, index)
             else:
                 places.setdefault(memory, []).append((leaf, packet, index))
-    for pair in (pair for those in places.values() for pair in combinations(those, 2)):
-        if not _share(leaf[0] for leaf in pair):
-            continue
-        for _, sender, index in pair:
-            if sender is not None and index not in sender.doubled:
-                sender.doubled = (*sender.doubled, index)
+    for those in (those for those in places.values() if len(those) > 1):
+        # Only those that end behind the start of the next one: NumPy is slow.
+        reaching: list[tuple[int, tuple[Tensor, Packet | None, int]]] = []
+        for start, end, one in sorted(((*_extent(one[0]), one) for one in those), key=itemgetter(0, 1)):
+            reaching = [(until, other) for until, other in reaching if until > start]
+            for _, other in reaching:
+                for _, sender, index in (one, other) if _share((one[0], other[0])) else ():
+                    if sender is not None and index not in sender.doubled:
+                        sender.doubled = (*sender.doubled, index)
+            reaching.append((end, one))
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the bytes of its storage between which a tensor lies."""
+    start, last = tensor.storage_offset(), sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return start * tensor.itemsize, (start + last + 1) * tensor.itemsize
 
 
 _MOST_WORK = 10_000

@@ -1,4 +1,4 @@
-"""Kernels that route the ids of a message to shards: what ``routing.py`` runs, compiled.
+"""Kernels that route the ids of a message to shards: what ``row_messages.py`` runs, compiled.
 
 ``starts`` splits the ids by table: those of table ``t`` are ``starts[t]:starts[t + 1]``.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, overload
@@ -230,7 +231,7 @@ class RowWiseAdagrad(GradientOptimizer):
         wide = weights.to(sums.dtype)
         if group["weight_decay"]:
             grad = grad + wide * group["weight_decay"]
-        squares = grad.double().square().reshape(len(sums), -1)
+        squares = grad.double().square().reshape(len(sums), math.prod(grad.shape[1:]))  # -1 is refused of no rows
         sums += squares.mean(1).to(sums.dtype)
         scale = rate / (sums.double().sqrt() + group["eps"])
         scale = scale.to(sums.dtype).reshape(-1, *[1] * (weights.ndim - 1))
