@@ -105,19 +105,22 @@ def trained(name: str, over_gloo: bool, accumulate: int, sparse: bool = True) ->
         clip_grad_norm=0.3,
         accumulate=accumulate,
     )
+    gradients: list[list[float] | None] = []
     with ab.Executor(step, "AllReduce") as executor:
         rank = dist.get_rank()
         for turn in range(6):
             rows = 2 + (turn + rank) % 3 if (turn, rank) != (3, 1) else 0  # uneven, and once none at all
             generator = torch.Generator().manual_seed(10 * turn + rank)
             executor.run(batch=torch.randn(rows, 5, generator=generator, dtype=torch.float64).to(model.unused.dtype))
+            seen = model.layers[0].weight.grad  # also in the middle of a window
+            gradients.append(None if seen is None else seen.double().flatten().tolist())
         used = mappings()
         model.zero_grad()
     del executor, step
     gc.collect()
     left = mappings()
     values = [parameter.detach().double().flatten().tolist() for parameter in model.parameters()]
-    return [used > 0, left, [number for row in values for number in row]]
+    return [used > 0, left, gradients, [number for row in values for number in row]]
 
 
 @pytest.mark.parametrize("workers", [2, 3])
@@ -126,16 +129,18 @@ def trained(name: str, over_gloo: bool, accumulate: int, sparse: bool = True) ->
 def test_training_gives_the_parameters_that_it_gives_over_gloo(workers: int, accumulate: int, sparse: bool) -> None:
     by_memory = in_job(trained, workers, "float64", False, accumulate, sparse)
     over_gloo = in_job(trained, workers, "float64", True, accumulate, sparse)
-    assert [used for used, _, _ in by_memory + over_gloo] == [True] * workers + [False] * workers
-    assert [left for _, left, _ in by_memory] == [0] * workers  # an executor takes the memory with it
-    first, expected = by_memory[0][2], over_gloo[0][2]
+    assert [used for used, *_ in by_memory + over_gloo] == [True] * workers + [False] * workers
+    assert [left for _, left, *_ in by_memory] == [0] * workers  # an executor takes the memory with it
+    first, expected = by_memory[0][3], over_gloo[0][3]
     assert all(values == first for *_, values in by_memory)
     assert torch.allclose(torch.tensor(first), torch.tensor(expected), rtol=0, atol=1e-12)
+    for here, there in zip(by_memory, over_gloo, strict=True):
+        assert here[2] == [None if one is None else pytest.approx(one, abs=1e-12) for one in there[2]]
 
 
 def test_half_types_are_summed_as_before() -> None:
     for name in ("float16", "bfloat16"):  # in a sum of float32 numbers, and over gloo
-        (used, _, values), (*_, others) = in_job(trained, 2, name, False, 1, False)
+        (used, _, _, values), (*_, others) = in_job(trained, 2, name, False, 1, False)
         assert used
         assert values == others
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import anabranch as ab
 from anabranch.errors import NonFinite
 from anabranch.parameter_server import ParameterClient
 from anabranch.parameter_server.client.cache_group import CacheGroup
@@ -139,3 +140,12 @@ def test_squares_from_the_wire_are_checked():
         assert (client.pull("t") == 0).all()
         client.push_many(given, squares={"t": torch.ones(1)})
         assert (client.pull("t")[1] != 0).all()
+
+
+def test_a_batch_without_ids_changes_no_row() -> None:
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    before = table.weight.detach().clone()
+    optimizer = ab.RowWiseAdagrad(table.parameters(), lr=0.1)
+    table(torch.empty(0, dtype=torch.long)).sum().backward()
+    optimizer.step()
+    assert torch.equal(table.weight, before)
