@@ -453,13 +453,14 @@ class Executor:
                 values, took = self._train(name, step, batch, request)
             else:
                 values, took = self._evaluate(name, step, batch, request), None
+            self._inside = None  # not below, where Ctrl-C may come before it
         except BaseException as error:
+            self._inside = None
             # Ctrl-C may come after a context switched gradients off, and before the block that switches them on again.
             torch.set_grad_enabled(differentiates)
             self._watching.failed(error, self.step)
             raise
         finally:
-            self._inside = None
             self._run_seconds += time.monotonic() - began
             if span:
                 spans.complete(span, name, "step", facts={"step": self.step})

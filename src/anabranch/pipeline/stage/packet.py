@@ -195,7 +195,7 @@ def mark_doubled(packets: Sequence[Packet], watched: Sequence[Watched], buffers:
 def _extent(tensor: Tensor) -> tuple[int, int]:
     """Return the bytes of its storage between which a tensor lies."""
     start, last = tensor.storage_offset(), sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return start * tensor.itemsize, (start + last + 1) * tensor.itemsize
+    return int(start * tensor.itemsize), int((start + last + 1) * tensor.itemsize)
 
 
 _MOST_WORK = 10_000
