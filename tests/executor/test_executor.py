@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,22 @@ def test_numpy_arrays_and_scipy_matrices_are_taken_as_batches() -> None:
         found = executor.run(batch={"features": matrix, "y": np.ones((4, 1), dtype=np.float32)})
     expected = F.mse_loss(torch.from_numpy(matrix.toarray()) @ model.weight.new_zeros(3, 1), torch.ones(4, 1))
     assert found["loss"].shape == expected.shape
+
+
+def test_a_batch_that_can_be_called_is_data_and_a_function_makes_a_batch() -> None:
+    """A graph of PyTorch Geometric's can be called."""
+
+    class Data(dict[str, Tensor]):
+        def __call__(self) -> Iterator[Tensor]:
+            yield from self.values()
+
+    model, data = nn.Linear(2, 1), Data(x=torch.ones(3, 2))
+    step = ab.TrainStep(
+        model, lambda model, batch: model(batch["x"]).sum(), torch.optim.SGD(model.parameters(), lr=0.0)
+    )
+    with ab.Executor(step) as executor:
+        for batch in (data, lambda job: data):
+            assert torch.equal(executor.run(batch=batch)["loss"], model(data["x"]).sum())
 
 
 def test_train_steps_train_and_eval_steps_leave_modes_and_gradients_as_they_were() -> None:

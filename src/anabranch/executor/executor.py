@@ -53,7 +53,7 @@ from anabranch.executor.own_state import OwnState
 from anabranch.executor.plan import Plan, plan_step
 from anabranch.executor.plan.survey import check_planned
 from anabranch.executor.routes import CommMode, Routes
-from anabranch.executor.running.redo import Redo, ShareOf, why_fixed
+from anabranch.executor.running.redo import Redo, ShareOf, is_share, why_fixed
 from anabranch.executor.running.remote import RemotePart
 from anabranch.executor.running.runner import StepRunner, rows_of
 from anabranch.executor.running.window import HEADER_SIZE, RemoteWindow
@@ -493,7 +493,7 @@ class Executor:
                     redo.begin(name, batch)
                 try:
                     bound = batch is None
-                    taken = batch(job()) if callable(batch) else batch
+                    taken = batch(job()) if is_share(batch) else batch
                     taken = self._batches.next(name, runner.end_epoch) if bound else taken
                     length = self._batches.length(name) if bound else None
                     if bound and (before := self._batches.runs_before(name)) is not None:

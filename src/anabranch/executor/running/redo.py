@@ -19,7 +19,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TypeAlias, TypeVar, cast
+from functools import partial
+from types import FunctionType, MethodType
+from typing import TypeAlias, TypeGuard, TypeVar, cast
 
 import torch
 
@@ -41,6 +43,11 @@ _T = TypeVar("_T")
 
 ShareOf: TypeAlias = Callable[[Job], Structure]
 """A batch as a function: returns the share of the worker that the job says."""
+
+
+def is_share(batch: object) -> TypeGuard[ShareOf]:
+    """Return True for a batch as a function; objects that can be called, as PyTorch Geometric's graphs, are data."""
+    return isinstance(batch, FunctionType | MethodType | partial)
 
 
 def why_fixed(spec: Spec, workers: Workers, *, serves: bool) -> str | None:
@@ -96,7 +103,7 @@ class Redo:
         runner, loader = self._runners[name], self._loaders.get(name)
         if batch is None and loader is not None and loader.kind != "global":
             self.fixed = f"step {name!r} reads a loader that is not ab.loaders.GlobalBatches"
-        elif batch is not None and not callable(batch):
+        elif batch is not None and not is_share(batch):
             self.fixed = f"run({name!r}, ...) was given a batch, and not a function that returns each worker's share"
         if self.fixed is not None or runner.in_window:
             return
