@@ -24,8 +24,8 @@ def releasing_interrupts() -> Iterator[None]:
     if _has_block or threading.current_thread() is not threading.main_thread():  # where Python has signals
         yield
         return
-    _has_block = True
     try:
+        _has_block = True
         yield
     finally:
         _has_block = False
