@@ -112,9 +112,9 @@ class Redo:
         self._loader = loader if loader is not None and loader.kind == "global" else None
         self._position = None if self._loader is None else self._loader.moment()
         self._values = [
-            (held, name, one, one.detach().clone())
-            for held in self._holders
-            for name, one in held.items()
+            (buffers, name, one, one.detach().clone())
+            for buffers in self._holders
+            for name, one in buffers.items()
             if one is not None and not one.is_meta
         ]
         self._random.remember()
@@ -218,7 +218,7 @@ class Redo:
         if self._loader is not None and self._position is not None:
             self._loader.go_back(self._position)
         with torch.no_grad():
-            for held, name, buffer, value in self._values:
+            for buffers, name, buffer, value in self._values:
                 buffer.copy_(value)
-                held[name] = buffer  # a forward may have put another tensor in its place
+                buffers[name] = buffer  # a forward may have put another tensor in its place
         self._random.go_back()

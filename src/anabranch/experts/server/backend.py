@@ -461,7 +461,7 @@ class ExpertBackend:
         if len(set(tickets)) < len(tickets):
             # The tasks then run one by one, and the first of the two finds the activations.
             raise ActivationsGone(f"{self.uid} keeps activations for one backward only; send the inputs again")
-        kept = [(task, self._find_kept(task)) for task in batch if task.tickets]
+        resumed = [(task, self._find_kept(task)) for task in batch if task.tickets]
         answers: dict[int, Sequence[Tensor | None]] = {}
         moved = False
         with self._gradients.of_batch():
@@ -470,12 +470,12 @@ class ExpertBackend:
                     gradients, moved = self._recompute(self._join(plain))
                 split = self._split(gradients, plain, gradients=True)
                 answers = {id(task): mine for task, mine in zip(plain, split, strict=True)}
-            if kept:
-                gradients_kept, moved_kept = self._backward_kept(kept)
+            if resumed:
+                gradients_kept, moved_kept = self._backward_kept(resumed)
                 answers |= gradients_kept
                 moved |= moved_kept
                 self._check_gradients(
-                    [output for _, entries in kept for entry in entries for output in entry.batch.outputs]
+                    [output for _, entries in resumed for entry in entries for output in entry.batch.outputs]
                 )
             if updates:
                 for ticket in tickets:

@@ -298,8 +298,8 @@ def for_optimizer(
         rows, count = piece.rows, len(piece.rows.ids)
         values = rows.values.new_full((count, width * (1 + rule.states)), rule.initial_state)
         values[:, :width] = rows.values[:, :width]
-        kept = count if rule.family is Family.ROW_WISE_ADAGRAD else 0
-        sums = torch.full((kept,), rule.initial_state, dtype=sums_dtype(dtype), device="cpu")
+        rows_of_sums = count if rule.family is Family.ROW_WISE_ADAGRAD else 0
+        sums = torch.full((rows_of_sums,), rule.initial_state, dtype=sums_dtype(dtype), device="cpu")
         return piece._replace(rows=replace(rows, values=values, stamps=rows.stamps.clamp(max=1), sums=sums))
 
     every = (piece for name, group in groups.items() if name.startswith("rows-") for piece in pieces(group))

@@ -159,57 +159,58 @@ SCHEDULES: dict[str, Callable[[int, int, int], _RanksAndActions]] = {
 class PipeSchedules:
     """The schedule of a pipe, for each number of microbatches in its batches."""
 
-    def __init__(self, given: str | Schedule, stages: int, ranks: int | None, *, exactly: bool) -> None:
-        if not isinstance(given, str | Schedule):
+    def __init__(self, schedule: str | Schedule, stages: int, ranks: int | None, *, exactly: bool) -> None:
+        if not isinstance(schedule, str | Schedule):
             raise TypeError(
-                f"schedule is a name or a Schedule from make_schedule, got {given!r}; names are {[*SCHEDULES]}"
+                f"schedule is a name or a Schedule from make_schedule, got {schedule!r}; names are {[*SCHEDULES]}"
             )
-        given = choice("schedule", given, SCHEDULES) if isinstance(given, str) else given
-        self.name = name = given if isinstance(given, str) else given.name
-        self.given = None if isinstance(given, str) else given
-        if self.given is not None:
-            if self.given.stages != stages:
-                raise ValueError(f"the schedule is for {self.given.stages} stages, but the balance makes {stages}")
-            wanted = self.given.ranks
+        schedule = choice("schedule", schedule, SCHEDULES) if isinstance(schedule, str) else schedule
+        self.name = name = schedule if isinstance(schedule, str) else schedule.name
+        self.schedule = None if isinstance(schedule, str) else schedule
+        if self.schedule is not None:
+            if self.schedule.stages != stages:
+                raise ValueError(f"the schedule is for {self.schedule.stages} stages, but the balance makes {stages}")
+            needed = self.schedule.ranks
         elif ranks is None or name not in ("Interleaved1F1B", "ZBV"):
-            wanted = default_ranks(name, stages)
+            needed = default_ranks(name, stages)
         else:
-            wanted = ranks
-        if exactly and ranks != wanted:
+            needed = ranks
+        if exactly and ranks != needed:
             raise ValueError(
-                f"{stages} stages under {name} need {wanted} ranks, but the process group has {ranks}; make the "
+                f"{stages} stages under {name} need {needed} ranks, but the process group has {ranks}; make the "
                 "balance as long as the group, or a multiple for Interleaved1F1B and ZBV"
             )
-        if ranks is not None and ranks < wanted:
+        if ranks is not None and ranks < needed:
             raise ValueError(
-                f"{stages} stages under {name} need {wanted} devices, got {ranks}; name more (CPU may be named "
+                f"{stages} stages under {name} need {needed} devices, got {ranks}; name more (CPU may be named "
                 "several times), or make the balance shorter"
             )
-        self._make = partial(make_schedule, name, stages, ranks=wanted)
+        self._make = partial(make_schedule, name, stages, ranks=needed)
         self._made: dict[int, Schedule] = {}
-        first = self.given or self._make(1)
+        first = self.schedule or self._make(1)
         self.rank_of = first.rank_of
         self.splits_backward = first.splits_backward
 
     def of(self, m: int) -> Schedule:
         """Return the schedule for ``m`` microbatches."""
-        if self.given is not None and self.given.microbatches == m:
-            return self.given
+        if self.schedule is not None and self.schedule.microbatches == m:
+            return self.schedule
         if m not in self._made:
-            self._made[m] = self._make_like_given(m) if self.given is not None else self._make(m)
+            self._made[m] = self._make_like(m) if self.schedule is not None else self._make(m)
         return self._made[m]
 
-    def _make_like_given(self, m: int) -> Schedule:
-        """Return the schedule of the given one's name, for a batch with another number of microbatches."""
-        given = self.given
-        assert given is not None
+    def _make_like(self, m: int) -> Schedule:
+        """Return the schedule of this one's name, for a batch with another number of microbatches."""
+        schedule = self.schedule
+        assert schedule is not None
         if self.name in SCHEDULES:
             made = self._make(m)
-            if (made.rank_of, made.splits_backward) == (given.rank_of, given.splits_backward):
+            if (made.rank_of, made.splits_backward) == (schedule.rank_of, schedule.splits_backward):
                 return made
         raise ValueError(
-            f"the schedule {self.name!r} is for {given.microbatches} microbatches, but this batch makes {m}; give "
-            f"batches of at least {given.microbatches} rows with chunks={given.microbatches}, or a schedule by name"
+            f"the schedule {self.name!r} is for {schedule.microbatches} microbatches, but this batch makes {m}; "
+            f"give batches of at least {schedule.microbatches} rows with chunks={schedule.microbatches}, or a schedule "
+            "by name"
         )
 
 

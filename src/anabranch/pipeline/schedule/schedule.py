@@ -375,15 +375,15 @@ def _peak(actions: Sequence[Action], activations: Sequence[int], inputs: Sequenc
     """Return the most that a rank holds at once, by the stages' sizes."""
     frees = Kind.W if any(action.kind is Kind.W for action in actions) else Kind.B
     recomputed = {(action.stage, action.microbatch) for action in actions if action.kind is Kind.R}
-    held = peak = 0
+    size = peak = 0
     for action in actions:
         j, again = action.stage, (action.stage, action.microbatch) in recomputed
         match action.kind:
             case Kind.F:
-                held += inputs[j] if again else activations[j]
+                size += inputs[j] if again else activations[j]
             case Kind.R:
-                held += activations[j]
+                size += activations[j]
             case kind if kind is frees:
-                held -= activations[j] + (inputs[j] if again else 0)
-        peak = max(peak, held)
+                size -= activations[j] + (inputs[j] if again else 0)
+        peak = max(peak, size)
     return peak

@@ -84,7 +84,7 @@ def describe_split(split: Sequence[Sequence[Layer]], schedules: PipeSchedules, h
             if type(parameter) is Elsewhere:
                 return f"{parameter.what}; {parameter.cure}"
     names = [[layer.name for layer in layers] for layers in split]
-    return f"{list(map(len, split))} layers under {schedules.name}: {names} {schedules.rank_of} {schedules.given}"
+    return f"{list(map(len, split))} layers under {schedules.name}: {names} {schedules.rank_of} {schedules.schedule}"
 
 
 def part_of(module: nn.Module, stages: Sequence[Sequence[Layer]]) -> nn.Module:
