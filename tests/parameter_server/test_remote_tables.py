@@ -201,7 +201,7 @@ def test_ids_of_a_dynamic_table_changed_in_place_after_their_rows_were_read_read
         tables.adopt_modules(model, torch.optim.SGD([torch.zeros(1)], lr=1.0))
         ids = torch.tensor([1, 2, 3])
         tables.begin(0)
-        tables.read_together(dict.fromkeys("ab", ids))
+        tables.expect(dict.fromkeys("ab", ids), certain=True)
         ids += 5
         assert torch.equal(model["a"](ids), client.sparse_pull("a", torch.tensor([6, 7, 8])))
 

@@ -7,7 +7,7 @@ The tables themselves are in ``anabranch.tables``. ``server`` is one shard, ``cl
 from anabranch.parameter_server.client.embedding_bags import EmbeddingBagCollection
 from anabranch.parameter_server.client.parameter_client import ParameterClient, Traffic, Worker
 from anabranch.parameter_server.client.remote_embedding import RemoteEmbedding
-from anabranch.parameter_server.client.remote_tables import RemoteTables, merge_rows, rule_of, users_of
+from anabranch.parameter_server.client.remote_tables import RemoteTables, merge_rows, rule_of
 from anabranch.parameter_server.client.row_messages import Pulled
 from anabranch.parameter_server.client.whole_parameters import WholeParameters
 from anabranch.parameter_server.messages import Merging
@@ -33,5 +33,4 @@ __all__ = [
     "Worker",
     "merge_rows",
     "rule_of",
-    "users_of",
 ]

@@ -95,7 +95,7 @@ class InitMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 
 
 class DropMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Drops a table or a parameter, so that a checkpoint's can take its place; ``""`` drops the job's steps too."""
+    """Drops a table or a parameter, so that a checkpoint's can take its place."""
 
     name: str
 

@@ -86,7 +86,7 @@ def expected(
     """
     sizes: dict[torch.dtype, int] = {}
     for share in shares:
-        kind = share.travels_as(compression)
+        kind = share.dtype if compression is None else share.travels_as(compression)
         sizes[kind] = sizes.get(kind, 0) + math.prod(share.shape)
     if torch.int8 in sizes:
         sizes[torch.uint8] = -(-sizes[torch.int8] // _BLOCK)
@@ -101,7 +101,7 @@ def join(tensors: Iterable[Tensor], shares: Sequence[Share], compression: Compre
     """
     alike: dict[torch.dtype, list[Tensor]] = {}
     for tensor, share in zip(tensors, shares, strict=True):
-        kind = share.travels_as(compression)
+        kind = share.dtype if compression is None else share.travels_as(compression)
         flat = tensor.detach().reshape(-1)
         if kind == torch.bfloat16 and flat.dtype != kind:
             flat = _in_bfloat16(flat)
@@ -134,7 +134,7 @@ def views(flat: Sequence[Tensor], shares: Sequence[Share], compression: Compress
     places = dict.fromkeys(whole, 0)
     found = []
     for share in shares:
-        kind = share.travels_as(compression)
+        kind = share.dtype if compression is None else share.travels_as(compression)
         first, places[kind] = places[kind], places[kind] + math.prod(share.shape)
         mine = whole[kind][first : places[kind]]
         if kind != share.dtype == torch.float16:  # which the rounding may have passed

@@ -80,37 +80,21 @@ class CacheGroup:
 
     def drop(self) -> None:
         """Forgets all rows."""
-        tables, capacity = len(self.names), self._cache.capacity
-        room = 1 << (2 * capacity).bit_length()
-        none = caches.NEVER
-        whole = (tables, capacity)
+        cache, stateless = self._cache, self._wide == self._width
+        tables, capacity, room = len(self.names), cache.capacity, 1 << (2 * cache.capacity).bit_length()
+        whole, waiting = (tables, capacity), (tables, capacity if cache.push_bound else 0)
         numbers = torch.empty(0, dtype=self._dtype, device="cpu").numpy().dtype
-        waiting = capacity if self._cache.push_bound else 0
         self._arrays = caches.CacheArrays(
-            width=self._width,
-            stateless=self._wide == self._width,
-            by_frequency=self._cache.policy != "LRU",
-            settled=SETTLED if self._cache.policy == "LFUOpt" else 1 << 62,
-            push_bound=self._cache.push_bound,
-            spare=spare_of(self._cache),
-            keys=np.zeros((tables, room), np.int64),
-            slots=np.full((tables, room), -1, np.int64),
-            ids_of=np.zeros(whole, np.int64),
-            uses=np.zeros(whole, np.int64),
-            last_use=np.zeros(whole, np.int64),
-            heap=np.zeros((*whole, 3), np.int64),
-            sizes=np.zeros((tables, 2), np.int64),
-            versions=np.full(whole, -1, np.int64),
-            checked=np.full(whole, caches.LONG_AGO, np.int64),
-            due_at=np.full(whole, none, np.int64),
-            with_state=np.full(whole, self._wide == self._width),
-            coming=np.zeros(whole, np.bool_),
-            rows=np.zeros((*whole, self._wide), numbers),
-            waiting=np.zeros((tables, waiting, self._width), numbers),
-            energy=np.zeros((tables, waiting), np.float32),
-            pushed=np.zeros(whole, np.bool_),
-            counters=self._counters,
-        )
+            width=self._width, stateless=stateless, by_frequency=cache.policy != "LRU",
+            settled=SETTLED if cache.policy == "LFUOpt" else 1 << 62, push_bound=cache.push_bound,
+            spare=spare_of(cache), keys=np.zeros((tables, room), np.int64), slots=np.full((tables, room), -1),
+            ids_of=np.zeros(whole, np.int64), uses=np.zeros(whole, np.int64), last_use=np.zeros(whole, np.int64),
+            heap=np.zeros((*whole, 3), np.int64), sizes=np.zeros((tables, 2), np.int64), versions=np.full(whole, -1),
+            checked=np.full(whole, caches.LONG_AGO), due_at=np.full(whole, caches.NEVER),
+            with_state=np.full(whole, stateless), coming=np.zeros(whole, np.bool_),
+            rows=np.zeros((*whole, self._wide), numbers), waiting=np.zeros((*waiting, self._width), numbers),
+            energy=np.zeros(waiting, np.float32), pushed=np.zeros(whole, np.bool_), counters=self._counters,
+        )  # fmt: skip
         self._sent: list[tuple[int, Array, Array, Array]] = []  # step, members, ids, starts: pushed recently
         self._clock = 0  # of the last step that was asked about ahead, or written
 
@@ -127,12 +111,10 @@ class CacheGroup:
 
         No other call may come between it and the answer. Evaluation checks all rows, caches none and counts as no use.
         """
-        names, members, starts = self._lookups(wanted)
-        ids = side_by_side([wanted[name] for name in names])
-        count = len(ids)
-        slots, known, asks, asked = (np.empty(count, np.int64) for _ in range(4))
-        ask_starts = np.zeros(len(names) + 1, np.int64)
-        rows, leaving = torch.empty(count, self._width, dtype=self._dtype, device="cpu"), self._room(count, len(names))
+        names, members, ids, starts = self._lookups(wanted)
+        slots, known, asks, asked = np.empty((4, len(ids)), np.int64)
+        ask_starts, leaving = np.zeros_like(starts), self._room(len(ids), len(names))
+        rows = torch.empty(len(ids), self._width, dtype=self._dtype, device="cpu")
         caches.ask(
             self._arrays, members, ids.numpy(), starts, step, self._cache.pull_bound if training else -1, training,
             slots, known, asks, asked, ask_starts, rows.numpy(), leaving,
@@ -151,22 +133,20 @@ class CacheGroup:
                     rows[positions] = moved[:, : self._width]
             return _parts(names, rows.to(self._read_as), starts, empty=True)
 
-        questions = _parts(names, ids.index_select(0, torch.from_numpy(asks)), ask_starts)
-        versions = _parts(names, torch.from_numpy(asked), ask_starts)
-        return CacheQuery(questions, versions, self._left(names, members, leaving, step), answer)
+        questions = ids.index_select(0, torch.from_numpy(asks)), torch.from_numpy(asked)
+        left = self._left(names, members, leaving, step)
+        return CacheQuery(*(_parts(names, some, ask_starts) for some in questions), left, answer)
 
     def _side_by_side(self, names: list[str], pulled: Mapping[str, Pulled]) -> tuple[Array, Array, Array, Array]:
         """Return the received rows of all tables: their positions, where each table's begin, the versions and the
         rows.
         """
         came = [pulled.get(name) for name in names]
-        starts = np.zeros(len(names) + 1, np.int64)
-        np.cumsum([0 if one is None else len(one.positions) for one in came], out=starts[1:])
+        starts = np.append(0, np.cumsum([0 if one is None else len(one.positions) for one in came]))
         there = [one for one in came if one is not None]
         rows = side_by_side([one.rows.to(self._dtype) for one in there])
-        positions, versions = (
-            side_by_side([getattr(one, of) for one in there]).numpy() for of in ("positions", "versions")
-        )
+        positions = side_by_side([one.positions for one in there]).numpy()
+        versions = side_by_side([one.versions for one in there]).numpy()
         assert len(positions) == len(versions) == starts[-1]
         assert not there or rows.shape == (starts[-1], self._wide)
         return positions, starts, versions, rows.numpy()
@@ -197,10 +177,8 @@ class CacheGroup:
 
         Rows that this step will push are left out: the answer would lack the push. Evaluation requests missing rows.
         """
-        names, members, starts = self._lookups(wanted)
-        ids = side_by_side([wanted[name] for name in names])
-        asks, asked = (np.empty(len(ids), np.int64) for _ in range(2))
-        ask_starts = np.zeros(len(names) + 1, np.int64)
+        names, members, ids, starts = self._lookups(wanted)
+        (asks, asked), ask_starts = np.empty((2, len(ids)), np.int64), np.zeros_like(starts)
         caches.start_prefetch(
             self._arrays, members, ids.numpy(), starts, step, self._cache.pull_bound if training else 0, asks, asked,
             ask_starts,
@@ -230,9 +208,8 @@ class CacheGroup:
                 self._apply_again(dirty[:again], step)
             return left
 
-        return CacheQuery(
-            _parts(names, some, ask_starts), _parts(names, torch.from_numpy(asked), ask_starts), {}, store
-        )
+        questions = some, torch.from_numpy(asked)
+        return CacheQuery(*(_parts(names, one, ask_starts) for one in questions), {}, store)
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
@@ -246,9 +223,8 @@ class CacheGroup:
             gradients = {name: gradients.get(name, none) for name in self.names}
         if not gradients:
             return {}
-        names, members, starts = self._lookups({name: ids for name, (ids, _) in gradients.items()})
-        ids = side_by_side([gradients[name][0] for name in names]).numpy()
-        self._clock = step
+        names, members, every, starts = self._lookups({name: ids for name, (ids, _) in gradients.items()})
+        ids, self._clock = every.numpy(), step
         self._sent = [sent for sent in self._sent if sent[0] >= step - 1]
         if not self._cache.push_bound:
             caches.pass_on(self._arrays, members, ids, starts)
@@ -282,12 +258,11 @@ class CacheGroup:
 
     # --- layout of tables in the arrays -----------------------------------------------------------------------------
 
-    def _lookups(self, ids: Ids) -> tuple[list[str], Array, Array]:
-        """Return the tables' names and numbers, and where the ids of each begin."""
-        names = list(ids)
-        starts = np.zeros(len(names) + 1, np.int64)
-        np.cumsum([len(ids[name]) for name in names], out=starts[1:])
-        return names, np.array([self._numbers[name] for name in names]), starts
+    def _lookups(self, ids: Ids) -> tuple[list[str], Array, Tensor, Array]:
+        """Return the tables' names and numbers, all ids, and where those of each begin."""
+        starts = np.append(0, np.cumsum(list(map(len, ids.values()))))
+        members = np.array([self._numbers[name] for name in ids])
+        return list(ids), members, side_by_side(list(ids.values())), starts
 
     def _room(self, count: int, tables: int) -> Any:
         """Room for ``count`` gradients that go to the servers."""

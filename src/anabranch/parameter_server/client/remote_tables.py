@@ -57,8 +57,6 @@ _T = TypeVar("_T")
 # A push ends by its own deadline; on a busy machine its thread may be late by seconds.
 _LAST_WAIT = 30.0
 _ALONE = Merging()
-Use = tuple[nn.Module, str]
-"""A module that holds a parameter, and its name there."""
 Beside = Mapping[str, tuple[Tensor, Tensor, RowOptimizer]]
 """Ids (none for a dense parameter), gradients and optimizers that a push carries beside the looked-up tables."""
 
@@ -242,8 +240,10 @@ class RemoteTables:
             self._uncached.append(source)
         return source
 
-    def _all_caches(self, cache: Cache) -> list[CacheGroup]:
-        """Return the caches of all tables; tables new since the last call get theirs."""
+    def _all_caches(self) -> list[CacheGroup]:
+        """Return the caches of all tables; tables new since the last call get theirs. Empty without a cache."""
+        if (cache := self._cache) is None:
+            return []
         coming, self._uncached = self._uncached, []
         alike: dict[tuple[object, ...], list[_Source]] = {}
         for source in coming:
@@ -254,16 +254,6 @@ class RemoteTables:
             names, rules = [source.name for source in some], [source.rule for source in some]
             self._caches.append(CacheGroup(names, cache, some[0].spec.width, some[0].spec.dtype, rules))
         return self._caches
-
-    def _by_cache(self, some: Mapping[str, _T]) -> list[tuple[CacheGroup, dict[str, _T]]]:
-        """Split ``some``, by table, into each cache's part; empty without caches."""
-        if self._cache is None:
-            return []
-        parts = [
-            (caches, {name: some[name] for name in caches.names if name in some})
-            for caches in self._all_caches(self._cache)
-        ]
-        return [(caches, part) for caches, part in parts if part]
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -309,38 +299,23 @@ class RemoteTables:
             leaving = [name for name in caches.names if not self._sources[name].spec.stays]
             caches.check_again(leaving, self._step)
 
-    def expect(self, ids_by_table: Mapping[str, Tensor]) -> None:
+    def expect(self, ids_by_table: Mapping[str, Tensor], *, certain: bool = False) -> None:
         """Read the rows that this step's lookups are expected to need, of all tables together: one message per shard.
 
-        A lookup of other ids reads those itself, so a wrong guess only costs time. Ids of
-        dynamic vocabularies are left to the lookups, because reading them admits them.
+        A lookup of other ids reads those itself, so a wrong guess only costs time.
 
         Args:
             ids_by_table: of any shape; ids outside a table are left to the lookup that names them.
+            certain: the lookups follow at once. Otherwise ids of dynamic vocabularies are left to them, because reading
+                admits them.
         """
-        distinct, fixed = self._distinct(ids_by_table), {}
-        for name, some in distinct.items():
-            if self._sources[name].spec.rows is not None:
-                fixed[name] = some.ids
-        rows = self._read(fixed) if fixed else {}
-        for name, some in distinct.items():
-            self._sources[name].expected = some, rows.get(name)
-
-    def read_together(self, ids_by_table: Mapping[str, Tensor]) -> None:
-        """Read the rows of lookups that follow at once, of all tables together: one message per shard.
-
-        As ``expect``, for ids that are certain: those of dynamic vocabularies are read, and admitted, too.
-
-        Args:
-            ids_by_table: of any shape; ids outside a table are left to the lookup that names them.
-        """
-        distinct = {name: unique_of(ids.detach().cpu().reshape(-1))[0] for name, ids in ids_by_table.items()}
-        missing = [name for name, ids in distinct.items() if not self._sources[name].is_read(ids)]
-        if len(missing) < 2:
-            return
-        together = self._distinct({name: ids_by_table[name] for name in missing})
-        for name, rows in self._read({name: some.ids for name, some in together.items()}).items():
-            self._sources[name].expected = together[name], rows
+        distinct, some = self._distinct(ids_by_table), dict[str, Tensor]()
+        for name, one in distinct.items():
+            if certain or self._sources[name].spec.rows is not None:
+                some[name] = one.ids
+        rows = self._read(some) if some else {}
+        for name, one in distinct.items():
+            self._sources[name].expected = one, rows.get(name)
 
     def _distinct(self, ids_by_table: Mapping[str, Tensor]) -> dict[str, Distinct]:
         """Return the distinct ids of each table, of those that were requested ahead as they are known."""
@@ -366,12 +341,8 @@ class RemoteTables:
             for name, one in self._pull_many(ids, None).items():
                 rows[name] = one.rows
             return rows
-        queries: list[CacheQuery[Tensor]] = []
         left = {name: _all_due(self._sources[name].leaving) for name in ids if self._sources[name].leaving}
-        for caches, some in self._by_cache(ids):
-            queries.append(caches.ask(some, self._step, training=self._training))
-            self._leave(queries[-1].leaving)
-        requested, known = _asked_by(queries)
+        queries, requested, known = self._ask(ids, CacheGroup.ask)
         # A row evicted by an earlier read of this step comes back with the gradients evicted with it.
         back = [name for name, due in left.items() if name in requested and torch.isin(requested[name], due[0]).any()]
         self._push_at_once({name: _all_due(self._sources[name].leaving) for name in back})
@@ -379,6 +350,19 @@ class RemoteTables:
         for query in queries:
             rows |= query.answer(pulled)
         return rows
+
+    def _ask(
+        self, ids: Mapping[str, Tensor], ask: Callable[..., CacheQuery[_T]]
+    ) -> tuple[list[CacheQuery[_T]], dict[str, Tensor], dict[str, Tensor]]:
+        """Ask the caches; return their queries, by table the ids to request of the servers, and the known versions."""
+        queries, requested, known = list[CacheQuery[_T]](), dict[str, Tensor](), dict[str, Tensor]()
+        for caches in self._all_caches():
+            if some := {name: ids[name] for name in caches.names if name in ids}:
+                queries.append(query := ask(caches, some, self._step, training=self._training))
+                requested |= query.ids
+                known |= query.known
+                self._leave(query.leaving)
+        return queries, requested, known
 
     def _leave(self, leaving: Mapping[str, Due]) -> None:
         """Send gradients evicted from the caches with the rest of the step, so that a step stays one message."""
@@ -403,10 +387,7 @@ class RemoteTables:
         self._collect()
         self._ahead = self._distinct(ids_by_table)
         distinct = {name: some.ids for name, some in self._ahead.items()}
-        queries = [
-            caches.prefetch(some, self._step, training=self._training) for caches, some in self._by_cache(distinct)
-        ]
-        requested, known = _asked_by(queries)
+        queries, requested, known = self._ask(distinct, CacheGroup.prefetch)
         if requested:
             self._coming = (queries, _Aside(partial(self._fetch, requested, known, self._step), "anabranch-prefetch"))
 
@@ -436,10 +417,13 @@ class RemoteTables:
     def abandon(self) -> None:
         """End the threads that prefetch and push, and drop waiting gradients: after a failure."""
         self.trains = False
-        for aside in (self._leaves, None if self._coming is None else self._coming[1]):
-            if aside is not None:
-                aside.end(max(self._client.timeout, _LAST_WAIT))
+        for aside in self._in_flight():
+            aside.end(max(self._client.timeout, _LAST_WAIT))
         self._leaves = self._coming = None
+
+    def _in_flight(self) -> list[_Aside[Any]]:
+        asides = self._leaves, None if self._coming is None else self._coming[1]
+        return [aside for aside in asides if aside is not None]
 
     def __enter__(self) -> RemoteTables:
         return self
@@ -460,7 +444,7 @@ class RemoteTables:
         for name, source in self._sources.items():
             parts, source.gradients = source.gradients, []
             if parts:
-                taken[name] = parts[0] if len(parts) == 1 else merge_rows(parts)
+                taken[name] = merge_rows(parts)
         return taken
 
     def push(
@@ -495,14 +479,13 @@ class RemoteTables:
             dense = [grads for _, grads, _ in beside.values()]
             if not (acceptable([grads for _, grads in gradients.values()], rounding) and acceptable(dense)):
                 refused: dict[str, Due] = {name: (*some, None) for name, some in gradients.items()}
-                self._sender(refused, merging, beside, awaited=True)()  # and the cache stays unchanged
+                self._sender(refused, merging, beside)()  # and the cache stays unchanged
                 return
         if self._cache is None:
             for name, (ids, grads) in gradients.items():
                 due[name] = (ids, grads, None)
-        else:
-            for caches in self._all_caches(self._cache):
-                due |= caches.write({name: gradients[name] for name in caches.names if name in gradients}, self._step)
+        for caches in self._all_caches():
+            due |= caches.write({name: gradients[name] for name in caches.names if name in gradients}, self._step)
         for name in due:
             source = self._sources[name]
             if source.leaving:
@@ -556,8 +539,7 @@ class RemoteTables:
         if due:
             self._arrive()
             # Under bsp the push waits for the other workers, which may be lost meanwhile: await it like any other.
-            push = partial(self._client.push_many, **self._contents(due, {}), unordered=True)
-            self._leaves = _Aside(partial(push, merging=self._merging), "anabranch-push")
+            self._leaves = _Aside(self._sender(due, self._merging, {}, unordered=True), "anabranch-push")
             self._arrive()
         for name in due:
             self._sources[name].leaving.clear()
@@ -574,9 +556,7 @@ class RemoteTables:
 
     def wait_until_quiet(self) -> None:
         """Wait until no message is in flight, whatever its outcome: before the servers' rows are replaced."""
-        ways: list[_Aside[Any]] = [] if self._leaves is None else [self._leaves]
-        ways += [] if self._coming is None else [self._coming[1]]
-        for aside in ways:
+        for aside in self._in_flight():
             with suppress(Exception):  # raised again where the result is needed
                 self._wait_for(aside, "become quiet")
 
@@ -584,15 +564,11 @@ class RemoteTables:
         """Statistics of each table's cache; empty without caches."""
         return {name: counts for caches in self._caches for name, counts in caches.statistics().items()}
 
-    def _sender(self, due: Mapping[str, Due], merging: Merging, beside: Beside, *, awaited: bool) -> Callable[[], None]:
+    def _sender(
+        self, due: Mapping[str, Due], merging: Merging, beside: Beside, *, awaited: bool = True, unordered: bool = False
+    ) -> Callable[[], None]:
         """Return a function that sends the gradients, with the optimizers' hyperparameters of this moment."""
-        step = self._step if self._client.worker is not None else None
-        return partial(
-            self._client.push_many, **self._contents(due, beside), step=step, merging=merging, awaited=awaited
-        )
-
-    def _contents(self, due: Mapping[str, Due], beside: Beside) -> dict[str, Any]:
-        """Return the gradients, optimizers and squares of a push, as ``push_many`` takes them."""
+        step = None if unordered or self._client.worker is None else self._step
         gradients, rules, squares = {}, {}, {}
         for name, (ids, grads, own) in due.items():
             gradients[name], rules[name] = (ids, grads), self._sources[name].rule()
@@ -600,13 +576,10 @@ class RemoteTables:
                 squares[name] = own
         for name, (ids, grads, rule) in beside.items():
             gradients[name], rules[name] = (ids, grads), rule
-        return {"gradients": gradients, "rules": rules, "squares": squares}
-
-    def _widths(self, names: Iterable[str]) -> dict[str, int] | None:
-        """Values per row with its state, which a cache with own writes needs; else ``None``."""
-        if self._cache is None or not self._cache.push_bound:
-            return None
-        return {name: self._sources[name].row_width for name in names}
+        return partial(
+            self._client.push_many, gradients, rules=rules, squares=squares, step=step, merging=merging,
+            unordered=unordered, awaited=awaited,
+        )  # fmt: skip
 
     def _pull_many(
         self, ids: Mapping[str, Tensor], known: Mapping[str, Tensor] | None, *, ahead_of: int | None = None
@@ -620,14 +593,11 @@ class RemoteTables:
             step = self._step if ahead_of is None else ahead_of
             if not (bsp or self._training or ahead):
                 step = 0  # what is there now: only a step waits for workers that are behind
-        return self._client.pull_many(
-            ids,
-            training=self._training and not ahead,
-            step=step,
-            known=known,
-            widths=None if known is None else self._widths(ids),
-            ahead=ahead,
-        )
+        widths = None  # of rows with their state, which a cache with own writes needs
+        if known is not None and self.delays:
+            widths = {name: self._sources[name].row_width for name in ids}
+        training = self._training and not ahead
+        return self._client.pull_many(ids, training=training, step=step, known=known, widths=widths, ahead=ahead)
 
 
 @dataclass(slots=True, eq=False)
@@ -691,8 +661,9 @@ class _Source:
         return positions, there
 
     def is_read(self, ids: Tensor) -> bool:
-        """Return True if the step has read the rows of all ``ids``."""
-        return bool(self._positions(ids)[1].all()) and self.expected is not None and self.expected[1] is not None
+        """Return True if the step has read the rows of all ``ids``, of any shape."""
+        there = self._positions(ids.detach().cpu().long().reshape(-1))[1]
+        return bool(there.all()) and self.expected is not None and self.expected[1] is not None
 
     def take_gradient(self, ids: Tensor, grads: Tensor) -> None:
         if not self.tables._training:
@@ -766,7 +737,10 @@ def read_together(lookups: Sequence[tuple[WeightSource, Tensor]]) -> Iterator[No
         if isinstance(source, _Source):
             alike.setdefault(source.tables, {}).setdefault(source.name, []).append(ids)
     for tables, ids_by_table in alike.items():
-        tables.read_together({name: torch.cat(parts) for name, parts in ids_by_table.items()})
+        lookups_of = {name: torch.cat(parts) for name, parts in ids_by_table.items()}
+        missing = {name: ids for name, ids in lookups_of.items() if not tables._sources[name].is_read(ids)}
+        if len(missing) > 1:
+            tables.expect(missing, certain=True)
     try:
         yield
     finally:
@@ -775,49 +749,27 @@ def read_together(lookups: Sequence[tuple[WeightSource, Tensor]]) -> Iterator[No
                 tables.forget()
 
 
-def _asked_by(queries: Sequence[CacheQuery[Any]]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the ids to ask about, by table, and the version that is known of each."""
-    ids, known = dict[str, Tensor](), dict[str, Tensor]()
-    for query in queries:
-        ids |= query.ids
-        known |= query.known
-    return ids, known
-
-
 def merge_rows(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Distinct ids and the sums of their gradients."""
-    ids, grads = _together(parts)
-    distinct, inverse = torch.unique(ids, return_inverse=True)
-    return distinct, torch.zeros(len(distinct), grads.shape[1], dtype=grads.dtype, device="cpu").index_add_(
-        0, inverse, grads
-    )
-
-
-def _together(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Distinct ids and the sums of their gradients; those of each part are distinct."""
     if len(parts) == 1:
         return parts[0]
-    return torch.cat([ids for ids, _ in parts]), torch.cat([grads for _, grads in parts])
+    ids, grads = map(torch.cat, zip(*parts, strict=True))
+    distinct, inverse = torch.unique(ids, return_inverse=True)
+    return distinct, grads.new_zeros(len(distinct), grads.shape[1]).index_add_(0, inverse, grads)
 
 
 def _all_due(parts: Sequence[Due]) -> Due:
-    ids, grads, squares = zip(*parts, strict=True)
     if len(parts) == 1:
         return parts[0]
-    known = [
-        torch.ones(len(some), device="cpu") if own is None else own for some, own in zip(ids, squares, strict=True)
-    ]
-    return torch.cat(ids), torch.cat(grads), torch.cat(known)
-
-
-def users_of(parameter: nn.Parameter, models: Iterable[nn.Module]) -> list[Use]:
-    """All modules that hold ``parameter``, and its name in each."""
-    modules = dict.fromkeys(module for model in models for module in model.modules())
-    return [(module, label) for module in modules for label, one in module._parameters.items() if one is parameter]
+    known = [torch.ones(len(ids), device="cpu") if own is None else own for ids, _, own in parts]
+    return torch.cat([ids for ids, _, _ in parts]), torch.cat([grads for _, grads, _ in parts]), torch.cat(known)
 
 
 def is_sparse(parameter: nn.Parameter, models: Iterable[nn.Module]) -> bool:
-    """Return True for a table whose lookups have sparse gradients."""
-    return all(getattr(module, "sparse", False) is True for module, _ in users_of(parameter, models))
+    """Return True for a table whose lookups have sparse gradients, in every module that holds it."""
+    modules = (module for model in models for module in model.modules())
+    users = (module for module in modules if any(one is parameter for one in module._parameters.values()))
+    return all(getattr(module, "sparse", False) is True for module in users)
 
 
 def rule_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str) -> Callable[[], RowOptimizer]:

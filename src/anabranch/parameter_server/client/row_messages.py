@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -34,8 +35,9 @@ _ONE = 0x3F80  # the bits of 1 in bfloat16
 _SHORT = 1 << 31  # the most rows of a table for ids of 32 bits
 _NOWHERE = np.empty(0, np.int64)
 _NO_POSITIONS = torch.empty(0, dtype=torch.int64, device="cpu")
-_Group: TypeAlias = tuple[torch.dtype, int, int | None, list[int]]
-"""Tables of one kind: dtype, width, numbers of a row with its state if rows come with it, and the tables' indices."""
+_Run: TypeAlias = tuple[torch.dtype, int, int | None, int, int]
+"""Tables of one kind side by side: dtype, width, numbers of a row with its state if rows come with it; and the index of
+the first table, and that behind the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +82,20 @@ class Layout:
     """Several tables, with their placement and the dtype and width of their rows, and the dense parameters beside them.
 
     Attributes:
-        tables: their names.
+        tables: their names, those of one kind side by side.
         dense: the share of each parameter in the message, by shard.
         limits, halves, keys: the tables' placements, as arrays: rows, -1 where any int64 is an id, and what
             ``Placement`` calls half and key.
         kinds: dtype and width of each table's rows.
         row_bytes, dense_bytes: of a row of each table, and of each shard's parameters.
-        groups: the tables of each kind.
+        runs: the tables of each kind.
         ids_travel_as: int32, if no table has an id that needs more.
     """
 
     def __init__(
         self, tables: Mapping[str, tuple[Placement, torch.dtype, int]], dense: Sequence[Mapping[str, Share]] = ({},)
     ) -> None:
+        tables = dict(sorted(tables.items(), key=lambda table: (str(table[1][1]), table[1][2])))
         placements = [placement for placement, _, _ in tables.values()]
         self.tables, self.dense = list(tables), dense
         self.limits = np.array([-1 if one.rows is None else one.rows for one in placements], np.int64)
@@ -101,16 +104,18 @@ class Layout:
         self.kinds = [(dtype, width) for _, dtype, width in tables.values()]
         self.row_bytes = np.array([dtype.itemsize * width for dtype, width in self.kinds], np.int64)
         self.dense_bytes = [sum(share.bytes(None) for share in own.values()) for own in dense]
-        self.groups = _groups(self.kinds, [None] * len(self.kinds))
+        self.runs = _runs(self.kinds, [None] * len(self.kinds))
         short = all(0 <= rows <= _SHORT for rows in self.limits.tolist())
         self.ids_travel_as = torch.int32 if short else torch.int64
 
 
-def _groups(kinds: Sequence[tuple[torch.dtype, int]], wide: Sequence[int | None]) -> list[_Group]:
-    alike: dict[tuple[torch.dtype, int, int | None], list[int]] = {}
-    for number, ((dtype, width), whole) in enumerate(zip(kinds, wide, strict=True)):
-        alike.setdefault((dtype, width, whole), []).append(number)
-    return [(*key, numbers) for key, numbers in alike.items()]
+def _runs(kinds: Sequence[tuple[torch.dtype, int]], wide: Sequence[int | None]) -> list[_Run]:
+    runs, first = list[_Run](), 0
+    for (kind, whole), some in groupby(zip(kinds, wide, strict=True)):
+        last = first + len(list(some))
+        runs.append((*kind, whole, first, last))
+        first = last
+    return runs
 
 
 class Routed:
@@ -190,16 +195,16 @@ class Pull:
         tables = len(ids)
         self._compression = compression
         self._wide = [None] * tables if wide is None else wide
-        self._alike = layout.groups if wide is None else _groups(layout.kinds, wide)
+        self._runs = layout.runs if wide is None else _runs(layout.kinds, wide)
         self._since = np.zeros((len(clocks), tables), np.int64)
         self._ages = np.empty(0, np.int16)
         if known is None or not tables:
             routed.arrange(np.full(routed.flat.size, _UNKNOWN), 3)
         else:
             self._sort(side_by_side(known).numpy(), np.array([base for _, base in clocks]))
-        # Of each group the rows that came, their positions among all ids, and their versions.
+        # Of each run the rows that came, their positions among all ids, and their versions.
         self._came: list[tuple[list[Tensor], list[Array], list[Array]]] = []
-        for _ in self._alike:
+        for _ in self._runs:
             self._came.append(([], [], []))
         self._parameters: dict[str, Tensor] = {}
         # Rows that came with their state, without it, and of those that were known before.
@@ -283,69 +288,52 @@ class Pull:
         self._stated_rows += stated
         self._other_rows += rest
         self._changed_rows += new
-        blocks = self._blocks(stated, rest, concerned, tensors, dense)
-        for came, pieces, (_, _, _, numbers) in zip(self._came, blocks, self._alike, strict=True):
-            mine = np.concatenate([with_state, others])
-            if len(blocks) > 1:
-                mine = mine[np.isin(routed.tables[mine], numbers)]
-            came[0].extend(pieces)
-            came[1].append(mine)
-            came[2].append(base + as_of[routed.tables[mine]])
-
-    def _blocks(
-        self, with_state: Array, others: Array, concerned: Array, tensors: Sequence[Tensor], dense: Mapping[str, Share]
-    ) -> list[list[Tensor]]:
-        """For each group of tables of one kind the rows with their state, then those without."""
-        units: list[tuple[int, torch.dtype, int, int | None, int, int]] = []
-        if len(self._alike) == 1 and len(concerned):  # the shares of all tables form one
-            dtype, width, whole, _ = self._alike[0]
-            units.append((0, dtype, width, whole, int(with_state.sum()), int(others.sum())))
-        elif len(concerned):
-            group_of = {t: group for group, (_, _, _, numbers) in enumerate(self._alike) for t in numbers}
-            for t in concerned.tolist():
-                dtype, width = self._routed.layout.kinds[t]
-                units.append((group_of[t], dtype, width, self._wide[t], int(with_state[t]), int(others[t])))
-        blocks: list[list[Tensor]] = []
-        for _ in self._alike:
-            blocks.append([])  # noqa: PERF401 - a comprehension is one more call
-        shares, groups = list[Share](), list[int]()
-        for group, dtype, _, whole, stated, _ in units:
-            if stated:
-                assert whole is not None
-                shares.append(Share(state_dtype(dtype), (stated, whole), "states"))
-                groups.append(group)
-        for group, dtype, width, _, _, rest in units:
-            shares.append(Share(dtype, (rest, width), "rows"))
-            groups.append(group)
+        # Of each run of tables the rows with their state; then those without, of runs that the request concerns.
+        shares, into = list[Share](), list[list[Tensor]]()
+        for (dtype, _, whole, first, last), came in zip(self._runs, self._came, strict=True):
+            if (count := int(stated[first:last].sum())) and whole is not None:
+                shares.append(Share(state_dtype(dtype), (count, whole), "states"))
+                into.append(came[0])
+        for (dtype, width, _, first, last), came in zip(self._runs, self._came, strict=True):
+            if counts[first:last].any():
+                shares.append(Share(dtype, (int(rest[first:last].sum()), width), "rows"))
+                into.append(came[0])
         numbers = split(tensors, [*shares, *dense.values()], self._compression)
         self._parameters.update(zip(dense, numbers[len(shares) :], strict=True))
-        for group, part in zip(groups, numbers, strict=False):
+        for pieces, part in zip(into, numbers, strict=False):
             if len(part):
-                blocks[group].append(part)
-        return blocks
+                pieces.append(part)
+        stated_at, others_at = np.append(0, np.cumsum(stated)), np.append(0, np.cumsum(rest))
+        for (_, _, _, first, last), (_, wheres, versions) in zip(self._runs, self._came, strict=True):
+            mine = np.concatenate(
+                [with_state[stated_at[first] : stated_at[last]], others[others_at[first] : others_at[last]]]
+            )
+            wheres.append(mine)
+            versions.append(base + as_of[routed.tables[mine]])
 
     def pulled(self) -> dict[str, Pulled]:
         """Return the received rows, by table and parameter."""
         routed, pulled = self._routed, dict[str, Pulled]()
         for name, value in self._parameters.items():
             pulled[name] = Pulled(_NO_POSITIONS, _NO_POSITIONS, value)
-        for (dtype, width, whole, numbers), (pieces, wheres, each) in zip(self._alike, self._came, strict=True):
-            where = np.concatenate([_NOWHERE, *wheres])
+        for (dtype, width, whole, first, last), (pieces, wheres, each) in zip(self._runs, self._came, strict=True):
+            begin, end = routed.starts[[first, last]]
+            where = np.concatenate([_NOWHERE, *wheres]) - begin
             versions = np.concatenate([_NOWHERE, *each])
-            index = np.full(routed.flat.size, -1)
+            index = np.full(end - begin, -1)
             index[where] = np.arange(where.size)
             there = np.flatnonzero(index >= 0)
             order = index[there]
             rows = _together(pieces, width, whole, dtype)
             if not (order == np.arange(order.size)).all():
                 rows = rows.index_select(0, torch.from_numpy(order))
+            there += begin
             tables = routed.tables[there]
-            sizes = np.bincount(tables, minlength=len(routed.layout.tables))[numbers].tolist()
+            sizes = np.bincount(tables - first, minlength=last - first).tolist()
             positions = torch.split(torch.from_numpy(there - routed.starts[tables]), sizes)
             each_version = torch.split(torch.from_numpy(versions[order]), sizes)
-            parts = zip(numbers, positions, each_version, torch.split(rows, sizes), strict=True)
-            for t, mine, some, own in parts:
-                pulled[routed.layout.tables[t]] = Pulled(mine, some, own)
+            names = routed.layout.tables[first:last]
+            pulled |= zip(names, map(Pulled, positions, each_version, torch.split(rows, sizes)), strict=True)
         return pulled
 
     def bytes(self) -> dict[str, int]:
@@ -398,10 +386,10 @@ class Push:
             self._squares = torch.cat(every).bfloat16()
             kinds = (self._squares.view(torch.int16).numpy() != _ONE).astype(np.int64)
         routed.arrange(kinds, 2)
-        self._blocks: list[Tensor] = []  # the gradients of each group
-        for dtype, width, _, numbers in layout.groups:
+        self._blocks: list[Tensor] = []  # the gradients of each run
+        for dtype, width, _, first, last in layout.runs:
             some = []
-            for t in numbers:
+            for t in range(first, last):
                 grads = gradients[layout.tables[t]][1]
                 assert grads.numel() == sizes[t] * width
                 some.append(grads.detach().reshape(-1, width).to("cpu", dtype))
@@ -421,22 +409,11 @@ class Push:
         sums = mine[routed.kinds[routed.of(shard)] == 1]
         if sums.size:
             tensors.append(self._squares[torch.from_numpy(sums)])
-        rows, shares = list[Tensor](), list[Share]()
-        if len(self._blocks) == 1:  # the shares of all tables form one
-            rows.append(_of(self._blocks[0], mine))
-        else:
-            of = dict[int, Tensor]()
-            for block, (_, _, _, numbers) in zip(self._blocks, layout.groups, strict=True):
-                own = mine[np.isin(routed.tables[mine], numbers)]
-                ends = np.cumsum(np.diff(routed.starts)[numbers])
-                shift = np.zeros(len(counts), np.int64)
-                # From positions among all ids to those in the block.
-                shift[numbers] = np.append(0, ends)[:-1] - routed.starts[:-1][numbers]
-                gathered = _of(block, own + shift[routed.tables[own]])
-                of.update(zip(numbers, torch.split(gathered, [sum(counts[t]) for t in numbers]), strict=True))
-            rows += [of[t] for t in range(len(counts))]
-        for part in rows:
-            shares.append(Share(part.dtype, tuple(part.shape), "rows"))
+        rows, shares, at = list[Tensor](), list[Share](), np.append(0, np.cumsum(routed.counts[shard].sum(1)))
+        for block, (dtype, width, _, first, last) in zip(self._blocks, layout.runs, strict=True):
+            own = mine[at[first] : at[last]]
+            rows.append(_of(block, own - routed.starts[first]))
+            shares.append(Share(dtype, (len(own), width), "rows"))
         for name, share in layout.dense[shard].items():
             gradient = self._gradients[name][1]
             assert gradient.shape == share.shape

@@ -10,7 +10,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
@@ -73,7 +73,6 @@ class ShardContents:
         self._arenas: dict[tuple[object, ...], Arena] = {}
         self._parts: dict[tuple[str, ...], Parts] = {}
         self.version = 0
-        self._rules: dict[RowOptimizer, RowOptimizer] = {}
 
     def is_there(self, message: InitMessage, tensors: Sequence[Tensor]) -> bool:
         """Return True if it exists in that form; raise if it exists in another one."""
@@ -96,7 +95,6 @@ class ShardContents:
     def parse(self, message: InitMessage, tensors: Sequence[Tensor]) -> tuple[TableSpec | DenseParameter, RowOptimizer]:
         """Return what ``add`` takes; raise for a message that cannot be done."""
         rule = RowOptimizer.from_dict(message.rule)
-        rule = self._rules.setdefault(rule, rule)  # one object, by which tables find work that they may share
         if message.table is None:
             if len(tensors) != 1:
                 raise SchemaError(f"parameter {message.name} has one initial tensor, got {len(tensors)}")
@@ -151,7 +149,7 @@ class ShardContents:
 
     def drop(self, name: str) -> None:
         """Drop a table or a parameter."""
-        self.forget_rows()
+        self.generation = _new_generation()
         table = self.tables.pop(name, None)
         if table is not None:
             table.drop()
@@ -161,10 +159,6 @@ class ShardContents:
         self.counts.pop(name, None)
         self._parts.clear()
         self.version += 1
-
-    def forget_rows(self) -> None:
-        """Treat rows that clients know as unknown."""
-        self.generation = _new_generation()
 
     def step(self) -> int:
         """Return the highest step of any table or parameter."""
@@ -254,15 +248,12 @@ class ShardContents:
         tables = {}
         for name, counts in self.counts.items():
             holder = self.holder(name)
-            rows, evictions, nbytes, unadmitted = 0, 0, 0, 0
             if isinstance(holder, Table):
-                rows, evictions, nbytes, unadmitted = holder.used, holder.evictions, holder.bytes(), holder.unadmitted
+                facts = holder.used, holder.evictions, holder.bytes(), holder.unadmitted
             else:
-                nbytes = holder.value.nbytes
-            tables[name] = TableStatistics(
-                counts.pulls, counts.pushes, counts.rows_pulled, counts.rows_pushed, rows, evictions, nbytes,
-                holder.step, unadmitted,
-            )  # fmt: skip
+                facts = 0, 0, holder.value.nbytes, 0
+            rows, evictions, nbytes, unadmitted = facts
+            tables[name] = TableStatistics(*astuple(counts), rows, evictions, nbytes, holder.step, unadmitted)
         return tables
 
     def describe(self) -> dict[str, object]:
@@ -277,16 +268,11 @@ def _described(tables: Mapping[str, Table], dense: Mapping[str, DenseParameter])
             for table in tables.values()
         ],
         "dense": [
-            {
-                "name": name,
-                "rule": one.rule.to_dict(),
-                "step": one.step,
-                "dtype": dtype_name(one.value.dtype),
-                "shape": list(one.value.shape),
-            }
+            {"name": name, "rule": one.rule.to_dict(), "step": one.step, "dtype": dtype_name(one.value.dtype),
+             "shape": list(one.value.shape)}
             for name, one in dense.items()
         ],
-    }
+    }  # fmt: skip
 
 
 def _new_generation() -> int:

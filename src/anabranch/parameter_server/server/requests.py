@@ -150,9 +150,10 @@ def _check_push(request: RowRequest, message: PushMessage) -> None:
     for part, holder in zip(message.parts, request.parts.holders, strict=True):
         if not 0 <= part.rule < len(rules):
             raise SchemaError(f"{part.name} has rule {part.rule}; the message holds {len(rules)}")
-        if not holder.rule.same_layout(rules[part.rule]):
-            raise SchemaError(f"{part.name} is kept for another optimizer than {rules[part.rule].family}")
-        request.rules.append(rules[part.rule])
+        rule, own = rules[part.rule], holder.rule
+        if rule is not own and not own.same_layout(rule):
+            raise SchemaError(f"{part.name} is kept for another optimizer than {rule.family}")
+        request.rules.append(rule)
 
 
 def _rule_of(values: Mapping[str, object]) -> RowOptimizer:
@@ -371,7 +372,7 @@ def apply(
 
 def _together(tensors: Mapping[int, Tensor] | Sequence[Tensor], at: Sequence[int]) -> Tensor:
     """Return those tensors side by side."""
-    return tensors[at[0]] if len(at) == 1 else side_by_side([tensors[k] for k in at])
+    return tensors[at[0]] if len(at) == 1 else side_by_side(list(map(tensors.__getitem__, at)))
 
 
 def _ones(ids: Tensor) -> Tensor:

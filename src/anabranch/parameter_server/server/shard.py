@@ -450,21 +450,16 @@ class Shard:
     def drop(self, message: DropMessage) -> None:
         """Drop a table or a parameter."""
         with self._state:
-            if message.name:
-                self.contents.holder(message.name)
+            self.contents.holder(message.name)
             self._record("drop", message, (), self._do_drop, message)
 
     def _do_drop(self, message: DropMessage) -> None:
-        if message.name:
-            for held in self._job.held.values() if self._job is not None else ():
-                held.norm = None
-                for rank, push in held.pushes.items():
-                    if message.name in push.parts.names:  # or nothing of its step could be applied
-                        held.pushes[rank] = without(self.contents, push, message.name)
-            self.contents.drop(message.name)
-        else:
-            self.contents.forget_rows()
-            self._job = None
+        for held in self._job.held.values() if self._job is not None else ():
+            held.norm = None
+            for rank, push in held.pushes.items():
+                if message.name in push.parts.names:  # or nothing of its step could be applied
+                    held.pushes[rank] = without(self.contents, push, message.name)
+        self.contents.drop(message.name)
 
     def barrier(self, message: BarrierMessage, deadline: Deadline, client: bytes = b"") -> None:
         """Wait until all workers are at this barrier.

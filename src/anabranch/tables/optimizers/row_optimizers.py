@@ -7,6 +7,7 @@ gives a new value for the next step.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -240,7 +241,7 @@ class RowOptimizer:
             )
         if family is Family.ADAM and numbers.get("decoupled_weight_decay"):
             family = Family.ADAMW
-        return cls(family=family, **_numbers_of(numbers))  # type: ignore[arg-type]
+        return _rule_of(family, tuple(_numbers_of(numbers).items()))
 
     def to_dict(self) -> dict[str, float | str | bool]:
         """Its fields as plain values, for a manifest or a message."""
@@ -250,7 +251,12 @@ class RowOptimizer:
     def from_dict(cls, values: Mapping[str, object]) -> RowOptimizer:
         """Return the rule from the ``values`` of ``to_dict``."""
         numbers = dict(values)
-        return cls(family=Family(str(numbers.pop("family"))), **numbers)  # type: ignore[arg-type]
+        return _rule_of(Family(str(numbers.pop("family"))), tuple(numbers.items()))
+
+
+@functools.lru_cache(256)  # a step brings the numbers of the last one, unless a scheduler has changed them
+def _rule_of(family: Family, numbers: tuple[tuple[str, object], ...]) -> RowOptimizer:
+    return RowOptimizer(family, **dict(numbers))  # type: ignore[arg-type]
 
 
 def _numbers_of(group: Mapping[str, object]) -> dict[str, float | bool]:
