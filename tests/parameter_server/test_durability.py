@@ -598,17 +598,7 @@ def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
-def make_directory(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def make_fifo(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-@pytest.mark.parametrize("harm", [Path.unlink, empty, overwrite, drop_tables, change_schema, make_directory, make_fifo])
+@pytest.mark.parametrize("harm", [Path.unlink, empty, overwrite, drop_tables, change_schema])
 def test_a_database_that_is_not_the_bodies_index_is_refused(harm: Callable[[Path], None], tmp_path: Path) -> None:
     commit_four(tmp_path)
     harm(tmp_path / "log.db")

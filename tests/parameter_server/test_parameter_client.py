@@ -373,18 +373,6 @@ def test_a_full_dynamic_table_loads_into_another_number_of_shards_whole(tmp_path
             client.save(tmp_path / saved)
 
 
-def test_only_rows_of_another_version_come_again() -> None:
-    with cluster(2) as (network, endpoints), ParameterClient(endpoints, transport=network) as client:
-        client.init("t", (20, 2), kind="rows", init=1.0, optimizer=SGD)
-        ids = torch.arange(20)
-        first = client.pull_many({"t": ids})["t"]
-        client.sparse_push("t", torch.tensor([3, 11]), torch.ones(2, 2))
-        again = client.pull_many({"t": ids}, known={"t": first.versions})["t"]
-        assert again.positions.tolist() == [3, 11]
-        assert again.rows.tolist() == [[0.5, 0.5]] * 2
-        assert (again.versions > first.versions[again.positions]).all()
-
-
 def test_pushes_are_held_only_where_they_are_merged() -> None:
     with cluster(1) as (network, endpoints):
         for worker in (None, Worker(0, 1, "asp")):

@@ -15,7 +15,7 @@ from torch import Tensor
 from anabranch.errors import NonFinite, NotFound, ProtocolError, RolledBack, SchemaError
 from anabranch.parameter_server import ParameterClient, ParameterServer
 from anabranch.parameter_server.client import row_messages as row_messages_module
-from anabranch.parameter_server.client.row_messages import Layout, Pull, PullReply, Routed, VersionClock
+from anabranch.parameter_server.client.row_messages import Layout, Pull, PullReply, Routed
 from anabranch.parameter_server.client.saved_tables import restore
 from anabranch.parameter_server.messages import InitMessage, PullMessage, PullPart, PushMessage, PushPart
 from anabranch.parameter_server.server.requests import RowRequest
@@ -319,14 +319,14 @@ def test_answers_that_do_not_fit_are_refused() -> None:
     table = Table(placement, SGD)
     layout = Layout({"t": (table.placement, torch.float32, 2)})
 
-    def take(reply: PullReply, places: Tensor, rows: int = 1) -> None:
+    def take(reply: PullReply, *places: Tensor, rows: int = 1) -> None:
         pull = Pull(layout, [torch.arange(4)], [torch.tensor([3, 3, 3, -1])], None, [(5, 0)], None)
-        pull.take(0, reply, [places, torch.zeros(2 * rows)], 0)
+        pull.take(0, reply, [*places, torch.zeros(2 * rows)] if places else [], 0)
 
     def said(*places: int) -> Tensor:
         return torch.tensor(places, dtype=torch.int32)
 
-    take(PullReply(5, [4], [2]), said(0, 2), 3)
+    take(PullReply(5, [4], [2]), said(0, 2), rows=3)
     for reply, places in [
         (PullReply(5, [4], [4]), said(0, 1, 2, 3)),
         (PullReply(5, [4, 4], [1, 0]), said(0)),
@@ -338,14 +338,10 @@ def test_answers_that_do_not_fit_are_refused() -> None:
         (PullReply(5, [4], [1]), said(0).long()),
     ]:
         with pytest.raises(ProtocolError):
-            take(reply, places, 1 + reply.changed[0])
+            take(reply, places, rows=1 + reply.changed[0])
+    with pytest.raises(ProtocolError):
+        take(PullReply(5, [4], [1]))  # without any tensor
     with pytest.raises(SchemaError):
-        take(PullReply(5, [4], [1]), said(0), 5)
+        take(PullReply(5, [4], [1]), said(0), rows=5)
     with pytest.raises(NotFound, match=r"ids\[1\] is 10"):
         Routed(layout, [torch.tensor([1, 10])], 1)
-
-
-def test_versions_keep_growing_over_generations() -> None:
-    clock = VersionClock()
-    answers = [(3, 5), (3, 4), (8, 0), (3, 9), (8, 1)]
-    assert [clock.read(generation, [step, 0]) + step for generation, step in answers] == [5, 4, 6, 16, 18]

@@ -5,7 +5,7 @@ A checkpoint has pieces in files of some megabytes each, as ``files`` lays them 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import count
 from typing import NamedTuple
@@ -20,6 +20,9 @@ from anabranch.tables.optimizers.row_optimizers import RowOptimizer
 from anabranch.tables.table_spec import TableSpec, state_dtype
 
 _FILE = 8 << 20  # bytes of rows
+
+Group = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
+"""Tensors of a checkpoint by name, or what reads them from a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,26 @@ def pieces(tensors: Mapping[str, Tensor]) -> Iterator[Piece]:
         *parts, owners = (tensors[f"{number}.{label}"] for label in _LABELS)
         tables, counts = owners.tolist()
         yield Piece(tables, counts, RowBlock(*parts))
+
+
+def rows_of(groups: Mapping[str, Group], tables: Container[int]) -> Iterator[tuple[int, RowBlock]]:
+    """Yield the rows of the tables at these places in a checkpoint."""
+    for name, group in groups.items():
+        for piece in pieces(read(group)) if name.startswith("rows-") else ():
+            for k, block in piece.split():
+                if k in tables:
+                    yield k, block
+
+
+def parts_of(groups: Mapping[str, Group], name: str) -> list[Tensor]:
+    """Return the tensors of a group whose names are their numbers; none of a group that is not there."""
+    tensors = read(groups[name]) if name in groups else {}
+    return [tensors[str(k)] for k in range(len(tensors))]
+
+
+def read(group: Group) -> Mapping[str, Tensor]:
+    """Return the tensors of a group."""
+    return group() if callable(group) else group
 
 
 _LABELS = [*(field.name for field in fields(RowBlock)), "tables"]

@@ -65,7 +65,8 @@ class Share:
 
     def bytes(self, compression: Compression | None) -> int:
         """Return the number of bytes of its numbers in the message."""
-        kind, count = self.travels_as(compression), math.prod(self.shape)
+        kind = self.dtype if compression is None else self.travels_as(compression)
+        count = math.prod(self.shape)
         return count * kind.itemsize + (-(-count // _BLOCK) if kind == torch.int8 else 0)
 
 

@@ -49,8 +49,8 @@ from anabranch.parameter_server import (
 from anabranch.parameter_server.client.cache_group import compile_cache_kernels
 from anabranch.parameter_server.client.parameter_client import REFUSALS
 from anabranch.parameter_server.client.remote_tables import is_sparse, spec_of
-from anabranch.parameter_server.client.saved_tables import Group
 from anabranch.tables import Family, ParameterState, TableSpec, to_torch
+from anabranch.tables.row_block import Group
 
 _log = logging.getLogger("anabranch.executor")
 

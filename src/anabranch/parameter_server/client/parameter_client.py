@@ -44,7 +44,6 @@ from anabranch.job import job
 from anabranch.parameter_server.client.row_messages import Pull, Pulled, Push, VersionClock
 from anabranch.parameter_server.client.saved_tables import (
     CHUNK,
-    Group,
     SavedTables,
     empty_state,
     fill,
@@ -71,6 +70,7 @@ from anabranch.parameter_server.server.contents import ShardStatistics
 from anabranch.parameter_server.server.shard_server import ParameterServer
 from anabranch.tables.kernels.caches import WITH_STATE
 from anabranch.tables.optimizers.row_optimizers import Family, OptimizerFactory, ParameterState, RowOptimizer
+from anabranch.tables.row_block import Group
 from anabranch.tables.table_spec import Constant, Initial, TableSpec
 from anabranch.tensors.packing import Compression, acceptable, check_compression
 from anabranch.transport import Client, MemoryTransport, Request, Transport, pack, unpack
@@ -492,16 +492,11 @@ class ParameterClient(KnownTables):
         compression = None if exact else self.compression
         layout, rank = self.layout(wanted), self._rank_at(step)
         with self._counting:
-            clocks = []
-            for clock in self._clocks:
-                clocks.append((clock.generation, clock.base))  # noqa: PERF401 - a comprehension is one more call
-        ids, versions = list[Tensor](), list[Tensor]()
-        for name in layout.tables:
-            ids.append(wanted[name])
-            if known is not None:
-                versions.append(known[name])
+            clocks = [(clock.generation, clock.base) for clock in self._clocks]
+        ids = [wanted[name] for name in layout.tables]
+        versions = None if known is None else [known[name] for name in layout.tables]
         wide = None if widths is None else [widths.get(name) for name in layout.tables]
-        pull = Pull(layout, ids, None if known is None else versions, wide, clocks, compression)
+        pull = Pull(layout, ids, versions, wide, clocks, compression)
         requests, shards = list[Request](), list[int]()
         at = -1 if step is None else step
         for shard in range(len(clocks)):
@@ -587,9 +582,7 @@ class ParameterClient(KnownTables):
         if rules is not None:
             for name in gradients:
                 rule_of[name] = kinds.setdefault(rules[name], len(kinds))
-        numbers = []
-        for rule in kinds:
-            numbers.append(rule.to_dict())  # noqa: PERF401 - a comprehension is one more call
+        numbers = [rule.to_dict() for rule in kinds]
         push = Push(layout, gradients, squares or {}, self.shards, self.compression)
         if unordered and self.worker is not None:
             rank = self.worker.rank
@@ -606,19 +599,16 @@ class ParameterClient(KnownTables):
                     refused.append(requests[-1])
         # A shard whose part has no NaN would apply it although the whole is refused, so only the others are asked.
         outcomes = self.calls.outcomes(refused or requests, deadline)
-        failures = []
-        for outcome in outcomes:
-            if isinstance(outcome, Exception):
-                failures.append(outcome)  # noqa: PERF401 - a comprehension is one more call
-        if failures:
-            failures.sort(key=_is_refusal)  # a push that was not answered may have been applied: worse than a refusal
+        if failures := [outcome for outcome in outcomes if isinstance(outcome, Exception)]:
+            # A push that was not answered may have been applied: worse than a refusal.
+            failures.sort(key=lambda failure: isinstance(failure, REFUSALS))
             applied = 0 if refused or merging.hold else len(outcomes) - len(failures)
             raise self._torn_by(failures[0], applied, step) if applied else failures[0]
         self._count(push.bytes(), time.monotonic() - began if awaited else 0.0, pushes=1)
 
     def _torn_by(self, error: Exception, taken: int, step: int | None) -> Exception:
         """Return the error of a push that ``taken`` shards have applied and one has refused."""
-        if not _is_refusal(error):
+        if not isinstance(error, REFUSALS):
             return error
         if step is not None:
             self._torn = step
@@ -803,11 +793,6 @@ def _check_gradient(grad: Tensor, name: str) -> None:
     check_plain(grad, f"the gradient of {name}")
     if not grad.is_floating_point():
         raise SchemaError(f"the gradient of {name} is {grad.dtype}; gradients are floating: give grad.float()")
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Return True if the shard that answered so has not applied the push."""
-    return isinstance(error, REFUSALS)
 
 
 def _checked_endpoints(endpoints: Sequence[str], *, explicit: bool) -> list[str]:

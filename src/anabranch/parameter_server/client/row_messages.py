@@ -203,9 +203,7 @@ class Pull:
         else:
             self._sort(side_by_side(known).numpy(), np.array([base for _, base in clocks]))
         # Of each run the rows that came, their positions among all ids, and their versions.
-        self._came: list[tuple[list[Tensor], list[Array], list[Array]]] = []
-        for _ in self._runs:
-            self._came.append(([], [], []))
+        self._came: list[tuple[list[Tensor], list[Array], list[Array]]] = [([], [], []) for _ in self._runs]
         self._parameters: dict[str, Tensor] = {}
         # Rows that came with their state, without it, and of those that were known before.
         self._stated_rows, self._other_rows, self._changed_rows = np.zeros((3, tables), np.int64)
@@ -242,8 +240,7 @@ class Pull:
         for name, (with_state, unknown, known), since in rows:
             if with_state or unknown or known:
                 parts.append(PullPart(name, with_state + unknown + known, with_state, known, since))
-        for name in routed.layout.dense[shard]:
-            parts.append(PullPart(name))  # noqa: PERF401 - a comprehension is one more call
+        parts += map(PullPart, routed.layout.dense[shard])
         tensors = [torch.from_numpy(routed.flat[routed.order[routed.of(shard)]]).to(routed.layout.ids_travel_as)]
         if self._ages.size:
             known = routed.counts[:, :, _KNOWN].sum(1)
@@ -278,7 +275,7 @@ class Pull:
         where, kinds = routed.order[some], routed.kinds[some]
         comes = kinds == _UNKNOWN
         if known.any():
-            positions, *tensors = tensors
+            positions, *tensors = tensors or [_NO_POSITIONS]  # which are refused
             comes[np.flatnonzero(kinds == _KNOWN)[_checked(positions, changed, known, shard)]] = True
         as_of, new = np.zeros((2, len(counts)), np.int64)
         as_of[concerned] = reply.steps[: len(concerned)]
@@ -372,10 +369,7 @@ class Push:
         compression: Compression | None,
     ) -> None:
         self._gradients, self._compression = gradients, compression
-        ids = []
-        for name in layout.tables:
-            ids.append(gradients[name][0])  # noqa: PERF401 - a comprehension is one more call
-        routed = self._routed = Routed(layout, ids, shards)
+        routed = self._routed = Routed(layout, [gradients[name][0] for name in layout.tables], shards)
         sizes = np.diff(routed.starts).tolist()
         kinds = np.zeros(routed.flat.size, np.int64)
         if squares:

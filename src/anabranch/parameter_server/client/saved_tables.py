@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import count
@@ -21,7 +21,7 @@ from anabranch.periodic import periodic
 from anabranch.tables.dense_parameter import DenseParameter
 from anabranch.tables.optimizers.gradient_optimizers import sums_dtype
 from anabranch.tables.optimizers.row_optimizers import CONSTANTS, Family, ParameterState, RowOptimizer
-from anabranch.tables.row_block import Piece, RowBlock, files, pieces
+from anabranch.tables.row_block import Group, Piece, RowBlock, files, parts_of, pieces, rows_of
 from anabranch.tables.table import Table
 from anabranch.tables.table_spec import TableSpec, state_dtype
 from anabranch.transport import Request, pack, unpack
@@ -29,9 +29,6 @@ from anabranch.transport import Request, pack, unpack
 CHUNK = 1 << 16  # rows of a whole table in one message
 _FORMAT = "rows in pieces"
 _PAUSE = 0.02  # seconds between two looks whether others have read a shard
-
-Group = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
-"""Tensors by name, or what reads them from a file."""
 
 
 class SavedTables:
@@ -170,7 +167,7 @@ def check(state: object, groups: Mapping[str, Group]) -> None:
     made = [(TableSpec.from_dict(one["spec"]), RowOptimizer.from_dict(one["rule"])) for one in state["tables"]]
     ids: list[list[Tensor]] = [[] for _ in made]
     try:
-        for k, block in _blocks(groups, range(len(made))):
+        for k, block in rows_of(groups, range(len(made))):
             block.check(*made[k], state["tables"][k]["step"])
             ids[k].append(block.ids.clone())
         for (spec, _), some in zip(made, ids, strict=True):
@@ -181,7 +178,7 @@ def check(state: object, groups: Mapping[str, Group]) -> None:
                 raise SchemaError(f"table {spec.name}: ids from {every[0]} to {every[-1]}")
             some.clear()
         for k, entry in enumerate(state["dense"]):
-            parts = _parts(groups[f"dense-{k}"])
+            parts = parts_of(groups, f"dense-{k}")
             DenseParameter(entry["name"], parts[0], RowOptimizer.from_dict(entry["rule"])).check_restored(parts)
     except (SchemaError, KeyError, IndexError) as error:
         raise CheckpointError(f"the checkpoint cannot be loaded, and nothing was changed: {error}") from error
@@ -199,12 +196,12 @@ def restore_some(
             tables.init_table(replace(spec, memory_map=own.memory_map), rule)
             tables.resume(spec.name, entry["step"], _history(groups, k))
             made[k] = spec.name, entry["step"]
-    for k, block in _blocks(groups, made):
+    for k, block in rows_of(groups, made):
         name, step = made[k]
         tables.restore_rows(name, block.tensors(), step)
     for k, entry in enumerate(state["dense"]):
         if names is None or entry["name"] in names:
-            parts, rule = _parts(groups[f"dense-{k}"]), RowOptimizer.from_dict(entry["rule"])
+            parts, rule = parts_of(groups, f"dense-{k}"), RowOptimizer.from_dict(entry["rule"])
             _restore_dense(tables, entry["name"], parts, entry["step"], rule)
 
 
@@ -232,14 +229,14 @@ def whole(
                 if rule.family is Family.ROW_WISE_ADAGRAD:
                     kind = sums_dtype(spec.dtype)
                     sums[k] = torch.full((made[k].used,), rule.initial_state, dtype=kind, device="cpu")
-        for k, block in _blocks(groups, made) if made else ():  # else nothing of the rows need be read
+        for k, block in rows_of(groups, made) if made else ():  # else nothing of the rows need be read
             made[k].check_block(block)
             made[k].restore(block)
             if k in sums:
                 sums[k][block.ids] = block.sums
         for k, entry in enumerate(state["dense"]):
             if entry["name"] in names:
-                value, *own = _parts(groups[f"dense-{k}"])
+                value, *own = parts_of(groups, f"dense-{k}")
                 wholes[entry["name"]] = RowOptimizer.from_dict(entry["rule"]), ParameterState(value, own, entry["step"])
     except (SchemaError, NotFound) as error:
         raise CheckpointError(f"the checkpoint cannot be loaded, and nothing was changed: {error}") from error
@@ -268,24 +265,7 @@ def fill(state: ParameterState, ids: Tensor, rows: Tensor) -> None:
 
 
 def _history(groups: Mapping[str, Group], k: int) -> Tensor:
-    if f"history-{k}" in groups:
-        return _parts(groups[f"history-{k}"])[0]
-    return torch.empty(0, CONSTANTS, dtype=torch.float64, device="cpu")
-
-
-def _blocks(groups: Mapping[str, Group], tables: Container[int]) -> Iterator[tuple[int, RowBlock]]:
-    """Yield the rows of the tables with these indices."""
-    for name, group in groups.items():
-        if name.startswith("rows-"):
-            for piece in pieces(group() if callable(group) else group):
-                for k, block in piece.split():
-                    if k in tables:
-                        yield k, block
-
-
-def _parts(group: Group) -> list[Tensor]:
-    tensors = group() if callable(group) else group
-    return [tensors[str(k)] for k in range(len(tensors))]
+    return next(iter(parts_of(groups, f"history-{k}")), torch.empty(0, CONSTANTS, dtype=torch.float64, device="cpu"))
 
 
 def for_optimizer(

@@ -155,11 +155,7 @@ class ShardCalls:
 
     def post(self, requests: Sequence[Request]) -> None:
         """Send requests whose answers nobody needs, and whose loss a later request makes good."""
-        unsent = []
-        for request in requests:
-            if not self._client.post(request, self.timeout):
-                unsent.append(request)  # noqa: PERF401 - a comprehension is one more call
-        if unsent:
+        if unsent := [request for request in requests if not self._client.post(request, self.timeout)]:
             self.outcomes(unsent, Deadline(self.timeout))
 
     def describe(self) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass, field, fields
 from typing import Any
@@ -21,7 +21,7 @@ from anabranch.tables.arena import Arena, kind_of
 from anabranch.tables.dense_parameter import DenseParameter
 from anabranch.tables.kernels.memory import KernelThreads
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
-from anabranch.tables.row_block import RowBlock, files, pieces
+from anabranch.tables.row_block import Group, RowBlock, files, parts_of, rows_of
 from anabranch.tables.snapshot import RowSnapshot
 from anabranch.tables.table import Table, TableGroup
 from anabranch.tables.table_spec import TableSpec
@@ -167,17 +167,11 @@ class ShardContents:
 
     # --- saving and loading -----------------------------------------------------------------------------------------
 
-    def export_bytes(self, message: ExportMessage) -> int:
-        """Return the bytes of what ``export`` returns."""
-        holder = self.holder(message.name)
-        if not isinstance(holder, DenseParameter):
-            raise SchemaError(f"{message.name} is a table of rows here, not a dense parameter")
-        return holder.value.nbytes + sum(state.nbytes for state in holder.states)
-
     def export(self, message: ExportMessage) -> tuple[int, list[Tensor]]:
         """Return a parameter's steps, and its value and states."""
         holder = self.holder(message.name)
-        assert isinstance(holder, DenseParameter)
+        if not isinstance(holder, DenseParameter):
+            raise SchemaError(f"{message.name} is a table of rows here, not a dense parameter")
         return holder.step, holder.share()
 
     def check_restored(self, message: RestoreMessage, tensors: Sequence[Tensor]) -> None:
@@ -223,23 +217,20 @@ class ShardContents:
         most = max(rows.piece_bytes, *(sum(part.nbytes for part in group.values()) for group in groups.values()), 0)
         return ShardSnapshot(_described(tables, dense), groups, rows, most)
 
-    def load(self, state: Mapping[str, Any], groups: Mapping[str, Callable[[], Mapping[str, Tensor]]]) -> None:
+    def load(self, state: Mapping[str, Any], groups: Mapping[str, Group]) -> None:
         """Create and fill what ``snapshot`` described."""
         tables = []
         for entry in state["tables"]:
             self.add(*self.parse(InitMessage(entry["spec"]["name"], entry["rule"], entry["spec"]), ()))
             tables.append(self.tables[entry["spec"]["name"]])
-        for name, group in groups.items():
-            for piece in pieces(group()) if name.startswith("rows-") else ():
-                for k, block in piece.split():
-                    tables[k].restore(block)
+        for k, block in rows_of(groups, range(len(tables))):
+            tables[k].restore(block)
         for k, (table, entry) in enumerate(zip(tables, state["tables"], strict=True)):
-            history = groups[f"history-{k}"]()["0"] if f"history-{k}" in groups else table.history
-            table.resume(entry["step"], history)
+            table.resume(entry["step"], *(parts_of(groups, f"history-{k}") or [table.history]))
         for k, entry in enumerate(state["dense"]):
-            parts = groups[f"dense-{k}"]()
-            self.add(*self.parse(InitMessage(entry["name"], entry["rule"]), [parts["0"]]))
-            self.dense[entry["name"]].restore([parts[str(at)] for at in range(len(parts))], entry["step"])
+            parts = parts_of(groups, f"dense-{k}")
+            self.add(*self.parse(InitMessage(entry["name"], entry["rule"]), parts[:1]))
+            self.dense[entry["name"]].restore(parts, entry["step"])
 
     # --- reports ----------------------------------------------------------------------------------------------------
 

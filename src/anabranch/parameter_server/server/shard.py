@@ -57,13 +57,13 @@ from anabranch.parameter_server.server.requests import (
     arrived,
     check_body,
     read,
-    renewed,
     squared_sum,
     without,
 )
 from anabranch.parameter_server.server.worker_order import Consistency, HeldStep, WorkerOrder
 from anabranch.record import spans
 from anabranch.tables.kernels.memory import KernelThreads
+from anabranch.tables.row_block import Group, parts_of
 from anabranch.tables.snapshot import RowSnapshot
 from anabranch.tables.table import Table
 from anabranch.tables.table_spec import check_name
@@ -238,8 +238,8 @@ class Shard:
                 if job.consistency.lag is not None:
                     self._wait_for_steps(message.rank, message.step - job.consistency.lag, deadline, "pull")
                 pushed = min(self._joined(message.rank).clocks)
-            if request.parts.version != self.contents.version:
-                request = renewed(self.contents, request)
+            if request.parts.version != self.contents.version:  # a table was made or dropped while it waited
+                request = self.request(message, request.tensors, request.client)
             check_body(request)
             admits = message.training and any(map(itemgetter(2), request.parts.groups))
             if admits:
@@ -270,8 +270,8 @@ class Shard:
             job = self._hear(message.rank, message.turn, request.client)
             if job is not None and message.step < 0 and job.consistency.merges:
                 self._wait_for_steps(message.rank, job.clocks[message.rank], deadline, "push")
-            if request.parts.version != self.contents.version:
-                request = renewed(self.contents, request)
+            if request.parts.version != self.contents.version:  # a table was made or dropped while it waited
+                request = self.request(message, request.tensors, request.client)
             try:
                 check_body(request)
             except NonFinite:
@@ -517,7 +517,7 @@ class Shard:
                 }  # fmt: skip
             return snapshot
 
-    def load(self, state: Mapping[str, Any], groups: Mapping[str, Callable[[], Mapping[str, Tensor]]]) -> None:
+    def load(self, state: Mapping[str, Any], groups: Mapping[str, Group]) -> None:
         """Load the result of ``snapshot_of_all`` into an empty shard."""
         with self._state:
             self.contents.load(state, groups)
@@ -529,8 +529,8 @@ class Shard:
             job.clocks, job.total, job.turn = list(kept["clocks"]), kept["total"], WorkerProgress(*kept["turn"])
             job.held = {step: HeldStep(*facts) for step, facts in kept["held"].items()}
             for k, push in enumerate(state["pushes"]):
-                message, tensors = unpack(push, PushMessage), groups[f"push-{k}"]()
-                request = self.request(message, [tensors[str(at)] for at in range(len(tensors))])
+                message = unpack(push, PushMessage)
+                request = self.request(message, parts_of(groups, f"push-{k}"))
                 job.held[message.step].pushes[message.rank] = request
                 # One of an older membership waits, too, and says nothing of this one.
                 if message.turn is not None and message.turn.number == job.number:

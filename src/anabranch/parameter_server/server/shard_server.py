@@ -253,7 +253,7 @@ class ParameterServer:
             raise SchemaError(f"{verb} takes no tensors, got {len(header.tensors)}")
         nbytes = 0
         if isinstance(message, ExportMessage):
-            nbytes = self._shard.contents.export_bytes(message)
+            nbytes = sum(tensor.nbytes for tensor in self._shard.contents.export(message)[1])
         elif isinstance(message, SnapshotMessage) and message.number and message.part >= 0:
             nbytes = self._reading(message).part_bytes
         return ShardRequest(message, nbytes, client)

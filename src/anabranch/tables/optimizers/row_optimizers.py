@@ -64,6 +64,7 @@ _FAMILIES = {
     Family.ADAMAX: _Facts(torch.optim.Adamax, rules.ADAMAX, ("exp_avg", "exp_inf"), decays=True),
     Family.FTRL: _Facts(FTRL, rules.FTRL, ("z", "n")),
 }
+_OF_KIND = {facts.kind: family for family, facts in _FAMILIES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +231,7 @@ class RowOptimizer:
         Raises:
             ValueError: an optimizer, or an option of one, that tables cannot run; names it and the supported ones.
         """
-        family = next((family for family, facts in _FAMILIES.items() if type(optimizer) is facts.kind), None)
+        family = _OF_KIND.get(type(optimizer))
         if family is None:
             names = ", ".join(facts.kind.__name__ for facts in _FAMILIES.values())
             raise ValueError(f"tables cannot run {type(optimizer).__name__}; use one of {names}")
