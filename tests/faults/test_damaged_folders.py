@@ -170,7 +170,7 @@ def test_a_damaged_folder_is_refused_or_nothing_is_lost_untold(pushed: Pushed, t
 
 
 @pytest.mark.slow
-def test_hundreds_of_damaged_folders_are_refused_or_lose_nothing_untold(pushed: Pushed, tmp_path: Path) -> None:
-    outcomes = damaged_folders(pushed, tmp_path, range(1000, 1400 if pushed.durability == "log" else 1100))
+def test_a_thousand_damaged_folders_are_refused_or_lose_nothing_untold(pushed: Pushed, tmp_path: Path) -> None:
+    outcomes = damaged_folders(pushed, tmp_path, range(1000, 1800 if pushed.durability == "log" else 1200))
     assert outcomes["refused"] > 15
     assert outcomes["whole" if pushed.durability == "log" else "told"] > 15

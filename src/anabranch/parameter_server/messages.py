@@ -290,12 +290,7 @@ class AcknowledgedPushes:
 
     def __init__(self) -> None:
         self._runs: list[tuple[int, int]] = []  # first and last, ascending
-        self.incarnation = 0
-
-    @property
-    def newest(self) -> int:
-        runs = self._runs
-        return runs[-1][1] if runs else 0
+        self.newest = self.incarnation = 0
 
     def add(self, number: int) -> None:
         """Record ``number``, from an answer."""
@@ -307,10 +302,12 @@ class AcknowledgedPushes:
                 if runs and runs[-1][1] == first - 1:
                     first, _ = runs.pop()
                 runs.append((first, last))
-            self._runs = runs  # another thread may read them
+            self._runs = runs
+        self.newest = max(self.newest, number)
 
     def cut(self, holds: int) -> int:
         """Remove the numbers above ``holds``; returns their number."""
         lost = sum(last - max(first - 1, holds) for first, last in self._runs if last > holds)
         self._runs = [(first, min(last, holds)) for first, last in self._runs if first <= holds]
+        self.newest = self._runs[-1][1] if self._runs else 0
         return lost

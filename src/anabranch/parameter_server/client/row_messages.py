@@ -131,6 +131,8 @@ class Routed:
         starts: where each table's ids begin, and their end.
         owners: the shard of each id.
         tables: the table of each.
+        order, kinds: once arranged, the order of the ids, and the kind of each in that order.
+        of: the part of the order that holds the ids of each shard.
 
     Raises:
         NotFound: an id outside its table; says which, and where.
@@ -164,11 +166,8 @@ class Routed:
         self.counts, self.order = np.zeros((self.shards, len(self.starts) - 1, count), np.int64), np.empty_like(kinds)
         routing.arrange(self.owners, kinds, self.starts, self.counts, np.empty_like(self.counts), self.order)
         self.kinds = kinds[self.order]
-        self._edges = np.append(0, np.cumsum(self.counts.sum((1, 2)))).tolist()
-
-    def of(self, shard: int) -> slice:
-        """Return the slice of the order that holds a shard's ids."""
-        return slice(self._edges[shard], self._edges[shard + 1])
+        edges = np.append(0, np.cumsum(self.counts.sum((1, 2)))).tolist()
+        self.of = list(map(slice, edges, edges[1:]))
 
 
 class Pull:
@@ -241,7 +240,7 @@ class Pull:
             if with_state or unknown or known:
                 parts.append(PullPart(name, with_state + unknown + known, with_state, known, since))
         parts += map(PullPart, routed.layout.dense[shard])
-        tensors = [torch.from_numpy(routed.flat[routed.order[routed.of(shard)]]).to(routed.layout.ids_travel_as)]
+        tensors = [torch.from_numpy(routed.flat[routed.order[routed.of[shard]]]).to(routed.layout.ids_travel_as)]
         if self._ages.size:
             known = routed.counts[:, :, _KNOWN].sum(1)
             first = int(known[:shard].sum())
@@ -266,7 +265,7 @@ class Pull:
             ProtocolError, SchemaError: it does not fit the request.
         """
         routed = self._routed
-        counts, some, dense = routed.counts[shard], routed.of(shard), routed.layout.dense[shard]
+        counts, some, dense = routed.counts[shard], routed.of[shard], routed.layout.dense[shard]
         concerned = np.flatnonzero(counts.sum(1))
         parts = len(concerned) + len(dense)
         changed, known = np.array(reply.changed[: len(concerned)], np.int64), counts[concerned, _KNOWN]
@@ -398,9 +397,9 @@ class Push:
         counts = routed.counts[shard].tolist()
         for name, (single, sums) in zip(layout.tables, counts, strict=True):
             parts.append(PushPart(name, single + sums, rules.get(name, 0), sums))
-        mine = routed.order[routed.of(shard)]
+        mine = routed.order[routed.of[shard]]
         tensors = [torch.from_numpy(routed.flat[mine]).to(layout.ids_travel_as)]
-        sums = mine[routed.kinds[routed.of(shard)] == 1]
+        sums = mine[routed.kinds[routed.of[shard]] == 1]
         if sums.size:
             tensors.append(self._squares[torch.from_numpy(sums)])
         rows, shares, at = list[Tensor](), list[Share](), np.append(0, np.cumsum(routed.counts[shard].sum(1)))

@@ -369,7 +369,7 @@ class KnownTables:
         message = pack(RestoreMessage(name, step))
         requests = []
         for shard in range(self.calls.shards):
-            where = torch.from_numpy(routed.order[routed.of(shard)])
+            where = torch.from_numpy(routed.order[routed.of[shard]])
             mine = [part[where] if len(part) == len(parts[0]) else part for part in parts]
             if where.numel():
                 requests.append(self.calls.request(shard, "restore", message, mine))
