@@ -129,4 +129,5 @@ class DenseParameter:
                 torch.maximum(norm.mul_(rule.beta2), grad.abs().add_(rule.eps), out=norm)
                 weights.addcdiv_(mean, norm, value=-c[0])
             case Family.FTRL:
-                follow(weights, grad, *states, rule.lr, rule.beta, rule.l1, rule.l2)
+                z, n = states
+                follow(weights, grad, z, n, rule.lr, rule.beta, rule.l1, rule.l2)

@@ -133,9 +133,9 @@ class CacheGroup:
                     rows[positions] = moved[:, : self._width]
             return _parts(names, rows.to(self._read_as), starts, empty=True)
 
-        questions = ids.index_select(0, torch.from_numpy(asks)), torch.from_numpy(asked)
+        some, versions = ids.index_select(0, torch.from_numpy(asks)), torch.from_numpy(asked)
         left = self._left(names, members, leaving, step)
-        return CacheQuery(*(_parts(names, some, ask_starts) for some in questions), left, answer)
+        return CacheQuery(_parts(names, some, ask_starts), _parts(names, versions, ask_starts), left, answer)
 
     def _side_by_side(self, names: list[str], pulled: Mapping[str, Pulled]) -> tuple[Array, Array, Array, Array]:
         """Return the received rows of all tables: their positions, where each table's begin, the versions and the
@@ -208,8 +208,8 @@ class CacheGroup:
                 self._apply_again(dirty[:again], step)
             return left
 
-        questions = some, torch.from_numpy(asked)
-        return CacheQuery(*(_parts(names, one, ask_starts) for one in questions), {}, store)
+        versions = torch.from_numpy(asked)
+        return CacheQuery(_parts(names, some, ask_starts), _parts(names, versions, ask_starts), {}, store)
 
     # --- writing ----------------------------------------------------------------------------------------------------
 

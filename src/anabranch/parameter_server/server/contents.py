@@ -10,7 +10,7 @@ import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
@@ -239,12 +239,11 @@ class ShardContents:
         tables = {}
         for name, counts in self.counts.items():
             holder = self.holder(name)
+            facts = {"rows": 0, "evictions": 0, "bytes": 0, "unadmitted": 0, "step": holder.step}
             if isinstance(holder, Table):
-                facts = holder.used, holder.evictions, holder.bytes(), holder.unadmitted
-            else:
-                facts = 0, 0, holder.value.nbytes, 0
-            rows, evictions, nbytes, unadmitted = facts
-            tables[name] = TableStatistics(*astuple(counts), rows, evictions, nbytes, holder.step, unadmitted)
+                facts |= {"rows": holder.used, "evictions": holder.evictions, "unadmitted": holder.unadmitted}
+            facts["bytes"] = holder.bytes() if isinstance(holder, Table) else holder.value.nbytes
+            tables[name] = TableStatistics(**asdict(counts), **facts)
         return tables
 
     def describe(self) -> dict[str, object]:
