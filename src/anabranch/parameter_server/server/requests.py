@@ -6,7 +6,7 @@
 
 ``check`` sees the message and each tensor's dtype and shape, and needs no lock, which may be held for long: nothing of
 a body is received in vain, and nothing below repeats it. ``check_body`` runs under the lock, before anything changes.
-A request that waits while a table is made or dropped is checked again when it is used.
+A request that waits while a table is made or dropped is checked again when it is used (``renewed``).
 """
 
 from __future__ import annotations
@@ -161,6 +161,11 @@ def _rule_of(values: Mapping[str, object]) -> RowOptimizer:
         return RowOptimizer.from_dict(values)
     except (ValueError, TypeError, KeyError) as error:
         raise SchemaError(f"{values!r} is not an optimizer: {error}") from None
+
+
+def renewed(contents: ShardContents, request: RowRequest) -> RowRequest:
+    """Return the request, checked again: a table was made or dropped meanwhile."""
+    return arrived(contents, request.message, request.tensors, request.client)
 
 
 def arrived(

@@ -57,6 +57,7 @@ from anabranch.parameter_server.server.requests import (
     arrived,
     check_body,
     read,
+    renewed,
     squared_sum,
     without,
 )
@@ -238,8 +239,8 @@ class Shard:
                 if job.consistency.lag is not None:
                     self._wait_for_steps(message.rank, message.step - job.consistency.lag, deadline, "pull")
                 pushed = min(self._joined(message.rank).clocks)
-            if request.parts.version != self.contents.version:  # a table was made or dropped while it waited
-                request = self.request(message, request.tensors, request.client)
+            if request.parts.version != self.contents.version:
+                request = renewed(self.contents, request)
             check_body(request)
             admits = message.training and any(map(itemgetter(2), request.parts.groups))
             if admits:
@@ -270,8 +271,8 @@ class Shard:
             job = self._hear(message.rank, message.turn, request.client)
             if job is not None and message.step < 0 and job.consistency.merges:
                 self._wait_for_steps(message.rank, job.clocks[message.rank], deadline, "push")
-            if request.parts.version != self.contents.version:  # a table was made or dropped while it waited
-                request = self.request(message, request.tensors, request.client)
+            if request.parts.version != self.contents.version:
+                request = renewed(self.contents, request)
             try:
                 check_body(request)
             except NonFinite:
