@@ -549,16 +549,20 @@ class GroupSums:
         workers, size, dtype = self._workers, tensor.numel(), tensor.dtype
         workers.timeout = timeout
         shared = self._sums.get(dtype)
-        if shared is None or shared.room < size:
-            room = 1 << max(size - 1, 1).bit_length()
-            (shared,) = shared_sums(workers, [FlatForm(room, dtype, tensor.device)])
-            if shared is None:
-                return False
-            self._sums[dtype] = shared
         try:
-            shared.sum(tensor, operation)
-        except DeadlineExceeded:
-            workers.has_left_work = False  # nothing of gloo's goes on
+            if shared is None or shared.room < size:
+                room = 1 << max(size - 1, 1).bit_length()
+                (shared,) = shared_sums(workers, [FlatForm(room, dtype, tensor.device)])
+                if shared is None:
+                    return False
+                self._sums[dtype] = shared
+            try:
+                shared.sum(tensor, operation)
+            except DeadlineExceeded:
+                workers.has_left_work = len(workers.hosts) > 1  # else nothing of gloo's goes on
+                raise
+        except BoundaryError as error:
+            error.operation = operation  # also where memory is made for it
             raise
         return True
 
