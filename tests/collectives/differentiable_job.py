@@ -68,6 +68,16 @@ def all_reduce_leaves_its_argument_and_takes_any_layout() -> None:
 
 
 @check
+def tensors_of_any_size_are_summed_in_shared_memory() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", None)
+        for size in (1, 5000, 3, 300_000, 7, 200_000, 0):
+            for dtype in (torch.float32, torch.float64):
+                x = torch.arange(size, dtype=dtype)
+                assert torch.equal(ab.all_reduce(x * (RANK + 1)), 3 * x)
+
+
+@check
 def a_rank_that_does_not_use_the_sum_takes_part_in_its_backward() -> None:
     x = torch.ones(3, requires_grad=True)
     manager = ab.GradManager().attach(x)
@@ -207,6 +217,12 @@ def misuse_is_refused() -> None:
         torch.func.grad(lambda x: ab.all_reduce(x).sum())(torch.ones(1))
     with pytest.raises(ValueError, match="8 dimensions"):
         ab.send(torch.zeros([1] * 9), 1 - RANK)
+
+
+@check
+def zy_tensors_of_unequal_sizes_are_not_summed() -> None:
+    with pytest.raises(ab.BoundaryError, match="not all of|has left the sum"):
+        ab.all_reduce(torch.ones(3 + RANK))
 
 
 @check

@@ -29,7 +29,7 @@ class Twins:
 
     size = 2
     rank = 0
-    on_one_host = False  # what they do is in the log
+    hosts = ()  # what they do is in the log
 
     def __init__(self) -> None:
         self.log: list[str] = []

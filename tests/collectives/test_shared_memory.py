@@ -48,6 +48,12 @@ def mappings() -> int:
     return sum(NAME in line for line in [*descriptors, *maps])
 
 
+def pretend_hosts() -> None:
+    """Let two workers each believe to be on a host of their own: memory is shared by processes of one user."""
+    host = int(os.environ["RANK"]) // 2
+    os.getuid = lambda: 4711 + host
+
+
 # What is summed.
 
 
@@ -94,9 +100,11 @@ class Layers(nn.Module):
         return self.layers(x) + self.table((x[:, 0].abs() * 10).long() % 11)  # type: ignore[no-any-return]
 
 
-def trained(name: str, over_gloo: bool, accumulate: int, sparse: bool = True) -> list[Any]:
-    if over_gloo:
-        Workers.on_one_host = False  # type: ignore[assignment, method-assign]
+def trained(name: str, over: str, accumulate: int, sparse: bool = True) -> list[Any]:
+    if over == "gloo":
+        Workers.hosts = []  # type: ignore[assignment, method-assign]
+    elif over == "hosts":
+        pretend_hosts()
     model = Layers(getattr(torch, name), sparse)
     step = ab.TrainStep(
         model,
@@ -127,8 +135,8 @@ def trained(name: str, over_gloo: bool, accumulate: int, sparse: bool = True) ->
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("sparse", [True, False])
 def test_training_gives_the_parameters_that_it_gives_over_gloo(workers: int, accumulate: int, sparse: bool) -> None:
-    by_memory = in_job(trained, workers, "float64", False, accumulate, sparse)
-    over_gloo = in_job(trained, workers, "float64", True, accumulate, sparse)
+    by_memory = in_job(trained, workers, "float64", "memory", accumulate, sparse)
+    over_gloo = in_job(trained, workers, "float64", "gloo", accumulate, sparse)
     assert [used for used, *_ in by_memory + over_gloo] == [True] * workers + [False] * workers
     assert [left for _, left, *_ in by_memory] == [0] * workers  # an executor takes the memory with it
     first, expected = by_memory[0][3], over_gloo[0][3]
@@ -138,9 +146,17 @@ def test_training_gives_the_parameters_that_it_gives_over_gloo(workers: int, acc
         assert here[2] == [None if one is None else pytest.approx(one, abs=1e-12) for one in there[2]]
 
 
+def test_training_over_several_hosts_gives_the_same_parameters() -> None:
+    over_hosts, over_gloo = (in_job(trained, 3, "float64", over, 1) for over in ("hosts", "gloo"))
+    assert [(used, left) for used, left, *_ in over_hosts] == [(True, 0)] * 3
+    first, expected = over_hosts[0][3], over_gloo[0][3]
+    assert all(values == first for *_, values in over_hosts)
+    assert torch.allclose(torch.tensor(first), torch.tensor(expected), rtol=0, atol=1e-12)
+
+
 def test_half_types_are_summed_as_before() -> None:
     for name in ("float16", "bfloat16"):  # in a sum of float32 numbers, and over gloo
-        (used, _, _, values), (*_, others) = in_job(trained, 2, name, False, 1, False)
+        (used, _, _, values), (*_, others) = in_job(trained, 2, name, "memory", 1, False)
         assert used
         assert values == others
 
@@ -169,6 +185,24 @@ def gathered(most_shared: int) -> list[Any]:
     return [results, mappings()]
 
 
+def summed_in_groups() -> list[Any]:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    groups = [dist.new_group(ranks) for ranks in ([0, 2], [1])]
+    mine = groups[rank % 2]
+    for group in (None, mine):
+        ab.all_reduce(torch.ones(1), group=group)  # over gloo, and then they share memory
+    if rank != 1:
+        dist.all_reduce = None  # type: ignore[assignment]
+    sums = [ab.all_reduce(torch.full((size,), rank + 1.0), group=mine).sum().item() for size in (3, 100_000)]
+    return [*sums, ab.all_reduce(torch.ones(5), "mean").tolist()]
+
+
+def test_a_loss_sums_over_any_group_in_shared_memory() -> None:
+    pair, alone = [12.0, 400_000.0, [1.0] * 5], [6.0, 200_000.0, [1.0] * 5]
+    assert in_job(summed_in_groups, 3) == [pair, alone, pair]
+
+
 @pytest.mark.parametrize("most_shared", [1 << 20, 1 << 15])
 def test_rows_are_gathered_in_memory_that_grows_up_to_a_size(most_shared: int) -> None:
     for results, mapped in in_job(gathered, 2, most_shared):
@@ -191,8 +225,8 @@ def voted(what: str) -> list[Any]:
         def refuse(*_: object) -> int:
             raise OSError(28, "no space left")
 
-        if what == "another user" and workers.rank == 1:
-            os.getuid = lambda: 4711
+        if what == "other users":
+            os.getuid = lambda: 4711 + workers.rank
         elif what == "no memory" and workers.rank == 0:
             os.posix_fallocate = refuse
         elif what == "cannot open" and workers.rank == 1:
@@ -206,7 +240,7 @@ def voted(what: str) -> list[Any]:
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
-        ("another user", "shared memory is for 2 to 64 processes of one user on one host"),
+        ("other users", "shared memory is for 2 to 64 processes of one user on one host"),
         ("no memory", "rank 0 has no shared memory: [Errno 28] no space left"),
         ("cannot open", "rank 1 has no shared memory: [Errno 28] no space left"),
     ],
@@ -334,6 +368,8 @@ from anabranch.collectives.shared_memory import FlatForm, shared_sums
 from anabranch.errors import BoundaryError
 
 at, rank = sys.argv[1], int(os.environ["RANK"])
+if at == "hosts":
+    os.getuid = lambda: 4711 + rank // 2
 form = FlatForm(1000 if at == "away, few" else 1 << 18, torch.float32, torch.device("cpu"))
 workers = Workers(timeout=120.0, heartbeat=0.5)
 sums = shared_sums(workers, [form, form])
@@ -369,7 +405,7 @@ def ranks(folder: Path, at: str, world: int = 3, source: str = RANK) -> Iterator
         yield started
 
 
-@pytest.mark.parametrize("at", ["away, few", "away", "arrived"])
+@pytest.mark.parametrize("at", ["away, few", "away", "arrived", "hosts"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_ends_or_freezes_in_a_sum_is_named_on_all_others(at: str, number: int, tmp_path: Path) -> None:
     with ranks(tmp_path, at) as started:

@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from saved_rows import blocks
 
 from anabranch.parameter_server import ParameterClient, RemoteEmbedding, RemoteTables
-from anabranch.tables import Cache, Constant, Family, RowOptimizer, Table, TableSpec
+from anabranch.tables import Cache, Constant, Family, KernelThreads, RowOptimizer, Table, TableSpec
+from anabranch.tables.kernels import memory
 
 IDS = st.lists(
     st.sampled_from([0, 1, 2, 3, 5, 8, -1, 2**53, 2**53 + 1, -(2**63) + 1, -(2**63), 2**63 - 1]), min_size=1, max_size=6
@@ -174,6 +175,27 @@ def test_an_id_whose_tag_another_has_is_restored_and_one_that_is_there_is_not() 
     for refuse in (table.restore, table.check_block):
         with pytest.raises(ValueError, match="an id already has a row"):
             refuse(block)
+
+
+@pytest.mark.parametrize("eviction", ["age", "frequency"])
+def test_rows_and_evictions_do_not_depend_on_threads(eviction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_SMALL", 1)
+    spec = TableSpec("t", None, 3, capacity=30, eviction=eviction, admission=0.9)
+    rule = RowOptimizer(Family.ADAM, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8)
+    with KernelThreads(3) as pool:
+        several, one = Table(spec, rule, pool=pool), Table(spec, rule)
+        for step in range(40):
+            chance = torch.Generator().manual_seed(step)
+            ids = torch.randint(0, 60, (20,), generator=chance)
+            grads, squares = torch.randn(20, 3, generator=chance), 1 + torch.rand(20, generator=chance)
+            for table in (several, one):
+                if step % 3:
+                    table.pull(ids, training=True)
+                table.push(ids, grads, squares if step % 2 else None)
+        assert (several.evictions, several.unadmitted) == (one.evictions, one.unadmitted)
+        for mine, theirs in zip(blocks(several, 1), blocks(one, 1), strict=True):
+            assert all(map(torch.equal, mine.tensors(), theirs.tensors()))
+    assert one.evictions > 20
 
 
 @pytest.mark.parametrize("eviction", ["age", "frequency"])

@@ -159,16 +159,17 @@ def test_half_numbers_are_widened_and_rounded_as_torch_does(dtype: torch.dtype) 
 
 
 def test_a_thread_pool_raises_the_error_of_a_part_and_stays_usable() -> None:
-    def fail(first: int, last: int) -> None:
-        if first:
+    def fail(thread: int, threads: int) -> None:
+        if thread:
             raise KeyError("second part")
 
     with KernelThreads(2) as pool:
         with pytest.raises(KeyError, match="second part"):
-            pool.run(fail, 10, 1 << 20)
-        done: list[int] = []
-        pool.run(lambda first, last: done.append(last - first), 10, 1 << 20)
-        assert sum(done) == 10
+            pool.run(fail, 16_000)
+        done: list[tuple[int, int]] = []
+        for rows in (16_000, 15_999):  # few rows stay on the caller's thread
+            pool.run(lambda thread, threads: done.append((thread, threads)), rows)
+        assert sorted(done) == [(0, 1), (0, 2), (1, 2)]
 
 
 @pytest.mark.slow

@@ -194,7 +194,7 @@ def test_an_id_outside_is_refused_by_name_and_changes_nothing(bad: int) -> None:
 
 def test_the_same_bits_come_from_one_thread_and_from_three() -> None:
     rule = RowOptimizer.from_factory(DENSE["adam"])
-    ids, grads = torch.randint(0, 4000, (6000,)), torch.randn(6000, WIDTH)
+    ids, grads = torch.randint(0, 4000, (16_000,)), torch.randn(16_000, WIDTH)
     found = []
     for threads in (1, 3):
         with KernelThreads(threads) as pool:

@@ -22,6 +22,7 @@ from anabranch.tables import (
     TableSpec,
 )
 from anabranch.tables.arena import Arena
+from anabranch.tables.kernels import memory
 
 ROWS = (50, 7, 300, None)
 WIDTH = 5
@@ -87,7 +88,10 @@ def same_answers(group: TableGroup, alone: list[Table], seed: int) -> None:
 @pytest.mark.parametrize("every_row_moves", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", RULES)
-def test_a_group_of_tables_moves_as_its_tables_do_alone(name: str, dtype: torch.dtype, every_row_moves: bool) -> None:
+def test_a_group_of_tables_on_two_threads_moves_as_its_tables_do_alone(
+    name: str, dtype: torch.dtype, every_row_moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_SMALL", 1)
     rule, shards = RowOptimizer.from_factory(RULES[name]), 3 if name == "adagrad" else 1
     make = functools.partial(make_tables, rule, shards, dtype=dtype, every_row_moves=every_row_moves)
     alone = make()

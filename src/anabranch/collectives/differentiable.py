@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -27,11 +28,13 @@ from torch import Tensor
 from anabranch.autodiff import boundary_exit
 from anabranch.autodiff.boundary.crossing import Boundary, Crossed, Form, Tensors, cross
 from anabranch.collectives.messages import move_message, wait_until_reduced
+from anabranch.collectives.shared_memory import NUMBERS, GroupSums
 from anabranch.errors import CaptureError, ProtocolError
 from anabranch.job import job
 from anabranch.tensors.dtypes import DTYPE_CODES, DTYPES
 
 _TIMEOUT = 600.0
+_sums: WeakKeyDictionary[dist.ProcessGroup, GroupSums] = WeakKeyDictionary()
 
 
 def all_reduce(
@@ -198,10 +201,20 @@ class _Reduction(_Exchange):
         return [None if flat[-1] == 0 else self._scale(flat[:-1]).view(form.shape)]
 
     def _run(self, tensor: Tensor) -> Tensor:
-        """Sum ``tensor`` over the ranks in place."""
-        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        """Sum ``tensor`` over the ranks in place: in the memory of their hosts, once they have met in a first sum."""
+        group = self.group or dist.group.WORLD
+        assert group is not None
+        sums, backend = _sums.get(group), group._get_backend(tensor.device)
+        shares = tensor.is_cpu and tensor.dtype in NUMBERS and isinstance(backend, dist.ProcessGroupGloo)
+        if shares and sums is not None:
+            own = backend.options._timeout.total_seconds()  # which ``Rowless`` shortens
+            if sums.sum(tensor, "all_reduce", min(self.timeout, own)):
+                return tensor
+        work = dist.all_reduce(tensor, group=group, async_op=True)
         assert work is not None  # this rank is a member of the group
-        wait_until_reduced(work, self.group, "all_reduce", self.timeout, on_host=not tensor.is_cuda)
+        wait_until_reduced(work, group, "all_reduce", self.timeout, on_host=not tensor.is_cuda)
+        if shares and sums is None and group.size() > 1:
+            _sums[group] = GroupSums(group, self.timeout)
         return tensor
 
     def _scale(self, tensor: Tensor) -> Tensor:

@@ -48,6 +48,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 import numba
 import numpy as np
 import torch
+import torch.distributed as dist
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -55,7 +56,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from anabranch.collectives.workers import Pending, Workers
-from anabranch.errors import BoundaryError
+from anabranch.errors import BoundaryError, DeadlineExceeded
 from anabranch.liveness.group import RankLeft
 from anabranch.tables.kernels.numbers import inline, kernel
 
@@ -71,7 +72,8 @@ _FEW, _MANY = 40, 10_000  # pauses: 1 and 250 microseconds
 _TURNS = 4  # how often the many are tried where they are in vain
 _SMALL = 1 << 19  # bytes of all ranks' rows up to which a sum is one barrier
 _BLOCK = 1024  # numbers of a row that are summed at a time and stay in the processor's first cache
-_BEGUN, _ARRIVED, _SUMMED, _DONE, _NONFINITE, _LOST = range(6)  # progress of a sum on one rank
+_BEGUN, _ARRIVED, _SUMMED, _DONE, _NONFINITE, _LOST, _UNLIKE = range(7)  # progress of a sum on one rank
+_COUNT_BITS = 7  # of the word that counts arrivals, up to 64; the others add up the sizes
 
 
 # Atomic operations on words of the segment: Numba has none for the CPU, and LLVM may move a plain load out of a loop.
@@ -159,15 +161,22 @@ def _wake(words: Any, phase: int) -> None:
 
 
 @inline
-def _arrive(words: Any, phase: int, number: int, ranks: int) -> Any:
-    """Count this rank in; the last one moves the phase on. False if it cannot, because a rank gave up."""
-    if _add(words, phase + _LINE, 1) + 1 < ranks:
-        return True
+def _arrive(words: Any, phase: int, number: int, ranks: int, size: int) -> Any:
+    """Count this rank in, with the size of its tensor; the last one moves the phase on.
+
+    It cannot if a rank gave up, or the sizes are not equal: ``_LOST`` or ``_UNLIKE`` then, else ``_BEGUN``.
+    """
+    mine = np.uint32(1 | (size << _COUNT_BITS))
+    every = np.uint32(_add(words, phase + _LINE, mine) + mine)
+    if every & np.uint32((1 << _COUNT_BITS) - 1) < ranks:
+        return _BEGUN
     words[phase + _LINE] = 0  # nobody arrives at the next barrier before the phase has moved
+    if every != np.uint32(ranks * np.int64(mine)):
+        return _UNLIKE
     if not _compare_and_swap(words, phase, (number - 1) & _NUMBER, number):
-        return False
+        return _LOST
     _wake(words, phase)
-    return True
+    return _BEGUN
 
 
 @inline
@@ -250,7 +259,7 @@ def _advance(
 ) -> Any:  # fmt: skip
     """Take the ``number``-th sum on from ``stage`` as far as it goes within one sleep, and return its stage."""
     rows = copies[number % len(copies)]
-    ranks, size = rows.shape
+    ranks, size = len(rows), len(own)
     barriers = 3 - len(copies)
     first, second = (barriers * (number - 1) + 1) & _NUMBER, (2 * number) & _NUMBER
     nonfinite = phase + _LINE + 1  # the number of the last sum with one
@@ -259,8 +268,9 @@ def _advance(
             row = rows[rank, : len(own)]
             for i in range(len(row)):
                 row[i] = own[i]
-        if not _arrive(words, phase, first, ranks):
-            return _LOST
+        arrived = _arrive(words, phase, first, ranks, size)
+        if arrived != _BEGUN:
+            return arrived
         stage = _ARRIVED
     if stage == _ARRIVED:
         moved = _wait(words, phase, first, waiting, waits)
@@ -274,8 +284,9 @@ def _advance(
         start, stop = min(rank * chunk, size), min((rank + 1) * chunk, size)
         if _sum(rows, start, stop, own[:0], elements, divisor) != 0:
             words[nonfinite] = second
-        if not _arrive(words, phase, second, ranks):
-            return _LOST
+        arrived = _arrive(words, phase, second, ranks, size)
+        if arrived != _BEGUN:
+            return arrived
     moved = _wait(words, phase, second, waiting, waits)
     if moved == 1:
         return _NONFINITE if words[nonfinite] == second else _DONE
@@ -321,9 +332,10 @@ class SharedSum:
 
     def __init__(self, segment: Segment, number: int, rows: np.ndarray[Any, Any], size: int, workers: Workers) -> None:
         self.segment, self._phase, self._rows, self._workers = segment, segment.phases[number].item(), rows, workers
-        self._own = rows[0, workers.rank, :size] if len(rows) == 1 else np.zeros(size, rows.dtype)
+        self._row, self._over_hosts = segment.ranks.index(workers.rank), len(workers.hosts) > 1
+        self._own = rows[0, self._row, :size] if len(rows) == 1 else np.zeros(size, rows.dtype)
         self.flat, self.room = torch.from_numpy(self._own), rows.shape[2]
-        self._number, self._stage, self._waiting = 0, _DONE, _waiting(workers.size)
+        self._number, self._stage, self._waiting = 0, _DONE, _waiting(len(segment.ranks))
         self._elements, self._divisor = 0, rows.dtype.type(1)
 
     @property
@@ -338,8 +350,21 @@ class SharedSum:
 
     def place(self, size: int) -> Tensor:
         """Return where this worker's numbers go that are gathered next."""
-        self.flat = torch.from_numpy(self._rows[(self._number + 1) % 2, self._workers.rank, :size])
+        self.flat = torch.from_numpy(self._rows[(self._number + 1) % 2, self._row, :size])
         return self.flat
+
+    def sum(self, tensor: Tensor, operation: str) -> None:
+        """Sum a contiguous tensor of at most ``room`` numbers, of any size, in its place."""
+        small = len(self._rows) == 2
+        flat = tensor.view(-1)
+        if small:
+            self.flat, self._own = flat, flat.numpy()
+        else:
+            self._own = self._rows[0, self._row, : len(flat)]
+            self.flat = torch.from_numpy(self._own).copy_(flat)
+        self.start(operation=operation, step=None).finish()
+        if not small:
+            flat.copy_(self.flat)
 
     def gathered(self) -> Tensor:
         """Return what all workers had there when it was gathered last, in rows, until the next is started."""
@@ -348,73 +373,109 @@ class SharedSum:
     def start(self, *, operation: str, step: int | None, elements: int = 0, divisor: float = 1.0) -> Pending:
         """Start summing what is in ``flat``, which is the other workers' too until the sum is finished.
 
+        On several hosts the sum of each is summed between their first workers, through gloo. Then it comes back to the
+        others as one more sum, to which these add zeros.
+
         Args:
             operation: names it in errors.
             step: of the caller.
             elements: so many of its first numbers are divided, the same on all workers.
             divisor: by this.
         """
+        workers = self._workers
+
+        def between_hosts() -> None:
+            if group := workers.between_hosts:
+                workers.start_all_reduce(self.flat, operation=operation, step=step, group=group).finish()
+            else:
+                workers.started += 1
+                self.flat.zero_()
+            self._start(operation, step, elements, divisor).finish()
+
+        if self._over_hosts:
+            return self._start(operation, step, 0, 1.0, between_hosts)
+        return self._start(operation, step, elements, divisor)
+
+    def _start(
+        self,
+        operation: str,
+        step: int | None,
+        elements: int,
+        divisor: float,
+        then: Callable[[], object] | None = None,
+    ) -> Pending:
         self._number, self._stage = self._number + 1, _BEGUN
         self._elements, self._divisor = elements, self._own.dtype.type(divisor)
         self._workers.bytes_sent += self.flat.nbytes
         self._go_on(0)
-        return _PendingSum(self, self._workers, operation, step)
+        return _PendingSum(self, self._workers, operation, step, then)
 
     def ended_within(self, seconds: float) -> bool:
         """Wait for one sleep at most, and return whether the sum is complete.
 
         Raises:
             RankLeft: it never will be.
+            BoundaryError: nor this one, of tensors that differ in size.
         """
         self._go_on(1)
+        if self._stage == _UNLIKE:
+            raise BoundaryError(f"the workers' tensors are not all of {self.flat.numel()} numbers, as this rank's is")
         if self._stage == _LOST:
-            raise RankLeft(self._workers.ranks[self.segment.gave_up()], "sum")
+            raise RankLeft(self._workers.ranks[self.segment.ranks[self.segment.gave_up()]], "sum")
         return self.complete
 
     def give_up(self) -> bool:
         """Let no other sum of the segment complete, and return whether this one was complete before."""
-        self.segment.give_up(self._workers.rank)
+        self.segment.give_up()
         self._go_on(0)
         return self.complete
 
     def _go_on(self, waits: int) -> None:
         if self._stage < _DONE:
-            place = self.segment.words, self._phase, self._rows, self._own, self._workers.rank
+            place = self.segment.words, self._phase, self._rows, self._own, self._row
             what = self._number, self._stage, self._elements, self._divisor
             self._stage = _advance(*place, *what, self._waiting, waits)
 
 
 class _PendingSum(Pending):
-    """A sum in progress; who does not wait for it to the end leaves the others without it."""
+    """A sum in progress, and what comes then; who does not wait for it to the end leaves the others without it."""
 
-    def __init__(self, shared: SharedSum, workers: Workers, operation: str, step: int | None) -> None:
+    def __init__(
+        self,
+        shared: SharedSum,
+        workers: Workers,
+        operation: str,
+        step: int | None,
+        then: Callable[[], object] | None,
+    ) -> None:
         super().__init__(shared.ended_within, workers, operation, step, shared.flat)
-        self._shared = shared
+        self._shared, self._then = shared, then
 
     def finish(self) -> None:
-        if self._shared.complete and not self._began:
-            return  # this rank came last
         try:
-            super().finish()
+            if self._began or not self._shared.complete:  # else this rank came last
+                super().finish()
+            if self._then is not None:
+                self._then()
         except BaseException as error:  # Ctrl-C too
-            complete = self._shared.give_up()
+            complete = self._shared.give_up() and self._then is None
             if not (complete and isinstance(error, BoundaryError)):  # else the others, who live on, have it
                 raise
 
 
 class Segment:
-    """The words of a segment's header and lines."""
+    """The words of a segment's header and lines; ``ranks`` are the workers that have it, and this one is ``rank``."""
 
-    def __init__(self, words: np.ndarray[Any, Any], sums: int) -> None:
-        self.words = words
+    def __init__(self, words: np.ndarray[Any, Any], sums: int, ranks: Sequence[int], rank: int) -> None:
+        self.words, self.ranks, self._row = words, ranks, ranks.index(rank)
         self.phases = _LINE * (1 + 3 * np.arange(sums))
 
-    def give_up(self, rank: int) -> None:
+    def give_up(self) -> None:
         """Let no sum complete any more."""
-        _give_up(self.words, self.phases, rank)
+        _give_up(self.words, self.phases, self._row)
 
     def gave_up(self) -> int:
-        """Return the rank that did so first."""
+        """Return the row of the worker that did so first."""
         return int(self.words[0]) - 1
 
 
@@ -428,35 +489,82 @@ class FlatForm(NamedTuple):
 
 
 def shared_sums(workers: Workers, forms: Sequence[FlatForm]) -> list[SharedSum | None]:
-    """Return a sum in shared memory for each form that has one: numbers of 32 or 64 bits of workers on one host.
+    """Return a sum in shared memory for each form that has one: numbers of 32 or 64 bits of workers that share a host.
 
-    All workers call it alike, and one segment holds all sums.
+    All workers call it alike, and one segment on each host holds all sums. Nothing is gathered from several hosts.
     """
     sums: list[SharedSum | None] = [None] * len(forms)
     fitting = [n for n, form in enumerate(forms) if form.device.type == "cpu" and form.dtype in NUMBERS]
-    if not fitting or not workers.on_one_host:
+    hosts = workers.hosts if fitting else []
+    if len(hosts) > 1:
+        fitting = [number for number in fitting if not forms[number].gathers]
+    if not hosts or not fitting:
         return sums
+    ranks = next(ranks for ranks in hosts if workers.rank in ranks)
     for number in fitting:
         load_kernels(forms[number].dtype)  # before the others wait for this rank
     control = _pages(4 * _LINE * (1 + 3 * len(fitting)))
     lengths = [_pages(forms[number].size * forms[number].dtype.itemsize) for number in fitting]  # of a row, in bytes
     copies = [
-        2 if forms[number].gathers or workers.size * length <= _SMALL else 1
+        2 if forms[number].gathers or len(ranks) * length <= _SMALL else 1
         for number, length in zip(fitting, lengths, strict=True)
     ]
-    *starts, end = accumulate(map(mul, copies, (workers.size * length for length in lengths)), initial=control)
-    memory = _meet(workers, end)
+    *starts, end = accumulate(map(mul, copies, (len(ranks) * length for length in lengths)), initial=control)
+    memory = _meet(workers, ranks[0], end)
     if memory is None:
-        workers.on_one_host = False
+        workers.hosts = []
         return sums
     view = memoryview(memory)
-    segment = Segment(np.frombuffer(view, np.uint32, control // 4), len(fitting))
+    segment = Segment(np.frombuffer(view, np.uint32, control // 4), len(fitting), ranks, workers.rank)
     workers.segments.add(segment)
     for line, (number, count, length, start) in enumerate(zip(fitting, copies, lengths, starts, strict=True)):
         size, dtype = 0 if forms[number].gathers else forms[number].size, forms[number].dtype
-        numbers = np.frombuffer(view, NUMBERS[dtype], count * workers.size * length // dtype.itemsize, start)
-        sums[number] = SharedSum(segment, line, numbers.reshape(count, workers.size, -1), size, workers)
+        numbers = np.frombuffer(view, NUMBERS[dtype], count * len(ranks) * length // dtype.itemsize, start)
+        sums[number] = SharedSum(segment, line, numbers.reshape(count, len(ranks), -1), size, workers)
     return sums
+
+
+class GroupSums:
+    """Sums of tensors of any size over the ranks of one process group, in memory that grows with them.
+
+    Args:
+        group: the ranks, all of which are here; they call ``sum`` alike.
+        timeout: seconds that this may take.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        name = f"all_reduce {group.group_name} {','.join(map(str, ranks))}"
+        self._workers = Workers(ranks=ranks, name=name, timeout=timeout)
+        self._sums: dict[torch.dtype, SharedSum] = {}
+        weakref.finalize(group, self._workers.close).atexit = False
+
+    def sum(self, tensor: Tensor, operation: str, timeout: float) -> bool:
+        """Sum a contiguous tensor in its place; False if these ranks have no shared memory for it.
+
+        Raises:
+            DeadlineExceeded, PeerLost: not every rank came.
+            BoundaryError: the ranks' tensors differ in size.
+        """
+        workers, size, dtype = self._workers, tensor.numel(), tensor.dtype
+        workers.timeout = timeout
+        shared = self._sums.get(dtype)
+        try:
+            if shared is None or shared.room < size:
+                room = 1 << max(size - 1, 1).bit_length()
+                (shared,) = shared_sums(workers, [FlatForm(room, dtype, tensor.device)])
+                if shared is None:
+                    return False
+                self._sums[dtype] = shared
+            try:
+                shared.sum(tensor, operation)
+            except DeadlineExceeded:
+                workers.has_left_work = len(workers.hosts) > 1  # else nothing of gloo's goes on
+                raise
+        except BoundaryError as error:
+            error.operation = operation  # also where memory is made for it
+            raise
+        return True
 
 
 def _pages(size: int) -> int:
@@ -468,19 +576,19 @@ def _pages(size: int) -> int:
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # a mapped file that shrinks means SIGBUS
 
 
-def _meet(workers: Workers, size: int) -> _Memory | None:
-    """Map memory that rank 0 makes and the others open through /proc, as processes of the same user may."""
+def _meet(workers: Workers, first: int, size: int) -> _Memory | None:
+    """Map memory that the ``first`` rank makes and its host's others open through /proc, as those of one user may."""
     descriptor, memory, problem = -1, None, ""
     try:
-        if workers.rank == 0:
+        if workers.rank == first:
             try:
                 descriptor = _create(size)
             except OSError as error:
                 problem = str(error)
-        place = workers.all_gather_bytes(f"{os.getpid()} {descriptor}".encode(), operation="place of shared memory")[0]
+        place = workers.all_gather_bytes(f"{os.getpid()} {descriptor}".encode(), operation="place of shared memory")
         try:
-            if workers.rank > 0:
-                descriptor = _open(place.decode(), size)
+            if workers.rank != first:
+                descriptor = _open(place[first].decode(), size)
             if descriptor >= 0:
                 memory = _map(descriptor, size)
         except OSError as error:

@@ -158,6 +158,7 @@ class Workers(Group):
         name: what the group is called on each of its ranks, and no other group.
         started: how many collectives have begun.
         store: of this group alone; ``None`` in a group of one.
+        between_hosts: a group of the first worker of each of several ``hosts``, on these alone.
         segments: memory that the workers share; ``give_up`` of each tells the others that this one has left.
         rowless: names the workers that have no rows; ``None`` in a group of one.
 
@@ -193,6 +194,7 @@ class Workers(Group):
         self.started = 0
         self.name = name or f"workers {','.join(map(str, self.ranks))}"
         self._own: dist.ProcessGroup | None = None
+        self.between_hosts: dist.ProcessGroup | None = None
         self.store: PrefixStore | None = None
         self.rowless: Rowless | None = None
         self.segments: WeakSet[Any] = WeakSet()
@@ -201,7 +203,7 @@ class Workers(Group):
             if ranks is None:
                 self._meet()
             self.store = PrefixStore(f"anabranch/{self.name}", dist.distributed_c10d._get_default_store())
-            self._own = self._connect(self.store)
+            self._own = self._connect(self.store, self.rank, self.size)
             self.peers.look_up(self.others, heartbeat)
             self.rowless = Rowless(self.store, self, timeout)
         atexit.register(self._end)
@@ -225,11 +227,11 @@ class Workers(Group):
         self.name += f"/{bytes(everyone[0].tolist()).hex()}"
         self.peers.look_up(self.others, self.heartbeat)
 
-    def _connect(self, store: PrefixStore) -> dist.ProcessGroup:
-        """Return a gloo group of the same members; c10d does not know it, so the model's code cannot use it."""
+    def _connect(self, store: PrefixStore, rank: int, size: int) -> dist.ProcessGroup:
+        """Return a gloo group of some members; c10d does not know it, so the model's code cannot use it."""
         limit, deadline = timedelta(seconds=self.timeout + BACKEND_GRACE), Deadline.after(self.timeout)
         try:
-            group = interruptible(partial(dist.ProcessGroupGloo, store, self.rank, self.size, limit))
+            group = interruptible(partial(dist.ProcessGroupGloo, store, rank, size, limit))
         except RuntimeError as error:
             raise self.explain(error, "meet", deadline) from None
         return cast(dist.ProcessGroup, group)  # a backend, of which c10d's functions use what a group has, too
@@ -257,7 +259,7 @@ class Workers(Group):
             DeadlineExceeded: names those who have not come.
         """
         for segment in self.segments:
-            segment.give_up(self.rank)
+            segment.give_up()
         # Never freed: gloo's threads may still wait, and take the interpreter's lock to free a tensor.
         for thing in (self._own, list(self._begun)):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
@@ -269,7 +271,7 @@ class Workers(Group):
         self.set_members(range(len(identities)))
         self.started, self.has_left_work = 0, False
         self.segments, self._begun = WeakSet(), WeakSet()
-        vars(self).pop("on_one_host", None)
+        vars(self).pop("hosts", None)
         self.store = PrefixStore(f"anabranch/{self.name}", store)
         self.rowless = Rowless(self.store, self, self.timeout)
         limit = timedelta(seconds=self.timeout + BACKEND_GRACE)
@@ -288,16 +290,18 @@ class Workers(Group):
         self, collective: Callable[..., object], tensor: Tensor, operation: str, step: int | None = None, **more: object
     ) -> Pending:
         self.bytes_sent += tensor.nbytes
-        group = self._own if self._own is not None and tensor.is_cpu else self._group
-        work = collective(tensor=tensor, group=group, async_op=True, **more)
+        more.setdefault("group", self._own if self._own is not None and tensor.is_cpu else self._group)
+        work = collective(tensor=tensor, async_op=True, **more)
         pending = Pending(partial(ended_within, cast(dist.Work, work)), self, operation, step, tensor)
         pending.tensors = tensor, more
         self._begun.add(pending)
         return pending
 
-    def start_all_reduce(self, tensor: Tensor, *, operation: str = "all_reduce", step: int | None = None) -> Pending:
-        """Start summing ``tensor``, in place, over the workers."""
-        return self._start(dist.all_reduce, tensor, operation, step)
+    def start_all_reduce(
+        self, tensor: Tensor, *, operation: str = "all_reduce", step: int | None = None, **group: object
+    ) -> Pending:
+        """Start summing ``tensor``, in place, over the workers, or those of another ``group``."""
+        return self._start(dist.all_reduce, tensor, operation, step, **group)
 
     def start_all_gather(
         self, tensor: Tensor, into: Tensor, *, operation: str = "all_gather", step: int | None = None
@@ -354,14 +358,21 @@ class Workers(Group):
         return content.cpu().numpy().tobytes()
 
     @cached_property
-    def on_one_host(self) -> bool:
-        """True if all are processes of one user on one host, few enough to sum in shared memory; asked by all alike."""
+    def hosts(self) -> list[list[int]]:
+        """The numbers in the group of each host's processes of one user; none if no memory is shared. All ask alike."""
         mine = f"{self.peers.identity.host} {os.getuid()} {platform.machine()}"
-        hosts = self.all_gather_bytes(mine.encode(), operation="comparison of hosts")
-        alike = len(set(hosts)) == 1 < len(hosts) <= _MOST_SHARING
-        if not alike:
-            _log.info("gradients go through gloo's sockets: shared memory is for %s", _SHARING)
-        return alike
+        hosts: dict[bytes, list[int]] = {}
+        for number, host in enumerate(self.all_gather_bytes(mine.encode(), operation="comparison of hosts")):
+            hosts.setdefault(host, []).append(number)
+        if 1 < max(map(len, hosts.values())) <= _MOST_SHARING:
+            first = [numbers[0] for numbers in hosts.values()]
+            if len(first) > 1 and self.rank in first:
+                assert self.store is not None
+                store = PrefixStore("between hosts", self.store)
+                self.between_hosts = self._connect(store, first.index(self.rank), len(first))
+            return list(hosts.values())
+        _log.info("gradients go through gloo's sockets: shared memory is for %s", _SHARING)
+        return []
 
     # Waits and their outcomes.
 
@@ -421,13 +432,14 @@ class Workers(Group):
     def close(self) -> None:
         """Let go of the connections, and destroy the process group if it was initialised here."""
         for segment in self.segments:
-            segment.give_up(self.rank)  # as a closed connection would tell the others
+            segment.give_up()  # as a closed connection would tell the others
         if self.has_left_work:
             return
         atexit.unregister(self._end)
         if self.rowless is not None:
             self.rowless.close()
-        self._group = self._own = None  # their threads end with the last reference, see meeting.py
+        # Their threads end with the last reference, see meeting.py.
+        self._group = self._own = self.between_hosts = None
         if self._owns_job and dist.is_initialized():
             self._owns_job = False
             self.peers.close()

@@ -218,21 +218,28 @@ class Arena:
 
     # --- ids --------------------------------------------------------------------------------------------------------
 
-    def locate(self, which: Array, ids: Array, starts: Array) -> tuple[Array, bool, int]:
+    def locate(
+        self, which: Array, ids: Array, starts: Array, visit: Callable[[Array, int, int], None]
+    ) -> tuple[Array, bool, int]:
         """Rows of ids, but for false tags; whether each table's ids ascend; and the first id that is not here, or -1.
 
-        A push that brings the ids of the last pull in training uses the rows located then.
+        ``visit`` is called with the rows on each thread that has located its share of them.
         """
-        if self.seen is not None and self.seen.are(which, ids, starts):
-            return self.seen.rows, self.seen.distinct, -1
         if self._hashes.size < ids.size:
             self._hashes = np.empty(2 * ids.size, np.uint64)
-        rows = np.empty_like(ids)
-        bad, falls = vocabulary.locate(
-            which, self.facts, self.shard, self.shards, self.index, self.words, self.pitch, ids, starts, self._hashes,
-            rows,
-        )  # fmt: skip
-        return rows, not falls, bad
+        rows, each = np.empty_like(ids), list[tuple[int, int]]()
+
+        def part(thread: int, threads: int) -> None:
+            bad, falls = vocabulary.locate(
+                which, self.facts, self.shard, self.shards, self.index, self.words, self.pitch, ids, starts,
+                self._hashes, rows, thread, threads,
+            )  # fmt: skip
+            each.append((bad, falls))
+            if bad < 0:
+                visit(rows, thread, threads)
+
+        self.pool.run(part, ids.size)
+        return rows, not any(falls for _, falls in each), min((bad for bad, _ in each if bad >= 0), default=-1)
 
     def remember(self, which: Array, ids: Array, starts: Array, rows: Array, distinct: bool, *, settled: bool) -> None:
         """Keep where lookups are until a row may have another place or step."""

@@ -22,7 +22,7 @@ are worked on together; only rows that are new, or lag, are settled table by tab
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -174,17 +174,14 @@ class Table:
             self._admit(ids, rows)
         before, row = np.empty(self.spec.width, arena.working), np.empty(int(arena.pitch), np.int64)
 
-        def prepare(first: int, last: int) -> None:
+        def prepare(thread: int, threads: int) -> None:
             kernels.prepare(
                 arena.rule, self.number, arena.facts, arena.keys, arena.firsts, arena.words, arena.w, arena.x,
                 arena.shape, arena.states, self.missed.steps(), self.missed.may_rest, self.missed.steady, arena.zeros,
-                before.copy(), row.copy(), ids, rows, first, last,
+                before.copy(), row.copy(), ids, rows, thread, threads,
             )  # fmt: skip
 
-        if distinct:
-            arena.pool.run(prepare, rows.size, rows.size * self.spec.width)
-        else:
-            prepare(0, rows.size)
+        arena.pool.run(prepare, rows.size if distinct else 0)
 
     def draw(self, ids: Array) -> Array:
         """Those of ``ids`` that this step admits, if there is room."""
@@ -406,7 +403,8 @@ class TableGroup:
         come[lookups] = changed
         edges = np.append(0, np.cumsum(come))[starts]
         out = torch.empty(int(edges[-1]), self.arena.width, dtype=self.arena.dtype, device="cpu")
-        self._visit(slice(None), flat[come], rows[come], edges, as_array(out), _NONE, training=False)
+        visit, _ = self._visits(slice(None), flat[come], edges, as_array(out), _NONE, training=False)
+        self.arena.pool.run(partial(visit, rows[come]), int(edges[-1]))
         places = (lookups - np.repeat(ends - many, many))[changed]
         groups = np.repeat(np.arange(len(self.tables)), many)[changed]
         states = [
@@ -446,16 +444,20 @@ class TableGroup:
             part = slice(starts[k], starts[k + 1])
             if (rows[part] < 0).any():
                 self.tables[k].unadmitted += self.tables[k].draw(np.unique(flat[part][rows[part] < 0])).size
-        if own.size or not distinct:
-            rows, starts, moves, own = self._merge(rows, starts, moves, own)
-        constants = self._constants()
+        constants, working = self._constants(), np.empty(0, arena.working)
         arena.changing(rows)
 
-        step = partial(
-            kernels.step, arena.rule, self._which, arena.facts, arena.words, arena.w, arena.x, arena.shape, constants,
-            arena.least, own, rows, starts, moves,
-        )  # fmt: skip
-        arena.pool.run(step, rows.size, rows.size * arena.width)
+        def move(thread: int, threads: int) -> None:
+            some = rows, starts, moves, own
+            if own.size or not distinct:
+                some = kernels.merge(arena.shape[0], arena.most, *some, working, thread, threads)
+                thread, threads = 0, 1
+            kernels.step(
+                arena.rule, self._which, arena.facts, arena.words, arena.w, arena.x, arena.shape, constants,
+                arena.least, *some, thread, threads,
+            )  # fmt: skip
+
+        arena.pool.run(move, rows.size)
         arena.facts[self._which, STEP] += 1
         for table in self._kept:
             table.missed.note(constants[self.tables.index(table)])
@@ -464,7 +466,12 @@ class TableGroup:
     def check(self, ids: Tensor, counts: Sequence[int]) -> Array:
         """Raise the errors of ``pull`` for flat ids outside their tables; changes nothing. Returns where they are."""
         flat, starts = self._lookups(ids, counts)
-        return self._locate(flat, starts, keep=True)[0]
+        seen = self.arena.seen
+        if seen is not None and seen.are(self._which, flat, starts):
+            return seen.rows
+        rows, distinct = self._locate(flat, starts, lambda rows, thread, threads: None)
+        self.arena.remember(self._which, flat, starts, rows, distinct, settled=False)
+        return rows
 
     def admit(self, ids: Tensor, counts: Sequence[int]) -> None:
         """Give rows to ids as ``pull`` in training does, without the answer."""
@@ -481,68 +488,63 @@ class TableGroup:
         assert starts[-1] == ids.numel()
         return np.ascontiguousarray(ids.detach().cpu().reshape(-1).numpy()), starts
 
-    def _locate(self, flat: Array, starts: Array, *, keep: bool = False) -> tuple[Array, bool, bool]:
-        """Rows, whether they are distinct, and whether they are settled."""
+    def _locate(self, flat: Array, starts: Array, visit: Callable[[Array, int, int], None]) -> tuple[Array, bool]:
+        """Rows, which are visited, and whether they are distinct."""
         arena = self.arena
-        rows, distinct, bad = arena.locate(self._which, flat, starts)
+        rows, distinct, bad = arena.locate(self._which, flat, starts, visit)
         if bad >= 0:
             k = int(np.searchsorted(starts, bad, "right")) - 1
             spec, at = self.tables[k].spec, bad - starts[k]
             if spec.rows is not None and not 0 <= flat[bad] < spec.rows:
                 raise NotFound(f"table {spec.name} has ids 0 to {spec.rows - 1}; ids[{at}] is {flat[bad]}")
             raise NotFound(f"table {spec.name}: ids[{at}] is {flat[bad]}, which shard {arena.shard} does not hold")
-        settled = arena.seen is not None and rows is arena.seen.rows and arena.seen.settled
-        if keep and not settled:
-            arena.remember(self._which, flat, starts, rows, distinct, settled=False)
-        return rows, distinct, settled
+        return rows, distinct
 
     def _rows(self, flat: Array, starts: Array, out: Array, versions: Array, *, training: bool) -> tuple[Array, bool]:
-        """Rows of lookups, up to date and copied to ``out`` if it has room; and whether they are distinct."""
-        rows, distinct, settled = self._locate(flat, starts)
-        if settled and training and not out.size and not versions.size:
-            return rows, distinct
-        unready = self._visit(slice(None), flat, rows, starts, out, versions, training=training)
+        """Rows of lookups, up to date and copied to ``out`` if it has room; and whether they are distinct.
+
+        A push that brings the ids of the last pull in training uses the rows located then.
+        """
+        arena, seen = self.arena, self.arena.seen
+        visit, unready = self._visits(slice(None), flat, starts, out, versions, training=training)
+        if seen is None or not seen.are(self._which, flat, starts):
+            rows, distinct = self._locate(flat, starts, visit)
+        else:
+            rows, distinct = seen.rows, seen.distinct
+            if seen.settled and training and not out.size and not versions.size:
+                return rows, distinct
+            arena.pool.run(partial(visit, rows), flat.size)
         if not training and unready.any():
             rows = rows.copy()  # those of a push that has been checked stay
         for k in np.flatnonzero(unready | self._capped if training else unready).tolist():
             part = slice(int(starts[k]), int(starts[k + 1]))
             self.tables[k].settle(flat[part], rows[part], training=training, distinct=distinct)
-            self._visit(slice(k, k + 1), flat, rows, starts[k : k + 2], out, versions, training=False)
+            again, _ = self._visits(slice(k, k + 1), flat, starts[k : k + 2], out, versions, training=False)
+            arena.pool.run(partial(again, rows), rows[part].size)
         if training and (out.size or versions.size):
-            self.arena.remember(self._which, flat, starts, rows, distinct, settled=True)
+            arena.remember(self._which, flat, starts, rows, distinct, settled=True)
         return rows, distinct
 
-    def _visit(
-        self, part: slice, flat: Array, rows: Array, starts: Array, out: Array, versions: Array, *, training: bool
-    ) -> Array:
+    def _visits(
+        self, part: slice, flat: Array, starts: Array, out: Array, versions: Array, *, training: bool
+    ) -> tuple[Callable[[Array, int, int], None], Array]:
+        """Return what visits a thread's share of rows, and where it marks the tables that have more to do."""
         arena, which = self.arena, self._which[part]
-        unready, begin = np.zeros(which.size, np.bool_), int(starts[0])
+        unready = np.zeros(which.size, np.bool_)
 
-        def visit(first: int, last: int) -> None:
+        def visit(rows: Array, thread: int, threads: int) -> None:
             kernels.visit(
                 which, arena.facts, arena.keys, arena.firsts, arena.owner, arena.words, arena.w, arena.shape, training,
-                flat, rows, starts, out, versions, unready, begin + first, begin + last,
+                flat, rows, starts, out, versions, unready, thread, threads,
             )  # fmt: skip
 
-        count = int(starts[-1]) - begin
-        arena.pool.run(visit, count, count * arena.width)
-        return unready
+        return visit, unready
 
     def _move_as_one(self, versions: Array, starts: Array) -> None:
         for table in self._kept:
             if table.moves_as_one:
                 k = self.tables.index(table)
                 versions[starts[k] : starts[k + 1]] = table.step
-
-    def _merge(self, rows: Array, starts: Array, grads: Array, squares: Array) -> tuple[Array, Array, Array, Array]:
-        out_rows, out_starts, out = np.empty_like(rows), np.empty_like(starts), np.empty_like(grads)
-        out_squares = np.empty_like(squares)
-        totals = out if out.dtype == self.arena.working else np.empty(grads.size, self.arena.working)
-        count = kernels.merge(
-            self.arena.shape[0], self.arena.most, rows, starts, grads, squares,
-            np.empty(1 << (2 * rows.size + 1).bit_length(), np.int32), totals, out_rows, out_starts, out, out_squares,
-        )  # fmt: skip
-        return out_rows[:count], out_starts, out, out_squares
 
     def _constants(self) -> Array:
         """Constants of each table's next step; tables at the same step with the same rule share them."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _KERNEL_SECONDS = 600.0  # a kernel only touches memory; one that runs longer is a bug
-_SMALL = 1 << 15  # numbers below which waking a thread costs more than it saves
+_SMALL = 16_000  # rows below which waking a thread costs more than it saves
 _HALVES = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}  # which Numba does not know
 
 
@@ -28,16 +28,17 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class KernelThreads:
-    """Threads that divide one kernel's work; a context manager that ends them.
+    """Threads that divide the rows of one message; a context manager that ends them.
 
     >>> with KernelThreads(2) as threads:
     ...     parts = []
-    ...     threads.run(lambda first, last: parts.append((first, last)), count=10, numbers=1 << 20)
+    ...     threads.run(lambda number, count: parts.append((number, count)), rows=100_000)
     >>> sorted(parts)
-    [(0, 5), (5, 10)]
+    [(0, 2), (1, 2)]
 
-    The kernels release the GIL, so the parts run at once. Numba's own threads are not used: its layers abort the
-    process when two threads enter a kernel together, or after a fork.
+    Each has kernels do its share of all rows, whichever table they are of. The kernels release the GIL, so the shares
+    are done at once. Numba's own threads are not used: its layers abort the process when two threads enter a kernel
+    together, or after a fork.
 
     Args:
         threads: the most threads that work, the caller's among them; at least 1.
@@ -50,16 +51,12 @@ class KernelThreads:
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
-    def run(self, part: Callable[[int, int], None], count: int, numbers: int) -> None:
-        """Call ``part(first, last)`` on ranges that cover ``range(count)``: one if there are few ``numbers`` to do."""
-        parts = min(self.threads, count) if numbers >= _SMALL else 1
-        if parts <= 1:
-            part(0, count)
-            return
-        edges = [count * k // parts for k in range(parts + 1)]
-        futures: list[Future[None]] = [self._start().submit(part, edges[k], edges[k + 1]) for k in range(1, parts)]
+    def run(self, part: Callable[[int, int], None], rows: int) -> None:
+        """Call ``part(number, count)`` on each of ``count`` threads: on this one alone if there are few ``rows``."""
+        count = self.threads if rows >= _SMALL else 1
+        futures: list[Future[None]] = [self._start().submit(part, number, count) for number in range(1, count)]
         try:
-            part(edges[0], edges[1])
+            part(0, count)
         finally:
             for future in futures:
                 future.result(timeout=_KERNEL_SECONDS)

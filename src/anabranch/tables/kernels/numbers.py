@@ -77,6 +77,13 @@ def prefetch(typing: Any, array: Any, index: Any) -> Any:
     return types.void(array, index), generate
 
 
+@inline
+def share(starts: Any, thread: int, threads: int) -> Any:
+    """Return the first of the lookups that a thread does, of as many as ``starts`` has, and the one behind its last."""
+    first, count = starts[0], starts[-1] - starts[0]
+    return first + count * thread // threads, first + count * (thread + 1) // threads
+
+
 def number(memory: Any, value: Any) -> Any:
     """``value`` in the type that ``memory`` computes in."""
 
@@ -120,6 +127,17 @@ def _rounded(memory: Any, value: Any) -> Any:
     if memory.dtype == types.int16:
         return lambda memory, value: _narrow(np.float32(value))
     return lambda memory, value: number(memory, value)
+
+
+def room_for(totals: Any, memory: Any) -> Any:
+    """Return where ``totals`` go in the type of ``memory``: they themselves, if they are of that type."""
+
+
+@_overload(room_for)
+def _room_for(totals: Any, memory: Any) -> Any:
+    if totals.dtype == memory.dtype:
+        return lambda totals, memory: totals
+    return lambda totals, memory: np.empty(totals.size, memory.dtype)
 
 
 def coarse(memory: Any, value: Any) -> Any:

@@ -2,8 +2,8 @@
 
 ``words`` is an arena's memory as 64-bit words, ``w`` the same memory as weights and ``x`` as states, which may have
 another type. A stamp is 0 for a row that is not initialised, else 1 + the step of its table that it is up to date with.
-Lookups of several tables come together: those of table ``which[k]`` are ``starts[k]:starts[k + 1]``, and ``first`` and
-``last`` are the lookups that this thread does. Rows of -1 are ids without a row.
+Lookups of several tables come together: those of table ``which[k]`` are ``starts[k]:starts[k + 1]``. Each of several
+threads does a share of them. Rows of -1 are ids without a row.
 """
 
 from __future__ import annotations
@@ -14,7 +14,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.tables.kernels.numbers import U, inline, kernel, load, mix, number, prefetch, rounded
+from anabranch.tables.kernels.numbers import (
+    U,
+    inline,
+    kernel,
+    load,
+    mix,
+    number,
+    prefetch,
+    room_for,
+    rounded,
+    share,
+)
 from anabranch.tables.kernels.rules import (
     ADAGRAD,
     ADAM,
@@ -138,7 +149,7 @@ def first_values(out: Any, at: Any, wide: Any, id_: Any, key: Any, kind: Any) ->
 @kernel
 def visit(
     which: Any, facts: Any, keys: Any, firsts: Any, owner: Any, words: Any, w: Any, shape: Any, training: bool,
-    ids: Any, rows: Any, starts: Any, out: Any, versions: Any, unready: Any, first: int, last: int,
+    ids: Any, rows: Any, starts: Any, out: Any, versions: Any, unready: Any, thread: int, threads: int,
 ) -> None:  # fmt: skip
     """Copy rows to ``out`` and the steps at which they changed to ``versions``, where these have room.
 
@@ -146,6 +157,7 @@ def visit(
     those with ids without a row, which are read as their first values.
     """
     wide, pitch, pw, ow, _, _ = shape
+    first, last = share(starts, thread, threads)
     for k in range(which.size):
         t = which[k]
         dynamic, lacking = facts[t, SIZE] < 0, False
@@ -181,12 +193,12 @@ def visit(
 def prepare(
     rule: int, t: int, facts: Any, keys: Any, firsts: Any, words: Any, w: Any, x: Any, shape: Any, states: int,
     history: Any, may_rest: bool, steady: bool, zeros: Any, before: Any, row_before: Any, ids: Any, rows: Any,
-    first: int, last: int,
+    thread: int, threads: int,
 ) -> None:  # fmt: skip
     """Begin rows of table ``t`` that are used for the first time, and take the steps that others have missed."""
     wide, pitch, pw, ow, px, ox = shape
     step = facts[t, STEP]
-    for j in range(first, last):
+    for j in range(rows.size * thread // threads, rows.size * (thread + 1) // threads):
         if rows[j] < 0:
             continue
         row = U(rows[j])
@@ -231,6 +243,16 @@ def states(
 
 
 @inline
+def _scattered(row: Any) -> Any:
+    return U(row) * U(0x9E3779B97F4A7C15)
+
+
+@inline
+def _thread_of(row: Any, threads: int) -> Any:
+    return np.int64((_scattered(row) >> U(32)) * U(threads) >> U(32))
+
+
+@inline
 def _walk(
     move: Any, words: Any, w: Any, x: Any, shape: Any, c: Any, stamp: int, rows: Any, grads: Any, begin: Any, end: Any
 ) -> None:  # fmt: skip
@@ -251,10 +273,11 @@ def _walk(
 @kernel
 def step(
     rule: int, which: Any, facts: Any, words: Any, w: Any, x: Any, shape: Any, constants: Any, floor: float,
-    squares: Any, rows: Any, starts: Any, grads: Any, first: int, last: int,
+    rows: Any, starts: Any, grads: Any, squares: Any, thread: int, threads: int,
 ) -> None:  # fmt: skip
     """Move distinct rows by their gradients, and stamp them with the step; ``squares`` may be empty."""
     wide, _, pw, ow, px, ox = shape
+    first, last = share(starts, thread, threads)
     for k in range(which.size):
         stamp, c = facts[which[k], STEP] + 2, constants[k]
         begin, end = U(max(first, starts[k])), U(min(last, starts[k + 1]))
@@ -284,24 +307,32 @@ def step(
 
 @kernel
 def merge(
-    wide: Any, most: float, rows: Any, starts: Any, grads: Any, squares: Any, buckets: Any, totals: Any, out_rows: Any,
-    out_starts: Any, out: Any, out_squares: Any,
-) -> int:  # fmt: skip
-    """Add up the gradients of each row, in the order of the lookups; returns how many rows there are.
+    wide: Any, most: float, rows: Any, starts: Any, grads: Any, squares: Any, working: Any, thread: int, threads: int
+) -> tuple[Any, Any, Any, Any]:  # fmt: skip
+    """Add up the gradients of each of this thread's rows, in the order of the lookups.
 
-    ``squares`` are those of each lookup, or none. ``buckets`` is scratch, a power of
-    two above twice the lookups; ``totals`` has room for as many gradients. Sums are clamped to ``most``.
+    A row's number decides whose it is, so that its lookups come to one thread, wherever they are. ``squares`` are those
+    of each lookup, or none. Sums are of the type of ``working``, and clamped to ``most``.
+
+    Returns distinct rows, where each table's begin, and their gradients and squares.
     """
-    mask, count = U(buckets.size - 1), 0
-    buckets[:] = -1
-    every, own = np.zeros(out_squares.size), np.zeros(out_squares.size)
+    lookups, count, size = 0, 0, 16
+    for row in rows:
+        lookups += row >= 0 and _thread_of(row, threads) == thread
+    while size <= 2 * lookups:
+        size *= 2
+    mask, buckets = U(size - 1), np.full(size, -1, np.int32)
+    out_rows, out_starts = np.empty(lookups, np.int64), np.empty_like(starts)
+    totals = np.empty(lookups * np.int64(wide), working.dtype)
+    summed = lookups if squares.size else 0
+    out_squares, every, own = np.empty(summed, squares.dtype), np.zeros(summed), np.zeros(summed)
     for k in range(starts.size - 1):
         out_starts[k] = count
         for j in range(U(starts[k]), U(starts[k + 1])):
             row = rows[j]
-            if row < 0:
+            if row < 0 or _thread_of(row, threads) != thread:
                 continue
-            at = (U(row) * U(0x9E3779B97F4A7C15) >> U(20)) & mask
+            at = (_scattered(row) >> U(20)) & mask
             while buckets[at] >= 0 and out_rows[buckets[at]] != row:
                 at = (at + U(1)) & mask
             if buckets[at] < 0:
@@ -319,11 +350,12 @@ def merge(
                 every[target] += energy
                 own[target] += energy * np.float64(squares[j])
     out_starts[starts.size - 1] = count
+    out = room_for(totals, grads)
     for i in range(U(count) * wide):
         out[i] = rounded(out, min(max(totals[i], number(out, -most)), number(out, most)))
     for i in range(U(count) if squares.size else U(0)):
         out_squares[i] = own[i] / every[i] if every[i] > 0 else 1.0
-    return count
+    return out_rows, out_starts, out, out_squares
 
 
 @kernel

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from anabranch.tables.kernels.numbers import U, inline, kernel, mix, permuted, prefetch
+from anabranch.tables.kernels.numbers import U, inline, kernel, mix, permuted, prefetch, share
 
 BLOCK = 1024  # rows, which belong to one table
 ROW = (1 << 40) - 1
@@ -89,18 +89,20 @@ def find_all(index: Any, words: Any, pitch: Any, t: int, ids: Any, rows: Any) ->
 @kernel
 def locate(
     which: Any, facts: Any, shard: int, shards: int, index: Any, words: Any, pitch: Any, ids: Any, starts: Any,
-    hashes: Any, rows: Any,
+    hashes: Any, rows: Any, thread: int, threads: int,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Rows of the ids, -1 where a dynamic table has none; but for false tags, which the row's own id shows.
+    """Rows of the ids of this thread's share, -1 where a dynamic table has none.
 
-    Returns the first lookup whose id is not of its table on this shard, or -1; and how many do not ascend.
+    But for false tags, which the row's own id shows. Returns the first lookup whose id is not of its table on this
+    shard, or -1; and how many do not ascend.
     """
     many, mine = U(shards), U(shard)
     falls: Any = 0
+    first, last = share(starts, thread, threads)
     for k in range(which.size):
-        t, begin, end = which[k], U(starts[k]), U(starts[k + 1])
+        t, begin, end = which[k], U(max(first, starts[k])), U(min(last, starts[k + 1]))
         base, size, key = facts[t, BASE], facts[t, SIZE], U(index.keys[t])
-        for i in range(begin + U(1), end):
+        for i in range(max(begin, U(starts[k]) + U(1)), end):
             falls += ids[i] <= ids[i - U(1)]
         if size >= 0:
             outside: Any = 0
