@@ -32,7 +32,7 @@ from anabranch.deadline import LONGEST_SLEEP, Deadline
 from anabranch.errors import PipelineError
 from anabranch.pipeline.description import Observed
 from anabranch.pipeline.links.connection import Inbox, RankConnection
-from anabranch.pipeline.links.packet_codec import Facts, Header, PacketFault, pack, pack_message
+from anabranch.pipeline.links.packet_codec import Facts, Header, PacketFault, class_name, pack, pack_message
 from anabranch.pipeline.schedule.schedule import PHASES, SENT_AS, Action, Kind
 from anabranch.pipeline.stage.packet import Message, Packet, size_of
 from anabranch.pipeline.stage.stage import OUTSIDE, StageRun
@@ -132,6 +132,7 @@ class StageEngine:
 
     def _finish(self) -> None:
         """Wait until every other process has done its part."""
+        seen = [[self.seen.seconds, self.seen.sent_bytes]]
         if self._connection is not None:
             self._end(None)
             ended = self._inbox.bodies
@@ -139,11 +140,11 @@ class StageEngine:
             self._wait(lambda: len(ended) == len(self._peers), "end", waiting)
             if self._inbox.fault:
                 raise Aborted
-            for body in ended.values():
-                seconds, sent_bytes = decode(body)
-                self.observed.seconds |= seconds
-                self.observed.sent_bytes |= sent_bytes
+            seen += map(decode, ended.values())
             self._connection.channel.flush(self._timeout)
+        for seconds, sent_bytes in seen:
+            self.observed.seconds |= seconds
+            self.observed.sent_bytes |= sent_bytes
 
     def _end(self, fault: PacketFault | None) -> None:
         """Tell every other process that nothing more comes in this turn, and the reason; once."""
@@ -159,13 +160,11 @@ class StageEngine:
     def _describe(self, error: BaseException) -> PacketFault | None:
         if self._connection is None:
             return None
-        kind = type(error)
-        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         action = self._failure[1] if self._failure is not None and self._failure[0] is error else None
         where = (None, None, None) if action is None else (action.stage, action.microbatch, PHASES[action.kind])
         shown = traceback.TracebackException.from_exception(error)  # its str() is one even where the error's own fails
         texts = _sendable(str(shown)), _sendable("".join(shown.format()))
-        return PacketFault(self._connection.names[self.rank], name, *texts, *where)
+        return PacketFault(self._connection.names[self.rank], class_name(type(error)), *texts, *where)
 
     def _send(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> None:
         assert self._connection is not None
@@ -211,11 +210,12 @@ class StageEngine:
         mine = tuple(make()) if self.rank == source else ()
         return Facts(*self._exchanged("facts", mine, self._peers if self.rank == source else [], [source])[0])
 
-    def share(self, name: int | str, value: Structure, ranks: Sequence[int]) -> list[Structure]:
-        """Return the values that ``ranks``, this one among them, give under ``name``, in the order of ranks."""
+    def share(self, name: int | str, value: Structure, ranks: Sequence[int] | None = None) -> list[Structure]:
+        """Return the values that ``ranks``, by default all, give under ``name``, in their order, this one's too."""
         if self._connection is None:
             return [value]
-        return self._exchanged(name, value, [rank for rank in ranks if rank != self.rank], sorted(ranks))
+        ranks = sorted([*self._peers, self.rank] if ranks is None else ranks)
+        return self._exchanged(name, value, [rank for rank in ranks if rank != self.rank], ranks)
 
     def spread(self, value: Structure, source: int) -> Structure:
         """Return the value that rank ``source`` gives, on every rank; tensors come without a graph."""
@@ -264,8 +264,6 @@ class StageEngine:
             for one in runs.values():
                 one.abandon()
             raise
-        self.observed.seconds |= self.seen.seconds
-        self.observed.sent_bytes |= self.seen.sent_bytes
         return run
 
     def _run_on_threads(self, run: EngineRun, actions: Sequence[Sequence[Action]]) -> None:
@@ -358,7 +356,6 @@ class EngineRun:
         self, engine: StageEngine, runs: Mapping[int, StageRun], outside: Mapping[int, Sequence[Message]], keep: bool
     ) -> None:
         self._engine, self._runs, self._outside, self._keep = engine, runs, outside, keep
-        self._name = f"{engine._name}/{engine._number}"
         # By the computing action that the messages go to or come from, and the stage at the other end.
         self._in: dict[tuple[Kind, int, int], dict[int, Message]] = {}
         self._out: dict[tuple[Kind, int, int], dict[int, Message]] = {}
@@ -402,7 +399,8 @@ class EngineRun:
         receives = action.kind in SENT_AS
         stages = (action.peer, action.stage) if receives else (action.stage, action.peer)
         way = "activations" if action.kind in (Kind.SEND_F, Kind.RECV_F) else "gradients"
-        name = f"{self._name}/{way} {stages[0]}>{stages[1]}.{action.microbatch}"
+        turn = f"{self._engine._name}/{self._engine._number}"
+        name = f"{turn}/{way} {stages[0]}>{stages[1]}.{action.microbatch}"
         facts: dict[str, object] = {"stage": action.stage, "microbatch": action.microbatch}
         facts |= {"peer": f"stage {action.peer}", "bytes": _bytes(message)}
         flow: spans.Flow = ("receive", name) if receives else ("send", name)

@@ -163,12 +163,15 @@ def _encode(value: Structure, leaves: Iterable[object]) -> tuple[object, list[Te
     return encode(value, own), tensors
 
 
+def class_name(kind: type) -> str:
+    """Return its qualified name."""
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
 def _refusal(value: object) -> TypeError:
-    kind = type(value)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     return TypeError(
-        f"a {name} cannot cross ranks; send tensors, numbers, strings and None, nested in dict, list and tuple, of "
-        "these exact types, not types derived from them"
+        f"a {class_name(type(value))} cannot cross ranks; send tensors, numbers, strings and None, nested in dict, "
+        "list and tuple, of these exact types, not types derived from them"
     )
 
 
