@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import io
 import json
 import math
 import os
@@ -191,9 +192,25 @@ def of_the_whole_model(x: Tensor, balance: list[int]) -> None:
     make(model, balance=balance).close()
     weights = [model[2 * rank].weight for rank in range(WORLD)]
     assert [type(weight) is nn.Parameter for weight in weights] == [rank == RANK for rank in range(WORLD)]
-    for read in (lambda: model(x), lambda: sum(value.sum() for value in model.state_dict().values())):
-        caught = raised_by(read)
-        assert isinstance(caught, ValueError), caught
+    with torch._C.DisableTorchFunctionSubclass():
+        assert [weight.untyped_storage().nbytes() for weight in weights] == [
+            72 if r == RANK else 8 for r in range(WORLD)
+        ]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)  # which passes over the others'
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    assert sum(p.numel() for p in copy.deepcopy(model.to("cpu")).parameters()) == 12 * (WORLD + 1)
+    values = model.state_dict()
+    for use in (
+        lambda: model(x),
+        lambda: model.eval()(x),
+        lambda: torch.save(values, io.BytesIO()),
+        lambda: sum(value.sum() for value in values.values()),
+        lambda: nn.utils.get_total_norm(model.parameters()),
+        lambda: model.load_state_dict(rows_of_layers().state_dict()),
+    ):
+        caught = raised_by(use)
+        assert isinstance(caught, ValueError | RuntimeError), caught
         assert re.search(r"is on rank \d, in stage \d of its Pipe, and .*; call pipe\(x\)", str(caught)), caught
     with make(model, balance=balance) as pipe:  # as before
         pipe(x)
