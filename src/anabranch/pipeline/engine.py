@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
-from typing import cast
+from typing import TypeAlias, cast
 
 from torch import Tensor
 
@@ -39,6 +39,9 @@ from anabranch.pipeline.stage.stage import OUTSIDE, StageRun
 from anabranch.record import fault_points, spans
 from anabranch.tensors import Structure, flatten
 from anabranch.tensors.tree_codec import decode, encode
+
+Runs: TypeAlias = Mapping[int, StageRun]
+Outside: TypeAlias = Mapping[int, Sequence[Message]]
 
 _FAREWELL_SECONDS = 0.5
 _pipes = itertools.count()
@@ -239,12 +242,7 @@ class StageEngine:
     # Actions.
 
     def run(
-        self,
-        runs: Mapping[int, StageRun],
-        actions: Sequence[Sequence[Action]],
-        outside: Mapping[int, Sequence[Message]],
-        *,
-        keep: bool = False,
+        self, runs: Runs, actions: Sequence[Sequence[Action]], outside: Outside, *, keep: bool = False
     ) -> EngineRun:
         """Run the actions of the ranks here.
 
@@ -352,9 +350,7 @@ class EngineRun:
         input_gradients: of the caller's inputs, by stage and microbatch.
     """
 
-    def __init__(
-        self, engine: StageEngine, runs: Mapping[int, StageRun], outside: Mapping[int, Sequence[Message]], keep: bool
-    ) -> None:
+    def __init__(self, engine: StageEngine, runs: Runs, outside: Outside, keep: bool) -> None:
         self._engine, self._runs, self._outside, self._keep = engine, runs, outside, keep
         # By the computing action that the messages go to or come from, and the stage at the other end.
         self._in: dict[tuple[Kind, int, int], dict[int, Message]] = {}

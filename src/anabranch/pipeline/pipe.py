@@ -459,8 +459,8 @@ class Pipe(nn.Module):
         kinds: list[tuple[str, Structure]] = []
         if split is not None:
             taken = keywords_of(self._stages[0].layers[0], inputs, len(args))
-            named = {name: inputs[name] for name in taken}
-            kinds = split.prepare(args, named, sizes, records=records, tells=self.process_group is not None)
+            mine = args, {name: inputs[name] for name in taken}
+            kinds = split.prepare(mine, sizes, records=records, tells=self.process_group is not None)
         return Facts(self.calls, self.seed % 2**64, sizes, records, self.output, sorted(inputs), kinds)
 
     def _check_inputs(self, facts: Facts, batch: Batch, args: int) -> None:

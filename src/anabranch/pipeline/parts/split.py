@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias, cast
 
-import torch
 from torch import Tensor, nn
 
 from anabranch.autodiff.thread_modes import ThreadModes
@@ -49,11 +48,7 @@ _Inputs = tuple[tuple[object, ...], dict[str, object]]
 
 
 def split(
-    model: nn.Module,
-    at: Sequence[str] = (),
-    *,
-    example: Example | None = None,
-    glue: Sequence[Glue] | None = None,
+    model: nn.Module, at: Sequence[str] = (), *, example: Example | None = None, glue: Sequence[Glue] | None = None
 ) -> nn.Sequential:
     """Return ``model`` as a ``nn.Sequential`` whose layers begin where the named modules are called.
 
@@ -253,10 +248,6 @@ class SplitSource:
             is_within(path, unit) for units in self.units for unit in units
         )
 
-    def _device(self) -> torch.device:
-        tensors = (*self.model.parameters(), *self.model.buffers())
-        return tensors[0].device if tensors else torch.device("cpu")
-
     # Programs.
 
     def trace(self, signatures: Sequence[Signature]) -> list[PartProgram]:
@@ -267,7 +258,7 @@ class SplitSource:
         return programs
 
     def _trace(self, signatures: Sequence[Signature]) -> list[PartProgram]:
-        return trace(self.model, self.at, signatures, _plain_modes(), self._device(), self.forms)
+        return trace(self.model, self.at, signatures, _plain_modes(), self.forms)
 
     def forget_forms(self) -> None:
         """Forget the forms of the modules' results: after a failure one of them may be another's."""
