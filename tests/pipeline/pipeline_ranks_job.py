@@ -131,7 +131,6 @@ def exact(cases: str = "") -> dict:
         **ties_of_some(),
         **changes_in_place(),
         **evaluates_first(),
-        **memory_serves_again(),
         **arrows(),
         **sparse_gradients(),
     }
@@ -259,18 +258,6 @@ def sparse_gradients() -> dict:
     ids = torch.tensor([1, 2, 1, 9, 0, 2])
     with make(model, balance=[len(model) - WORLD + 1] + [1] * (WORLD - 1), chunks=3) as pipe:
         trains_alike(pipe, plain, ids, ids.flip(0), F.cross_entropy)
-    return {}
-
-
-def memory_serves_again() -> dict:
-    """Steps alike need no more memory for messages than the first did."""
-    x, target = torch.randn(2, 64, 5, dtype=torch.float64)
-    with make(skipping_model(), chunks=4) as pipe:
-        memory = None if ALONE else pipe._engine._connection.channel._memory
-        for _ in range(8 if memory else 0):
-            step(pipe, x, target)
-            # Of what may be on its way at once, each message in a slot; not of all that ever was.
-            assert all(len(slots) <= 3 * 4 for slots in memory._mine.values()), memory._mine
     return {}
 
 
@@ -620,24 +607,6 @@ def raised_by(call: Callable[[], object]) -> BaseException:
     except BaseException as error:  # noqa: BLE001 - looked at by the caller
         return error
     raise AssertionError("nothing was raised")
-
-
-def grid() -> dict:
-    """Two pipelines of two ranks, each on its shard: gradients averaged by rows are the whole batch's."""
-    lines = [dist.new_group([first, first + 1]) for first in range(0, WORLD, 2)]
-    columns = [dist.new_group(list(range(offset, WORLD, 2))) for offset in (0, 1)]
-    model = skipping_model()
-    plain = reference(model)
-    x, target = torch.randn(2, 7, 5, dtype=torch.float64)
-    shard = slice(0, 3) if RANK < 2 else slice(3, 7)
-    with ab.Pipe(model, [6, 5], chunks=2, schedule="1F1B", process_group=lines[RANK // 2]) as pipe:
-        pipe.step(x[shard], target[shard], loss=F.mse_loss)
-        for parameter in pipe.parameters():
-            parameter.grad *= len(x[shard]) / len(x)
-            dist.all_reduce(parameter.grad, group=columns[RANK % 2])
-    F.mse_loss(plain(x), target).backward()
-    same_gradients(pipe, plain)
-    return {}
 
 
 def on_cuda() -> dict:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
 
 import pytest
@@ -224,6 +225,37 @@ def test_autocast_reaches_the_stages_and_their_recomputation(checkpoint: str):
     assert set(seen) == {torch.bfloat16}
     assert len(seen) == 3 + 2 * (checkpoint == "always")
     assert model[0].weight.grad.dtype == torch.float32
+
+
+SCALE = ContextVar("SCALE", default=1.0)
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x * SCALE.get()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad * SCALE.get()
+
+
+@pytest.mark.parametrize("balance", [[3], [2, 1]], ids=["on the caller's thread", "on threads"])
+def test_context_variables_are_those_of_the_caller_in_forward_and_backward(balance: list[int]):
+    """A second forward has those of the first."""
+    layers = nn.Linear(3, 3), Computes(lambda x: Scaled.apply(x) * SCALE.get()), nn.Tanh()
+    model = nn.Sequential(*layers).double()
+    plain, x = reference(model), torch.randn(4, 3, dtype=torch.float64)
+    with Pipe(model, balance, chunks=2, checkpoint="always") as pipe:
+        outputs = []
+        for run in (pipe, plain):
+            token = SCALE.set(2.0)
+            outputs.append(run(x))
+            SCALE.set(3.0)
+            outputs[-1].sum().backward()
+            SCALE.reset(token)
+    assert close(*outputs)
+    assert_same_gradients(model, plain)
 
 
 @pytest.mark.parametrize("outside", [False, True])

@@ -22,9 +22,12 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
+from functools import partial
 from time import perf_counter
 from typing import TypeAlias, cast
 
+import msgspec
 from torch import Tensor
 
 from anabranch.autodiff.thread_modes import ThreadModes, current_streams, on_streams
@@ -113,7 +116,7 @@ class StageEngine:
         except Aborted:
             assert isinstance(self._inbox.fault, PacketFault)
             self._end(self._inbox.fault)
-            raise _as_error(self._inbox.fault) from None
+            raise PipelineError(**msgspec.structs.asdict(self._inbox.fault)) from None
         except BaseException as error:
             self._end(self._describe(error))
             raise
@@ -165,9 +168,11 @@ class StageEngine:
             return None
         action = self._failure[1] if self._failure is not None and self._failure[0] is error else None
         where = (None, None, None) if action is None else (action.stage, action.microbatch, PHASES[action.kind])
+        place = "" if action is None else " in stage {}, microbatch {}, {}".format(*where)
         shown = traceback.TracebackException.from_exception(error)  # its str() is one even where the error's own fails
-        texts = _sendable(str(shown)), _sendable("".join(shown.format()))
-        return PacketFault(self._connection.names[self.rank], class_name(type(error)), *texts, *where)
+        kind = class_name(type(error))
+        message = _sendable(f"rank {self._connection.names[self.rank]} raised {kind}{place}: {shown}")
+        return PacketFault(message, *where, kind, _sendable("".join(shown.format())))
 
     def _send(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> None:
         assert self._connection is not None
@@ -278,7 +283,7 @@ class StageEngine:
             except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
                 self._fail(error)
 
-        threads.start([lambda rank=rank: work(rank) for rank in self._inboxes])  # type: ignore[misc]
+        threads.start([partial(copy_context().run, work, rank) for rank in self._inboxes])
         try:
             failed = lambda: self._failure is not None  # noqa: E731
             # A stage that waits for another names it, a moment later than this thread is late.
@@ -449,18 +454,6 @@ def _bytes(message: Message) -> int:
 def _sendable(text: str) -> str:
     """Return the text as UTF-8, which names of files need not be."""
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _as_error(fault: PacketFault) -> PipelineError:
-    place = f" in stage {fault.stage}, microbatch {fault.microbatch}, {fault.phase}" if fault.phase else ""
-    return PipelineError(
-        f"rank {fault.rank} raised {fault.type_name}{place}: {fault.message}",
-        stage=fault.stage,
-        microbatch=fault.microbatch,
-        phase=fault.phase,
-        remote_type=fault.type_name,
-        remote_traceback=fault.traceback,
-    )
 
 
 _Task = Callable[[], None]

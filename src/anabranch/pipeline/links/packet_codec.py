@@ -44,15 +44,14 @@ class Facts(NamedTuple):
 
 
 class PacketFault(msgspec.Struct, array_like=True, frozen=True):
-    """The error that ended a call, on the sending rank or on the first one reported to it."""
+    """The error that ended a call, on the sending rank or on the first one reported to it: of a ``PipelineError``."""
 
-    rank: int
-    type_name: str
     message: str
-    traceback: str
-    stage: int | None = None
-    microbatch: int | None = None
-    phase: str | None = None
+    stage: int | None
+    microbatch: int | None
+    phase: str | None
+    remote_type: str
+    remote_traceback: str
 
 
 class Header(msgspec.Struct, array_like=True, frozen=True):
