@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from anabranch.pipeline.parts.part_program import HeldTensor
 from anabranch.pipeline.stage.skips import declaration_of
@@ -65,16 +65,21 @@ class ModelPart(nn.Module):
                     # The module's own: moving or replacing a tensor there also does so here.
                     holder.__dict__[kind] = module.__dict__[kind]
                 elif tensor.name in module.__dict__[kind]:
-                    own["_copied"].append((module.__dict__[kind], holder.__dict__[kind], tensor.name))
+                    own["_copied"].append([module.__dict__[kind], holder.__dict__[kind], tensor.name, None, 0])
         self.training = model.training
         self.refresh()
 
     def refresh(self) -> None:
         """Take the tensors that other parts hold too from the model again, where they may have been replaced."""
-        for theirs, mine, name in self.__dict__["_copied"]:
+        for place in self.__dict__["_copied"]:
+            theirs, mine, name, seen, version = place
             tensor, before = theirs.get(name), mine.get(name)
-            on_device = isinstance(tensor, nn.Parameter) or tensor is None or before is None
-            mine[name] = tensor if on_device else tensor.to(before.device)
+            now = tensor._version if type(tensor) is Tensor and not tensor.is_inference() else 0
+            if tensor is None or before is None or isinstance(tensor, nn.Parameter) or tensor.device == before.device:
+                mine[name] = tensor
+            elif tensor is not seen or now != version:  # else the part, on its device, may have changed its copy
+                mine[name] = tensor.to(before.device)
+            place[3:] = tensor, now
 
     def takes(self, names: Iterable[str], positional: int) -> tuple[str, ...]:
         """Return those of the keyword inputs ``names`` that this layer takes."""
