@@ -212,11 +212,10 @@ class StageEngine:
 
     def agree(self, make: Callable[[], Facts]) -> Facts:
         """Return the call's facts, made on the rank of the first stage and sent to all others."""
-        source = self._rank_of[0]
         if self._connection is None:
             return make()
-        mine = tuple(make()) if self.rank == source else ()
-        return Facts(*self._exchanged("facts", mine, self._peers if self.rank == source else [], [source])[0])
+        source = self._rank_of[0]
+        return Facts(*self.spread(tuple(make()) if self.rank == source else (), source, "facts"))
 
     def share(self, name: int | str, value: Structure, ranks: Sequence[int] | None = None) -> list[Structure]:
         """Return the values that ``ranks``, by default all, give under ``name``, in their order, this one's too."""
@@ -225,12 +224,12 @@ class StageEngine:
         ranks = sorted([*self._peers, self.rank] if ranks is None else ranks)
         return self._exchanged(name, value, [rank for rank in ranks if rank != self.rank], ranks)
 
-    def spread(self, value: Structure, source: int) -> Structure:
+    def spread(self, value: Structure, source: int, name: str = "output") -> Structure:
         """Return the value that rank ``source`` gives, on every rank; tensors come without a graph."""
         if self._connection is None:
             return value
         peers = self._peers if self.rank == source else []
-        return self._exchanged("output", value, peers, [source])[0]
+        return self._exchanged(name, value, peers, [source])[0]
 
     def _exchanged(self, name: int | str, value: Structure, to: Sequence[int], ranks: Sequence[int]) -> list[Structure]:
         """Give ``value`` to these other ranks; return what ``ranks`` give, of this one the value itself."""

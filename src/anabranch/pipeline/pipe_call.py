@@ -234,9 +234,7 @@ class PipeCall:
         return messages
 
     def _collect(self, outcome: EngineRun) -> list[Packet]:
-        if not outcome.outputs:
-            return []
-        return [cast(Packet, outcome.outputs[i][0]) for i in range(len(self.plan.sizes))]
+        return [cast(Packet, message[0]) for _, message in sorted(outcome.outputs.items())]
 
     def _output_gradients(self, grads: Sequence[Tensor | None]) -> dict[int, Sequence[Message]]:
         if not self.has_output:
