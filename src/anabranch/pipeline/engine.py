@@ -138,7 +138,7 @@ class StageEngine:
 
     def _finish(self) -> None:
         """Wait until every other process has done its part."""
-        seen = [[self.seen.seconds, self.seen.sent_bytes]]
+        seen: list[Structure] = [[self.seen.seconds, self.seen.sent_bytes]]
         if self._connection is not None:
             self._end(None)
             ended = self._inbox.bodies
@@ -167,7 +167,9 @@ class StageEngine:
         if self._connection is None:
             return None
         action = self._failure[1] if self._failure is not None and self._failure[0] is error else None
-        where = (None, None, None) if action is None else (action.stage, action.microbatch, PHASES[action.kind])
+        where: tuple[int | None, int | None, str | None] = (None, None, None)
+        if action is not None:
+            where = action.stage, action.microbatch, PHASES[action.kind]
         place = "" if action is None else " in stage {}, microbatch {}, {}".format(*where)
         shown = traceback.TracebackException.from_exception(error)  # its str() is one even where the error's own fails
         kind = class_name(type(error))

@@ -99,6 +99,8 @@ class PartedModel(nn.Sequential):
             self.__dict__[kind] = model.__dict__[kind]
         self.parts()
 
+    model: nn.Module
+
     def refresh(self) -> None:
         """See what the model holds now."""
         for part in self.__dict__["_parts"]:

@@ -80,7 +80,7 @@ Form: TypeAlias = "tuple[PyTreeSpec, tuple[object, ...]]"
 
 _Function: TypeAlias = Callable[..., object]
 _Args: TypeAlias = tuple[object, ...]
-_Named: TypeAlias = "dict[str, object] | None"
+_Named: TypeAlias = Mapping[str, object] | None
 
 
 def trace(
@@ -324,7 +324,7 @@ class _Recorder(TorchFunctionMode):
             raise CaptureError(f"{_place()} {_READS_VALUES}")
         return self._record(func, lambda *_: func(*args, **kwargs), (args, kwargs))
 
-    def _inside(self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def _inside(self, func: _Function, args: _Args, kwargs: Mapping[str, object]) -> object:
         """Run a function in a module that stays whole; where it reads a number, that is guessed.
 
         The form that comes of it is compared when the module really runs.
