@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import io
 import json
 import math
 import os
@@ -130,7 +131,6 @@ def exact(cases: str = "") -> dict:
         **ties_of_some(),
         **changes_in_place(),
         **evaluates_first(),
-        **memory_serves_again(),
         **arrows(),
         **sparse_gradients(),
     }
@@ -191,9 +191,25 @@ def of_the_whole_model(x: Tensor, balance: list[int]) -> None:
     make(model, balance=balance).close()
     weights = [model[2 * rank].weight for rank in range(WORLD)]
     assert [type(weight) is nn.Parameter for weight in weights] == [rank == RANK for rank in range(WORLD)]
-    for read in (lambda: model(x), lambda: sum(value.sum() for value in model.state_dict().values())):
-        caught = raised_by(read)
-        assert isinstance(caught, ValueError), caught
+    with torch._C.DisableTorchFunctionSubclass():
+        assert [weight.untyped_storage().nbytes() for weight in weights] == [
+            72 if r == RANK else 8 for r in range(WORLD)
+        ]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)  # which passes over the others'
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    assert sum(p.numel() for p in copy.deepcopy(model.to("cpu")).parameters()) == 12 * (WORLD + 1)
+    values = model.state_dict()
+    for use in (
+        lambda: model(x),
+        lambda: model.eval()(x),
+        lambda: torch.save(values, io.BytesIO()),
+        lambda: sum(value.sum() for value in values.values()),
+        lambda: nn.utils.get_total_norm(model.parameters()),
+        lambda: model.load_state_dict(rows_of_layers().state_dict()),
+    ):
+        caught = raised_by(use)
+        assert isinstance(caught, ValueError | RuntimeError), caught
         assert re.search(r"is on rank \d, in stage \d of its Pipe, and .*; call pipe\(x\)", str(caught)), caught
     with make(model, balance=balance) as pipe:  # as before
         pipe(x)
@@ -242,18 +258,6 @@ def sparse_gradients() -> dict:
     ids = torch.tensor([1, 2, 1, 9, 0, 2])
     with make(model, balance=[len(model) - WORLD + 1] + [1] * (WORLD - 1), chunks=3) as pipe:
         trains_alike(pipe, plain, ids, ids.flip(0), F.cross_entropy)
-    return {}
-
-
-def memory_serves_again() -> dict:
-    """Steps alike need no more memory for messages than the first did."""
-    x, target = torch.randn(2, 64, 5, dtype=torch.float64)
-    with make(skipping_model(), chunks=4) as pipe:
-        memory = None if ALONE else pipe._engine._connection.channel._memory
-        for _ in range(8 if memory else 0):
-            step(pipe, x, target)
-            # Of what may be on its way at once, each message in a slot; not of all that ever was.
-            assert all(len(slots) <= 3 * 4 for slots in memory._mine.values()), memory._mine
     return {}
 
 
@@ -451,8 +455,8 @@ def changed_code(change: Change) -> None:
             for one in (model, plain) if changes else ():
                 change(one, patch)
             if ALONE:
-                assert close(parts(x), plain(x))
                 assert close(pipe(x), plain(x))
+                assert close(parts(x), plain(x))
             result = pipe.step(x, target=None, loss=mean_square)
             expected = mean_square(plain(x), None)
             expected.backward()
@@ -603,24 +607,6 @@ def raised_by(call: Callable[[], object]) -> BaseException:
     except BaseException as error:  # noqa: BLE001 - looked at by the caller
         return error
     raise AssertionError("nothing was raised")
-
-
-def grid() -> dict:
-    """Two pipelines of two ranks, each on its shard: gradients averaged by rows are the whole batch's."""
-    lines = [dist.new_group([first, first + 1]) for first in range(0, WORLD, 2)]
-    columns = [dist.new_group(list(range(offset, WORLD, 2))) for offset in (0, 1)]
-    model = skipping_model()
-    plain = reference(model)
-    x, target = torch.randn(2, 7, 5, dtype=torch.float64)
-    shard = slice(0, 3) if RANK < 2 else slice(3, 7)
-    with ab.Pipe(model, [6, 5], chunks=2, schedule="1F1B", process_group=lines[RANK // 2]) as pipe:
-        pipe.step(x[shard], target[shard], loss=F.mse_loss)
-        for parameter in pipe.parameters():
-            parameter.grad *= len(x[shard]) / len(x)
-            dist.all_reduce(parameter.grad, group=columns[RANK % 2])
-    F.mse_loss(plain(x), target).backward()
-    same_gradients(pipe, plain)
-    return {}
 
 
 def on_cuda() -> dict:

@@ -127,17 +127,19 @@ class Reads(nn.Module):
         self.settings = SimpleNamespace(scale=1.0)
         self.function, self.shift = torch.tanh, torch.ones(3, dtype=torch.float64)
         self.deep = {"a": {"b": {"c": {"d": {"e": 1.0}}}}}
+        self.gain = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.register_buffer("offset", torch.ones(3, dtype=torch.float64))  # read by several parts
 
     def method(self) -> float:
         return 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.a(x)
+        x = self.a(x) + self.offset
         scale = self.factor * type(self).other * self.config.scale * self.number * float(self.array[0])
         scale *= self.settings.scale * self.deep["a"]["b"]["c"]["d"]["e"] * self.method() * helper() * NUMBER
         scale *= float(os.environ.get("ANABRANCH_TEST_SCALE", "1")) * VARIABLE.get() * self.b.factor()
         x = self.b(x * scale)
-        return self.c(self.function(x) * scale + self.shift)
+        return self.c(self.function(x) * scale + self.shift) * self.gain + self.offset
 
 
 def change_the_array(model: Reads, patch: pytest.MonkeyPatch) -> None:
@@ -176,6 +178,10 @@ CHANGES: dict[str, Change] = {
     "context variable": set_the_variable,
     "tensor changed in place": change_the_tensor,
     "tensor replaced": lambda model, patch: setattr(model, "shift", model.shift * 2),
+    "buffer replaced": lambda model, patch: setattr(model, "offset", model.offset * 2),
+    "parameter replaced": lambda model, patch: setattr(
+        model, "gain", nn.Parameter(torch.full((3,), 2.0, dtype=torch.float64))
+    ),
     "lambda in place of a function": lambda model, patch: setattr(model, "function", lambda x: x + 1),
     "partial in place of a function": lambda model, patch: setattr(
         model, "function", functools.partial(torch.add, other=2.0)

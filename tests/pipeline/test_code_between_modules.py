@@ -183,65 +183,6 @@ def test_a_view_of_a_buffer_that_crosses_a_cut_is_a_copy():
             assert close(pipe(x), torch.cat([plain(row) for row in x.split(1)]))
 
 
-def test_other_parameters_for_a_layer_are_refused():
-    def doubled(model: nn.Module, x: Tensor) -> Tensor:
-        twice = {name: parameter * 2 for name, parameter in model.a.named_parameters()}
-        return torch.func.functional_call(model.a, twice, (x,))
-
-    with pytest.raises(CaptureError, match=r"'a' sets its attribute 'weight'.*glue="):
-        split(Wraps(doubled), ["b"], example=torch.randn(2, 3))
-
-
-def test_attributes_of_a_layer_set_for_one_call_are_refused():
-    def sets(model: nn.Module, x: Tensor) -> Tensor:
-        model.a.scale = 2.0
-        x = model.a(x)
-        del model.a.scale
-        return x
-
-    with pytest.raises(CaptureError, match="'a' sets its attribute 'scale'"):
-        split(Wraps(sets), ["b"], example=torch.randn(2, 3))
-
-
-OUTSIDE = torch.zeros(3)
-
-
-class Changes(nn.Module):
-    """The code between its modules changes a tensor in place that it does not read as its module's buffer."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self.a, self.bn, self.b, self.what = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), what
-        self.register_buffer("n", torch.zeros(3))
-        n = self.n
-        self.plain, self.tick, self.norm = torch.zeros(3), lambda: n.add_(1), lambda x: self.bn(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.a(x)
-        if self.what == "buffer in a closure":
-            self.tick()
-        elif self.what == "module in a closure":
-            x = self.norm(x)
-        elif self.what == "attribute":
-            self.plain.add_(1)
-        elif self.what == "view":
-            OUTSIDE[0] = 1
-        elif self.what == "out":
-            torch.add(self.n, 1, out=OUTSIDE)
-        return self.b(x) * self.n
-
-
-@pytest.mark.parametrize("what", ["buffer in a closure", "module in a closure", "attribute", "view", "out"])
-def test_a_tensor_outside_the_copy_is_not_changed_but_refused(what: str):
-    model, x = Changes(what), torch.randn(4, 3)
-    tensors = [model.n, model.plain, model.bn.num_batches_tracked, OUTSIDE]
-    versions = [tensor._version for tensor in tensors]
-    with pytest.raises(CaptureError, match=r"test_code_between_modules.py:\d+ .* in place .*glue="):
-        split(model, ["b"], example=x)
-    assert [tensor._version for tensor in tensors] == versions
-    assert not any(tensor.any() for tensor in tensors)
-
-
 def test_a_module_that_changes_a_plain_tensor_does_so_once_a_call():
     class Ticks(nn.Module):
         def __init__(self) -> None:
@@ -258,38 +199,13 @@ def test_a_module_that_changes_a_plain_tensor_does_so_once_a_call():
     assert model[1].calls == 1
 
 
-class Seeds(nn.Module):
-    """Code between modules that seeds, or a module that does."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.how, self.state = how, torch.get_rng_state() if how == "state" else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.a(x)
-        with torch.random.fork_rng(devices=[], enabled=self.how == "forked"):
-            if self.state is not None:
-                torch.set_rng_state(self.state)
-            else:
-                torch.manual_seed(torch.initial_seed() + 1)
-            x = x * torch.rand(3)
-        return self.b(x)
-
-
-@pytest.mark.parametrize("how", ["seed", "forked", "state"])
-def test_a_seeding_between_modules_is_refused_and_undone(how: str):
-    model = Seeds(how)
-    torch.rand(1)
-    state = torch.get_rng_state()
-    with pytest.raises(CaptureError, match=r"seeds PyTorch's generator between the modules.*glue=") as caught:
-        split(model, ["b"])(torch.ones(2, 3))
-    assert how == "state" or "test_code_between_modules.py:" in str(caught.value)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_a_module_that_stays_whole_may_seed():
-    model = nn.Sequential(Seeds("seed"), nn.Linear(3, 3))
+    class Seeds(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.manual_seed(torch.initial_seed() + 1)
+            return x * torch.rand(3)
+
+    model = nn.Sequential(Seeds(), nn.Linear(3, 3))
     parts, state = split(model, ["1"]), torch.get_rng_state()
     x = torch.ones(2, 3)
     expected = model(x)

@@ -54,18 +54,7 @@ def through_a_header(value: object) -> object:
 
 @pytest.mark.parametrize(
     "value",
-    [
-        None,
-        True,
-        -(2**63),
-        2**80,
-        math.inf,
-        "ä",
-        "x" * 3 * HEADER_BYTES,
-        {},
-        (),
-        {"a": [1, (None,)], 2: {None: 0.5}},
-    ],
+    [None, True, -(2**63), 2**80, math.inf, "ä", "x" * 3 * HEADER_BYTES, {}, (), {"a": [1, (None,)], 2: {None: 0.5}}],
     ids=lambda value: repr(value)[:20],
 )
 def test_plain_values_arrive_as_they_were_sent(value: object) -> None:

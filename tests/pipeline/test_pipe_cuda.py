@@ -14,10 +14,7 @@ from anabranch.testing import LocalJob
 
 SCRIPT = Path(__file__).with_name("pipeline_ranks_job.py")
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-]
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZB1P"])

@@ -123,10 +123,7 @@ def test_a_pipe_called_by_itself_is_refused_at_once_and_works_afterwards(place: 
 
 def test_calls_of_several_threads_take_turns():
     model, x, target = model_and_batch()
-    with (
-        Pipe(model, [1, 1, 1, 1], chunks=2, schedule="1F1B", timeout=200.0) as pipe,
-        ThreadPoolExecutor(2) as threads,
-    ):
+    with Pipe(model, [1, 1, 1, 1], chunks=2, schedule="1F1B", timeout=200.0) as pipe, ThreadPoolExecutor(2) as threads:
         pipe.step(x, target, loss=F.mse_loss)
         once = [parameter.grad.clone() for parameter in pipe.parameters()]
 

@@ -107,11 +107,6 @@ def test_a_callers_mistake_on_one_of_three_ranks_reaches_the_others():
     LocalJob(3).run(SCRIPT, "mistakes").check()
 
 
-@pytest.mark.slow
-def test_pipelines_of_a_grid_run_side_by_side():
-    LocalJob(4).run(SCRIPT, "grid").check()
-
-
 def test_a_stopped_rank_is_found_by_its_heartbeats_and_the_pipe_works_when_it_resumes():
     found = LocalJob(2).run(SCRIPT, "stopped").check().results
     assert found[0]["peer"] == "rank 1"

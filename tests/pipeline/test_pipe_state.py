@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
+from functools import partial
 
 import pytest
 import torch
@@ -15,10 +17,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from anabranch import Pipe, pop, skippable, stash
 from anabranch.pipeline import NoChunk
+from anabranch.pipeline.pipe_call import make_head
 from anabranch.pipeline.ranks import PipeRanks
 from anabranch.pipeline.stage.deferred_batch_norm import DeferredBatchNorm
 from anabranch.record.fault_points import on_fault_point
 from anabranch.record.spans import Span, heard
+from backward_threads import NotesThreads
 from covering import pairwise
 from waiting import wait_until
 
@@ -206,22 +210,6 @@ def test_views_of_one_tensor_that_part_are_not_changed_in_place(checkpoint: str,
         pipe(torch.randn(4, 4))
 
 
-@pytest.mark.parametrize("schedule", ["GPipe", "ZB1P"])
-def test_layers_run_on_the_batchs_rows_alone(schedule: str):
-    """No trial runs, on made-up data or on the batch's: each layer sees each row once."""
-    seen: dict[int, list[Tensor]] = {0: [], 1: []}
-
-    layers = [Computes(lambda x, place=place: seen[place].append(x.detach().clone()) or x) for place in range(2)]
-    with Pipe(nn.Sequential(*layers), [1, 1], chunks=3, schedule=schedule, checkpoint="never") as pipe:
-        pipe.describe()
-        for rows in (7, 2):
-            x = torch.randn(rows, 2, requires_grad=True)
-            pipe.step(x, x.detach(), loss=F.mse_loss)
-            assert all(torch.equal(torch.cat(parts), x) for parts in seen.values())
-            assert [len(parts) for parts in seen.values()] == [min(rows, 3)] * 2
-            seen.update({0: [], 1: []})
-
-
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_autocast_reaches_the_stages_and_their_recomputation(checkpoint: str):
     seen: list[torch.dtype] = []
@@ -237,6 +225,37 @@ def test_autocast_reaches_the_stages_and_their_recomputation(checkpoint: str):
     assert set(seen) == {torch.bfloat16}
     assert len(seen) == 3 + 2 * (checkpoint == "always")
     assert model[0].weight.grad.dtype == torch.float32
+
+
+SCALE = ContextVar("SCALE", default=1.0)
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x * SCALE.get()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad * SCALE.get()
+
+
+@pytest.mark.parametrize("balance", [[3], [2, 1]], ids=["on the caller's thread", "on threads"])
+def test_context_variables_are_those_of_the_caller_in_forward_and_backward(balance: list[int]):
+    """A second forward has those of the first."""
+    layers = nn.Linear(3, 3), Computes(lambda x: Scaled.apply(x) * SCALE.get()), nn.Tanh()
+    model = nn.Sequential(*layers).double()
+    plain, x = reference(model), torch.randn(4, 3, dtype=torch.float64)
+    with Pipe(model, balance, chunks=2, checkpoint="always") as pipe:
+        outputs = []
+        for run in (pipe, plain):
+            token = SCALE.set(2.0)
+            outputs.append(run(x))
+            SCALE.set(3.0)
+            outputs[-1].sum().backward()
+            SCALE.reset(token)
+    assert close(*outputs)
+    assert_same_gradients(model, plain)
 
 
 @pytest.mark.parametrize("outside", [False, True])
@@ -291,6 +310,26 @@ def test_grad_modes_reach_the_stages_which_then_keep_nothing(mode):
     assert result.loss.ndim == 0
     assert model[0].weight.grad is None
     assert all(reference.expired() for reference in inputs)
+
+
+def test_stages_run_under_the_callers_default_device() -> None:
+    found: list[list[str]] = [[], []]
+    stages = [Computes(lambda x, places=places: places.append(torch.empty(0).device.type) or x) for places in found]
+    with Pipe(nn.Sequential(*stages), balance=[1, 1], chunks=2) as pipe:
+        with torch.device("meta"):
+            pipe(torch.ones(4, 2, device="cpu"))
+        pipe(torch.ones(4, 2))
+    assert found == [["meta", "meta", "cpu", "cpu"]] * 2
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "ZB1P"])
+def test_stages_differentiate_on_their_own_threads_alone(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward of a pipe's output waits on torch's thread of a device: the stages must not need it."""
+    monkeypatch.setattr(NotesThreads, "seen", [])
+    layers = [layer for _ in range(2) for layer in (nn.Linear(2, 2), Computes(NotesThreads.apply))]
+    with Pipe(nn.Sequential(*layers), [2, 2], chunks=2, schedule=schedule, checkpoint="never") as pipe:
+        pipe(torch.ones(4, 2)).sum().backward()
+    assert NotesThreads.seen == [False] * 4
 
 
 class Keeps(nn.Module):
@@ -378,7 +417,8 @@ def test_outputs_are_kept_only_where_somebody_wants_them():
         Pipe(nn.Sequential(nn.Linear(3, 3), keeps), [1, 1], chunks=4, schedule="1F1B", checkpoint="never") as pipe,
         heard(count),
     ):
-        PipeRanks(pipe).step((x,), {}, x, loss=lambda y, t: (y - t).sum(), reduction="sum", rows=4, word=None)
+        head = partial(make_head, loss=lambda y, t: (y - t).sum(), reduction="sum", weigh=None, keeps_outputs=False)
+        PipeRanks(pipe).step((x,), {}, x, head=head, rows=4, word=None)
         assert max(alive) <= 1
         keeps.kept.clear()
         result = pipe.step(x, x, loss=lambda y, t: (y - t).sum(), reduction="sum")

@@ -325,17 +325,47 @@ class Frame(nn.Module):
 
     def __init__(self, between) -> None:
         super().__init__()
-        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.a, self.b, self.c, self.bn = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)
         self.register_buffer("count", torch.zeros(()))
-        self.kept = None
+        count = self.count
+        self.kept, self.plain = None, torch.zeros(3)
         self.seen: list[Tensor] = []
+        self.tick, self.norm = lambda: count.add_(1), lambda x: self.bn(x)
         self.between = between
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(self.between(self, self.a(x)))
 
 
+OUTSIDE, STATE = torch.zeros(3), torch.get_rng_state()
+
+
+def with_other_parameters(model: nn.Module, x: Tensor) -> Tensor:
+    twice = {name: parameter * 2 for name, parameter in model.c.named_parameters()}
+    return torch.func.functional_call(model.c, twice, (x,))
+
+
+def with_an_attribute(model: nn.Module, x: Tensor) -> Tensor:
+    model.c.scale = 2.0
+    x = model.c(x)
+    del model.c.scale
+    return x
+
+
+def with_a_seed(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(torch.initial_seed() + 1)
+        return x * torch.rand(4)
+
+
+def in_a_view(model: nn.Module, x: Tensor) -> Tensor:
+    OUTSIDE[0] = 1
+    return x
+
+
 LINE = r"test_split.py:\d+ \(<lambda>\)"
+SEEDS = r"seeds PyTorch's generator between the modules.*glue="
+IN_PLACE = r"test_split.py:\d+ .* in place .*glue="
 BETWEEN: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], str]] = {
     "a branch by values": (lambda m, x: x if x.sum() > 0 else -x, f"{LINE} depends on the values of a tensor"),
     "rows by values": (lambda m, x: x[x > 0].expand(4, 4), f"{LINE} depends on the values of a tensor"),
@@ -349,14 +379,29 @@ BETWEEN: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], str]] = {
     ),
     "a closure": (lambda m, x: m.c(x, lambda y: m.c(y)), f"{LINE} passes a function to"),
     "vmap": (lambda m, x: torch.vmap(torch.sin)(x), f"{LINE} runs inside a torch.func transform"),
+    "functional_call": (with_other_parameters, r"'c' sets its attribute 'weight'.*glue="),
+    "an attribute of a layer for one call": (with_an_attribute, "'c' sets its attribute 'scale'"),
+    "a seed": (lambda m, x: x * torch.rand(4, generator=torch.manual_seed(1)), f"{LINE} {SEEDS}"),
+    "a seed put back": (with_a_seed, SEEDS),
+    "a generator's state": (lambda m, x: torch.set_rng_state(STATE) or x, SEEDS),
+    "a buffer in a closure": (lambda m, x: m.tick() * x, IN_PLACE),
+    "a module in a closure": (lambda m, x: m.norm(x), IN_PLACE),
+    "a plain tensor": (lambda m, x: m.plain.add_(1)[0] * x, IN_PLACE),
+    "a view of a global": (in_a_view, IN_PLACE),
+    "out=": (lambda m, x: torch.add(m.count, 1, out=OUTSIDE)[0] * x, IN_PLACE),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BETWEEN)
 def test_code_that_cannot_be_split_is_named(name: str):
     between, message = BETWEEN[name]
+    model, x = Frame(between), torch.randn(4, 4)
+    tensors, state = [model.plain, model.bn.num_batches_tracked, model.count, OUTSIDE], torch.get_rng_state()
+    versions = [tensor._version for tensor in tensors]
     with pytest.raises(CaptureError, match=message):
-        split(Frame(between), ["b"], example=torch.randn(4, 4))
+        split(model, ["b"], example=x)
+    assert [tensor._version for tensor in tensors] == versions, "and all is as it was"
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(

@@ -48,19 +48,14 @@ class StageCosts:
 def costs_of(stages: Sequence[Stage], rank_of: Sequence[int], observed: Observed) -> list[StageCosts]:
     """Return the costs of each stage, as far as they were observed."""
     costs = []
-    for stage in stages:
-        j, names = stage.index, [layer.name for layer in stage.layers]
+    for j, stage in enumerate(stages):
+        names = [layer.name for layer in stage.layers]
+        span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         unique = {id(parameter): parameter for layer in stage.layers for parameter in layer.module.parameters()}
-        costs.append(
-            StageCosts(
-                j,
-                rank_of[j],
-                names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}",
-                sum(parameter.numel() for parameter in unique.values() if type(parameter) is not Switch),
-                {phase: seconds for (at, phase), seconds in observed.seconds.items() if at == j},
-                {target: size for (at, target), size in observed.sent_bytes.items() if at == j and size},
-            )
-        )
+        numbers = sum(parameter.numel() for parameter in unique.values() if type(parameter) is not Switch)
+        seconds = {phase: value for (at, phase), value in observed.seconds.items() if at == j}
+        sends = {target: size for (at, target), size in observed.sent_bytes.items() if at == j and size}
+        costs.append(StageCosts(j, rank_of[j], span, numbers, seconds, sends))
     return costs
 
 

@@ -22,9 +22,12 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
+from functools import partial
 from time import perf_counter
-from typing import cast
+from typing import TypeAlias, cast
 
+import msgspec
 from torch import Tensor
 
 from anabranch.autodiff.thread_modes import ThreadModes, current_streams, on_streams
@@ -32,13 +35,16 @@ from anabranch.deadline import LONGEST_SLEEP, Deadline
 from anabranch.errors import PipelineError
 from anabranch.pipeline.description import Observed
 from anabranch.pipeline.links.connection import Inbox, RankConnection
-from anabranch.pipeline.links.packet_codec import Facts, Header, PacketFault, pack, pack_message
+from anabranch.pipeline.links.packet_codec import Facts, Header, PacketFault, class_name, pack, pack_message
 from anabranch.pipeline.schedule.schedule import PHASES, SENT_AS, Action, Kind
 from anabranch.pipeline.stage.packet import Message, Packet, size_of
 from anabranch.pipeline.stage.stage import OUTSIDE, StageRun
 from anabranch.record import fault_points, spans
 from anabranch.tensors import Structure, flatten
 from anabranch.tensors.tree_codec import decode, encode
+
+Runs: TypeAlias = Mapping[int, StageRun]
+Outside: TypeAlias = Mapping[int, Sequence[Message]]
 
 _FAREWELL_SECONDS = 0.5
 _pipes = itertools.count()
@@ -110,7 +116,7 @@ class StageEngine:
         except Aborted:
             assert isinstance(self._inbox.fault, PacketFault)
             self._end(self._inbox.fault)
-            raise _as_error(self._inbox.fault) from None
+            raise PipelineError(**msgspec.structs.asdict(self._inbox.fault)) from None
         except BaseException as error:
             self._end(self._describe(error))
             raise
@@ -132,6 +138,7 @@ class StageEngine:
 
     def _finish(self) -> None:
         """Wait until every other process has done its part."""
+        seen: list[Structure] = [[self.seen.seconds, self.seen.sent_bytes]]
         if self._connection is not None:
             self._end(None)
             ended = self._inbox.bodies
@@ -139,11 +146,11 @@ class StageEngine:
             self._wait(lambda: len(ended) == len(self._peers), "end", waiting)
             if self._inbox.fault:
                 raise Aborted
-            for body in ended.values():
-                seconds, sent_bytes = decode(body)
-                self.observed.seconds |= seconds
-                self.observed.sent_bytes |= sent_bytes
+            seen += map(decode, ended.values())
             self._connection.channel.flush(self._timeout)
+        for seconds, sent_bytes in seen:
+            self.observed.seconds |= seconds
+            self.observed.sent_bytes |= sent_bytes
 
     def _end(self, fault: PacketFault | None) -> None:
         """Tell every other process that nothing more comes in this turn, and the reason; once."""
@@ -159,13 +166,15 @@ class StageEngine:
     def _describe(self, error: BaseException) -> PacketFault | None:
         if self._connection is None:
             return None
-        kind = type(error)
-        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         action = self._failure[1] if self._failure is not None and self._failure[0] is error else None
-        where = (None, None, None) if action is None else (action.stage, action.microbatch, PHASES[action.kind])
+        where: tuple[int | None, int | None, str | None] = (None, None, None)
+        if action is not None:
+            where = action.stage, action.microbatch, PHASES[action.kind]
+        place = "" if action is None else " in stage {}, microbatch {}, {}".format(*where)
         shown = traceback.TracebackException.from_exception(error)  # its str() is one even where the error's own fails
-        texts = _sendable(str(shown)), _sendable("".join(shown.format()))
-        return PacketFault(self._connection.names[self.rank], name, *texts, *where)
+        kind = class_name(type(error))
+        message = _sendable(f"rank {self._connection.names[self.rank]} raised {kind}{place}: {shown}")
+        return PacketFault(message, *where, kind, _sendable("".join(shown.format())))
 
     def _send(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> None:
         assert self._connection is not None
@@ -205,24 +214,24 @@ class StageEngine:
 
     def agree(self, make: Callable[[], Facts]) -> Facts:
         """Return the call's facts, made on the rank of the first stage and sent to all others."""
-        source = self._rank_of[0]
         if self._connection is None:
             return make()
-        mine = tuple(make()) if self.rank == source else ()
-        return Facts(*self._exchanged("facts", mine, self._peers if self.rank == source else [], [source])[0])
+        source = self._rank_of[0]
+        return Facts(*self.spread(tuple(make()) if self.rank == source else (), source, "facts"))
 
-    def share(self, name: int | str, value: Structure, ranks: Sequence[int]) -> list[Structure]:
-        """Return the values that ``ranks``, this one among them, give under ``name``, in the order of ranks."""
+    def share(self, name: int | str, value: Structure, ranks: Sequence[int] | None = None) -> list[Structure]:
+        """Return the values that ``ranks``, by default all, give under ``name``, in their order, this one's too."""
         if self._connection is None:
             return [value]
-        return self._exchanged(name, value, [rank for rank in ranks if rank != self.rank], sorted(ranks))
+        ranks = sorted([*self._peers, self.rank] if ranks is None else ranks)
+        return self._exchanged(name, value, [rank for rank in ranks if rank != self.rank], ranks)
 
-    def spread(self, value: Structure, source: int) -> Structure:
+    def spread(self, value: Structure, source: int, name: str = "output") -> Structure:
         """Return the value that rank ``source`` gives, on every rank; tensors come without a graph."""
         if self._connection is None:
             return value
         peers = self._peers if self.rank == source else []
-        return self._exchanged("output", value, peers, [source])[0]
+        return self._exchanged(name, value, peers, [source])[0]
 
     def _exchanged(self, name: int | str, value: Structure, to: Sequence[int], ranks: Sequence[int]) -> list[Structure]:
         """Give ``value`` to these other ranks; return what ``ranks`` give, of this one the value itself."""
@@ -239,12 +248,7 @@ class StageEngine:
     # Actions.
 
     def run(
-        self,
-        runs: Mapping[int, StageRun],
-        actions: Sequence[Sequence[Action]],
-        outside: Mapping[int, Sequence[Message]],
-        *,
-        keep: bool = False,
+        self, runs: Runs, actions: Sequence[Sequence[Action]], outside: Outside, *, keep: bool = False
     ) -> EngineRun:
         """Run the actions of the ranks here.
 
@@ -264,8 +268,6 @@ class StageEngine:
             for one in runs.values():
                 one.abandon()
             raise
-        self.observed.seconds |= self.seen.seconds
-        self.observed.sent_bytes |= self.seen.sent_bytes
         return run
 
     def _run_on_threads(self, run: EngineRun, actions: Sequence[Sequence[Action]]) -> None:
@@ -282,7 +284,7 @@ class StageEngine:
             except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
                 self._fail(error)
 
-        threads.start([lambda rank=rank: work(rank) for rank in self._inboxes])  # type: ignore[misc]
+        threads.start([partial(copy_context().run, work, rank) for rank in self._inboxes])
         try:
             failed = lambda: self._failure is not None  # noqa: E731
             # A stage that waits for another names it, a moment later than this thread is late.
@@ -354,11 +356,8 @@ class EngineRun:
         input_gradients: of the caller's inputs, by stage and microbatch.
     """
 
-    def __init__(
-        self, engine: StageEngine, runs: Mapping[int, StageRun], outside: Mapping[int, Sequence[Message]], keep: bool
-    ) -> None:
+    def __init__(self, engine: StageEngine, runs: Runs, outside: Outside, keep: bool) -> None:
         self._engine, self._runs, self._outside, self._keep = engine, runs, outside, keep
-        self._name = f"{engine._name}/{engine._number}"
         # By the computing action that the messages go to or come from, and the stage at the other end.
         self._in: dict[tuple[Kind, int, int], dict[int, Message]] = {}
         self._out: dict[tuple[Kind, int, int], dict[int, Message]] = {}
@@ -402,7 +401,8 @@ class EngineRun:
         receives = action.kind in SENT_AS
         stages = (action.peer, action.stage) if receives else (action.stage, action.peer)
         way = "activations" if action.kind in (Kind.SEND_F, Kind.RECV_F) else "gradients"
-        name = f"{self._name}/{way} {stages[0]}>{stages[1]}.{action.microbatch}"
+        turn = f"{self._engine._name}/{self._engine._number}"
+        name = f"{turn}/{way} {stages[0]}>{stages[1]}.{action.microbatch}"
         facts: dict[str, object] = {"stage": action.stage, "microbatch": action.microbatch}
         facts |= {"peer": f"stage {action.peer}", "bytes": _bytes(message)}
         flow: spans.Flow = ("receive", name) if receives else ("send", name)
@@ -455,18 +455,6 @@ def _bytes(message: Message) -> int:
 def _sendable(text: str) -> str:
     """Return the text as UTF-8, which names of files need not be."""
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _as_error(fault: PacketFault) -> PipelineError:
-    place = f" in stage {fault.stage}, microbatch {fault.microbatch}, {fault.phase}" if fault.phase else ""
-    return PipelineError(
-        f"rank {fault.rank} raised {fault.type_name}{place}: {fault.message}",
-        stage=fault.stage,
-        microbatch=fault.microbatch,
-        phase=fault.phase,
-        remote_type=fault.type_name,
-        remote_traceback=fault.traceback,
-    )
 
 
 _Task = Callable[[], None]

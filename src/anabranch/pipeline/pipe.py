@@ -32,8 +32,10 @@ from anabranch.pipeline.parts.model_part import PartedModel
 from anabranch.pipeline.parts.part_program import SplitCall
 from anabranch.pipeline.parts.split import SplitModel
 from anabranch.pipeline.pipe_call import (
+    Args,
     Loss,
     MakeHead,
+    Named,
     PipeCall,
     Reduction,
     Tie,
@@ -196,9 +198,8 @@ class Pipe(nn.Module):
         split = split_layers(module, layers, balance)
         self._schedules = PipeSchedules(schedule, len(split), places, exactly=process_group is not None)
         rank_of = self._schedules.rank_of
-        self._rank = 0 if process_group is None else dist.get_rank(process_group)
-        self._ranks: int = 1 if process_group is None else dist.get_world_size(process_group)
-        self._here = [j for j in range(len(split)) if process_group is None or rank_of[j] == self._rank]
+        rank = None if process_group is None else dist.get_rank(process_group)
+        self._here = [j for j in range(len(split)) if rank in (None, rank_of[j])]
         self._stages = place_stages(split, rank_of, devices, self._here)
         self._source = module.source if isinstance(module, SplitModel) else None
         self.process_group = process_group
@@ -291,7 +292,7 @@ class Pipe(nn.Module):
     @property
     def output_rank(self) -> int:
         """The rank, in the process group, of the last stage; 0 in one process."""
-        return 0 if self._ranks == 1 else self._schedules.rank_of[-1]
+        return 0 if self.process_group is None else self._schedules.rank_of[-1]
 
     def forward(self, *args: Structure, **inputs: Structure) -> Structure:
         """Return the module's output, differentiable; its backward runs the schedule's backward half.
@@ -315,13 +316,13 @@ class Pipe(nn.Module):
             ValueError: tensors that disagree in rows, or none to cut.
             BaseException: any exception of a stage, with a note of stage, microbatch and phase.
         """
-        with self._turn("forward") as turn:
-            call = self._call(turn, args, inputs)
+        with self._turn("forward"):
+            call = self._call(args, inputs)
             if call.differentiable:
                 self._warn_if_alone()
-                output = open_portal(call, turn)
+                output = open_portal(call)
             else:
-                output, _ = call.forward(turn)
+                output, _ = call.forward()
             call.check()
             if call.has_output or call.output_rank is not None:
                 return call.finish(output)
@@ -369,13 +370,14 @@ class Pipe(nn.Module):
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction is 'mean' or 'sum', got {reduction!r}")
         self._warn_if_alone()
-        with self._turn("step") as turn:
+        with self._turn("step"):
             if target is _LEFT_OUT:
                 args, target = (args[:-1], args[-1]) if len(args) > 1 else (args, None)
             batch = *args, target
             weigh = None if rows is None else lambda sizes: [rows(*part) for part in scatter(batch, sizes)]
             head = partial(make_head, loss=loss, reduction=reduction, weigh=weigh)
-            call, outputs, grads = self._step(turn, args, inputs, target, head)
+            call = self._call(args, inputs, target, head)
+            outputs, grads = call.step()
         # Only after every rank has done its part: a step that fails on any rank leaves no gradient.
         if call.plan.records:
             deliver(call.leaves, grads)
@@ -392,60 +394,41 @@ class Pipe(nn.Module):
         self._left_out = False
 
     @contextmanager
-    def _turn(self, operation: str) -> Iterator[StageEngine]:
+    def _turn(self, operation: str) -> Iterator[None]:
         """Take a turn that runs the layers forward."""
-        with self._engine.turn(operation, self.calls) as turn:
+        with self._engine.turn(operation, self.calls):
             try:
-                yield turn
+                yield
             except BaseException:
                 if self._source is not None:
                     self._source.forget_forms()
                 raise
 
-    def _step(
-        self,
-        turn: StageEngine,
-        args: tuple[Structure, ...],
-        inputs: Mapping[str, Structure],
-        target: Structure,
-        head: MakeHead,
-        rows: int | None = None,
-    ) -> tuple[PipeCall, list[Structure], list[Tensor | None]]:
-        call = self._call(turn, args, inputs, target, head, rows)
-        outputs, grads = call.step(turn)
-        call.check()
-        return call, outputs, grads
-
     def _call(
-        self,
-        turn: StageEngine,
-        args: tuple[Structure, ...],
-        inputs: Mapping[str, Structure],
-        target: Structure = None,
-        head: MakeHead | None = None,
-        expected_rows: int | None = None,
+        self, args: Args, inputs: Named, target: Structure = None, head: MakeHead | None = None, rows: int | None = None
     ) -> PipeCall:
         for root, before in zip(self._roots, self._outlines, strict=True):
             refuse_changes(before, outline(root, self._inside))
+        if isinstance(self._roots[0], PartedModel):
+            self._roots[0].refresh()
         modes = ThreadModes.take()
         split = None if self._source is None else SplitCall(self._source.trace)
         # Inputs are read on the first stage's rank alone, and the target on the last one's.
         last = len(self._stages) - 1
         batch = Batch(args if 0 in self._here else (), inputs, target if last in self._here else None)
-        facts = turn.agree(lambda: self._facts(batch, args, inputs, modes, split))
+        records = modes.grad and not modes.inference
+        facts = self._engine.agree(lambda: self._facts(batch, args, inputs, records, split))
         self.calls = facts.step + 1
         if split is not None and 0 not in self._here:
-            split.learn(facts.kinds, self._rank)
-        rows, m = sum(facts.sizes), len(facts.sizes)
-        if expected_rows not in (None, rows):
+            split.learn(facts.kinds, self._engine.rank)
+        if rows not in (None, sum(facts.sizes)):
             raise ValueError(
-                f"the first stage's batch has {rows} rows, this rank's {expected_rows}; the ranks of a pipeline take "
-                "the same batch"
+                f"the first stage's batch has {sum(facts.sizes)} rows, this rank's {rows}; the ranks of a pipeline "
+                "take the same batch"
             )
         if inputs or facts.keywords:
-            self._check_inputs(facts, batch, len(args) if 0 in self._here else 0, rows)
-        records = modes.grad and not modes.inference
-        lowered, recompute = self._lowered(m, self.checkpoint if records else "never")
+            self._check_inputs(facts, batch, len(args) if 0 in self._here else 0)
+        lowered, recompute = self._lowered(len(facts.sizes), self.checkpoint if records else "never")
         splits = self._schedules.splits_backward
         plan = StagePlan(modes, facts.seed, facts.step, facts.sizes, recompute, splits, LooseLeaves(), records, split)
         if records != facts.records:
@@ -467,36 +450,20 @@ class Pipe(nn.Module):
             changed = here.intersection(self._others).union(untied)
             if changed:
                 raise ValueError(f"{self._names[changed.pop()]} was tied or untied after Pipe(...); make a new Pipe")
-        output_rank = self.output_rank if self.output == "all" and head is None and self._ranks > 1 else None
-        return PipeCall(
-            self._engine,
-            runs,
-            lowered.actions,
-            batch,
-            plan,
-            self._ties,
-            self._anchor,
-            output_rank,
-        )
+        to_all = self.output == "all" and head is None and self.process_group is not None
+        output_rank = self.output_rank if to_all else None
+        return PipeCall(self._engine, runs, lowered.actions, batch, plan, self._ties, self._anchor, output_rank)
 
-    def _facts(
-        self,
-        batch: Batch,
-        args: tuple[Structure, ...],
-        inputs: Mapping[str, Structure],
-        modes: ThreadModes,
-        split: SplitCall | None,
-    ) -> Facts:
+    def _facts(self, batch: Batch, args: Args, inputs: Named, records: bool, split: SplitCall | None) -> Facts:
         sizes = microbatch_sizes(batch.rows(), operator.index(self.chunks))
-        records = modes.grad and not modes.inference
         kinds: list[tuple[str, Structure]] = []
         if split is not None:
             taken = keywords_of(self._stages[0].layers[0], inputs, len(args))
-            named = {name: inputs[name] for name in taken}
-            kinds = split.prepare(args, named, sizes, records=records, tells=self.process_group is not None)
+            mine = args, {name: inputs[name] for name in taken}
+            kinds = split.prepare(mine, sizes, records=records, tells=self.process_group is not None)
         return Facts(self.calls, self.seed % 2**64, sizes, records, self.output, sorted(inputs), kinds)
 
-    def _check_inputs(self, facts: Facts, batch: Batch, args: int, rows: int) -> None:
+    def _check_inputs(self, facts: Facts, batch: Batch, args: int) -> None:
         inputs = {name: part for name, part in batch.inputs.items() if name is not None}
         layers = [layer for stage in self._stages for layer in stage.layers]
         names = {*facts.keywords, *inputs}
@@ -507,9 +474,10 @@ class Pipe(nn.Module):
                     f"no layer's forward has a parameter named {name!r}; the first layer, "
                     f"{type(layers[0].module).__name__}, got {args} inputs by position"
                 )
-            part.check_rows(rows)
+            part.check_rows(sum(facts.sizes))
             tensors = [leaf for leaf in part.leaves if isinstance(leaf, Tensor)]
-            if facts.records and self._ranks > 1 and any(tensor.requires_grad for tensor in tensors):
+            across = len(self._here) < len(self._stages)
+            if facts.records and across and any(tensor.requires_grad for tensor in tensors):
                 raise ValueError(
                     f"{part.what} requires gradients, which do not cross between ranks to a keyword: "
                     "pass it positionally to the first layer, and stash it there for later ones, or detach it"
@@ -533,17 +501,13 @@ class Pipe(nn.Module):
     def _grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """Return the norm of all stages' gradients, as of one vector, the same on every rank; every rank calls it."""
         with self._engine.turn("clip_grad_norm", self.calls) as turn:
-            elsewhere = {id(parameter) for _, parameter, ranks in self._ties if ranks[0] != self._rank}
-            here = [p for p in parameters_here(self).values() if p.grad is not None]
-            values = {p: _values_of_gradient(p) for p in here}
-            counted = [values[p] for p in here if id(p) not in elsewhere]
-            norms = [torch.linalg.vector_norm(grad, norm_type).cpu() for grad in counted]
-            shares = turn.share(
-                _NORMS, torch.stack(norms) if norms else torch.zeros(0, device="cpu"), range(self._ranks)
-            )
+            elsewhere = {id(parameter) for _, parameter, ranks in self._ties if ranks[0] != turn.rank}
+            values = [_values_of_gradient(p) for p in _with_gradients(self) if id(p) not in elsewhere]
+            norms = [torch.linalg.vector_norm(value, norm_type).cpu() for value in values]
+            shares = turn.share("norms", torch.stack(norms) if norms else torch.zeros(0, device="cpu"))
         # The norm of all parameters' norms, in their order: bit for bit the norm of the unsplit module.
-        found = [share for share in shares if share is not None and share.numel()]
-        return torch.linalg.vector_norm(torch.cat(found), norm_type) if found else torch.zeros((), device="cpu")
+        parts = [cast(Tensor, share) for share in shares if cast(Tensor, share).numel()]
+        return torch.linalg.vector_norm(torch.cat(parts), norm_type) if parts else torch.zeros((), device="cpu")
 
     def _first_names(self) -> Mapping[Tensor, str]:
         """Return this process's parameters and their names in the unsplit module; a tied one has its first name
@@ -569,10 +533,9 @@ class Pipe(nn.Module):
         if elsewhere is not None:
             total = (total.double().square() + elsewhere).sqrt()
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for parameter in parameters_here(self).values():
-            if parameter.grad is not None:
-                value = _values_of_gradient(parameter)
-                value.mul_(scale.to(value.device))
+        for parameter in _with_gradients(self):
+            value = _values_of_gradient(parameter)
+            value.mul_(scale.to(value.device))
         return total
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, object]]:
@@ -636,8 +599,8 @@ class Pipe(nn.Module):
         self.close()
 
 
-_NORMS = -1
-"""Index of the shares of the gradients' norm, beside those of tied parameters, which count from 0."""
+def _with_gradients(pipe: Pipe) -> list[Tensor]:
+    return [parameter for parameter in parameters_here(pipe).values() if parameter.grad is not None]
 
 
 def _values_of_gradient(parameter: Tensor) -> Tensor:

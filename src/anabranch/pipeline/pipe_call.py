@@ -30,6 +30,8 @@ from anabranch.pipeline.stage.partition import keywords_of
 from anabranch.pipeline.stage.stage import OUTSIDE, Head, Stage, StagePlan, StageRun
 from anabranch.tensors import Structure, flatten, paths, unflatten
 
+Args: TypeAlias = tuple[Structure, ...]
+Named: TypeAlias = Mapping[str, Structure]
 Loss: TypeAlias = Callable[[Structure, Structure], Tensor]
 """A function from output and target to one number."""
 Reduction: TypeAlias = Literal["mean", "sum"]
@@ -172,12 +174,12 @@ class PipeCall:
         """Return the sum of the microbatches' losses; ``None`` without a loss here."""
         return _sum([run.losses[i] for run in self.runs.values() if run.head for i in range(len(self.plan.sizes))])
 
-    def forward(self, turn: StageEngine) -> tuple[Structure, list[bool]]:
+    def forward(self) -> tuple[Structure, list[bool]]:
         """Run the F half. Returns the output, and for each of its leaves whether it is differentiable.
 
         Where all ranks have the output, gradients of it count on the last stage's rank.
         """
-        packets = self._collect(turn.run(self.runs, self._half(forward=True), self._outside()))
+        packets = self._collect(self.engine.run(self.runs, self._half(forward=True), self._outside()))
         output: Structure = None
         needs_grad: list[bool] = []
         if packets:
@@ -186,9 +188,8 @@ class PipeCall:
             self._outputs = [[_rows(leaf) for leaf in packet.leaves] for packet in packets]
             needs_grad = [any(needs) for needs in zip(*(packet.needs_grad for packet in packets), strict=True)]
         if self.output_rank is not None:
-            output, needs_grad = cast(
-                "tuple[Structure, list[bool]]", turn.spread((output, needs_grad), self.output_rank)
-            )
+            everywhere = self.engine.spread((output, needs_grad), self.output_rank)
+            output, needs_grad = cast("tuple[Structure, list[bool]]", everywhere)
         return output, needs_grad
 
     def backward(self, grads: Sequence[Tensor | None], *, keep: bool) -> list[Tensor | None]:
@@ -204,19 +205,23 @@ class PipeCall:
             run.updates = not ends or any(map(reaches, ends))
         with self.engine.turn("backward", self.plan.step) as turn:
             outcome = turn.run(self.runs, self._half(forward=False), self._output_gradients(grads), keep=keep)
-            return self._gradients(turn, outcome)
+            return self._gradients(outcome)
 
-    def step(self, turn: StageEngine) -> tuple[list[Structure], list[Tensor | None]]:
+    def step(self) -> tuple[list[Structure], list[Tensor | None]]:
         """Run the whole schedule, loss included; the F half where no backward may follow.
 
         Returns the microbatches' outputs and the gradients of ``leaves``.
         """
-        outcome = turn.run(self.runs, self.actions if self.plan.records else self._half(forward=True), self._outside())
+        actions = self.actions if self.plan.records else self._half(forward=True)
+        outcome = self.engine.run(self.runs, actions, self._outside())
         outputs = [packet.structure() for packet in self._collect(outcome)]
-        return outputs, self._gradients(turn, outcome) if self.plan.records else []
+        grads = self._gradients(outcome) if self.plan.records else []
+        self.check()
+        return outputs, grads
 
     def _half(self, *, forward: bool) -> list[list[Action]]:
-        return [[action for action in actions if (action.kind in _FORWARD) is forward] for actions in self.actions]
+        kinds = {Kind.F, Kind.SEND_F, Kind.RECV_F}
+        return [[action for action in actions if (action.kind in kinds) is forward] for actions in self.actions]
 
     def _outside(self) -> dict[int, Sequence[Message]]:
         messages: dict[int, Sequence[Message]] = {}
@@ -229,9 +234,7 @@ class PipeCall:
         return messages
 
     def _collect(self, outcome: EngineRun) -> list[Packet]:
-        if not outcome.outputs:
-            return []
-        return [cast(Packet, outcome.outputs[i][0]) for i in range(len(self.plan.sizes))]
+        return [cast(Packet, message[0]) for _, message in sorted(outcome.outputs.items())]
 
     def _output_gradients(self, grads: Sequence[Tensor | None]) -> dict[int, Sequence[Message]]:
         if not self.has_output:
@@ -245,7 +248,7 @@ class PipeCall:
         ]  # fmt: skip
         return {last[0]: [[[pieces[i] for pieces in cut_up]] for i in range(len(self._outputs))]}
 
-    def _gradients(self, turn: StageEngine, outcome: EngineRun) -> list[Tensor | None]:
+    def _gradients(self, outcome: EngineRun) -> list[Tensor | None]:
         gathered: dict[int, list[Tensor | None]] = {}
         for _, run in sorted(self.runs.items()):
             for parameter, grad in run.take_gradients():
@@ -253,7 +256,7 @@ class PipeCall:
                 gathered.setdefault(id(parameter), []).append(grad)
         grads = {key: parts[0] if len(parts) == 1 else _sum(parts) for key, parts in gathered.items()}
         for number, parameter, ranks in self.ties:
-            grads[id(parameter)] = _sum(turn.share(number, grads.get(id(parameter)), ranks))
+            grads[id(parameter)] = _sum(self.engine.share(number, grads.get(id(parameter)), ranks))
         # A tied parameter is on one of its stages' devices.
         pairs = [(parameter, grads.get(key)) for key, parameter in self._parameters.items()]
         on_device = [None if grad is None else grad.to(parameter.device) for parameter, grad in pairs]
@@ -287,9 +290,6 @@ class PipeCall:
         return torch.cat(whole)
 
 
-_FORWARD = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F})
-
-
 def _rows(leaf: object) -> int:
     return leaf.shape[0] if isinstance(leaf, Tensor) and leaf.ndim else 0
 
@@ -308,9 +308,9 @@ def _refuse_hidden_gradients(output: Structure) -> None:
 class _Portal(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx, call: PipeCall, turn: StageEngine, box: list[Structure], *_: Tensor
+        ctx: torch.autograd.function.FunctionCtx, call: PipeCall, box: list[Structure], *_: Tensor
     ) -> tuple[Tensor, ...]:
-        output, needs_grad = call.forward(turn)
+        output, needs_grad = call.forward()
         if not call.has_output and call.output_rank is None:
             output, needs_grad = torch.empty(0, device="cpu"), [True]
         leaves, treedef = flatten(output)
@@ -336,13 +336,13 @@ class _Portal(torch.autograd.Function):
         for index, grad in zip(ctx.places, grads, strict=True):  # type: ignore[attr-defined]
             by_leaf[index] = grad
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        return None, None, None, *ctx.call.backward(by_leaf, keep=keep)  # type: ignore[attr-defined]
+        return None, None, *ctx.call.backward(by_leaf, keep=keep)  # type: ignore[attr-defined]
 
 
-def open_portal(call: PipeCall, turn: StageEngine) -> Structure:
+def open_portal(call: PipeCall) -> Structure:
     """Run the call's forward half now, and its backward half in the backward of the returned tensors."""
     box: list[Structure] = []
-    tensors = iter(_Portal.apply(call, turn, box, *call.leaves))  # type: ignore[no-untyped-call]
+    tensors = iter(_Portal.apply(call, box, *call.leaves))  # type: ignore[no-untyped-call]
     treedef, leaves = box
     assert isinstance(leaves, list)
     return unflatten(treedef, [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves])

@@ -6,8 +6,6 @@ import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,23 +13,10 @@ from torch import Tensor, nn
 from anabranch.pipeline.description import StageCosts, costs_of
 from anabranch.pipeline.microbatch import microbatch_sizes
 from anabranch.pipeline.pipe import Pipe
-from anabranch.pipeline.pipe_call import Loss, Reduction, Weigh, deliver, make_head
+from anabranch.pipeline.pipe_call import Args, MakeHead, Named, deliver
 from anabranch.pipeline.schedule.schedule import PHASES, Action, Simulation, simulate
 from anabranch.tensors import Structure
 from anabranch.tensors.dtypes import dtype_name, dtype_named
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """Results that all ranks have after a step made together.
-
-    Attributes:
-        loss: the whole batch's loss, on every rank: on the device of this rank's last stage.
-        words: the values passed by the callers on the ranks, in the order of ranks.
-    """
-
-    loss: Tensor
-    words: list[object]
 
 
 class PipeRanks:
@@ -41,47 +26,35 @@ class PipeRanks:
         self._pipe = pipe
 
     def step(
-        self,
-        args: tuple[Structure, ...],
-        inputs: Mapping[str, Structure],
-        target: Structure,
-        *,
-        loss: Loss,
-        reduction: Reduction,
-        rows: int,
-        word: object,
-        seed: float = 1.0,
-        weigh: Weigh | None = None,
-    ) -> Shared:
-        """``Pipe.step`` for coordinated callers: every rank gets the loss, and a value from each other caller.
+        self, args: Args, inputs: Named, target: Structure, *, head: MakeHead, rows: int, word: object
+    ) -> tuple[Tensor, list[object]]:
+        """``Pipe.step`` for coordinated callers: every rank gets the loss, on the device of its last stage, and the
+        ``word`` of each, in the order of ranks.
 
         Args:
             args: positional inputs, as for ``Pipe.step``.
             inputs: keyword inputs, as for ``Pipe.step``.
             target: as for ``Pipe.step``.
-            loss: as for ``Pipe.step``.
-            reduction: as for ``Pipe.step``.
+            head: ``make_head`` with the loss.
             rows: the number of rows that this rank's caller expects.
             word: a plain value for the others' callers.
-            seed: the gradient of the loss from which backward starts.
-            weigh: the weights of microbatches of these rows, in place of them.
 
         Raises:
             ValueError: as for ``Pipe.step``, or ranks that disagree in rows.
             BaseException: as for ``Pipe.step``.
         """
-        with self._pipe._turn("step") as turn:
-            head = partial(make_head, loss=loss, reduction=reduction, weigh=weigh, keeps_outputs=False, seed=seed)
-            call, _, grads = self._pipe._step(turn, args, inputs, target, head, rows)
+        with self._pipe._turn("step"):
+            call = self._pipe._call(args, inputs, target, head, rows)
+            _, grads = call.step()
             mine = call.loss()
             note = [None if mine is None else [mine.item(), dtype_name(mine.dtype)], word]
-            notes = turn.share("note", note, range(self._pipe._ranks))
+            notes = self._pipe._engine.share("note", note)
         if call.plan.records:
             deliver(call.leaves, grads)  # may take turns of its own: the inputs may be results of the pipe
         if mine is None:
             number, dtype = next(note[0] for note in notes if note[0] is not None)
             mine = torch.tensor(number, dtype=dtype_named(dtype), device=self._pipe.devices[-1])
-        return Shared(mine, [note[1] for note in notes])
+        return mine, [note[1] for note in notes]
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """Return the norm of all stages' gradients, as of one vector, the same on every rank; every rank calls it."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import cast
 
 import torch
@@ -30,8 +30,8 @@ from anabranch.executor.likeness import exchange
 from anabranch.executor.steps import Step, TrainStep
 from anabranch.pipeline import Pipe
 from anabranch.pipeline.microbatch import scatter
-from anabranch.pipeline.pipe_call import Loss
-from anabranch.pipeline.ranks import PipeRanks, Shared
+from anabranch.pipeline.pipe_call import Loss, make_head
+from anabranch.pipeline.ranks import PipeRanks
 from anabranch.tensors import Structure, count_rows, named_parts
 
 
@@ -77,17 +77,17 @@ class PipeEngine(Engine):
 
     def differentiate(self, batch: Structure, rows: float, fetch: Fetch, begin: Begin, seed: float = 1.0) -> StepOutput:
         """Run the schedule; then ``begin(loss)``, then passes on the gradients."""
-        shared = self._run(batch, rows, seed)
-        begin(shared.loss)
+        loss = self._run(batch, rows, seed)
+        begin(loss)
         for sink in self._sinks:
             for parameter in reversed(sink.parameters.values()):  # type: ignore[call-overload]
                 if parameter.grad is not None:
                     sink.ready(parameter, parameter.grad)
-        return StepOutput(shared.loss, {})
+        return StepOutput(loss, {})
 
     def step(self, batch: Structure, rows: float, fetch: Fetch, compare: Compare | None = None) -> StepOutput:
         """Return the schedule, clipping and the optimizers' step."""
-        return self._finish(StepOutput(self._run(batch, rows).loss, {}), self.update)
+        return self._finish(StepOutput(self._run(batch, rows), {}), self.update)
 
     def update(self) -> None:
         """Step the optimizers of this process's stages."""
@@ -112,30 +112,25 @@ class PipeEngine(Engine):
         elsewhere = ["parameters on another rank (or their norm is too large)"] if across else []
         return super().nonfinite() or elsewhere
 
-    def _run(self, batch: Structure, rows: float, seed: float = 1.0) -> Shared:
-        shared = pipe_run(self._step, self._pipe, batch, word=self._asked_to_stop, seed=seed)
-        self.stopping = self.stopping or any(shared.words)
-        return shared
+    def _run(self, batch: Structure, rows: float, seed: float = 1.0) -> Tensor:
+        loss, words = pipe_run(self._step, self._pipe, batch, word=self._asked_to_stop, seed=seed)
+        self.stopping = self.stopping or any(words)
+        return loss
 
 
-def pipe_run(step: TrainStep, pipe: Pipe, batch: Structure, *, word: object, seed: float = 1.0) -> Shared:
-    """Forward and backward of one batch by the pipe's schedule, with the facts that all its ranks know afterwards."""
+def pipe_run(
+    step: TrainStep, pipe: Pipe, batch: Structure, *, word: object, seed: float = 1.0
+) -> tuple[Tensor, list[object]]:
+    """Forward and backward of one batch by the pipe's schedule; returns the loss, and each rank's ``word``."""
     args, inputs, target = _split_batch(batch)
     device = next((parameter.device.type for parameter in pipe.parameters()), "cpu")
     dtype, rows_of = step.autocast_dtype, step.rows
     weigh = None if rows_of is None else lambda sizes: [rows_of(part) for part in scatter(batch, sizes)]
     with nullcontext() if dtype is None else torch.autocast(device, dtype=dtype):
-        return PipeRanks(pipe).step(
-            args,
-            inputs,
-            target,
-            loss=cast(Loss, step.loss),
-            reduction=step.reduction,
-            rows=count_rows(batch),
-            word=word,
-            seed=seed,
-            weigh=weigh,
+        head = partial(
+            make_head, loss=cast(Loss, step.loss), reduction=step.reduction, weigh=weigh, keeps_outputs=False, seed=seed
         )
+        return PipeRanks(pipe).step(args, inputs, target, head=head, rows=count_rows(batch), word=word)
 
 
 def _split_batch(batch: Structure) -> tuple[tuple[Structure, ...], dict[str, Structure], Structure]:

@@ -44,15 +44,14 @@ class Facts(NamedTuple):
 
 
 class PacketFault(msgspec.Struct, array_like=True, frozen=True):
-    """The error that ended a call, on the sending rank or on the first one reported to it."""
+    """The error that ended a call, on the sending rank or on the first one reported to it: of a ``PipelineError``."""
 
-    rank: int
-    type_name: str
     message: str
-    traceback: str
-    stage: int | None = None
-    microbatch: int | None = None
-    phase: str | None = None
+    stage: int | None
+    microbatch: int | None
+    phase: str | None
+    remote_type: str
+    remote_traceback: str
 
 
 class Header(msgspec.Struct, array_like=True, frozen=True):
@@ -163,12 +162,15 @@ def _encode(value: Structure, leaves: Iterable[object]) -> tuple[object, list[Te
     return encode(value, own), tensors
 
 
+def class_name(kind: type) -> str:
+    """Return its qualified name."""
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
 def _refusal(value: object) -> TypeError:
-    kind = type(value)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     return TypeError(
-        f"a {name} cannot cross ranks; send tensors, numbers, strings and None, nested in dict, list and tuple, of "
-        "these exact types, not types derived from them"
+        f"a {class_name(type(value))} cannot cross ranks; send tensors, numbers, strings and None, nested in dict, "
+        "list and tuple, of these exact types, not types derived from them"
     )
 
 

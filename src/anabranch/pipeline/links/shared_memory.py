@@ -59,25 +59,20 @@ class _Slot:
 
     def tensors(self, described: Sequence[tuple[str, list[int]]]) -> list[Tensor]:
         """Return the tensors written there, as views; the slot is free once the last of them is."""
-        hold = _Hold()
-        weakref.finalize(hold, _set_free, self.memory).atexit = False
-        views, at = [], _ALIGNED
+        views, left, at = [], list[int](), _ALIGNED
         for name, shape in described:
             dtype = dtype_named(name)
             size = prod(shape) * dtype.itemsize
-            views.append(
-                self._view(at, size, hold).view(dtype).view(shape)
-                if size
-                else torch.empty(shape, dtype=dtype, device="cpu")
-            )
+            if size:
+                # Not slices of one tensor: autograd would mistake an in-place change of one for one of its neighbours.
+                mine = np.frombuffer(self.memory, dtype=np.uint8, count=size, offset=at)
+                left.append(len(left))
+                weakref.finalize(mine, _let_go, self.memory, left).atexit = False
+                views.append(torch.from_numpy(mine).view(dtype).view(shape))
+            else:
+                views.append(torch.empty(shape, dtype=dtype, device="cpu"))
             at += _aligned(size)
         return views
-
-    def _view(self, at: int, size: int, hold: _Hold) -> Tensor:
-        # Not slices of one tensor: autograd would mistake an in-place change of one for a change of its neighbours.
-        mine = np.frombuffer(self.memory, dtype=np.uint8, count=size, offset=at)
-        weakref.finalize(mine, _let_go, hold).atexit = False
-        return torch.from_numpy(mine)
 
     def close(self) -> None:
         """Close the descriptor; the memory lives as long as the tensors in it."""
@@ -86,18 +81,10 @@ class _Slot:
             self.descriptor = -1
 
 
-class _Hold:
-    """An object that every tensor in a slot keeps alive; its end frees the slot."""
-
-    __slots__ = ("__weakref__",)
-
-
-def _let_go(hold: _Hold) -> None:
-    """Record that a tensor is freed: the reference to ``hold`` ends with this call."""
-
-
-def _set_free(memory: mmap.mmap) -> None:
-    memory[0] = 0
+def _let_go(memory: mmap.mmap, left: list[int]) -> None:
+    """Record that a tensor is freed, and with the last one the slot; only one thread takes the last number."""
+    if left.pop() == 0:
+        memory[0] = 0
 
 
 def _aligned(size: int) -> int:

@@ -7,57 +7,83 @@ the code around these. The sequence has the model's tree, so a walk over it sees
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from anabranch.pipeline.parts.part_program import HeldTensor
 from anabranch.pipeline.stage.skips import declaration_of
 
 
-class ModelPart(nn.Module, ABC):
-    """Some modules of a model, as one layer."""
+class ModelPart(nn.Module):
+    """Some modules of a model, as one layer.
+
+    Args:
+        name: its name as a layer.
+        model: the model.
+        units: the names of its modules.
+        held: the tensors of modules around them that it reads.
+        shared: modules of which other parts read tensors too.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        units: Iterable[str],
+        held: Iterable[HeldTensor] = (),
+        shared: Collection[str] = (),
+    ) -> None:
+        super().__init__()
+        # Past nn.Module's attributes, which would register the model as a child; and no child hides these.
+        self.__dict__.update(_name=name, _model=model, _units=units, _held=held, _shared=shared)
 
     @property
-    @abstractmethod
     def name(self) -> str:
         """Its name as a layer."""
+        return self.__dict__["_name"]  # type: ignore[no-any-return]
 
     @property
     def holders(self) -> dict[str, nn.Module]:
         """The modules made for this tree, by the names that they stand for."""
         return self.__dict__["_holders"]  # type: ignore[no-any-return]
 
-    @abstractmethod
     def gather(self) -> None:
         """Adopt the model's current modules and tensors under this part's names."""
-
-    def take_up(
-        self, model: nn.Module, units: Iterable[str], held: Iterable[HeldTensor], shared: Collection[str] = ()
-    ) -> None:
-        """Make the tree of these modules and tensors; other parts hold tensors of the modules in ``shared`` too."""
+        own, model, shared = self.__dict__, self.__dict__["_model"], self.__dict__["_shared"]
         self._modules.clear()
-        self.__dict__["_holders"] = holders = cast("dict[str, nn.Module]", {"": self})
-        self.__dict__["_parameters"], self.__dict__["_buffers"] = {}, {}
-        for unit in units:
+        own["_holders"] = holders = cast("dict[str, nn.Module]", {"": self})
+        own["_parameters"], own["_buffers"], own["_copied"] = {}, {}, []
+        for unit in own["_units"]:
             path, _, name = unit.rpartition(".")
             container(holders, path)._modules[name] = model.get_submodule(unit)
-        for tensor in held:
-            module = model.get_submodule(tensor.module)
-            holder = container(holders, tensor.module)
+        for tensor in own["_held"]:
+            module, holder = model.get_submodule(tensor.module), container(holders, tensor.module)
             for kind in ("_parameters", "_buffers"):
                 if tensor.module not in shared:
                     # The module's own: moving or replacing a tensor there also does so here.
                     holder.__dict__[kind] = module.__dict__[kind]
                 elif tensor.name in module.__dict__[kind]:
-                    holder.__dict__[kind][tensor.name] = module.__dict__[kind][tensor.name]
+                    own["_copied"].append([module.__dict__[kind], holder.__dict__[kind], tensor.name, None, 0])
         self.training = model.training
+        self.refresh()
 
-    @abstractmethod
+    def refresh(self) -> None:
+        """Take the tensors that other parts hold too from the model again, where they may have been replaced."""
+        for place in self.__dict__["_copied"]:
+            theirs, mine, name, seen, version = place
+            tensor, before = theirs.get(name), mine.get(name)
+            now = tensor._version if type(tensor) is Tensor and not tensor.is_inference() else 0
+            if tensor is None or before is None or isinstance(tensor, nn.Parameter) or tensor.device == before.device:
+                mine[name] = tensor
+            elif tensor is not seen or now != version:  # else the part, on its device, may have changed its copy
+                mine[name] = tensor.to(before.device)
+            place[3:] = tensor, now
+
     def takes(self, names: Iterable[str], positional: int) -> tuple[str, ...]:
         """Return those of the keyword inputs ``names`` that this layer takes."""
+        raise NotImplementedError
 
 
 class PartedModel(nn.Sequential):
@@ -74,6 +100,11 @@ class PartedModel(nn.Sequential):
         self.parts()
 
     model: nn.Module
+
+    def refresh(self) -> None:
+        """See what the model holds now."""
+        for part in self.__dict__["_parts"]:
+            part.refresh()
 
     def parts(self) -> list[ModelPart]:
         """Return the parts, with the model's current modules."""

@@ -129,12 +129,8 @@ def is_plain(value: object) -> bool:
 
 def _shown(leaves: Sequence[object]) -> str:
     """Return a string that is the same in every process."""
-    return str(
-        [
-            leaf if is_plain(leaf) or isinstance(leaf, Slot | HeldTensor | slice) else type(leaf).__name__
-            for leaf in leaves
-        ]
-    )
+    shown = (Slot, HeldTensor, slice)
+    return str([leaf if is_plain(leaf) or isinstance(leaf, shown) else type(leaf).__name__ for leaf in leaves])
 
 
 @dataclass(slots=True)
@@ -234,10 +230,8 @@ class PartProgram:
 
     def constants(self) -> list[object]:
         """Return the containers of the model's output, and its values that are no tensors, to be compared."""
-        return [
-            str(self.out_tree),
-            *("a tensor" if isinstance(leaf, Slot | HeldTensor) else leaf for leaf in self.out_leaves),
-        ]
+        leaves = ["a tensor" if isinstance(leaf, Slot | HeldTensor) else leaf for leaf in self.out_leaves]
+        return [str(self.out_tree), *leaves]
 
     def output(self, values: Sequence[object]) -> object:
         """Return the model's output from the values of the last part."""
@@ -283,27 +277,18 @@ class SplitCall:
         return [self._programs[one] for one in signatures]
 
     def prepare(
-        self,
-        args: tuple[Structure, ...],
-        kwargs: Mapping[str, Structure],
-        sizes: Sequence[int],
-        *,
-        records: bool,
-        tells: bool,
+        self, inputs: Structure, sizes: Sequence[int], *, records: bool, tells: bool
     ) -> list[tuple[str, Structure]]:
         """Run the code for microbatches of these sizes; return the data that other ranks need to do the same."""
-        opened, whole = open_whole((args, dict(kwargs)))
-        signature = signature_of(*opened)
+        opened, whole = open_whole(inputs)
+        signature = signature_of(*cast("tuple[tuple[object, ...], dict[str, object]]", opened))
         forms: list[Signature] = []
         for size in dict.fromkeys(sizes):
-            leaves = [
-                TensorForm(
-                    leaf.shape if is_whole else (size, *leaf.shape[1:]), leaf.dtype, leaf.requires_grad and records
-                )
-                if isinstance(leaf, TensorForm)
-                else leaf
-                for leaf, is_whole in zip(signature.leaves, whole, strict=True)
-            ]
+            leaves = list(signature.leaves)
+            for index, (leaf, is_whole) in enumerate(zip(signature.leaves, whole, strict=True)):
+                if isinstance(leaf, TensorForm):
+                    shape = leaf.shape if is_whole else (size, *leaf.shape[1:])
+                    leaves[index] = TensorForm(shape, leaf.dtype, leaf.requires_grad and records)
             forms.append(Signature(signature.tree, tuple(leaves)))
         programs = self.add(forms)
         pairs = zip(programs, forms, strict=True) if tells else ()

@@ -18,12 +18,10 @@ called.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias, cast
 
-import torch
 from torch import Tensor, nn
 
 from anabranch.autodiff.thread_modes import ThreadModes
@@ -50,11 +48,7 @@ _Inputs = tuple[tuple[object, ...], dict[str, object]]
 
 
 def split(
-    model: nn.Module,
-    at: Sequence[str] = (),
-    *,
-    example: Example | None = None,
-    glue: Sequence[Glue] | None = None,
+    model: nn.Module, at: Sequence[str] = (), *, example: Example | None = None, glue: Sequence[Glue] | None = None
 ) -> nn.Sequential:
     """Return ``model`` as a ``nn.Sequential`` whose layers begin where the named modules are called.
 
@@ -248,9 +242,11 @@ class SplitSource:
             for held in self.held if by_name else [self.held[part]]:
                 held += [tensor for tensor in tensors if tensor not in taken]
 
-    def _device(self) -> torch.device:
-        tensors = (*self.model.parameters(), *self.model.buffers())
-        return tensors[0].device if tensors else torch.device("cpu")
+    def shares(self, path: str) -> bool:
+        """Return True if several parts read tensors of the module."""
+        return sum(any(tensor.module == path for tensor in tensors) for tensors in self.held) > 1 or any(
+            is_within(path, unit) for units in self.units for unit in units
+        )
 
     # Programs.
 
@@ -262,7 +258,7 @@ class SplitSource:
         return programs
 
     def _trace(self, signatures: Sequence[Signature]) -> list[PartProgram]:
-        return trace(self.model, self.at, signatures, _plain_modes(), self._device(), self.forms)
+        return trace(self.model, self.at, signatures, _plain_modes(), self.forms)
 
     def forget_forms(self) -> None:
         """Forget the forms of the modules' results: after a failure one of them may be another's."""
@@ -283,31 +279,15 @@ class SplitSource:
 
 
 class SplitPart(ModelPart):
-    """The modules from one cut to the next, and the code between them."""
+    """The modules from one cut to the next, and the code between them; named by the module that it begins with."""
 
     def __init__(self, source: SplitSource, index: int) -> None:
-        super().__init__()
-        self.__dict__["source"] = source
-        self.index = index
+        shared = {tensor.module for tensor in source.held[index] if source.shares(tensor.module)}
+        name = source.at[index - 1] if index else "start"
+        super().__init__(name, source.model, source.units[index], source.held[index], shared)
+        self.__dict__["source"], self.index = source, index
 
     source: SplitSource
-
-    @property
-    def name(self) -> str:
-        """The name of the module that it begins with; ``"start"`` for the first."""
-        return self.source.at[self.index - 1] if self.index else "start"
-
-    def gather(self) -> None:
-        """Adopt the model's current modules and tensors under this part's names."""
-        source = self.source
-        shared = {tensor.module for tensor in source.held[self.index] if self._shares(tensor.module)}
-        self.take_up(source.model, source.units[self.index], source.held[self.index], shared)
-
-    def _shares(self, path: str) -> bool:
-        """Return True if other parts also read tensors of the module."""
-        return sum(any(tensor.module == path for tensor in tensors) for tensors in self.source.held) > 1 or any(
-            is_within(path, unit) for units in self.source.units for unit in units
-        )
 
     def takes(self, names: Iterable[str], positional: int) -> tuple[str, ...]:
         """Return those of the keyword inputs ``names`` that the model takes: its first part gets them."""
@@ -328,9 +308,9 @@ class SplitPart(ModelPart):
                 call.add([signature])
             number, program = call.start(signature)
             values = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        return number, *program.run(self.index, values, source.model, self._held)
+        return number, *program.run(self.index, values, source.model, self._look_up)
 
-    def _held(self, tensor: HeldTensor) -> object:
+    def _look_up(self, tensor: HeldTensor) -> object:
         holder = self.holders.get(tensor.module)
         for kind in ("_parameters", "_buffers"):
             if holder is not None and tensor.name in holder.__dict__[kind]:
@@ -371,24 +351,15 @@ class GluedModel(PartedModel):
 
 class _GluedPart(ModelPart):
     def __init__(self, model: nn.Module, index: int, names: Sequence[str], function: Callable[..., object]) -> None:
-        super().__init__()
-        self.__dict__["_model"] = model
-        self.index = index
-        self.names = list(names)
+        super().__init__(f"{getattr(function, '__name__', 'part')} {index}", model, list(names))
         self.function = function
 
-    @property
-    def name(self) -> str:
-        return f"{getattr(self.function, '__name__', 'part')} {self.index}"
-
-    def gather(self) -> None:
-        self.take_up(self.__dict__["_model"], self.names, ())
-
     def takes(self, names: Iterable[str], positional: int) -> tuple[str, ...]:
-        return accepted_keywords(self.function, names, len(self.names) + positional)
+        return accepted_keywords(self.function, names, len(self.__dict__["_units"]) + positional)
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        return functools.partial(self.function, *map(self.get_submodule, self.names))(*args, **kwargs)
+        modules = map(self.__dict__["_model"].get_submodule, self.__dict__["_units"])
+        return self.function(*modules, *args, **kwargs)
 
 
 def _check_glue(model: nn.Module, glue: Sequence[Glue]) -> None:

@@ -78,23 +78,22 @@ Uses: TypeAlias = dict[str | HeldTensor, list[int]]
 Form: TypeAlias = "tuple[PyTreeSpec, tuple[object, ...]]"
 """The containers of a module's result, and in them the forms and strides of its tensors, or plain values."""
 
+_Function: TypeAlias = Callable[..., object]
+_Args: TypeAlias = tuple[object, ...]
+_Named: TypeAlias = Mapping[str, object] | None
+
 
 def trace(
-    model: nn.Module,
-    at: Sequence[str],
-    signatures: Sequence[Signature],
-    modes: ThreadModes,
-    device: torch.device,
-    forms: dict[object, Form],
+    model: nn.Module, at: Sequence[str], signatures: Sequence[Signature], modes: ThreadModes, forms: dict[object, Form]
 ) -> list[PartProgram]:
     """Return the programs of ``model``'s forward for inputs of these forms.
 
     Raises:
         CaptureError: the code between the modules cannot be seen from outside; says where and why.
     """
-    fake = _WithoutMemory()
-    references = sys.getrefcount(fake)
-    recorder = _Recorder(model, at, modes, device, forms, fake)
+    recorder = _Recorder(model, at, modes, forms)
+    fake = recorder.fake
+    references = sys.getrefcount(fake) - 1  # that of the recorder goes
     result: list[PartProgram] = []
     error: list[BaseException] = []
 
@@ -168,23 +167,13 @@ def _has_names(owner: object, names: object) -> bool:
 class _Recorder(TorchFunctionMode):
     """The instructions so far, and which tensor is in which slot."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        at: Sequence[str],
-        modes: ThreadModes,
-        device: torch.device,
-        forms: dict[object, Form],
-        fake: _WithoutMemory,
-    ) -> None:
+    def __init__(self, model: nn.Module, at: Sequence[str], modes: ThreadModes, forms: dict[object, Form]) -> None:
         super().__init__()
-        self._model = model
-        self._modes = modes
-        self._device = device
-        self._forms = forms
+        self.fake = _WithoutMemory()
+        self._model, self._at, self._modes, self._forms = model, at, modes, forms
         self._opened = opened_by(at)
-        self._at = at
-        self._fake = fake
+        tensors = (*model.parameters(), *model.buffers())
+        self._device = tensors[0].device if tensors else torch.device("cpu")
         self._anchor = torch.empty(0, requires_grad=True, device="meta")
         self._depth = 0
         self._guess: int | None = None
@@ -198,7 +187,7 @@ class _Recorder(TorchFunctionMode):
         """Return the programs: of one copy of the model, which a run that is not refused leaves as it is."""
         with _none_drawn_elsewhere(), self._modes.entered(), using_store(SkipStore()):
             self._modes = ThreadModes.take()
-            self._copy = _Copy(self._model, self._opened, self._device, self._fake, self._listen)
+            self._copy = _Copy(self._model, self._opened, self._device, self.fake, self._listen)
             return list(map(self._run, signatures))
 
     def close(self) -> dict[int, str]:
@@ -218,7 +207,7 @@ class _Recorder(TorchFunctionMode):
         leaves = [self._without_memory(leaf) if isinstance(leaf, TensorForm) else leaf for leaf in signature.leaves]
         args, kwargs = unflatten(signature.tree, leaves)
         inputs = tuple(self._put(leaf, "the model's input") for leaf in leaves if isinstance(leaf, Tensor))
-        with self._fake, self:
+        with self.fake, self:
             output = self._called(args, kwargs)
         self._copy.check()
         self._cuts.close()
@@ -236,7 +225,7 @@ class _Recorder(TorchFunctionMode):
             raise CaptureError(f"{_line_of(error)} cannot run on tensors without memory: {error}") from error
 
     def _without_memory(self, form: TensorForm, stride: Sequence[int] | None = None) -> Tensor:
-        tensor = _fake_tensor(form, stride, self._device, self._fake, trained=False)
+        tensor = _fake_tensor(form, stride, self._device, self.fake, trained=False)
         if not form.requires_grad:
             return tensor
         with _DisableTorchFunction(), torch.enable_grad():  # not a leaf: the code may change it in place
@@ -309,7 +298,7 @@ class _Recorder(TorchFunctionMode):
         for self._guess in (0, 1):
             self._guessed = False
             try:
-                with self._fake.changing_twins(), torch.random.fork_rng(devices=[]):  # it may seed
+                with self.fake.changing_twins(), torch.random.fork_rng(devices=[]):  # it may seed
                     return self._copy.whole(path)(*args, **kwargs)
             except (DataDependentOutputException, DynamicOutputShapeException) as raised:
                 raise CaptureError(
@@ -327,13 +316,7 @@ class _Recorder(TorchFunctionMode):
 
     # The code.
 
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
+    def __torch_function__(self, func: _Function, types: object, args: _Args = (), kwargs: _Named = None) -> object:
         kwargs = kwargs or {}
         if self._depth:
             return self._inside(func, args, kwargs)
@@ -341,7 +324,7 @@ class _Recorder(TorchFunctionMode):
             raise CaptureError(f"{_place()} {_READS_VALUES}")
         return self._record(func, lambda *_: func(*args, **kwargs), (args, kwargs))
 
-    def _inside(self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def _inside(self, func: _Function, args: _Args, kwargs: Mapping[str, object]) -> object:
         """Run a function in a module that stays whole; where it reads a number, that is guessed.
 
         The form that comes of it is compared when the module really runs.
@@ -436,11 +419,7 @@ class _WithoutMemory(FakeTensorMode):  # type: ignore[no-untyped-call]
         self._versions: dict[int, tuple[Tensor, int]] | None = None
 
     def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
+        self, func: _Function, types: Sequence[type], args: Sequence[object] = (), kwargs: _Named = None
     ) -> object:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor) and not self.in_kernel_invocation:
             return args[0].fake_device  # asked for so often that the general way takes a tenth of a run
@@ -512,12 +491,7 @@ def _tensors_in(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _fake_tensor(
-    form: TensorForm,
-    stride: Sequence[int] | None,
-    device: torch.device,
-    fake: _WithoutMemory,
-    *,
-    trained: bool = True,
+    form: TensorForm, stride: Sequence[int] | None, device: torch.device, fake: _WithoutMemory, *, trained: bool = True
 ) -> FakeTensor:
     # Made directly: an operation of the mode takes thirty times as long.
     with _DisableTorchFunction(), unset_fake_temporarily():
@@ -527,6 +501,7 @@ def _fake_tensor(
         return FakeTensor(fake, meta.requires_grad_(form.requires_grad and trained), device)
 
 
+_Listen: TypeAlias = Callable[[str, nn.Module], None]
 _HOOKS = [name for name, value in vars(nn.Module()).items() if "_hooks" in name and isinstance(value, dict)]
 _CONTAINERS = (dict, list, set)
 
@@ -543,17 +518,9 @@ class _Copy:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        opened: Collection[str],
-        device: torch.device,
-        fake: _WithoutMemory,
-        listen: Callable[[str, nn.Module], None],
+        self, model: nn.Module, opened: Collection[str], device: torch.device, fake: _WithoutMemory, listen: _Listen
     ) -> None:
-        self._opened = opened
-        self._device = device
-        self._fake = fake
-        self._listen = listen
+        self._opened, self._device, self._fake, self._listen = opened, device, fake, listen
         self.originals = dict(model.named_modules())
         self._copies: dict[str, nn.Module] = {}
         self._seen: dict[str, list[tuple[str, object, dict[object, object]]]] = {}
@@ -694,13 +661,7 @@ def _deep_copy(value: object, memo: dict[int, object]) -> object:
 class _SharingTensors(TorchFunctionMode):
     """Copies share the tensors that are neither parameters nor buffers."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
+    def __torch_function__(self, func: _Function, types: object, args: _Args = (), kwargs: _Named = None) -> object:
         return args[0] if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
 
 
@@ -741,23 +702,10 @@ class _Cuts:
             raise WrongCut(f"{self._at[self.part]!r} is not called by the model's forward, so no stage starts there")
 
 
-_CONSTANTS = (
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    torch.Size,
-    enum.Enum,
-    range,
-    slice,
-    type,
-    types.EllipsisType,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodDescriptorType,
-    types.ModuleType,
-)
-"""Types of arguments beside tensors and plain values that mean the same in every call."""
+# Types of arguments beside tensors and plain values that mean the same in every call.
+_CONSTANTS: tuple[type, ...] = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, enum.Enum)
+_CONSTANTS += (range, slice, type, types.EllipsisType, types.ModuleType)
+_CONSTANTS += (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
 
 _READS: frozenset[Callable[..., object]] = frozenset({Tensor.numpy, Tensor.__array__, Tensor.data_ptr})
 """Functions that hand a tensor's values to code that is not PyTorch's."""
@@ -810,8 +758,8 @@ def _none_drawn_elsewhere() -> Iterator[None]:
         raise _seeded("the model's forward")
     if _generators() != before:
         raise CaptureError(
-            "the model draws random numbers from Python's or NumPy's generator between its modules, which would be "
-            "drawn once for all batches; draw with torch.rand"
+            "the model draws random numbers from Python's or NumPy's generator between its modules, which its parts "
+            "could not repeat; draw with torch.rand"
         )
 
 

@@ -16,9 +16,11 @@ stage a rank 1F1B.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
+from typing import cast
 
 from anabranch.choices import choice
 from anabranch.pipeline.schedule.schedule import Action, Kind, Schedule
@@ -107,10 +109,10 @@ def _interleaved(n: int, m: int, p: int) -> _RanksAndActions:
     backward = [[Action(Kind.B, j, i) for group in groups for j in reversed(mine) for i in group] for mine in stages]
     most = [(v - 1) * len(groups[0]) + (1 if v == 1 else 2) * (p - r - 1) + 1 for r in range(p)]
 
-    def rule(rank: _Rank, ready: list[Action], extra: int) -> Action | None:
-        more = rank.forwards - rank.backwards < most[rank.index] + extra
-        nexts = forward[rank.index][rank.forwards : rank.forwards + 1] if more else []
-        nexts = nexts or backward[rank.index][rank.backwards : rank.backwards + 1]
+    def rule(r: int, count: Mapping[Kind, int], ready: list[Action], extra: int) -> Action | None:
+        forwards, backwards = count[Kind.F], count[Kind.B]
+        more = forwards - backwards < most[r] + extra
+        nexts = (forward[r][forwards : forwards + 1] if more else []) or backward[r][backwards : backwards + 1]
         return next((action for action in nexts if action in ready), None)
 
     rank_of = [j % p for j in range(n)]
@@ -120,8 +122,9 @@ def _interleaved(n: int, m: int, p: int) -> _RanksAndActions:
 def _zb1p(n: int, m: int, p: int) -> _RanksAndActions:
     """One stage per rank; weights wait until nothing else can run, or until holding more would exceed 1F1B's memory."""
 
-    def rule(rank: _Rank, ready: list[Action], extra: int) -> Action | None:
-        forward_allowed = rank.forwards - rank.backwards < n - rank.index and rank.held < n + extra
+    def rule(r: int, count: Mapping[Kind, int], ready: list[Action], extra: int) -> Action | None:
+        waiting, held = count[Kind.F] - count[Kind.B], count[Kind.F] - count[Kind.W]
+        forward_allowed = waiting < n - r and held < n + extra
         return (_first(ready, Kind.F) if forward_allowed else None) or _first(ready, Kind.B) or _first(ready, Kind.W)
 
     return list(range(n)), _arrange(m, list(range(n)), rule)
@@ -130,10 +133,10 @@ def _zb1p(n: int, m: int, p: int) -> _RanksAndActions:
 def _zbv(n: int, m: int, p: int) -> _RanksAndActions:
     """Rank ``r`` has stages ``r`` and ``n - 1 - r``: the two sides of a V."""
 
-    def rule(rank: _Rank, ready: list[Action], extra: int) -> Action | None:
+    def rule(r: int, count: Mapping[Kind, int], ready: list[Action], extra: int) -> Action | None:
         going = [action for action in ready if action.kind is Kind.F and action.stage < p]
         coming = [action for action in ready if action.kind is Kind.F and action.stage >= p]
-        room = 2 * p + extra - rank.held
+        room = 2 * p + extra - (count[Kind.F] - count[Kind.W])
         return (
             _first(ready, Kind.B)
             or (coming[0] if coming and room > 0 else None)
@@ -175,68 +178,37 @@ class PipeSchedules:
             needed = default_ranks(name, stages)
         else:
             needed = ranks
-        if exactly and ranks != needed:
+        if ranks is not None and (ranks < needed or (exactly and ranks > needed)):
+            places = "ranks, but the process group has" if exactly else "devices, got"
             raise ValueError(
-                f"{stages} stages under {name} need {needed} ranks, but the process group has {ranks}; make the "
-                "balance as long as the group, or a multiple for Interleaved1F1B and ZBV"
-            )
-        if ranks is not None and ranks < needed:
-            raise ValueError(
-                f"{stages} stages under {name} need {needed} devices, got {ranks}; name more (CPU may be named "
-                "several times), or make the balance shorter"
+                f"{stages} stages under {name} need {needed} {places} {ranks}; make the balance as long as there are "
+                "ranks or devices (CPU may be named several times), or a multiple for Interleaved1F1B and ZBV"
             )
         self._make = partial(make_schedule, name, stages, ranks=needed)
-        self._made: dict[int, Schedule] = {}
+        self._made = {} if self.schedule is None else {self.schedule.microbatches: self.schedule}
         first = self.schedule or self._make(1)
         self.rank_of = first.rank_of
         self.splits_backward = first.splits_backward
 
     def of(self, m: int) -> Schedule:
         """Return the schedule for ``m`` microbatches."""
-        if self.schedule is not None and self.schedule.microbatches == m:
-            return self.schedule
         if m not in self._made:
-            self._made[m] = self._make_like(m) if self.schedule is not None else self._make(m)
+            made = self._make(m) if self.name in SCHEDULES else None
+            given = self.schedule
+            if given and (made is None or (made.rank_of, made.splits_backward) != (self.rank_of, self.splits_backward)):
+                raise ValueError(
+                    f"the schedule {self.name!r} is for {given.microbatches} microbatches, but this batch makes {m}; "
+                    f"give batches of at least {given.microbatches} rows with chunks={given.microbatches}, or a "
+                    "schedule by name"
+                )
+            self._made[m] = cast(Schedule, made)
         return self._made[m]
 
-    def _make_like(self, m: int) -> Schedule:
-        """Return the schedule of this one's name, for a batch with another number of microbatches."""
-        schedule = self.schedule
-        assert schedule is not None
-        if self.name in SCHEDULES:
-            made = self._make(m)
-            if (made.rank_of, made.splits_backward) == (schedule.rank_of, schedule.splits_backward):
-                return made
-        raise ValueError(
-            f"the schedule {self.name!r} is for {schedule.microbatches} microbatches, but this batch makes {m}; "
-            f"give batches of at least {schedule.microbatches} rows with chunks={schedule.microbatches}, or a schedule "
-            "by name"
-        )
 
-
-@dataclass(slots=True)
-class _Rank:
-    """An arranged rank's actions so far, counted by kind."""
-
-    index: int
-    forwards: int = 0
-    backwards: int = 0
-    weights: int = 0
-
-    @property
-    def held(self) -> int:
-        return self.forwards - self.weights
-
-    def count(self, action: Action) -> None:
-        if action.kind is Kind.F:
-            self.forwards += 1
-        elif action.kind is Kind.B:
-            self.backwards += 1
-        else:
-            self.weights += 1
-
-
-_Rule = Callable[[_Rank, list[Action], int], Action | None]
+_Rule = Callable[[int, Mapping[Kind, int], list[Action], int], Action | None]
+"""Of a rank, the numbers of its actions so far by kind, those that are ready, and the activations allowed beyond the
+rule's own: the action to take.
+"""
 
 
 def _first(ready: list[Action], kind: Kind) -> Action | None:
@@ -257,45 +229,37 @@ def _arrange(
 def _try_to_arrange(
     m: int, rank_of: list[int], rule: _Rule, kinds: Sequence[Kind], extra: int
 ) -> list[list[Action]] | None:
-    n = len(rank_of)
-    ranks = [_Rank(r) for r in range(max(rank_of) + 1)]
+    n, ranks = len(rank_of), range(max(rank_of) + 1)
     lists: list[list[Action]] = [[] for _ in ranks]
-    done: set[tuple[Kind, int, int]] = set()
+    counts: list[Counter[Kind]] = [Counter() for _ in ranks]
+    done: set[Action] = set()
     # A stage takes microbatches in order, so of each kind only the next one can be ready.
-    nexts = [
-        {(kind, j): 0 for kind in kinds for j in range(n - 1, -1, -1) if rank_of[j] == rank.index} for rank in ranks
-    ]
+    nexts = [{(kind, j): 0 for kind in kinds for j in range(n - 1, -1, -1) if rank_of[j] == r} for r in ranks]
     while any(nexts):
         chosen = []
-        for rank in ranks:
-            following = [Action(kind, j, i) for (kind, j), i in nexts[rank.index].items()]
-            following.sort(key=lambda action: action.microbatch)
-            ready = [action for action in following if all(need in done for need in _needs(action, n))]
-            action = rule(rank, ready, extra)
-            if action is not None:
-                chosen.append((rank, action))
+        for r in ranks:
+            following = sorted((Action(kind, j, i) for (kind, j), i in nexts[r].items()), key=itemgetter(2))
+            ready = [action for action in following if done.issuperset(_needs(action, n))]
+            if (action := rule(r, counts[r], ready, extra)) is not None:
+                chosen.append((r, action))
         if not chosen:
             return None
-        for rank, action in chosen:
-            rank.count(action)
-            lists[rank.index].append(action)
+        for r, action in chosen:
+            counts[r][action.kind] += 1
+            lists[r].append(action)
             key = (action.kind, action.stage)
             if action.microbatch + 1 < m:
-                nexts[rank.index][key] += 1
+                nexts[r][key] += 1
             else:
-                del nexts[rank.index][key]
-            done.add((*key, action.microbatch))
+                del nexts[r][key]
+            done.add(action)
     return lists
 
 
-def _needs(action: Action, n: int) -> Iterator[tuple[Kind, int, int]]:
-    j, i = action.stage, action.microbatch
-    if action.kind is Kind.F:
-        if j > 0:
-            yield Kind.F, j - 1, i
-    elif action.kind is Kind.B:
-        yield Kind.F, j, i
-        if j < n - 1:
-            yield Kind.B, j + 1, i
-    else:
-        yield Kind.B, j, i
+def _needs(action: Action, n: int) -> list[Action]:
+    kind, j, i, _ = action
+    if kind is Kind.F:
+        return [Action(Kind.F, j - 1, i)] if j else []
+    if kind is Kind.B:
+        return [Action(Kind.F, j, i), *([Action(Kind.B, j + 1, i)] if j < n - 1 else [])]
+    return [Action(Kind.B, j, i)]

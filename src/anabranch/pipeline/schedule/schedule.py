@@ -12,12 +12,13 @@ Index letters, here and in the whole package: ``i`` of ``m`` microbatches, ``j``
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 
@@ -109,44 +110,29 @@ class SimulatedRun:
     """
 
     def __init__(self, actions: Sequence[Sequence[Action]], cost: Callable[[Action], float]) -> None:
-        self._actions = actions
-        self._cost = cost
-        self._arrivals: dict[tuple[Kind, int, int, int], float] = {}
-        self._done = [0] * len(actions)
         self.times = [0.0] * len(actions)
         self.intervals: list[list[Interval]] = [[] for _ in actions]
-        while max([self._advance(rank) for rank in range(len(actions))], default=False):
-            pass
-        self.stuck = [
-            f"rank {rank} at {todo[done]}"
-            for rank, (todo, done) in enumerate(zip(actions, self._done, strict=True))
-            if done < len(todo)
-        ]
-
-    def _advance(self, rank: int) -> bool:
-        """Run the rank until it has to wait; true if it ran any action."""
-        start = self._done[rank]
-        for action in self._actions[rank][start:]:
-            if not self._step(rank, action):
-                break
-            self._done[rank] += 1
-        return self._done[rank] > start
-
-    def _step(self, rank: int, action: Action) -> bool:
-        now = self.times[rank]
-        if action.kind.computes:
-            self.times[rank] = now + self._cost(action)
-            self.intervals[rank].append(Interval(action, now, self.times[rank]))
-            return True
-        assert action.peer is not None
-        if action.kind in SENT_AS:
-            arrival = self._arrivals.get((SENT_AS[action.kind], action.peer, action.stage, action.microbatch))
-            if arrival is None:
-                return False
-            self.times[rank] = max(now, arrival)
-            return True
-        self._arrivals[action.kind, action.stage, action.peer, action.microbatch] = now + self._cost(action)
-        return True
+        arrivals: dict[tuple[Kind, int, int | None, int], float] = {}
+        todo = list(map(deque, actions))
+        moves = True
+        while moves:
+            moves = False
+            for rank, waiting in enumerate(todo):
+                while waiting:
+                    kind, stage, i, peer = action = waiting[0]
+                    now = self.times[rank]
+                    if kind.computes:
+                        self.times[rank] = now + cost(action)
+                        self.intervals[rank].append(Interval(action, now, self.times[rank]))
+                    elif kind not in SENT_AS:
+                        arrivals[kind, stage, peer, i] = now + cost(action)
+                    elif (arrival := arrivals.get((SENT_AS[kind], cast(int, peer), stage, i))) is not None:
+                        self.times[rank] = max(now, arrival)
+                    else:
+                        break
+                    waiting.popleft()
+                    moves = True
+        self.stuck = [f"rank {rank} at {waiting[0]}" for rank, waiting in enumerate(todo) if waiting]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,12 +182,7 @@ class Schedule:
     @property
     def splits_backward(self) -> bool:
         """True if gradients of the weights have separate actions."""
-        return any(action.kind is Kind.W for action in self.all_actions())
-
-    def all_actions(self) -> Iterator[Action]:
-        """Every rank's actions, rank after rank."""
-        for actions in self.actions:
-            yield from actions
+        return any(action.kind is Kind.W for action in chain.from_iterable(self.actions))
 
     def with_transfers(
         self, skips: Iterable[tuple[int, int]] = (), recompute: Collection[tuple[int, int]] = ()
@@ -342,33 +323,24 @@ def simulate(
     clock = SimulatedRun(lowered.actions, _as_function(costs, lowered.schedule))
     if clock.stuck:
         raise ValueError(f"{lowered.schedule.name} never ends because its ranks wait for each other: {clock.stuck}")
-    makespan = max(clock.times)
+    makespan, zeros = max(clock.times), [0] * stages
     busy = sum(interval.end - interval.start for row in clock.intervals for interval in row)
     return Simulation(
         tuple(map(tuple, clock.intervals)),
         makespan,
         1.0 - busy / (makespan * len(clock.times)) if makespan else 0.0,
-        tuple(_peak(actions, [1] * stages, [0] * stages) for actions in lowered.actions),
-        tuple(
-            _peak(actions, activation_bytes or [0] * stages, input_bytes or [0] * stages) for actions in lowered.actions
-        ),
+        tuple([_peak(actions, [1] * stages, zeros) for actions in lowered.actions]),
+        tuple([_peak(actions, activation_bytes or zeros, input_bytes or zeros) for actions in lowered.actions]),
     )
 
 
 def _as_function(
     costs: Mapping[Kind, float] | Callable[[Action], float] | None, schedule: Schedule
 ) -> Callable[[Action], float]:
-    if costs is None:
-        costs = {
-            Kind.F: 1.0,
-            Kind.B: 1.0 if schedule.splits_backward else 2.0,
-            Kind.W: 1.0,
-            Kind.R: 1.0,
-        }
-    if isinstance(costs, Mapping):
-        table = costs
-        return lambda action: table.get(action.kind, 0.0)
-    return costs
+    if callable(costs):
+        return costs
+    table = {**dict.fromkeys(PHASES, 1.0), Kind.B: 1.0 if schedule.splits_backward else 2.0} if costs is None else costs
+    return lambda action: table.get(action.kind, 0.0)
 
 
 def _peak(actions: Sequence[Action], activations: Sequence[int], inputs: Sequence[int]) -> int:

@@ -7,16 +7,18 @@ copy draws its random numbers from a separate stream, so neither buffers nor the
 from __future__ import annotations
 
 import copy
+import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.pipeline.stage.packet import size_of
-from anabranch.pipeline.stage.partition import Layer, flatten_layers
+from anabranch.pipeline.stage.partition import flatten_layers
 from anabranch.pipeline.stage.random_streams import drawing_from
 from anabranch.pipeline.stage.skips import SkipName, SkipStore, declaration_of, using_store
 from anabranch.tensors import Structure, flatten, map_structure
@@ -46,9 +48,14 @@ def balance_by_time(n: int, module: nn.Module, sample: Structure) -> list[int]:
 
     Source: torchgpipe.balance (Kim et al., 2020), which leaves boundaries out.
     """
-    profile = _Profile(n, module, sample)
-    profile.measure_times()
-    return _cut(n, profile.seconds, profile.boundaries(profile.copy_seconds))
+    layers, crossing = _look(n, module, sample)
+    fastest = [math.inf] * len(layers)
+    until = time.perf_counter() + _MEASURING_SECONDS
+    for repeat in range(_MOST_REPEATS):
+        fastest = list(map(min, fastest, map(_seconds, layers)))
+        if repeat and time.perf_counter() > until:
+            break
+    return _cut(n, fastest, list(map(_copy_seconds, crossing)))
 
 
 def balance_by_size(n: int, module: nn.Module, sample: Structure) -> list[int]:
@@ -70,126 +77,84 @@ def balance_by_size(n: int, module: nn.Module, sample: Structure) -> list[int]:
     Raises:
         ValueError: more stages than layers, or fewer than one.
     """
-    profile = _Profile(n, module, sample)
-    return _cut(n, [float(size) for size in profile.sizes], profile.boundaries(float))
+    layers, crossing = _look(n, module, sample)
+    return _cut(n, [layer.size for layer in layers], crossing)
 
 
 @dataclass(slots=True)
-class _Seen:
-    """The measured input, outputs and kept memory of one layer."""
+class _Layer:
+    """A layer of a copy of a model, with what it got of the sample, and the bytes of it and of what it kept."""
 
+    module: nn.Module
     value: Structure
-    kept_bytes: int
-    out_bytes: int
-    skips: dict[SkipName, Structure] = field(default_factory=dict)
+    skips: dict[SkipName, Structure]
+    size: int = 0
+
+    def run(self, value: Structure) -> tuple[Structure, SkipStore]:
+        store = SkipStore()
+        for name, skip in self.skips.items():
+            store.put(name, skip)
+        with drawing_from(0, 0, 0, 0), using_store(store):
+            return self.module(value), store
 
 
-class _Profile:
-    """The layers of a copy of a module, and measurements of running them on a sample."""
-
-    def __init__(self, n: int, module: nn.Module, sample: Structure) -> None:
-        self._layers = flatten_layers(copy.deepcopy(module))
-        if not 1 <= n <= len(self._layers):
-            raise ValueError(f"{len(self._layers)} layers cannot make {n} stages; choose 1 to {len(self._layers)}")
-        self._store = _Recording()
-        self._seen: list[_Seen] = []
-        with drawing_from(0, 0, 0, 0):
-            value = _leaf(sample)
-            for layer in self._layers:
-                seen, value = self._look(layer, value)
-                self._seen.append(seen)
-        self.seconds = [0.0] * len(self._layers)
-        self.sizes = [
-            2 * sum(parameter.nbytes for parameter in parameters_here(layer.module).values()) + seen.kept_bytes
-            for layer, seen in zip(self._layers, self._seen, strict=True)
-        ]
-
-    def _look(self, layer: Layer, value: Structure) -> tuple[_Seen, Structure]:
+def _look(n: int, module: nn.Module, sample: Structure) -> tuple[list[_Layer], list[int]]:
+    """Return the layers of a copy of the module that has run on the sample, and the bytes that cross before each."""
+    layers = flatten_layers(copy.deepcopy(module))
+    if not 1 <= n <= len(layers):
+        raise ValueError(f"{len(layers)} layers cannot make {n} stages; choose 1 to {len(layers)}")
+    looked_at: list[_Layer] = []
+    crossing = [0] * (len(layers) + 1)
+    value, skips, reached = _leaf(sample), dict[SkipName, Structure](), dict[SkipName, int]()
+    for index, one in enumerate(layers):
+        declared = [declaration for declaration in map(declaration_of, one.module.modules()) if declaration]
+        popped = [name for declaration in declared for name in declaration.pops if name in skips]
+        for name in popped:
+            for cut in range(reached[name] + 1, index + 1):
+                crossing[cut] += _bytes(skips[name])
+            reached[name] = index
+        layer = _Layer(one.module, value, {name: skips[name] for name in popped})
         kept: dict[int, int] = {}
-
-        def note(tensor: Tensor) -> Tensor:
-            parts = [tensor._indices(), tensor._values()] if tensor.layout is torch.sparse_coo else [tensor]
-            kept.update((part.untyped_storage().data_ptr(), part.untyped_storage().nbytes()) for part in parts)
-            return tensor
-
-        popped = self._store.values_for(layer)
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), using_store(self._store):
-            output = layer.module(_cloned(value))
-        for tensor in (*parameters_here(layer.module).values(), *layer.module.buffers()):
+        with torch.autograd.graph.saved_tensors_hooks(partial(_note, kept), lambda tensor: tensor):
+            output, store = layer.run(_cloned(value))
+        parameters = parameters_here(one.module).values()
+        for tensor in (*parameters, *one.module.buffers()):
             kept.pop(tensor.untyped_storage().data_ptr(), None)
-        return _Seen(value, sum(kept.values()), _bytes(output), popped), _leaf(output)
-
-    def measure_times(self) -> None:
-        """Fill ``seconds``: the fastest of several forwards and backwards of each layer."""
-        fastest = [float("inf")] * len(self._layers)
-        until = time.perf_counter() + _MEASURING_SECONDS
-        for repeat in range(_MOST_REPEATS):
-            for index, (layer, seen) in enumerate(zip(self._layers, self._seen, strict=True)):
-                fastest[index] = min(fastest[index], _time_of(layer, seen))
-            if repeat and time.perf_counter() > until:
-                break
-        self.seconds = fastest
-
-    def boundaries(self, cost: Callable[[int], float]) -> list[float]:
-        """Return the cost of the cut before each layer, from the bytes of the value and of the skips that cross it."""
-        crossing = [0] + [seen.out_bytes for seen in self._seen[:-1]]
-        for name, (first, last) in self._store.spans(self._layers).items():
-            for cut in range(first + 1, last + 1):
-                crossing[cut] += self._store.sizes[name]
-        return [cost(size) for size in crossing]
-
-    @staticmethod
-    def copy_seconds(size: int) -> float:
-        """Seconds for a copy of ``size`` bytes, there and, as a gradient, back."""
-        source = torch.zeros(size, dtype=torch.uint8, device="cpu")
-        target = source.clone()
-        started = time.perf_counter()
-        target.copy_(source)
-        return 2 * (time.perf_counter() - started)
+        layer.size = 2 * sum(parameter.nbytes for parameter in parameters) + sum(kept.values())
+        looked_at.append(layer)
+        crossing[index + 1] += _bytes(output)
+        value = _leaf(output)
+        for name in (name for declaration in declared for name in declaration.stashes if name in store):
+            skips[name], reached[name] = _leaf(store.take(name, shared=True)), index
+    return looked_at, crossing[:-1]
 
 
-class _Recording(SkipStore):
-    """A store that records the size of each skip, and makes a popped skip the start of a new graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: dict[SkipName, int] = {}
-
-    def put(self, name: SkipName, value: Structure, *, shared: bool = False) -> None:
-        self.sizes[name] = _bytes(value)
-        super().put(name, _leaf(value), shared=True)
-
-    def values_for(self, layer: Layer) -> dict[SkipName, Structure]:
-        """Return the skips that the layer is about to pop."""
-        declarations = filter(None, map(declaration_of, layer.module.modules()))
-        names = [name for declaration in declarations for name in declaration.pops]
-        return {name: self.take(name, shared=True) for name in names if name in self}
-
-    def spans(self, layers: Sequence[Layer]) -> dict[SkipName, tuple[int, int]]:
-        """Return the layers that stash and last pop each skip."""
-        spans: dict[SkipName, tuple[int, int]] = {}
-        for index, layer in enumerate(layers):
-            for declaration in filter(None, map(declaration_of, layer.module.modules())):
-                for name in declaration.pops:
-                    spans[name] = (spans[name][0], index)
-                spans.update(dict.fromkeys(declaration.stashes, (index, index)))
-        return spans
+def _note(kept: dict[int, int], tensor: Tensor) -> Tensor:
+    parts = [tensor._indices(), tensor._values()] if tensor.layout is torch.sparse_coo else [tensor]
+    kept.update((part.untyped_storage().data_ptr(), part.untyped_storage().nbytes()) for part in parts)
+    return tensor
 
 
-def _time_of(layer: Layer, seen: _Seen) -> float:
-    store = SkipStore()
-    for name, value in seen.skips.items():
-        store.put(name, value)
-    with drawing_from(0, 0, 0, 0), using_store(store):
-        value = _cloned(seen.value)
-        _synchronize()
-        started = time.perf_counter()
-        output = layer.module(value)
-        tensors = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if tensors:
-            torch.autograd.backward(tensors, [torch.ones_like(tensor) for tensor in tensors])
-        _synchronize()
-        return time.perf_counter() - started
+def _seconds(layer: _Layer) -> float:
+    """Return the time of a forward and a backward."""
+    value = _cloned(layer.value)
+    _synchronize()
+    started = time.perf_counter()
+    output, _ = layer.run(value)
+    tensors = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if tensors:
+        torch.autograd.backward(tensors, [torch.ones_like(tensor) for tensor in tensors])
+    _synchronize()
+    return time.perf_counter() - started
+
+
+def _copy_seconds(size: int) -> float:
+    """Return the time of a copy of ``size`` bytes, there and, as a gradient, back."""
+    source = torch.zeros(size, dtype=torch.uint8, device="cpu")
+    target = source.clone()
+    started = time.perf_counter()
+    target.copy_(source)
+    return 2 * (time.perf_counter() - started)
 
 
 def _synchronize() -> None:

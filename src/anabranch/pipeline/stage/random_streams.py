@@ -20,6 +20,7 @@ import types
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
+
+_Function: TypeAlias = Callable[..., object]
+_Args: TypeAlias = tuple[object, ...]
+_Named: TypeAlias = "dict[str, object] | None"
 
 
 class _Here(threading.local):
@@ -144,13 +149,7 @@ class drawing_from(TorchFunctionMode):  # noqa: N801 - a context
                 for (module, name), function in zip(_PLACES, _PROCESS, strict=True):
                     setattr(module, name, function)
 
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types_: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
+    def __torch_function__(self, func: _Function, types_: object, args: _Args = (), kwargs: _Named = None) -> object:
         if type(func) is types.FunctionType:
             func = _original(func)
         if func in _DRAWING:
@@ -188,11 +187,7 @@ class _GiveGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stream = stream
 
     def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
+        self, func: torch._ops.OpOverload, types: object, args: _Args = (), kwargs: _Named = None
     ) -> object:
         kwargs = dict(kwargs or {})
         if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:

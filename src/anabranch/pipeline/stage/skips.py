@@ -18,10 +18,10 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar, cast
+from typing import TypeAlias, TypeVar
 
 from torch import nn
 
@@ -255,74 +255,50 @@ def declaration_of(module: nn.Module) -> Declaration | None:
 def _with_commands(forward: Callable[..., Structure]) -> Callable[..., Structure]:
     @functools.wraps(forward)
     def drive(self: nn.Module, *args: Structure, **kwargs: Structure) -> Structure:
-        call = _Call(self)
-        result = forward(self, *args, **kwargs)
-        if inspect.isgenerator(result):
-            result = call.run(cast(_Commands, result))
-        call.check_complete()
-        return result
+        return _carry_out(self, forward(self, *args, **kwargs))
 
     return drive
 
 
-_Commands: TypeAlias = Generator[object, Structure, Structure]
-
-
-class _Call:
-    """One run of a skippable module's ``forward``: executes its commands, and records those still missing."""
-
-    def __init__(self, module: nn.Module) -> None:
-        declaration = declaration_of(module)
-        assert declaration is not None
-        self._name = type(module).__name__
-        self._store = _current.store
-        self._stashes = {name: (namespace, name) for namespace, name in declaration.stashes}
-        self._pops = {name: (namespace, name) for namespace, name in declaration.pops}
-        self._shared = declaration.shared
-        self._stashed: dict[SkipName, Structure] = {}
-
-    def run(self, commands: _Commands) -> Structure:
-        answer: Structure = None
-        while True:
-            try:
-                command = commands.send(answer)
-            except StopIteration as stop:
-                return cast(Structure, stop.args[0]) if stop.args else None  # TorchDynamo knows no StopIteration.value
-            answer = self._execute(command)
-
-    def _execute(self, command: object) -> Structure:
+def _carry_out(module: nn.Module, result: Structure) -> Structure:
+    """Return the result of a forward, of a generator after its commands."""
+    declaration, store, name = declaration_of(module), _current.store, type(module).__name__
+    assert declaration is not None
+    stashes = {skip: (namespace, skip) for namespace, skip in declaration.stashes}
+    pops = {skip: (namespace, skip) for namespace, skip in declaration.pops}
+    stashed: dict[SkipName, Structure] = {}
+    answer: Structure = None
+    while inspect.isgenerator(result):
+        try:
+            command = result.send(answer)
+        except StopIteration as stop:
+            result = stop.args[0] if stop.args else None  # TorchDynamo knows no StopIteration.value
+            break
+        answer = None
         if isinstance(command, stash):
-            self._stash(command)
-            return None
-        if isinstance(command, pop):
-            return self._pop(command)
-        raise TypeError(f"{self._name}.forward yielded {command!r}; yield stash(name, value) or pop(name)")
-
-    def _stash(self, command: stash) -> None:
-        full = self._stashes.get(command.name)
-        if full is None:
-            raise RuntimeError(f"{self._name} stashes {command.name!r} but does not declare it in stash=")
-        if full in self._stashed:
-            raise RuntimeError(f"{self._name} stashes {command.name!r} twice in one forward")
-        # Not in the store before forward has ended: a module never pops its own stash.
-        self._stashed[full] = command.value
-
-    def _pop(self, command: pop) -> Structure:
-        full = self._pops.pop(command.name, None)
-        if full is None:
-            raise RuntimeError(f"{self._name} pops {command.name!r} but does not declare it in pop=, or pops it twice")
-        if full not in self._store:
-            raise RuntimeError(f"{self._name} pops {command.name!r}, which has not been stashed by an earlier module")
-        return self._store.take(full, shared=full in self._shared)
-
-    def check_complete(self) -> None:
-        missing = [name for name, full in self._stashes.items() if full not in self._stashed]
-        if missing:
-            raise RuntimeError(f"{self._name} declares {_quote(missing)} in stash= but its forward did not stash it")
-        if self._pops:
-            raise RuntimeError(f"{self._name} declares {_quote(self._pops)} in pop= but its forward did not pop it")
-        for full, value in self._stashed.items():
-            self._store.put(full, value, shared=full in self._shared)
+            full = stashes.get(command.name)
+            if full is None:
+                raise RuntimeError(f"{name} stashes {command.name!r} but does not declare it in stash=")
+            if full in stashed:
+                raise RuntimeError(f"{name} stashes {command.name!r} twice in one forward")
+            # Not in the store before forward has ended: a module never pops its own stash.
+            stashed[full] = command.value
+        elif isinstance(command, pop):
+            full = pops.pop(command.name, None)
+            if full is None:
+                raise RuntimeError(f"{name} pops {command.name!r} but does not declare it in pop=, or pops it twice")
+            if full not in store:
+                raise RuntimeError(f"{name} pops {command.name!r}, which has not been stashed by an earlier module")
+            answer = store.take(full, shared=full in declaration.shared)
+        else:
+            raise TypeError(f"{name}.forward yielded {command!r}; yield stash(name, value) or pop(name)")
+    if missing := [skip for skip, full in stashes.items() if full not in stashed]:
+        raise RuntimeError(f"{name} declares {_quote(missing)} in stash= but its forward did not stash it")
+    if pops:
+        raise RuntimeError(f"{name} declares {_quote(pops)} in pop= but its forward did not pop it")
+    for full, value in stashed.items():
+        store.put(full, value, shared=full in declaration.shared)
+    return result
 
 
 def verify_skippables(module: nn.Module) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
@@ -165,6 +166,7 @@ class StagePlan:
         loose: what its stages read past their placeholders.
         records: a backward may follow.
         split: the programs of a split model.
+        context: the caller's context variables, for a second forward, which may begin after they have changed.
     """
 
     modes: ThreadModes
@@ -176,6 +178,7 @@ class StagePlan:
     loose: LooseLeaves
     records: bool
     split: SplitCall | None = None
+    context: Context = field(default_factory=copy_context)
 
 
 _VERSIONED = (Tensor, nn.Parameter)  # a table on servers has no version
@@ -275,7 +278,7 @@ class StageRun:
         first = here.fingerprints
         assert self._state is not None
         with self._state.restored(here.state), recomputing():
-            self._run(i, inputs, here, again=True)
+            self.plan.context.copy().run(self._run, i, inputs, here, again=True)
         if not same(first, here.fingerprints):
             raise RuntimeError(
                 f"stage {self.stage.index} returned other values when it ran forward again on microbatch {i}, so its "
