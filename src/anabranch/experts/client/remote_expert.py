@@ -24,13 +24,12 @@ from anabranch.experts.client.calls import (
     Calls,
     CallStatistics,
     ExpertBoundary,
-    ModuleClient,
+    ExpertCall,
     ask,
     output_forms,
     sample_forms,
 )
-from anabranch.experts.client.together import ExpertCall
-from anabranch.experts.directory import DirectoryLike, within
+from anabranch.experts.directory import DirectoryLike, ModuleClient, within
 from anabranch.experts.server.backend import ExpertInfo, info_of
 from anabranch.experts.wire import RowInputs, Schema, with_leading
 from anabranch.record.spans import mark
