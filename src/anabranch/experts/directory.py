@@ -331,17 +331,9 @@ class DirectoryServer:
         transport: Transport | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._clock = clock
-        self._tables: dict[str, _Table] = {EVERY_JOB: _Table(clock)}
-        verbs = [
-            Verb("directory.announce", self._announce, roles=_SERVICES, quick=True),
-            Verb("directory.withdraw", self._withdraw, roles=_SERVICES, quick=True),
-            Verb("directory.lookup", self._lookup, quick=True),
-            Verb("directory.active", self._active, quick=True),
-            Verb("directory.announced", self._announced, quick=True),
-        ]
+        self._verbs = _DirectoryVerbs(clock)
         self._server = Server(
-            verbs,
+            self._verbs.verbs(),
             listen=listen,
             role="directory",
             keys=keys,
@@ -359,7 +351,7 @@ class DirectoryServer:
     def directory(self) -> Directory:
         """The same table, for use in this process."""
         mine = Directory()
-        mine._memory = self._tables[EVERY_JOB]
+        mine._memory = self._verbs.tables[EVERY_JOB]
         return mine
 
     def transport_statistics(self) -> ServerStatistics:
@@ -377,6 +369,23 @@ class DirectoryServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._server.__exit__(kind, error, trace)
+
+
+class _DirectoryVerbs:
+    """The verbs of a server, and a table for each job; apart from the server, which has them."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.tables: dict[str, _Table] = {EVERY_JOB: _Table(clock)}
+
+    def verbs(self) -> list[Verb]:
+        return [
+            Verb("directory.announce", self._announce, roles=_SERVICES, quick=True),
+            Verb("directory.withdraw", self._withdraw, roles=_SERVICES, quick=True),
+            Verb("directory.lookup", self._lookup, quick=True),
+            Verb("directory.active", self._active, quick=True),
+            Verb("directory.announced", self._announced, quick=True),
+        ]
 
     def _announce(self, call: Call) -> None:
         uids, endpoint, ttl = unpack(call.payload, tuple[list[str], str, float])
@@ -416,12 +425,12 @@ class DirectoryServer:
 
     def _table_of(self, peer: Peer) -> _Table:
         """Return the announcements of the peer's job."""
-        return self._tables.setdefault(peer.job or EVERY_JOB, _Table(self._clock))
+        return self.tables.setdefault(peer.job or EVERY_JOB, _Table(self._clock))
 
     def _seen_by(self, peer: Peer) -> list[_Table]:
         """Return the tables that ``peer`` sees: that of every job, then its own job's, which takes precedence."""
-        every = self._tables[EVERY_JOB]
-        own = self._tables.get(peer.job or EVERY_JOB, every)
+        every = self.tables[EVERY_JOB]
+        own = self.tables.get(peer.job or EVERY_JOB, every)
         return [every] if own is every else [every, own]
 
 

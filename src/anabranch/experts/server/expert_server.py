@@ -490,6 +490,7 @@ class ExpertServer:
 
     def __enter__(self) -> ExpertServer:
         with ExitStack() as stack:
+            stack.callback(self._verbs.close)
             # The server has listened since it was made, so close it if entering fails.
             stack.callback(self._server.close)
             if (persistence := self._verbs.persistence) is not None:
@@ -519,10 +520,7 @@ class ExpertServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            self._stack.__exit__(kind, error, trace)
-        finally:
-            self._verbs.close()
+        self._stack.__exit__(kind, error, trace)
 
     def statistics(self) -> ExpertServerStatistics:
         """Counters since the start."""
