@@ -257,7 +257,8 @@ def ask(calls: Calls, *, keep: bool) -> Crossed:
         call.ticket = os.urandom(_TICKET_BYTES) if keep else b""
         tensors = call.inputs if schema.takes_as_is else wire.to_wire(call.inputs, schema.inputs)
         header = wire.ForwardHeader([wire.RequestPart(call.rows, call.ticket)], call.evaluating)
-        requests.append(CallRequest(call, header, cast("Sequence[Tensor]", tensors), calls.deadline))
+        check = partial(wire.check_parts, schema.output_layout)
+        requests.append(CallRequest(call, header, cast("Sequence[Tensor]", tensors), calls.deadline, check))
 
     def enough_came(outcomes: Sequence[Outcome]) -> bool:
         assert calls.enough is not None
@@ -390,14 +391,15 @@ class _Backward(msgspec.Struct, eq=False):
         if not (schema.takes_as_is and schema.gives_as_is and all(present)):
             sent = wire.to_wire(tensors, specs)
         header = wire.BackwardHeader(present, [wire.RequestPart(call.rows, call.ticket)], call.evaluating, updates)
-        return CallRequest(call, header, sent, deadline, self.layout, wire.BACKWARD)
+        return CallRequest(call, header, sent, deadline, self.check, wire.BACKWARD)
 
-    def layout(self, answer: ReplyHeader) -> wire.Layout:
-        """Return the layout of an answer: of gradients of the inputs, or of none."""
-        if answer.payload in (wire.GONE, wire.APART):
-            return []
-        self.answer = unpack(answer.payload, wire.GradientsHeader)
-        return wire.gradient_layout(self.call.schema.inputs, self.answer.present, "input", self.inputs)
+    def check(self, answer: ReplyHeader, sent: int) -> None:
+        """Check the header of an answer: of gradients of the inputs, or of none."""
+        layout: wire.Layout = []
+        if answer.payload != wire.GONE:
+            self.answer = unpack(answer.payload, wire.GradientsHeader)
+            layout = wire.gradient_layout(self.call.schema.inputs, self.answer.present, "input", self.inputs)
+        wire.check_parts(layout, answer, sent)
 
     def read(self, outcome: Answer, *, finite_only: bool) -> list[Tensor | None]:
         """Return the received gradients."""
@@ -447,10 +449,10 @@ def ask_gradients(
         if backward.call.ticket and isinstance(outcome, ActivationsGone):
             backward.call.ticket = b""
             gone.append(index)
-    # With the inputs.
-    again = [backwards[index].request(deadline, updates=updates) for index in gone]
-    for index, outcome in zip(gone, gather(calls.client, again, deadline) if gone else (), strict=True):
-        outcomes[index] = outcome
+    if gone:  # once more, with the inputs
+        again = [backwards[index].request(deadline, updates=updates) for index in gone]
+        for index, outcome in zip(gone, gather(calls.client, again, deadline), strict=True):
+            outcomes[index] = outcome
     try:
         for backward, outcome in zip(backwards, outcomes, strict=True):
             call = backward.call
@@ -501,7 +503,7 @@ class CallRequest(msgspec.Struct, eq=False):
         header: of this request alone.
         tensors: to send.
         deadline: of the caller.
-        layout: of the answer with this header, for a backward.
+        check: refuses the header of an answer that is not of as many rows as were ``sent``.
         nbytes: of the tensors.
         kind: what it shares with those that it may travel with; ``None``: it travels alone.
         turn: wakes its thread, if that waits.
@@ -512,7 +514,7 @@ class CallRequest(msgspec.Struct, eq=False):
     header: wire.ForwardHeader | wire.BackwardHeader
     tensors: Sequence[Tensor]
     deadline: Deadline
-    layout: Callable[[ReplyHeader], wire.Layout] | None = None
+    check: Callable[..., object]
     verb: str = wire.FORWARD
     nbytes: int = 0
     kind: tuple[object, ...] | None = None
@@ -705,19 +707,20 @@ def request_of(message: Sequence[CallRequest]) -> Request:
         header = msgspec.structs.replace(header, parts=[part for one in message for part in one.header.parts])
         tensors = [torch.cat(column) for column in zip(*(one.tensors for one in message), strict=True)]
 
-    def check_header(answer: ReplyHeader) -> None:
-        layout = call.schema.output_layout if first.layout is None else first.layout(answer)
-        apart = len(message) > 1 and answer.payload == wire.APART
-        wire.check_parts([] if apart else layout, answer, rows)
-
-    check: Callable[[ReplyHeader], object] = check_header
-    if len(message) == 1 and first.layout is None:
-        check = partial(wire.check_parts, call.schema.output_layout, sent=rows)
-
+    check = partial(first.check, sent=rows)
+    if len(message) > 1:
+        check = partial(_check_together, check)
     return Request(
         call.endpoint, first.verb, call.uid, tensors, payload=pack(header),
         schema=call.schema.hash, once=first.verb == wire.BACKWARD, check=check, role="experts",
     )  # fmt: skip
+
+
+def _check_together(check: Callable[[ReplyHeader], object], answer: ReplyHeader) -> None:
+    if answer.payload == wire.APART:
+        wire.check_parts([], answer)
+    else:
+        check(answer)
 
 
 def _forget_in_child() -> None:

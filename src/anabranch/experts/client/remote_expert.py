@@ -263,7 +263,7 @@ class RemoteExpert(RemoteModule):
         wants: Sequence[bool] | None,
     ) -> Crossed:
         """Call the expert, once more if it may have moved."""
-        deadline = deadline or Deadline.after(self.forward_timeout)
+        deadline = deadline or Deadline(self.forward_timeout)
         for _ in range(2):
             endpoint, schema = self._known or self.find(deadline)
             sent = inputs

@@ -198,7 +198,7 @@ class ExpertVerbs:
         else:
             pool, layout = _session_pool(backend), schema.input_layout
         rows, nbytes = wire.check_parts(layout, header), 0
-        if message is not None:
+        if message is not None and (len(message.parts) > 1 or message.parts[0].rows != rows):
             wire.check_rows(message.parts, rows, pool.max_batch_size)
         if pool.counts.waiting_tasks or pool.closed:
             for tensor in header.tensors:
