@@ -190,7 +190,8 @@ class Calls(msgspec.Struct, eq=False):
         backward_timeout: seconds for all of the backward together.
         enough: called with the calls after each answer; once it returns true, the others have ``grace`` seconds left.
         grace: seconds.
-        check_backward: called with the calls after the backward; raises if too few gradients arrived.
+        check_backward: called with the calls after the backward; raises if too few gradients arrived. ``None``: the
+            first error is raised.
         finite_only: treats an answer that holds NaN, Inf or a number above 1e18 as missing.
         counts: where they are counted.
     """
@@ -474,6 +475,10 @@ def ask_gradients(
                     answers[backward.first + index] = gradient.to(like.device)
         if calls.check_backward is not None:
             calls.check_backward([backward.call for backward in backwards])
+        else:
+            for backward in backwards:
+                if (outcome := backward.call.gradient_error) is not None:
+                    raise outcome
     finally:
         # Otherwise a cycle: the graph holds the error, and its traceback the graph.
         outcome = None

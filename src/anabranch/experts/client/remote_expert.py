@@ -273,7 +273,7 @@ class RemoteExpert(RemoteModule):
             rows = len(sent[0]) if sent[0] is not None else next(len(one) for one in sent if one is not None)
             call = ExpertCall(self.uid, endpoint, schema, sent, rows, evaluating)
             client = self._module_client.client
-            calls = Calls(client, [call], deadline, self.backward_timeout, None, 0.0, _raise_first, counts=self._counts)
+            calls = Calls(client, [call], deadline, self.backward_timeout, counts=self._counts)
             crossed = ask(calls, keep=wants is not None)
             if call.error is None:
                 return crossed
@@ -317,16 +317,6 @@ class RemoteExpert(RemoteModule):
         if self.uid not in found:
             raise NotFound(f"the directory lists no server for {self.uid!r}")
         return found[self.uid]
-
-
-def _raise_first(calls: Sequence[ExpertCall]) -> None:
-    for call in calls:
-        if call.gradient_error is not None:
-            error, call.gradient_error = call.gradient_error, None
-            try:
-                raise error
-            finally:
-                del error  # held by the traceback: a cycle
 
 
 _ID_BYTES = 16
