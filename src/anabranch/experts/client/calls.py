@@ -43,8 +43,9 @@ from anabranch.transport.frame import ReplyHeader
 _TICKET_BYTES = 16
 # Requests of more bytes travel alone, and no more than so many together: copying them costs more than sending them.
 _SMALL, _MOST_BYTES = 32 << 10, 1 << 20
-# Seconds for which a request waits for those under way; longer than a small call takes, shorter than is noticed.
-_MOMENT = 0.001
+# Seconds for which a request waits for those under way, which may themselves wait for it: a batch may have a minimum.
+# Mostly nothing is lost: a device that computes for longer would not have begun with it earlier.
+_MOMENT = 0.01
 # Seconds by which the deadlines of requests that travel together may differ.
 _LATE = 0.05
 _log = logging.getLogger("anabranch")
