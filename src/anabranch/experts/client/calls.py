@@ -713,7 +713,7 @@ def request_of(message: Sequence[CallRequest]) -> Request:
         header = msgspec.structs.replace(header, parts=[part for one in message for part in one.header.parts])
         tensors = [torch.cat(column) for column in zip(*(one.tensors for one in message), strict=True)]
 
-    check = partial(first.check, sent=rows)
+    check: Callable[[ReplyHeader], object] = partial(first.check, sent=rows)
     if len(message) > 1:
         check = partial(_check_together, check)
     return Request(
