@@ -441,7 +441,7 @@ def train_disturbed(
         return train(Directory(directory.endpoint), seed, between)
 
 
-@pytest.mark.slow  # ``test_an_expert_that_fails_repeatedly_is_left_alone_and_tried_again`` is the quick one
+@pytest.mark.slow  # ``test_a_forward_waits_for_experts_that_are_gone_and_says_so_once`` is the quick one
 @pytest.mark.parametrize("seed", range(5))
 def test_training_continues_when_one_of_four_servers_is_killed_and_restarted(
     tmp_path: Path, seed: int, programs: Programs, monkeypatch: pytest.MonkeyPatch
