@@ -27,9 +27,8 @@ from torch import nn
 
 from anabranch.errors import DeadlineExceeded, Overloaded
 from anabranch.experts import Directory, ExpertBackend, ExpertServer, RemoteExpert, RemoteMixtureOfExperts, Schema
-from anabranch.experts.client.calls import Calls, call_experts
+from anabranch.experts.client.calls import Calls, ExpertCall, call_experts
 from anabranch.experts.client.remote_expert import fetch_schema
-from anabranch.experts.client.together import ExpertCall
 from anabranch.tensors import TensorSpec
 from anabranch.transport import Client, Deadline, make_keys
 from transport import bare, let_go

@@ -102,12 +102,18 @@ def test_the_form_of_a_mixture_is_that_of_most_experts_first_called_that_take_it
         with pytest.raises(SchemaError, match="expected arguments"):
             moe(x, x)  # a mistake of the caller's is not the experts'
         assert moe.statistics().failed == {"SchemaError": 1}
-    other = [linear(0, 12, 12), linear(1)]
-    with serving(*other) as directory:
-        moe = RemoteMixtureOfExperts(8, [2], directory, "ffn", k_best=1)
-        with torch.no_grad():
-            moe.gate.bias[0] = 9.0  # the only one that is called at first does not take the inputs
-        assert torch.allclose(moe(x), other[1].module(x), atol=1e-6)
+    integers = ExpertBackend("ffn.0", Rounded(), args_schema=[TensorSpec(8)])
+    for other, good in ((linear(0, 12, 12), linear(1)), (integers, linear(1))):
+        with serving(other, good) as directory:
+            moe = RemoteMixtureOfExperts(8, [2], directory, "ffn", k_best=1)
+            with torch.no_grad():
+                moe.gate.bias[0] = 9.0  # the only one that is called at first does not fit
+            assert torch.allclose(moe(x), good.module(x), atol=1e-6)
+
+
+class Rounded(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.long()
 
 
 def test_a_mixture_whose_experts_have_all_changed_takes_their_new_form() -> None:

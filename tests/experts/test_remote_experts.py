@@ -32,7 +32,7 @@ from anabranch.experts import (
     RemoteMixtureOfExperts,
 )
 from anabranch.tensors import TensorSpec
-from anabranch.testing import LossyTransport, MemoryTransport, faults
+from anabranch.testing import faults
 from anabranch.transport import Client
 from anabranch.transport.server.connection import OnceTable, RequestIdentity
 from networks import CountingTransport
@@ -200,23 +200,6 @@ def test_compressed_activations_and_gradients_arrive_up_to_rounding(compression:
         (answer * weights).sum().backward()
         assert x.grad is not None
         assert torch.allclose(x.grad, weights, atol=8 * tolerance, rtol=2 * tolerance)
-
-
-def test_backward_is_applied_once_however_often_the_network_cuts_it() -> None:
-    network = MemoryTransport()
-    lossy = LossyTransport(drop=0.3, duplicate=0.2, seed=2, transport=network)
-    module = nn.Linear(1, 1, bias=False)
-    nn.init.zeros_(module.weight)
-    backend = ExpertBackend(
-        "count.0", module, torch.optim.SGD(module.parameters(), lr=1.0), args_schema=[TensorSpec(1)]
-    )
-    with served(backend, transport=network) as server, Client(transport=lossy, retries=100) as client:
-        expert = RemoteExpert("count.0", server.endpoint, client=client)
-        for _ in range(40):
-            expert(torch.ones(1, 1)).sum().backward()
-    assert lossy.dropped > 5
-    assert backend.updates == 40
-    assert float(module.weight.detach()) == -40.0
 
 
 @pytest.mark.parametrize("mixed", [False, True])

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import linecache
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from types import FrameType
 
 import pytest
 import torch
@@ -13,14 +16,13 @@ from expert_modules import Slow, adam, in_the_module, served, together
 from torch import Tensor, nn
 
 from anabranch.deadline import Deadline
-from anabranch.errors import DeadlineExceeded, NonFinite, RemoteError
+from anabranch.errors import DeadlineExceeded, NonFinite, PeerLost, RemoteError
 from anabranch.experts import ExpertBackend, ExpertServer, RemoteExpert
-from anabranch.experts.client import together as lines
-from anabranch.experts.client.calls import Calls, call_experts
-from anabranch.experts.client.together import ExpertCall
+from anabranch.experts.client import calls as lines
+from anabranch.experts.client.calls import Calls, ExpertCall, call_experts
 from anabranch.tensors import TensorSpec
 from anabranch.testing import LossyTransport, MemoryTransport
-from anabranch.transport import Client
+from anabranch.transport import Client, Outcome, Request
 from waiting import join, wait_until
 
 
@@ -121,7 +123,8 @@ def test_a_faulty_request_fails_alone(keep: int) -> None:
         assert torch.allclose(there.linear.bias, here.bias - 1.0)
 
 
-def test_updates_are_made_once_however_often_the_network_cuts_their_message() -> None:
+@pytest.mark.parametrize("calls", [1, 5])
+def test_updates_are_made_once_however_often_the_network_cuts_their_message(calls: int) -> None:
     network = MemoryTransport()
     lossy = LossyTransport(drop=0.3, duplicate=0.2, seed=3, transport=network)
     module = nn.Linear(1, 1, bias=False)
@@ -130,17 +133,17 @@ def test_updates_are_made_once_however_often_the_network_cuts_their_message() ->
     backend = ExpertBackend("count.0", module, optimizer, args_schema=[TensorSpec(1)])
     with served(backend, transport=network) as server, Client(transport=lossy, retries=100) as client:
         for _ in range(20):
-            calls = ask_all(client, server, backend, [torch.ones(1, 1)] * 5)
-            outputs = outputs_of(Calls(client, calls, Deadline.after(60.0), 60.0))
+            requests = ask_all(client, server, backend, [torch.ones(1, 1)] * calls)
+            outputs = outputs_of(Calls(client, requests, Deadline.after(60.0), 60.0))
             torch.cat(outputs).sum().backward()
     assert lossy.dropped > 5
-    assert float(module.weight.detach()) == -100.0
+    assert float(module.weight.detach()) == -20.0 * calls
     assert backend.updates == 20
 
 
 @contextmanager
 def one_under_way(
-    monkeypatch: pytest.MonkeyPatch, moment: float = 600.0, **options: object
+    monkeypatch: pytest.MonkeyPatch, moment: float = 600.0, *, started: bool = True, **options: object
 ) -> Iterator[tuple[Slow, ExpertServer, RemoteExpert, Callable[[int], None]]]:
     """While one thread's request is in the module, the next ones wait for it."""
     monkeypatch.setattr(lines, "_MOMENT", moment)
@@ -152,7 +155,10 @@ def one_under_way(
         def wait_for(count: int) -> None:
             wait_until(lambda: sum(len(line.waiting) for line in lines._lines.values()) == count)
 
-        with torch.no_grad(), in_the_module(module, lambda: without_gradients(expert, torch.ones(1, 2))):
+        with ExitStack() as stack:
+            if started:
+                stack.enter_context(torch.no_grad())
+                stack.enter_context(in_the_module(module, lambda: without_gradients(expert, torch.ones(1, 2))))
             yield module, server, expert, wait_for
     assert not lines._lines
 
@@ -227,3 +233,72 @@ def test_a_request_waits_for_those_under_way_only_a_moment(monkeypatch: pytest.M
         expert = RemoteExpert("slow.0", server.endpoint)
         answers = together(8, lambda index: without_gradients(expert, torch.full((1, 2), float(index))))
     assert [float(answer.sum()) for answer in answers if isinstance(answer, Tensor)] == [2.0 * i for i in range(8)]
+
+
+class Stop(BaseException):
+    """As Ctrl-C, in any thread."""
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_forwards_of_a_thread_that_is_interrupted_are_sent_by_others(
+    backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gather, stopped = Client.gather, threading.Event()
+
+    def stop_once(client: Client, requests: list[Request], deadline: Deadline, **options: object) -> list[Outcome]:
+        if len(requests[0].tensors[0]) > 1 and not stopped.is_set():
+            stopped.set()
+            raise Stop
+        return gather(client, requests, deadline, **options)  # type: ignore[arg-type]
+
+    def ask(index: int) -> None:
+        try:
+            outcomes[index] = sums[index].backward() if backward else without_gradients(expert, torch.ones(1, 2))
+        except BaseException as error:  # noqa: BLE001 - what a caller gets is what is tested
+            outcomes[index] = error
+
+    with one_under_way(monkeypatch, started=False) as (module, _, expert, wait_for):
+        sums = [expert(torch.ones(1, 2)).sum() for _ in range(4)]
+        outcomes: list[object] = [None] * 4
+        monkeypatch.setattr(Client, "gather", stop_once)
+        threads = [threading.Thread(target=ask, args=(index,)) for index in range(1, 4)]
+        with in_the_module(module, lambda: ask(0)):
+            for thread in threads:
+                thread.start()
+            wait_for(3)
+        join(*threads)
+    lost = [PeerLost] * 2 if backward else [Tensor] * 2
+    assert sorted(map(type, outcomes[1:]), key=str) == sorted([*lost, Stop], key=str)
+    assert isinstance(outcomes[0], type(None) if backward else Tensor)
+
+
+def test_an_interrupt_at_any_line_leaves_nobody_waiting() -> None:
+    code = {lines.gather.__code__, lines._leave.__code__}
+    with served(ExpertBackend("one.0", nn.Identity(), args_schema=[TensorSpec(2)])) as server:
+        expert = RemoteExpert("one.0", server.endpoint)
+        expert.get_info()
+        left = 0
+        while left >= 0:
+            left = number = left + 1
+
+            def trace(frame: FrameType, event: str, argument: object) -> object:
+                nonlocal number
+                if frame.f_code not in code:
+                    return None
+                # Only a trace comes between the body of a block and the release of its lock, no signal.
+                if event == "line" and "with" not in linecache.getline(lines.__file__, frame.f_lineno):
+                    number -= 1
+                    if number == 0:
+                        raise Stop
+                return trace
+
+            sys.settrace(trace)
+            try:
+                without_gradients(expert, torch.ones(1, 2))
+                left = -1
+            except Stop:
+                pass
+            finally:
+                sys.settrace(None)
+            without_gradients(expert, torch.ones(1, 2))  # an interrupt of its end is mended by the thread's next call
+            assert not lines._lines

@@ -22,7 +22,6 @@ from types import TracebackType
 
 from anabranch.deadline import Deadline
 from anabranch.errors import SchemaError, Unauthorized
-from anabranch.experts.client.calls import ModuleClient
 from anabranch.job import DirectoryLike as DirectoryLike
 from anabranch.transport import Call, Client, Peer, Request, Server, ServerStatistics, Transport, Verb, pack, unpack
 from anabranch.transport.announcements import (
@@ -36,6 +35,7 @@ from anabranch.transport.announcements import (
     prefixes_of,
 )
 from anabranch.transport.certificates import EVERY_JOB, resolve_keys
+from anabranch.transport.client import ClientOptions
 from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint
 from anabranch.transport.redis_directory import RedisDirectory, is_redis_url, shown_url
 
@@ -331,17 +331,9 @@ class DirectoryServer:
         transport: Transport | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._clock = clock
-        self._tables: dict[str, _Table] = {EVERY_JOB: _Table(clock)}
-        verbs = [
-            Verb("directory.announce", self._announce, roles=_SERVICES, quick=True),
-            Verb("directory.withdraw", self._withdraw, roles=_SERVICES, quick=True),
-            Verb("directory.lookup", self._lookup, quick=True),
-            Verb("directory.active", self._active, quick=True),
-            Verb("directory.announced", self._announced, quick=True),
-        ]
+        self._verbs = _DirectoryVerbs(clock)
         self._server = Server(
-            verbs,
+            self._verbs.verbs(),
             listen=listen,
             role="directory",
             keys=keys,
@@ -359,7 +351,7 @@ class DirectoryServer:
     def directory(self) -> Directory:
         """The same table, for use in this process."""
         mine = Directory()
-        mine._memory = self._tables[EVERY_JOB]
+        mine._memory = self._verbs.tables[EVERY_JOB]
         return mine
 
     def transport_statistics(self) -> ServerStatistics:
@@ -377,6 +369,23 @@ class DirectoryServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._server.__exit__(kind, error, trace)
+
+
+class _DirectoryVerbs:
+    """The verbs of a server, and a table for each job; apart from the server, which has them."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.tables: dict[str, _Table] = {EVERY_JOB: _Table(clock)}
+
+    def verbs(self) -> list[Verb]:
+        return [
+            Verb("directory.announce", self._announce, roles=_SERVICES, quick=True),
+            Verb("directory.withdraw", self._withdraw, roles=_SERVICES, quick=True),
+            Verb("directory.lookup", self._lookup, quick=True),
+            Verb("directory.active", self._active, quick=True),
+            Verb("directory.announced", self._announced, quick=True),
+        ]
 
     def _announce(self, call: Call) -> None:
         uids, endpoint, ttl = unpack(call.payload, tuple[list[str], str, float])
@@ -416,10 +425,91 @@ class DirectoryServer:
 
     def _table_of(self, peer: Peer) -> _Table:
         """Return the announcements of the peer's job."""
-        return self._tables.setdefault(peer.job or EVERY_JOB, _Table(self._clock))
+        return self.tables.setdefault(peer.job or EVERY_JOB, _Table(self._clock))
 
     def _seen_by(self, peer: Peer) -> list[_Table]:
         """Return the tables that ``peer`` sees: that of every job, then its own job's, which takes precedence."""
-        every = self._tables[EVERY_JOB]
-        own = self._tables.get(peer.job or EVERY_JOB, every)
+        every = self.tables[EVERY_JOB]
+        own = self.tables.get(peer.job or EVERY_JOB, every)
         return [every] if own is every else [every, own]
+
+
+# --- one client for all modules of a process with the same role, so that they share connections
+#
+# A module holds a ``ModuleClient``, not a client: it pickles as the arguments of the client, and creates it at the
+# first use, also in a forked child, which must not use its parent's connections.
+
+_clients: weakref.WeakValueDictionary[ClientOptions, Client] = weakref.WeakValueDictionary()
+_making = threading.Lock()
+
+
+def shared_client(options: ClientOptions) -> Client:
+    """Return this process's client of these options; its connections close when its last user closes it."""
+    with _making:
+        client = _clients.get(options)
+        if client is None:
+            client = _clients[options] = options.make()
+        return client
+
+
+class ModuleClient:
+    """The client of a module, recreated in another process.
+
+    Args:
+        client: the client that the user gave, if any; a pickled module gets a new one with the same options.
+        role: of the shared client used otherwise, with ``keys``, ``insecure`` and ``retries``.
+
+    Raises:
+        ValueError: keys that are missing or damaged.
+    """
+
+    def __init__(
+        self,
+        client: Client | None = None,
+        *,
+        role: str = "worker",
+        keys: str | os.PathLike[str] | None = None,
+        insecure: bool = False,
+        retries: int = 8,
+    ) -> None:
+        self._shared = client is None
+        self._options: ClientOptions | None = None  # of the user's own, once it is pickled
+        if client is None:
+            folder = None if keys is None else os.fspath(keys)
+            self._options = ClientOptions(role, folder, insecure, heartbeat=1.0, retries=retries)
+            client = shared_client(self._options)
+        self._client: Client | None = client
+
+    @property
+    def client(self) -> Client:
+        """The client of this process."""
+        client = self._client
+        if client is None or client.forked:
+            # Without a lock that a thread of the parent may have held.
+            options = self._its_options()
+            client = self._client = shared_client(options) if self._shared else options.make()
+        return client
+
+    def _its_options(self) -> ClientOptions:
+        if self._options is None:
+            assert self._client is not None
+            return self._client.options
+        return self._options
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ModuleClient:
+        # Copying a model copies no connection.
+        return self
+
+    def __getstate__(self) -> dict[str, object]:
+        # Created at the first use: where a model is only loaded, there may be no keys.
+        return {"_shared": self._shared, "_options": self._its_options(), "_client": None}
+
+
+def _forget_in_child() -> None:
+    """Forget the client in a forked child: a module made there gets a client of the child."""
+    global _making
+    _making = threading.Lock()
+    _clients.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -277,6 +277,11 @@ class Schema:
         return any(spec is not None and spec.varying for spec in (*self.inputs, *self.output_specs))
 
     @cached_property
+    def floating(self) -> bool:
+        """True if all outputs are floating, so that they have a mean."""
+        return all(spec is None or spec.dtype.is_floating_point for spec in self.output_specs)
+
+    @cached_property
     def joint_rows(self) -> int:
         """The most rows of requests that travel together: few, so that batches of them are nearly full; 0 if rows vary
         in size or are rounded.
@@ -702,23 +707,21 @@ def gradient_layout(
     return layout
 
 
-def backward_layout(schema: Schema, header: RequestHeader) -> Layout:
-    """Return the layout that a backward with ``header`` must have."""
-    backward = unpack(header.payload, BackwardHeader)
+def backward_layout(schema: Schema, backward: BackwardHeader) -> Layout:
+    """Return the layout that a backward with this header must have."""
     gradients = gradient_layout(schema.output_specs, backward.present, "output")
     if backward.parts[0].ticket and not gradients:
         raise SchemaError("a backward without inputs needs a gradient of an output")
     return gradients if backward.parts[0].ticket else schema.input_layout + gradients
 
 
-def come_together(parts: Sequence[RequestPart], rows: int, most: int) -> bool:
-    """Return True if a message of ``rows`` carries several requests, which fit a batch of ``most`` rows."""
-    together, total = len(parts) > 1, 0
+def check_rows(parts: Sequence[RequestPart], rows: int, most: int) -> None:
+    """Refuse a message of ``rows`` that are not those of its requests; several fit a batch of ``most`` rows."""
+    total = 0
     for part in parts:
         total += part.rows
-    if total != rows or (together and (rows > most or min(parts).rows < 1)):
+    if total != rows or (len(parts) > 1 and (rows > most or min(parts).rows < 1)):
         raise SchemaError(f"requests of {[part.rows for part in parts[:8]]} rows came in a message of {rows} rows")
-    return together
 
 
 # --- tensors

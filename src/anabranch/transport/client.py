@@ -227,7 +227,10 @@ class Client:
         """
         outcome = self.gather([request], deadline)[0]
         if isinstance(outcome, Exception):
-            raise outcome
+            try:
+                raise outcome
+            finally:
+                del outcome  # held by the traceback: a cycle
         assert outcome is not None
         return outcome
 

@@ -18,13 +18,14 @@ those of a local module, which is said once.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import msgspec
@@ -32,16 +33,21 @@ import torch
 from torch import Tensor
 
 from anabranch.autodiff.boundary.crossing import Crossed, Form, cross
-from anabranch.deadline import Deadline
-from anabranch.errors import ActivationsGone, BoundaryError, NonFinite, PeerLost, ProtocolError
+from anabranch.deadline import LONGEST_SLEEP, Deadline
+from anabranch.errors import ActivationsGone, BoundaryError, NonFinite, Overloaded, PeerLost, ProtocolError
 from anabranch.experts import wire
-from anabranch.experts.client.together import CallRequest, ExpertCall, gather, request_of
 from anabranch.experts.wire import Schema, first_not_finite
-from anabranch.transport import Client, Outcome, unpack
-from anabranch.transport.client import ClientOptions
+from anabranch.transport import Answer, Client, Outcome, Request, pack, unpack
 from anabranch.transport.frame import ReplyHeader
 
 _TICKET_BYTES = 16
+# Requests of more bytes travel alone, and no more than so many together: copying them costs more than sending them.
+_SMALL, _MOST_BYTES = 32 << 10, 1 << 20
+# Seconds for which a request waits for those under way, which may themselves wait for it: a batch may have a minimum.
+# Mostly nothing is lost: a device that computes for longer would not have begun with it earlier.
+_MOMENT = 0.01
+# Seconds by which the deadlines of requests that travel together may differ.
+_LATE = 0.05
 _log = logging.getLogger("anabranch")
 
 _changes_by_us: dict[tuple[str, str], int] = {}
@@ -142,6 +148,39 @@ class CallCounts:
             _log.warning(_OWN_CHANGE, call.uid, call.changes, changes, _BACK if back else _BY_US)
 
 
+class ExpertCall(msgspec.Struct, eq=False):
+    """One call of an expert: its inputs and its outcome.
+
+    Attributes:
+        uid: the expert.
+        endpoint: its server.
+        schema: the expert's schema.
+        inputs: the inputs, flat, in the schema's order; freed once sent.
+        rows: of the inputs.
+        evaluating: the caller is in eval mode, so the expert runs in eval mode too.
+        outputs: the answer; freed once passed on, because the graph must not hold its own outputs.
+        answered: true if there was an answer.
+        error: the reason for a missing answer; ``None`` without an answer means that the call was cancelled.
+        gradient_error: the reason for a missing gradient.
+        ticket: names the activations that the server keeps for the backward; empty if it keeps none.
+        changes: how often the expert had changed before its forward, and ``changed_by_us`` by this process.
+    """
+
+    uid: str
+    endpoint: str
+    schema: Schema
+    inputs: Sequence[Tensor | None]
+    rows: int
+    evaluating: bool = False
+    outputs: list[Tensor | None] | None = None
+    answered: bool = False
+    error: Exception | None = None
+    gradient_error: Exception | None = None
+    ticket: bytes = b""
+    changes: int = 0
+    changed_by_us: int = 0
+
+
 class Calls(msgspec.Struct, eq=False):
     """Calls that are made together, and their limits.
 
@@ -152,7 +191,8 @@ class Calls(msgspec.Struct, eq=False):
         backward_timeout: seconds for all of the backward together.
         enough: called with the calls after each answer; once it returns true, the others have ``grace`` seconds left.
         grace: seconds.
-        check_backward: called with the calls after the backward; raises if too few gradients arrived.
+        check_backward: called with the calls after the backward; raises if too few gradients arrived. ``None``: the
+            first error is raised.
         finite_only: treats an answer that holds NaN, Inf or a number above 1e18 as missing.
         counts: where they are counted.
     """
@@ -219,7 +259,8 @@ def ask(calls: Calls, *, keep: bool) -> Crossed:
         call.ticket = os.urandom(_TICKET_BYTES) if keep else b""
         tensors = call.inputs if schema.takes_as_is else wire.to_wire(call.inputs, schema.inputs)
         header = wire.ForwardHeader([wire.RequestPart(call.rows, call.ticket)], call.evaluating)
-        requests.append(CallRequest(call, header, cast("Sequence[Tensor]", tensors), calls.deadline))
+        check = partial(wire.check_parts, schema.output_layout)
+        requests.append(CallRequest(call, header, cast("Sequence[Tensor]", tensors), calls.deadline, check))
 
     def enough_came(outcomes: Sequence[Outcome]) -> bool:
         assert calls.enough is not None
@@ -352,31 +393,27 @@ class _Backward(msgspec.Struct, eq=False):
         if not (schema.takes_as_is and schema.gives_as_is and all(present)):
             sent = wire.to_wire(tensors, specs)
         header = wire.BackwardHeader(present, [wire.RequestPart(call.rows, call.ticket)], call.evaluating, updates)
-        return CallRequest(call, header, sent, deadline, self.layout)
+        return CallRequest(call, header, sent, deadline, self.check, wire.BACKWARD)
 
-    def layout(self, answer: ReplyHeader) -> wire.Layout:
-        """Return the layout of an answer: of gradients of the inputs, or of none."""
-        if answer.payload in (wire.GONE, wire.APART):
-            return []
-        header = unpack(answer.payload, wire.GradientsHeader)
-        return wire.gradient_layout(self.call.schema.inputs, header.present, "input", self.inputs)
+    def check(self, answer: ReplyHeader, sent: int) -> None:
+        """Check the header of an answer: of gradients of the inputs, or of none."""
+        layout: wire.Layout = []
+        if answer.payload != wire.GONE:
+            self.answer = unpack(answer.payload, wire.GradientsHeader)
+            layout = wire.gradient_layout(self.call.schema.inputs, self.answer.present, "input", self.inputs)
+        wire.check_parts(layout, answer, sent)
 
-    def read(self, outcome: Outcome, *, finite_only: bool) -> list[Tensor | None]:
-        """Return the received gradients; raise the error received instead."""
+    def read(self, outcome: Answer, *, finite_only: bool) -> list[Tensor | None]:
+        """Return the received gradients."""
         call = self.call
-        if isinstance(outcome, Exception):
-            try:
-                raise outcome
-            finally:
-                del outcome
-        assert outcome is not None, "a backward is never cut off"
         if outcome.payload == wire.GONE:
             raise PeerLost(
                 f"{call.uid} has executed this backward once, but its gradients are lost: the connection broke before "
                 "they arrived, and the server no longer has them, because it restarted or has since answered others",
                 peer=call.endpoint,
             )
-        self.answer = unpack(outcome.payload, wire.GradientsHeader)
+        if self.answer is None:  # it came together with that of another one, which was looked at
+            self.answer = unpack(outcome.payload, wire.GradientsHeader)
         gradients: list[Tensor | None] = [*outcome.tensors]
         if not (call.schema.takes_as_is and all(self.answer.present)):
             gradients = wire.from_wire(outcome.tensors, call.schema.inputs, self.answer.present)
@@ -414,18 +451,23 @@ def ask_gradients(
         if backward.call.ticket and isinstance(outcome, ActivationsGone):
             backward.call.ticket = b""
             gone.append(index)
-    # With the inputs.
-    again = [backwards[index].request(deadline, updates=updates) for index in gone]
-    for index, outcome in zip(gone, gather(calls.client, again, deadline) if gone else (), strict=True):
-        outcomes[index] = outcome
+    if gone:  # once more, with the inputs
+        again = [backwards[index].request(deadline, updates=updates) for index in gone]
+        for index, outcome in zip(gone, gather(calls.client, again, deadline), strict=True):
+            outcomes[index] = outcome
     try:
         for backward, outcome in zip(backwards, outcomes, strict=True):
             call = backward.call
             try:
-                received = backward.read(outcome, finite_only=calls.finite_only)
+                if isinstance(outcome, Answer):
+                    received = backward.read(outcome, finite_only=calls.finite_only)
+                else:
+                    assert outcome is not None, "a backward is never cut off"
+                    call.gradient_error = outcome
             except (BoundaryError, ValueError) as error:
-                calls.counts.failure(error)
                 call.gradient_error = error
+            if call.gradient_error is not None:
+                calls.counts.failure(call.gradient_error)
                 continue
             assert backward.answer is not None
             calls.counts.backward(call, backward.answer.changes, updates=updates)
@@ -434,6 +476,10 @@ def ask_gradients(
                     answers[backward.first + index] = gradient.to(like.device)
         if calls.check_backward is not None:
             calls.check_backward([backward.call for backward in backwards])
+        else:
+            for backward in backwards:
+                if (outcome := backward.call.gradient_error) is not None:
+                    raise outcome
     finally:
         # Otherwise a cycle: the graph holds the error, and its traceback the graph.
         outcome = None
@@ -443,82 +489,251 @@ def ask_gradients(
     return answers
 
 
-# --- one client for all modules of a process with the same role, so that they share connections
+# --- requests of this process for one expert that wait at the same time leave as one, and come back as one
 #
-# A module holds a ``ModuleClient``, not a client: it pickles as the arguments of the client, and creates it at the
-# first use, also in a forked child, which must not use its parent's connections.
-
-_clients: weakref.WeakValueDictionary[ClientOptions, Client] = weakref.WeakValueDictionary()
-_making = threading.Lock()
-
-
-def shared_client(options: ClientOptions) -> Client:
-    """Return this process's client of these options; its connections close when its last user closes it."""
-    with _making:
-        client = _clients.get(options)
-        if client is None:
-            client = _clients[options] = options.make()
-        return client
+#     request ── none of its kind is under way ────────────────────> leaves
+#       │
+#       └────> waits: until those under way are back, a moment at most ──> leaves, with all that wait
+#
+# A caller that waits and goes takes the others along: its thread sends their rows as those of one request, and gives
+# each its part of the answer, or the error. Where one of them cannot be executed with the others, which a server finds
+# before it has changed anything, each is sent alone, so that only the faulty one fails. A caller gives up at its own
+# deadline.
 
 
-class ModuleClient:
-    """The client of a module, recreated in another process.
+class CallRequest(msgspec.Struct, eq=False):
+    """The request of one call, forward or backward.
 
-    Args:
-        client: the client that the user gave, if any; a pickled module gets a new one with the same options.
-        role: of the shared client used otherwise, with ``keys``, ``insecure`` and ``retries``.
-
-    Raises:
-        ValueError: keys that are missing or damaged.
+    Attributes:
+        call: the call.
+        header: of this request alone.
+        tensors: to send.
+        deadline: of the caller.
+        check: refuses the header of an answer that is not of as many rows as were ``sent``.
+        nbytes: of the tensors.
+        kind: what it shares with those that it may travel with; ``None``: it travels alone.
+        turn: wakes its thread, if that waits.
+        leaves: it is under way with those of another thread.
     """
 
-    def __init__(
-        self,
-        client: Client | None = None,
-        *,
-        role: str = "worker",
-        keys: str | os.PathLike[str] | None = None,
-        insecure: bool = False,
-        retries: int = 8,
-    ) -> None:
-        self._shared = client is None
-        self._options: ClientOptions | None = None  # of the user's own, once it is pickled
-        if client is None:
-            folder = None if keys is None else os.fspath(keys)
-            self._options = ClientOptions(role, folder, insecure, heartbeat=1.0, retries=retries)
-            client = shared_client(self._options)
-        self._client: Client | None = client
+    call: ExpertCall
+    header: wire.ForwardHeader | wire.BackwardHeader
+    tensors: Sequence[Tensor]
+    deadline: Deadline
+    check: Callable[..., object]
+    verb: str = wire.FORWARD
+    nbytes: int = 0
+    kind: tuple[object, ...] | None = None
+    turn: threading.Event | None = None
+    leaves: bool = False
+    outcome: Outcome = None
 
-    @property
-    def client(self) -> Client:
-        """The client of this process."""
-        client = self._client
-        if client is None or client.forked:
-            # Without a lock that a thread of the parent may have held.
-            options = self._its_options()
-            client = self._client = shared_client(options) if self._shared else options.make()
-        return client
+    def classify(self) -> None:
+        """Set what it shares with those that it may travel with, if it is small enough for that."""
+        call, header = self.call, self.header
+        if not 0 < call.rows < call.schema.joint_rows:
+            return
+        for tensor in self.tensors:
+            if tensor.layout is not torch.strided:
+                return
+            self.nbytes += tensor.nbytes
+        if self.nbytes > _SMALL:
+            return
+        mode: tuple[object, ...] = header.evaluating, bool(call.ticket), torch.is_inference_mode_enabled()
+        if isinstance(header, wire.BackwardHeader):
+            # One answer says how often the expert had changed before the forwards of all.
+            mode += (header.updates, call.ticket and call.changes, *header.present)
+        self.kind = (self.verb, call.endpoint, call.uid, call.schema.hash, *mode)
 
-    def _its_options(self) -> ClientOptions:
-        if self._options is None:
-            assert self._client is not None
-            return self._client.options
-        return self._options
 
-    def __deepcopy__(self, memo: dict[int, object]) -> ModuleClient:
-        # Copying a model copies no connection.
-        return self
+class _Line(msgspec.Struct, eq=False):
+    """The requests of one kind.
 
-    def __getstate__(self) -> dict[str, object]:
-        # Created at the first use: where a model is only loaded, there may be no keys.
-        return {"_shared": self._shared, "_options": self._its_options(), "_client": None}
+    Attributes:
+        threads: those that have sent some and wait for the answer.
+        waiting: the requests that have not left, in order.
+    """
+
+    threads: set[int] = set()
+    waiting: list[CallRequest] = []
+
+    def take(self, mine: CallRequest, batch: list[CallRequest]) -> None:
+        """Move to ``batch`` those that wait as long as ``mine``: what is sent for a caller ends when its wait ends."""
+        left = mine.deadline.remaining()
+        for one in self.waiting:
+            if one.deadline is mine.deadline or abs(one.deadline.remaining() - left) <= _LATE:
+                batch.append(one)
+                one.leaves = True
+        self.waiting = [one for one in self.waiting if not one.leaves]
+
+
+_Key = tuple[object, ...]
+_lines: dict[_Key, _Line] = {}
+_lock = threading.Lock()
+
+
+def gather(client: Client, requests: Sequence[CallRequest], deadline: Deadline) -> list[Outcome]:
+    """Send requests at once, with others of this process, and return the outcome of each, as ``client.gather`` does."""
+    first, me = requests[0], threading.get_ident()
+    for one in requests:
+        one.classify()
+        if one.kind is None or one.kind != first.kind:
+            return client.gather([request_of([each]) for each in requests], deadline)
+    assert first.kind is not None
+    key = (client, *first.kind)
+    try:
+        with _lock:
+            line = _lines.get(key)
+            # A thread that is here is not under way: an interrupt has left it there.
+            alone = line is None or not (line.waiting or line.threads.difference((me,)))
+            if alone:
+                _lines[key] = _Line({me})
+        if not alone:
+            _wait(client, key, requests, deadline)
+        elif len(requests) == 1:
+            return client.gather([request_of(requests)], deadline)
+        else:
+            _send(client, _messages(requests), deadline)
+    finally:
+        _leave(key, me, first.turn)
+    return [one.outcome for one in requests]
+
+
+def _wait(client: Client, key: _Key, requests: Sequence[CallRequest], deadline: Deadline) -> None:
+    """Wait for those under way, and leave with all that wait unless another thread has taken these requests along."""
+    first, turn, me = requests[0], threading.Event(), threading.get_ident()
+    for one in requests:
+        # Copied by its own thread: another's CUDA stream would not wait for what this one's computes.
+        one.tensors = [tensor.cpu() for tensor in one.tensors]
+        one.turn = turn
+    with _lock:
+        line = _lines.setdefault(key, _Line())
+        line.waiting += requests
+        patience = _MOMENT if line.threads else 0.0
+    while any(one.outcome is None for one in requests) and not deadline.expired():
+        turn.wait(timeout=min(patience, deadline.remaining()))
+        turn.clear()
+        patience = LONGEST_SLEEP
+        batch: list[CallRequest] = []
+        try:
+            with _lock:
+                if not first.leaves:
+                    line.threads.add(me)
+                    line.take(first, batch)
+            if batch:
+                last = max((one.deadline for one in batch), key=Deadline.remaining)
+                _send(client, _messages(batch), last)
+        finally:
+            if batch:
+                _pass_on(line, batch)
+                _leave(key, me)
+    for one in requests:
+        if one.outcome is None:
+            one.outcome = deadline.error(peer=one.call.endpoint, operation=f"{one.verb} {one.call.uid}")
+
+
+def _pass_on(line: _Line, batch: Sequence[CallRequest]) -> None:
+    """Wake the threads of requests that have left; those without an outcome were of a thread that is interrupted."""
+    with _lock:
+        for one in batch:
+            if one.outcome is None and one.verb == wire.FORWARD:
+                one.leaves = False  # which may be sent again
+                line.waiting.append(one)
+            elif one.outcome is None:
+                lost = "the thread that had sent this request with its own was interrupted"
+                one.outcome = PeerLost(lost, peer=one.call.endpoint, operation=f"{one.verb} {one.call.uid}")
+    for turn in {one.turn for one in batch}:
+        if turn is not None:
+            turn.set()
+
+
+def _leave(key: _Key, me: int, turn: threading.Event | None = None) -> None:
+    """Note that this thread has its answers, or gives those of ``turn`` up: the first one that waits is next."""
+    with _lock:
+        line = _lines.get(key)
+        if line is None:
+            return
+        if turn is not None:
+            line.waiting = [one for one in line.waiting if one.turn is not turn]
+        if me in line.threads:
+            line.threads.remove(me)
+            if line.waiting and (first := line.waiting[0].turn) is not None:
+                first.set()
+        if not line.waiting and not line.threads:
+            del _lines[key]
+
+
+def _messages(batch: Sequence[CallRequest]) -> list[list[CallRequest]]:
+    """Divide requests into those that fit one message."""
+    messages: list[list[CallRequest]] = []
+    rows = nbytes = 0
+    for one in batch:
+        rows, nbytes = rows + one.call.rows, nbytes + one.nbytes
+        full = rows > one.call.schema.joint_rows or nbytes > _MOST_BYTES
+        if not messages or full or len(messages[-1]) == wire.MOST_PARTS:
+            messages.append([])
+            rows, nbytes = one.call.rows, one.nbytes
+        messages[-1].append(one)
+    return messages
+
+
+def _send(client: Client, messages: Sequence[Sequence[CallRequest]], deadline: Deadline) -> None:
+    """Send each message, and give its requests their outcomes; once more, each alone, where they cannot be together."""
+    alone: list[list[CallRequest]] = []
+    outcomes = client.gather(list(map(request_of, messages)), deadline)
+    for message, outcome in zip(messages, outcomes, strict=True):
+        if len(message) == 1:
+            message[0].outcome = outcome
+        elif isinstance(outcome, Overloaded):  # some may find room
+            alone += [[one] for one in message]
+        elif isinstance(outcome, Answer) and outcome.payload == wire.APART:
+            for one in message:
+                one.header = msgspec.structs.replace(one.header, at_once=True)
+                alone.append([one])
+        elif isinstance(outcome, Answer):
+            rows = [one.call.rows for one in message]
+            columns = [torch.split(tensor, rows) for tensor in outcome.tensors]
+            for index, one in enumerate(message):
+                # In its own memory, which its caller may write to.
+                one.outcome = Answer([column[index].clone() for column in columns], outcome.payload)
+        else:
+            for one in message:
+                one.outcome = outcome if one is message[0] else copy.copy(outcome)  # each caller raises its own
+    if alone:
+        _send(client, alone, deadline)
+
+
+def request_of(message: Sequence[CallRequest]) -> Request:
+    """Return the message that carries some requests."""
+    first = message[0]
+    call, header, tensors = first.call, first.header, first.tensors
+    rows = call.rows
+    if len(message) > 1:
+        rows = sum(one.call.rows for one in message)
+        header = msgspec.structs.replace(header, parts=[part for one in message for part in one.header.parts])
+        tensors = [torch.cat(column) for column in zip(*(one.tensors for one in message), strict=True)]
+
+    check: Callable[[ReplyHeader], object] = partial(first.check, sent=rows)
+    if len(message) > 1:
+        check = partial(_check_together, check)
+    return Request(
+        call.endpoint, first.verb, call.uid, tensors, payload=pack(header),
+        schema=call.schema.hash, once=first.verb == wire.BACKWARD, check=check, role="experts",
+    )  # fmt: skip
+
+
+def _check_together(check: Callable[[ReplyHeader], object], answer: ReplyHeader) -> None:
+    if answer.payload == wire.APART:
+        wire.check_parts([], answer)
+    else:
+        check(answer)
 
 
 def _forget_in_child() -> None:
-    """Forget the client in a forked child: a module made there gets a client of the child."""
-    global _making
-    _making = threading.Lock()
-    _clients.clear()
+    """Forget the parent's requests in a forked child, and a lock that one of its threads may have held."""
+    global _lock
+    _lock = threading.Lock()
+    _lines.clear()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from anabranch.deadline import Deadline
 from anabranch.errors import NotFound, PeerLost, ProtocolError
 from anabranch.experts import wire
-from anabranch.experts.client.calls import ModuleClient
-from anabranch.experts.client.together import ExpertCall
-from anabranch.experts.directory import DirectoryLike, within
+from anabranch.experts.client.calls import ExpertCall
+from anabranch.experts.directory import DirectoryLike, ModuleClient, within
 from anabranch.experts.wire import Schema
 from anabranch.transport import Answer, Client, Request
 from anabranch.transport.failures import printable

@@ -25,7 +25,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -43,15 +43,14 @@ from anabranch.experts.client.calls import (
     CallCounts,
     Calls,
     CallStatistics,
-    ModuleClient,
+    ExpertCall,
     call_experts,
     output_forms,
     sample_forms,
 )
 from anabranch.experts.client.finder import GONE, Choices, ExpertFinder, Phase, beam_search
 from anabranch.experts.client.remote_expert import RemoteModule
-from anabranch.experts.client.together import ExpertCall
-from anabranch.experts.directory import Directory, DirectoryLike, as_directory, within
+from anabranch.experts.directory import Directory, DirectoryLike, ModuleClient, as_directory, within
 from anabranch.experts.wire import Nesting, Schema, outline, with_leading
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.transport import Client
@@ -76,6 +75,12 @@ Experts = dict[str, tuple[str, Schema]]
 """The endpoint and schema of each uid."""
 
 
+class _Call(ExpertCall, eq=False, kw_only=True):
+    """The call of one expert, and the places of its rows in the mixture's input."""
+
+    places: Rows
+
+
 @dataclass(slots=True)
 class _Forward:
     """One forward of a mixture: the inputs, and the calls so far.
@@ -86,9 +91,7 @@ class _Forward:
         casting: the caller is under autocast.
         deadline: of all of it.
         entry: a leaf towards which the caller's sweep goes.
-        calls: those of the best experts, then those in place of lost ones.
-        rows: the rows of each call.
-        outputs: its answer; ``None`` if there was none.
+        answers: by call, those of the best experts, then those in place of lost ones; ``None`` where one is missing.
     """
 
     args: tuple[Structure, ...]
@@ -97,9 +100,7 @@ class _Forward:
     casting: bool
     deadline: Deadline
     entry: Tensor | None
-    calls: list[ExpertCall]
-    rows: list[Rows]
-    outputs: list[list[Tensor | None] | None]
+    answers: dict[_Call, list[Tensor | None] | None]
 
     def accepted_by(self, schema: Schema) -> bool:
         """Return True if the inputs fit ``schema``."""
@@ -113,17 +114,15 @@ class _Forward:
         """For each row and slot the index of its answer among all answers joined, and their number, which stands for
         no answer.
         """
-        answered = [(call, rows) for call, rows, outputs in self._all() if outputs is not None]
-        count = sum(len(rows) for _, rows in answered)
+        answered = [call for call, outputs in self.answers.items() if outputs is not None]
+        count = sum(call.rows for call in answered)
         position = np.full(choices.slots.shape, count, dtype=np.int64)
-        slot_of = {uid: slot for slot, uid in enumerate(choices.uids)}
         start = 0
-        for call, rows in answered:
-            where = choices.slots[rows] == slot_of[call.uid]
-            position[rows[:, None].repeat(where.shape[1], 1)[where], np.nonzero(where)[1]] = start + np.arange(
-                len(rows)
-            )
-            start += len(rows)
+        for call in answered:
+            # None of a row that has other experts by now, because too few of its first ones had answered.
+            row, slot = np.nonzero(choices.slots[call.places] == choices.uids.index(call.uid))
+            position[call.places[row], slot] = start + row
+            start += call.rows
         return position, count
 
     def present(self, choices: Choices) -> NDArray[np.bool_]:
@@ -133,10 +132,7 @@ class _Forward:
 
     def failed(self, choices: Choices) -> set[str]:
         """Return the uids of the chosen experts that gave no answer."""
-        return set(choices.uids) - {call.uid for call, _, outputs in self._all() if outputs is not None}
-
-    def _all(self) -> Iterable[tuple[ExpertCall, Rows, list[Tensor | None] | None]]:
-        return zip(self.calls, self.rows, self.outputs, strict=True)
+        return set(choices.uids) - {call.uid for call, outputs in self.answers.items() if outputs is not None}
 
 
 class RemoteMixtureOfExperts(RemoteModule):
@@ -321,7 +317,7 @@ class RemoteMixtureOfExperts(RemoteModule):
             # The experts read mappings and tuples of any class by their own schema.
             its_args, its_kwargs = nesting.rebuild(inputs)
             deadline = Deadline.after(self.forward_timeout)
-            return _Forward(its_args, its_kwargs, evaluating, casting, deadline, entry, [], [], [])
+            return _Forward(its_args, its_kwargs, evaluating, casting, deadline, entry, {})
 
         def run(entry: Tensor | None, gated: Tensor, *inputs: Tensor | None) -> list[Tensor]:
             # A captured graph runs this outside the autocast of its capture, and the tape does the same.
@@ -396,20 +392,19 @@ class RemoteMixtureOfExperts(RemoteModule):
         if finder.form is not None and (experts is None or any(_same_form(one, finder.form) for one in schemas)):
             return finder.form
         deadline = Deadline.after(self.forward_timeout) if forward is None else forward.deadline
-        candidates = [] if finder.form or forward is None else [one for one in schemas if forward.accepted_by(one)]
+        candidates = [] if finder.form or forward is None else [one for one in schemas if _can_mix(one, forward)]
         if not candidates:
             with outside_tracing():
                 announced = finder.find(self._announced(deadline), deadline)
             schemas = [schema for _, schema in announced.values()] or schemas
             if finder.form is not None and any(_same_form(one, finder.form) for one in schemas):
                 return finder.form
-            candidates = [one for one in schemas if forward is None or forward.accepted_by(one)] or schemas
+            candidates = [one for one in schemas if _can_mix(one, forward)] or schemas
         if not candidates:
             raise self._no_form(deadline)
         form = max(candidates, key=lambda one: sum(_same_form(one, other) for other in candidates))
-        for spec in form.output_specs:
-            if spec is not None and not spec.dtype.is_floating_point:
-                raise SchemaError(f"experts of {self.uid_prefix!r} return {spec.dtype}, which has no weighted mean")
+        if not form.floating:
+            raise SchemaError(f"experts of {self.uid_prefix!r} return {outline(form.outputs)}, which has no mean")
         finder.form = form
         return form
 
@@ -496,13 +491,12 @@ class RemoteMixtureOfExperts(RemoteModule):
                 break
             choices = choices.with_rows_of(others, short)
             self._call(forward, choices, short[:, None] & (choices.slots >= 0) & ~forward.present(choices), experts)
-        errors = [call.error for call in forward.calls]
-        raise self._too_few("forward", forward.calls, errors, short.sum(), deadline)
+        raise self._too_few("forward", {call: call.error for call in forward.answers}, short.sum(), deadline)
 
     def _may_come_back(self, forward: _Forward) -> bool:
         """Return True if rows are short of answers only because experts are away that were there before."""
         finder = self._finder
-        if any(call.error is not None and not isinstance(call.error, GONE) for call in forward.calls):
+        if any(call.error is not None and not isinstance(call.error, GONE) for call in forward.answers):
             return False
         if not finder.some_away(forward.deadline):
             return False
@@ -513,26 +507,22 @@ class RemoteMixtureOfExperts(RemoteModule):
 
     def _call(self, forward: _Forward, choices: Choices, wanted: NDArray[np.bool_], experts: Experts) -> None:
         """Call the experts of the slots that are true in ``wanted``, each once for all its rows."""
-        calls: list[ExpertCall] = []
-        rows: list[Rows] = []
+        calls: list[_Call] = []
         for slot, uid in enumerate(choices.uids):
             mine = np.nonzero(((choices.slots == slot) & wanted).any(axis=1))[0]
             if uid in experts and len(mine):
                 endpoint, schema = experts[uid]
                 inputs, _ = schema.flatten_inputs(forward.args, forward.kwargs, casting=forward.casting)
                 some = [None if tensor is None else _select(tensor, mine) for tensor in inputs]
-                calls.append(ExpertCall(uid, endpoint, schema, some, len(mine), forward.evaluating))
-                rows.append(mine)
+                calls.append(_Call(uid, endpoint, schema, some, len(mine), forward.evaluating, places=mine))
         if not calls:
             return
         total = len(choices.slots)
-        least = np.minimum(_count_answers(total, rows), self.k_min)
+        least = np.minimum(_count_answers(total, calls), self.k_min)
 
         def enough(now: Sequence[ExpertCall]) -> bool:
-            counts = _count_answers(total, [mine for call, mine in zip(now, rows, strict=True) if call.answered])
-            return bool((counts >= least).all())
+            return bool((_count_answers(total, [call for call in now if call.answered]) >= least).all())
 
-        rows_of = {id(call): mine for call, mine in zip(calls, rows, strict=True)}
         outputs = call_experts(
             Calls(
                 self._finder.client,
@@ -541,7 +531,7 @@ class RemoteMixtureOfExperts(RemoteModule):
                 self.backward_timeout,
                 enough=None if self.timeout_after_k_min is None else enough,
                 grace=self.timeout_after_k_min or 0.0,
-                check_backward=lambda asked: self._check_backward(asked, [rows_of[id(call)] for call in asked], total),
+                check_backward=lambda asked: self._check_backward(asked, total),
                 finite_only=self.detect_anomalies,
                 counts=self._counts,
             ),
@@ -555,9 +545,7 @@ class RemoteMixtureOfExperts(RemoteModule):
                 self._note(call.uid, "forward", call.error)
             if isinstance(call.error, SchemaError):
                 self._finder.forget([call.uid])
-        forward.calls += calls
-        forward.rows += rows
-        forward.outputs += outputs
+        forward.answers |= zip(calls, outputs, strict=True)
 
     def _answers(
         self, forward: _Forward, choices: Choices, schema: Schema, device: torch.device
@@ -572,7 +560,8 @@ class RemoteMixtureOfExperts(RemoteModule):
             if spec is None:
                 answers.append(None)
                 continue
-            parts = [tensor for one in forward.outputs if one is not None and (tensor := one[number]) is not None]
+            outputs = [its[number] for its in forward.answers.values() if its is not None]
+            parts = [tensor for tensor in outputs if tensor is not None]
             if spec.varying and not parts:
                 raise BoundaryError(
                     f"no expert answered, so the sizes of their outputs, {spec.describe()}, are not known",
@@ -588,41 +577,39 @@ class RemoteMixtureOfExperts(RemoteModule):
     def _leave_out_sizes(self, forward: _Forward, schema: Schema) -> None:
         """Count answers as missing whose sizes, where these vary, are not those of most others."""
         sizes = {
-            index: tuple(
+            call: tuple(
                 spec.sizes_of(tensor.shape)
                 for tensor, spec in zip(outputs, schema.output_specs, strict=True)
                 if tensor is not None and spec is not None and spec.varying
             )
-            for index, outputs in enumerate(forward.outputs)
+            for call, outputs in forward.answers.items()
             if outputs is not None
         }
-        if len(set(sizes.values())) < 2:
-            return
-        most = Counter(sizes.values()).most_common(1)[0][0]
-        for index in [index for index, its in sizes.items() if its != most]:
-            call = forward.calls[index]
-            forward.outputs[index] = None  # but it has answered, and its place in the graph stays
-            call.error = SchemaError(f"{call.uid} returned sizes {sizes[index]}, most others {most}")
-            self._counts.failure(call.error)
-            self._note(call.uid, "forward", call.error)
+        most = Counter(sizes.values()).most_common(1)
+        for call, its in sizes.items():
+            if its != most[0][0]:
+                forward.answers[call] = None  # but it has answered, and its place in the graph stays
+                call.error = SchemaError(f"{call.uid} returned sizes {its}, most others {most[0][0]}")
+                self._counts.failure(call.error)
+                self._note(call.uid, "forward", call.error)
 
-    def _check_backward(self, asked: Sequence[ExpertCall], rows: Sequence[Rows], total: int) -> None:
+    def _check_backward(self, calls: Sequence[ExpertCall], total: int) -> None:
         """Note which gradients arrived; raise if too few did, warn of those that died with their process."""
-        errors = [call.gradient_error for call in asked]
-        for call, error in zip(asked, errors, strict=True):
+        errors = {call: call.gradient_error for call in cast("Sequence[_Call]", calls)}
+        for call, error in errors.items():
             self._note(call.uid, "backward", error)
-        came = _count_answers(total, [mine for mine, error in zip(rows, errors, strict=True) if error is None])
-        lost = sorted({call.uid for call in asked if isinstance(call.gradient_error, PeerLost)})
-        alive = [mine for mine, error in zip(rows, errors, strict=True) if not isinstance(error, PeerLost)]
+        came = _count_answers(total, [call for call, error in errors.items() if error is None])
+        lost = sorted({call.uid for call, error in errors.items() if isinstance(error, PeerLost)})
+        alive = [call for call in errors if call.uid not in lost]
         least = np.minimum(_count_answers(total, alive), self.backward_k_min)
         if (came < least).any():
-            raise self._too_few("backward", asked, errors, (came < least).sum())
+            raise self._too_few("backward", errors, (came < least).sum())
         if lost:
             _log.warning(
                 "%s died between forward and backward: their updates for this step may be lost, and %d rows "
                 "get no gradient through the mixture in it",
                 ", ".join(lost),
-                ((came == 0) & (_count_answers(total, rows) > 0)).sum(),
+                ((came == 0) & (_count_answers(total, list(errors)) > 0)).sum(),
             )
 
     def _note(self, uid: str, phase: Phase, error: Exception | None) -> None:
@@ -634,14 +621,12 @@ class RemoteMixtureOfExperts(RemoteModule):
     def _too_few(
         self,
         phase: str,
-        calls: Sequence[ExpertCall],
-        errors: Sequence[Exception | None],
+        errors: Mapping[_Call, Exception | None],
         short: int,
         deadline: Deadline | None = None,
     ) -> BoundaryError:
         least = self.k_min if phase == "forward" else self.backward_k_min
-        pairs = zip(calls, errors, strict=True)
-        causes = {call.uid: f"{call.uid}: {error}" for call, error in pairs if error is not None}
+        causes = {call.uid: f"{call.uid}: {error}" for call, error in errors.items() if error is not None}
         if phase == "backward":
             cures = f"with backward_k_min={least - 1} the step continues without these gradients"
         else:
@@ -650,14 +635,14 @@ class RemoteMixtureOfExperts(RemoteModule):
             cures = "give allow_zero_outputs=True to mix these rows from the available answers"
             if least > 1:
                 cures = f"lower k_min={least}, or {cures}"
-            if any(isinstance(error, PeerLost) for error in errors):
+            if any(isinstance(error, PeerLost) for error in errors.values()):
                 cures += ", or serve the experts from more processes (anabranch run --experts N)"
-            if not calls and not causes:
+            if not errors and not causes:
                 causes[""], cures = self._nobody(), "check uid_prefix, grid_size and whether the servers run"
-        why = "; ".join([*causes.values()][:3]) or "the directory lists no more"
+        why = printable("; ".join([*causes.values()][:3])) or "the directory lists no more"
         return BoundaryError(
             f"{short} rows have fewer than {least} experts that answered ({why}); {cures}",
-            peer=f"{len(calls)} experts",
+            peer=f"{len(errors)} experts",
             operation=f"mixture.{phase}",
             elapsed=None if deadline is None else deadline.elapsed(),
         )
@@ -708,11 +693,11 @@ def _select(tensor: Tensor, rows: Rows) -> Tensor:
     return tensor if len(rows) == len(tensor) else tensor.index_select(0, torch.from_numpy(rows).to(tensor.device))
 
 
-def _count_answers(total: int, rows: Sequence[Rows]) -> Rows:
-    """Return for each of ``total`` rows the number of answers, given the rows of each answer."""
+def _count_answers(total: int, calls: Iterable[ExpertCall]) -> Rows:
+    """Return for each of ``total`` rows the number of these calls that it has a part in."""
     counts = np.zeros(total, dtype=np.int64)
-    for mine in rows:
-        counts[mine] += 1
+    for call in cast("Iterable[_Call]", calls):
+        counts[call.places] += 1
     return counts
 
 
@@ -720,6 +705,10 @@ def _weighted_sum(weights: Tensor, answers: Tensor) -> Tensor:
     """Return the sums over k: of (rows, k) and (rows, k, ...), of shape (rows, ...)."""
     shape = (*weights.shape, *[1] * (answers.ndim - 2))
     return (weights.to(answers.dtype).view(shape) * answers).sum(1)
+
+
+def _can_mix(schema: Schema, forward: _Forward | None) -> bool:
+    return schema.floating and (forward is None or forward.accepted_by(schema))
 
 
 def _same_outputs(one: Schema, other: Schema) -> bool:

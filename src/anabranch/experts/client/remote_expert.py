@@ -24,13 +24,12 @@ from anabranch.experts.client.calls import (
     Calls,
     CallStatistics,
     ExpertBoundary,
-    ModuleClient,
+    ExpertCall,
     ask,
     output_forms,
     sample_forms,
 )
-from anabranch.experts.client.together import ExpertCall
-from anabranch.experts.directory import DirectoryLike, within
+from anabranch.experts.directory import DirectoryLike, ModuleClient, within
 from anabranch.experts.server.backend import ExpertInfo, info_of
 from anabranch.experts.wire import RowInputs, Schema, with_leading
 from anabranch.record.spans import mark
@@ -264,7 +263,7 @@ class RemoteExpert(RemoteModule):
         wants: Sequence[bool] | None,
     ) -> Crossed:
         """Call the expert, once more if it may have moved."""
-        deadline = deadline or Deadline.after(self.forward_timeout)
+        deadline = deadline or Deadline(self.forward_timeout)
         for _ in range(2):
             endpoint, schema = self._known or self.find(deadline)
             sent = inputs
@@ -274,7 +273,7 @@ class RemoteExpert(RemoteModule):
             rows = len(sent[0]) if sent[0] is not None else next(len(one) for one in sent if one is not None)
             call = ExpertCall(self.uid, endpoint, schema, sent, rows, evaluating)
             client = self._module_client.client
-            calls = Calls(client, [call], deadline, self.backward_timeout, None, 0.0, _raise_first, counts=self._counts)
+            calls = Calls(client, [call], deadline, self.backward_timeout, counts=self._counts)
             crossed = ask(calls, keep=wants is not None)
             if call.error is None:
                 return crossed
@@ -318,16 +317,6 @@ class RemoteExpert(RemoteModule):
         if self.uid not in found:
             raise NotFound(f"the directory lists no server for {self.uid!r}")
         return found[self.uid]
-
-
-def _raise_first(calls: Sequence[ExpertCall]) -> None:
-    for call in calls:
-        if call.gradient_error is not None:
-            error, call.gradient_error = call.gradient_error, None
-            try:
-                raise error
-            finally:
-                del error  # held by the traceback: a cycle
 
 
 _ID_BYTES = 16

@@ -325,7 +325,7 @@ class ExpertBackend:
         count = len(self.schema.inputs)
         leaves = self._as_leaves(inputs[:count])
         with torch.enable_grad(), self._state.put_back(trained=self._written):
-            outputs = self._check_outputs(self._call(leaves), leaves)
+            outputs = self._check_outputs(self.module(leaves[0]) if self.takes_tensor else self._call(leaves), leaves)
             roots: list[Tensor] = []
             gradients: list[Tensor] = []
             for output, gradient in zip(outputs, inputs[count:], strict=True):
@@ -343,7 +343,7 @@ class ExpertBackend:
         """Return the outputs of each task, in the mode of their callers."""
         if self.device.type != "cpu":
             self._bring(batch)
-        changes, marks = self._count_changes(), self._marks
+        changes = self._count_changes()
         with (
             _evaluating(self.module) if batch[0].evaluating else _as_it_is,
             self._with_mask(batch) if self.schema.pads else _as_it_is,
@@ -355,10 +355,13 @@ class ExpertBackend:
                 outputs = [self.forward(*batch[0].inputs)]
             else:
                 outputs = self._split(self.forward(*self._join(batch)), batch)
-        changed = self._count_changes() != changes
+        marks = self._state.marks()
+        changed = marks != self._marks
         if changed:
-            pairs = enumerate(zip(marks, self._marks, strict=False))
+            pairs = enumerate(zip(self._marks, marks, strict=False))
             self._written |= {place for place, (before, after) in pairs if before != after}
+            self._marks = marks
+            self.changes += 1
         for task in batch:
             task.seen.changes = max(task.seen.changes, changes)
             task.seen.changed |= changed
@@ -550,8 +553,6 @@ class ExpertBackend:
         self, leaves: Sequence[Tensor | None], copies: dict[str, Tensor] | None = None, cache: object = None
     ) -> Structure:
         schema = self.schema
-        if self.takes_tensor and copies is None and cache is None:
-            return self.module(leaves[0])
         whole = schema.input_nesting.rebuild(leaves)
         args, kwargs = cast(tuple[tuple[object, ...], dict[str, object]], whole)
         if schema.pads:

@@ -42,6 +42,7 @@ from anabranch.record.spans import mark
 from anabranch.transport import (
     Answer,
     Call,
+    Checked,
     Client,
     Limits,
     Request,
@@ -179,24 +180,33 @@ class ExpertVerbs:
             raise NotFound(f"no expert {uid!r} here; there are {len(self.backends)}: {some}")
         return backend
 
-    def _check(self, header: RequestHeader) -> None:
-        """Refuse a request that does not fit its expert, before memory is allocated for it."""
+    def _check(self, header: RequestHeader) -> Checked:
+        """Refuse a request that does not fit its expert, before memory is allocated for it; return its header."""
         backend = self.backends.get(header.target) or self._find(header.target)
+        schema = backend.schema
         if header.schema != self.schemas[header.target][1]:
             raise AnotherSchema(
                 f"{header.target} has a different schema than the caller expects; request its info again"
             )
-        pool, layout = backend.forward_pool, backend.schema.input_layout
-        if header.verb == wire.BACKWARD:
-            pool, layout = backend.backward_pool, wire.backward_layout(backend.schema, header)
-        elif header.verb == wire.SESSION_STEP:
-            pool = _session_pool(backend)
+        message: wire.ForwardHeader | wire.BackwardHeader | None = None
+        if header.verb == wire.FORWARD:
+            message = unpack(header.payload, wire.ForwardHeader)
+            pool, layout = backend.forward_pool, schema.input_layout
+        elif header.verb == wire.BACKWARD:
+            message = unpack(header.payload, wire.BackwardHeader)
+            pool, layout = backend.backward_pool, wire.backward_layout(schema, message)
+        else:
+            pool, layout = _session_pool(backend), schema.input_layout
         rows, nbytes = wire.check_parts(layout, header), 0
-        for tensor in header.tensors:
-            nbytes += tensor.nbytes
-        pool.check_room(rows, nbytes)
+        if message is not None and (len(message.parts) > 1 or message.parts[0].rows != rows):
+            wire.check_rows(message.parts, rows, pool.max_batch_size)
+        if pool.counts.waiting_tasks or pool.closed:
+            for tensor in header.tensors:
+                nbytes += tensor.nbytes
+            pool.check_room(rows, nbytes)
+        return Checked(message)
 
-    def _check_step(self, header: RequestHeader) -> None:
+    def _check_step(self, header: RequestHeader) -> Checked:
         """Refuse a step as ``_check`` does; first one of a session that is gone: a restarted server may also have
         another schema.
         """
@@ -205,6 +215,7 @@ class ExpertVerbs:
         if step.number:
             self._sessions.find(step, backend)
         self._check(header)
+        return Checked(step)
 
     def _not_finite(self, call: Call, name: str, hint: str = "") -> NonFinite:
         """Return the error of a tensor that is not finite, and count it."""
@@ -218,10 +229,10 @@ class ExpertVerbs:
         call.reply(payload=self.schemas[call.target][0])
 
     def _forward(self, call: Call) -> None:
-        backend = self.backends[call.target]  # the check has been there
-        schema, header = backend.schema, unpack(call.payload, wire.ForwardHeader)
-        parts, rows, most = header.parts, call.tensors[0].shape[0], backend.forward_pool.max_batch_size
-        together = wire.come_together(parts, rows, most)
+        assert call.checked is not None
+        backend, header = self.backends[call.target], cast("wire.ForwardHeader", call.checked.message)
+        schema, parts, rows = backend.schema, header.parts, call.tensors[0].shape[0]
+        together, most = len(parts) > 1, backend.forward_pool.max_batch_size
         inputs = call.tensors if schema.takes_as_is else wire.from_wire(call.tensors, schema.inputs)
         if (name := first_not_finite(inputs, schema.input_names)) is not None:
             if together:
@@ -257,10 +268,10 @@ class ExpertVerbs:
         self._put_aside(call, backend.forward_pool, task)
 
     def _backward(self, call: Call) -> None:
-        backend = self.backends[call.target]
-        schema, header = backend.schema, unpack(call.payload, wire.BackwardHeader)
-        parts, rows, by_ticket = header.parts, call.tensors[0].shape[0], bool(header.parts[0].ticket)
-        together = wire.come_together(parts, rows, backend.backward_pool.max_batch_size)
+        assert call.checked is not None
+        backend, header = self.backends[call.target], cast("wire.BackwardHeader", call.checked.message)
+        schema, parts, rows = backend.schema, header.parts, call.tensors[0].shape[0]
+        together, by_ticket = len(parts) > 1, bool(parts[0].ticket)
         if by_ticket and any(part.ticket not in backend.kept for part in parts):
             if together:
                 call.reply(payload=wire.APART)
@@ -314,7 +325,8 @@ class ExpertVerbs:
         call.reply(payload=wire.GONE)
 
     def _step(self, call: Call) -> None:
-        backend = self._find(call.target)
+        assert call.checked is not None
+        backend = self.backends[call.target]
         schema = backend.schema
         inputs = wire.from_wire(call.tensors, schema.inputs)
         if (name := first_not_finite(inputs, schema.input_names)) is not None:
@@ -323,7 +335,7 @@ class ExpertVerbs:
         if not rows or not length:
             raise SchemaError(f"{call.target}: a step has at least one row and one position, got {rows} and {length}")
         nbytes = sum(tensor.nbytes for tensor in call.tensors)
-        step = Step(unpack(call.payload, wire.StepHeader), rows, length, nbytes, _checksum(call.tensors))
+        step = Step(call.checked.message, rows, length, nbytes, _checksum(call.tensors))
         self._sessions.check(step, backend, call.deadline)
 
         def finish(outcome: Sequence[Tensor | None] | BaseException) -> None:
@@ -478,6 +490,7 @@ class ExpertServer:
 
     def __enter__(self) -> ExpertServer:
         with ExitStack() as stack:
+            stack.callback(self._verbs.close)
             # The server has listened since it was made, so close it if entering fails.
             stack.callback(self._server.close)
             if (persistence := self._verbs.persistence) is not None:
@@ -507,10 +520,7 @@ class ExpertServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            self._stack.__exit__(kind, error, trace)
-        finally:
-            self._verbs.close()
+        self._stack.__exit__(kind, error, trace)
 
     def statistics(self) -> ExpertServerStatistics:
         """Counters since the start."""

@@ -60,7 +60,8 @@ class Persistence:
         self._saving = threading.Lock()  # the saver, and a server that lingers
         self._applied: dict[str, dict[RequestIdentity, None]] = {uid: {} for uid in backends}
         self._saved: dict[str, int] = {}
-        self._saver = periodic(self._save_if_possible, every, name="anabranch-checkpoint", patience=60.0)
+        self._every = every
+        self._saver: AbstractContextManager[None] = nullcontext()
 
     def claim(self) -> AbstractContextManager[object]:
         """Make this the only server that saves these experts here, until the returned block is left.
@@ -128,6 +129,7 @@ class Persistence:
                 self._saved[uid] = updates
 
     def __enter__(self) -> Persistence:
+        self._saver = periodic(self._save_if_possible, self._every, name="anabranch-checkpoint", patience=60.0)
         self._saver.__enter__()
         return self
 
