@@ -23,10 +23,10 @@ def experts(
     keys: Keys = None,
     insecure: Insecure = False,
 ) -> None:
-    """List the experts of a directory: uid, state, seconds until the announcement expires, and endpoint.
+    """List the experts that a directory knows.
 
-    The state is that of the server: running, stopped if it does not answer, or gone. Exit code: 0, or 1 if the
-    directory does not answer.
+    Of each its uid, the state of its server (running, stopped if it does not answer, or gone), the seconds until its
+    announcement expires, and its endpoint. Exit code: 0, or 1 if the directory does not answer.
     """
     from anabranch.deadline import Deadline  # here, with torch
     from anabranch.errors import DeadlineExceeded, PeerLost
