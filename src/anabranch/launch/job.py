@@ -30,7 +30,7 @@ from typing import TypeAlias
 from anabranch.held_error import HELD_ERROR_VARIABLE, move_held_error
 from anabranch.job import JOB_VARIABLE, MEETING_VARIABLE
 from anabranch.launch.environment import LINGER_SECONDS, LINGER_VARIABLE, LISTEN_VARIABLE, RUN_VARIABLE
-from anabranch.launch.job_file import JobFile
+from anabranch.launch.job_status import JobFile
 from anabranch.launch.job_trace import traced
 from anabranch.launch.output.long_waits import LongWaits
 from anabranch.launch.output.screen import Screen
