@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,7 +36,12 @@ class LongWaits:
         self._folder = folder
         self._tell = tell
         self._look_at = look_at
+        self._began = float("-inf")
         self._due: dict[tuple[str, ...], float] = {}  # by what is reported, the seconds at which the next line is due
+
+    def begin(self) -> None:
+        """Count from now on: until now the whole job was stopped."""
+        self._began = time.monotonic()
 
     def check(self) -> None:
         """Report the waits and activities that have become long: each once, and again at three times the length."""
@@ -45,7 +51,7 @@ class LongWaits:
             return
         long = defaultdict[tuple[str, ...], list[RoleStatus]](list)
         for role in sorted(roles, key=lambda role: role.rank):
-            if _seconds(role) >= _LONG:
+            if min(_seconds(role), time.monotonic() - self._began) >= _LONG:
                 long[_what(role)].append(role)
         # A wait that has ended is forgotten; the next batch of a slow loader is no news.
         self._due = {what: due for what, due in self._due.items() if what in long or what[0] == _DOES}

@@ -147,6 +147,7 @@ class Supervisor:
         self._timers = _Timers()
         if seconds is not None:
             self._timers.after(seconds, self._time_out)
+        self._waits = waits
         if waits is not None:
             self._look(waits)
         if members is not None:
@@ -304,6 +305,8 @@ class Supervisor:
         before = time.monotonic()
         signal_box.suspend()
         self._timers.postpone(time.monotonic() - before)
+        if self._waits:
+            self._waits.begin()
         for process in self._everyone():
             process.signal_group(signal.SIGCONT)
         if self._screen:
