@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 from collections.abc import Callable
@@ -39,6 +40,19 @@ def test_a_second_job_gets_a_folder_of_its_own(script: Script, tmp_path: Path) -
     assert err == f"anabranch: a running job writes to {logs}; the logs of this one: {logs}.2\n"
     assert (logs / "worker-0.log").read_text() == "first\n"
     assert (tmp_path / "logs.2" / "worker-0.log").read_text() == "second\n"
+
+
+def test_the_folder_of_a_second_job_in_the_present_one_lies_beside_it(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--log-dir .` of a second job was a traceback: a dot has no name."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    holder = os.open(".", os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    done = run("--log-dir", ".", script(""))
+    os.close(holder)
+    assert done.stderr == f"anabranch: a running job writes to .; the logs of this one: {tmp_path / 'here.2'}\n"
 
 
 def test_a_folder_that_a_cleaner_removes_does_not_fail_the_job(script: Script, tmp_path: Path) -> None:

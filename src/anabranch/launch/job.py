@@ -82,11 +82,6 @@ class Attempt:
         if self.stopped is not None:
             raise Stopped(self.stopped)
 
-    @property
-    def run(self) -> str | None:
-        """Its name in a directory that other jobs use, too; ``None`` where it has its own."""
-        return None if self.spec.directory is None else self.run_id
-
 
 class Site(ABC):
     """The place of an attempt's roles, this machine or the nodes of a cluster, while its block lasts.
@@ -258,8 +253,8 @@ def _environment_of(attempt: Attempt, site: Site, role: Role, rank: int) -> dict
         env |= {"ANABRANCH_DIRECTORY": site.directory, "ANABRANCH_EXPERTS": str(spec.experts)}
         if site.parameters:
             env["ANABRANCH_SERVERS"] = ",".join(site.parameters)
-        if attempt.run is not None:
-            env[RUN_VARIABLE] = attempt.run
+        if spec.directory is not None:  # that other jobs use, too
+            env[RUN_VARIABLE] = attempt.run_id
         if site.keys is not None:
             env[KEYS_VARIABLE] = str(site.keys.absolute())
     if role == "parameters":

@@ -180,9 +180,9 @@ class _Site(Site):
             if self._ray.wait([reference], timeout=_LOOK_SECONDS)[0]:
                 break
         self._attempt.check()
-        return self._get(reference, max(until - time.monotonic(), _LOOK_SECONDS))
+        return self._get(reference, _LOOK_SECONDS, waited=seconds)
 
-    def _get(self, reference: Any, seconds: float = _CALL_SECONDS) -> Any:
+    def _get(self, reference: Any, seconds: float = _CALL_SECONDS, waited: float = 0.0) -> Any:
         """Return a call's result; a failure is a ``RayError`` that names the cure."""
         exceptions = self._ray.exceptions
         try:
@@ -193,7 +193,7 @@ class _Site(Site):
             ) from None
         except exceptions.GetTimeoutError:
             raise RayError(
-                f"a node of the cluster has not answered in {seconds:.0f} s; check `ray status`, the newest files "
+                f"a node of the cluster has not answered in {waited or seconds:.0f} s; check `ray status`, the newest files "
                 "of Ray's logs there, and that Python's path has no space: Ray cannot start such a process"
             ) from None
         except (exceptions.RayTaskError, exceptions.RayActorError) as error:

@@ -145,7 +145,6 @@ class RoleActor:
             except OSError as error:
                 raise ValueError(f"node {self._host} cannot start {program.target!r}: {error}") from None
         if self._rendezvous is not None:
-            self._rendezvous.started()
             self._rendezvous.wait_until_ready()
         return self._process.pid, directory is not None
 
