@@ -193,8 +193,8 @@ class _Site(Site):
             ) from None
         except exceptions.GetTimeoutError:
             raise RayError(
-                f"a node of the cluster has not answered in {waited or seconds:.0f} s; check `ray status`, the newest files "
-                "of Ray's logs there, and that Python's path has no space: Ray cannot start such a process"
+                f"a node of the cluster has not answered in {waited or seconds:.0f} s; check `ray status`, the newest "
+                "files of Ray's logs there, and that Python's path has no space: Ray cannot start such a process"
             ) from None
         except (exceptions.RayTaskError, exceptions.RayActorError) as error:
             words = str(error)
