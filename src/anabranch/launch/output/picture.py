@@ -2,7 +2,7 @@
 
 ::
 
-    anabranch · 2 workers, 1 parameters · 0:42 ─────────────────────────────────
+    anabranch · 2 workers, 1 server · 0:42 ─────────────────────────────────────
     train.py · logs
     training ━━━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━━━━━━ 412/800 51% · 0:31 left
     loss 0.3127 · 12.3 steps/s
@@ -73,7 +73,7 @@ def _head(job: JobStatus) -> str:
 
 
 def _many(count: int, role: str) -> str:
-    return f"{count} {role}" if count == 1 or role.endswith("s") else f"{count} {role}s"
+    return f"{count} {role.replace('parameters', 'server')}{'s' * (count != 1)}"
 
 
 def _bar(loops: Sequence[TrackedLoop], steps_per_second: float | None) -> RenderableType:
