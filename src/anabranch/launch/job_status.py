@@ -253,8 +253,8 @@ def status_of(folder: Path) -> JobStatus:
     ended = record.ended
     roles = [_read_role(folder, process, ended=ended is not None) for process in record.roles]
     seconds = max(0.0, (time.time() if ended is None else ended) - record.started)
-    facts = {"script": record.script, "folder": str(folder), "trace": record.trace}
-    return replace(job_of(roles), started=record.started, ended=ended, seconds=seconds, **facts)
+    job = replace(job_of(roles), started=record.started, ended=ended, seconds=seconds)
+    return replace(job, script=record.script, folder=str(folder), trace=record.trace)
 
 
 def job_of(reports: Sequence[tuple[RoleStatus, Mapping[str, Any]]]) -> JobStatus:

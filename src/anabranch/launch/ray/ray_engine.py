@@ -213,8 +213,9 @@ class _Site(Site):
         for actor, end in ends:
             with suppress(Exception):  # an actor that is lost, and what it recorded with it
                 recorded = self._ray.get(end, timeout=_CALL_SECONDS if folder else _END_SECONDS)
-                for name, contents in recorded.items() if folder else ():
-                    Path(folder, name).write_bytes(contents)
+                if folder is not None:
+                    for name, contents in recorded.items():
+                        Path(folder, name).write_bytes(contents)
             with suppress(Exception):
                 self._ray.kill(actor)
 
