@@ -88,7 +88,7 @@ DATES = {
     "held_error.py",
     "transport/certificates.py",
     "checkpoint/writing.py",
-    "launch/ray/remote_process.py",
+    "launch/ray/role_actor.py",
     "launch/job_status.py",
     "launch/supervision/worker.py",
 }

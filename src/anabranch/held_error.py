@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 
 from anabranch.errors import PeerLost
-from anabranch.record.process import STATUS_VARIABLE, process_record
+from anabranch.record.process import STATUS_VARIABLE, process_record, read_regular
 
 HELD_ERROR_VARIABLE = "ANABRANCH_HELD_ERROR"
 """Names the file."""
@@ -48,10 +48,10 @@ def hold_back_errors() -> None:
 
 def move_held_error(path: Path, log: Path) -> None:
     """Append the held error to ``log``, if there is one."""
-    with contextlib.suppress(OSError):  # there is none, or the folder was removed
-        text = path.read_bytes()
+    with contextlib.suppress(OSError):  # there is none, or the folder was removed; opening a FIFO must not wait
+        text = read_regular(path)
         path.unlink()
-        with log.open("ab") as file:
+        with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK), "ab") as file:
             file.write(text)
 
 

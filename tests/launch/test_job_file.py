@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from jobs import launch
 
-from anabranch.launch.job_file import JobFile
-from anabranch.launch.job_status import status_of
+from anabranch.launch.job_status import JobFile, status_of
 from anabranch.record.process import process_stat
 
 

@@ -218,10 +218,12 @@ def test_the_same_signal_again_kills_at_once(script: Script, tmp_path: Path, mon
             time.sleep(1)
         """
     )
-    outcome = launch(path, log_dir=tmp_path, patience=Patience(stop=60.0))
+    told: list[str] = []
+    outcome = launch(path, log_dir=tmp_path, patience=Patience(stop=60.0), tell=told.append)
     assert outcome.exit_code == 130
     assert outcome.exits[0].code == -signal.SIGKILL
     assert outcome.seconds < 30
+    assert told[1:] == ["SIGINT again: killing the workers", "rank 0 did not stop; killing it"]
 
 
 def test_last_words_begin_at_the_exception_that_led_to_the_last(script: Script, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -40,10 +42,33 @@ def test_a_second_job_gets_a_folder_of_its_own(script: Script, tmp_path: Path) -
     assert (tmp_path / "logs.2" / "worker-0.log").read_text() == "second\n"
 
 
+def test_the_folder_of_a_second_job_in_the_present_one_lies_beside_it(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--log-dir .` of a second job was a traceback: a dot has no name."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    holder = os.open(".", os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    done = run("--log-dir", ".", script(""))
+    os.close(holder)
+    assert done.stderr == f"anabranch: a running job writes to .; the logs of this one: {tmp_path / 'here.2'}\n"
+
+
 def test_a_folder_that_a_cleaner_removes_does_not_fail_the_job(script: Script, tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     done = run("--workers", 2, "--log-dir", logs, script(f"import shutil; shutil.rmtree({str(logs)!r}, True)"))
     assert done.returncode == 0, done.stderr
+
+
+def test_pipes_in_a_log_folder_do_not_hang_the_job(script: Script, tmp_path: Path) -> None:
+    """Each waited for a reader, or a writer, and no signal ended that."""
+    for name in ("worker-0.log", "worker-1.log", "rendezvous-0.log", "worker-0.error", "worker-1.status", "job.json"):
+        os.mkfifo(tmp_path / name)
+    path = script("import os, sys; print('hello'); sys.exit(os.environ['RANK'] == '1')")
+    done = run("--workers", 2, "--log-dir", tmp_path, path, timeout=60.0)
+    assert (done.returncode, done.stdout) == (1, "hello\n"), done.stderr
+    assert "rank 1" in done.stderr
 
 
 def test_workers_meet_through_a_file_that_no_other_user_can_reach(script: Script, tmp_path: Path) -> None:

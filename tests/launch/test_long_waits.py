@@ -36,8 +36,10 @@ class Told:
             raise ValueError(f"{folder} is gone")
         return JobStatus(self.roles, 0.0, None)
 
-    def look(self, *roles: RoleStatus) -> list[str]:
+    def look(self, *roles: RoleStatus, stopped: bool = False) -> list[str]:
         self.roles = roles
+        if stopped:
+            self._waits.begin()
         self._waits.check()
         lines = self.lines[:]
         self.lines.clear()
@@ -78,6 +80,11 @@ def test_activities_of_workers_are_reported_once_and_again_when_they_last() -> N
     assert fetching(12.0, 13.0) == ["each of ranks 0, 1 is fetching a batch from its loader (13 s)"]
     assert fetching(12.0, 0.0) == []  # another batch, as slow
     assert fetching(40.0, 0.0) == ["rank 0 is fetching a batch from its loader (40 s)"]
+
+
+def test_the_time_for_which_everything_was_stopped_is_no_wait() -> None:
+    """After Ctrl-Z and `fg` the screen named those that had waited when everything was stopped."""
+    assert Told().look(role("worker 0", "waiting", 60.0, "worker 1"), stopped=True) == []
 
 
 def test_a_folder_that_is_gone_is_passed_over() -> None:

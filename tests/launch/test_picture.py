@@ -78,7 +78,7 @@ def test_no_line_is_wider_than_the_terminal_and_none_is_broken_in_two(columns: i
 
 def test_the_whole_picture_at_80_columns() -> None:
     head, bar, loss, first, second, server, expert, crossing = shown(JOB, 80)
-    assert head.startswith("anabranch · 2 workers, 1 parameters, 1 expert · 1:15 ──")
+    assert head.startswith("anabranch · 2 workers, 1 server, 1 expert · 1:15 ──")
     assert bar.startswith("epoch 1/3 · training ━")
     assert bar.endswith("412/800 51% · 10.0/s · 0:39 left")
     assert loss == "loss 0.25 · 12.3 steps/s"

@@ -18,10 +18,10 @@ from jobs import launch
 
 import anabranch as ab
 from anabranch.launch import address_status
-from anabranch.launch.address_status import Addresses
-from anabranch.launch.job_file import JobFile
-from anabranch.launch.job_status import RoleStatus, job_of, latest_job, status_of
+from anabranch.launch.address_status import status_at
+from anabranch.launch.job_status import JobFile, RoleStatus, job_of, latest_job, status_of
 from anabranch.parameter_server import ParameterServer
+from anabranch.transport import Client
 from launched import run, start_run
 from waiting import wait_until
 
@@ -215,8 +215,8 @@ def test_a_file_of_an_earlier_process_is_ignored(tmp_path: Path) -> None:
 
 
 def busy_seconds(endpoint: str) -> float:
-    with Addresses([endpoint]) as addresses:
-        (role,) = addresses.look().roles
+    with Client(retries=0) as client:
+        (role,) = status_at(client, [endpoint]).roles
     return float(role.service["experts"]["e.0"]["busy_seconds"]) if role.service else 0.0
 
 
@@ -226,8 +226,8 @@ def test_servers_are_queried_at_their_addresses(tmp_path: Path, monkeypatch: pyt
     with ParameterServer() as server, ab.ExpertServer([expert]) as experts:
         ab.RemoteExpert("e.0", experts.endpoint)(torch.ones(3, 2))
         nowhere = f"unix:{tmp_path}/nobody"
-        with Addresses([server.endpoint, experts.endpoint, nowhere]) as addresses:
-            found = addresses.look()
+        with Client(retries=0) as client:
+            found = status_at(client, [server.endpoint, experts.endpoint, nowhere])
         assert [(one.role, one.state) for one in found.roles] == [
             ("parameters", "running"),
             ("expert", "running"),
@@ -246,9 +246,8 @@ def test_a_server_that_does_not_answer_is_stopped(tmp_path: Path) -> None:
         silent.bind(f"{tmp_path}/silent")
         os.chmod(f"{tmp_path}/silent", 0o600)
         silent.listen()
-        with Addresses([f"unix:{tmp_path}/silent"]) as addresses:
-            addresses._client._heartbeat = 60.0
-            assert addresses.look().roles[0].state == "stopped"
+        with Client(retries=0, heartbeat=60.0) as client:
+            assert status_at(client, [f"unix:{tmp_path}/silent"]).roles[0].state == "stopped"
 
 
 @pytest.mark.parametrize(

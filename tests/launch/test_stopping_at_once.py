@@ -16,7 +16,7 @@ import pytest
 from jobs import launch, marked_processes
 
 from anabranch.launch import local
-from anabranch.launch.supervision.signals import SignalBox, collect_signals
+from anabranch.launch.supervision.signals import collect_signals
 
 Script = Callable[[str], Path]
 LIMIT = 120.0
@@ -71,24 +71,6 @@ def test_ctrl_c_before_the_launcher_collects_signals_is_one_line(script: Script)
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr == "anabranch: SIGINT: stopped before anything had started\n"
-
-
-class Seconds:
-    now = 7.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_a_signal_within_half_a_second_of_the_first_is_its_echo() -> None:
-    """A wrapper sends one to the launcher, and one to its group."""
-    clock = Seconds()
-    box = SignalBox(clock)
-    for later in (0.0, 0.001, 0.4, 0.6, 0.7):
-        clock.now = 7.0 + later
-        box.put(signal.SIGINT)
-    assert [again for _, again in box.take()] == [False, False, False, True, True]
-    box.close()
 
 
 def test_a_signal_between_two_attempts_is_for_the_next_and_one_after_the_last_ends_nothing() -> None:

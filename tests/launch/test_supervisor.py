@@ -79,14 +79,3 @@ def test_the_time_for_which_everything_is_stopped_does_not_count(
     Supervisor([cast(RoleProcess, worker)], box, patience=Patience(stop=0.0, drain=0.2), seconds=seconds).run()
     assert worker.sent == [signal.SIGINT if ends == "signal" else signal.SIGABRT, signal.SIGKILL]
     assert worker.times[-1] >= before + 0.5
-
-
-def test_a_worker_killed_by_a_second_signal_is_not_called_late(monkeypatch: pytest.MonkeyPatch, box: SignalBox) -> None:
-    monkeypatch.setattr(supervisor, "_KERNEL_SECONDS", 0.05)
-    monkeypatch.setattr(signals, "ECHO_SECONDS", 0.0)
-    told: list[str] = []
-    box.put(signal.SIGINT)
-    box.put(signal.SIGINT)
-    os.write(box.notify, b"x")
-    Supervisor([cast(RoleProcess, Undying())], box, tell=told.append).run()
-    assert told[1:3] == ["SIGINT again: killing the workers", "rank 3 did not stop; killing it"]

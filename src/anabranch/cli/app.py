@@ -21,19 +21,14 @@ from anabranch.cli.view import view
 _app = typer.Typer(
     name="anabranch",
     help="Trains one PyTorch model across devices, processes, parameter servers and unreliable remote experts.",
-    epilog="""Examples:
-
-`anabranch run --workers 4 train.py`
-
-`anabranch run --workers 2 --servers 1 --experts 2 train.py --lr 0.1`
-
-`anabranch plan --workers 2 --servers 1 train.py`
-
-`anabranch status --watch`
-
-`anabranch view out.json`
-
-`anabranch serve experts --help`""",
+    epilog="""\b
+Examples:
+  anabranch run --workers 4 train.py
+  anabranch run --workers 2 --servers 1 --experts 2 train.py --lr 0.1
+  anabranch plan --workers 2 --servers 1 train.py
+  anabranch status --watch
+  anabranch view out.json
+  anabranch serve experts --help""",
     invoke_without_command=True,
     rich_markup_mode=None,
     add_completion=False,

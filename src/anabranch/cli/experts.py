@@ -12,8 +12,6 @@ from anabranch.cli.options import Insecure, Keys
 
 __all__ = ["experts"]
 
-_SECONDS = 1.5  # less than the two heartbeats after which a silent server counts as lost
-
 
 def experts(
     directory: Annotated[
@@ -23,32 +21,23 @@ def experts(
     keys: Keys = None,
     insecure: Insecure = False,
 ) -> None:
-    """List the experts of a directory: uid, state, seconds until the announcement expires, and endpoint.
+    """List the experts that a directory knows.
 
-    The state is that of the server: running, stopped if it does not answer, or gone. Exit code: 0, or 1 if the
-    directory does not answer.
+    Of each its uid, the state of its server (running, stopped if it does not answer, or gone), the seconds until its
+    announcement expires, and its endpoint. Exit code: 0, or 1 if the directory does not answer.
     """
-    from anabranch.deadline import Deadline  # here, with torch
-    from anabranch.errors import DeadlineExceeded, PeerLost
-    from anabranch.experts import Directory, RedisDirectory
-    from anabranch.transport import Answer, Client, Request
+    from anabranch.experts import Directory, RedisDirectory  # here, with torch
+    from anabranch.launch.address_status import ask, state_of
+    from anabranch.transport import Client
     from anabranch.transport.failures import printable
     from anabranch.transport.redis_directory import is_redis_url
-    from anabranch.transport.server.server import STATUS
 
     with plain_errors("DIRECTORY"), Client(keys=keys, insecure=insecure, retries=0) as client:
         kind = RedisDirectory if is_redis_url(directory) else Directory
         listed = [*kind(directory, keys=keys, insecure=insecure).announced()]
-        requests = [Request(endpoint, STATUS, role="experts") for endpoint in {one.endpoint: None for one in listed}]
-        outcomes = client.gather(requests, Deadline.after(_SECONDS)) if requests else []
-    states = {}
-    for request, outcome in zip(requests, outcomes, strict=True):
-        states[request.endpoint] = (
-            "running" if isinstance(outcome, Answer)
-            else "gone" if isinstance(outcome, PeerLost)
-            else "stopped" if isinstance(outcome, DeadlineExceeded)
-            else type(outcome).__name__
-        )  # fmt: skip
+        endpoints = [*{one.endpoint: None for one in listed}]
+        outcomes = ask(client, endpoints, "experts") if endpoints else []
+    states = {at: state_of(one) or type(one).__name__ for at, one in zip(endpoints, outcomes, strict=True)}
     if as_json:
         records = [
             {"uid": uid, "endpoint": endpoint, "seconds_left": round(seconds, 3), "state": states[endpoint]}

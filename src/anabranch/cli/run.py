@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import itertools
 import os
 import shutil
 import tempfile
@@ -194,23 +193,27 @@ def _log_directory(folder: Path | None) -> Path:
     """Return a folder for the logs that no running job has, and hold it until this process ends."""
     if folder is None:
         return Path(tempfile.mkdtemp(prefix="anabranch-logs-"))
-    for number in itertools.count(1):
-        logs = folder if number == 1 else folder.with_name(f"{folder.name}.{number}")
-        try:
-            logs.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(logs, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            raise typer.BadParameter(
-                f"cannot make the directory {logs}: {error.strerror}", param_hint="--log-dir"
-            ) from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            continue
-        except OSError:  # a file system without locks
-            os.close(descriptor)
-        if logs != folder:
-            tell(f"a running job writes to {folder}; the logs of this one: {logs}")
-        return logs
-    raise AssertionError("numbers do not end")
+    logs, number = folder, 1
+    while not _hold(logs):
+        number += 1
+        logs = folder.resolve().with_name(f"{folder.resolve().name}.{number}")
+    if number > 1:
+        tell(f"a running job writes to {folder}; the logs of this one: {logs}")
+    return logs
+
+
+def _hold(logs: Path) -> bool:
+    """Make a folder and hold it; return False if a running job does."""
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(logs, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise typer.BadParameter(
+            f"cannot make the directory {logs}: {error.strerror}", param_hint="--log-dir"
+        ) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        return not isinstance(error, BlockingIOError)  # a file system without locks
+    return True

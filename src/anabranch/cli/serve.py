@@ -120,22 +120,9 @@ def experts(
         saved = [name for name in names if checkpoint_dir is not None and (checkpoint_dir / name).is_dir()]
         more = f" and {len(names) - _MOST_UIDS} more" if len(names) > _MOST_UIDS else ""
         tell(f"serving {', '.join(names[:_MOST_UIDS])}{more}: {_state(saved, names)}")
-        _serve(
-            partial(
-                ExpertServer,
-                backends,
-                listen=listen,
-                directory=directory,
-                checkpoint_dir=checkpoint_dir,
-                device=device,
-                keys=keys,
-                insecure=insecure,
-                heartbeat=heartbeat,
-            ),
-            "expert_metrics",
-            metrics,
-            linger,
-        )
+        make_server = partial(ExpertServer, backends, directory=directory, checkpoint_dir=checkpoint_dir, device=device)
+        options: dict[str, Any] = {"listen": listen, "keys": keys, "insecure": insecure, "heartbeat": heartbeat}
+        _serve(partial(make_server, **options), "expert_metrics", metrics, linger)
 
 
 @serve.command()
@@ -203,25 +190,10 @@ def parameters(
     with plain_errors():
         saved = [] if checkpoint_dir is None or not checkpoint_dir.is_dir() else [*checkpoint_dir.iterdir()]
         tell(f"serving shard {shard} of {shards}: {_state(saved[:1], [shard])}")
-        _serve(
-            partial(
-                ParameterServer,
-                shard,
-                shards,
-                listen,
-                durability,
-                checkpoint_dir,
-                checkpoint_seconds=checkpoint_seconds,
-                repair=repair,
-                threads=threads,
-                keys=keys,
-                insecure=insecure,
-                heartbeat=heartbeat,
-            ),
-            "parameter_metrics",
-            metrics,
-            linger,
-        )
+        make_server = partial(ParameterServer, shard, shards, listen, durability, checkpoint_dir)
+        options: dict[str, Any] = {"checkpoint_seconds": checkpoint_seconds, "repair": repair, "threads": threads}
+        options |= {"keys": keys, "insecure": insecure, "heartbeat": heartbeat}
+        _serve(partial(make_server, **options), "parameter_metrics", metrics, linger)
 
 
 def _state(saved: Sequence[object], served: Sequence[object]) -> str:

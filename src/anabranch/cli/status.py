@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import typer
 
@@ -18,6 +19,9 @@ from anabranch.launch.job_status import JobStatus, latest_job, status_of
 
 _EVERY = 1.0  # seconds between two looks
 _ENDPOINTS = ("unix:", "tcp:")
+
+Look: TypeAlias = Callable[[JobStatus | None], JobStatus]
+"""Returns the present status, given the last."""
 
 
 def status(
@@ -44,14 +48,15 @@ def status(
         raise typer.BadParameter("--json prints once; call it again and again, or leave out --watch")
     with plain_errors("JOB"), ExitStack() as stack:
         if endpoints:
-            from anabranch.launch.address_status import Addresses  # imports torch
+            from anabranch.launch.address_status import status_at  # imports torch
+            from anabranch.transport import Client
 
-            addresses = stack.enter_context(Addresses(endpoints, keys=keys, insecure=insecure))
-            look: Callable[[], JobStatus] = addresses.look
+            client = stack.enter_context(Client(keys=keys, insecure=insecure, retries=0))
+            look: Look = partial(status_at, client, endpoints)
         else:
             folder = Path(jobs[0]) if jobs else latest_job()
-            look = lambda: status_of(folder)  # noqa: E731
-        seen = look()
+            look = lambda before: status_of(folder)  # noqa: E731
+        seen = look(None)
         if as_json:
             text = json.dumps(asdict(seen))
             typer.echo(json.dumps(json.loads(text, parse_constant=lambda _: None)))  # JSON has no NaN
@@ -61,7 +66,7 @@ def status(
         raise typer.Exit(1)
 
 
-def _show(look: Callable[[], JobStatus], job: JobStatus, *, watch: bool) -> None:
+def _show(look: Look, job: JobStatus, *, watch: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
@@ -85,4 +90,4 @@ def _show(look: Callable[[], JobStatus], job: JobStatus, *, watch: bool) -> None
                 time.sleep(_EVERY)
             except KeyboardInterrupt:
                 return
-            before, job = job, look()
+            before, job = job, look(job)

@@ -30,7 +30,7 @@ from typing import TypeAlias
 from anabranch.held_error import HELD_ERROR_VARIABLE, move_held_error
 from anabranch.job import JOB_VARIABLE, MEETING_VARIABLE
 from anabranch.launch.environment import LINGER_SECONDS, LINGER_VARIABLE, LISTEN_VARIABLE, RUN_VARIABLE
-from anabranch.launch.job_file import JobFile
+from anabranch.launch.job_status import JobFile
 from anabranch.launch.job_trace import traced
 from anabranch.launch.output.long_waits import LongWaits
 from anabranch.launch.output.screen import Screen
@@ -81,11 +81,6 @@ class Attempt:
         """Raise ``Stopped`` if a signal has come."""
         if self.stopped is not None:
             raise Stopped(self.stopped)
-
-    @property
-    def run(self) -> str | None:
-        """Its name in a directory that other jobs use, too; ``None`` where it has its own."""
-        return None if self.spec.directory is None else self.run_id
 
 
 class Site(ABC):
@@ -258,8 +253,8 @@ def _environment_of(attempt: Attempt, site: Site, role: Role, rank: int) -> dict
         env |= {"ANABRANCH_DIRECTORY": site.directory, "ANABRANCH_EXPERTS": str(spec.experts)}
         if site.parameters:
             env["ANABRANCH_SERVERS"] = ",".join(site.parameters)
-        if attempt.run is not None:
-            env[RUN_VARIABLE] = attempt.run
+        if spec.directory is not None:  # that other jobs use, too
+            env[RUN_VARIABLE] = attempt.run_id
         if site.keys is not None:
             env[KEYS_VARIABLE] = str(site.keys.absolute())
     if role == "parameters":

@@ -1,6 +1,7 @@
-"""The current state of a job's processes, read from ``job.json``, ``/proc`` and the processes' status files.
+"""The processes of a job, in its log folder: ``job.json``, and the current state of each.
 
-Nothing is requested from the processes themselves, so a frozen one causes no wait.
+Nothing is requested from the processes themselves, so a frozen one causes no wait: the state comes from ``job.json``,
+``/proc`` and the processes' status files.
 """
 
 from __future__ import annotations
@@ -9,19 +10,127 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from anabranch.launch.job_file import JOB_FILE, Elsewhere
-from anabranch.record.process import process_stat, read_regular, read_status
+import msgspec
+
+from anabranch.record.process import process_stat, read_regular, read_status, replace_text
 from anabranch.record.words import ACTIVITIES
 
 State: TypeAlias = Literal["starting", "running", "waiting", "stopped", "restarting", "gone"]
 
+JOB_FILE = "job.json"
+
+_ORDER = ("worker", "parameters", "expert")
 _SERVICES = ("parameters", "experts", "directory")
+
+
+class _Process(msgspec.Struct, omit_defaults=True):
+    role: str
+    rank: int
+    pid: int | None
+    endpoint: str | None
+    started: int | None = None
+    begun: bool = True
+    elsewhere: bool = False
+
+
+class _Record(msgspec.Struct, omit_defaults=True):
+    roles: list[_Process]
+    started: float
+    ended: float | None
+    script: str | None = None
+    trace: str | None = None
+
+
+class JobFile:
+    """Keeps ``job.json`` up to date; replaced whole at each change, so that readers never see half of it.
+
+    ::
+
+        {"roles": [{"role": "worker", "rank": 0, "pid": 4711, "endpoint": null, "started": 811512}, ...],
+         "started": 1764000000.0, "ended": null}
+
+    Times are seconds since the epoch. ``endpoint`` is where a service listens: ``null`` of a worker, and of an expert
+    on TCP, which takes any port. ``pid`` is ``null`` while a process is to be restarted, and before its first start,
+    marked by ``"begun": false``. ``"started"`` is the time of its start in ``/proc/PID/stat``, which with the pid names
+    a process: the pid alone may be another's by now. The state of a process on another machine, marked by
+    ``"elsewhere": true``, is in its status file. ``"script"`` is the program, ``"trace"`` where a trace
+    goes at the end.
+
+    Args:
+        folder: the job's log folder.
+        tell: called with a line if the file cannot be written; the job continues.
+        clock: seconds since the epoch.
+        script: the program.
+        trace: where a trace goes at the end.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        tell: Callable[[str], None] = lambda line: None,
+        clock: Callable[[], float] = time.time,
+        *,
+        script: str | None = None,
+        trace: str | None = None,
+    ) -> None:
+        self._path = folder / JOB_FILE
+        self._tell = tell
+        self._clock = clock
+        self._processes: dict[tuple[str, int], _Process] = {}
+        self._record = _Record([], clock(), None, script, trace)
+        self._failed = False
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)  # another job's in the same folder
+
+    def expects(self, counts: Mapping[str, int]) -> None:
+        """Record this many processes of each role that are to be started."""
+        for role, count in counts.items():
+            for rank in range(count):
+                self._processes[role, rank] = _Process(role, rank, None, None, begun=False)
+        self._write()
+
+    def began(self, role: str, rank: int, pid: int, endpoint: str | None, *, elsewhere: bool = False) -> None:
+        """Record a process that was started, or restarted; ``elsewhere`` is on another machine."""
+        if role in _ORDER:
+            started = None if elsewhere else process_stat(pid)[1]
+            self._processes[role, rank] = _Process(role, rank, pid, endpoint, started, elsewhere=elsewhere)
+            self._write()
+
+    def returns(self, role: str, rank: int) -> None:
+        """Record that a process has ended and is to be restarted."""
+        self._processes[role, rank].pid = None
+        self._write()
+
+    def all_return(self) -> None:
+        """Record that the whole job is to be restarted."""
+        for process in self._processes.values():
+            process.pid = None
+        self._write()
+
+    def services(self) -> dict[str, str]:
+        """Return the role and rank of each service whose endpoint is known, by that."""
+        return {one.endpoint: f"{one.role} {one.rank}" for one in self._processes.values() if one.endpoint}
+
+    def ended(self) -> None:
+        """Record the end of the job, if any process had started."""
+        if self._processes:
+            self._record.ended = self._clock()
+            self._write()
+
+    def _write(self) -> None:
+        self._record.roles = sorted(self._processes.values(), key=lambda one: (_ORDER.index(one.role), one.rank))
+        try:
+            replace_text(self._path, json.dumps(msgspec.to_builtins(self._record)) + "\n")
+        except OSError as error:  # a full disk, a folder that was removed
+            if not self._failed:
+                self._tell(f"{self._path} is not up to date: {error.strerror}")
+            self._failed = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,16 +245,16 @@ def status_of(folder: Path) -> JobStatus:
     """
     path = folder / JOB_FILE
     try:
-        record = json.loads(read_regular(path))
-        started, ended = float(record["started"]), record["ended"]
-        roles = [_read_role(folder, ended is not None, **entry) for entry in record["roles"]]
+        record = msgspec.convert(json.loads(read_regular(path)), _Record)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}; give a job's log folder (--log-dir)") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} does not describe a job: {error!r}") from error
-    seconds = max(0.0, (time.time() if ended is None else ended) - started)
-    facts = {"script": record.get("script"), "folder": str(folder), "trace": record.get("trace")}
-    return replace(job_of(roles), started=started, ended=ended, seconds=seconds, **facts)
+    except (ValueError, msgspec.ValidationError) as error:
+        raise ValueError(f"{path} does not describe a job: {error}") from error
+    ended = record.ended
+    roles = [_read_role(folder, process, ended=ended is not None) for process in record.roles]
+    seconds = max(0.0, (time.time() if ended is None else ended) - record.started)
+    job = replace(job_of(roles), started=record.started, ended=ended, seconds=seconds)
+    return replace(job, script=record.script, folder=str(folder), trace=record.trace)
 
 
 def job_of(reports: Sequence[tuple[RoleStatus, Mapping[str, Any]]]) -> JobStatus:
@@ -180,31 +289,23 @@ def latest_job() -> Path:
     return max(jobs)[1]
 
 
-def _read_role(
-    folder: Path,
-    ended: bool,
-    *,
-    role: str,
-    rank: int,
-    pid: int | None,
-    endpoint: str | None,
-    started: int | None = None,
-    begun: bool = True,
-    elsewhere: State | None = None,
-) -> tuple[RoleStatus, Mapping[str, Any]]:
+def _read_role(folder: Path, process: _Process, *, ended: bool) -> tuple[RoleStatus, Mapping[str, Any]]:
+    role, rank, pid, endpoint = process.role, process.rank, process.pid, process.endpoint
     facts = read_status(folder / f"{role}-{rank}", pid)
     state: State
     if ended or pid is None:
-        state = "gone" if ended else "restarting" if begun else "starting"
-    elif elsewhere or (state := process_state(pid, started)) != "running":
-        state = elsewhere or state
+        state = "gone" if ended else "restarting" if process.begun else "starting"
+    elif process.elsewhere:
+        state = facts.get("elsewhere", "starting")
+    elif (state := process_state(pid, process.started)) != "running":
+        pass
     elif endpoint and endpoint.startswith("unix:") and not Path(endpoint.removeprefix("unix:")).exists():
         # One that has reported anything listens no longer, because the job ends.
         state = "running" if any(service in facts for service in _SERVICES) else "starting"
-    return RoleStatus(role, rank, pid, endpoint, state, started=started), facts
+    return RoleStatus(role, rank, pid, endpoint, state, started=process.started), facts
 
 
-def process_state(pid: int, started: int | None = None) -> Elsewhere:
+def process_state(pid: int, started: int | None = None) -> Literal["running", "stopped", "gone"]:
     """Return the state of a process of this machine; ``"stopped"`` is frozen, by SIGSTOP or a debugger.
 
     Args:

@@ -94,7 +94,6 @@ class _Site(Site):
         log = spec.log_dir / "rendezvous-0.log"
         self.rendezvous = self.start(ProcessSpec("rendezvous", 0, PROGRAM, env, log, stdin=self._meeting.descriptor))
         stack.callback(self._end)
-        self._meeting.started()
         self._meeting.wait_until_ready()
 
     def state(self, shard: int) -> str:

@@ -1,4 +1,4 @@
-"""Messages between the launcher and its processes: JSON prefixed with its length, with open descriptors."""
+"""Messages between the launcher and its processes: a byte, with a descriptor of JSON and others."""
 
 from __future__ import annotations
 
@@ -9,37 +9,23 @@ from collections.abc import Sequence
 
 Message = dict[str, object]
 
-_LENGTH_BYTES = 4
 _MOST_DESCRIPTORS = 16
 
 
 def send(channel: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
     """Send ``message``; the remote side has copies of ``descriptors``."""
-    body = json.dumps(message).encode()  # ASCII: file names that are not UTF-8 survive as escaped surrogates
-    socket.send_fds(channel, [len(body).to_bytes(_LENGTH_BYTES, "big")], descriptors)
-    channel.sendall(body)
+    with open(os.memfd_create("message"), "w+") as file:  # one byte is never half sent, however long the environment is
+        json.dump(message, file)  # ASCII: file names that are not UTF-8 survive as escaped surrogates
+        file.flush()
+        socket.send_fds(channel, [b"."], [file.fileno(), *descriptors])
 
 
 def receive(channel: socket.socket) -> tuple[Message, list[int]] | None:
     """Return the next message and its descriptors; ``None`` at the end of the stream."""
-    head, descriptors, _, _ = socket.recv_fds(channel, _LENGTH_BYTES, _MOST_DESCRIPTORS)
-    head += _read(channel, _LENGTH_BYTES - len(head)) if head else b""
-    body = _read(channel, int.from_bytes(head, "big")) if len(head) == _LENGTH_BYTES else b""
-    if not body:
-        for descriptor in descriptors:
-            os.close(descriptor)
+    byte, descriptors, _, _ = socket.recv_fds(channel, 1, _MOST_DESCRIPTORS)
+    if not byte:
         return None
-    message: Message = json.loads(body)
-    return message, list(descriptors)
-
-
-def _read(channel: socket.socket, size: int) -> bytes:
-    """``size`` bytes, or none if the stream ends before."""
-    parts = []
-    while size:
-        part = channel.recv(size)
-        if not part:
-            return b""
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
+    with open(descriptors[0]) as file:
+        file.seek(0)  # the offset is the sender's
+        message: Message = json.load(file)
+    return message, descriptors[1:]

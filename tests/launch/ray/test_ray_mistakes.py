@@ -14,7 +14,7 @@ import pytest
 
 from anabranch.launch import JobSpec
 from anabranch.launch.job import Attempt
-from anabranch.launch.job_file import JobFile
+from anabranch.launch.job_status import JobFile
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.ray import RayError, run
 from anabranch.launch.ray.cluster import connected, import_ray, parse_resources, resources_of

@@ -5,25 +5,20 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from anabranch.launch.job_file import JobFile
-from anabranch.launch.job_status import status_of
+from anabranch.launch.job_status import JobFile, status_of
 from anabranch.launch.python_program import PythonProgram
-from anabranch.launch.ray.remote_process import RemoteProcess
-from anabranch.launch.ray.role_actor import RoleEvents
+from anabranch.launch.ray.role_actor import RemoteProcess, RoleEvents
 from anabranch.launch.supervision.worker import ProcessSpec
 
 AHEAD = 5000.0
 """How far the clock of the node is behind the launcher's."""
 
 
-def _process(
-    folder: Path, job_file: JobFile, news: list[RoleEvents], look: Callable[[], None] = lambda: None
-) -> RemoteProcess:
+def _process(folder: Path, news: list[RoleEvents], look: Callable[[], None] = lambda: None) -> RemoteProcess:
     """One whose actor brings these news, ``look`` being called before each; its process id is 7."""
 
     def fetch(reference: Any, seconds: float) -> Any:
@@ -32,8 +27,8 @@ def _process(
 
     actor = SimpleNamespace(follow=SimpleNamespace(remote=lambda: None))
     spec = ProcessSpec("worker", 0, PythonProgram("train.py"), {}, folder / "worker-0.log")
-    job_file.began("worker", 0, 7, None, elsewhere=True)
-    return RemoteProcess(spec, 0, actor, 7, fetch, partial(job_file.seen_elsewhere, "worker", 0))
+    JobFile(folder).began("worker", 0, 7, None, elsewhere=True)
+    return RemoteProcess(spec, 0, actor, 7, fetch)
 
 
 def test_status_shows_the_reports_and_the_end_of_a_process_on_another_machine(tmp_path: Path) -> None:
@@ -44,7 +39,7 @@ def test_status_shows_the_reports_and_the_end_of_a_process_on_another_machine(tm
         RoleEvents([(1, b"hello\n")], None, json.dumps(status).encode(), time.monotonic() - AHEAD),
         RoleEvents([], 0),
     ]
-    process = _process(tmp_path, JobFile(tmp_path), news)
+    process = _process(tmp_path, news)
     process._follower.join(timeout=60.0)
     (role,) = status_of(tmp_path).roles
     assert (role.state, role.steps, role.waiting_for) == ("waiting", 12, "worker 1")
@@ -62,12 +57,11 @@ def test_status_shows_that_a_process_on_another_machine_is_frozen_and_that_it_re
         (role,) = status_of(tmp_path).roles
         seen.append(role.state)
 
-    job_file = JobFile(tmp_path)
     news = [RoleEvents([], None, stopped=stopped) for stopped in (False, True, True, False)]
-    process = _process(tmp_path, job_file, [*news, RoleEvents([], 0)], look)
+    process = _process(tmp_path, [*news, RoleEvents([], 0)], look)
     process._follower.join(timeout=60.0)
     assert seen == ["running", "running", "stopped", "stopped", "running"]
     process.reap()
-    job_file.seen_elsewhere("worker", 0, "stopped")  # by a thread that comes late
+    process._report("stopped")  # by a thread that comes late
     look()
     assert seen[-1] == "gone"

@@ -21,7 +21,7 @@ ENVIRONMENT = {**os.environ, "TORCHELASTIC_RUN_ID": "actor-test"}
 
 @pytest.fixture
 def actor(monkeypatch: pytest.MonkeyPatch) -> Iterator[RoleActor]:
-    monkeypatch.setattr(role_actor_module, "_ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(role_actor_module, "_NEWS_SECONDS", 0.05)
     made = RoleActor({"authority.pem": b"public", "worker.pem": b"secret"}, "127.0.0.1")
     yield made
     made.close()
@@ -93,7 +93,7 @@ def test_a_script_that_the_node_does_not_have_is_named_with_the_cure(actor: Role
         _start(actor, PythonProgram("train.py"), tmp_path)
 
 
-def test_a_process_s_status_is_sent_once_and_its_recording_on_request(actor: RoleActor, tmp_path: Path) -> None:
+def test_a_process_s_status_is_sent_once_and_its_recording_at_the_end(actor: RoleActor, tmp_path: Path) -> None:
     program = _program(
         tmp_path,
         "import os, pathlib, sys\n"
@@ -112,4 +112,4 @@ def test_a_process_s_status_is_sent_once_and_its_recording_on_request(actor: Rol
         statuses += [news.status] if news.status else []
     statuses += [more] if (more := actor.follow().status) else []
     assert statuses == [b"{}"]
-    assert actor.recorded() == {"worker-0.7.spans": b"spans"}
+    assert actor.close() == {"worker-0.7.spans": b"spans"}

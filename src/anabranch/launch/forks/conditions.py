@@ -8,7 +8,6 @@ a CUDA driver does not survive a fork.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -37,8 +36,6 @@ _FROM_THE_START = ("OMP_", "GOMP_", "KMP_", "COVERAGE_PROCESS_", "COV_CORE_")
 
 def why_no_fork_server(environment: Mapping[str, str]) -> str | None:
     """Return the reason why no process of a job with ``environment`` can be forked; ``None`` if they can."""
-    if not sys.platform.startswith("linux"):
-        return "forking is supported only on Linux"
     if environment.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and any(path.exists() for path in _DRIVERS):
         return "a GPU is visible, and its driver does not survive a fork"
     for name in environment:

@@ -46,19 +46,15 @@ class Rendezvous:
         self._channel, self._theirs = socket.socketpair()
         self.descriptor = self._theirs.fileno()
 
-    def started(self) -> None:
-        """Pass the process its configuration; call it once it runs."""
+    def wait_until_ready(self) -> None:
+        """Pass the process, which runs, its configuration; return when the directory answers, or has failed."""
         self._theirs.close()
         self._channel.settimeout(_START_SECONDS)
         keys = None if self._keys is None else str(self._keys)
         with self._listening, suppress(OSError):  # it died: its watcher reports it
             facts: Message = {"directory": self._directory, "keys": keys}
             send(self._channel, facts, [self._listening.fileno()])
-
-    def wait_until_ready(self) -> None:
-        """Return when the directory answers, or has failed."""
-        if self._directory is not None:
-            with suppress(OSError):
+            if self._directory is not None:
                 receive(self._channel)
 
     def __enter__(self) -> Rendezvous:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from itertools import groupby
 from pathlib import Path
 
 from anabranch.launch.job_status import JobStatus, RoleStatus, status_of
@@ -11,7 +12,8 @@ from anabranch.record.words import in_words
 
 _LONG = 10.0
 _CONNECTING = ("life", "join")  # a worker's first request to a parameter server
-_AGAIN = 3  # times as long until the next line about the same wait
+_AGAIN = 3  # times as long until the next line about the same
+_WAITS, _DOES = "waits", "does"
 
 
 class LongWaits:
@@ -34,58 +36,52 @@ class LongWaits:
         self._folder = folder
         self._tell = tell
         self._look_at = look_at
-        self._due_doings: dict[tuple[str, str], float] = {}
-        self._due: dict[str, float] = {}  # for each reported process, the wait at which the next line is due
+        self._began = float("-inf")
+        self._due: dict[tuple[str, ...], float] = {}  # by what is reported, the seconds at which the next line is due
+
+    def begin(self) -> None:
+        """Count from now on: until now the whole job was stopped."""
+        self._began = time.monotonic()
 
     def check(self) -> None:
-        """Report the waits that have become long."""
+        """Report the waits and activities that have become long: each once, and again at three times the length."""
         try:
             roles = self._look_at(self._folder).roles
         except ValueError:  # a folder that was removed
             return
-        self._look_at_doings(roles)
-        waiting = [role for role in roles if (role.waiting_seconds or 0.0) >= _LONG]
-        self._due = {role.name: self._due.get(role.name, _LONG) for role in waiting}
-        due = [role for role in waiting if _seconds(role) >= self._due[role.name]]
-        for _, group in groupby(sorted(due, key=_reason), key=_reason):
-            alike = sorted(group, key=lambda role: role.rank)
-            self._tell(_line(alike, roles))
-            self._due.update({role.name: _AGAIN * _seconds(role) for role in alike})
-
-    def _look_at_doings(self, roles: Sequence[RoleStatus]) -> None:
-        """Report long activities: each once, and again when it takes three times as long."""
-        busy = [role for role in roles if role.doing and role.state in ("running", "starting")]
-        due = [role for role in busy if role.doing_seconds >= self._due_doings.get(_doing(role), _LONG)]
-        for doing, group in groupby(sorted(due, key=_doing), key=_doing):
-            alike = sorted(group, key=lambda role: role.rank)
-            seconds = max(role.doing_seconds for role in alike)
-            self._due_doings[doing] = _AGAIN * seconds
-            ranks = ", ".join(str(role.rank) for role in alike)
-            name = alike[0].role.replace("worker", "rank")
-            who = f"{name} {ranks}" if len(alike) == 1 else f"each of {name.removesuffix('s')}s {ranks}"
-            self._tell(f"{who} {doing[1]} ({seconds:.0f} s)")
-
-
-def _doing(role: RoleStatus) -> tuple[str, str]:
-    return role.role, role.doing or ""
+        long = defaultdict[tuple[str, ...], list[RoleStatus]](list)
+        for role in sorted(roles, key=lambda role: role.rank):
+            if min(_seconds(role), time.monotonic() - self._began) >= _LONG:
+                long[_what(role)].append(role)
+        # A wait that has ended is forgotten; the next batch of a slow loader is no news.
+        self._due = {what: due for what, due in self._due.items() if what in long or what[0] == _DOES}
+        for what, alike in long.items():
+            seconds = max(map(_seconds, alike))
+            if seconds >= self._due.get(what, _LONG):
+                self._due[what] = _AGAIN * seconds
+                self._tell(_line(alike, seconds, roles).replace("worker", "rank"))
 
 
 def _seconds(role: RoleStatus) -> float:
-    return role.waiting_seconds or 0.0
+    does = role.doing is not None and role.state in ("running", "starting")
+    return role.doing_seconds if does else role.waiting_seconds or 0.0
 
 
-def _reason(role: RoleStatus) -> tuple[str, str, str]:
-    return role.role, role.waiting_for or "", role.operation or ""
+def _what(role: RoleStatus) -> tuple[str, ...]:
+    if role.waiting_for is None:
+        return _DOES, role.role, role.doing or ""
+    return _WAITS, role.role, role.waiting_for, role.operation or ""
 
 
-def _line(alike: Sequence[RoleStatus], roles: Sequence[RoleStatus]) -> str:
-    kind, peers, operation = _reason(alike[0])
-    ranks = ", ".join(str(role.rank) for role in alike)
-    who = f"{kind}{'s' if len(alike) > 1 else ''} {ranks} {'wait' if len(alike) > 1 else 'waits'}"
-    states = {role.name: role.state for role in roles if role.name in peers.split(", ")}
+def _line(alike: Sequence[RoleStatus], seconds: float, roles: Sequence[RoleStatus]) -> str:
+    first, several = alike[0], len(alike) > 1
+    who = f"{first.role.removesuffix('s' * several)}{'s' * several} {', '.join(str(role.rank) for role in alike)}"
+    if first.waiting_for is None:
+        return f"{'each of ' * several}{who} {first.doing} ({seconds:.0f} s)"
+    operation = first.operation or ""
+    how = "to connect" if operation in _CONNECTING else f"in {in_words(operation)}"
+    until = "" if first.waiting_limit is None else f", at most {first.waiting_limit:.0f} s"
+    line = f"{who} wait{'s' * (not several)} for {first.waiting_for} {how} ({seconds:.0f} s{until})"
+    states = {role.name: role.state for role in roles if role.name in first.waiting_for.split(", ")}
     words = [f"{name} is {state}" for name, state in states.items() if state not in ("running", "waiting")]
-    seconds = max(map(_seconds, alike))
-    doing = "to connect" if operation in _CONNECTING else f"in {in_words(operation)}"
-    limit = alike[0].waiting_limit
-    until = "" if limit is None else f", at most {limit:.0f} s"
-    return "; ".join([f"{who} for {peers} {doing} ({seconds:.0f} s{until})", *words]).replace("worker", "rank")
+    return "; ".join([line, *words])

@@ -2,7 +2,7 @@
 
 ::
 
-    anabranch · 2 workers, 1 parameters · 0:42 ─────────────────────────────────
+    anabranch · 2 workers, 1 server · 0:42 ─────────────────────────────────────
     train.py · logs
     training ━━━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━━━━━━ 412/800 51% · 0:31 left
     loss 0.3127 · 12.3 steps/s
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -56,8 +56,8 @@ def picture(job: JobStatus, before: JobStatus | None = None, *, lines: int | Non
         parts.append(_line(" · ".join(filter(None, [job.script, job.folder]))))
     if job.progress:
         parts.append(_bar(job.progress, job.steps_per_second))
-    if (line := _loss(job)) is not None:
-        parts.append(line)
+    if line := " · ".join(_loss(job)):
+        parts.append(Text(line))
     parts.append(_roles(job, shown, before))
     return Group(*parts)
 
@@ -73,7 +73,7 @@ def _head(job: JobStatus) -> str:
 
 
 def _many(count: int, role: str) -> str:
-    return f"{count} {role}" if count == 1 or role.endswith("s") else f"{count} {role}s"
+    return f"{count} {role.replace('parameters', 'server')}{'s' * (count != 1)}"
 
 
 def _bar(loops: Sequence[TrackedLoop], steps_per_second: float | None) -> RenderableType:
@@ -109,10 +109,11 @@ def _how_far(loop: TrackedLoop, steps_per_second: float | None) -> Iterable[str]
         yield f"{minutes_and_seconds(max(0, loop.total - loop.done) / rate)} left"
 
 
-def _loss(job: JobStatus) -> RenderableType | None:
-    loss = "" if job.loss is None else f"loss {job.loss:.4g}"
-    rate = "" if job.steps_per_second is None else f"{job.steps_per_second:.1f} steps/s"
-    return Text(" · ".join(filter(None, [loss, rate]))) if loss or rate else None
+def _loss(job: JobStatus) -> Iterable[str]:
+    if job.loss is not None:
+        yield f"loss {job.loss:.4g}"
+    if job.steps_per_second is not None:
+        yield f"{job.steps_per_second:.1f} steps/s"
 
 
 def _roles(job: JobStatus, shown: Sequence[RoleStatus], before: JobStatus | None) -> RenderableType:
@@ -174,34 +175,27 @@ def _service_facts(role: RoleStatus, before: RoleStatus | None) -> Iterable[str]
         yield ", ".join(uids[:_MOST_UIDS]) + (f" +{len(uids) - _MOST_UIDS}" if len(uids) > _MOST_UIDS else "")
     if "queue_tasks" in facts:
         yield f"queue {facts['queue_tasks']}"
-        yield f"busy {100 * _rate(_busy, role, before):.0f}%"
-        yield f"{_rate(_rows, role, before):.0f} rows/s"
+        yield f"busy {100 * _rate('busy_seconds', role, before):.0f}%"
+        yield f"{_rate('rows', role, before):.0f} rows/s"
     if "stored_bytes" in facts:
         yield f"{_scaled(facts['rows']).replace(' ', '')} rows"
         if (clocks := facts["clocks"]) and facts["lag"] != 0:
             bound = "" if facts["lag"] is None else f" of {facts['lag']}"
             yield f"stale {max(clocks) - min(clocks)}{bound} steps"
     if "bytes" in facts:
-        yield f"{_scaled(_rate(_bytes, role, before))}B/s"
+        yield f"{_scaled(_rate('bytes', role, before))}B/s"
 
 
-def _busy(facts: Mapping[str, Any]) -> float:
-    return math.fsum(one["busy_seconds"] for one in facts["experts"].values())
+def _total(name: str, service: Mapping[str, Any]) -> float:
+    """Return a count of a service, or of all its experts together."""
+    return math.fsum(one[name] for one in ([service] if name in service else service["experts"].values()))
 
 
-def _rows(facts: Mapping[str, Any]) -> float:
-    return math.fsum(one["rows"] for one in facts["experts"].values())
-
-
-def _bytes(facts: Mapping[str, Any]) -> float:
-    return float(facts["bytes"])
-
-
-def _rate(read: Callable[[Mapping[str, Any]], float], role: RoleStatus, before: RoleStatus | None) -> float:
-    """Return the rate per second of ``read``: since ``before``, or since the service started."""
-    total, seconds = read(role.service), float(role.service["uptime"])
+def _rate(name: str, role: RoleStatus, before: RoleStatus | None) -> float:
+    """Return the rate per second of a count: since ``before``, or since the service started."""
+    total, seconds = _total(name, role.service), float(role.service["uptime"])
     if before is not None and before.pid == role.pid and before.service and before.service["uptime"] < seconds:
-        total, seconds = max(0.0, total - read(before.service)), seconds - before.service["uptime"]
+        total, seconds = max(0.0, total - _total(name, before.service)), seconds - before.service["uptime"]
     return total / seconds if seconds > 0 else 0.0
 
 

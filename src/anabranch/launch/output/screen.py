@@ -26,6 +26,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from anabranch.launch.supervision.worker import open_log
+
 _OUTPUT_FLAGS = 1  # index in the list of tcgetattr
 _LOCAL_FLAGS = 3
 _LOOK_SECONDS = 2.0
@@ -90,9 +92,7 @@ class Screen:
             err, self.stderr = os.pipe()
             self._streams = [_Stream(out, 1), _Stream(err, 2)]
         self._ends = {self.stdout, self.stderr}
-        self._log: int | None = None
-        with suppress(OSError):  # the folder was removed: a job needs no log to go on
-            self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if goes_on else os.O_TRUNC))
+        self._log = open_log(log, anew=not goes_on)
         self._name = log
         self._tell = tell
         self._lines: deque[str] = deque()
@@ -164,13 +164,12 @@ class Screen:
         if not data:
             return
         self._mid_line = not data.endswith(b"\n")
-        if self._log is not None:
-            try:
-                _write_all(self._log, data)
-            except OSError as error:
-                os.close(self._log)
-                self._log = None
-                self._lines.append(f"{self._name} ends here: {error.strerror}")
+        try:
+            _write_all(self._log.fileno(), data)
+        except OSError as error:
+            self._log.close()
+            self._log = open_log(Path(os.devnull), anew=False)
+            self._lines.append(f"{self._name} ends here: {error.strerror}")
         view = memoryview(data)
         while view and stream.target is not None:
             try:
@@ -218,8 +217,7 @@ class Screen:
                 os.write(1, (b"\n" if self._mid_line else b"") + _SHOW_CURSOR)
         for descriptor in (self._wake, self._wakes, *(stream.source for stream in self._streams)):
             os.close(descriptor)
-        if self._log is not None:
-            os.close(self._log)
+        self._log.close()
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

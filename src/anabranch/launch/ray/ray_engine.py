@@ -26,8 +26,7 @@ from typing import Any
 from anabranch.launch.job import Attempt, Site, run_job
 from anabranch.launch.meeting.rendezvous import PROGRAM
 from anabranch.launch.ray.cluster import RayError, connected, import_ray, resources_of
-from anabranch.launch.ray.remote_process import RemoteProcess
-from anabranch.launch.ray.role_actor import RoleActor
+from anabranch.launch.ray.role_actor import RemoteProcess, RoleActor
 from anabranch.launch.spec import JobSpec
 from anabranch.launch.supervision.outcome import JobOutcome
 from anabranch.launch.supervision.signals import collect_signals
@@ -38,6 +37,7 @@ from anabranch.transport.endpoints import PrivateFolder
 
 _PLACE_SECONDS = 120.0
 _CALL_SECONDS = 60.0
+_END_SECONDS = 5.0
 _LOOK_SECONDS = 0.5  # between two checks for a signal
 # The role that a certificate names, by the job's.
 _KEYS = {"rendezvous": "directory", "parameters": "parameters", "expert": "experts", "worker": "worker"}
@@ -66,7 +66,6 @@ def _on_cluster(ray: ModuleType, attempt: Attempt) -> Iterator[Site]:
     with ExitStack() as stack:
         places = stack.enter_context(ExitStack())  # the last to go: Ray kills what is in a place that it takes back
         stack.callback(site.give_back)
-        stack.callback(site.collect_recorded)
         site.place(places)
         site.meet()
         yield site
@@ -146,7 +145,6 @@ class _Site(Site):
         self.rendezvous = self.start(
             ProcessSpec("rendezvous", 0, PROGRAM, env, spec.log_dir / "rendezvous-0.log"), attempt.number
         )
-        self._ask(meeting.wait_until_ready.remote(), 2 * _CALL_SECONDS)  # an import of torch: followed meanwhile
 
     def state(self, shard: int) -> str:
         """Return a folder on the node of a parameter server."""
@@ -157,12 +155,13 @@ class _Site(Site):
 
     def start(self, spec: ProcessSpec, restarted: int = 0) -> RemoteProcess:
         """Start a role in its actor."""
-        actor, program, job_file = self._actors[spec.role, spec.rank], spec.program, self._attempt.job_file
+        actor, program = self._actors[spec.role, spec.rank], spec.program
         if not program.is_module and (path := Path(program.target).absolute()).is_relative_to(Path.cwd()):
             program = replace(program, target=str(path.relative_to(Path.cwd())))
         there = replace(spec, program=program, screen=None, restarts=None, cwd=os.getcwd())
         with tempfile.NamedTemporaryFile(prefix=".anabranch-seen-", dir=_writable_here()) as probe:
-            pid, sees = self._get(actor.start.remote(there, restarted, probe.name, spec.screen is not None))
+            start = actor.start.remote(there, restarted, probe.name, spec.screen is not None)
+            pid, sees = self._ask(start, 2 * _CALL_SECONDS)  # the rendezvous process imports torch
         if not sees and not self._blind and spec.role != "rendezvous":
             self._blind = True
             self._attempt.tell(
@@ -170,9 +169,8 @@ class _Site(Site):
                 "of it shipped with the job: files that a script saves there by a relative path are lost; use shared "
                 "storage"
             )
-        job_file.began(spec.role, spec.rank, pid, spec.endpoint, elsewhere=True)
-        seen = partial(job_file.seen_elsewhere, spec.role, spec.rank)
-        return RemoteProcess(spec, restarted, actor, pid, self._get, seen)
+        self._attempt.job_file.began(spec.role, spec.rank, pid, spec.endpoint, elsewhere=True)
+        return RemoteProcess(spec, restarted, actor, pid, self._get)
 
     def _ask(self, reference: Any, seconds: float = _CALL_SECONDS) -> Any:
         """Return a call's result while the job is made ready, where a signal ends the wait."""
@@ -182,9 +180,9 @@ class _Site(Site):
             if self._ray.wait([reference], timeout=_LOOK_SECONDS)[0]:
                 break
         self._attempt.check()
-        return self._get(reference, max(until - time.monotonic(), _LOOK_SECONDS))
+        return self._get(reference, _LOOK_SECONDS, waited=seconds)
 
-    def _get(self, reference: Any, seconds: float = _CALL_SECONDS) -> Any:
+    def _get(self, reference: Any, seconds: float = _CALL_SECONDS, waited: float = 0.0) -> Any:
         """Return a call's result; a failure is a ``RayError`` that names the cure."""
         exceptions = self._ray.exceptions
         try:
@@ -195,8 +193,8 @@ class _Site(Site):
             ) from None
         except exceptions.GetTimeoutError:
             raise RayError(
-                f"a node of the cluster has not answered in {seconds:.0f} s; check `ray status`, the newest files "
-                "of Ray's logs there, and that Python's path has no space: Ray cannot start such a process"
+                f"a node of the cluster has not answered in {waited or seconds:.0f} s; check `ray status`, the newest "
+                "files of Ray's logs there, and that Python's path has no space: Ray cannot start such a process"
             ) from None
         except (exceptions.RayTaskError, exceptions.RayActorError) as error:
             words = str(error)
@@ -208,21 +206,16 @@ class _Site(Site):
             cause = getattr(error, "cause", None)
             raise RayError(str(cause) if isinstance(cause, ValueError) else _first_line(error)) from None
 
-    def collect_recorded(self) -> None:
-        """Bring here what the processes have recorded for the job's trace."""
-        folder = self._attempt.base.get(TRACE_VARIABLE)
-        if folder is None:
-            return
-        for actor in self._actors.values():
-            with suppress(Exception):  # an actor that is lost, and what it recorded with it
-                for name, contents in self._get(actor.recorded.remote()).items():
-                    Path(folder, name).write_bytes(contents)
-
     def give_back(self) -> None:
-        """End the actors, and with them their processes."""
-        for actor in self._actors.values():
-            with suppress(Exception):  # an actor that is lost
-                self._ray.get(actor.close.remote(), timeout=5.0)
+        """End the actors, and with them their processes; bring here what these have recorded for the job's trace."""
+        folder = self._attempt.base.get(TRACE_VARIABLE)
+        ends = [(actor, actor.close.remote()) for actor in self._actors.values()]
+        for actor, end in ends:
+            with suppress(Exception):  # an actor that is lost, and what it recorded with it
+                recorded = self._ray.get(end, timeout=_CALL_SECONDS if folder else _END_SECONDS)
+                if folder is not None:
+                    for name, contents in recorded.items():
+                        Path(folder, name).write_bytes(contents)
             with suppress(Exception):
                 self._ray.kill(actor)
 

@@ -1,37 +1,43 @@
-"""``RoleActor``: starts a role on a node of the Ray cluster, as its one child process, by the code of one machine.
+"""A role on a node of the Ray cluster: the actor there starts its process, and the launcher follows that.
 
-Runs inside a Ray actor, and is an ordinary class. The launcher *follows* it: each call brings the output since the last
-one, read from files. The kernel kills the process when the actor ends, however it does, and Ray ends the actors of a
-launcher that has gone and of a node that it has lost.
+``RoleActor`` runs inside a Ray actor, and is an ordinary class: the role is its one child process, started by the code
+of one machine. ``RemoteProcess`` is the launcher's side. It *follows* the actor: each call brings the output since the
+last one, read from files. The kernel kills the process when the actor ends, however it does, and Ray ends the actors of
+a launcher that has gone and of a node that it has lost.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from anabranch.launch.environment import LISTEN_VARIABLE
-from anabranch.launch.job_status import process_state
+from anabranch.launch.job_status import ahead, process_state
 from anabranch.launch.meeting.addresses import held_port
 from anabranch.launch.meeting.rendezvous import Rendezvous
 from anabranch.launch.supervision.orphans import adopt_orphans, kill_orphans
-from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
-from anabranch.record.process import TRACE_VARIABLE
+from anabranch.launch.supervision.outcome import Exit
+from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess, open_log
+from anabranch.record.process import TRACE_VARIABLE, replace_text
 from anabranch.transport.certificates import KEYS_VARIABLE
 from anabranch.transport.endpoints import PrivateFolder
 
 _MOST_BYTES = 1 << 20
-_ANSWER_SECONDS = 1.0
+_NEWS_SECONDS = 1.0  # for which an actor waits for some
+_LOST_SECONDS = 20.0  # after which an actor that does not answer is lost
+_STOPPED_SECONDS = 1.0  # what a call takes longer than it may where the launcher stood still
 _LOOK_SECONDS = 0.05
 _END_SECONDS = 20.0
 # What describes the machine that a process runs on, and not the job.
@@ -100,17 +106,14 @@ class RoleActor:
         self._rendezvous = self._stack.enter_context(Rendezvous(directory, keys, self._host))
         return self._host, self._rendezvous.port
 
-    def wait_until_ready(self) -> None:
-        """Return when the directory of this actor answers, or will not."""
-        assert self._rendezvous is not None, "made"
-        self._rendezvous.wait_until_ready()
-
     def state_folder(self) -> str:
         """Return a folder that lives as long as the actor."""
         return str(self._folder / "state")
 
     def start(self, spec: ProcessSpec, restarted: int, probe: str, apart: bool) -> tuple[int, bool]:
-        """Start a role, and return its process id, and whether it runs in the launcher's folder: this node sees it.
+        """Start a role; return its process id, and whether it runs in the launcher's folder: this node sees it.
+
+        The rendezvous process is ready then.
 
         Args:
             spec: the role, with the launcher's folder.
@@ -130,6 +133,7 @@ class RoleActor:
         log = self._folder / f"{spec.role}-{spec.rank}.log"
         for path in [log, log.with_suffix(".errors")][len(self._output) : 1 + apart]:
             self._output.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600))
+            self._stack.callback(os.close, self._output[-1])
             self._places.append(0)
         output = SimpleNamespace(stdout=self._output[0], stderr=self._output[-1])
         with open(os.devnull, "rb") as nothing:
@@ -141,12 +145,12 @@ class RoleActor:
             except OSError as error:
                 raise ValueError(f"node {self._host} cannot start {program.target!r}: {error}") from None
         if self._rendezvous is not None:
-            self._rendezvous.started()
+            self._rendezvous.wait_until_ready()
         return self._process.pid, directory is not None
 
     def follow(self) -> RoleEvents:
         """Return the news since the last call; waits a moment for some."""
-        process, until = self._process, time.monotonic() + _ANSWER_SECONDS
+        process, until = self._process, time.monotonic() + _NEWS_SECONDS
         assert process is not None, "started"
         while True:
             code = self._reap(_LOOK_SECONDS)  # what it wrote before that is in the files by now
@@ -156,27 +160,19 @@ class RoleActor:
         stopped = code is None and process_state(process.pid) == "stopped"
         return RoleEvents(output, code, self._new_status(process), time.monotonic(), stopped)
 
-    def recorded(self) -> dict[str, bytes]:
-        """Return the files that the processes of this actor have recorded for a trace, by name."""
-        return {path.name: path.read_bytes() for path in self._folder.glob("*.spans")}
-
-    def signal(self, number: int) -> None:
-        """Send ``number`` to the process; a frozen one is woken to see it."""
+    def signal(self, number: int, *, group: bool = False) -> None:
+        """Send ``number`` to the process, a frozen one being woken to see it; or to all that it has started, too."""
         if self._process is not None:
-            self._process.signal(signal.Signals(number))
+            send = self._process.signal_group if group else self._process.signal
+            send(signal.Signals(number))
 
-    def signal_group(self, number: int) -> None:
-        """Stop or continue the process, and those that it has started."""
-        if self._process is not None:
-            self._process.signal_group(number)
-
-    def close(self) -> None:
-        """Kill what runs here, and give everything back."""
+    def close(self) -> dict[str, bytes]:
+        """Kill what runs here, and give everything back; return what was recorded for a trace, by the file's name."""
         self.signal(signal.SIGKILL)
         self._reap(_END_SECONDS)
-        for descriptor in self._output:
-            os.close(descriptor)
+        recorded = {path.name: path.read_bytes() for path in self._folder.glob("*.spans")}
         self._stack.close()
+        return recorded
 
     def _reap(self, seconds: float) -> int | None:
         """Return the exit code of a process that ends within this time, of which nothing is left then."""
@@ -228,3 +224,121 @@ def _interface_of(host: str) -> str | None:
                 if socket.inet_ntoa(answer[20:24]) == host:
                     return name
     return None
+
+
+class RemoteProcess(RoleProcess):
+    """A process in an actor; a thread follows the actor, writes what comes to the log and the screen, and sees the end.
+
+    Args:
+        spec: what was started.
+        restarted: how often that was started before.
+        actor: the Ray actor; its methods have ``remote``.
+        pid: the process there.
+        fetch: waits for a call's result, as ``ray.get`` does; raises when the actor is lost.
+
+    Attributes:
+        lost: whether the actor is lost.
+    """
+
+    def __init__(
+        self, spec: ProcessSpec, restarted: int, actor: Any, pid: int, fetch: Callable[[Any, float], Any]
+    ) -> None:
+        self._actor = actor
+        self._fetch = fetch
+        self._describe(spec, restarted)
+        self.lost = False
+        self._code = -signal.SIGKILL
+        self.pid = pid
+        self._facts: dict[str, Any] = {}
+        self._reported: dict[str, Any] = {}
+        self._report("running")
+        self.pidfd, self._end = os.pipe()
+        with open_log(self.log, anew=not spec.screen and not restarted) as log:
+            shown = (log.fileno(),) * 2 if spec.screen is None else (spec.screen.stdout, spec.screen.stderr)
+            self._targets = [os.dup(descriptor) for descriptor in shown]
+        self._follower = threading.Thread(target=self._follow, name=f"anabranch-{self.role}-{self.rank}", daemon=True)
+        self._follower.start()
+
+    @property
+    def exit(self) -> Exit:
+        """Its exit."""
+        return replace(super().exit, node_lost=self.lost and not self.stopped)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send ``number``; does nothing if the actor is lost."""
+        if self.running:
+            self.stopped = True
+            self._send(number)
+
+    def signal_group(self, number: int) -> None:
+        """Stop or continue it."""
+        if self.running:
+            self._send(number, group=True)
+
+    def _send(self, number: int, *, group: bool = False) -> None:
+        with suppress(Exception):  # Ray's errors are many, and the follower sees the loss
+            self._actor.signal.remote(int(number), group=group)
+
+    def reap(self) -> None:
+        """Take the exit code of a process that has ended."""
+        self._follower.join(_LOST_SECONDS)
+        self._ended(self._code)
+        os.close(self.pidfd)
+        if self.lost:  # its place is gone with it
+            self.spec = replace(self.spec, restarts=None)
+
+    def abandon(self) -> None:
+        """Count a process whose node does not answer as killed."""
+        self.lost = True
+        self._ended(-signal.SIGKILL)
+
+    def _ended(self, code: int) -> None:
+        self.ended_at = time.time()
+        self.exit_code = code
+        self._report("gone")
+
+    def _follow(self) -> None:
+        try:
+            while True:
+                news = self._news()
+                if news.status:
+                    self._facts = ahead(json.loads(news.status), time.monotonic() - news.now)
+                self._report("stopped" if news.stopped else "running")
+                for stream, data in news.output:
+                    self._write(stream, data)
+                if news.code is not None and not news.output:
+                    self._code = news.code
+                    return
+        except Exception as error:  # noqa: BLE001  of Ray, whose errors are many: the actor is lost
+            self.lost = True
+            why = [*str(error).strip().splitlines(), repr(error)][0]
+            self._write(2, f"anabranch: the Ray node of {self.role} {self.rank} was lost: {why}\n".encode())
+        finally:
+            for descriptor in (*self._targets, self._end):
+                os.close(descriptor)
+
+    def _write(self, stream: int, data: bytes) -> None:
+        with suppress(OSError):
+            view = memoryview(data)
+            while view:
+                view = view[os.write(self._targets[stream - 1], view) :]
+
+    def _news(self) -> RoleEvents:
+        """Return what came since the last call; asks again if this process was stopped (Ctrl-Z) in between."""
+        asked = time.monotonic()
+        news: RoleEvents
+        try:
+            news = self._fetch(self._actor.follow.remote(), _LOST_SECONDS)
+        except Exception:
+            if time.monotonic() - asked < _LOST_SECONDS + _STOPPED_SECONDS:
+                raise
+            news = self._fetch(self._actor.follow.remote(), _LOST_SECONDS)
+        return news
+
+    def _report(self, state: str) -> None:
+        """Write what has changed of the process's status for ``anabranch status``, in times of this machine's clock."""
+        facts = {**self._facts, "pid": self.pid, "elsewhere": "gone" if self.exit_code is not None else state}
+        if facts != self._reported:
+            self._reported = facts
+            with suppress(OSError):  # a full disk, a folder that was removed
+                replace_text(self.log.with_suffix(".status"), json.dumps(facts) + "\n")

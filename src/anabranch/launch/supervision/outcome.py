@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from contextlib import suppress
 from dataclasses import dataclass
@@ -135,8 +136,9 @@ class Exit:
         return self.error is not None and self.error.is_loss
 
     def _lines(self) -> list[str]:
-        with suppress(OSError), self.log.open("rb") as file:  # a folder that was removed
-            file.seek(max(0, self.log.stat().st_size - _TAIL_BYTES))
+        # Its folder may have been removed. A FIFO cannot seek; opened in another way it would wait.
+        with suppress(OSError), open(os.open(self.log, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
             return file.read().decode(errors="replace").rstrip().splitlines()
         return []
 

@@ -30,24 +30,19 @@ class Stopped(BaseException):
 
 
 class SignalBox:
-    """The received signals that were not taken yet; ``descriptor`` is readable while there are some.
+    """The received signals that were not taken yet; ``descriptor`` is readable while there are some."""
 
-    Args:
-        clock: seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self) -> None:
         self.descriptor, self.notify = os.pipe()
         os.set_blocking(self.descriptor, False)
         os.set_blocking(self.notify, False)
-        self._clock = clock
         self._pending: list[tuple[signal.Signals, bool]] = []
         self._first: float | None = None
         self._on_stop: Callable[[signal.Signals], None] | None = None
 
     def put(self, number: int, frame: FrameType | None = None) -> None:
         """Collect a signal; a handler."""
-        again, now = False, self._clock()
+        again, now = False, time.monotonic()
         if number in STOPPING:
             again = self._first is not None and now - self._first >= ECHO_SECONDS
             self._first = now if self._first is None else self._first

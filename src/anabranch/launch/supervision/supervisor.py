@@ -26,6 +26,7 @@ A job that may lose workers (``members.py``) goes on without one that was killed
 from __future__ import annotations
 
 import os
+import sched
 import selectors
 import signal
 import time
@@ -61,38 +62,34 @@ class Patience:
     drain: float = 25.0
 
 
-class _Timers:
+class _Timers(sched.scheduler):
     """Actions by the time at which they are due; of one kind until that is cleared."""
 
     def __init__(self) -> None:
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._behind = 0.0
+        super().__init__(lambda: time.monotonic() - self._behind)
 
     def after(self, seconds: float, act: Callable[[], None], kind: int = 0) -> None:
         """Call ``act`` then."""
-        self._due.append((time.monotonic() + seconds, kind, act))
+        self.enter(seconds, kind, act)  # the priority of what is due at once
 
     def has(self, kind: int) -> bool:
         """Return True if something of this kind is to be done."""
-        return any(one == kind for _, one, _ in self._due)
+        return any(event.priority == kind for event in self.queue)
 
     def clear(self, kind: int) -> None:
         """Forget what is of this kind."""
-        self._due = [one for one in self._due if one[1] != kind]
+        for event in self.queue:
+            if event.priority == kind:
+                self.cancel(event)
 
     def postpone(self, seconds: float) -> None:
         """Do everything later."""
-        self._due = [(moment + seconds, kind, act) for moment, kind, act in self._due]
+        self._behind += seconds
 
     def remaining(self) -> float | None:
         """Return the seconds until something is to be done; ``None`` if nothing is."""
-        return max(0.0, min(moment for moment, _, _ in self._due) - time.monotonic()) if self._due else None
-
-    def run(self) -> None:
-        """Do what is due."""
-        now = time.monotonic()
-        while self._due and (first := min(self._due, key=lambda one: one[0]))[0] <= now:
-            self._due.remove(first)
-            first[2]()
+        return None if self.empty() else max(0.0, self.queue[0].time - self.timefunc())
 
 
 class Supervisor:
@@ -150,6 +147,7 @@ class Supervisor:
         self._timers = _Timers()
         if seconds is not None:
             self._timers.after(seconds, self._time_out)
+        self._waits = waits
         if waits is not None:
             self._look(waits)
         if members is not None:
@@ -166,7 +164,7 @@ class Supervisor:
                     self._stop_services()
                 for key, _ in self._selector.select(self._timers.remaining()):
                     key.data()
-                self._timers.run()
+                self._timers.run(blocking=False)
 
     def kill(self) -> None:
         """End all processes at once."""
@@ -307,6 +305,8 @@ class Supervisor:
         before = time.monotonic()
         signal_box.suspend()
         self._timers.postpone(time.monotonic() - before)
+        if self._waits:
+            self._waits.begin()
         for process in self._everyone():
             process.signal_group(signal.SIGCONT)
         if self._screen:

@@ -57,14 +57,14 @@ class ProcessSpec:
 
 
 def open_log(path: Path, *, anew: bool) -> BinaryIO:
-    """Open a log to append to, or nothing where its folder was removed: a job needs no log to go on."""
+    """Open a log to append to, or nothing where its folder was removed, or it is a FIFO that nobody reads."""
+    how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
     try:
-        file = path.open("ab")
+        descriptor = os.open(path, how | (os.O_TRUNC if anew else 0), 0o666)
     except OSError:
-        return open(os.devnull, "ab")
-    if anew:
-        file.truncate(0)
-    return file
+        descriptor = os.open(os.devnull, how)
+    os.set_blocking(descriptor, True)  # what is written to it waits; only opening a FIFO must not
+    return open(descriptor, "ab", buffering=0)
 
 
 class RoleProcess:
