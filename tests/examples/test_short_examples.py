@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from anabranch.testing import LocalJob
+from covering import slow_except
 
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples/short").glob("*.py"))
+FOLDER = Path(__file__).parents[2] / "examples/short"
+EXAMPLES = sorted(FOLDER.glob("*.py"))
 JOBS = {
     "experts": {"experts": 2}, "graph": {}, "own_loop": {"workers": 2}, "stages": {"workers": 2},
     "tables": {"workers": 2, "servers": 1},
@@ -20,8 +22,7 @@ def loss_of(printed: str) -> float:
     return float(re.findall(r"loss (\d\.\d+)", printed)[-1])
 
 
-@pytest.mark.quick_cases(2)
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("example", slow_except(EXAMPLES, FOLDER / "own_loop.py"), ids=lambda path: path.stem)
 def test_an_example_of_under_60_lines_learns_alone_and_in_a_job(
     example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

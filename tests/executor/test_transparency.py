@@ -224,12 +224,10 @@ QUICK = [
     # What servers do for an optimizer depends on its states and on whether it moves rows that nobody has looked up.
     case("adagrad", "PS"),
     case("adam_decay", "Hybrid"),
-    case("row_wise_adagrad", "PS"),
     case("adamw", "Hybrid", sparse="sparse_adam"),
     case("adamw", "PS", sparse="adagrad", clip=0.5),
     case("adamw", "PS", clip=0.5, accumulate=3),
     case("adamw", "Hybrid", clip=0.5, accumulate=3, reduction="sum"),
-    case("momentum", "PS", unequal=False),
     case("adam", "Hybrid", cache={"capacity": 20}),
     case("adam", "PS", sparse_pull=False),
     case("adamw", "Hybrid", engine="graph", rare=False, clip=0.5),
@@ -243,17 +241,20 @@ OTHERS = [
     *(case("adamw", mode, sparse=sparse) for sparse, mode in product(("sgd", "row_wise_adagrad"), ("PS", "Hybrid"))),
     *(case("adam", mode, cache={"capacity": 20}) for mode in ("PS", "Hybrid")),
     case("adamw", "PS", sparse="adagrad", sparse_pull=False),
+    case("row_wise_adagrad", "PS"),
+    case("momentum", "PS", unequal=False),
     case("adamw", "PS", engine="graph", rare=False),
     case("adam", "PS", engine="graph", rare=False, cache={"capacity": 20}, accumulate=2),
 ]
 LOSSES = ("contrastive", "normalised", "balanced")
 BETWEEN_WORKERS = [
-    *(case("adam", loss=loss) for loss in LOSSES),
+    case("adam", loss="contrastive"),
     case("sgd", "Hybrid", loss="normalised", accumulate=2, clip=0.5),
     case("adam", "PS", loss="balanced"),
     case("sgd", loss="normalised", precision="float16", rare=False),
 ]
 BETWEEN_MORE = [
+    *(case("adam", loss=loss) for loss in LOSSES[1:]),
     *(case("adam", "Hybrid", loss=loss) for loss in LOSSES),
     *(case("sgd", mode, loss="contrastive", accumulate=2, clip=0.5) for mode in ("AllReduce", "PS")),
     *(case("adam", loss=loss, engine="graph", unequal=False, rare=False) for loss in LOSSES),
