@@ -69,22 +69,24 @@ SEARCHES = {
 }
 
 # One page a package that lists what it exports, so that a new one is in the reference without anybody listing it, and
-# the modules of the names of `import anabranch as ab`.
+# a page for each module that such names come from.
+MODULES = [module.name for module in pkgutil.iter_modules(anabranch.__path__)]
 REFERENCE = HERE / "reference"
 
 
 def write_reference(app: Sphinx) -> None:
     """Writes the pages of the reference, leaving those that are as they should be."""
     REFERENCE.mkdir(exist_ok=True)
+    found = [importlib.import_module(f"anabranch.{name}") for name in MODULES]
     homes = {
-        getattr(getattr(anabranch, name), "__module__", "").partition(".")[2]
-        for name in anabranch.__all__
+        getattr(getattr(module, name), "__module__", None)
+        for module in (anabranch, *found)
+        for name in getattr(module, "__all__", ())
     }
     names = [
-        module.name
-        for module in pkgutil.iter_modules(anabranch.__path__)
-        if module.name in homes
-        or hasattr(importlib.import_module(f"anabranch.{module.name}"), "__all__")
+        name
+        for name, module in zip(MODULES, found, strict=True)
+        if hasattr(module, "__all__") or module.__name__ in homes
     ]
     pages = {f"{name}.md": page(name) for name in names}
     pages["_names.md"] = table_of_names()
