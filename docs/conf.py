@@ -68,17 +68,25 @@ SEARCHES = {
     "lora": "with/lora",
 }
 
-# One page a package, so that a new package is in the reference without anybody listing it.
+# One page a package that lists what it exports, so that a new one is in the reference without anybody listing it, and
+# a page for each module that such names come from.
+MODULES = [module.name for module in pkgutil.iter_modules(anabranch.__path__)]
 REFERENCE = HERE / "reference"
 
 
 def write_reference(app: Sphinx) -> None:
     """Writes the pages of the reference, leaving those that are as they should be."""
     REFERENCE.mkdir(exist_ok=True)
+    found = [importlib.import_module(f"anabranch.{name}") for name in MODULES]
+    homes = {
+        getattr(getattr(module, name), "__module__", None)
+        for module in (anabranch, *found)
+        for name in getattr(module, "__all__", ())
+    }
     names = [
-        module.name
-        for module in pkgutil.iter_modules(anabranch.__path__)
-        if not module.name.startswith("_")
+        name
+        for name, module in zip(MODULES, found, strict=True)
+        if hasattr(module, "__all__") or module.__name__ in homes
     ]
     pages = {f"{name}.md": page(name) for name in names}
     pages["_names.md"] = table_of_names()
@@ -218,9 +226,19 @@ def check_searches(app: Sphinx, failure: Exception | None) -> None:
                 )
 
 
+def leave_notes_out(
+    app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]
+) -> None:
+    """Keep the first sentence of a package's docstring: the rest tells maintainers which file does what."""
+    if what == "module" and hasattr(obj, "__path__"):
+        first = " ".join(lines).partition(". ")[0].strip().removesuffix(".")
+        lines[:] = [f"{first}.", ""]
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.add_directive("picture", Picture)
     app.connect("builder-inited", write_reference)
+    app.connect("autodoc-process-docstring", leave_notes_out)
     app.connect("html-page-context", add_card)
     app.connect("build-finished", check_searches)

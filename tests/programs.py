@@ -14,8 +14,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
@@ -24,6 +24,7 @@ from anabranch.launch import python_program as program
 from anabranch.launch.forks import launcher_side
 from anabranch.launch.forks.conditions import why_no_fork_server
 from anabranch.launch.forks.launcher_side import ForkServer, kept_fork_server
+from anabranch.launch.meeting.addresses import held_port
 from anabranch.launch.supervision.orphans import adopt_orphans
 
 PIPE = subprocess.PIPE
@@ -52,6 +53,12 @@ def import_all(before=server._import_all):
         return
     cpu_target.typing_context.refresh()
     cpu_target.target_context.refresh()
+    from anabranch.collectives.shared_memory import load_kernels
+    from anabranch.tables.warming import compile_kernels
+
+    for dtype in (torch.float32, torch.float64):
+        compile_kernels(dtype)
+        load_kernels(dtype)
 
 server._import_all = import_all
 server.main()
@@ -172,6 +179,21 @@ def start(
     """Start a file of Python source with one computing thread; each stream is a pipe or a descriptor."""
     everything = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     return Program(script, tuple(map(str, arguments)), everything, (stdin, stdout, stderr))
+
+
+@contextmanager
+def start_ranks(folder: Path, source: str, world: int, *arguments: object) -> Iterator[list[Program]]:
+    """The ranks of a job without a launcher, the second ready: nobody but themselves watches over them."""
+    script = folder / "rank.py"
+    script.write_text(source)
+    with held_port("127.0.0.1") as port, ExitStack() as stack:
+        common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        started = [
+            stack.enter_context(start(script, *arguments, environment={**common, "RANK": str(rank)}))
+            for rank in range(world)
+        ]
+        assert started[1].stdout.readline() == "ready\n"
+        yield started
 
 
 class Programs:

@@ -12,9 +12,16 @@ from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch.testing import LocalJob
+from toys import Kept
 
 MODEL = nn.Linear(4, 3)
-SGD = torch.optim.SGD(MODEL.parameters(), lr=0.1)
+
+
+def sgd() -> torch.optim.SGD:
+    return torch.optim.SGD(MODEL.parameters(), lr=0.1)
+
+
+SGD = sgd()
 
 
 def loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -64,6 +71,33 @@ STEPS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: made(torch.optim.SGD), TypeError, "optimizer is one Optimizer or a list of them, got <class"),
     (lambda: made(scheduler=3), TypeError, "scheduler is one LRScheduler or a list of them, got 3"),
     (lambda: made(clip_grad_norm="1"), TypeError, "clip_grad_norm is a finite number above 0, or None, got '1'"),
+    (lambda: made(torch.optim.SGD(nn.Linear(4, 3).parameters(), lr=0.1)), ValueError, "not the model's"),
+    (lambda: made([SGD, SGD]), ValueError, "both hold 'weight'"),
+    (lambda: made(scheduler=torch.optim.lr_scheduler.ConstantLR(sgd())), ValueError, "none of this step's optimizers"),
+    (lambda: made(torch.optim.LBFGS(MODEL.parameters())), ValueError, "LBFGS"),
+    (lambda: made([MODEL]), TypeError, "optimizer 0"),
+    (lambda: ab.EvalStep(loss, loss), TypeError, "nn.Module"),  # type: ignore[arg-type]
+    *(
+        (lambda wrong=wrong: made(**wrong), ValueError, next(iter(wrong)))
+        for wrong in ({"accumulate": 0}, {"accumulate": True}, {"clip_grad_norm": 0.0}, {"reduction": "max"})
+    ),
+    (lambda: made(precision="fp16"), ValueError, "precision is None, 'bfloat16' or 'float16', got 'fp16'"),
+    (lambda: made(skip_nonfinite="yes"), TypeError, "skip_nonfinite is True, False, or None"),
+    (lambda: made(clip_grad_value=0), ValueError, "clip_grad_value is a finite number above 0"),
+    (lambda: made(flush="yes"), ValueError, "flush is 'keep', 'step' or 'drop', got 'yes'"),
+    *(
+        (lambda size=size: made(activation_budget=size), ValueError, "activation_budget is a number of bytes above 0")
+        for size in (0, -1, True, "much", "0GiB", "2 GiBs", 1.5)
+    ),
+    (lambda: executor(made(activation_budget=5)), ValueError, "activation_budget, which needs a graph"),
+    (lambda: executor(check_workers=True), TypeError, "check_workers"),
+    (lambda: executor(check_workers=-1), ValueError, "check_workers"),
+    (lambda: executor(comm_mode="PS", routes={"nowhere": "PS"}), ValueError, "weight, bias"),
+    (lambda: executor(comm_mode="PS", routes={"weight": "there"}), ValueError, "'AllReduce', 'PS' or 'Hybrid'"),
+    (lambda: executor(comm_mode="PS", row_compression="int4"), ValueError, "'int8', not as 'int4'"),
+    *((lambda sinks=sinks: executor(sinks=sinks), TypeError, "scalars, event and close") for sinks in ([Kept], "x", 3)),
+    (lambda: executor().on("epoch", print), ValueError, "'peer_lost'"),
+    (lambda: executor().on("step", None), TypeError, "function of one record"),
     (lambda: executor(engine="auto"), ValueError, "engine is 'tape' or 'graph', got 'auto'"),
     (lambda: executor(compile=True), ValueError, "the engine is 'tape'; give engine='graph'"),
     (lambda: executor(comm_mode="P2P"), ValueError, "'PS' or 'Hybrid', got 'P2P'"),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -32,6 +35,41 @@ def plain_step(
         nn.utils.clip_grad_norm_(model.parameters(), clip)
     optimizer.step()
     return value.detach()
+
+
+def plain_window(
+    model: nn.Module,
+    loss: Callable[[Any, Any], Tensor],
+    batches: Sequence[Any],
+    rows: Callable[[Any], int],
+    *,
+    mean: bool = True,
+    clip: float | None = None,
+    then: Iterable[Any] = (),
+) -> list[float]:
+    """One optimizer step of the plain loop on several batches; ``then`` are the optimizers and the schedulers."""
+    model.zero_grad()
+    losses, total = [], sum(map(rows, batches))
+    for batch in batches:
+        value = loss(model, batch)
+        (value * (rows(batch) / total if mean else 1)).backward()  # type: ignore[no-untyped-call]
+        losses.append(value.item())
+    moved = [p for p in model.parameters() if p.grad is not None]
+    for p in moved:
+        p.grad = p.grad.coalesce() if p.grad.is_sparse else p.grad  # type: ignore[union-attr]
+    if clip is not None:
+        values: Any = [p.grad.values() if p.grad.is_sparse else p.grad for p in moved]  # type: ignore[union-attr]
+        factor = min(1.0, clip / (nn.utils.get_total_norm(values).item() + 1e-6))
+        for p in moved:
+            p.grad = p.grad * factor  # type: ignore[operator]
+    for one in then:
+        one.step()
+    return losses
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """The largest difference, as a share of the largest number."""
+    return ((a - b).abs().max() / b.abs().max().clamp_min(1e-300)).item()
 
 
 def assert_same(model: nn.Module, other: nn.Module) -> None:
@@ -106,6 +144,41 @@ def job_servers(count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Pa
         servers = [stack.enter_context(ParameterServer(shard, count)) for shard in range(count)]
         monkeypatch.setenv("ANABRANCH_SERVERS", ",".join(server.endpoint for server in servers))
         yield servers
+
+
+def interrupted_at(line: int, act: Callable[[], object], files: Sequence[str] = ("anabranch",), but: str = "") -> bool:
+    """Call ``act`` with Ctrl-C at that line of such files; return False if it has fewer."""
+    left = line
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal left
+        name = frame.f_code.co_filename
+        if name == but or not any(one in name for one in files):
+            return None
+        left -= event == "line"
+        if left == 0:
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        act()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    return left <= 0
+
+
+def messages_of(logger: str = "anabranch") -> list[str]:
+    """What is logged there from here on, until the end of the process."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger(logger)
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    return messages
 
 
 _IN_JOB = """

@@ -5,10 +5,8 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import gc
-import sys
 import threading
 import weakref
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -18,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import anabranch as ab
-from toys import in_job
+from toys import in_job, interrupted_at
 
 
 def model() -> nn.Sequential:
@@ -102,29 +100,6 @@ def test_a_future_that_never_completes_is_a_deadline_exceeded_and_the_manager_st
     assert x.grad.tolist() == [1.0, 1.0]
 
 
-def _interrupted_at(line: int, act: Any) -> bool:
-    """Call ``act`` with Ctrl-C at that line of the package; return False if it has fewer."""
-    left = line
-
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal left
-        if "anabranch" not in frame.f_code.co_filename:
-            return None
-        left -= event == "line"
-        if left == 0:
-            raise KeyboardInterrupt
-        return trace
-
-    sys.settrace(trace)
-    try:
-        act()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(None)
-    return left <= 0
-
-
 @pytest.mark.parametrize("times", [0, 1, 10])
 def test_an_interrupt_at_any_line_adds_all_gradients_or_none(times: int) -> None:
     """An earlier ``.grad`` was lost between the hook that sets it aside and the one that puts it back."""
@@ -139,7 +114,7 @@ def test_an_interrupt_at_any_line_adds_all_gradients_or_none(times: int) -> None
         after = [old + max(1, times) * (a * b * c / x).detach() for old, x in zip(before, (a, b, c), strict=True)]
         with manager:
             product = (a * b * c).sum()
-            came = _interrupted_at(line, lambda run=manager.backward, product=product: run(product))
+            came = interrupted_at(line, lambda run=manager.backward, product=product: run(product))
         found = [torch.zeros(2) if x.grad is None else x.grad.clone() for x in (a, b, c)]
         assert [x.tolist() for x in found] in ([x.tolist() for x in before], [x.tolist() for x in after]), line
         product = (a * 2).sum()

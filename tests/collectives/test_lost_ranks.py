@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from anabranch.launch.meeting.addresses import held_port
-from programs import Program, start
+from programs import start_ranks
 
 RANK = """
 import json, os, sys
@@ -44,28 +41,13 @@ except ab.BoundaryError as error:
 """
 
 
-@contextmanager
-def ranks(folder: Path, operation: str, world: int) -> Iterator[list[Program]]:
-    """The ranks of a job without a launcher, the second ready: nobody but themselves watches over them."""
-    script = folder / "rank.py"
-    script.write_text(RANK)
-    with held_port("127.0.0.1") as port, ExitStack() as stack:
-        common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        started = [
-            stack.enter_context(start(script, operation, environment={**common, "RANK": str(rank)}))
-            for rank in range(world)
-        ]
-        assert started[1].stdout.readline() == "ready\n"
-        yield started
-
-
 @pytest.mark.parametrize(
     ("operation", "world"),
     [("run", 3), ("all_reduce", 2), ("recv", 2), pytest.param("send", 2, marks=pytest.mark.slow)],
 )
 def test_a_stopped_rank_is_named_by_its_beats_and_the_others_end(operation: str, world: int, tmp_path: Path) -> None:
     """A frozen process keeps its sockets open, and gloo alone waits for it until the deadline."""
-    with ranks(tmp_path, operation, world) as started:
+    with start_ranks(tmp_path, RANK, world, operation) as started:
         started[1].send_signal(signal.SIGSTOP)  # the others wait in the collective by now or soon
         for other in (started[0], *started[2:]):
             out, err = other.communicate(60)
@@ -79,7 +61,7 @@ def test_a_stopped_rank_is_named_by_its_beats_and_the_others_end(operation: str,
 
 
 def test_a_killed_rank_is_named_on_all_others_at_once(tmp_path: Path) -> None:
-    with ranks(tmp_path, "run", 3) as started:
+    with start_ranks(tmp_path, RANK, 3, "run") as started:
         started[1].kill()
         for other in (started[0], started[2]):
             facts = json.loads(other.communicate(60)[0].splitlines()[-1])

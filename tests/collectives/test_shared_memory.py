@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-import logging
 import os
 import random
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,9 @@ from anabranch.collectives import GradientBuckets, Workers, sparse_rows
 from anabranch.collectives import shared_memory as shared
 from anabranch.collectives.shared_memory import FlatForm, SharedSum, shared_sums
 from anabranch.errors import BoundaryError, DeadlineExceeded, PeerLost
-from anabranch.launch.meeting.addresses import held_port
-from programs import Program, start
-from toys import in_job
+from covering import slow_except
+from programs import start, start_ranks
+from toys import in_job, messages_of
 
 CPU = torch.device("cpu")
 NAME = "anabranch-sums"
@@ -79,7 +79,7 @@ def compared(workers: Workers, dtype: torch.dtype) -> Iterator[tuple[bool, str]]
         yield close and torch.equal(one.flat, first), hashlib.sha256(one.flat.numpy()).hexdigest()
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("workers", slow_except([2, 3, 4], 3))
 def test_sums_are_gloos_in_the_order_of_ranks_and_bit_equal_on_all_of_them(workers: int) -> None:
     results = in_job(sums_in_order, workers, ["float32", "float64"])
     for equal, digests, mapped in results:
@@ -100,11 +100,7 @@ class Layers(nn.Module):
         return self.layers(x) + self.table((x[:, 0].abs() * 10).long() % 11)  # type: ignore[no-any-return]
 
 
-def trained(name: str, over: str, accumulate: int, sparse: bool = True) -> list[Any]:
-    if over == "gloo":
-        Workers.hosts = []  # type: ignore[assignment, method-assign]
-    elif over == "hosts":
-        pretend_hosts()
+def trained(name: str, accumulate: int = 1, sparse: bool = False) -> list[Any]:
     model = Layers(getattr(torch, name), sparse)
     step = ab.TrainStep(
         model,
@@ -131,39 +127,64 @@ def trained(name: str, over: str, accumulate: int, sparse: bool = True) -> list[
     return [used > 0, left, gradients, [number for row in values for number in row]]
 
 
+def trained_both_ways() -> list[list[list[Any]]]:
+    """By memory and over gloo, dense and sparse, in windows and without."""
+    found = []
+    for way in product((1, 2), (True, False)):
+        with pytest.MonkeyPatch.context() as patch:
+            found.append([trained("float64", *way)])
+            patch.setattr(Workers, "hosts", [])
+            found[-1].append(trained("float64", *way))
+    return found
+
+
 @pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("sparse", [True, False])
-def test_training_gives_the_parameters_that_it_gives_over_gloo(workers: int, accumulate: int, sparse: bool) -> None:
-    by_memory = in_job(trained, workers, "float64", "memory", accumulate, sparse)
-    over_gloo = in_job(trained, workers, "float64", "gloo", accumulate, sparse)
-    assert [used for used, *_ in by_memory + over_gloo] == [True] * workers + [False] * workers
-    assert [left for _, left, *_ in by_memory] == [0] * workers  # an executor takes the memory with it
-    first, expected = by_memory[0][3], over_gloo[0][3]
-    assert all(values == first for *_, values in by_memory)
-    assert torch.allclose(torch.tensor(first), torch.tensor(expected), rtol=0, atol=1e-12)
-    for here, there in zip(by_memory, over_gloo, strict=True):
-        assert here[2] == [None if one is None else pytest.approx(one, abs=1e-12) for one in there[2]]
+def test_training_gives_the_parameters_that_it_gives_over_gloo(workers: int) -> None:
+    first, *_ = everyone = in_job(trained_both_ways, workers)
+    for rank in everyone:
+        for (by_memory, over_gloo), (of_first, _) in zip(rank, first, strict=True):
+            used, left, gradients, values = by_memory
+            assert (used, left, over_gloo[0]) == (True, 0, False)  # an executor takes the memory with it
+            assert values == of_first[3] == pytest.approx(over_gloo[3], rel=0, abs=1e-12)
+            assert gradients == [None if one is None else pytest.approx(one, abs=1e-12) for one in over_gloo[2]]
+
+
+def of_half_types() -> list[list[Any]]:
+    return [trained(name) for name in ("float16", "bfloat16")]
+
+
+def trained_over_hosts() -> list[list[Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Workers, "hosts", [])
+        over_gloo = trained("float64")
+    pretend_hosts()
+    return [trained("float64"), over_gloo]
 
 
 def test_training_over_several_hosts_gives_the_same_parameters() -> None:
-    over_hosts, over_gloo = (in_job(trained, 3, "float64", over, 1) for over in ("hosts", "gloo"))
-    assert [(used, left) for used, left, *_ in over_hosts] == [(True, 0)] * 3
-    first, expected = over_hosts[0][3], over_gloo[0][3]
-    assert all(values == first for *_, values in over_hosts)
-    assert torch.allclose(torch.tensor(first), torch.tensor(expected), rtol=0, atol=1e-12)
+    (first, expected), *_ = everyone = in_job(trained_over_hosts, 3)
+    for (used, left, _, values), _ in everyone:
+        assert (used, left) == (True, 0)
+        assert values == first[3] == pytest.approx(expected[3], rel=0, abs=1e-12)
 
 
 def test_half_types_are_summed_as_before() -> None:
-    for name in ("float16", "bfloat16"):  # in a sum of float32 numbers, and over gloo
-        (used, _, _, values), (*_, others) = in_job(trained, 2, name, "memory", 1, False)
+    """In a sum of float32 numbers, and over gloo."""
+    for (used, *_, values), (*_, others) in zip(*in_job(of_half_types, 2), strict=True):
         assert used
         assert values == others
 
 
-def gathered(most_shared: int) -> list[Any]:
+def gathered() -> list[bool]:
     torch.set_num_threads(1)
-    sparse_rows._MOST_SHARED = most_shared
+    results = []
+    for sparse_rows._MOST_SHARED in (1 << 20, 1 << 15):
+        results += gathered_by_all()
+        results.append(mappings() == 0)
+    return results
+
+
+def gathered_by_all() -> list[bool]:
     results = []
     with Workers() as workers:
         weight = nn.Parameter(torch.zeros(30_000, 3))
@@ -181,8 +202,7 @@ def gathered(most_shared: int) -> list[Any]:
             expected = workers.all_reduce(gradient.to_dense()) / 2
             assert weight.grad is not None
             results.append(torch.equal(weight.grad.to_dense(), expected))
-        del buckets, weight
-    return [results, mappings()]
+    return results
 
 
 def summed_in_groups() -> list[Any]:
@@ -203,55 +223,46 @@ def test_a_loss_sums_over_any_group_in_shared_memory() -> None:
     assert in_job(summed_in_groups, 3) == [pair, alone, pair]
 
 
-@pytest.mark.parametrize("most_shared", [1 << 20, 1 << 15])
-def test_rows_are_gathered_in_memory_that_grows_up_to_a_size(most_shared: int) -> None:
-    for results, mapped in in_job(gathered, 2, most_shared):
-        assert results == [True] * 5
-        assert mapped == 0
+def test_rows_are_gathered_in_memory_that_grows_up_to_a_size() -> None:
+    assert in_job(gathered, 2) == [[True] * 12] * 2
 
 
 # Whoever cannot share memory.
 
 
-def voted(what: str) -> list[Any]:
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("anabranch.executor")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    with Workers() as workers:
-
-        def refuse(*_: object) -> int:
-            raise OSError(28, "no space left")
-
-        if what == "other users":
-            os.getuid = lambda: 4711 + workers.rank
-        elif what == "no memory" and workers.rank == 0:
-            os.posix_fallocate = refuse
-        elif what == "cannot open" and workers.rank == 1:
-            shared._open = refuse  # type: ignore[assignment]
-        forms = [FlatForm(10, torch.float32, CPU)]
-        sums = [shared_sums(workers, forms) for _ in range(2)]
-        total = workers.all_reduce(torch.ones(1)).item()
-    return [sums, total, messages, mappings()]
+REASONS = {
+    "other users": "shared memory is for 2 to 64 processes of one user on one host",
+    "no memory": "rank 0 has no shared memory: [Errno 28] no space left",
+    "cannot open": "rank 1 has no shared memory: [Errno 28] no space left",
+}
 
 
-@pytest.mark.parametrize(
-    ("what", "reason"),
-    [
-        ("other users", "shared memory is for 2 to 64 processes of one user on one host"),
-        ("no memory", "rank 0 has no shared memory: [Errno 28] no space left"),
-        ("cannot open", "rank 1 has no shared memory: [Errno 28] no space left"),
-    ],
-)
-def test_where_one_worker_cannot_all_of_them_take_gloo_and_say_so_once(what: str, reason: str) -> None:
-    for sums, total, messages, mapped in in_job(voted, 3, what):
-        assert sums == [[None], [None]]
-        assert total == 3.0
-        assert len(messages) == 1
-        assert reason in messages[0]
-        assert mapped == 0
+def voted() -> dict[str, list[Any]]:
+    said, found = messages_of("anabranch.executor"), {}
+
+    def refuse(*_: object) -> int:
+        raise OSError(28, "no space left")
+
+    for what in REASONS:
+        said.clear()
+        with Workers() as workers, pytest.MonkeyPatch.context() as patch:
+            if what == "other users":
+                patch.setattr(os, "getuid", partial(sum, (4711, workers.rank)))
+            elif what == "no memory" and workers.rank == 0:
+                patch.setattr(os, "posix_fallocate", refuse)
+            elif what == "cannot open" and workers.rank == 1:
+                patch.setattr(shared, "_open", refuse)
+            sums = [shared_sums(workers, [FlatForm(10, torch.float32, CPU)]) for _ in range(2)]
+            found[what] = [sums, workers.all_reduce(torch.ones(1)).item(), *said]
+        assert mappings() == 0
+    return found
+
+
+def test_where_one_worker_cannot_all_of_them_take_gloo_and_say_so_once() -> None:
+    for found in in_job(voted, 3):
+        for what, (sums, total, said) in found.items():
+            assert (sums, total) == ([[None], [None]], 3.0)
+            assert REASONS[what] in said
 
 
 def test_sums_on_other_devices_and_of_other_dtypes_ask_nobody() -> None:
@@ -392,23 +403,14 @@ except BoundaryError as error:
 """
 
 
-@contextmanager
-def ranks(folder: Path, at: str, world: int = 3, source: str = RANK) -> Iterator[list[Program]]:
-    script = folder / "rank.py"
-    script.write_text(source)
-    with held_port("127.0.0.1") as port, ExitStack() as stack:
-        common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        started = [
-            stack.enter_context(start(script, at, environment={**common, "RANK": str(rank)})) for rank in range(world)
-        ]
-        assert started[1].stdout.readline() == "ready\n"
-        yield started
+ENDS = product(("away, few", "away", "arrived", "hosts"), (signal.SIGKILL, signal.SIGSTOP))
 
 
-@pytest.mark.parametrize("at", ["away, few", "away", "arrived", "hosts"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("at", "number"), slow_except(ENDS, ("away, few", signal.SIGKILL), ("arrived", signal.SIGSTOP))
+)
 def test_a_rank_that_ends_or_freezes_in_a_sum_is_named_on_all_others(at: str, number: int, tmp_path: Path) -> None:
-    with ranks(tmp_path, at) as started:
+    with start_ranks(tmp_path, RANK, 3, at) as started:
         started[1].send_signal(number)
         for other in (started[0], started[2]):
             facts = json.loads(other.communicate(60)[0].splitlines()[-1])

@@ -27,7 +27,7 @@ def marked(page: str) -> object:
     return pytest.param(page, marks=pytest.mark.slow) if page.startswith("tutorials/") else page
 
 
-@pytest.mark.quick_cases(8)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("page", [marked(page) for page in PAGES])
 def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(blocks(page))
@@ -46,6 +46,14 @@ def test_all_python_of_the_pages_is_seen() -> None:
                    for page in pages(fence="") for text in [(DOCS / page).read_text()]}  # fmt: skip
     assert not any(passed_over.values()), passed_over
     assert {"tutorials/clicks.md", "concepts/staleness.md", "guides/graph_sage.md", "howto.md"} <= set(PAGES)
+
+
+def test_code_fits_the_width_of_a_page() -> None:
+    """Also of README and CONTRIBUTING; the theme cuts what is wider."""
+    for path in [*DOCS.rglob("*.md"), *DOCS.parent.glob("*.md")]:
+        blocks = re.findall(r"^```(?:python|console|text)\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
+        wide = [line for block in blocks for line in block.splitlines() if len(line) > 88]
+        assert not wide, (path, wide)
 
 
 def test_examples_that_are_not_run_give_a_reason() -> None:
@@ -117,3 +125,19 @@ def test_a_benchmark_named_in_the_documentation_is_there() -> None:
     there = {path.name for path in (DOCS.parent / "benchmarks").glob("*.py")}
     assert len(named) > 3
     assert named <= there
+
+
+# The walks through the sources in docs/design.md.
+
+STOPS = re.findall(r"^\|[^|]*\| `([\w/]+\.py)` \| `([\w.]+)` \|$", (DOCS / "design.md").read_text(), re.MULTILINE)
+
+
+def test_every_stop_of_the_walks_is_there() -> None:
+    assert len(STOPS) > 20
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    for file, function in STOPS:
+        tree = ast.parse((PACKAGE / file).read_text())
+        nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+        names = {node.name for node in nodes}
+        names |= {f"{node.name}.{inner.name}" for node in nodes for inner in node.body if isinstance(inner, kinds)}
+        assert function in names, (file, function)

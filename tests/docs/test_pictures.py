@@ -45,9 +45,10 @@ def test_a_tutorial_and_a_concept_have_a_picture(folder: str) -> None:
 
 
 @pytest.mark.parametrize(("page", "name", "body"), USED, ids=[f"{page}: {name}" for page, name, _ in USED])
-def test_a_picture_has_a_text_description(page: str, name: str, body: str) -> None:
-    alt, _, caption = body.partition("\n")
-    assert re.match(r":alt: \S.{40,}", alt), page
+def test_a_picture_has_a_text_description_and_a_caption_of_its_own(page: str, name: str, body: str) -> None:
+    """What follows the description's line belongs to the caption."""
+    alt, _, caption = body.partition("\n\n")
+    assert re.fullmatch(r":alt: \S.{40,}", alt), page
     assert caption.strip(), page
 
 

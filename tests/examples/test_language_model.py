@@ -258,12 +258,6 @@ def test_killed_on_two_workers_it_resumes_with_any_number(workers_after, small_t
         assert gone_on["bits_per_byte"] == pytest.approx(same["bits_per_byte"], rel=1e-5)
 
 
-def test_a_batch_that_workers_cannot_share_equally_is_refused(small_text, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    message = refused(capsys, "--batch", 8, "--text", small_text, "--out", tmp_path / "out")
-    assert "--batch 8 cannot be shared equally by 3 workers" in message
-
-
 def test_ctrl_c_of_a_job_ends_it_with_130_and_no_traceback(small_text, tmp_path):
     command = ["--workers", 2, SCRIPT, "--steps", 100000, "--evaluate-every", 1, "--memory-rows", 64]
     with start_run(
@@ -277,6 +271,53 @@ def test_ctrl_c_of_a_job_ends_it_with_130_and_no_traceback(small_text, tmp_path)
     assert process.returncode == 130
     assert "Traceback" not in errors
     assert "the same command goes on" in errors
+
+
+# In stages.
+
+
+@pytest.mark.slow
+def test_two_stages_draw_the_curve_of_one_process(small_text, tmp_path, capsys):
+    arguments = [*SMALL, "--engine", "tape", "--text", str(small_text)]
+    staged = [*arguments, "--stages", "2", "--out", str(tmp_path / "two")]
+    job = run_example(LocalJob(2), SCRIPT, *staged, WIDTH=WIDTH).check()
+    saved = str(tmp_path / "threads" / "schedule.svg")
+    threads = run_here(capsys, *arguments, "--stages", "3", "--out", tmp_path / "threads", said=saved)
+    plain = run_here(capsys, *arguments, "--out", tmp_path / "one")
+    two = job.results[0]
+    assert two is not None
+    assert (two["stages"], two["workers"], two["comm_mode"]) == (2, 2, "None")
+    assert (threads["stages"], threads["workers"]) == (3, 1)
+    assert job.results[1] is None, "only rank 0 reports"
+    for result in (two, threads):
+        out = Path(str(result["out"]))
+        assert curve(out)["losses"] == pytest.approx(curve(tmp_path / "one")["losses"], rel=1e-5)
+        assert result["bits_per_byte"] == pytest.approx(plain["bits_per_byte"], rel=1e-5)
+        assert (out / "schedule.svg").stat().st_size > 500
+
+
+@pytest.mark.slow
+def test_a_stage_may_hold_a_mixture_of_experts(small_text, tmp_path):
+    arguments = [*SMALL, "--engine", "tape", "--text", str(small_text), "--stages", "2", "--out", str(tmp_path)]
+    result = run_example(LocalJob(2, servers=1, experts=2), SCRIPT, *arguments, WIDTH=WIDTH).check().results[0]
+    assert result is not None
+    assert (result["stages"], result["experts"], result["servers"]) == (2, 2, 1)
+    assert curve(tmp_path)["losses"][-1] < curve(tmp_path)["losses"][0]
+
+
+@pytest.mark.parametrize(
+    ("workers", "arguments", "message"),
+    [
+        ("3", ["--stages", "2"], "3 workers make no pipelines of --stages 2"),
+        ("1", ["--stages", "7"], "this model has 6 layers"),
+        ("3", ["--batch", "8"], "--batch 8 cannot be shared equally by 3 workers"),
+    ],
+)
+def test_shapes_of_a_job_that_cannot_be_are_refused(
+    workers, arguments, message, small_text, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("WORLD_SIZE", workers)
+    assert message in refused(capsys, *arguments, "--text", small_text, "--out", tmp_path)
 
 
 # Parts.
@@ -318,3 +359,28 @@ def test_a_byte_is_predicted_from_those_before_it_only():
 )
 def test_wrong_arguments_are_named(arguments, said, small_text, capsys):
     assert said in refused(capsys, *([] if "--text" in arguments else ["--text", small_text]), *arguments)
+
+
+# The table of `make demo-compare`.
+
+
+def test_each_run_is_a_column_of_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES.parent / "tools")
+    from compare_runs import table
+
+    folders = [tmp_path / "killed", tmp_path / "alone"]
+    for folder, workers, missed in zip(folders, (2, 1), ({"worker 1": 9.5}, {}), strict=True):
+        folder.mkdir()
+        facts = {"workers": workers, "servers": workers - 1, "experts": 0, "missed_seconds": missed}
+        facts |= {"bits_per_byte": 1.25 * workers, "lzma_bits_per_byte": 1.658}
+        (folder / "result.json").write_text(json.dumps(facts))
+        (folder / "curve.json").write_text(json.dumps({"held_out": [[workers, 9.0], [80, 2.0], [160, 1.5]]}))
+    assert [line.split("  ")[0] for line in table(folders)] == [
+        "held-out bits per byte",
+        "after step 80",
+        "after step 160",
+        "all held-out bytes",
+        "lzma -9e",
+        "worker 1 was killed, and missed for 9.5 s",
+    ]
+    assert table(folders)[3].split()[-2:] == ["2.500", "1.250"]

@@ -208,12 +208,3 @@ def test_a_checksum_sees_each_bit_and_its_place(dtype: torch.dtype) -> None:
     sums = [checksum(other) for other in (tensor, tensor.flip(0), torch.ones_like(tensor), torch.zeros_like(tensor))]
     assert len(set(sums)) == len(sums)
     assert checksum(tensor.t().contiguous().t()) == sums[0], "of the numbers, wherever they lie in memory"
-
-
-def test_a_number_of_steps_that_is_none_is_refused() -> None:
-    model = nn.Linear(1, 1)
-    step = ab.TrainStep(model, lambda model, x: model(x).sum(), torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(TypeError, match="check_workers"):
-        ab.Executor(step, check_workers=True)
-    with pytest.raises(ValueError, match="check_workers"):
-        ab.Executor(step, check_workers=-1)

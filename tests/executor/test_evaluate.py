@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from loader_kinds import Stateful
+from test_loaders import Stateful
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import anabranch as ab
 from anabranch.liveness import meeting
-from toys import Kept, in_job
+from toys import Kept, in_job, messages_of
 from waiting import wait_until
 
 DATA = torch.arange(22.0).view(11, 2)
@@ -71,6 +71,7 @@ def test_an_evaluation_does_not_move_the_position_of_another_step() -> None:
             for given in (None, loader):
                 with pytest.raises(ValueError, match="give evaluate a loader of its own"):
                     executor.evaluate("look", given)
+    loaders[1]._iterator = None  # freed in a cycle of references, its process would be waited for
 
 
 def test_batches_weigh_by_their_rows() -> None:
@@ -196,11 +197,7 @@ def test_options_of_another_mode_are_checked_and_without_effect_alone(options: d
 
 def without_a_mode(shared: bool) -> dict[str, Any]:
     """A script that says no mode; its data are ``shared``, or each worker takes its part."""
-    data, rank, caught, logged = DATA.double(), ab.job().rank, list[str](), list[str]()
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("anabranch").addHandler(handler)
-    logging.getLogger("anabranch").setLevel(logging.INFO)
+    data, rank, caught, logged = DATA.double(), ab.job().rank, list[str](), messages_of()
     loader = [data] if shared else ab.loaders.GlobalBatches(data, 4, shuffle=False)
     torch.manual_seed(rank)
     model = nn.Linear(2, 1).double()
@@ -264,11 +261,7 @@ WITHOUT_WAITING = ((False, "asp"), (True, "asp"), (True, "ssp:2"))
 
 def without_waiting() -> list[list[str]]:
     """Two workers that meet nowhere in their runs see each other's first batch in the second one."""
-    said, told, rank = list[str](), list[list[str]](), ab.job().rank
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("anabranch").addHandler(handler)
-    logging.getLogger("anabranch").setLevel(logging.INFO)
+    said, told, rank = messages_of(), list[list[str]](), ab.job().rank
     for shared, consistency in WITHOUT_WAITING:
         said.clear()
         options = {"comm_mode": "PS", "consistency": consistency, "served": "replace"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 import anabranch as ab
 from anabranch import interrupts
 from plain_loop import sgd
+from toys import interrupted_at
 
 
 class Net(nn.Module):
@@ -207,25 +207,6 @@ def test_tensors_that_disagree_in_rows_are_named() -> None:
             executor.run(batch={"x": 5})
 
 
-def test_steps_are_checked_when_they_are_made() -> None:
-    model = Net()
-    with pytest.raises(ValueError, match="not the model's"):
-        ab.TrainStep(model, squared, sgd(Net()))
-    with pytest.raises(ValueError, match="both hold 'body.0.weight'"):
-        ab.TrainStep(model, squared, [sgd(model), sgd(model)])
-    with pytest.raises(ValueError, match="none of this step's optimizers"):
-        ab.TrainStep(model, squared, sgd(model), scheduler=torch.optim.lr_scheduler.ConstantLR(sgd(model)))
-    with pytest.raises(ValueError, match="LBFGS"):
-        ab.TrainStep(model, squared, torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(TypeError, match="optimizer 0"):
-        ab.TrainStep(model, squared, [model])  # type: ignore[list-item]
-    with pytest.raises(TypeError, match="nn.Module"):
-        ab.EvalStep(squared, squared)  # type: ignore[arg-type]
-    for wrong in ({"accumulate": 0}, {"clip_grad_norm": 0.0}, {"reduction": "max"}, {"accumulate": True}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            train_step(**wrong)
-
-
 def test_a_closed_executor_says_so() -> None:
     executor = ab.Executor(train_step())
     executor.close()
@@ -348,30 +329,9 @@ def test_a_run_continues_after_an_interrupt_at_any_line(engine: Any) -> None:
     with ab.Executor(step, engine=engine) as executor:
         executor.run(batch=torch.randn(2, 3))
         executor.run(batch=torch.randn(2, 3))
-        lines = 1
-        while True:
-            left = lines
-
-            def interrupt(frame: Any, event: str, argument: object) -> Any:
-                nonlocal left
-                if "anabranch" not in frame.f_code.co_filename and "grad_mode" not in frame.f_code.co_filename:
-                    return None
-                if frame.f_code.co_filename == interrupts.__file__:
-                    return None  # it holds signals, of which a trace knows nothing
-                left -= event == "line"
-                if left == 0:
-                    raise KeyboardInterrupt
-                return interrupt
-
-            sys.settrace(interrupt)
-            try:
-                executor.run(batch=torch.randn(2, 3))
-            except KeyboardInterrupt:
-                pass
-            finally:
-                sys.settrace(None)
-            if left > 0:
-                break
+        lines, files = 1, ("anabranch", "grad_mode")
+        but = interrupts.__file__  # it holds signals, of which a trace knows nothing
+        while interrupted_at(lines, lambda: executor.run(batch=torch.randn(2, 3)), files, but):
             lines += 1
             assert torch.is_grad_enabled()
             before = model.weight.detach().clone()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import anabranch as ab
-from plain_loop import TrainingCase, check, sgd
+from plain_loop import TrainingCase, check
 from toys import in_job, plain_step
 
 Batch = dict[str, Tensor]
@@ -202,15 +202,3 @@ def test_an_output_without_a_loss_is_refused(engine: Any, error: type[Exception]
     step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
     with ab.Executor(step, engine=engine) as executor, pytest.raises(error, match=r"or an object with \.loss"):
         executor.run(batch=torch.ones(2, 3))
-
-
-@pytest.mark.slow
-def test_a_loss_with_control_flow_of_torchs_own_trains_as_the_plain_loop_does() -> None:
-    def loss(model: nn.Module, x: Tensor) -> Tensor:
-        return torch.cond(x.sum() > 0, lambda y: model(y).square().mean(), lambda y: model(y).abs().mean(), (x,))  # type: ignore[no-any-return]
-
-    def build(patch: pytest.MonkeyPatch) -> TrainingCase:
-        model = nn.Linear(3, 2)
-        return TrainingCase(model, loss, sgd(model), batch=lambda i: torch.full((2, 3), (-1.0) ** i))
-
-    check(build, "tape")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 import anabranch as ab
 from covering import pairwise
-from toys import in_job
+from toys import distance, in_job, plain_window
 
 # What every worker runs.
 
@@ -73,41 +72,25 @@ def batch_of(step: int, rows: int) -> tuple[Tensor, Tensor]:
     return ids, torch.randn(rows, 5, generator=generator, dtype=torch.float64)
 
 
-@dataclass
 class Plain:
     """The loop that everybody knows."""
 
-    case: dict
+    def __init__(self, case: dict) -> None:
+        self.case, self.model = case, new_model()
+        optimizers = optimizers_of(self.model)
+        self.then = [*optimizers, *schedulers_of(optimizers)]
 
-    def __post_init__(self) -> None:
-        self.model = new_model()
-        self.optimizers = optimizers_of(self.model)
-        self.schedulers = schedulers_of(self.optimizers)
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.mse_loss(model(batch[0]), batch[1], reduction=self.case["reduction"])
 
     def train(self, runs: range, rows: int) -> list[float]:
-        losses: list[float] = []
-        accumulate, mean = self.case["accumulate"], self.case["reduction"] == "mean"
+        accumulate, how = self.case["accumulate"], {"clip": self.case["clip"], "then": self.then}
+        how["mean"] = self.case["reduction"] == "mean"
+        losses = []
         for first in runs[::accumulate]:
-            self.model.zero_grad()
             parts = [batch_of(first + k, rows + k) for k in range(accumulate)]
-            total = sum(len(x) for x, _ in parts)
-            for x, target in parts:
-                loss = F.mse_loss(self.model(x), target, reduction=self.case["reduction"])
-                (loss * (len(x) / total if mean else 1)).backward()
-                losses.append(loss.item())
-            self.clip()
-            for one in (*self.optimizers, *self.schedulers):
-                one.step()
+            losses += plain_window(self.model, self.loss, parts, lambda batch: len(batch[0]), **how)
         return losses
-
-    def clip(self) -> None:
-        for p in self.model.parameters():
-            p.grad = p.grad.coalesce() if p.grad.is_sparse else p.grad
-        if self.case["clip"]:
-            values = [p.grad.values() if p.grad.is_sparse else p.grad for p in self.model.parameters()]
-            factor = min(1.0, self.case["clip"] / (torch.nn.utils.get_total_norm(values).item() + 1e-6))
-            for p in self.model.parameters():
-                p.grad = p.grad * factor
 
 
 class Piped:
@@ -177,10 +160,6 @@ class Piped:
             assert list(values) == ["loss"]
             found.append(values["loss"].item())
         return found
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    return ((a - b).abs().max() / b.abs().max().clamp_min(1e-300)).item()
 
 
 def compare(piped: Piped, plain: Plain) -> float:

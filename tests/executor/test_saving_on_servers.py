@@ -295,7 +295,7 @@ def test_sums_of_row_wise_adagrad_are_not_rounded_to_half(mode: str | None, tmp_
             return model, ab.Executor(step, mode, engine="tape")
 
         model, executor = start()
-        for number in range(60):
+        for number in range(30):
             executor.run(batch=torch.randint(0, 9, (4, 2), generator=torch.Generator().manual_seed(number)))
             if saves and number % 10 == 5:
                 executor.save(tmp_path)

@@ -231,24 +231,6 @@ def test_a_short_window_at_the_end_of_an_epoch(tmp_path: Any, flush: Any, sized:
             torch.testing.assert_close(one, two)
 
 
-# Mistakes
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"precision": "fp16"}, ValueError, "precision is None, 'bfloat16' or 'float16', got 'fp16'"),
-        ({"skip_nonfinite": "yes"}, TypeError, "skip_nonfinite is True, False, or None"),
-        ({"clip_grad_value": 0}, ValueError, "clip_grad_value is a finite number above 0"),
-        ({"flush": "yes"}, ValueError, "flush is 'keep', 'step' or 'drop', got 'yes'"),
-    ],
-)
-def test_mistakes(options: dict[str, Any], error: type[Exception], text: str) -> None:
-    model = model_of()
-    with pytest.raises(error, match=text):
-        ab.TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1), **options)
-
-
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("clip", [None, 1.0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from anabranch.deadline import Deadline
 from anabranch.launch import Patience
 from anabranch.parameter_server.messages import ReleaseMessage
 from toys import in_job, job_servers, run_in_job
+from waiting import wait_until
 
 ROWS, FATAL = 24, 3
 POINTS = ("half pushed", "pushed", "voted", "updated", "half told", "told")
@@ -243,3 +245,38 @@ def test_a_worker_tells_each_shard_once_that_nothing_else_has_turn_for(monkeypat
             executor.run(batch=torch.arange(4))
             executor._remote.client.steps()  # type: ignore[union-attr]
     assert words == [1, 1]
+
+
+# Workers that do not wait for each other.
+
+
+def stop_one(path: str, bound: int) -> dict[str, object]:
+    """Rank 1 makes three steps and stops, until rank 0 was halted; then both go on to the tenth."""
+    model, folder, rank = Model(), Path(path), ab.job().rank
+    halted = folder / "halted"
+    alone = {"done": 0, "error": ""}
+    model.head.requires_grad_(False)  # all that a step reads is here from the first on
+    cache = ab.Cache(capacity=ROWS, pull_bound=100, push_bound=100)
+    with ab.Executor(step_of(model, None), "PS", consistency=f"ssp:{bound}", cache=cache) as executor:
+        assert executor._remote is not None
+        while (step := executor.step) < 10:
+            # A new machine compiles its kernels in the first steps.
+            executor._remote.client.calls.timeout = 400.0 if halted.exists() or step < 3 or rank == 1 else 30.0
+            if step == 3:
+                (folder / f"stopped-{rank}").touch()
+                wait_until((halted if rank == 1 else folder / "stopped-1").exists)
+            try:
+                executor.run(batch=batch_of(0, rank, 2))
+            except ab.DeadlineExceeded as error:
+                if not halted.exists():
+                    alone = {"done": step, "error": str(error)}
+                    halted.touch()
+    return alone
+
+
+@pytest.mark.slow
+def test_when_one_worker_stops_the_others_halt_after_exactly_k_steps(tmp_path: Path) -> None:
+    """Although all that a step reads is cached, so that it asks the servers for nothing."""
+    halted, _ = in_job(stop_one, 2, str(tmp_path), 2, servers=2, timeout=800.0)
+    assert halted["done"] == 4 + 2  # rank 1 is in its fourth step
+    assert "nothing arrived from worker 1" in str(halted["error"])

@@ -1,4 +1,4 @@
-"""A step run as a graph is the plain PyTorch loop, bit for bit."""
+"""A step is the plain PyTorch loop, bit for bit, random numbers included: on the tape, and as a graph."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from anabranch.errors import CaptureError
 from anabranch.graph import StepProgram
+from covering import slow_except
 from plain_loop import TrainingCase, check
 
 Batch = dict[str, Tensor]
@@ -49,14 +50,14 @@ class Block(nn.Module):
         return self.head(self.layer(x.unflatten(1, (2, 4))).flatten(1))
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "mlp": lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)),
-    "norm and dropout": lambda: nn.Sequential(
-        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 4)
-    ),
-    "transformer": Block,
-    "wide and deep": WideAndDeep,
-}
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 4))
+
+
 OPTIMIZERS: list[Callable[..., torch.optim.Optimizer]] = [
     lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
@@ -95,15 +96,17 @@ def batches(*rows: int) -> list[Batch]:
 Optimizers = list[torch.optim.Optimizer]
 
 
-def check_graph(
+def check_engine(
     make_model: Callable[[], nn.Module],
     make_optimizers: Callable[[Any], Optimizers],
     data: Sequence[Batch],
     schedules: Sequence[str] = ("exponential",),
     change: Callable[[int, Any, Optimizers], object] = lambda k, model, optimizers: None,
     around: Callable[[], Callable[[], contextlib.AbstractContextManager[Any]]] = lambda: contextlib.nullcontext,
+    engine: str = "graph",
+    clip: float | None = None,
 ) -> None:
-    """A graph gives the plain loop's bits; schedulers are dealt out to the optimizers in turn."""
+    """The engine gives the plain loop's bits; schedulers are dealt out to the optimizers in turn."""
 
     def build(patch: pytest.MonkeyPatch) -> TrainingCase:
         model = make_model()
@@ -112,12 +115,12 @@ def check_graph(
         batches = itertools.cycle(data)
         return TrainingCase(
             model, loss_of, optimizers, lambda k: change(k, model, optimizers), lambda i: next(batches), schedulers,
-            around=around(),
+            around=around(), clip=clip,
         )  # fmt: skip
 
-    got = check(build, "graph")
+    got = check(build, engine)
     assert got.refused_at is None, got.refusal
-    assert got.engines[-1] == "graph"
+    assert got.engines[-1] == engine
 
 
 def adam(model: nn.Module) -> Optimizers:
@@ -135,8 +138,8 @@ class Together(nn.ModuleList):
         return sum((module(x) for module in self), torch.zeros(()))
 
 
-@pytest.mark.slow
-def test_optimizers_and_schedulers_of_every_kind_in_one_step_are_the_plain_loop_bit_for_bit() -> None:
+@pytest.mark.parametrize("engine", slow_except(("tape", "graph"), "tape"))
+def test_optimizers_and_schedulers_of_every_kind_in_one_step_are_the_plain_loop_bit_for_bit(engine: str) -> None:
     def model() -> nn.Module:
         return Together(nn.Linear(8, 4) for _ in OPTIMIZERS)
 
@@ -144,7 +147,7 @@ def test_optimizers_and_schedulers_of_every_kind_in_one_step_are_the_plain_loop_
         parts = module.children()
         return [make(part.parameters()) for part, make in zip(parts, OPTIMIZERS, strict=True)]
 
-    check_graph(model, optimizers, batches(6), list(SCHEDULERS))
+    check_engine(model, optimizers, batches(6), list(SCHEDULERS), engine=engine)
 
 
 class OwnParameter(nn.Parameter):
@@ -176,11 +179,11 @@ def test_a_graph_is_specific_to_the_autocast_around_the_step() -> None:
         steps = itertools.count()
         return lambda: torch.autocast("cpu", dtype=torch.bfloat16, enabled=next(steps) % 2 == 0)
 
-    check_graph(MODELS["mlp"], adam, batches(6), around=around)
+    check_engine(mlp, adam, batches(6), around=around)
 
 
 def test_an_optimizer_that_branches_on_its_steps_steps_behind_the_graph() -> None:
-    check_graph(MODELS["mlp"], lambda model: [torch.optim.RAdam(model.parameters(), lr=0.1)], batches(6))
+    check_engine(mlp, lambda model: [torch.optim.RAdam(model.parameters(), lr=0.1)], batches(6))
     model = nn.Linear(8, 4)
     program = StepProgram(model, loss_of, [torch.optim.RAdam(model.parameters())])
     for batch in batches(6, 6):
@@ -193,7 +196,7 @@ def test_several_optimizers_and_groups_keep_their_own_rates() -> None:
         groups = [{"params": [model[0].weight], "lr": 0.3}, {"params": [model[0].bias], "weight_decay": 0.1}]
         return [torch.optim.Adam(groups, lr=0.01), torch.optim.SGD(model[2].parameters(), lr=0.2, momentum=0.5)]
 
-    check_graph(MODELS["mlp"], optimizers, batches(6))
+    check_engine(mlp, optimizers, batches(6))
 
 
 SPARSE: list[Callable[..., torch.optim.Optimizer]] = [torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam]
@@ -206,7 +209,7 @@ def test_sparse_tables_of_several_optimizers_are_updated_as_eager_does() -> None
         dense = [p for name, p in model.named_parameters() if ".table." not in name]
         return [*tables, torch.optim.Adam(dense, fused=True)]
 
-    check_graph(lambda: Together(WideAndDeep(sparse=True) for _ in SPARSE), optimizers, batches(6, 6, 3))
+    check_engine(lambda: Together(WideAndDeep(sparse=True) for _ in SPARSE), optimizers, batches(6, 6, 3))
 
 
 class Bags(nn.Module):
@@ -228,7 +231,7 @@ class Bags(nn.Module):
 @pytest.mark.parametrize("mode", ["mean", pytest.param("sum", marks=pytest.mark.slow)])
 def test_sparse_bags_and_repeated_lookups_are_updated_as_eager_does(mode: str) -> None:
     forms = ("rows", "offsets", "twice", "padding")
-    check_graph(lambda: Together(Bags(form, mode) for form in forms), sgd, batches(6, 6, 3))
+    check_engine(lambda: Together(Bags(form, mode) for form in forms), sgd, batches(6, 6, 3))
 
 
 def test_modes_frozen_parameters_and_group_numbers_make_new_graphs() -> None:
@@ -239,7 +242,7 @@ def test_modes_frozen_parameters_and_group_numbers_make_new_graphs() -> None:
         else:
             next(model.parameters()).requires_grad_(False)
 
-    check_graph(MODELS["norm and dropout"], adam, batches(6), change=change)
+    check_engine(normed, adam, batches(6), change=change)
 
 
 def test_a_loaded_optimizer_state_is_used() -> None:
@@ -251,7 +254,7 @@ def test_a_loaded_optimizer_state_is_used() -> None:
         else:
             optimizers[0].load_state_dict(saved[id(model)])
 
-    check_graph(MODELS["mlp"], adam, batches(6), change=change)
+    check_engine(mlp, adam, batches(6), change=change)
 
 
 class Weighted(nn.Module):
@@ -325,7 +328,10 @@ def tied() -> nn.Module:
     return model
 
 
-OTHERS: dict[str, Callable[[], nn.Module]] = {
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "norm and dropout": normed,
+    "transformer": Block,
+    "wide and deep": WideAndDeep,
     "a layer used twice under autocast": lambda: Twice(nn.Linear(8, 8), nn.Linear(8, 4)),
     "tied": tied,
     "custom function": Custom,
@@ -334,11 +340,13 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def test_other_kinds_of_modules_are_the_plain_loop_too() -> None:
+@pytest.mark.parametrize("engine", ["tape", "graph"])
+def test_modules_of_every_kind_under_clipping_are_the_plain_loop_bit_for_bit(engine: str) -> None:
     def optimizers(module: nn.Module) -> Optimizers:
         return [torch.optim.AdamW(module.parameters(), lr=0.01, fused=True)]
 
-    check_graph(lambda: Together(make() for make in OTHERS.values()), optimizers, batches(6))
+    modules = lambda: Together(make() for make in MODULES.values())  # noqa: E731
+    check_engine(modules, optimizers, batches(6), engine=engine, clip=0.1)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")

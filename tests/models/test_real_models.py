@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from real_models import MODELS, OPTIMIZERS, adam, gpt2, padded
+from real_models import MODELS, OPTIMIZERS, adam, bert, gpt2, padded
 from torch import Tensor, nn
 
 import anabranch as ab
@@ -121,3 +122,50 @@ def test_two_adversaries_train_as_in_the_plain_loop(engine: str, freeze: bool) -
         assert engines() == wanted
     except ab.CaptureError:
         assert engine == "graph"
+
+
+# The ids of transformers' lookups are learned.
+
+
+@pytest.mark.parametrize(
+    ("make", "words", "positions"),
+    [
+        (gpt2, "transformer.wte.weight", "transformer.wpe.weight"),
+        (bert, "bert.embeddings.word_embeddings.weight", "bert.embeddings.position_embeddings.weight"),
+    ],
+)
+def test_words_and_positions_of_a_transformer_are_known_before_its_third_step(
+    make: Any, words: str, positions: str
+) -> None:
+    model = make(tie_word_embeddings=False)  # a tied table is not only looked up, and stays on the workers
+    step = ab.TrainStep(model, lambda m, b: m(**b), adam(model))
+    with ab.Executor(step, "Hybrid") as executor:
+        for number in range(4):
+            executor.run(batch=padded(number))
+        known = {route.parameter: route.ids for route in executor.routes() if route.ids}
+        runner = executor._runners["default"]
+        assert runner.ids is not None
+        assert not runner.ids.watching  # the last step looked up nothing that was not expected
+    assert known[words] == "batch.input_ids"
+    assert known[positions] == "the ids of the last steps"
+    assert "when looked up" not in known.values()
+
+
+# An exported model is read by Hugging Face's ``from_pretrained``.
+
+
+@pytest.mark.parametrize("mode", [None, "PS"])
+def test_from_pretrained_reads_an_export(mode: str | None, tmp_path: Path) -> None:
+    model = gpt2()
+    ids = torch.randint(2, 16, (2, 8))
+    step = ab.TrainStep(model, lambda m, b: m(b, labels=b), torch.optim.AdamW(model.parameters(), lr=0.01))
+    with ab.Executor(step, mode) as executor:
+        for _ in range(2):
+            executor.run(batch=ids)
+        executor.export(tmp_path)
+        model.config.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)

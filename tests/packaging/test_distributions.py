@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "src/anabranch"
 LIMIT = 240.0
 
 pytestmark = pytest.mark.slow

@@ -202,6 +202,7 @@ class Reader:
 
     def stop(self) -> None:
         """End the processes that load ahead."""
+        end_processes(self._loader, self._iterator)
         self._iterator = None
 
     def left(self) -> int:
@@ -242,6 +243,15 @@ class Reader:
         (rank, size), order, end, count = self._at, self._batches.order(self.epoch), self._end, self._batches.batch_size
         shares = (order[begin : min(begin + count, end)][rank::size] for begin in range(self.samples, end, count))
         return ([int(index) for index in share] for share in shares if len(share))
+
+
+def end_processes(loader: object, iterator: object) -> None:
+    """End the processes of a DataLoader's iterator now, unless they are to persist.
+
+    The traceback of an error that it raised holds it in a cycle of references, see ``_Indices``.
+    """
+    if not getattr(loader, "persistent_workers", False) and hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()
 
 
 class _Indices:

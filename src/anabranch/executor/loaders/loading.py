@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from anabranch.errors import CheckpointError
 from anabranch.executor.randomness import random_state, restore_random_state
-from anabranch.loaders.global_batches import NOTHING, GlobalBatches
+from anabranch.loaders.global_batches import NOTHING, GlobalBatches, end_processes
 from anabranch.tensors import Structure
 
 __all__ = ["ENDED", "NOTHING", "BoundLoader"]
@@ -300,6 +300,7 @@ class BoundLoader:
     def close(self) -> None:
         """Release the loader's iterator."""
         self.closed = True
+        end_processes(self.source, self._iterator)
         self._reset()
         if self._reader is not None:
             self._reader.stop()
