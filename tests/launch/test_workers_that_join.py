@@ -73,7 +73,7 @@ def test_a_newcomer_joins_between_windows_and_calls(
 def test_whoever_dies_as_a_newcomer_joins(
     script: Script, tmp_path: Path, deaths: Deaths, joiners: Deaths, least: int | None
 ) -> None:
-    train(script, tmp_path, deaths, workers=4, least=least, restarts=3, left=4, joiners=joiners, waits=8)
+    train(script, tmp_path, deaths, workers=4, least=least, restarts=3, left=4, joiners=joiners, waits=8, steps=16)
 
 
 COUNTS = """

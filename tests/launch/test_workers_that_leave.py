@@ -191,9 +191,10 @@ with ab.Executor(both, dataloaders=loaders, seed=5, heartbeat=0.5, timeout=60.0)
     while executor.step < steps and not executor.stopping:
         if steps > 1000 and stop.exists():
             executor.request_stop()
-        if plan["waits"] == run_here():  # for a newcomer, whom nobody needs
+        if 0 <= plan["waits"] <= run_here():  # for newcomers, whom nobody needs
             until = time.monotonic() + 60
-            while not executor._redo._place.newcomers_wait() and ab.job().world_size < plan["workers"]:
+            place, runner = executor._redo._place, executor._runners["train"]
+            while not runner.newcomers_seen and not place.newcomers_wait() and ab.job().world_size < plan["workers"]:
                 assert time.monotonic() < until
                 time.sleep(0.001)
         result = executor.run("train", share if plan["function"] else None)
