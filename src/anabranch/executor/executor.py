@@ -343,7 +343,8 @@ class Executor:
         fixed = why_fixed(self._spec, workers, serves=self._remote is not None)
         if fixed is not None and workers.rank == 0 and published(place.meeting).least < workers.size:
             _log.warning("the job ends with the first worker that dies, despite --min-workers: %s", fixed)
-        return Redo(workers, place, self._runners, self._batches.loaders, self._saver, fixed)
+        loaders = self._batches.loaders
+        return Redo(workers, place, lambda: self.epoch, self._runners, loaders, self._saver, fixed)
 
     def _ask_for_next(self, name: str) -> None:
         runner, batch = self._runners[name], self._batches.loaders[name].peek()
@@ -534,7 +535,7 @@ class Executor:
                     runs.pop(0)
                     over = False
                     if redo is not None:
-                        redo.ended(batch, self.step, self.epoch)
+                        redo.ended(batch)
         finally:
             if self._remote is not None:
                 self._remote.tables.end(self._remote.clock)

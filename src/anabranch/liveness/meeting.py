@@ -67,7 +67,7 @@ def meet_peers(backend: str, timeout: float) -> None:
     prefix = f"anabranch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_meetings}"
     rank, size, deadline = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Deadline.after(timeout)
     others, names = [other for other in range(size) if other != rank], [f"{one}" for one in range(size)]
-    absent, came = list(others), dict[int, Identity]()
+    absent, came, place = list(others), dict[int, Identity](), own_place()
     remind = reminder(absent)
 
     def meet() -> None:
@@ -82,7 +82,8 @@ def meet_peers(backend: str, timeout: float) -> None:
         while not store.check(names):  # all of them: one that had come may have given up
             absent[:] = [other for other in absent or others if not store.check([names[other]])]
             ended = [other for other in absent if other in _met and _met[other].has_ended()]
-            if absent and (place := own_place()) and ((now := published(place.meeting)).over or len(now.ranks) < size):
+            now = published(place.meeting) if absent and place is not None else None
+            if now is not None and (now.over or len(now.ranks) + now.closed < size):
                 ended = ended or [other for other in absent if other not in now.ranks] or list(absent)
             if ended or (absent and deadline.expired()):
                 store.delete_key(f"{rank}")  # the others wait until this one comes again

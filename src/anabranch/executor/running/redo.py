@@ -24,6 +24,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
+import time
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -52,6 +53,7 @@ from anabranch.tensors import Structure
 _T = TypeVar("_T")
 _log = logging.getLogger("anabranch.executor")
 _COMPARISON = "comparison of calls"
+_LOOK_SECONDS = 0.05  # between two looks for newcomers, and two at the epoch, which they are told
 _CURE = (
     "begin the loop where the job is: while executor.step < n, or for epoch in range(executor.epoch, n): while "
     "executor.epoch == epoch"
@@ -84,6 +86,7 @@ class Redo:
     Args:
         workers: several, or a newcomer.
         place: this one's in the job.
+        epochs: returns how many this worker has done.
         runners: of the training steps.
         loaders: of these and others.
         saver: reads and sets the state that all workers have alike.
@@ -98,13 +101,15 @@ class Redo:
         self,
         workers: Workers,
         place: Place,
+        epochs: Callable[[], int],
         runners: Mapping[str, StepRunner],
         loaders: Mapping[str, BoundLoader],
         saver: Saver,
         fixed: str | None,
     ) -> None:
         self._workers, self._runners, self._loaders, self._saver, self.fixed = workers, runners, loaders, saver, fixed
-        self._place = place
+        self._place, self._epochs = place, epochs
+        self._look_at, self._count_at, self._epoch = 0.0, 0.0, 0
         self.repeated = 0
         self._random = RandomMoment()
         models = {runner.step.model for runner in runners.values()}
@@ -141,12 +146,14 @@ class Redo:
         ]
         self._random.remember()
 
-    def ended(self, batch: ShareOf | None, step: int, epoch: int) -> None:
-        """Remember a run that has ended, in case that its window does not, and how far this worker is."""
+    def ended(self, batch: ShareOf | None) -> None:
+        """Remember a run that has ended, in case that its window does not, and note how far this worker is."""
         if self.fixed is None:
             self._window.append(batch)
-            if step:
-                self._place.write_progress(step, epoch)
+            if (now := time.monotonic()) >= self._count_at:
+                self._count_at, self._epoch = now + _LOOK_SECONDS, self._epochs()
+            if self._steps:
+                self._place.write_progress(self._steps, self._epoch)
         self._answer = None  # all have it: a run waits for everyone
 
     def owed(self) -> list[ShareOf | None]:
@@ -183,12 +190,15 @@ class Redo:
         elif self.fixed is not None:
             return None
         else:
-            runners[name].newcomers = self._place.newcomers_wait()
+            if (now := time.monotonic()) >= self._look_at:
+                self._look_at = now + _LOOK_SECONDS
+                runners[name].newcomers = self._place.newcomers_wait()
             few = workers.roll is not None and workers.size < workers.roll.least
             if any(one.in_window for one in runners.values()):
                 return None
             if not few and not any(one.newcomers_seen for one in runners.values()):
                 return None
+            self._place.write_progress(self._steps, self._epochs())
             self._place.invite(workers.membership)
         return self._meet(None, None, called=False)
 
@@ -274,8 +284,11 @@ class Redo:
         joined = tuple(sorted(roll.ranks[process] for process, since in roll.since.items() if since > number))
         if 0 in left:
             self._saver.writer_lost()
-        steps = sum(one.steps for one in self._runners.values())
-        return MembershipRecord(steps, workers.rank, workers.size, left, joined)
+        return MembershipRecord(self._steps, workers.rank, workers.size, left, joined)
+
+    @property
+    def _steps(self) -> int:
+        return sum(one.steps for one in self._runners.values())
 
     @property
     def _seen(self) -> int:
