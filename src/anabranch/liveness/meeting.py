@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -183,9 +183,10 @@ def meet_members(
 
 def connect_world(number: int, store: Store, rank: int, size: int, limit: timedelta) -> dist.ProcessGroup:
     """Connect a group of gloo with the members of a membership, which ``set_world`` makes ``torch.distributed``'s."""
-    store, name = PrefixStore("anabranch/world", store), f"anabranch/{number}"
-    c10d = dist.distributed_c10d
-    return c10d._new_process_group_helper(size, rank, [], c10d.Backend("gloo"), store, name, timeout=limit)[0]
+    c10d, store = dist.distributed_c10d, PrefixStore("anabranch/world", store)
+    name = cast(Any, f"anabranch/{number}")
+    made = c10d._new_process_group_helper(size, rank, [], c10d.Backend("gloo"), store, name, timeout=limit)
+    return cast(dist.ProcessGroup, made[0])
 
 
 def set_world(group: dist.ProcessGroup, peers: Peers) -> None:

@@ -137,7 +137,8 @@ class Place:
 def progress(meeting: Path) -> tuple[int, int] | None:
     """Return the optimizer steps and epochs that the members have done; ``None`` where none may be lost, or not yet."""
     with suppress(FileNotFoundError, struct.error):
-        return _PROGRESS.unpack(_beside(meeting, "progress").read_bytes())  # type: ignore[return-value]
+        step, epoch = _PROGRESS.unpack(_beside(meeting, "progress").read_bytes())
+        return step, epoch
     return None
 
 
