@@ -46,7 +46,7 @@ from anabranch.executor.saving.saving import Saver
 from anabranch.executor.spec import Spec
 from anabranch.job import Job
 from anabranch.liveness.group import rank_names
-from anabranch.liveness.membership import Place
+from anabranch.liveness.membership import OwnPlace
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
 
@@ -100,7 +100,7 @@ class Redo:
     def __init__(
         self,
         workers: Workers,
-        place: Place,
+        place: OwnPlace,
         epochs: Callable[[], int],
         runners: Mapping[str, StepRunner],
         loaders: Mapping[str, BoundLoader],
@@ -272,7 +272,8 @@ class Redo:
         else:
             if self._place.joins and (workers.roll is None or workers.roll.closed or workers.have_closed()):
                 self._end(f"the other workers have ended, and so does this one, which has joined them; {_CURE}")
-            raise error or PeerLost("no worker with the state of training is left", peer="the others", operation="meet")
+            why = "the job ends: too few workers are left, or none that has the state of training"
+            raise error or PeerLost(why, peer="the others", operation="meet")
         roll = workers.roll
         assert roll is not None
         if self._place.joins and roll.closed and roll.since.keys() == roll.ranks.keys():
