@@ -63,7 +63,7 @@ from anabranch.executor.statistics import Statistics, TableLoads
 from anabranch.executor.steps import EvalStep, Step, StepDescription, TrainStep, model_of
 from anabranch.graph import Graph
 from anabranch.job import job
-from anabranch.liveness.membership import own_place
+from anabranch.liveness.membership import own_place, progress, published
 from anabranch.pipeline import Pipe
 from anabranch.record import spans
 from anabranch.record.process import PLAN_VARIABLE, process_record
@@ -217,7 +217,7 @@ class Executor:
             self._workers, self._everyone, stages = self._meet(process_group, pipe)
             rank = 0 if self._workers is None else self._workers.rank
             if seed is not None:
-                torch.manual_seed(seed + (job().rank if self._workers is None else rank))
+                torch.manual_seed(seed + (job().rank if self._workers is None or self._workers.joins else rank))
                 for model in spec.models.values():
                     if isinstance(model, Pipe):
                         model.seed = seed + rank
@@ -240,7 +240,7 @@ class Executor:
                 if isinstance(step, EvalStep)
             }
             drift = None
-            if acting is not None and check_workers and acting.size > 1:
+            if acting is not None and check_workers and acting.several:
                 drift = Drift(spec, acting, self._everyone or acting)
             self._runners = {
                 name: self._runner(name, number, step, acting, drift)
@@ -283,7 +283,12 @@ class Executor:
 
     @property
     def _rank(self) -> int:
-        return job().rank if self._everyone is None else self._everyone.rank
+        return job().rank if self._everyone is None or self._everyone.joins else self._everyone.rank
+
+    @property
+    def _joins(self) -> bool:
+        """True of a newcomer that has not joined yet."""
+        return self._redo is not None and self._everyone is not None and self._everyone.joins
 
     def _remote_part(self, stages: int) -> RemotePart | None:
         """Return the servers' side, if any part of the model is there, also if it is on another stage's rank."""
@@ -301,7 +306,7 @@ class Executor:
     ) -> StepRunner:
         spec, remote = self._spec, self._remote
         engine: Callable[..., Engine] = Engine
-        workers = workers if workers is not None and workers.size > 1 else None
+        workers = workers if workers is not None and workers.several else None
         buckets = GradientBuckets({}, workers, header=HEADER_SIZE)
         windows = () if remote is None else (RemoteWindow(remote, step),)
         sinks = (*windows, buckets)
@@ -316,7 +321,7 @@ class Executor:
         for prefix, model in spec.models.items():
             known += [prefix + other for other in model.elsewhere] if isinstance(model, Pipe) else []
         first = None
-        if self._workers is not None and self._workers.size > 1:
+        if self._workers is not None and self._workers.several:
             first = FirstBatches(name, self._workers, together=workers is not None)
         return StepRunner(
             step,
@@ -333,12 +338,13 @@ class Executor:
 
     def _make_redo(self, workers: Workers | None) -> Redo | None:
         """Return what goes on with those that are left, in a job that may lose workers."""
-        if workers is None or workers.size == 1 or own_place() is None:
+        if workers is None or not workers.several or (place := own_place()) is None:
             return None
         fixed = why_fixed(self._spec, workers, serves=self._remote is not None)
-        if fixed is not None and workers.rank == 0:
+        if fixed is not None and workers.rank == 0 and published(place.meeting).least < workers.size:
             _log.warning("the job ends with the first worker that dies, despite --min-workers: %s", fixed)
-        return Redo(workers, self._runners, self._batches.loaders, self._saver, fixed)
+        loaders = self._batches.loaders
+        return Redo(workers, place, lambda: self.epoch, self._runners, loaders, self._saver, fixed)
 
     def _ask_for_next(self, name: str) -> None:
         runner, batch = self._runners[name], self._batches.loaders[name].peek()
@@ -411,8 +417,8 @@ class Executor:
     ) -> dict[str, Tensor]:
         """Run the step ``name`` once.
 
-        In a job that may lose workers (``anabranch run --min-workers``) a training step that is interrupted by the loss
-        of one is done again by the others, with its rows, before this returns.
+        Under ``anabranch run`` a training step that is interrupted by the loss of a worker is done again before this
+        returns, by the others and the process that replaces it, or with ``--min-workers`` by the others.
 
         Args:
             name: one of the steps.
@@ -478,20 +484,24 @@ class Executor:
         """Return the values of a run, and what sinks get of the optimizer step that it took, if they get any."""
         if self._remote is not None and not self._only_plans:
             self._remote.open()  # before a batch is taken: it may be refused
-        runner = self._runners[name]
+        runner, redo = self._runners[name], self._redo
+        runs = [batch] if redo is None else [*redo.owed(), batch]
+        if redo is not None and len(runs) == 1 and (record := redo.admit(name)) is not None:
+            self._goes_on(record)
         watched, steps_before = self._watching.active and self._watching.of_steps, runner.steps
         rates = rates_of(step.optimizers) if watched else ()
         fetch.norm = None
         if not step.model.training:
             step.model.train()
-        ran, redo, over = None, self._redo, False  # over: behind the end of an epoch, which may have to be seen again
-        runs = [batch] if redo is None else [*redo.owed(), batch]
+        ran, over = None, False  # over: behind the end of an epoch, which may have to be seen again
         try:
             while runs:  # several where the window of the run is done again, else one
                 batch, ran, rows = runs[0], None, 0.0
                 if redo is not None and not over:
                     redo.begin(name, batch)
                 try:
+                    if redo is not None and not over:
+                        redo.agree(name)
                     bound = batch is None
                     taken = batch(job()) if is_share(batch) else batch
                     taken = self._batches.next(name, runner.end_epoch) if bound else taken
@@ -518,6 +528,9 @@ class Executor:
                     ran, again, record = redo.meet(error, name)
                     runs, over = [*again, *runs], False
                     self._goes_on(record)
+                    # With runs to be done before it, this call would be several of a newcomer's.
+                    if ran is None and len(runs) == 1 and (record := redo.admit(name)) is not None:
+                        self._goes_on(record)
                 if ran is not None:
                     runs.pop(0)
                     over = False
@@ -546,9 +559,9 @@ class Executor:
         self._progress.shown = record.rank == 0
         self._watching.met(record)
 
-    def _together(self, act: Callable[[], _T]) -> _T:
+    def _together(self, name: str, act: Callable[[], _T]) -> _T:
         """Return ``act()``, which all workers call and which changes nothing; with those left if one is lost."""
-        return act() if self._redo is None else self._redo.call(act, self._goes_on)
+        return act() if self._redo is None else self._redo.call(name, act, self._goes_on)
 
     def _evaluate(self, name: str, step: EvalStep, batch: Structure | None, fetch: Fetch) -> dict[str, Tensor]:
         taken = as_tensors(self._batches.next_to_evaluate(name) if batch is None else batch, self._devices[name])
@@ -599,7 +612,7 @@ class Executor:
                 return evaluate(bound, rows, partial(self.run, name), self._workers)
 
         with self._reporting_failures():
-            return self._together(act) if bound.kind == "global" else act()
+            return self._together(f"evaluate({name!r})", act) if bound.kind == "global" else act()
 
     def _rows_of(self, name: str, step: EvalStep, batch: Structure) -> float:
         return rows_of(step, as_tensors(batch, self._devices[name]))
@@ -657,8 +670,11 @@ class Executor:
             while executor.epoch < 3:  # three epochs, resumed or not
                 executor.run("train")
 
-        An epoch is behind once its last batch was run; of a loader without a length, once the next one has begun.
+        An epoch is behind once its last batch was run; of a loader without a length, once the next one has begun. A
+        process that joins a job (``ab.job().joined``) sees the others' until its first training run, as of ``step``.
         """
+        if self._joins:
+            return self._members_progress()[1]
         name = next((name for name in self._runners if name in self._batches.loaders), None)
         if name is None:
             return 0
@@ -670,7 +686,14 @@ class Executor:
     @property
     def step(self) -> int:
         """The number of optimizer steps taken, those of a loaded checkpoint included."""
+        if self._joins:
+            return self._members_progress()[0]
         return sum(runner.steps for runner in self._runners.values())
+
+    def _members_progress(self) -> tuple[int, int]:
+        place = own_place()
+        assert place is not None
+        return progress(place.meeting) or (0, 0)
 
     def routes(self) -> Routes:
         """Return where every parameter is kept, and the reason; ``print`` shows a table.
@@ -770,11 +793,13 @@ class Executor:
         folder, began = as_place(path), time.monotonic()
         if not isinstance(wait, bool):
             raise TypeError(f"wait is True or False, got {wait!r}")
+        if self._joins:
+            return
         earlier, before = self._settle_save()
         with self._reporting_failures():
             try:
                 save = partial(self._saver.save, folder, wait=wait)
-                self._together(save) if wait else save()
+                self._together("save", save) if wait else save()
             except BaseException as error:
                 if earlier:
                     error.add_note(f"and before it {earlier}")
@@ -805,8 +830,12 @@ class Executor:
 
     def _settle_save(self) -> tuple[str, SaveRecord | None]:
         """Wait for the save in the background, and return its failure, or what it has written."""
-        with self._reporting_failures():
-            save, failure = self._saver.settle(Deadline.after(self._spec.timeout))
+        saver, failure = self._saver, ""
+        if saver.saving is not None:
+            with self._reporting_failures():
+                settle = partial(saver.settle, Deadline.after(self._spec.timeout))
+                failure = self._together("finish_saves", settle)
+        save, saver.saving = saver.saving, None
         if save is None or failure:
             return failure, None
         return "", SaveRecord(save.step, save.path, time.monotonic() - save.began)
@@ -824,6 +853,8 @@ class Executor:
 
     def _load(self, folder: Place, *, search: bool) -> bool:
         self._check_open()
+        if self._joins:
+            return True  # it takes the members' state, in its first training run
         self._finish_save()
         with self._reporting_failures():
             loaded = self._saver.load(folder, search=search)
@@ -854,9 +885,11 @@ class Executor:
             ValueError: no such step, or several models and no name.
             CheckpointError: it could not be read; on every worker.
         """
-        model = self._model_of(name)
+        model, state = self._model_of(name), dict[str, Tensor]()
         with self._reporting_failures():
-            return self._saver.model_state(model, whole=True)
+            if not self._joins:
+                self._together("state_dict", lambda: self._saver.model_state(model, whole=True, into=state))
+        return state
 
     def _model_of(self, name: str | None) -> nn.Module:
         self._check_open()
@@ -889,8 +922,10 @@ class Executor:
             CheckpointError: it could not be read or written; on every worker.
         """
         model, path = self._model_of(name), check_path(folder, "folder")
+        if self._joins:
+            return
         with self._reporting_failures():
-            self._together(lambda: self._saver.export(model, path))
+            self._together("export", lambda: self._saver.export(model, path))
 
     def resume(self, path: str | os.PathLike[str]) -> bool:
         """Load the newest complete checkpoint in or under ``path``; ``False`` if there is none. Every worker calls it.
@@ -972,7 +1007,7 @@ class Executor:
         - ``"peer_lost"``: ``PeerLost`` is about to be raised here (``PeerLostRecord``).
         - ``"restart"``: ``resume`` or ``load`` has loaded a checkpoint in a restarted job, or a server has lost
           acknowledged changes and ``RolledBack`` is about to be raised (``RestartRecord``).
-        - ``"membership"``: workers have left the job, which goes on (``MembershipRecord``: ``rank``, ``world_size``,
+        - ``"membership"``: workers have left or joined the job (``MembershipRecord``: ``rank``, ``world_size``,
           ``left``, ``joined``); the step that this interrupted is done next, by ``run``.
 
         An exception in ``fn`` is raised by ``run`` or ``save``, with a note that names ``fn``; the step has been taken.
@@ -1019,8 +1054,11 @@ class Executor:
         self._check_open()
         if self._trace is not None:
             raise RuntimeError("this executor is already recording a trace; start the next one after its last step")
+        if self._joins:
+            return nullcontext()
         with self._reporting_failures():
             self._trace = RunTrace(path, steps, first=self.step, everyone=self._everyone)
+        self._traced = 0 if self._redo is None else self._redo.memberships
         return self._recording(self._trace)
 
     @contextmanager
@@ -1036,6 +1074,7 @@ class Executor:
     def _end_trace(self, *, clean: bool) -> None:
         trace, self._trace = self._trace, None
         if trace is not None:
+            clean = clean and self._traced == (0 if self._redo is None else self._redo.memberships)
             with self._reporting_failures():
                 trace.finish(self.step, alone=not clean)
 

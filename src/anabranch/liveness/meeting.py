@@ -7,6 +7,7 @@ for the dead, but through a store of that number alone.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import os
 import threading
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from anabranch.errors import PeerLost
 from anabranch.job import MEETING_VARIABLE
 from anabranch.liveness.group import LOOK_SECONDS, rank_names, too_late
 from anabranch.liveness.membership import Membership, own_place, published
-from anabranch.liveness.peers import Identity, end_without_waiting
+from anabranch.liveness.peers import Identity, Peers, end_without_waiting, take_place_of_peers
 from anabranch.record.process import process_record
 from anabranch.record.spans import Lasting
 
@@ -66,7 +67,7 @@ def meet_peers(backend: str, timeout: float) -> None:
     prefix = f"anabranch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_meetings}"
     rank, size, deadline = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Deadline.after(timeout)
     others, names = [other for other in range(size) if other != rank], [f"{one}" for one in range(size)]
-    absent, came = list(others), dict[int, Identity]()
+    absent, came, place = list(others), dict[int, Identity](), own_place()
     remind = reminder(absent)
 
     def meet() -> None:
@@ -81,8 +82,9 @@ def meet_peers(backend: str, timeout: float) -> None:
         while not store.check(names):  # all of them: one that had come may have given up
             absent[:] = [other for other in absent or others if not store.check([names[other]])]
             ended = [other for other in absent if other in _met and _met[other].has_ended()]
-            if absent and (place := own_place()) and len(left := published(place[0]).ranks) < size:
-                ended = ended or [other for other in absent if other not in left] or list(absent)
+            now = published(place.meeting) if absent and place is not None else None
+            if now is not None and (now.over or len(now.ranks) + now.closed < size):
+                ended = ended or [other for other in absent if other not in now.ranks] or list(absent)
             if ended or (absent and deadline.expired()):
                 store.delete_key(f"{rank}")  # the others wait until this one comes again
                 raise lost(ended) if ended else too_late(absent, "meet", deadline, None)
@@ -127,31 +129,35 @@ def meet_members(
     From then on ``job()`` is that membership.
 
     Args:
-        after: the number of the last one.
+        after: the number of the last one; -1 of a newcomer.
         timeout: seconds that this may take.
-        has_lost: says whether anybody is lost of that one; else there will be no other.
+        has_lost: says whether anybody is lost of that one, or awaited; else there will be no other.
 
     Returns:
         The membership, this process's rank in it, a store of its members alone, and who they are by rank; ``None`` if
-        there will be none, as the job ends.
+        there will be none, as the job, or for a newcomer the others, have ended.
 
     Raises:
         DeadlineExceeded: names those who have not come.
     """
     place = own_place()
     assert place is not None, "only jobs that may lose workers meet again"
-    meeting, process = place
     absent, store, names = list[int](), None, list[str]()
     number, rank, deadline, awake = after, -1, Deadline.after(timeout), Deadline.after(_AWAKE_SECONDS)
-    with Lasting("wait", "wait", lambda: {"peer": rank_names(absent), "operation": "meet", "limit": timeout}):
+
+    def facts() -> dict[str, object]:
+        return {"peer": rank_names(absent) if store else "a newcomer", "operation": "meet", "limit": timeout}
+
+    with Lasting("wait", "wait", facts):
         while True:
-            membership = published(meeting)
-            if membership.over or process not in membership.ranks:
+            membership = published(place.meeting)
+            if membership.over or not membership.ranks or (after >= 0 and place.process not in membership.ranks):
                 return None
-            if membership.number > number:  # the first, or one of those awaited has died meanwhile
-                number, rank = membership.number, membership.ranks[process]
+            if membership.number > number and place.process in membership.ranks:
+                # The first, or one of those awaited has died meanwhile.
+                number, rank = membership.number, membership.ranks[place.process]
                 names = [f"{one}" for one in range(len(membership.ranks))]
-                store = FileStore(f"{meeting}.{number}")
+                store = FileStore(f"{place.meeting}.{number}")
                 store.set(f"{rank}", Identity.of_this_process().encode())
             elif store is None and has_lost():
                 awake = Deadline.after(_AWAKE_SECONDS)
@@ -162,6 +168,8 @@ def meet_members(
                 if not absent:
                     break
             if deadline.expired():
+                if store is None:
+                    raise deadline.error(peer="a newcomer", operation="meet")
                 raise too_late(absent, "meet", deadline, None)
             time.sleep(_PAUSE)
     identities = {one: Identity.decode(text.decode()) for one, text in enumerate(store.multi_get(names))}
@@ -171,6 +179,23 @@ def meet_members(
     here |= {name: len(names) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")}
     os.environ.update({name: f"{value}" for name, value in here.items()})
     return membership, rank, store, identities
+
+
+def connect_world(number: int, store: Store, rank: int, size: int, limit: timedelta) -> dist.ProcessGroup:
+    """Connect a group of gloo with the members of a membership, which ``set_world`` makes ``torch.distributed``'s."""
+    c10d, store = dist.distributed_c10d, PrefixStore("anabranch/world", store)
+    name = cast(Any, f"anabranch/{number}")
+    made = c10d._new_process_group_helper(size, rank, [], c10d.Backend("gloo"), store, name, timeout=limit)
+    return cast(dist.ProcessGroup, made[0])
+
+
+def set_world(group: dist.ProcessGroup, peers: Peers) -> None:
+    """Let ``torch.distributed``'s default group be this one, of ``peers``; ``init_process_group`` makes only one."""
+    if (old := dist.group.WORLD) is not None:  # never freed, as that of Workers
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(old))
+    dist.distributed_c10d._update_default_pg(group)
+    dist.distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
+    take_place_of_peers(peers)
 
 
 def _store(rank: int, timeout: timedelta) -> Store:
