@@ -382,6 +382,8 @@ class SharedSum:
             elements: so many of its first numbers are divided, the same on all workers.
             divisor: by this.
         """
+        if not self._over_hosts:
+            return self._start(operation, step, elements, divisor)
         workers = self._workers
 
         def between_hosts() -> None:
@@ -392,9 +394,7 @@ class SharedSum:
                 self.flat.zero_()
             self._start(operation, step, elements, divisor).finish()
 
-        if self._over_hosts:
-            return self._start(operation, step, 0, 1.0, between_hosts)
-        return self._start(operation, step, elements, divisor)
+        return self._start(operation, step, 0, 1.0, between_hosts)
 
     def _start(
         self,
