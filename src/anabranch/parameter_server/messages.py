@@ -146,10 +146,14 @@ class NormMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 
 
 class ReleaseMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Says how far a worker is, and nothing else; a negative rank says it of all: their job has ended there."""
+    """Says how far a worker is, and nothing else; a negative rank says it of all: their job has ended there.
+
+    ``gone`` are ranks that have closed or are lost: where workers run apart, no read waits for them any more.
+    """
 
     rank: _Number
     turn: WorkerProgress
+    gone: list[_Rank] = []
 
 
 class StepMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):

@@ -27,7 +27,6 @@ import torch
 
 from anabranch.collectives import Workers
 from anabranch.errors import PeerLost
-from anabranch.executor.engines.engine import StepOutput
 from anabranch.executor.likeness import exchange
 from anabranch.executor.loaders.loading import BoundLoader
 from anabranch.executor.observing.watching import MembershipRecord
@@ -50,13 +49,11 @@ def is_share(batch: object) -> TypeGuard[ShareOf]:
     return isinstance(batch, FunctionType | MethodType | partial)
 
 
-def why_fixed(spec: Spec, workers: Workers, *, serves: bool) -> str | None:
+def why_fixed(spec: Spec, workers: Workers) -> str | None:
     """Return the reason why an executor does not go on without one of its workers; ``None`` if it does."""
     windows = [step.accumulate for step in spec.training.values()]
     if any(isinstance(model, Pipe) for model in spec.models.values()):
         return "a model is a Pipe"
-    if serves:
-        return "parameters are on servers"
     if len(windows) > 1 and max(windows) > 1:
         return "one of several training steps accumulates gradients"
     return workers.why_fixed
@@ -75,6 +72,7 @@ class Redo:
     Attributes:
         fixed: as given, or found in a run.
         repeated: how many steps were interrupted.
+        calls: in a ``call``, which begins again as a whole.
     """
 
     def __init__(
@@ -86,7 +84,7 @@ class Redo:
         fixed: str | None,
     ) -> None:
         self._workers, self._runners, self._loaders, self._saver, self.fixed = workers, runners, loaders, saver, fixed
-        self.repeated = 0
+        self.repeated, self.calls = 0, False
         self._random = RandomMoment()
         models = {runner.step.model for runner in runners.values()}
         self._holders = [module._buffers for model in models for module in model.modules()]
@@ -130,12 +128,11 @@ class Redo:
         owed, self._owed = self._owed, []
         return owed
 
-    def meet(self, error: PeerLost, name: str) -> tuple[StepOutput | None, list[ShareOf | None], MembershipRecord]:
+    def meet(self, error: PeerLost, name: str) -> tuple[bool, list[ShareOf | None], MembershipRecord]:
         """Meet the others after an interrupted run of the step ``name``, and settle which window was the last.
 
         Returns:
-            The output of the run if it counts; else the runs of its window before it, to be done again; and the new
-            membership.
+            Whether the run counts; else the runs of its window before it, to be done again; and the new membership.
 
         Raises:
             PeerLost: ``error``: the job does not go on without the lost worker.
@@ -144,7 +141,7 @@ class Redo:
         runner = self._runners[name]
         record = self._meet(error, runner, called=False)
         counts = runner.decided > self._decided
-        return runner.last_result() if counts else None, [] if counts else self._window[:], record
+        return counts, [] if counts else self._window[:], record
 
     def call(self, act: Callable[[], _T], meets: Callable[[MembershipRecord], object]) -> _T:
         """Return ``act()``, which all workers call and which changes nothing; begun again where one is lost meanwhile.
@@ -153,18 +150,25 @@ class Redo:
         """
         begun = self._called
         while True:
+            self.calls = True
             try:
                 answer = act()
             except PeerLost as error:
-                runner = next((one for one in self._runners.values() if one.in_window), None)
-                record = self._meet(error, runner, called=True)
-                self._owed = [] if runner is None else self._window[:]
-                meets(record)
+                meets(self.meet_outside(error))
                 if self._called > begun:
                     return cast(_T, self._answer)
             else:
                 self._called, self._answer = self._called + 1, copy.deepcopy(answer)  # the caller may change its own
                 return answer
+            finally:
+                self.calls = False
+
+    def meet_outside(self, error: PeerLost) -> MembershipRecord:
+        """Meet the others after something else than a training run was interrupted; return the new membership."""
+        runner = next((one for one in self._runners.values() if one.in_window), None)
+        record = self._meet(error, runner, called=True)
+        self._owed = [] if runner is None else self._window[:]
+        return record
 
     def _meet(self, error: PeerLost, runner: StepRunner | None, *, called: bool) -> MembershipRecord:
         if self.fixed is not None:

@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anabranch import checkpoint
-from anabranch.autodiff.moved_parameter import MovedParameter, from_within
+from anabranch.autodiff.moved_parameter import MovedParameter, Switch, from_within
 from anabranch.checkpoint import Checkpoint
 from anabranch.checkpoint.generations import Replaced
 from anabranch.checkpoint.reading import again
@@ -419,9 +419,17 @@ class Saver:
     # The state that all workers have alike, from one that is a step ahead.
 
     def dense_state(self, more: object) -> bytes:
-        """Return it: parameters, optimizers, schedulers, and ``more``."""
-        parameters = {name: names_of(step.model) for name, step in self._steps.items()}
-        return _pack([parameters, self._optimizers({}), self._schedulers(), more])
+        """Return it: parameters that are not on servers, optimizers, schedulers, and ``more``."""
+        return _pack([self._parameters_here(), self._optimizers({}), self._schedulers(), more])
+
+    def _parameters_here(self) -> dict[str, dict[str, Tensor]]:
+        there = {entry.parameter for entry in self._moved}
+        return {
+            name: {
+                key: one for key, one in names_of(step.model).items() if one not in there and type(one) is not Switch
+            }
+            for name, step in self._steps.items()
+        }
 
     @torch.inference_mode(False)
     def take_dense_state(self, state: bytes) -> Any:
@@ -429,11 +437,12 @@ class Saver:
         parameters, optimizers, schedulers, more = _unpack(state)
         plans, scheduler_plans = self._plan_optimizers(optimizers), self._plan_schedulers(schedulers)
         with torch.no_grad():
-            for name, step in self._steps.items():
-                for parameter_name, parameter in names_of(step.model).items():
+            for name, here in self._parameters_here().items():
+                for parameter_name, parameter in here.items():
                     parameter.copy_(parameters[name][parameter_name])
-        for optimizer, plan in plans:
-            load_uncast(optimizer, plan)
+        with from_within():
+            for optimizer, plan in plans:
+                load_uncast(optimizer, plan)
         for scheduler, scheduler_state in scheduler_plans:
             scheduler.load_state_dict(scheduler_state)
         return more

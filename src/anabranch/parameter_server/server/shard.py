@@ -175,7 +175,10 @@ class Shard:
         """
         with self._state:
             if message.rank >= 0:
-                self._hear(message.rank, message.turn, client)
+                job = self._hear(message.rank, message.turn, client)
+                if message.gone and job is not None:
+                    job.gone.update(message.gone)
+                    self._state.notify_all()
             elif self._job is not None and self._job.consistency.merges:
                 for rank in range(self._job.world):
                     self._job.hear(rank, message.turn)
@@ -186,11 +189,18 @@ class Shard:
         """Take note of how far the worker is that sends a message, and apply what is due; returns its job."""
         if rank < 0:
             return None
+        job = self._job
+        if job is not None and turn is not None and turn.number >= job.number and client in self._clients.values():
+            self._clients[rank] = client  # a member of the job, which may have another rank than before
         self._check_client(rank, client)
-        job = self._joined(rank)
+        if job is None or turn is None or turn.number <= job.number:
+            job = self._joined(rank)
         job.check_whole()
         if turn is not None:
+            before = job.number
             job.hear(rank, turn)
+            if job.number != before:
+                self._state.notify_all()  # for some requests of the last membership nobody comes any more
             self._apply_due()
         return job
 
@@ -237,7 +247,7 @@ class Shard:
             if job is not None:
                 if job.consistency.lag is not None:
                     self._wait_for_steps(message.rank, message.step - job.consistency.lag, deadline, "pull")
-                pushed = min(self._joined(message.rank).clocks)
+                pushed = self._joined(message.rank).slowest
             if request.parts.version != self.contents.version:
                 request = renewed(self.contents, request)
             check_body(request)
@@ -323,8 +333,9 @@ class Shard:
             elif verb == "pull":
                 admit(self.request(message, tensors))
             elif verb == "push":
-                if message.rank >= 0 and message.turn is not None:
-                    self._joined(message.rank).hear(message.rank, message.turn)
+                if message.rank >= 0 and message.turn is not None and self._job is not None:
+                    self._job.hear(message.rank, message.turn)
+                    self._clients[message.rank] = client
                 self._do_push(self.request(message, tensors))
             elif verb == "restore":
                 self.contents.restore(message, tensors)
@@ -569,7 +580,7 @@ class Shard:
         Without the lock.
         """
         job = self._job
-        return self.contents.step() if job is None else min(job.clocks)
+        return self.contents.step() if job is None else job.slowest
 
     def locked(self) -> threading.Condition:
         """Return the lock under which every change is made, for callers whose several steps must be atomic."""
