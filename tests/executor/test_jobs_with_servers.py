@@ -74,6 +74,20 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
+def close_early(path: str) -> int:
+    """Rank 1 makes three steps and closes; its process stays until rank 0 has made ten."""
+    rank, over = ab.job().rank, Path(path) / "over"
+    with executor_of(new_model(), "PS", consistency="ssp:2", timeout=50.0) as executor:
+        for step in range(3 if rank else 10):
+            executor.run("train", batch_of(step, rank, 2))
+    over.touch() if rank == 0 else wait_for(over)
+    return executor.step
+
+
+def test_a_worker_that_has_closed_is_not_waited_for(tmp_path: Path) -> None:
+    assert in_job(close_early, 2, str(tmp_path), servers=2) == [10, 3]
+
+
 def go_on(folder: str, mode: str, last: int, at_end: str) -> dict[str, object]:
     """Trains from the newest checkpoint to step ``last``, then saves, or stops because rank 1 asks for it."""
     model, rank, world = new_model(), ab.job().rank, ab.job().world_size

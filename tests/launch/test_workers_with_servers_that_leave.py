@@ -281,3 +281,79 @@ def test_the_last_step_is_applied_too(script: Script, tmp_path: Path, deaths: De
 @pytest.mark.parametrize("mode", ["PS", "Hybrid"])
 def test_a_frozen_worker_leaves(script: Script, tmp_path: Path, mode: str) -> None:
     train(script, tmp_path, mode, {1: [("pushed", 4)]}, freezes=True)
+
+
+# Pushes that are applied as they come: the numbers are others, and nobody waits for the one that is gone.
+
+APART = """
+import json, os, signal, sys
+from pathlib import Path
+
+import torch
+from torch import nn
+import anabranch as ab
+
+folder, plan = Path(sys.argv[1]), json.loads(sys.argv[2])
+process = int(os.environ["RANK"])
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.layer = nn.Embedding(44, 4), nn.Linear(4, 1)
+
+    def forward(self, ids):
+        return self.layer(self.table(ids))[:, 0]
+
+
+def loss(model, ids):
+    if process == plan["victim"] and executor.step == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return (model(ids) - 1.0).square().mean()
+
+
+model = Model()
+step = ab.TrainStep(model, loss, torch.optim.Adam(model.parameters(), lr=0.05))
+cache = ab.Cache(capacity=20, push_bound=plan["push_bound"]) if plan["push_bound"] else None
+loader = ab.loaders.GlobalBatches(range(44), 12, seed=3)
+with ab.Executor(step, plan["mode"], dataloaders={"default": loader}, consistency=plan["consistency"], cache=cache,
+                 heartbeat=0.2, timeout=600.0) as executor:
+    first = executor.run()["loss"].item()
+    while executor.step < 40 or (plan["apart"] and executor.statistics().dropped_rows == 0):
+        last = executor.run()["loss"].item()
+    statistics = executor.statistics()
+(folder / str(process)).write_text(json.dumps([first, last, statistics.dropped_rows, statistics.memberships]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(
+    ("mode", "consistency", "push_bound"),
+    [
+        ("PS", "ssp:2", 0),
+        ("PS", "asp", 0),
+        ("Hybrid", "ssp:2", 0),
+        ("Hybrid", "asp", 3),
+        ("PS", "ssp:2", 3),
+        ("PS", "bsp", 3),
+        ("Hybrid", "bsp", 3),
+    ],
+)
+def test_nobody_waits_for_a_killed_worker_where_pushes_are_applied_as_they_come(
+    script: Script, tmp_path: Path, mode: str, consistency: str, push_bound: int, victim: int
+) -> None:
+    apart = mode == "PS" and consistency != "bsp"
+    plan = {"mode": mode, "consistency": consistency, "push_bound": push_bound, "victim": victim, "apart": apart}
+    told = list[str]()
+    outcome = launch(
+        script(APART), [str(tmp_path), json.dumps(plan)], workers=3, servers=2, min_workers=1, log_dir=tmp_path,
+        tell=told.append, seconds=120.0,
+    )  # fmt: skip
+    assert outcome.exit_code == 0, "\n".join([*told, *(log.read_text() for log in sorted(tmp_path.glob("*.log")))])
+    assert [one.code for one in outcome.exits] == [-signal.SIGKILL if rank == victim else 0 for rank in range(3)]
+    for rank in {0, 1, 2} - {victim}:
+        first, last, dropped, memberships = json.loads((tmp_path / str(rank)).read_text())
+        assert last < first
+        assert (dropped > 0, memberships) == ((True, 1) if apart else (False, 2))
