@@ -24,6 +24,9 @@ user may enter; its name ends with ``-MASTER_PORT``."""
 JOB_VARIABLE = "ANABRANCH_JOB"
 """The environment variable with the name of one start of ``anabranch run``, the same after restarts."""
 
+JOINED_VARIABLE = "ANABRANCH_JOINED"
+"""The environment variable of a worker that has joined a running job, in place of one that was lost."""
+
 
 class DirectoryLike(Protocol):
     """The interface of a directory of the job's services, wherever its table is."""
@@ -90,6 +93,8 @@ class Job:
         experts: how many expert processes the job has.
         directory: endpoint of the directory, or the URL of its Redis; ``None`` without one.
         workers: how many workers the job has; an expert process knows it too.
+        joined: whether this worker has joined a running job, in place of one that was lost. In its first training run
+            it takes the others' state; until then it is alone, and ``rank`` and ``world_size`` are what they will be.
     """
 
     rank: int
@@ -100,6 +105,7 @@ class Job:
     experts: int = 0
     directory: str | None = None
     workers: int = field(default=1, repr=False, compare=False)
+    joined: bool = field(default=False, repr=False, compare=False)
 
     def serve(
         self,
@@ -211,6 +217,7 @@ def job(environment: Mapping[str, str] | None = None) -> Job:
         experts=_number(env, "ANABRANCH_EXPERTS", 0),
         directory=env.get("ANABRANCH_DIRECTORY") or None,
         workers=world_size if role == "worker" else _number(env, "ANABRANCH_WORKERS", 1),
+        joined=JOINED_VARIABLE in env,
     )
 
 

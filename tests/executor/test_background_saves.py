@@ -105,7 +105,7 @@ def test_a_failure_is_raised_by_the_next_call_once(call: str, held: Held, tmp_pa
     held.go.set()
     target = executor()
     target.save(tmp_path / "first", wait=False)
-    wait_until(lambda: target._saver._saving._written.done())  # type: ignore[union-attr]
+    wait_until(lambda: target._saver.saving._written.done())  # type: ignore[union-attr]
     held.failure = None
     calls = {
         "save later": lambda: (target.save(tmp_path / "second", wait=False), target.finish_saves()),
@@ -155,7 +155,7 @@ def saving_with_a_failure(folder: str) -> list[Any]:
             patch.setattr(checkpoint, "write", failing)
         target.save(folder, wait=False)
         if ab.job().rank == 0:
-            wait_until(lambda: target._saver._saving._written.done())  # type: ignore[union-attr]
+            wait_until(lambda: target._saver.saving._written.done())  # type: ignore[union-attr]
         patch.undo()
         with pytest.raises(ab.CheckpointError) as caught:
             target.save(folder)

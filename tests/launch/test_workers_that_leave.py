@@ -1,4 +1,7 @@
-"""A worker that is killed leaves a job with ``min_workers``: the others do its step again, and nothing shows."""
+"""A worker that is killed leaves the job: the others do its step again, and nothing shows.
+
+None is replaced here; see ``test_workers_that_join.py``.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from jobs import launch
 from torch import nn
 
 import anabranch as ab
-from anabranch.launch import JobOutcome
+from anabranch.launch import JobOutcome, RestartBudget
 
 Script = Callable[[str], Path]
 Deaths = dict[int, list[tuple[str, int]]]  # of processes: where, and in which run, counted from 0
@@ -23,7 +26,6 @@ SAMPLES, BATCH, STEPS = 44, 12, 10  # 4 batches an epoch, the last of 8 samples
 
 TRAINING = """
 import json, os, signal, sys, time
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,10 +34,11 @@ import anabranch as ab
 from anabranch import checkpoint
 from anabranch.collectives import buckets, shared_memory, workers
 from anabranch.errors import PeerLost
+from anabranch.executor.saving.saving import Saver
 
 folder, plan = Path(sys.argv[1]), json.loads(sys.argv[2])
-process = int(os.environ["RANK"])
-moments = plan["deaths"].get(str(process), [])  # [place, run]
+process, joined = int(os.environ["ANABRANCH_MEMBER"]), ab.job().joined
+moments = plan["joiners" if joined else "deaths"].get(str(process), [])  # [place, run]
 steps, batch_size, samples = plan["steps"], plan["batch"], plan["samples"]
 
 
@@ -44,6 +47,8 @@ def run_here():
 
 
 def dies_at(place):
+    if joined and os.environ["TORCHELASTIC_RESTART_COUNT"] != "1":  # in place of one that has died so
+        return
     if [place, run_here()] in moments:
         os.kill(os.getpid(), signal.SIGSTOP if plan["freezes"] else signal.SIGKILL)
 
@@ -124,14 +129,28 @@ workers.Workers.start_all_reduce, shared_memory.SharedSum.start = started(start)
 workers.Pending.finish = finished
 
 
-def met(self):
+def met(self, *, awaited):
     dies_at("before a meeting")
-    goes_on = meet_again(self)
+    goes_on = meet_again(self, awaited=awaited)
     dies_at("behind a meeting")
     return goes_on
 
 
+def sent(self, more):
+    dies_at("before it sends the state")
+    return dense_state(self, more)
+
+
+def taken(self, state):
+    dies_at("before it takes the state")
+    more = take_dense_state(self, state)
+    dies_at("behind the state")
+    return more
+
+
 meet_again, workers.Workers.meet_again = workers.Workers.meet_again, met
+dense_state, Saver.dense_state = Saver.dense_state, sent
+take_dense_state, Saver.take_dense_state = Saver.take_dense_state, taken
 model = Model()
 optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
@@ -160,15 +179,25 @@ loaders = {"train": loader, "validate": ordered}
 with ab.Executor(both, dataloaders=loaders, seed=5, heartbeat=0.5, timeout=60.0) as made:
     executor = made
     executor.on("membership", lambda record: write("memberships", left=record.left, rank=record.rank,
-        size=record.world_size, job=[ab.job().rank, ab.job().world_size]))
+        joined=record.joined, size=record.world_size, job=[ab.job().rank, ab.job().world_size]))
+    dies_at("before it joins")
 
-    def share(run, job):
-        number = (run * batch_size) % (samples - batch_size)
+    def share(job):
+        number = (run_here() * batch_size) % (samples - batch_size)
         chosen = range(number + job.rank, number + batch_size, job.world_size)
         return torch.utils.data.default_collate([data[index] for index in chosen])
 
-    for run in range(steps * plan["accumulate"]):
-        result = executor.run("train", partial(share, run) if plan["function"] else None)
+    stop = folder / "stop"
+    while executor.step < steps and not executor.stopping:
+        if steps > 1000 and stop.exists():
+            executor.request_stop()
+        if plan["waits"] == run_here():  # for a newcomer, whom nobody needs
+            until = time.monotonic() + 60
+            while not executor._redo._place.newcomers_wait() and ab.job().world_size < plan["workers"]:
+                assert time.monotonic() < until
+                time.sleep(0.001)
+        result = executor.run("train", share if plan["function"] else None)
+        run = run_here() - 1
         write("losses", run=run, loss=result["loss"].item(), number=executor.statistics().memberships)
         dies_at("between")
         if plan["evaluates"]:
@@ -179,15 +208,15 @@ with ab.Executor(both, dataloaders=loaders, seed=5, heartbeat=0.5, timeout=60.0)
     statistics = executor.statistics()
     write("end", parameters=[p.tolist() for p in model.parameters()], pid=os.getpid(), calls=model.calls.item(),
         memberships=statistics.memberships, repeated=statistics.repeated_steps, rank=ab.job().rank,
-        size=ab.job().world_size, drawn=torch.rand(()).item(), epoch=executor.epoch,
-        restarts=os.environ["TORCHELASTIC_RESTART_COUNT"])
+        size=ab.job().world_size, drawn=torch.rand(()).item(), epoch=executor.epoch, joined=joined,
+        steps=executor.step, restarts=os.environ["TORCHELASTIC_RESTART_COUNT"])
 """
 
 
 class Undisturbed(nn.Module):
     """The plain loop on whole batches."""
 
-    def __init__(self, *, function: bool, accumulate: int) -> None:
+    def __init__(self, *, function: bool, accumulate: int, steps: int = STEPS) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)).double()
@@ -196,16 +225,16 @@ class Undisturbed(nn.Module):
         loader = ab.loaders.GlobalBatches(range(SAMPLES), BATCH, seed=3)
         epochs = [
             [int(one) for one in loader.order(epoch)[first : first + BATCH]]
-            for epoch in range(20)
+            for epoch in range(steps * accumulate * BATCH // SAMPLES + 2)
             for first in range(0, SAMPLES, BATCH)
         ]
-        offsets = [(run * BATCH) % (SAMPLES - BATCH) for run in range(STEPS * accumulate)]
+        offsets = [(run * BATCH) % (SAMPLES - BATCH) for run in range(steps * accumulate)]
         self.batches = [list(range(one, one + BATCH)) for one in offsets] if function else epochs
         self.losses: list[float] = []
         self.scores: list[float] = []
         everything = torch.arange(SAMPLES, dtype=torch.float64)
         inputs = torch.sin(torch.arange(6, dtype=torch.float64) * (everything[:, None] + 1))
-        for step in range(STEPS):
+        for step in range(steps):
             runs = self.batches[step * accumulate : (step + 1) * accumulate]
             optimizer.zero_grad()
             for ids in runs:
@@ -242,14 +271,22 @@ def train(
     gloo: bool = False,
     function: bool = False,
     accumulate: int = 1,
-    least: int = 1,
+    least: int | None = 1,
     freezes: bool = False,
     evaluates: bool = False,
+    joiners: Deaths | None = None,
+    restarts: int = 0,
+    waits: int = -1,
+    left: int | None = None,
+    steps: int = STEPS,
 ) -> tuple[JobOutcome, list[str]]:
-    """Train, and check that the survivors have what the undisturbed run has; return the end and what was told."""
+    """Train, and check that all have what the undisturbed run has; return the end and what was told.
+
+    ``left``: so many are there at the end; by default those that do not die. ``joiners``: deaths of replacements.
+    """
     plan = {"deaths": deaths, "misses": misses or {}, "gloo": gloo, "function": function, "accumulate": accumulate}
-    plan |= {"freezes": freezes, "evaluates": evaluates}
-    plan |= {"steps": STEPS, "batch": BATCH, "samples": SAMPLES}
+    plan |= {"freezes": freezes, "evaluates": evaluates, "joiners": joiners or {}, "waits": waits, "workers": workers}
+    plan |= {"steps": steps, "batch": BATCH, "samples": SAMPLES}
     records = folder / "records"
     records.mkdir()
     told: list[str] = []
@@ -257,34 +294,37 @@ def train(
     logs.mkdir()
     outcome = launch(
         script(TRAINING), [str(records), json.dumps(plan)], workers=workers, min_workers=least, log_dir=logs,
-        tell=told.append, seconds=120.0,
+        worker_restarts=RestartBudget(restarts), tell=told.append, seconds=300.0,
     )  # fmt: skip
     assert outcome.exit_code == 0, "\n".join([*told, *(log.read_text() for log in sorted(logs.glob("*.log")))])
-    expected = Undisturbed(function=function, accumulate=accumulate)
     ends = lines(records, "end")
-    survivors = workers - len(deaths)
-    assert len(ends) == survivors
-    assert sorted(end["rank"] for end in ends) == list(range(survivors))
-    assert {end["size"] for end in ends} == {survivors}
-    assert {end["restarts"] for end in ends} == {"0"}
+    steps = ends[0]["steps"]
+    expected = Undisturbed(function=function, accumulate=accumulate, steps=steps)
+    left = workers - len(deaths) if left is None else left
+    assert len(ends) == left
+    assert sorted(end["rank"] for end in ends) == list(range(left))
+    assert {end["size"] for end in ends} == {left}
+    assert {end["restarts"] for end in ends if not end["joined"]} <= {"0"}
     assert {end["pid"] for end in ends} <= {one.pid for one in outcome.exits}
     for end in ends:
         for here, there in zip(end["parameters"], expected.parameters(), strict=True):
             torch.testing.assert_close(torch.tensor(here, dtype=torch.float64), there.detach(), rtol=0.0, atol=1e-12)
-        assert end["calls"] == STEPS * accumulate  # buffers and generators went back with the step
-        assert end["drawn"] in [drawn_after(STEPS * accumulate, seed=5 + process) for process in range(workers)]
+        assert end["calls"] == steps * accumulate  # buffers and generators went back with the step
+        seeds = [] if end["joined"] else [5 + process for process in range(workers)]
+        assert not seeds or end["drawn"] in [drawn_after(steps * accumulate, seed) for seed in seeds]
     # In the last doing of each run every sample counts once.
-    doings = lines(records, "doings")
-    for run in range(STEPS * accumulate):
-        last = max(one["number"] for one in doings if one["run"] == run)
-        ids = [sample for one in doings if (one["run"], one["number"]) == (run, last) for sample in one["ids"]]
-        assert sorted(ids) == sorted(expected.batches[run]), run
+    doings: dict[int, dict[int, list[int]]] = {}
+    for one in lines(records, "doings"):
+        doings.setdefault(one["run"], {}).setdefault(one["number"], []).extend(one["ids"])
+    for run in range(steps * accumulate):
+        last = max(doings[run])
+        assert sorted(doings[run][last]) == sorted(expected.batches[run]), run
     for one in lines(records, "losses"):
         assert one["loss"] == pytest.approx(expected.losses[one["run"]], abs=1e-12)
     for one in lines(records, "scores"):
         assert one["loss"] == pytest.approx(expected.scores[one["run"]], abs=1e-12)
     if evaluates:
-        assert ab.checkpoint.read(records / "saved").state["ranks"][0]["counts"]["train"]["steps"] == STEPS
+        assert ab.checkpoint.read(records / "saved").state["ranks"][0]["counts"]["train"]["steps"] == steps
     for one in lines(records, "memberships"):
         assert one["job"] == [one["rank"], one["size"]]
     return outcome, told
@@ -455,7 +495,9 @@ TWO = """
 def test_another_executor_of_the_process_and_a_save_in_the_background_are_lost_with_a_worker(
     script: Script, tmp_path: Path
 ) -> None:
-    outcome = launch(script(TWO), workers=3, min_workers=1, log_dir=tmp_path, seconds=120.0)
+    outcome = launch(
+        script(TWO), workers=3, min_workers=1, worker_restarts=RestartBudget(0), log_dir=tmp_path, seconds=120.0
+    )
     assert not outcome.timed_out
     text = (tmp_path / "worker-1.log").read_text()
     assert "rank 0 was lost, and may not have written the save of step 1" in text
@@ -468,7 +510,10 @@ def test_another_executor_of_the_process_and_a_save_in_the_background_are_lost_w
 
 ENDS = """
     import json, os, sys, time
+    from pathlib import Path
+    from anabranch.liveness.membership import own_place
     rank, ends = os.environ["RANK"], dict(one.split(":") for one in sys.argv[1:])
+    own_place().write_progress(1, 0)  # as a job whose training goes on does
     if number := int(ends.get(rank, 0)):
         if number < 0:
             os.kill(os.getpid(), -number)
@@ -499,5 +544,6 @@ def test_an_exit_code_ends_the_job_and_a_kill_does_not(
     script: Script, tmp_path: Path, ends: dict[int, int], least: int, code: int
 ) -> None:
     arguments = [f"{rank}:{int(end)}" for rank, end in ends.items()]
-    outcome = launch(script(ENDS), arguments, workers=3, min_workers=least, log_dir=tmp_path)
+    options = {"min_workers": least, "worker_restarts": RestartBudget(0)}
+    outcome = launch(script(ENDS), arguments, workers=3, log_dir=tmp_path, **options)
     assert outcome.exit_code == code

@@ -14,6 +14,7 @@ from jobs import launch
 from torch import Tensor, nn
 
 import anabranch as ab
+from anabranch.launch import RestartBudget
 
 Script = Callable[[str], Path]
 Deaths = dict[int, list[tuple[str, int]]]  # of processes: where, and in which run, counted from 0
@@ -30,8 +31,8 @@ import anabranch as ab
 from anabranch.deadline import Deadline
 
 folder, plan = Path(sys.argv[1]), json.loads(sys.argv[2])
-process = int(os.environ["RANK"])
-moments = plan["deaths"].get(str(process), [])  # [place, run]
+process, joined = int(os.environ["ANABRANCH_MEMBER"]), ab.job().joined
+moments = [] if joined else plan["deaths"].get(str(process), [])  # [place, run]
 delays = random.Random(plan["seed"] + process)
 
 
@@ -135,14 +136,15 @@ with ab.Executor({"train": step, "validate": ab.EvalStep(model, score)}, plan["m
     around(client, "push_many", nothing, lambda *_: dies_at("pushed"))
     around(part, "vote", lambda *_: dies_at("before the vote"), lambda *_: dies_at("voted"))
     around(part, "decide", nothing, told)
-    for run in range(plan["steps"] * plan["accumulate"]):
+    while executor.step < plan["steps"]:
         result = executor.run("train")
+        run = executor._runners["train"].runs - 1
         write("losses", run=run, loss=result["loss"].item(), number=executor.statistics().memberships)
         dies_at("between")
         if plan["evaluates"]:
             write("scores", run=run, loss=executor.evaluate("validate")["loss"].item())
     statistics, done = executor.statistics(), executor.step
-write("end", parameters=[p.tolist() for p in model.parameters()], memberships=statistics.memberships, step=done)
+write("end", parameters=[p.tolist() for p in model.parameters()], step=done, joined=joined)
 """
 
 
@@ -205,6 +207,8 @@ def train(
     evaluates: bool = False,
     freezes: bool = False,
     durability: str = "none",
+    least: int | None = 1,
+    restarts: int = 0,
     seed: int = 0,
 ) -> None:
     """Train on two shards, and check that the survivors have what the undisturbed run has."""
@@ -215,15 +219,16 @@ def train(
     records.mkdir()
     logs.mkdir()
     outcome = launch(
-        script(TRAINING), [str(records), json.dumps(plan)], workers=workers, servers=2, min_workers=1, log_dir=logs,
-        durability=durability, tell=told.append, seconds=120.0,
+        script(TRAINING), [str(records), json.dumps(plan)], workers=workers, servers=2, min_workers=least, log_dir=logs,
+        durability=durability, worker_restarts=RestartBudget(restarts), tell=told.append, seconds=200.0,
     )  # fmt: skip
     assert outcome.exit_code == 0, "\n".join([*told, *(log.read_text() for log in sorted(logs.glob("*.log")))])
     assert [one.code for one in outcome.services] == [0, 0]
     expected = Undisturbed(accumulate=accumulate, clip=clip)
-    ends, killed = lines(records, "end"), sum(one.code == -signal.SIGKILL for one in outcome.exits)
+    ends, joined = lines(records, "end"), [one for one in lines(records, "end") if one["joined"]]
+    killed = workers - (len(ends) - len(joined))
     assert killed == len(deaths) or seed
-    assert len(ends) == workers - killed
+    assert len(joined) == (restarts if least is None else 0)
     for end in ends:
         assert end["step"] == STEPS
         for here, there in zip(end["parameters"], expected.parameters(), strict=True):
@@ -283,6 +288,16 @@ def test_a_frozen_worker_leaves(script: Script, tmp_path: Path, mode: str) -> No
     train(script, tmp_path, mode, {1: [("pushed", 4)]}, freezes=True)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["PS", "Hybrid"])
+@pytest.mark.parametrize("place", ["half pushed", "half told"])
+@pytest.mark.parametrize(("victim", "cache"), [(0, False), (1, True)])
+def test_a_replacement_takes_the_place_of_a_killed_worker(
+    script: Script, tmp_path: Path, place: str, victim: int, cache: bool, mode: str
+) -> None:
+    train(script, tmp_path, mode, {victim: [(place, 4)]}, least=None, restarts=1, cache=cache, evaluates=cache)
+
+
 # Pushes that are applied as they come: the numbers are others, and nobody waits for the one that is gone.
 
 APART = """
@@ -294,7 +309,7 @@ from torch import nn
 import anabranch as ab
 
 folder, plan = Path(sys.argv[1]), json.loads(sys.argv[2])
-process = int(os.environ["RANK"])
+process = int(os.environ["ANABRANCH_MEMBER"])
 
 
 class Model(nn.Module):
@@ -349,7 +364,7 @@ def test_nobody_waits_for_a_killed_worker_where_pushes_are_applied_as_they_come(
     told = list[str]()
     outcome = launch(
         script(APART), [str(tmp_path), json.dumps(plan)], workers=3, servers=2, min_workers=1, log_dir=tmp_path,
-        tell=told.append, seconds=120.0,
+        worker_restarts=RestartBudget(0), tell=told.append, seconds=120.0,
     )  # fmt: skip
     assert outcome.exit_code == 0, "\n".join([*told, *(log.read_text() for log in sorted(tmp_path.glob("*.log")))])
     assert [one.code for one in outcome.exits] == [-signal.SIGKILL if rank == victim else 0 for rank in range(3)]

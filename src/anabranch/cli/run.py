@@ -35,11 +35,15 @@ def run(
         typer.Option(
             min=1,
             metavar="M",
-            help="Go on while at least M workers are left of those that are killed: the others do the interrupted step "
-            "again, with the same result. For comm_mode AllReduce on the CPU, with batches of ab.loaders.GlobalBatches "
-            "or of functions; a lost worker is not replaced. By default the first ends the job.",
+            help="Go on while at least M workers are left of those that are killed; by default the others wait for the "
+            "replacement of each. In both cases the interrupted step is done again, with the same result. For "
+            "comm_mode AllReduce on the CPU, with batches of ab.loaders.GlobalBatches or of functions; any other job "
+            "ends with the first worker that is killed.",
         ),
     ] = None,
+    worker_restarts: Annotated[
+        str, typer.Option(metavar="N/SECONDSs", help="Replace a worker that is killed up to N times in any SECONDS.")
+    ] = "3/600s",
     servers: Servers = 0,
     experts: Experts = 0,
     durability: Annotated[
@@ -109,8 +113,8 @@ def run(
 
     The workers find the same environment as under torchrun. Rank 0 is live on the screen; `anabranch status --watch`
     shows how far the job is and how each process is. When a process fails, its rank and traceback are shown and the
-    others stopped, unless --min-workers lets them go on; Ctrl-C stops all, Ctrl-Z pauses all. No process is left
-    behind.
+    others stopped, except that a worker that is killed may be replaced; Ctrl-C stops all, Ctrl-Z pauses all. No process
+    is left behind.
 
     An expert process that dies is restarted, and the job continues meanwhile with those that answer.
 
@@ -131,6 +135,7 @@ def run(
             log_dir=Path(),
             workers=workers,
             min_workers=min_workers,
+            worker_restarts=RestartBudget.parse(worker_restarts),
             servers=servers,
             experts=experts,
             durability=durability,

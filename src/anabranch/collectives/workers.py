@@ -10,7 +10,7 @@ Collectives are matched by their order alone. So these have a gloo group of thei
 meet those of its forward on a worker that runs none.
 
 When a worker has died, the others become the workers of the next membership, in the same object. Their old connections
-stay open: gloo's threads may wait there for one another, and would be joined.
+stay open: gloo's threads may wait there for one another, and would be joined. A newcomer is alone until it joins one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # defined in C++
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from anabranch.collectives.messages import ended_within
 from anabranch.collectives.rowless import Rowless
@@ -50,8 +51,8 @@ from anabranch.liveness.meeting import (
     meet_peers,
     reminder,
 )
-from anabranch.liveness.membership import own_place
-from anabranch.liveness.peers import end_without_waiting, peers_of_job
+from anabranch.liveness.membership import Membership, own_place
+from anabranch.liveness.peers import Peers, end_without_waiting, peers_of_job
 from anabranch.record import spans
 
 _log = logging.getLogger("anabranch.executor")
@@ -160,6 +161,8 @@ class Workers(Group):
         store: of this group alone; ``None`` in a group of one.
         segments: memory that the workers share; ``give_up`` of each tells the others that this one has left.
         rowless: names the workers that have no rows; ``None`` in a group of one.
+        joins: this is a newcomer, alone until it has joined the others.
+        roll: the present membership, once there is another than the first.
 
     Raises:
         ValueError: the environment names no job (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``), or this
@@ -180,14 +183,20 @@ class Workers(Group):
         self.timeout = timeout
         self.on_host = device is None or device.type == "cpu"
         self._owns_job = group is None and not dist.is_initialized()
-        if self._owns_job:
+        place = own_place()
+        self.joins = self._owns_job and self.on_host and place is not None and place.joins
+        self.roll: Membership | None = None
+        if self._owns_job and not self.joins:
             backend = "gloo" if self.on_host else "nccl"
             meet_peers(backend, timeout)
         self._group: dist.ProcessGroup | None = dist.group.WORLD if group is None and ranks is None else group
         self.device = torch.device("cpu") if device is None else device
-        if dist.get_rank(self._group) < 0:
+        if self.joins:
+            super().__init__(Peers(0, HashStore), [0], heartbeat)
+        elif dist.get_rank(self._group) < 0:
             raise ValueError(f"rank {dist.get_rank()} is not a member of the process group; only members may use it")
-        super().__init__(peers_of_job(), ranks or dist.get_process_group_ranks(self._group), heartbeat)
+        else:
+            super().__init__(peers_of_job(), ranks or dist.get_process_group_ranks(self._group), heartbeat)
         self.bytes_sent = 0
         self.wait_seconds = 0.0
         self.started = 0
@@ -197,7 +206,9 @@ class Workers(Group):
         self.rowless: Rowless | None = None
         self.segments: WeakSet[Any] = WeakSet()
         self._begun: WeakSet[Pending] = WeakSet()  # of gloo
-        if self.size > 1:
+        if self.joins:
+            self._own = self._connect(HashStore())
+        elif self.size > 1:
             if ranks is None:
                 self._meet()
             self.store = PrefixStore(f"anabranch/{self.name}", dist.distributed_c10d._get_default_store())
@@ -225,7 +236,7 @@ class Workers(Group):
         self.name += f"/{bytes(everyone[0].tolist()).hex()}"
         self.peers.look_up(self.others, self.heartbeat)
 
-    def _connect(self, store: PrefixStore) -> dist.ProcessGroup:
+    def _connect(self, store: Store) -> dist.ProcessGroup:
         """Return a gloo group of the same members; c10d does not know it, so the model's code cannot use it."""
         limit, deadline = timedelta(seconds=self.timeout + BACKEND_GRACE), Deadline.after(self.timeout)
         try:
@@ -237,10 +248,15 @@ class Workers(Group):
     # Another membership.
 
     @property
+    def several(self) -> bool:
+        """True if there are, or will be, others."""
+        return self.size > 1 or self.joins
+
+    @property
     def why_fixed(self) -> str | None:
         """The reason why these workers do not go on without one of them; ``None`` if they do."""
         if own_place() is None:
-            return "it was not started by anabranch run --min-workers"
+            return "it was not started by anabranch run"
         if not self._owns_job:
             return "the script made a process group of torch.distributed itself"
         return None if self.on_host else "its tensors are not on the CPU"
@@ -249,27 +265,32 @@ class Workers(Group):
         """Return True if a worker has died or froze; the launcher kills a frozen one."""
         return self.peers.have_ended(self.others) or bool(self.lost())
 
-    def meet_again(self) -> bool:
+    def meet_again(self, *, awaited: bool) -> bool:
         """Become the workers of the next membership, once its members have come; return False if the job ends.
+
+        ``awaited``: there will be one, although none of the others may be lost.
 
         Raises:
             PeerLost: one of them has died since: call it again.
             DeadlineExceeded: names those who have not come.
         """
-        for segment in self.segments:
-            segment.give_up(self.rank)
+        if not awaited:
+            for segment in self.segments:
+                segment.give_up(self.rank)
         # Never freed: gloo's threads may still wait, and take the interpreter's lock to free a tensor.
         for thing in (self._own, list(self._begun)):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
-        met = meet_members(self.membership, self.timeout, self.has_lost)
+        after = self.membership if not self.joins or self.roll is not None else -1
+        met = meet_members(after, self.timeout, (lambda: True) if awaited else self.has_lost)
         if met is None:
             return False
-        membership, rank, store, identities = met
-        self.peers.become(membership.number, rank, store, identities)
+        self.roll, rank, store, identities = met
+        self.peers.become(self.roll.number, rank, store, identities)
         self.set_members(range(len(identities)))
         self.started, self.has_left_work = 0, False
         self.segments, self._begun = WeakSet(), WeakSet()
         vars(self).pop("on_one_host", None)
+        self.name = f"workers of membership {self.roll.number}"
         self.store = PrefixStore(f"anabranch/{self.name}", store)
         self.rowless = Rowless(self.store, self, self.timeout)
         limit = timedelta(seconds=self.timeout + BACKEND_GRACE)
@@ -281,6 +302,10 @@ class Workers(Group):
         self.wait_for(done, Deadline.after(self.timeout), "meet", None, on_host=True)
         self._own = cast(dist.ProcessGroup, answer.result(0))
         return True
+
+    def have_closed(self) -> bool:
+        """Return True if all others have closed theirs."""
+        return self.store is not None and all(self.store.check([f"closed/{rank}"]) for rank in self.others)
 
     # Collectives. Each starts at once and in the same order on every rank; `finish` what they return.
 
@@ -424,6 +449,8 @@ class Workers(Group):
             segment.give_up(self.rank)  # as a closed connection would tell the others
         if self.has_left_work:
             return
+        if self.roll is not None and self.store is not None:
+            self.store.set(f"closed/{self.peers.rank}", "yes")
         atexit.unregister(self._end)
         if self.rowless is not None:
             self.rowless.close()

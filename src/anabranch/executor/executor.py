@@ -63,7 +63,7 @@ from anabranch.executor.statistics import Statistics, TableLoads
 from anabranch.executor.steps import EvalStep, Step, StepDescription, TrainStep, model_of
 from anabranch.graph import Graph
 from anabranch.job import job
-from anabranch.liveness.membership import own_place
+from anabranch.liveness.membership import own_place, progress, published
 from anabranch.pipeline import Pipe
 from anabranch.record import spans
 from anabranch.record.process import PLAN_VARIABLE, process_record
@@ -217,7 +217,7 @@ class Executor:
             self._workers, self._everyone, stages = self._meet(process_group, pipe)
             rank = 0 if self._workers is None else self._workers.rank
             if seed is not None:
-                torch.manual_seed(seed + (job().rank if self._workers is None else rank))
+                torch.manual_seed(seed + (job().rank if self._workers is None or self._workers.joins else rank))
                 for model in spec.models.values():
                     if isinstance(model, Pipe):
                         model.seed = seed + rank
@@ -240,7 +240,7 @@ class Executor:
                 if isinstance(step, EvalStep)
             }
             drift = None
-            if acting is not None and check_workers and acting.size > 1:
+            if acting is not None and check_workers and acting.several:
                 drift = Drift(spec, acting, self._everyone or acting)
             self._runners = {
                 name: self._runner(name, number, step, acting, drift)
@@ -284,7 +284,12 @@ class Executor:
 
     @property
     def _rank(self) -> int:
-        return job().rank if self._everyone is None else self._everyone.rank
+        return job().rank if self._everyone is None or self._everyone.joins else self._everyone.rank
+
+    @property
+    def _joins(self) -> bool:
+        """True of a newcomer that has not joined yet."""
+        return self._redo is not None and self._everyone is not None and self._everyone.joins
 
     def _remote_part(self, stages: int) -> RemotePart | None:
         """Return the servers' side, if any part of the model is there, also if it is on another stage's rank."""
@@ -302,7 +307,7 @@ class Executor:
     ) -> StepRunner:
         spec, remote = self._spec, self._remote
         engine: Callable[..., Engine] = Engine
-        workers = workers if workers is not None and workers.size > 1 else None
+        workers = workers if workers is not None and workers.several else None
         buckets = GradientBuckets({}, workers, header=HEADER_SIZE)
         windows = () if remote is None else (RemoteWindow(remote, step),)
         sinks = (*windows, buckets)
@@ -317,7 +322,7 @@ class Executor:
         for prefix, model in spec.models.items():
             known += [prefix + other for other in model.elsewhere] if isinstance(model, Pipe) else []
         first = None
-        if self._workers is not None and self._workers.size > 1:
+        if self._workers is not None and self._workers.several:
             first = FirstBatches(name, self._workers, together=workers is not None)
         return StepRunner(
             step,
@@ -334,12 +339,15 @@ class Executor:
 
     def _make_redo(self, workers: Workers | None) -> Redo | None:
         """Return what goes on with those that are left, in a job that may lose workers."""
-        if workers is None or workers.size == 1 or own_place() is None:
+        if workers is None and self._workers is not None and self._workers.joins:
+            _log.warning("the other workers run apart, so that this one cannot join them, and ends")
+            raise SystemExit(0)
+        if workers is None or not workers.several or (place := own_place()) is None:
             return None
         fixed = why_fixed(self._spec, workers)
-        if fixed is not None and workers.rank == 0:
+        if fixed is not None and workers.rank == 0 and published(place.meeting).least < workers.size:
             _log.warning("the job ends with the first worker that dies, despite --min-workers: %s", fixed)
-        return Redo(workers, self._runners, self._batches.loaders, self._saver, fixed)
+        return Redo(workers, place, self._runners, self._batches.loaders, self._saver, fixed)
 
     def _ask_for_next(self, name: str) -> None:
         runner, batch = self._runners[name], self._batches.loaders[name].peek()
@@ -412,8 +420,8 @@ class Executor:
     ) -> dict[str, Tensor]:
         """Run the step ``name`` once.
 
-        In a job that may lose workers (``anabranch run --min-workers``) a training step that is interrupted by the loss
-        of one is done again by the others, with its rows, before this returns.
+        Under ``anabranch run`` a training step that is interrupted by the loss of a worker is done again before this
+        returns, by the others and the process that replaces it, or with ``--min-workers`` by the others.
 
         Args:
             name: one of the steps.
@@ -477,15 +485,17 @@ class Executor:
         self, name: str, step: TrainStep, batch: Structure | ShareOf | None, fetch: Fetch
     ) -> tuple[dict[str, Tensor], _Took | None]:
         """Return the values of a run, and what sinks get of the optimizer step that it took, if they get any."""
-        if self._remote is not None and not self._only_plans:
+        if self._remote is not None and not self._only_plans and not self._joins:
             self._remote.open()  # before a batch is taken: it may be refused
-        runner = self._runners[name]
+        runner, redo = self._runners[name], self._redo
+        if redo is not None and (record := redo.admit(name)) is not None:
+            self._goes_on(record)
         watched, steps_before = self._watching.active and self._watching.of_steps, runner.steps
         rates = rates_of(step.optimizers) if watched else ()
         fetch.norm = None
         if not step.model.training:
             step.model.train()
-        ran, redo, over = None, self._redo, False  # over: behind the end of an epoch, which may have to be seen again
+        ran, over = None, False  # over: behind the end of an epoch, which may have to be seen again
         runs = [batch] if redo is None else [*redo.owed(), batch]
         try:
             while runs:  # several where the window of the run is done again, else one
@@ -493,6 +503,8 @@ class Executor:
                 if redo is not None and not over:
                     redo.begin(name, batch)
                 try:
+                    if redo is not None and not over:
+                        redo.agree(name)
                     bound = batch is None
                     taken = batch(job()) if is_share(batch) else batch
                     taken = self._batches.next(name, runner.end_epoch) if bound else taken
@@ -520,18 +532,20 @@ class Executor:
                     runs, over = [*again, *runs], False
                     self._goes_on(record)
                     ran = runner.last_result() if counts else None
+                    if ran is None and (record := redo.admit(name)) is not None:
+                        self._goes_on(record)
                 if ran is not None:
                     runs.pop(0)
                     over = False
                     if redo is not None:
-                        redo.ended(batch)
+                        redo.ended(batch, self.step, self.epoch)
         finally:
             if self._remote is not None:
                 self._remote.tables.end(self._remote.clock)
         self._read_applied(runner)
         assert ran is not None
         self._rows += rows
-        self._dropped += rows * (0 if self._remote is None else self._remote.lost())
+        self._dropped += rows * (0 if self._remote is None else self._remote.end_run(self.step))
         values = {"loss": ran.loss}
         if ran.returned or fetch.names is not None:
             values = values | fetch.collect(ran.returned) | values
@@ -561,9 +575,9 @@ class Executor:
         self._progress.shown = record.rank == 0
         self._watching.met(record)
 
-    def _together(self, act: Callable[[], _T]) -> _T:
+    def _together(self, name: str, act: Callable[[], _T]) -> _T:
         """Return ``act()``, which all workers call and which changes nothing; with those left if one is lost."""
-        return act() if self._redo is None else self._redo.call(act, self._goes_on)
+        return act() if self._redo is None else self._redo.call(name, act, self._goes_on)
 
     def _evaluate(self, name: str, step: EvalStep, batch: Structure | None, fetch: Fetch) -> dict[str, Tensor]:
         taken = as_tensors(self._batches.next_to_evaluate(name) if batch is None else batch, self._devices[name])
@@ -616,7 +630,7 @@ class Executor:
                 return evaluate(bound, rows, partial(self.run, name), self._workers)
 
         with self._reporting_failures():
-            return self._together(act) if bound.kind == "global" else act()
+            return self._together(f"evaluate({name!r})", act) if bound.kind == "global" else act()
 
     def _rows_of(self, name: str, step: EvalStep, batch: Structure) -> float:
         return rows_of(step, as_tensors(batch, self._devices[name]))
@@ -674,8 +688,11 @@ class Executor:
             while executor.epoch < 3:  # three epochs, resumed or not
                 executor.run("train")
 
-        An epoch is behind once its last batch was run; of a loader without a length, once the next one has begun.
+        An epoch is behind once its last batch was run; of a loader without a length, once the next one has begun. A
+        process that joins a job (``ab.job().joined``) sees the others' until its first training run, as of ``step``.
         """
+        if self._joins:
+            return self._members_progress()[1]
         name = next((name for name in self._runners if name in self._batches.loaders), None)
         if name is None:
             return 0
@@ -687,7 +704,14 @@ class Executor:
     @property
     def step(self) -> int:
         """The number of optimizer steps taken, those of a loaded checkpoint included."""
+        if self._joins:
+            return self._members_progress()[0]
         return sum(runner.steps for runner in self._runners.values())
+
+    def _members_progress(self) -> tuple[int, int]:
+        place = own_place()
+        assert place is not None
+        return progress(place.meeting) or (0, 0)
 
     def routes(self) -> Routes:
         """Return where every parameter is kept, and the reason; ``print`` shows a table.
@@ -788,11 +812,13 @@ class Executor:
         folder, began = as_place(path), time.monotonic()
         if not isinstance(wait, bool):
             raise TypeError(f"wait is True or False, got {wait!r}")
+        if self._joins:
+            return
         earlier, before = self._settle_save()
         with self._reporting_failures():
             try:
                 save = partial(self._saver.save, folder, wait=wait)
-                self._together(save) if wait else save()
+                self._together("save", save) if wait else save()
             except BaseException as error:
                 if earlier:
                     error.add_note(f"and before it {earlier}")
@@ -823,8 +849,12 @@ class Executor:
 
     def _settle_save(self) -> tuple[str, SaveRecord | None]:
         """Wait for the save in the background, and return its failure, or what it has written."""
-        with self._reporting_failures():
-            save, failure = self._saver.settle(Deadline.after(self._spec.timeout))
+        saver, failure = self._saver, ""
+        if saver.saving is not None:
+            with self._reporting_failures():
+                settle = partial(saver.settle, Deadline.after(self._spec.timeout))
+                failure = self._together("finish_saves", settle)
+        save, saver.saving = saver.saving, None
         if save is None or failure:
             return failure, None
         return "", SaveRecord(save.step, save.path, time.monotonic() - save.began)
@@ -842,6 +872,8 @@ class Executor:
 
     def _load(self, folder: Place, *, search: bool) -> bool:
         self._check_open()
+        if self._joins:
+            return True  # it takes the members' state, in its first training run
         self._finish_save()
         with self._reporting_failures():
             loaded = self._saver.load(folder, search=search)
@@ -872,9 +904,11 @@ class Executor:
             ValueError: no such step, or several models and no name.
             CheckpointError: it could not be read; on every worker.
         """
-        model = self._model_of(name)
+        model, state = self._model_of(name), dict[str, Tensor]()
         with self._reporting_failures():
-            return self._saver.model_state(model, whole=True)
+            if not self._joins:
+                self._together("state_dict", lambda: self._saver.model_state(model, whole=True, into=state))
+        return state
 
     def _model_of(self, name: str | None) -> nn.Module:
         self._check_open()
@@ -907,8 +941,10 @@ class Executor:
             CheckpointError: it could not be read or written; on every worker.
         """
         model, path = self._model_of(name), check_path(folder, "folder")
+        if self._joins:
+            return
         with self._reporting_failures():
-            self._together(lambda: self._saver.export(model, path))
+            self._together("export", lambda: self._saver.export(model, path))
 
     def resume(self, path: str | os.PathLike[str]) -> bool:
         """Load the newest complete checkpoint in or under ``path``; ``False`` if there is none. Every worker calls it.
@@ -990,7 +1026,7 @@ class Executor:
         - ``"peer_lost"``: ``PeerLost`` is about to be raised here (``PeerLostRecord``).
         - ``"restart"``: ``resume`` or ``load`` has loaded a checkpoint in a restarted job, or a server has lost
           acknowledged changes and ``RolledBack`` is about to be raised (``RestartRecord``).
-        - ``"membership"``: workers have left the job, which goes on (``MembershipRecord``: ``rank``, ``world_size``,
+        - ``"membership"``: workers have left or joined the job (``MembershipRecord``: ``rank``, ``world_size``,
           ``left``, ``joined``); the step that this interrupted is done next, by ``run``.
 
         An exception in ``fn`` is raised by ``run`` or ``save``, with a note that names ``fn``; the step has been taken.
@@ -1037,8 +1073,11 @@ class Executor:
         self._check_open()
         if self._trace is not None:
             raise RuntimeError("this executor is already recording a trace; start the next one after its last step")
+        if self._joins:
+            return nullcontext()
         with self._reporting_failures():
             self._trace = RunTrace(path, steps, first=self.step, everyone=self._everyone)
+        self._traced = 0 if self._redo is None else self._redo.memberships
         return self._recording(self._trace)
 
     @contextmanager
@@ -1054,6 +1093,7 @@ class Executor:
     def _end_trace(self, *, clean: bool) -> None:
         trace, self._trace = self._trace, None
         if trace is not None:
+            clean = clean and self._traced == (0 if self._redo is None else self._redo.memberships)
             with self._reporting_failures():
                 trace.finish(self.step, alone=not clean)
 
@@ -1098,7 +1138,7 @@ class Executor:
     def _wait_for_pushes(self) -> None:
         """Wait until the servers have applied the last step, with those that are left."""
         if self._failed is None and self._redo is not None and self._remote is not None:
-            self._together(self._remote.wait_for_pushes)
+            self._together("close", self._remote.wait_for_pushes)
 
     def _close_save(self) -> None:
         if self._failed is None:

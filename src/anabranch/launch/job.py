@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from anabranch.held_error import HELD_ERROR_VARIABLE, move_held_error
-from anabranch.job import JOB_VARIABLE, MEETING_VARIABLE
+from anabranch.job import JOB_VARIABLE, JOINED_VARIABLE, MEETING_VARIABLE
 from anabranch.launch.environment import LINGER_SECONDS, LINGER_VARIABLE, LISTEN_VARIABLE, RUN_VARIABLE
 from anabranch.launch.job_file import JobFile
 from anabranch.launch.job_trace import traced
@@ -169,8 +169,8 @@ def _run(sites: Sites, attempt: Attempt) -> JobOutcome:
         signals.call_on_stop(None)  # from here on the supervisor's loop looks at them
         attempt.check()
         members = None
-        if spec.min_workers is not None and site.meeting is not None:
-            members = Members(workers, spec.workers, spec.min_workers, site.meeting)
+        if spec.may_lose_workers and site.meeting is not None:
+            members = Members(workers, spec.workers, spec.min_workers or spec.workers, site.meeting, say)
         supervisor = Supervisor(
             workers,
             signals,
@@ -188,7 +188,7 @@ def _run(sites: Sites, attempt: Attempt) -> JobOutcome:
         stack.callback(supervisor.kill)
         services.extend(site.start(role, attempt.number) for role in _services(attempt, site))
         for rank in range(spec.workers):
-            role = _role(attempt, site, "worker", rank)
+            role = replace(_role(attempt, site, "worker", rank), restarts=spec.worker_restarts.new())
             if rank == 0 and screen is not None:
                 hold = {} if spec.verbose else {HELD_ERROR_VARIABLE: str(held)}
                 role = replace(role, screen=screen, environment={**role.environment, **hold})
@@ -243,6 +243,7 @@ def _serve_parameters(spec: JobSpec, shard: int, endpoint: str, site: Site) -> P
 
 # The variables of members of the workers' process group, which experts are not.
 _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", MEETING_VARIABLE, MEMBER_VARIABLE)
+_OF_A_JOB_AROUND = (MEMBER_VARIABLE, JOINED_VARIABLE)
 
 
 def _environment_of(attempt: Attempt, site: Site, role: Role, rank: int) -> dict[str, str]:
@@ -253,7 +254,8 @@ def _environment_of(attempt: Attempt, site: Site, role: Role, rank: int) -> dict
     ``python``.
     """
     spec = attempt.spec
-    env = {**attempt.base, "TORCHELASTIC_RUN_ID": attempt.run_id}
+    base = {name: value for name, value in attempt.base.items() if name not in _OF_A_JOB_AROUND}
+    env = {**base, "TORCHELASTIC_RUN_ID": attempt.run_id}
     if site.directory is not None:
         env |= {"ANABRANCH_DIRECTORY": site.directory, "ANABRANCH_EXPERTS": str(spec.experts)}
         if site.parameters:
@@ -293,8 +295,7 @@ def _environment_of(attempt: Attempt, site: Site, role: Role, rank: int) -> dict
             env |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank), "GROUP_WORLD_SIZE": count}
         else:
             env[MEETING_VARIABLE] = str(site.meeting)
-            env.pop(MEMBER_VARIABLE, None)
-            if spec.min_workers is not None:
+            if spec.may_lose_workers:
                 env[MEMBER_VARIABLE] = str(rank)
     if (processes := spec.workers + spec.experts) > 1:
         env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))

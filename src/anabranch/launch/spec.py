@@ -32,8 +32,8 @@ class JobSpec:
         log_dir: an existing directory; each process's output goes to ``<role>-<rank>.log`` there, and ``job.json``
             lists the processes, see ``job_file.py``.
         workers: how many workers; at least 1.
-        min_workers: the job goes on while that many workers are left of those that are killed; ``None``: it ends with
-            the first.
+        min_workers: with fewer left of those that are killed, the others wait for replacements; ``None``: all.
+        worker_restarts: how often a worker that is killed is replaced, where the others go on.
         servers: how many parameter servers.
         experts: how many processes of the script have the role ``"expert"``, and serve in ``job.serve()``.
         durability: what a parameter server that is restarted finds: nothing, so it is not; its last checkpoint; all
@@ -64,6 +64,7 @@ class JobSpec:
     log_dir: Path
     workers: int = 1
     min_workers: int | None = None
+    worker_restarts: RestartBudget = field(default_factory=RestartBudget)
     servers: int = 0
     experts: int = 0
     durability: Durability = "none"
@@ -103,6 +104,11 @@ class JobSpec:
         if self.directory is not None:
             keys = self.environment.get(KEYS_VARIABLE)
             check_directory(self.directory, experts=self.experts, host=self.host, keys=keys)
+
+    @property
+    def may_lose_workers(self) -> bool:
+        """True if the others may go on without a worker that is killed, or with another in its place."""
+        return self.workers > 1
 
     @property
     def has_services(self) -> bool:

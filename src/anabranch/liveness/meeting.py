@@ -81,8 +81,8 @@ def meet_peers(backend: str, timeout: float) -> None:
         while not store.check(names):  # all of them: one that had come may have given up
             absent[:] = [other for other in absent or others if not store.check([names[other]])]
             ended = [other for other in absent if other in _met and _met[other].has_ended()]
-            if absent and (place := own_place()) and len(left := published(place[0]).ranks) < size:
-                ended = ended or [other for other in absent if other not in left] or list(absent)
+            if absent and (place := own_place()) and ((now := published(place.meeting)).over or len(now.ranks) < size):
+                ended = ended or [other for other in absent if other not in now.ranks] or list(absent)
             if ended or (absent and deadline.expired()):
                 store.delete_key(f"{rank}")  # the others wait until this one comes again
                 raise lost(ended) if ended else too_late(absent, "meet", deadline, None)
@@ -127,31 +127,35 @@ def meet_members(
     From then on ``job()`` is that membership.
 
     Args:
-        after: the number of the last one.
+        after: the number of the last one; -1 of a newcomer.
         timeout: seconds that this may take.
-        has_lost: says whether anybody is lost of that one; else there will be no other.
+        has_lost: says whether anybody is lost of that one, or awaited; else there will be no other.
 
     Returns:
         The membership, this process's rank in it, a store of its members alone, and who they are by rank; ``None`` if
-        there will be none, as the job ends.
+        there will be none, as the job, or for a newcomer the others, have ended.
 
     Raises:
         DeadlineExceeded: names those who have not come.
     """
     place = own_place()
     assert place is not None, "only jobs that may lose workers meet again"
-    meeting, process = place
     absent, store, names = list[int](), None, list[str]()
     number, rank, deadline, awake = after, -1, Deadline.after(timeout), Deadline.after(_AWAKE_SECONDS)
-    with Lasting("wait", "wait", lambda: {"peer": rank_names(absent), "operation": "meet", "limit": timeout}):
+
+    def facts() -> dict[str, object]:
+        return {"peer": rank_names(absent) if store else "a newcomer", "operation": "meet", "limit": timeout}
+
+    with Lasting("wait", "wait", facts):
         while True:
-            membership = published(meeting)
-            if membership.over or process not in membership.ranks:
+            membership = published(place.meeting)
+            if membership.over or not membership.ranks or (after >= 0 and place.process not in membership.ranks):
                 return None
-            if membership.number > number:  # the first, or one of those awaited has died meanwhile
-                number, rank = membership.number, membership.ranks[process]
+            if membership.number > number and place.process in membership.ranks:
+                # The first, or one of those awaited has died meanwhile.
+                number, rank = membership.number, membership.ranks[place.process]
                 names = [f"{one}" for one in range(len(membership.ranks))]
-                store = FileStore(f"{meeting}.{number}")
+                store = FileStore(f"{place.meeting}.{number}")
                 store.set(f"{rank}", Identity.of_this_process().encode())
             elif store is None and has_lost():
                 awake = Deadline.after(_AWAKE_SECONDS)
@@ -162,6 +166,8 @@ def meet_members(
                 if not absent:
                     break
             if deadline.expired():
+                if store is None:
+                    raise deadline.error(peer="a newcomer", operation="meet")
                 raise too_late(absent, "meet", deadline, None)
             time.sleep(_PAUSE)
     identities = {one: Identity.decode(text.decode()) for one, text in enumerate(store.multi_get(names))}

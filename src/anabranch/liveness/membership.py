@@ -1,67 +1,184 @@
 """``Membership``: the processes that are a job's workers, and their ranks; numbered, and decided by the launcher.
 
 The launcher publishes each in the job's private folder. A worker that has lost another reads the next one there, and
-meets its members, see ``meeting.py``::
+meets its members, see ``meeting.py``. A lost one is replaced by a process that runs the script from its top, and waits
+in its first training run until the members invite it, between two steps::
 
-    launcher     0: {0: 0, 1: 1, 2: 2, 3: 3}     process 1 is killed     1: {0: 0, 2: 2, 3: 1}
+    launcher     0: {0: 0, 1: 1, 2: 2, 3: 3}     process 1 is killed     1: {0: 0, 2: 2, 3: 1}     2: {..., 1: 3}
     process 3    rank 3 ── all_reduce ── PeerLost ── reads 1 ── rank 1 ── meets the others ── does the step again
+    process 1    (its replacement)       starts ── first training run: ``Place.wait_here`` ──────── reads 2 ── rank 3
 
 Processes are known by the rank that they were started with, which is also in the names of their logs.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
+import struct
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from anabranch.job import MEETING_VARIABLE
+from anabranch.job import JOINED_VARIABLE, MEETING_VARIABLE
 from anabranch.record.process import replace_text
 
 MEMBER_VARIABLE = "ANABRANCH_MEMBER"
 """The environment variable with the rank that a worker was started with; of jobs that may lose workers only."""
 
+_PROGRESS = struct.Struct("=qq")  # optimizer steps, and epochs
+
 
 class Membership(msgspec.Struct, frozen=True):
-    """The workers of a job from one loss to the next.
+    """The workers of a job from one change to the next.
 
-    >>> Membership(0, {0: 0, 1: 1, 2: 2}).without(0)
-    Membership(number=1, ranks={1: 1, 2: 0}, over=False)
+    >>> now = Membership(0, {0: 0, 1: 1, 2: 2}).without(0)
+    >>> now.number, now.ranks
+    (1, {1: 1, 2: 0})
+    >>> now = now.joined_by(0)
+    >>> now.number, now.ranks, now.since
+    (2, {1: 1, 2: 0, 0: 2}, {0: 2})
 
     Attributes:
         number: counts the memberships of the job, from 0.
         ranks: of each process, 0 to n - 1.
+        since: of the members that have joined, the number of the first membership that they were in.
+        closed: how many have ended well.
+        least: with fewer, training waits for newcomers.
         over: the job ends, so that nobody meets any more.
     """
 
     number: int
     ranks: dict[int, int]
+    since: dict[int, int] = {}
+    closed: int = 0
+    least: int = 1
     over: bool = False
 
-    def without(self, process: int) -> Membership:
-        """Return the next membership: every member keeps its rank, but the highest takes that of ``process``."""
-        ranks = dict(self.ranks)
-        hole = ranks.pop(process)
-        return Membership(self.number + 1, {one: hole if rank == len(ranks) else rank for one, rank in ranks.items()})
+    def without(self, process: int, *, ended: bool = False, closed: bool = False) -> Membership:
+        """Return the next membership: every member keeps its rank, but the highest takes that of ``process``.
+
+        ``ended``: nobody waits for another in its place; ``closed``: as it has come to the end of its script.
+        """
+        ranks, since = dict(self.ranks), dict(self.since)
+        hole = ranks.pop(process, -1)  # -1: a newcomer that had not joined
+        since.pop(process, None)
+        ranks = {one: hole if rank == len(ranks) else rank for one, rank in ranks.items()}
+        least = max(1, self.least - ended)
+        return Membership(self.number + 1, ranks, since, self.closed + closed, least, self.over)
+
+    def joined_by(self, process: int) -> Membership:
+        """Return the next membership, in which ``process`` has the next rank."""
+        number = self.number + 1
+        ranks, since = {**self.ranks, process: len(self.ranks)}, {**self.since, process: number}
+        return msgspec.structs.replace(self, number=number, ranks=ranks, since=since)
 
     def publish(self, meeting: Path) -> None:
         """Let the workers read it beside the file through which they meet first."""
-        replace_text(_published_at(meeting), msgspec.json.encode(self).decode())
+        replace_text(_beside(meeting, "members"), msgspec.json.encode(self).decode())
 
 
 def published(meeting: Path) -> Membership:
     """Return the newest membership."""
-    return msgspec.json.decode(_published_at(meeting).read_bytes(), type=Membership)
+    return msgspec.json.decode(_beside(meeting, "members").read_bytes(), type=Membership)
 
 
-def _published_at(meeting: Path) -> Path:
-    return Path(f"{meeting}.members")
+def _beside(meeting: Path, what: str) -> Path:
+    return Path(f"{meeting}.{what}")
 
 
-def own_place() -> tuple[Path, int] | None:
-    """Return the file through which this worker's job meets, and its process's number; ``None`` if no worker may go."""
+class Place:
+    """A worker's place in a job that may lose workers, and what it tells the launcher and newcomers, in files.
+
+    Attributes:
+        meeting: the file through which the job's workers meet first.
+        process: the rank that this one was started with.
+        joins: it was started in place of a lost one.
+    """
+
+    def __init__(self, meeting: Path, process: int, *, joins: bool) -> None:
+        self.meeting, self.process, self.joins = meeting, process, joins
+        self._newcomers = str(_beside(meeting, "newcomers"))
+        self._progress: mmap.mmap | None = None
+
+    def invite(self, number: int) -> None:
+        """Let the newcomers that wait be in the membership behind ``number``."""
+        _beside(self.meeting, f"{number}.invites").touch()
+
+    def newcomers_wait(self) -> bool:
+        """Return True if newcomers wait to be invited."""
+        return os.path.exists(self._newcomers)
+
+    def wait_here(self) -> None:
+        """Let this newcomer be invited."""
+        _waits(self.meeting, self.process, os.getpid()).touch()
+
+    def leave(self) -> None:
+        """Let the launcher know that this process ends because its calls are not those of the others."""
+        _leaves(self.meeting, self.process, os.getpid()).touch()
+
+    def write_progress(self, step: int, epoch: int) -> None:
+        """Let newcomers know how far the members are, and the launcher that the job goes on without any of them."""
+        if self._progress is None:
+            file = os.open(_beside(self.meeting, "progress"), os.O_RDWR | os.O_CREAT, 0o600)
+            os.ftruncate(file, _PROGRESS.size)
+            self._progress = mmap.mmap(file, _PROGRESS.size)
+            os.close(file)
+        self._progress[:] = _PROGRESS.pack(step, epoch)
+
+    def end_progress(self) -> None:
+        """Let the launcher know that the job ends with any of its workers."""
+        if self._progress is not None:
+            self._progress = None
+            _beside(self.meeting, "progress").unlink(missing_ok=True)
+
+
+def progress(meeting: Path) -> tuple[int, int] | None:
+    """Return the optimizer steps and epochs that the members have done; ``None`` where none may be lost, or not yet."""
+    with suppress(FileNotFoundError, struct.error):
+        return _PROGRESS.unpack(_beside(meeting, "progress").read_bytes())  # type: ignore[return-value]
+    return None
+
+
+# The launcher's side.
+
+
+def waiting(meeting: Path, process: int, pid: int) -> bool:
+    """Return True if a newcomer waits to be invited."""
+    return _waits(meeting, process, pid).exists()
+
+
+def call_newcomers(meeting: Path, *, some: bool) -> None:
+    """Tell the members whether newcomers wait."""
+    path = _beside(meeting, "newcomers")
+    if some:
+        path.touch()
+    else:
+        path.unlink(missing_ok=True)
+
+
+def invited(meeting: Path, number: int) -> bool:
+    """Return True if a member of membership ``number`` has invited newcomers."""
+    return _beside(meeting, f"{number}.invites").exists()
+
+
+def has_left(meeting: Path, process: int, pid: int) -> bool:
+    """Return True if a process has ended because its calls were not those of the others."""
+    return _leaves(meeting, process, pid).exists()
+
+
+def _waits(meeting: Path, process: int, pid: int) -> Path:
+    return _beside(meeting, f"waits.{process}.{pid}")
+
+
+def _leaves(meeting: Path, process: int, pid: int) -> Path:
+    return _beside(meeting, f"leaves.{process}.{pid}")
+
+
+def own_place() -> Place | None:
+    """Return this worker's place; ``None`` if no worker may go."""
     meeting, process = os.environ.get(MEETING_VARIABLE, ""), os.environ.get(MEMBER_VARIABLE)
     if process is None or not meeting.endswith(f"-{os.environ.get('MASTER_PORT')}"):  # of a job around this one
         return None
-    return Path(meeting), int(process)
+    return Place(Path(meeting), int(process), joins=JOINED_VARIABLE in os.environ)

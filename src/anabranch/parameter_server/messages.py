@@ -172,13 +172,17 @@ class BarrierMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknow
 
 
 class JoinMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Registers a worker of a job, with the order of the job's steps; ``number`` as in ``WorkerProgress``."""
+    """Registers a worker of a job, with the order of the job's steps; ``number`` as in ``WorkerProgress``.
+
+    With a ``turn`` it is a newcomer, and the order of the others goes on.
+    """
 
     rank: _Rank
     world: _World
     consistency: str
     step: _Count = 0
     number: _Count = 0
+    turn: WorkerProgress | None = None
 
 
 class PullMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):

@@ -35,11 +35,10 @@ class Batches:
         together: bool = True,
         prefetch: bool = True,
     ) -> None:
-        size = 1 if workers is None else workers.size
         self._workers = workers
         self.loaders: dict[str, BoundLoader] = {}
         self.load_seconds = 0.0
-        self._shared = together and size > 1
+        self._shared = together and workers is not None and workers.several
         self._empty_epochs = 0
         self._eval_runs: dict[str, int] = {}
         self._patterns: dict[str, Structure] = {}

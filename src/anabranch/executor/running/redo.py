@@ -12,21 +12,29 @@
 Every run waits for all workers, so none is more than one run ahead of another. Averages are over the rows of all
 workers, so that it does not matter which of them has computed a row. Old connections may still deliver a result; nobody
 looks at it, as the number of its membership is over.
+
+A newcomer is alone until its first run. There it says -1, as it has seen nothing, and takes all that a checkpoint has::
+
+    members     run t: the header says that newcomers wait ──> before run t + 1 they meet, with the newcomers
+    newcomer    its first run ── waits ────────────────────────────────────> takes the state ──> run t + 1
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import logging
+import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from types import FunctionType, MethodType
-from typing import TypeAlias, TypeGuard, TypeVar, cast
+from typing import NoReturn, TypeAlias, TypeGuard, TypeVar, cast
 
 import torch
 
 from anabranch.collectives import Workers
-from anabranch.errors import PeerLost
+from anabranch.errors import BoundaryError, PeerLost
 from anabranch.executor.likeness import exchange
 from anabranch.executor.loaders.loading import BoundLoader
 from anabranch.executor.observing.watching import MembershipRecord
@@ -35,10 +43,18 @@ from anabranch.executor.running.runner import StepRunner
 from anabranch.executor.saving.saving import Saver
 from anabranch.executor.spec import Spec
 from anabranch.job import Job
+from anabranch.liveness.group import rank_names
+from anabranch.liveness.membership import Place
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
 
 _T = TypeVar("_T")
+_log = logging.getLogger("anabranch.executor")
+_COMPARISON = "comparison of calls"
+_CURE = (
+    "begin the loop where the job is: while executor.step < n, or for epoch in range(executor.epoch, n): while "
+    "executor.epoch == epoch"
+)
 
 ShareOf: TypeAlias = Callable[[Job], Structure]
 """A batch as a function: returns the share of the worker that the job says."""
@@ -63,7 +79,8 @@ class Redo:
     """Remembers the runs since the last optimizer step, and does them again once those that are left have met.
 
     Args:
-        workers: several.
+        workers: several, or a newcomer.
+        place: this one's in the job.
         runners: of the training steps.
         loaders: of these and others.
         saver: reads and sets the state that all workers have alike.
@@ -78,12 +95,14 @@ class Redo:
     def __init__(
         self,
         workers: Workers,
+        place: Place,
         runners: Mapping[str, StepRunner],
         loaders: Mapping[str, BoundLoader],
         saver: Saver,
         fixed: str | None,
     ) -> None:
         self._workers, self._runners, self._loaders, self._saver, self.fixed = workers, runners, loaders, saver, fixed
+        self._place = place
         self.repeated, self.calls = 0, False
         self._random = RandomMoment()
         models = {runner.step.model for runner in runners.values()}
@@ -103,7 +122,10 @@ class Redo:
             self.fixed = f"step {name!r} reads a loader that is not ab.loaders.GlobalBatches"
         elif batch is not None and not is_share(batch):
             self.fixed = f"run({name!r}, ...) was given a batch, and not a function that returns each worker's share"
-        if self.fixed is not None or runner.in_window:
+        if self.fixed is not None:
+            self._place.end_progress()
+            return
+        if runner.in_window:
             return
         self._window.clear()
         self._counts = runner.counts()
@@ -117,10 +139,12 @@ class Redo:
         ]
         self._random.remember()
 
-    def ended(self, batch: ShareOf | None) -> None:
-        """Remember a run that has ended, in case that its window does not."""
+    def ended(self, batch: ShareOf | None, step: int, epoch: int) -> None:
+        """Remember a run that has ended, in case that its window does not, and how far this worker is."""
         if self.fixed is None:
             self._window.append(batch)
+            if step:
+                self._place.write_progress(step, epoch)
         self._answer = None  # all have it: a run waits for everyone
 
     def owed(self) -> list[ShareOf | None]:
@@ -143,15 +167,68 @@ class Redo:
         counts = runner.decided > self._decided
         return counts, [] if counts else self._window[:], record
 
-    def call(self, act: Callable[[], _T], meets: Callable[[MembershipRecord], object]) -> _T:
+    def admit(self, name: str) -> MembershipRecord | None:
+        """Let newcomers join before a run of the step ``name``, or join as one; return the membership if it is new.
+
+        Raises:
+            SystemExit: the others have ended meanwhile.
+            DeadlineExceeded: a newcomer that is needed has not come.
+        """
+        workers, runners = self._workers, self._runners
+        if workers.joins:
+            self._place.wait_here()
+        elif self.fixed is not None:
+            return None
+        else:
+            runners[name].newcomers = self._place.newcomers_wait()
+            few = workers.roll is not None and workers.size < workers.roll.least
+            if any(one.in_window for one in runners.values()):
+                return None
+            if not few and not any(one.newcomers_seen for one in runners.values()):
+                return None
+            self._place.invite(workers.membership)
+        return self._meet(None, None, called=False)
+
+    def agree(self, call: str) -> None:
+        """Check that all workers begin the same call, once some have joined: their loops may count otherwise.
+
+        Raises:
+            SystemExit: this one has joined, and begins another; it leaves.
+            PeerLost: another one does that.
+        """
+        workers, roll = self._workers, self._workers.roll
+        if roll is None or not roll.since:
+            return
+        mine = torch.tensor(
+            [zlib.crc32(call.encode()), self._seen, sum(one.in_window for one in self._runners.values())]
+        )
+        everyone = workers.all_gather(mine, operation=_COMPARISON).tolist()
+        since = {rank: roll.since.get(process, 0) for process, rank in roll.ranks.items()}
+        first = min(since, key=lambda rank: (since[rank], rank))  # the one that has been here longest is right
+        others = [rank for rank in since if everyone[rank] != everyone[first] and since[rank] > since[first]]
+        if workers.rank in others:
+            self._place.leave()
+            self._end(f"this worker has joined the job, and calls {call} where the others do not: it leaves; {_CURE}")
+        if others:
+            raise PeerLost("it makes another call, and leaves", peer=rank_names(others), operation=_COMPARISON)
+
+    def _end(self, text: str) -> NoReturn:
+        _log.warning("%s", text)
+        raise SystemExit(0)
+
+    def call(self, name: str, act: Callable[[], _T], meets: Callable[[MembershipRecord], object]) -> _T:
         """Return ``act()``, which all workers call and which changes nothing; begun again where one is lost meanwhile.
 
-        ``meets`` is called with each new membership. A worker that has missed the end takes the answer of another.
+        ``meets`` is called with each new membership. A worker that has missed the end takes the answer of another. A
+        newcomer that is still alone calls it alone.
         """
+        if self._workers.joins:
+            return act()
         begun = self._called
         while True:
             self.calls = True
             try:
+                self.agree(name)
                 answer = act()
             except PeerLost as error:
                 meets(self.meet_outside(error))
@@ -170,40 +247,62 @@ class Redo:
         self._owed = [] if runner is None else self._window[:]
         return record
 
-    def _meet(self, error: PeerLost, runner: StepRunner | None, *, called: bool) -> MembershipRecord:
-        if self.fixed is not None:
+    def _meet(self, error: PeerLost | None, runner: StepRunner | None, *, called: bool) -> MembershipRecord:
+        """Meet the others under the next membership, because of ``error``, or since newcomers are invited."""
+        if error is not None and self.fixed is not None:
             error.add_note(f"the job does not go on without it: {self.fixed}")
             raise error
-        if not (error.peer or "").startswith("rank"):  # a server or an expert
+        if error is not None and not (error.peer or "").startswith("rank"):  # a server or an expert
             raise error
         workers = self._workers
-        before, meets = workers.peers.identities, True
+        before, number, meets = workers.peers.identities, -1 if workers.joins else workers.membership, True
+        awaited = error is None or error.operation == _COMPARISON
         while meets:
             with suppress(PeerLost):  # one more has died: meet again
-                meets = workers.meet_again()
+                meets = workers.meet_again(awaited=awaited)
                 if meets:
-                    self._settle(runner, called=called)
-                    break
+                    meets = self._settle(runner, called=called)
+                    if meets:
+                        break
         else:
-            raise error
-        self.repeated += 1
+            if self._place.joins and (workers.roll is None or workers.roll.closed or workers.have_closed()):
+                self._end(f"the other workers have ended, and so does this one, which has joined them; {_CURE}")
+            raise error or PeerLost("no worker with the state of training is left", peer="the others", operation="meet")
+        roll = workers.roll
+        assert roll is not None
+        if self._place.joins and roll.closed and roll.since.keys() == roll.ranks.keys():
+            self._end(f"the other workers have ended, and so does this one, which has joined them; {_CURE}")
+        self.repeated += error is not None
         now = {*workers.peers.identities.values()}
         left = tuple(rank for rank, who in sorted(before.items()) if who not in now)
+        number = roll.since[self._place.process] - 1 if number < 0 else number
+        joined = tuple(sorted(roll.ranks[process] for process, since in roll.since.items() if since > number))
         if 0 in left:
             self._saver.writer_lost()
-        return MembershipRecord(sum(one.steps for one in self._runners.values()), workers.rank, workers.size, left)
+        steps = sum(one.steps for one in self._runners.values())
+        return MembershipRecord(steps, workers.rank, workers.size, left, joined)
+
+    @property
+    def _seen(self) -> int:
+        """The windows and calls that this worker has seen end."""
+        return sum(one.decided for one in self._runners.values()) + self._called
 
     @property
     def _decided(self) -> int:
         """The windows of the step in progress that were decided as the present one began."""
         return int(self._counts["decided"])
 
-    def _settle(self, runner: StepRunner | None, *, called: bool) -> None:
-        """Go back to the beginning of the window of ``runner``, or take its end, or a call's, from one that has it."""
+    def _settle(self, runner: StepRunner | None, *, called: bool) -> bool:
+        """Go back to the beginning of the window of ``runner``, or take its end, or a call's, from one that has it.
+
+        A newcomer takes all. Returns False if there are only newcomers.
+        """
         workers, runners = self._workers, self._runners
-        mine = sum(one.decided for one in runners.values()) + self._called
+        mine = -1 if workers.joins else self._seen
         everyone = exchange(workers, mine, int, "meet")
         highest = max(everyone)
+        if highest < 0:
+            return False
         counts = {name: one.counts() for name, one in runners.items()}
         if runner is not None and runner.decided == self._decided and (called or mine == highest):
             counts = {name: self._counts if one is runner else counts[name] for name, one in runners.items()}
@@ -211,12 +310,22 @@ class Redo:
         if min(everyone) < highest:
             source, state = everyone.index(highest), b""
             if workers.rank == source:
-                state = self._saver.dense_state([counts, self._called, self._answer])
-            state = workers.broadcast_bytes(state, source)
+                more = self._saver.newcomers_state() if min(everyone) < 0 else None
+                state = self._saver.dense_state([counts, self._called, self._answer, more])
+            digest = workers.broadcast_bytes(hashlib.blake2b(state).digest(), source, operation="state")
+            state = workers.broadcast_bytes(state, source, operation="state")
             if mine < highest:
-                counts, self._called, self._answer = self._saver.take_dense_state(state)
+                if hashlib.blake2b(state).digest() != digest:
+                    raise BoundaryError(
+                        "the state of training has arrived otherwise than it was sent", operation="state"
+                    )
+                counts, self._called, self._answer, more = self._saver.take_dense_state(state)
+                if workers.joins:
+                    self._saver.take_newcomers_state(more)
         for name, one in runners.items():
             one.begin_again(counts[name])
+        workers.joins = False
+        return True
 
     def _go_back(self) -> None:
         if self._loader is not None and self._position is not None:

@@ -41,7 +41,7 @@ from anabranch.executor.steps import TrainStep, model_of
 from anabranch.interrupts import hold_interrupts
 from anabranch.job import job
 from anabranch.liveness.group import rank_names
-from anabranch.liveness.membership import own_place
+from anabranch.liveness.membership import own_place, published
 from anabranch.parameter_server import (
     ParameterClient,
     RemoteEmbedding,
@@ -100,7 +100,7 @@ class RemotePart:
     def __init__(self, spec: Spec, workers: Workers | None, stages: int = 1) -> None:
         self._spec, self._steps, self._models = spec, spec.steps, spec.models
         self._trains, self._served_choice, self.consistency = bool(spec.training), spec.served, spec.consistency
-        self._workers = workers if workers is not None and workers.size > 1 else None
+        self._workers = workers if workers is not None and workers.several else None
         self.stages, world = stages, 1 if self._workers is None else self._workers.size
         self.moved = [route.served for route in spec.routes if route.served is not None]
         self._optimizers = list(dict.fromkeys(moved.optimizer for moved in self.moved))
@@ -119,7 +119,9 @@ class RemotePart:
         self._before = ""  # the client that had joined the servers last
         self._replaced_later: set[str] = set()
         self._hooks = ExitStack()
-        self._goes_on = self._workers is not None and own_place() is not None and not spec.run_together(spec.routes)
+        self._place = None  # in a job that goes on without those that are lost, as all run apart
+        if self._workers is not None and not spec.run_together(spec.routes) and (place := own_place()) is not None:
+            self._place = place if published(place.meeting).least < self._workers.size else None
         self._lost, self._look_at = set[int](), 0.0
         spec.check_served()
         self._refuse_step_hooks()
@@ -163,15 +165,18 @@ class RemotePart:
     def _look(self) -> None:
         """Raise ``PeerLost`` if another worker is lost; where all run apart, wait for it no longer."""
         assert self._workers is not None
-        if self._goes_on and self.is_open:
+        if self._place is not None and self.is_open:
             self.client.leave(self._look_for_lost())  # again and again: a server that was restarted does not know it
         else:
             self._workers.check_present()
 
-    def lost(self) -> int:
+    def end_run(self, step: int) -> int:
         """Return how many workers were lost, where all run apart, at the last look of this heartbeat."""
-        if self._goes_on and time.monotonic() >= self._look_at:
-            self._look_for_lost()
+        if self._place is not None:
+            if step:
+                self._place.write_progress(step, 0)  # so that workers may be lost from now on
+            if time.monotonic() >= self._look_at:
+                self._look_for_lost()
         return len(self._lost)
 
     def _look_for_lost(self) -> list[int]:
@@ -247,6 +252,12 @@ class RemotePart:
         if self._worker.rank == 0:
             self.client.drop_some(self.served.difference(adopted))
         self._meet()
+        self._move_in(adopted)
+        if adopted:
+            self.whole.refresh(None)
+        self.torn = None
+
+    def _move_in(self, adopted: Collection[str]) -> None:
         self.tables.abandon()
         self.tables, self.is_open, self.torn = RemoteTables(self.client, cache=self._spec.cache), True, -1
         self.tables.trains = True
@@ -254,11 +265,9 @@ class RemotePart:
         if self._spec.cache is not None:
             for spec, table_rule in self.client.made:
                 compile_cache_kernels(self._spec.cache, table_rule, spec.dtype)
-        self._meet()
+        if self._workers is None or not self._workers.joins:  # what a newcomer takes over is there
+            self._meet()
         self._move()
-        if adopted:
-            self.whole.refresh(None)
-        self.torn = None
 
     def _take_over(self, adopted: Collection[str]) -> None:
         everyone = list(self._models.values())
@@ -599,24 +608,27 @@ class RemotePart:
 
     # Another membership of the workers.
 
-    def progress(self) -> tuple[int, int, float]:
-        """Return what all workers know alike: the pushes so far, the last one that is applied, and its scale."""
+    def progress(self) -> tuple[int, int, float, int]:
+        """Return what all workers know alike: the pushes so far, and what ``ParameterClient.decided`` does."""
         return self.clock, *self.client.decided()
 
-    def begin_again(self, clock: int, last: int, scale: float) -> None:
-        """Go back to between two steps, or on to there, as a worker of another membership.
+    def begin_again(self, clock: int, last: int, scale: float, joins: int) -> None:
+        """Go back to between two steps, or on to there, as a worker of another membership; of a newcomer, its first.
 
         What was read ahead or is on its way is of the last one. The word to the shards goes first: some of it may wait
         for those that are lost.
         """
         self._worker = self._as_worker()
-        self.clock, self.torn, self._undecided, self._failure = clock, None, False, None
-        if self.is_open:
-            self.client.begin_again(self._worker, clock, last, scale)
-            self.tables.begin_again()
+        if joins >= 0:  # else the others have nothing on the servers yet
+            self.client.begin_again(self._worker, clock, last, scale, joins)
+            if self.is_open:
+                self.tables.begin_again()
+            else:
+                self._move_in(self.served)
             self.tables.end(clock)
             self._mark_states()
             self._read_at = -1  # the copies may be of a step before
+        self.clock, self.torn, self._undecided, self._failure = clock, None, False, None
 
     # The end.
 
@@ -687,7 +699,7 @@ class RemotePart:
             self.client.check_joined(until=Deadline.after(patience) if in_haste else until)
             if not self.consistency.merges:
                 self.client.leave([self._worker.rank])  # as its last word: others may be at later steps
-            if self._goes_on and self._workers is not None and self._workers.store is not None:
+            if self._place is not None and self._workers is not None and self._workers.store is not None:
                 self._workers.store.set(f"closed/{self._worker.rank}", "yes")
             if in_haste:
                 with suppress(Exception):

@@ -95,6 +95,7 @@ class StepRunner:
         self._known = {*step.model.parameters(), *self._held}  # to others too
         self._calls = 0  # failed ones too: a worker that caught its own error is one ahead of the others
         self.stop_seen = False  # a worker had asked to stop before the last run; the same on all workers
+        self.newcomers, self.newcomers_seen = False, False  # they wait: this worker, or any before the last run, saw it
         self.skipped = 0
         self.scale = LossScale() if step.precision == "float16" else None
         self._error: Exception | None = None  # of the run in progress, on all workers
@@ -334,7 +335,7 @@ class StepRunner:
         for servers in self._servers if not refrozen else ():
             servers.start_run(weight, factor)
         call = 31 * self._calls + self._number  # of this step: no near call of another step has the same, modulo 1024
-        flags = {"active": active, "stopping": self.engine.stopping, "refrozen": refrozen}
+        flags = {"active": active, "stopping": self.engine.stopping, "refrozen": refrozen, "newcomers": self.newcomers}
         share = header(loss, weight, call, self._device, **flags)
         self._started = True  # before it is so: an interrupt may come between the first message and the next line
         rides = last and self._workers is not None and self._buckets.carries_header
@@ -484,6 +485,7 @@ class StepRunner:
         if total.refrozen:
             self._compare_frozen()
         self.stop_seen = self.stop_seen or total.stopping > 0
+        self.newcomers_seen = self.newcomers_seen or total.newcomers > 0
         self.sums = total.loss, total.rows
         self._window_rows += total.rows
         self.runs += 1
@@ -663,6 +665,7 @@ class StepRunner:
         if self._workers is not None:
             self._rowless = self._workers.rowless
         self._layout, self._broken, self._error = None, False, None  # the buckets are laid out anew
+        self.newcomers_seen = False
 
     def last_result(self) -> StepOutput:
         """Return the last run's output, or raise its error, also where another worker has had its totals."""

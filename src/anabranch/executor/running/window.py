@@ -6,7 +6,7 @@ divided by all rows of the window: over its runs, over the workers. Under ``"sum
 The totals over the workers travel in a header: with the first bucket of gradients where there is one, else alone::
 
     [ rows / 4096, rows % 4096, loss * rows, 1 if this worker has a batch, 1 if it was asked to stop, run % 1024,
-      1 if it has rows, 1 if other parameters than before are frozen here ]
+      1 if it has rows, 1 if other parameters than before are frozen here, 1 if newcomers wait to join ]
 
 Rows go in two parts so that a float32 bucket counts up to 2**36 of them exactly. The runs' numbers show whether all
 workers are in the same one: a worker that caught its own error loss and continued is in another.
@@ -30,7 +30,7 @@ from anabranch.executor.steps import TrainStep
 from anabranch.parameter_server import Merging, RemoteEmbedding, merge_rows
 from anabranch.parameter_server.client.parameter_client import REFUSALS
 
-HEADER_SIZE = 8
+HEADER_SIZE = 9
 _PART = 4096
 _LOSS = 2
 _RUNS = 1024
@@ -47,6 +47,7 @@ class Total:
         stopping: how many were asked to stop.
         with_rows: how many had rows.
         refrozen: how many have frozen or unfrozen parameters since the last window.
+        newcomers: how many have seen that newcomers wait to join.
     """
 
     rows: float
@@ -55,6 +56,7 @@ class Total:
     stopping: int
     with_rows: int
     refrozen: int
+    newcomers: int
 
 
 def header(
@@ -66,13 +68,15 @@ def header(
     active: bool,
     stopping: bool,
     refrozen: bool = False,
+    newcomers: bool = False,
 ) -> Tensor:
     """Return this worker's share; a worker without rows has no loss."""
     high = math.floor(rows / _PART)
     share = [high, rows - high * _PART, 0.0, float(active), float(stopping), run % _RUNS]
     if loss is not None and loss.is_cpu:
         share[_LOSS] = loss.item() * rows
-    values = torch.tensor([*share, float(rows > 0), float(refrozen)], dtype=torch.float64, device=device)
+    share += [float(rows > 0), float(refrozen), float(newcomers)]
+    values = torch.tensor(share, dtype=torch.float64, device=device)
     if loss is not None and not loss.is_cpu:
         values[_LOSS] = loss.detach().double() * rows
     return values
@@ -84,7 +88,7 @@ def total_of(arrived: Callable[[], Tensor], run: int, workers: Workers | None) -
     Raises:
         BoundaryError: the workers are not all in the same run.
     """
-    high, low, loss, active, stopping, runs, with_rows, refrozen = arrived().tolist()
+    high, low, loss, active, stopping, runs, with_rows, refrozen, newcomers = arrived().tolist()
     if runs != (1 if workers is None else workers.size) * (run % _RUNS):
         raise BoundaryError(
             "the workers are in different runs: every worker runs the same steps in the same order, and a loss "
@@ -93,7 +97,7 @@ def total_of(arrived: Callable[[], Tensor], run: int, workers: Workers | None) -
             operation=HEADER,
             step=run,
         )
-    return Total(high * _PART + low, loss, *map(int, (active, stopping, with_rows, refrozen)))
+    return Total(high * _PART + low, loss, *map(int, (active, stopping, with_rows, refrozen, newcomers)))
 
 
 # The gradients for the servers.

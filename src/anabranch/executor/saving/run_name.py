@@ -40,6 +40,14 @@ class RunName:
         """Return the entry of a checkpoint."""
         return {"name": self._name, "by": self._by, "continues": self._continued}
 
+    def known(self) -> list[Any]:
+        """Return which checkpoints of others this run continues."""
+        return [sorted(self._loaded), self._continued]
+
+    def know(self, known: list[Any]) -> None:
+        """Continue these, which another worker's run does: a newcomer."""
+        self._loaded, self._continued = {*known[0]}, known[1]
+
     def take_over(self, state: object, written: set[int]) -> None:
         """Continue the run that saved ``state``, and those that it has continued.
 

@@ -39,7 +39,7 @@ from anabranch.checkpoint import Checkpoint
 from anabranch.checkpoint.generations import Replaced
 from anabranch.checkpoint.reading import again
 from anabranch.checkpoint.state import decode, encode
-from anabranch.checkpoint.storage import Place
+from anabranch.checkpoint.storage import Place, as_place
 from anabranch.checkpoint.tensor_file import Blocks
 from anabranch.collectives import Workers
 from anabranch.deadline import Deadline
@@ -146,10 +146,10 @@ class Saver:
     ) -> None:
         self.loaders, self.remote = loaders, remote
         self._own = own
-        self._saving: BackgroundSave | None = None
+        self.saving: BackgroundSave | None = None
         self._steps, self._models = spec.training, spec.models
         self._runners = runners
-        self._workers = None if workers is None or workers.size == 1 else workers
+        self._workers = None if workers is None or not workers.several else workers
         self._pipes = {prefix: model for prefix, model in self._models.items() if isinstance(model, Pipe)}
         # By the names of now: other workers know no parameters that are added later.
         self._first_parameters = {name: names_of(step.model) for name, step in self._steps.items()}
@@ -238,7 +238,7 @@ class Saver:
             if write is not None:
                 write = partial(_close_after, write, reading.pop_all())
         if not wait:
-            self._saving = BackgroundSave(self._steps_taken(), path, began, write)
+            self.saving = BackgroundSave(self._steps_taken(), path, began, write)
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write the state of ``model`` as it is without servers, from rank 0; every worker calls it.
@@ -246,15 +246,17 @@ class Saver:
         Raises:
             CheckpointError: it could not be written; on every worker.
         """
-        state = self.model_state(model, whole=False)
+        state: dict[str, Any] = {}
+        self.model_state(model, whole=False, into=state)
         self._together(lambda: None if self._rank else export(folder, state), f"could not write {folder}")
 
-    def model_state(self, model: nn.Module, *, whole: bool) -> dict[str, Any]:
-        """Return the state of ``model`` as it is without servers, on rank 0; every worker calls it.
+    def model_state(self, model: nn.Module, *, whole: bool, into: dict[str, Any]) -> None:
+        """Read the state of ``model`` as it is without servers, on rank 0; every worker calls it.
 
         Args:
             model: one of the executor's.
             whole: a copy; else what is on servers is ``Blocks``.
+            into: where the state goes; complete before any worker knows that all have it.
 
         Raises:
             CheckpointError: a rank could not read its part; on every worker.
@@ -281,7 +283,11 @@ class Saver:
                     state[f"{name.removesuffix('weight')}ids"] = ids
             return state
 
-        return self._together(lambda: _copied(complete()) if whole else complete(), failed)
+        def put() -> None:
+            into.clear()
+            into.update(_copied(complete()) if whole else complete())
+
+        self._together(put, failed)
 
     def _entries(self, model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
         """Return this rank's state of the model, and the tables and parameters on servers that belong in it."""
@@ -298,31 +304,30 @@ class Saver:
                 state |= dict.fromkeys([f"{here}ids", f"{here}weight"][module.spec.rows is not None :])
         return state | dict.fromkeys(served), served
 
-    def settle(self, deadline: Deadline) -> tuple[BackgroundSave | None, str]:
-        """Wait for the save in the background; return it, and why it could not be written, the same on every worker.
+    def settle(self, deadline: Deadline) -> str:
+        """Wait for the save in the background; return why it could not be written, the same on every worker.
 
         Raises:
             CheckpointError, DeadlineExceeded: it takes longer.
         """
-        save = self._saving
+        save = self.saving
         if save is None:
-            return None, ""
+            return ""
         self._call = "finish_saves"
         mine = self._together(lambda: save.wait(deadline), "is still saving in the background")
         failure = self._gather(mine.encode())[0].decode()
-        self._saving = None
-        return save, failure and f"{save.path} of step {save.step} could not be saved in the background: {failure}"
+        return failure and f"{save.path} of step {save.step} could not be saved in the background: {failure}"
 
     def writer_lost(self) -> None:
         """Forget the save in the background, which nobody writes any more; the one before it stands."""
-        if self._saving is not None:
-            _log.warning("rank 0 was lost, and may not have written the save of step %d", self._saving.step)
-        self._saving = None
+        if self.saving is not None:
+            _log.warning("rank 0 was lost, and may not have written the save of step %d", self.saving.step)
+        self.saving = None
 
     def abandon(self, deadline: Deadline) -> None:
         """Wait for the save in the background without the other workers; log its failure."""
         try:
-            failure = "" if self._saving is None else self._saving.wait(deadline)
+            failure = "" if self.saving is None else self.saving.wait(deadline)
         except DeadlineExceeded as error:
             failure = str(error)
         if failure:
@@ -447,6 +452,31 @@ class Saver:
             scheduler.load_state_dict(scheduler_state)
         return more
 
+    def newcomers_state(self) -> Any:
+        """Return what a newcomer needs besides: all else that a checkpoint has of rank 0."""
+        extra = {name: value for name, value in _model_state(self._models) if not isinstance(value, Tensor)}
+        loaders = {name: loader.state() for name, loader in self.loaders.items() if loader.kind == "global"}
+        objects = {name: target.state_dict() for name, target in self._own.objects.items()}
+        modes = {key: getattr(*switch) for key, switch in self._switches().items()}
+        saving = None if self.saving is None else [self.saving.step, _name_of(self.saving.path)]
+        return [self._buffers(), extra, loaders, objects, modes, saving, self._run.known()]
+
+    @torch.inference_mode(False)
+    def take_newcomers_state(self, state: Any) -> None:
+        """Put it in place of this newcomer's."""
+        buffers, extra, loaders, objects, modes, saving, run = state
+        values = {**buffers, **extra}
+        for prefix, model in self._models.items():
+            names = [name for name in model.state_dict() if prefix + name in values]
+            model.load_state_dict({name: values[prefix + name] for name in names}, strict=False)
+        for name, position in loaders.items():
+            self.loaders[name].restore([position])
+        self._load_objects(objects)
+        self._restore_modes(modes, Path("the other workers' state"))
+        if saving is not None:
+            self.saving = BackgroundSave(saving[0], as_place(saving[1]), time.monotonic(), None)
+        self._run.know(run)
+
     # What the workers tell one another.
 
     def _gather(self, data: bytes) -> list[bytes]:
@@ -513,12 +543,14 @@ class Saver:
         answer = msgspec.json.decode(self._gather(msgspec.json.encode(mine))[0], type=tuple[str, int] | None)
         if answer is None:
             return False
-        self._together(
-            lambda: self._plan(chosen or checkpoint.read(answer[0], generation=answer[1])),
-            "cannot load the checkpoint, so no rank loads it",
-        )()
-        if chosen is not None:
-            self._run.take_over(chosen.state, chosen.written())
+
+        def plan() -> tuple[Checkpoint, Callable[[], None]]:
+            source = chosen or checkpoint.read(answer[0], generation=answer[1])
+            return source, self._plan(source)
+
+        source, change = self._together(plan, "cannot load the checkpoint, so no rank loads it")
+        change()
+        self._run.take_over(source.state, source.written())  # by all: any of them may be rank 0 later
         return True
 
     def _plan(self, source: Checkpoint) -> Callable[[], None]:

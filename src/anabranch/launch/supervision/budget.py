@@ -53,9 +53,7 @@ class RestartBudget:
         """
         found = _FORM.fullmatch(text)
         if found is None or not float(found[2]):
-            raise ValueError(
-                f"service restarts are N/SECONDSs, as in 3/600s for three in any ten minutes; got {text!r}"
-            )
+            raise ValueError(f"restarts are N/SECONDSs, as in 3/600s for three in any ten minutes; got {text!r}")
         return cls(int(found[1]), float(found[2]))
 
     def new(self) -> RestartBudget:

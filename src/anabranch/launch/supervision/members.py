@@ -4,56 +4,116 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from anabranch.launch.supervision.worker import RoleProcess
-from anabranch.liveness.membership import Membership
+from anabranch.held_error import HELD_ERROR_VARIABLE
+from anabranch.job import JOINED_VARIABLE
+from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
+from anabranch.liveness.membership import Membership, call_newcomers, has_left, invited, progress, waiting
 from anabranch.record.process import process_stat
 
 LOOK_SECONDS = 1.0
-# A program's own error, which would come again; so it lets a worker leave once.
+CALL_SECONDS = 0.05  # between two looks for newcomers that wait and members that invite them
+# A program's own error, which would come again; so it lets a worker leave once in a step.
 _CRASHES = {-one for one in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)}
 
 
 class Members:
     """Decides which workers of those that end may leave, and publishes each membership.
 
+    The replacement of a lost one is a newcomer until the members, between two of their steps, invite it.
+
     Args:
         workers: those that were started, by the rank that they were started with.
         count: how many that will be.
-        least: the job ends if fewer are left.
+        least: with fewer left, the others wait for replacements, and the job ends if there will be none.
         meeting: the file through which they meet.
+        tell: called with each line that a user should see at once.
     """
 
-    def __init__(self, workers: Sequence[RoleProcess], count: int, least: int, meeting: Path) -> None:
-        self._workers, self._least, self._meeting = workers, least, meeting
-        self._now = Membership(0, {rank: rank for rank in range(count)})
-        self._crashed = False
+    def __init__(
+        self, workers: Sequence[RoleProcess], count: int, least: int, meeting: Path, tell: Callable[[str], None]
+    ) -> None:
+        self._workers, self._least, self._meeting, self._tell = workers, least, meeting, tell
+        self._now = Membership(0, {rank: rank for rank in range(count)}, least=least)
+        self._awaited = set[int]()  # processes that are to be started
+        self._crashed = set[int]()  # steps
         self._last: RoleProcess | None = None
         self._stopped, self._looked = set[int](), time.monotonic()
         self._now.publish(meeting)
 
+    def _members(self) -> list[RoleProcess]:
+        return [one for one in self._workers if one.running and one.rank in self._now.ranks]
+
+    def newcomers(self) -> list[RoleProcess]:
+        """Return those that have not joined yet."""
+        return [one for one in self._workers if one.running and one.rank not in self._now.ranks]
+
     def may_leave(self, process: RoleProcess) -> bool:
-        """Return True if the job goes on without a worker that has failed."""
-        if process.exit_code in _CRASHES and not self._crashed:
-            self._crashed = True
+        """Return True if the job goes on without a worker that has failed, or with another in its place."""
+        done = progress(self._meeting)
+        if done is None or not self._members():
+            return False
+        if process.exit_code in _CRASHES:
+            if done[0] in self._crashed:
+                self._tell(f"{process.who} is the second that has crashed in step {done[0] + 1}")
+                return False
+            self._crashed.add(done[0])
         elif process.exit_code != -signal.SIGKILL:
             return False
-        running = [one for one in self._workers if one.running]
-        closed = [one for one in self._workers if one.exit_code == 0]
-        return bool(running) and len(running) + len(closed) >= self._least
+        ended = [one for one in self._workers if one.exit_code == 0]
+        there = len(self._members()) + len(self.newcomers()) + len(self._awaited) + len(ended)
+        return there + self._may_return(process) >= self._least
+
+    def _may_return(self, process: RoleProcess) -> bool:
+        restarts = process.spec.restarts
+        return restarts is not None and restarts.used < restarts.times and not self._now.closed
 
     def leave(self, process: RoleProcess) -> str:
         """Publish the membership without a worker that has ended; return what users should know of it."""
         self._last = process if process.forgiven else self._last
-        self._now = now = self._now.without(process.rank)
+        ended = process.exit_code == 0
+        closed = ended and not has_left(self._meeting, process.rank, process.pid)
+        self._now = now = self._now.without(process.rank, ended=ended, closed=closed)
         now.publish(self._meeting)
-        text = f"the job goes on with {len(now.ranks)} worker{'s' * (len(now.ranks) != 1)}"
+        count = len(now.ranks)
+        text = "the job goes on with" if count >= now.least else "the job waits, with"
+        text = f"{text} {count} worker{'s' * (count != 1)}"
         first = [self._workers[one].log.name for one, rank in now.ranks.items() if rank == 0 and one != 0]
         return f"{text}, whose rank 0 writes to {first[0]}" if first else text
+
+    def replaces(self, process: RoleProcess) -> float | None:
+        """Return in how many seconds another is to be started in place of a lost worker; ``None`` if none is."""
+        restarts = process.spec.restarts
+        pause = restarts.take() if restarts is not None and not self._now.closed else None
+        if pause is not None:
+            self._awaited.add(process.rank)
+        return pause
+
+    def newcomer(self, process: RoleProcess) -> ProcessSpec | None:
+        """Return what to start in place of a lost worker; ``None`` if nobody is left to take the state from."""
+        self._awaited.discard(process.rank)
+        if not self._members():
+            return None
+        rank = len(self._now.ranks)
+        environment = {name: value for name, value in process.spec.environment.items() if name != HELD_ERROR_VARIABLE}
+        environment |= {JOINED_VARIABLE: "1"} | dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), f"{rank}")
+        environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), f"{rank + 1}")
+        return replace(process.spec, environment=environment, screen=None)
+
+    def admit(self) -> None:
+        """Call the members if newcomers wait; publish the membership with these once a member has invited them."""
+        wait = [one.rank for one in self.newcomers() if waiting(self._meeting, one.rank, one.pid)]
+        invites = invited(self._meeting, self._now.number)
+        call_newcomers(self._meeting, some=bool(wait) and not invites)
+        if wait and invites:
+            for process in wait:
+                self._now = self._now.joined_by(process)
+            self._now.publish(self._meeting)
 
     def frozen(self) -> list[RoleProcess]:
         """Return the workers that were stopped at the last look, ``LOOK_SECONDS`` ago, too, while others were not."""
@@ -67,5 +127,5 @@ class Members:
         """Let nobody meet any more, because ``process`` has failed."""
         if self._last is not None and process.exit.is_consequence:  # of a loss that was to be forgiven
             self._last.forgiven = False
-        self._now = msgspec.structs.replace(self._now, over=True)
+        self._now = msgspec.structs.replace(self._now.without(process.rank), over=True)
         self._now.publish(self._meeting)

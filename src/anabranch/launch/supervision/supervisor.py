@@ -20,7 +20,7 @@ torch's own agent starts workers alike and is what ``torchrun`` uses; it is not 
 the moment one fails, before they can name the peer they lost, waits 30 seconds for a frozen worker, and forgets
 processes that workers started.
 
-A job that may lose workers (``members.py``) goes on without one that was killed.
+A job that may lose workers (``members.py``) goes on without one that was killed, and another is started in its place.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from functools import partial
 from anabranch.launch.output.long_waits import LongWaits
 from anabranch.launch.output.screen import Screen
 from anabranch.launch.supervision import signals as signal_box
-from anabranch.launch.supervision.members import LOOK_SECONDS, Members
+from anabranch.launch.supervision.members import CALL_SECONDS, LOOK_SECONDS, Members
 from anabranch.launch.supervision.signals import SignalBox
 from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
 
@@ -99,7 +99,7 @@ class Supervisor:
     """Watches ``workers`` until all have ended, then ends ``services``.
 
     Args:
-        workers: the running workers, by rank.
+        workers: the running workers, by rank; one that replaces another takes its place here.
         signals: what the launcher received.
         services: the running services; one that is restarted takes its predecessor's place here.
         rendezvous: where they all find one another; a job that loses it ends. The caller ends it.
@@ -119,7 +119,7 @@ class Supervisor:
 
     def __init__(
         self,
-        workers: Sequence[RoleProcess],
+        workers: MutableSequence[RoleProcess],
         signals: SignalBox,
         *,
         services: MutableSequence[RoleProcess] | None = None,
@@ -135,7 +135,7 @@ class Supervisor:
     ) -> None:
         self.interrupted: signal.Signals | None = None
         self.timed_out = False
-        self._workers = workers
+        self._workers: MutableSequence[RoleProcess] = workers
         self._services: MutableSequence[RoleProcess] = [] if services is None else services
         self._rendezvous = rendezvous
         self._start = start
@@ -199,9 +199,30 @@ class Supervisor:
             worker.forgiven = not well
             text = members.leave(worker)
             if not well:
+                pause, restarts = None if self.interrupted else members.replaces(worker), worker.spec.restarts
+                if pause is not None and restarts is not None:
+                    when = f" in {pause:g} s" if pause else ""
+                    text += f"; another takes its place{when} ({restarts.used} of {restarts.times})"
+                    self._returns(worker.spec)
+                    self._timers.after(pause, partial(self._replace, members, worker))
                 self._tell(f"{worker.exit.describe()}; {text}")
         elif not well:
             self._fail(worker)
+
+    def _replace(self, members: Members, worker: RoleProcess) -> None:
+        """Start another in place of a lost worker, if it is still needed."""
+        spec = members.newcomer(worker)
+        if spec is not None and not self._failed and not self.interrupted:
+            successor = self._start(spec, worker.restarted + 1)
+            self._workers[self._workers.index(worker)] = successor
+            self._watch(successor)
+            if not self._timers.has(id(members)):
+                self._look_for_newcomers(members)
+
+    def _look_for_newcomers(self, members: Members) -> None:
+        members.admit()
+        if members.newcomers():
+            self._timers.after(CALL_SECONDS, partial(self._look_for_newcomers, members), id(members))
 
     def _on_service_end(self, service: RoleProcess) -> None:
         if service.stopped or self._failed or not _running(self._workers):

@@ -103,6 +103,7 @@ class Shard:
         self._state = threading.Condition(threading.RLock())
         self._job: WorkerOrder | None = None
         self._clients: dict[int, bytes] = {}  # the last to join, by rank
+        self._members: set[bytes] = set()  # those of the job, which may come to have other ranks
         self._barriers: dict[int, int] = {}
         self._refused_values: dict[str, int] = {}
         self._replayed = self._spills = 0
@@ -144,6 +145,16 @@ class Shard:
         with self._state:
             self._barriers.pop(message.rank, None)  # a new client counts them from 1 again
             job = self._job
+            if message.turn is not None:
+                if job is None or job.consistency.name != message.consistency:
+                    raise SchemaError(
+                        f"rank {message.rank} joins a job under {message.consistency}: there is none here"
+                    )
+                self._record("join", message, (), self._do_join, message)
+                self._clients[message.rank] = client
+                self._members.add(client)
+                self._apply_due()
+                return
             fresh = job is None or job.world != message.world or message.step != job.clocks[message.rank]
             fresh = fresh or (job is not None and job.number != message.number)
             if job is not None and (job.world, job.consistency.name) != (message.world, message.consistency):
@@ -156,6 +167,8 @@ class Shard:
                 fresh = True
             if fresh or client != self.joined_as(message.rank):
                 self._record("join", message, (), self._do_join, message)
+            self._members.discard(self.joined_as(message.rank))
+            self._members.add(client)
             self._clients[message.rank] = client
 
     def _check_client(self, rank: int, client: bytes) -> None:
@@ -190,8 +203,8 @@ class Shard:
         if rank < 0:
             return None
         job = self._job
-        if job is not None and turn is not None and turn.number >= job.number and client in self._clients.values():
-            self._clients[rank] = client  # a member of the job, which may have another rank than before
+        if job is not None and turn is not None and turn.number >= job.number and client in self._members:
+            self._clients[rank] = client  # which may have another rank than before
         self._check_client(rank, client)
         if job is None or turn is None or turn.number <= job.number:
             job = self._joined(rank)
@@ -330,6 +343,7 @@ class Shard:
             elif verb == "join":
                 self._do_join(message)
                 self._clients[message.rank] = client
+                self._members.add(client)
             elif verb == "pull":
                 admit(self.request(message, tensors))
             elif verb == "push":
@@ -411,6 +425,11 @@ class Shard:
 
     def _do_join(self, message: JoinMessage) -> None:
         consistency = Consistency.parse(message.consistency)
+        if message.turn is not None:
+            assert self._job is not None, "a newcomer joins others"
+            self._job.hear(message.rank, message.turn)
+            self._state.notify_all()
+            return
         if self._job is None or self._job.world != message.world or self._job.consistency != consistency:
             self._job = WorkerOrder(message.world, consistency, message.step, message.number)
         self._job.join(message.rank, message.step, message.number)
@@ -538,6 +557,7 @@ class Shard:
         with self._state:
             self.contents.load(state, groups)
             self._clients = dict(state["clients"])
+            self._members = {*self._clients.values()}
             if (kept := state["job"]) is None:
                 return
             consistency = Consistency.parse(kept["consistency"])

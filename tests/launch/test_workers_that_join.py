@@ -1,0 +1,221 @@
+"""A worker that is killed is replaced: the newcomer takes the state from the others, and nothing shows."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from jobs import launch
+from test_workers_that_leave import GIVEN, Deaths, lines, train
+
+Script = Callable[[str], Path]
+
+
+def test_the_others_wait_for_the_replacement_of_rank_0(script: Script, tmp_path: Path) -> None:
+    outcome, told = train(script, tmp_path, {0: [("in the sum", 6)]}, least=None, restarts=1, left=3)
+    assert [one.code for one in outcome.exits] == [0, 0, 0]
+    assert any("the job waits, with 2 workers" in line and "another takes its place (1 of 1)" in line for line in told)
+    records = lines(tmp_path / "records", "memberships")
+    assert sorted((one["left"], one["joined"], one["size"]) for one in records) == [
+        ([], [2], 3), ([], [2], 3), ([], [2], 3), ([0], [], 2), ([0], [], 2),
+    ]  # fmt: skip
+    ends = lines(tmp_path / "records", "end")
+    assert [end["joined"] for end in sorted(ends, key=lambda end: end["rank"])] == [False, False, True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gloo", [False, True])
+def test_the_others_go_on_until_the_newcomer_is_there(script: Script, tmp_path: Path, gloo: bool) -> None:
+    train(script, tmp_path, {1: [("backward", 4)]}, least=2, restarts=1, left=3, waits=7, gloo=gloo)
+    joined = [one for one in lines(tmp_path / "records", "memberships") if one["joined"]]
+    assert [(one["left"], one["joined"], one["size"]) for one in joined] == [([], [2], 3)] * 3
+    runs = [one["run"] for one in lines(tmp_path / "records", "losses") if one["number"] == 3]
+    assert min(runs) == 8, "the header of run 7 says that it waits"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["in an evaluation", "behind an evaluation", "between", "forward"])
+@pytest.mark.parametrize(("accumulate", "function"), [(1, True), (2, False), (2, True)])
+def test_a_newcomer_joins_between_windows_and_calls(
+    script: Script, tmp_path: Path, place: str, accumulate: int, function: bool
+) -> None:
+    options = {"evaluates": True, "accumulate": accumulate, "function": function}
+    train(script, tmp_path, {1: [(place, 5)]}, least=None, restarts=1, left=3, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("deaths", "joiners"),
+    [
+        ({1: [("forward", 4)]}, {1: [("before it joins", 0)]}),
+        ({1: [("forward", 4)]}, {1: [("before a meeting", 0)]}),
+        ({1: [("forward", 4)]}, {1: [("behind a meeting", 0)]}),
+        ({1: [("forward", 4)]}, {1: [("before it takes the state", 0)]}),
+        ({1: [("forward", 4)]}, {1: [("behind the state", 0)]}),
+        ({1: [("forward", 4)]}, {1: [("forward", 4)]}),
+        ({1: [("forward", 4)]}, {1: [("between", 7)]}),
+        ({1: [("forward", 4)], 0: [("before it sends the state", 4)]}, {}),
+        ({0: [("forward", 4)], 2: [("before it sends the state", 4)]}, {}),
+        ({1: [("forward", 4)], 2: [("in the sum", 4)]}, {}),
+        ({3: [("forward", 4)], 0: [("between", 6)]}, {3: [("forward", 6)]}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("least", [None, 2])
+def test_whoever_dies_as_a_newcomer_joins(
+    script: Script, tmp_path: Path, deaths: Deaths, joiners: Deaths, least: int | None
+) -> None:
+    train(script, tmp_path, deaths, workers=4, least=least, restarts=3, left=4, joiners=joiners, waits=8)
+
+
+COUNTS = """
+    import os, signal, sys, torch, anabranch as ab
+    data = [{"x": torch.full((4,), float(index))} for index in range(24)]
+    model = torch.nn.Linear(4, 1)
+    loss = lambda model, batch: model(batch["x"]).square().mean()
+    steps = {"train": ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.001))}
+    steps["validate"] = ab.EvalStep(model, lambda model, batch: {"loss": loss(model, batch)})
+    loader = ab.loaders.GlobalBatches(data, 6)
+    with ab.Executor(steps, dataloaders={"train": loader, "validate": loader}, timeout=60.0) as executor:
+        for number in range(10):
+            executor.run("train")
+            if number == 3 and os.environ["ANABRANCH_MEMBER"] == "1" and not ab.job().joined:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if number == int(sys.argv[1]):
+                executor.evaluate("validate")
+                executor.save(sys.argv[2])
+    print("ended at", executor.step)
+"""
+
+
+@pytest.mark.parametrize("evaluates_at", [6, 99])
+def test_a_newcomer_whose_loop_counts_from_its_start_leaves(script: Script, tmp_path: Path, evaluates_at: int) -> None:
+    """Its evaluation comes in the middle of the others' training, or its training behind their end."""
+    told: list[str] = []
+    arguments = [str(evaluates_at), str(tmp_path / "saved")]
+    outcome = launch(script(COUNTS), arguments, workers=3, log_dir=tmp_path, tell=told.append, seconds=120.0)
+    text = (tmp_path / "worker-1.log").read_text()
+    assert outcome.exit_code == 0, (told, [log.read_text() for log in tmp_path.glob("*.log")])
+    assert "begin the loop where the job is: while executor.step < n" in text
+    assert "ended at" not in text
+    for survivor in (0, 2):
+        assert "ended at 10" in (tmp_path / f"worker-{survivor}.log").read_text()
+
+
+ALONE = """
+    import os, signal, torch, anabranch as ab
+    from pathlib import Path
+    data = [{"x": torch.full((4,), float(index))} for index in range(24)]
+    model = torch.nn.Linear(4, 1)
+    loss = lambda model, batch: model(batch["x"]).square().mean()
+    steps = {"train": ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.001))}
+    steps["validate"] = ab.EvalStep(model, lambda model, batch: {"loss": loss(model, batch)})
+    loader = ab.loaders.GlobalBatches(data, 6)
+    state = {"best": None}
+    with ab.Executor(steps, dataloaders={"train": loader, "validate": loader}, timeout=60.0, state=state) as executor:
+        resumed = executor.resume("checkpoints")
+        if ab.job().joined:
+            assert resumed
+            assert ab.job().rank == 1 and ab.job().world_size == 2
+            executor.save("elsewhere")
+            executor.export("elsewhere")
+            executor.finish_saves()
+            assert executor.state_dict() == {}
+            assert executor.evaluate("validate")["loss"].item() >= 0
+            assert not Path("elsewhere").exists()
+            print("began in", executor.epoch, executor.step)
+        for epoch in range(executor.epoch, 3):
+            while executor.epoch == epoch:
+                executor.run("train")
+                if executor.step == 3:
+                    executor.state["best"] = 3
+                    executor.save("background", wait=False)
+                if executor.step == 5 and ab.job().rank == 1 and not ab.job().joined:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            executor.save("checkpoints")
+        print("best", executor.state["best"], len(executor.state_dict()))
+        executor.finish_saves()
+"""
+
+
+def test_a_newcomer_is_alone_until_its_first_run(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    outcome = launch(script(ALONE), workers=2, log_dir=logs, seconds=120.0)
+    texts = [log.read_text() for log in sorted(logs.glob("worker-*.log"))]
+    assert outcome.exit_code == 0, texts
+    assert "began in 1 5" in texts[1]
+    assert ["best 3 2" in texts[0], "best 3 0" in texts[1]] == [True, True]
+
+
+def test_a_job_that_is_not_elastic_ends_with_a_killed_worker(script: Script, tmp_path: Path) -> None:
+    told: list[str] = []
+    outcome = launch(script(GIVEN), workers=3, log_dir=tmp_path, tell=told.append, seconds=120.0)
+    assert outcome.exit_code == 1
+    assert not any("takes its place" in line for line in told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("freezes", [False, True])
+def test_ten_random_kills(script: Script, tmp_path: Path, freezes: bool) -> None:
+    """One or two of four workers at a time, sometimes a newcomer before it has joined."""
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    draw, over, failures = random.Random(seed), threading.Event(), list[str]()
+    records, logs = tmp_path / "records", tmp_path / "logs"
+
+    def number_of(name: str, **facts: object) -> int:
+        return sum(facts.items() <= one.items() for one in lines(records, name))
+
+    def wait_until(holds: Callable[[], bool]) -> None:
+        until = time.monotonic() + 100
+        while not over.wait(0.02):
+            with suppress(ValueError):  # half a line
+                if holds():
+                    return
+            if time.monotonic() > until:
+                failures.append("nothing happens any more")
+                return
+
+    def workers() -> dict[int, int]:
+        roles = json.loads((logs / "job.json").read_text())["roles"]
+        return {one["rank"]: one["pid"] for one in roles if one["pid"] is not None}
+
+    def kill() -> None:
+        wait_until(lambda: records.exists() and number_of("losses") > 8)
+        kills = 0
+        while kills < 10 and not over.wait(draw.uniform(0.0, 1.0)):
+            before = number_of("memberships", size=4)
+            for process in draw.sample(range(4), draw.choice([1, 2])):
+                os.kill(workers()[process], signal.SIGSTOP if freezes else signal.SIGKILL)
+                kills += 1
+                first = process
+                if draw.random() < 0.5:
+                    over.wait(draw.uniform(0.0, 0.3))
+            if draw.random() < 0.3:  # the newcomer, once there is one
+                wait_until(lambda first=first: first in workers())
+                over.wait(draw.uniform(0.0, 1.0))
+                with suppress(KeyError, ProcessLookupError):
+                    os.kill(workers()[first], signal.SIGKILL)
+            wait_until(lambda before=before: number_of("memberships", size=4) >= before + 4)
+        (records / "stop").touch()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        train(script, tmp_path, {}, workers=4, least=None, restarts=20, left=4, steps=10**6)
+    finally:
+        over.set()
+        killer.join()
+    assert not failures
