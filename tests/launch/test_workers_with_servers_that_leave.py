@@ -61,6 +61,7 @@ class Model(nn.Module):
         self.tables = nn.ModuleList(nn.Embedding(plan["rows"], 4) for _ in range(2))
         self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
         self.double()
+        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, ids):
         return self.layers(torch.cat([table(ids[:, k]) for k, table in enumerate(self.tables)], 1))[:, 0]
@@ -78,6 +79,7 @@ def loss(model, batch):
     if ["at random", now] in moments:
         threading.Timer(delays.uniform(0.0, 0.02), die).start()
     dies_at("forward")
+    model.calls.add_(1)
     output = model(batch["ids"])
     output.register_hook(lambda gradient: dies_at("backward"))
     return (output - batch["y"]).square().mean()
@@ -144,7 +146,8 @@ with ab.Executor({"train": step, "validate": ab.EvalStep(model, score)}, plan["m
         if plan["evaluates"]:
             write("scores", run=run, loss=executor.evaluate("validate")["loss"].item())
     statistics, done = executor.statistics(), executor.step
-write("end", parameters=[p.tolist() for p in model.parameters()], step=done, joined=joined)
+write("end", parameters=[p.tolist() for p in model.parameters()], step=done, joined=joined,
+      calls=model.calls.item())
 """
 
 
@@ -230,7 +233,7 @@ def train(
     assert killed == len(deaths) or seed
     assert len(joined) == (restarts if least is None else 0)
     for end in ends:
-        assert end["step"] == STEPS
+        assert (end["step"], end["calls"]) == (STEPS, STEPS * accumulate)  # buffers went back with the step
         for here, there in zip(end["parameters"], expected.parameters(), strict=True):
             torch.testing.assert_close(torch.tensor(here, dtype=torch.float64), there.detach(), rtol=0.0, atol=1e-12)
     # In the last doing of each run every sample counts once.

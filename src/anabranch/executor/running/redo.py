@@ -24,6 +24,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
+import operator
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -107,6 +108,8 @@ class Redo:
         self._random = RandomMoment()
         models = {runner.step.model for runner in runners.values()}
         self._holders = [module._buffers for model in models for module in model.modules()]
+        self._buffers: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
+        self._values: list[torch.Tensor] = []  # theirs
         self._window: list[ShareOf | None] = []
         self._owed: list[ShareOf | None] = []
         self._called, self._answer = 0, cast(object, None)  # calls that have ended, and the last one's answer
@@ -131,13 +134,23 @@ class Redo:
         self._counts = runner.counts()
         self._loader = loader if loader is not None and loader.kind == "global" else None
         self._position = None if self._loader is None else self._loader.moment()
-        self._values = [
-            (buffers, name, one, one.detach().clone())
-            for buffers in self._holders
-            for name, one in buffers.items()
-            if one is not None and not one.is_meta
-        ]
+        self._remember_buffers()
         self._random.remember()
+
+    def _remember_buffers(self) -> None:
+        buffers = []
+        for holder in self._holders:
+            if holder:
+                for name, one in holder.items():
+                    if one is not None and not one.is_meta:
+                        buffers.append((holder, name, one))
+        now, before = [one for _, _, one in buffers], [one for _, _, one in self._buffers]
+        self._buffers = buffers
+        if len(now) != len(before) or not all(map(operator.is_, now, before)):
+            self._values = [one.detach().clone() for one in now]
+        elif now:
+            with torch.no_grad():
+                torch._foreach_copy_(self._values, now)
 
     def ended(self, batch: ShareOf | None, step: int, epoch: int) -> None:
         """Remember a run that has ended, in case that its window does not, and how far this worker is."""
@@ -331,7 +344,7 @@ class Redo:
         if self._loader is not None and self._position is not None:
             self._loader.go_back(self._position)
         with torch.no_grad():
-            for buffers, name, buffer, value in self._values:
+            for (holder, name, buffer), value in zip(self._buffers, self._values, strict=True):
                 buffer.copy_(value)
-                buffers[name] = buffer  # a forward may have put another tensor in its place
+                holder[name] = buffer  # a forward may have put another tensor in its place
         self._random.go_back()
