@@ -342,6 +342,11 @@ class Executor:
         if workers is None and self._workers is not None and self._workers.joins:
             _log.warning("the other workers run apart, so that this one cannot join them, and ends")
             raise SystemExit(0)
+        if workers is None and self._remote is not None and (place := self._remote.place) is not None:
+            assert self._workers is not None
+            fixed = self._workers.why_fixed
+            loaders = self._batches.loaders
+            return Redo(self._workers, place, self._runners, loaders, self._saver, fixed, apart=self._remote)
         if workers is None or not workers.several or (place := own_place()) is None:
             return None
         fixed = why_fixed(self._spec, workers)
@@ -487,7 +492,7 @@ class Executor:
         """Return the values of a run, and what sinks get of the optimizer step that it took, if they get any."""
         if self._remote is not None and not self._only_plans and not self._joins:
             self._remote.open()  # before a batch is taken: it may be refused
-        runner, redo = self._runners[name], self._redo
+        runner, redo = self._runners[name], None if self._redo is None or self._redo.apart else self._redo
         if redo is not None and (record := redo.admit(name)) is not None:
             self._goes_on(record)
         watched, steps_before = self._watching.active and self._watching.of_steps, runner.steps

@@ -40,6 +40,7 @@ from anabranch.executor.likeness import exchange
 from anabranch.executor.loaders.loading import BoundLoader
 from anabranch.executor.observing.watching import MembershipRecord
 from anabranch.executor.randomness import RandomMoment
+from anabranch.executor.running.remote import RemotePart
 from anabranch.executor.running.runner import StepRunner
 from anabranch.executor.saving.saving import Saver
 from anabranch.executor.spec import Spec
@@ -86,6 +87,7 @@ class Redo:
         loaders: of these and others.
         saver: reads and sets the state that all workers have alike.
         fixed: the reason why these do not go on without one of them.
+        apart: what these have on servers, if they do not make their steps together, but only other calls.
 
     Attributes:
         fixed: as given, or found in a run.
@@ -101,9 +103,10 @@ class Redo:
         loaders: Mapping[str, BoundLoader],
         saver: Saver,
         fixed: str | None,
+        apart: RemotePart | None = None,
     ) -> None:
         self._workers, self._runners, self._loaders, self._saver, self.fixed = workers, runners, loaders, saver, fixed
-        self._place = place
+        self._place, self.apart = place, apart
         self.repeated, self.calls = 0, False
         self._random = RandomMoment()
         models = {runner.step.model for runner in runners.values()}
@@ -311,6 +314,9 @@ class Redo:
         A newcomer takes all. Returns False if there are only newcomers.
         """
         workers, runners = self._workers, self._runners
+        if self.apart is not None:  # each is at a step of its own, and keeps it
+            self.apart.begin_again(*self.apart.progress())
+            return True
         mine = -1 if workers.joins else self._seen
         everyone = exchange(workers, mine, int, "meet")
         highest = max(everyone)

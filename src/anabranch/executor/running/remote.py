@@ -91,6 +91,7 @@ class RemotePart:
         embeddings: the tables of ``RemoteEmbedding``s, on all ranks.
         served: the names of all that is on servers, on all ranks.
         stages: as given.
+        place: this worker's in a job that goes on without those that are lost, where all run apart; else ``None``.
 
     Raises:
         ValueError: several workers and no servers; clipping, a cache or stages on several ranks that do not go with
@@ -119,9 +120,9 @@ class RemotePart:
         self._before = ""  # the client that had joined the servers last
         self._replaced_later: set[str] = set()
         self._hooks = ExitStack()
-        self._place = None  # in a job that goes on without those that are lost, as all run apart
+        self.place = None
         if self._workers is not None and not spec.run_together(spec.routes) and (place := own_place()) is not None:
-            self._place = place if published(place.meeting).least < self._workers.size else None
+            self.place = place if published(place.meeting).least < self._workers.size else None
         self._lost, self._look_at = set[int](), 0.0
         spec.check_served()
         self._refuse_step_hooks()
@@ -165,16 +166,16 @@ class RemotePart:
     def _look(self) -> None:
         """Raise ``PeerLost`` if another worker is lost; where all run apart, wait for it no longer."""
         assert self._workers is not None
-        if self._place is not None and self.is_open:
+        if self.place is not None and self.is_open:
             self.client.leave(self._look_for_lost())  # again and again: a server that was restarted does not know it
         else:
             self._workers.check_present()
 
     def end_run(self, step: int) -> int:
         """Return how many workers were lost, where all run apart, at the last look of this heartbeat."""
-        if self._place is not None:
+        if self.place is not None:
             if step:
-                self._place.write_progress(step, 0)  # so that workers may be lost from now on
+                self.place.write_progress(step, 0)  # so that workers may be lost from now on
             if time.monotonic() >= self._look_at:
                 self._look_for_lost()
         return len(self._lost)
@@ -619,6 +620,7 @@ class RemotePart:
         for those that are lost.
         """
         self._worker = self._as_worker()
+        self._lost.clear()  # others have its rows now
         if joins >= 0:  # else the others have nothing on the servers yet
             self.client.begin_again(self._worker, clock, last, scale, joins)
             if self.is_open:
@@ -699,7 +701,7 @@ class RemotePart:
             self.client.check_joined(until=Deadline.after(patience) if in_haste else until)
             if not self.consistency.merges:
                 self.client.leave([self._worker.rank])  # as its last word: others may be at later steps
-            if self._place is not None and self._workers is not None and self._workers.store is not None:
+            if self.place is not None and self._workers is not None and self._workers.store is not None:
                 self._workers.store.set(f"closed/{self._worker.rank}", "yes")
             if in_haste:
                 with suppress(Exception):
