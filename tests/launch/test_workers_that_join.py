@@ -42,6 +42,12 @@ def test_the_others_go_on_until_the_newcomer_is_there(script: Script, tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("place", ["forward", "backward", "in the sum"])
+def test_a_sum_in_the_loss_is_part_of_the_step(script: Script, tmp_path: Path, place: str) -> None:
+    train(script, tmp_path, {1: [(place, 4)]}, least=None, restarts=1, left=3, reduces=True)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["in an evaluation", "behind an evaluation", "between", "forward"])
 @pytest.mark.parametrize(("accumulate", "function"), [(1, True), (2, False), (2, True)])
 def test_a_newcomer_joins_between_windows_and_calls(
@@ -73,7 +79,7 @@ def test_a_newcomer_joins_between_windows_and_calls(
 def test_whoever_dies_as_a_newcomer_joins(
     script: Script, tmp_path: Path, deaths: Deaths, joiners: Deaths, least: int | None
 ) -> None:
-    train(script, tmp_path, deaths, workers=4, least=least, restarts=3, left=4, joiners=joiners, waits=8)
+    train(script, tmp_path, deaths, workers=4, least=least, restarts=3, left=4, joiners=joiners, waits=8, steps=16)
 
 
 COUNTS = """

@@ -85,6 +85,8 @@ def loss(model, batch):
     dies_at("forward")
     output = model(batch["x"])
     output.register_hook(lambda gradient: dies_at("backward"))
+    if plan["reduces"]:
+        output = output + 0.0 * ab.all_reduce(output.sum())
     return (output[:, 0] - batch["y"]).square().mean()
 
 
@@ -191,9 +193,10 @@ with ab.Executor(both, dataloaders=loaders, seed=5, heartbeat=0.5, timeout=60.0)
     while executor.step < steps and not executor.stopping:
         if steps > 1000 and stop.exists():
             executor.request_stop()
-        if plan["waits"] == run_here():  # for a newcomer, whom nobody needs
+        if 0 <= plan["waits"] <= run_here():  # for newcomers, whom nobody needs
             until = time.monotonic() + 60
-            while not executor._redo._place.newcomers_wait() and ab.job().world_size < plan["workers"]:
+            place, runner = executor._redo._place, executor._runners["train"]
+            while not runner.newcomers_seen and not place.newcomers_wait() and ab.job().world_size < plan["workers"]:
                 assert time.monotonic() < until
                 time.sleep(0.001)
         result = executor.run("train", share if plan["function"] else None)
@@ -274,6 +277,7 @@ def train(
     least: int | None = 1,
     freezes: bool = False,
     evaluates: bool = False,
+    reduces: bool = False,
     joiners: Deaths | None = None,
     restarts: int = 0,
     waits: int = -1,
@@ -286,7 +290,7 @@ def train(
     """
     plan = {"deaths": deaths, "misses": misses or {}, "gloo": gloo, "function": function, "accumulate": accumulate}
     plan |= {"freezes": freezes, "evaluates": evaluates, "joiners": joiners or {}, "waits": waits, "workers": workers}
-    plan |= {"steps": steps, "batch": BATCH, "samples": SAMPLES}
+    plan |= {"steps": steps, "batch": BATCH, "samples": SAMPLES, "reduces": reduces}
     records = folder / "records"
     records.mkdir()
     told: list[str] = []

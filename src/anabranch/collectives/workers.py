@@ -46,10 +46,12 @@ from anabranch.liveness.meeting import (
     BACKEND_GRACE,
     SAID_AFTER,
     begin_call,
+    connect_world,
     interruptible,
     meet_members,
     meet_peers,
     reminder,
+    set_world,
 )
 from anabranch.liveness.membership import Membership, own_place
 from anabranch.liveness.peers import Peers, end_without_waiting, peers_of_job
@@ -293,14 +295,20 @@ class Workers(Group):
         self.name = f"workers of membership {self.roll.number}"
         self.store = PrefixStore(f"anabranch/{self.name}", store)
         self.rowless = Rowless(self.store, self, self.timeout)
-        limit = timedelta(seconds=self.timeout + BACKEND_GRACE)
-        answer = begin_call(partial(dist.ProcessGroupGloo, self.store, rank, self.size, limit), "anabranch-meeting")[1]
+        limit, number, size = timedelta(seconds=self.timeout + BACKEND_GRACE), self.roll.number, self.size
+
+        def connect() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+            own = dist.ProcessGroupGloo(self.store, rank, size, limit)
+            return cast(dist.ProcessGroup, own), connect_world(number, store, rank, size, limit)
+
+        answer = begin_call(connect, "anabranch-meeting")[1]
 
         def done(seconds: float) -> bool:
             return bool(wait([answer], seconds).done) and answer.result(0) is not None
 
         self.wait_for(done, Deadline.after(self.timeout), "meet", None, on_host=True)
-        self._own = cast(dist.ProcessGroup, answer.result(0))
+        self._own, self._group = answer.result(0)
+        set_world(self._group, self.peers)
         return True
 
     def have_closed(self) -> bool:

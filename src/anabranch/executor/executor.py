@@ -493,7 +493,8 @@ class Executor:
         if self._remote is not None and not self._only_plans and not self._joins:
             self._remote.open()  # before a batch is taken: it may be refused
         runner, redo = self._runners[name], None if self._redo is None or self._redo.apart else self._redo
-        if redo is not None and (record := redo.admit(name)) is not None:
+        runs = [batch] if redo is None else [*redo.owed(), batch]
+        if redo is not None and len(runs) == 1 and (record := redo.admit(name)) is not None:
             self._goes_on(record)
         watched, steps_before = self._watching.active and self._watching.of_steps, runner.steps
         rates = rates_of(step.optimizers) if watched else ()
@@ -501,7 +502,6 @@ class Executor:
         if not step.model.training:
             step.model.train()
         ran, over = None, False  # over: behind the end of an epoch, which may have to be seen again
-        runs = [batch] if redo is None else [*redo.owed(), batch]
         try:
             while runs:  # several where the window of the run is done again, else one
                 batch, ran, rows = runs[0], None, 0.0
@@ -537,7 +537,8 @@ class Executor:
                     runs, over = [*again, *runs], False
                     self._goes_on(record)
                     ran = runner.last_result() if counts else None
-                    if ran is None and (record := redo.admit(name)) is not None:
+                    # With runs to be done before it, this call would be several of a newcomer's.
+                    if ran is None and len(runs) == 1 and (record := redo.admit(name)) is not None:
                         self._goes_on(record)
                 if ran is not None:
                     runs.pop(0)

@@ -7,6 +7,7 @@ for the dead, but through a store of that number alone.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import os
 import threading
@@ -26,7 +27,7 @@ from anabranch.errors import PeerLost
 from anabranch.job import MEETING_VARIABLE
 from anabranch.liveness.group import LOOK_SECONDS, rank_names, too_late
 from anabranch.liveness.membership import Membership, own_place, published
-from anabranch.liveness.peers import Identity, end_without_waiting
+from anabranch.liveness.peers import Identity, Peers, end_without_waiting, take_place_of_peers
 from anabranch.record.process import process_record
 from anabranch.record.spans import Lasting
 
@@ -177,6 +178,22 @@ def meet_members(
     here |= {name: len(names) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")}
     os.environ.update({name: f"{value}" for name, value in here.items()})
     return membership, rank, store, identities
+
+
+def connect_world(number: int, store: Store, rank: int, size: int, limit: timedelta) -> dist.ProcessGroup:
+    """Connect a group of gloo with the members of a membership, which ``set_world`` makes ``torch.distributed``'s."""
+    store, name = PrefixStore("anabranch/world", store), f"anabranch/{number}"
+    c10d = dist.distributed_c10d
+    return c10d._new_process_group_helper(size, rank, [], c10d.Backend("gloo"), store, name, timeout=limit)[0]
+
+
+def set_world(group: dist.ProcessGroup, peers: Peers) -> None:
+    """Let ``torch.distributed``'s default group be this one, of ``peers``; ``init_process_group`` makes only one."""
+    if (old := dist.group.WORLD) is not None:  # never freed, as that of Workers
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(old))
+    dist.distributed_c10d._update_default_pg(group)
+    dist.distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
+    take_place_of_peers(peers)
 
 
 def _store(rank: int, timeout: timedelta) -> Store:

@@ -117,6 +117,7 @@ class Peers:
         with self._lock:
             Peers.membership, self.rank, self._store = number, rank, lambda: store
             self._identities, self._stopped_since, self._counters = identities, {}, {}
+            self.has_left_work = False
 
     @property
     def identities(self) -> dict[int, Identity]:
@@ -246,7 +247,6 @@ _lock = threading.Lock()
 
 def peers_of_job() -> Peers:
     """Return the processes of the default process group: one object until another group takes its place."""
-    global _of_group
     group = dist.group.WORLD
     assert group is not None
     with _lock:
@@ -255,10 +255,26 @@ def peers_of_job() -> Peers:
                 _of_group[1].close()
                 if not _of_group[1].has_left_work:
                     atexit.unregister(_of_group[1].leave)
-            _of_group = weakref.ref(group), Peers(dist.get_rank(), job_store)
-            atexit.register(_destroy, os.getpid())
-            atexit.register(_of_group[1].leave)
+            _take_place(group, Peers(dist.get_rank(), job_store))
+        assert _of_group is not None
         return _of_group[1]
+
+
+def take_place_of_peers(peers: Peers) -> None:
+    """Let ``peers`` be the processes of the default process group, which has taken the place of another."""
+    group = dist.group.WORLD
+    assert group is not None
+    with _lock:
+        if _of_group is not None:
+            atexit.unregister(_of_group[1].leave)
+        _take_place(group, peers)
+
+
+def _take_place(group: dist.ProcessGroup, peers: Peers) -> None:
+    global _of_group
+    _of_group = weakref.ref(group), peers
+    atexit.register(_destroy, os.getpid())
+    atexit.register(peers.leave)
 
 
 def _destroy(pid: int) -> None:

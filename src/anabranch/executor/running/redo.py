@@ -215,9 +215,8 @@ class Redo:
         workers, roll = self._workers, self._workers.roll
         if roll is None or not roll.since:
             return
-        mine = torch.tensor(
-            [zlib.crc32(call.encode()), self._seen, sum(one.in_window for one in self._runners.values())]
-        )
+        facts = [zlib.crc32(call.encode()), self._seen, sum(one.in_window for one in self._runners.values())]
+        mine = torch.tensor(facts, device=workers.device)
         everyone = workers.all_gather(mine, operation=_COMPARISON).tolist()
         since = {rank: roll.since.get(process, 0) for process, rank in roll.ranks.items()}
         first = min(since, key=lambda rank: (since[rank], rank))  # the one that has been here longest is right

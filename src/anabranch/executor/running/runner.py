@@ -668,7 +668,7 @@ class StepRunner:
         if self._workers is not None:
             self._rowless = self._workers.rowless
         self._layout, self._broken, self._error = None, False, None  # the buckets are laid out anew
-        self.newcomers_seen = False
+        self.newcomers = self.newcomers_seen = False
 
     def last_result(self) -> StepOutput:
         """Return the last run's output, or raise its error, also where another worker has had its totals."""

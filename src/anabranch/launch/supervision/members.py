@@ -79,7 +79,7 @@ class Members:
         ended = process.exit_code == 0
         closed = ended and not has_left(self._meeting, process.rank, process.pid)
         self._now = now = self._now.without(process.rank, ended=ended, closed=closed)
-        now.publish(self._meeting)
+        self._publish()
         count = len(now.ranks)
         text = "the job goes on with" if count >= now.least else "the job waits, with"
         text = f"{text} {count} worker{'s' * (count != 1)}"
@@ -107,13 +107,21 @@ class Members:
 
     def admit(self) -> None:
         """Call the members if newcomers wait; publish the membership with these once a member has invited them."""
-        wait = [one.rank for one in self.newcomers() if waiting(self._meeting, one.rank, one.pid)]
-        invites = invited(self._meeting, self._now.number)
-        call_newcomers(self._meeting, some=bool(wait) and not invites)
-        if wait and invites:
+        wait = self._waiting()
+        if wait and invited(self._meeting, self._now.number):
             for process in wait:
                 self._now = self._now.joined_by(process)
-            self._now.publish(self._meeting)
+            self._publish()
+        else:
+            call_newcomers(self._meeting, some=bool(wait))
+
+    def _waiting(self) -> list[int]:
+        return [one.rank for one in self.newcomers() if waiting(self._meeting, one.rank, one.pid)]
+
+    def _publish(self) -> None:
+        # First: those who have met invite nobody who is there, or gone.
+        call_newcomers(self._meeting, some=bool(self._waiting()))
+        self._now.publish(self._meeting)
 
     def frozen(self) -> list[RoleProcess]:
         """Return the workers that were stopped at the last look, ``LOOK_SECONDS`` ago, too, while others were not."""
