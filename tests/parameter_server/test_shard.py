@@ -153,6 +153,10 @@ def test_a_member_of_another_number_is_known_by_its_client_whatever_its_rank() -
     assert shard._job is not None
     assert (shard._job.number, shard._job.world) == (1, 2)
     assert [shard.joined_as(rank) for rank in range(2)] == [b"c", b"b"]
+    shard.join(JoinMessage(0, 1, "bsp"), b"d")  # of another job
+    with pytest.raises(SchemaError, match="another client has joined"):
+        shard.release(ReleaseMessage(0, WorkerProgress(2, 2, 0)), b"b")
+    assert shard._job.number == 0
 
 
 def test_no_read_under_ssp_waits_for_a_worker_that_is_gone() -> None:

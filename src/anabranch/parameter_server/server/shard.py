@@ -432,6 +432,7 @@ class Shard:
             return
         if self._job is None or self._job.world != message.world or self._job.consistency != consistency:
             self._job = WorkerOrder(message.world, consistency, message.step, message.number)
+            self._members.clear()
         self._job.join(message.rank, message.step, message.number)
         self._state.notify_all()
 
