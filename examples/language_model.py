@@ -280,9 +280,10 @@ def train_on(
     seconds = 0.0
     evaluate_every = options.evaluate_every or max(1, options.steps // 10)
     save_every = options.save_every or max(1, options.steps // 4)
-    for step in range(len(curve.losses) + 1, options.steps + 1):
+    while executor.step < options.steps:
         began = time.monotonic()
         curve.losses.append(executor.run("train")["loss"].item())
+        step, team = executor.step, present(team, options)
         step_seconds = time.monotonic() - began
         seconds += step_seconds
         screen.trained(step, curve.losses[-1], step_seconds)
@@ -298,6 +299,11 @@ def train_on(
         if kills:
             kills.after(step)
     return seconds
+
+
+def present(team: Team, options: argparse.Namespace) -> Team:
+    """Return the team as it is now: a worker may have been lost, and another have joined."""
+    return team_of(options.comm_mode, options.out, ab.job(), team.grid)
 
 
 # The run. -------------------------------------------------------------------------------------------------------------
@@ -419,7 +425,7 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
             some = held_out[:: max(1, len(held_out) // 8)]
             seconds = train_on(executor, team, curve, screen, some, kills, options)
         screen.say(f"measuring all {len(text.held_out):,} held-out bytes")
-        bits = bits_per_byte(executor, held_out, team)
+        bits, job = bits_per_byte(executor, held_out, present(team, options)), ab.job()
     lzma_bits = 8 * len(lzma.compress(text.held_out, preset=9 | lzma.PRESET_EXTREME)) / len(text.held_out)
     if job.rank == 0:
         screen.say("", f"lzma -9e    {lzma_bits:.3f} bits/byte", f"this model  {bits:.3f} bits/byte", "")

@@ -18,6 +18,7 @@ import random
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -174,6 +175,7 @@ class Record:
         longest: the longest step.
         late: steps over their deadline.
         ended: whether it came to its end by itself.
+        pauses: seconds from each step to the next.
     """
 
     done: int = 0
@@ -188,8 +190,15 @@ class Record:
     longest: float = 0.0
     late: int = 0
     ended: bool = False
+    pauses: list[float] = field(default_factory=list)
     _before: float | None = None
     _read: int = 0
+
+    @property
+    def goodput(self) -> float:
+        """The steps kept, of those that the time from the first to the last is enough for at the usual pace."""
+        kept = len(self.pauses) - self.again
+        return kept * statistics.median(self.pauses) / sum(self.pauses) if self.pauses else 0.0
 
     def follow(self, path: Path) -> None:
         """Read what was written since."""
@@ -208,7 +217,9 @@ class Record:
         if event == "step":
             self.done += 1
             self.step = step
-            self.gap = max(self.gap, now - (now if self._before is None else self._before))
+            if self._before is not None:
+                self.pauses.append(now - self._before)
+                self.gap = max(self.gap, self.pauses[-1])
             self._before = now
             self.longest = max(self.longest, float(line["seconds"]))
             self.late += float(line["seconds"]) > STEP_SECONDS
@@ -278,6 +289,7 @@ class Result:
             f"updates lost                      {sum(record.lost for record in every):>9,}",
             f"updates applied twice             {sum(record.doubled for record in every):>9,}",
             f"looks at the table                {sum(record.checks for record in every):>9,}",
+            f"goodput                           {min(r.goodput for r in every):>9.1%} of the steps without kills",
             f"longest time without a step       {max(r.gap for r in every):>9.1f} s, of {RECOVERY_SECONDS:.0f} allowed",
             f"longest step                      {max(r.longest for r in every):>9.1f} s, of {STEP_SECONDS:.0f} allowed",
             f"waits over their deadline         {sum(r.late for r in every) + self.overdue:>9,}",

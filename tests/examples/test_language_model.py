@@ -190,7 +190,8 @@ def test_with_experts_and_servers_all_of_it_is_found_again(small_text, tmp_path)
 
 
 @pytest.mark.slow
-def test_it_kills_an_expert_process_and_a_worker_and_says_how_long_each_was_missed(small_text, tmp_path):
+@pytest.mark.parametrize("restarts", [False, True])
+def test_it_kills_an_expert_process_and_a_worker_and_says_how_long_each_was_missed(small_text, tmp_path, restarts):
     script, out = tmp_path / "script.py", tmp_path / "out"
     script.write_text(
         f"""
@@ -212,13 +213,14 @@ language_model.Kills.after = after
 sys.exit(language_model.main())
 """
     )
-    command = ["--workers", 2, "--experts", 2, "--max-restarts", 1, script, *SMALL, "--steps", 40, "--kill"]
+    options = ["--max-restarts", 1, "--worker-restarts", "0/600s"] if restarts else []
+    command = ["--workers", 2, "--experts", 2, *options, script, *SMALL, "--steps", 40, "--kill"]
     done = run(*command, "--save-every", 8, "--text", small_text, "--out", out, patient=True)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert set(result["missed_seconds"]) == {"expert 1", "worker 1"}
-    assert result["resumed_from"] == 16, "killed after step 20"
-    assert "restarting the job (1 of 1)" in done.stderr
+    assert result["resumed_from"] == (16 if restarts else 0), "killed after step 20"
+    assert ("restarting the job (1 of 1)" if restarts else "another takes its place (1 of 3)") in done.stderr
     lines = [line for line in done.stdout.splitlines() if "kill -9" in line or "missed for" in line]
     assert len(lines) == 4, lines
     assert json.loads((out / "result.json").read_text()) == result

@@ -51,6 +51,7 @@ def test_a_record_says_how_much_was_kept_and_repeated() -> None:
     kept = result()
     (one,) = kept.records
     assert (one.done, one.again, one.step, one.saved, one.gap, one.longest) == (4, 1, 3, 2, 7.5, 0.2)
+    assert one.goodput == pytest.approx((3 - 1) * 1.5 / 10.0)
     assert kept.broken() == []
     assert all(len(row) <= 80 for row in kept.table().splitlines())
 

@@ -549,5 +549,9 @@ def test_an_exit_code_ends_the_job_and_a_kill_does_not(
 ) -> None:
     arguments = [f"{rank}:{int(end)}" for rank, end in ends.items()]
     options = {"min_workers": least, "worker_restarts": RestartBudget(0)}
-    outcome = launch(script(ENDS), arguments, workers=3, log_dir=tmp_path, **options)
+    told: list[str] = []
+    outcome = launch(script(ENDS), arguments, workers=3, log_dir=tmp_path, tell=told.append, **options)
     assert outcome.exit_code == code
+    assert any("is the second that has crashed in step 2" in line for line in told) == (
+        -signal.SIGABRT in ends.values()
+    )

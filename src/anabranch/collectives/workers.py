@@ -293,12 +293,12 @@ class Workers(Group):
         self.segments, self._begun = WeakSet(), WeakSet()
         vars(self).pop("on_one_host", None)
         self.name = f"workers of membership {self.roll.number}"
-        self.store = PrefixStore(f"anabranch/{self.name}", store)
+        self.store = own_store = PrefixStore(f"anabranch/{self.name}", store)
         self.rowless = Rowless(self.store, self, self.timeout)
         limit, number, size = timedelta(seconds=self.timeout + BACKEND_GRACE), self.roll.number, self.size
 
         def connect() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-            own = dist.ProcessGroupGloo(self.store, rank, size, limit)
+            own = dist.ProcessGroupGloo(own_store, rank, size, limit)
             return cast(dist.ProcessGroup, own), connect_world(number, store, rank, size, limit)
 
         answer = begin_call(connect, "anabranch-meeting")[1]

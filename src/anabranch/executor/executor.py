@@ -345,14 +345,15 @@ class Executor:
         if workers is None and self._remote is not None and (place := self._remote.place) is not None:
             assert self._workers is not None
             fixed = self._workers.why_fixed
-            loaders = self._batches.loaders
-            return Redo(self._workers, place, self._runners, loaders, self._saver, fixed, apart=self._remote)
+            loaders, apart = self._batches.loaders, self._remote
+            return Redo(self._workers, place, lambda: 0, self._runners, loaders, self._saver, fixed, apart=apart)
         if workers is None or not workers.several or (place := own_place()) is None:
             return None
         fixed = why_fixed(self._spec, workers)
         if fixed is not None and workers.rank == 0 and published(place.meeting).least < workers.size:
             _log.warning("the job ends with the first worker that dies, despite --min-workers: %s", fixed)
-        return Redo(workers, place, self._runners, self._batches.loaders, self._saver, fixed)
+        loaders = self._batches.loaders
+        return Redo(workers, place, lambda: self.epoch, self._runners, loaders, self._saver, fixed)
 
     def _ask_for_next(self, name: str) -> None:
         runner, batch = self._runners[name], self._batches.loaders[name].peek()
@@ -544,7 +545,7 @@ class Executor:
                     runs.pop(0)
                     over = False
                     if redo is not None:
-                        redo.ended(batch, self.step, self.epoch)
+                        redo.ended(batch)
         finally:
             if self._remote is not None:
                 self._remote.tables.end(self._remote.clock)

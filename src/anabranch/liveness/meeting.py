@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -67,7 +67,7 @@ def meet_peers(backend: str, timeout: float) -> None:
     prefix = f"anabranch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_meetings}"
     rank, size, deadline = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Deadline.after(timeout)
     others, names = [other for other in range(size) if other != rank], [f"{one}" for one in range(size)]
-    absent, came = list(others), dict[int, Identity]()
+    absent, came, place = list(others), dict[int, Identity](), own_place()
     remind = reminder(absent)
 
     def meet() -> None:
@@ -82,7 +82,8 @@ def meet_peers(backend: str, timeout: float) -> None:
         while not store.check(names):  # all of them: one that had come may have given up
             absent[:] = [other for other in absent or others if not store.check([names[other]])]
             ended = [other for other in absent if other in _met and _met[other].has_ended()]
-            if absent and (place := own_place()) and ((now := published(place.meeting)).over or len(now.ranks) < size):
+            now = published(place.meeting) if absent and place is not None else None
+            if now is not None and (now.over or len(now.ranks) + now.closed < size):
                 ended = ended or [other for other in absent if other not in now.ranks] or list(absent)
             if ended or (absent and deadline.expired()):
                 store.delete_key(f"{rank}")  # the others wait until this one comes again
@@ -182,9 +183,10 @@ def meet_members(
 
 def connect_world(number: int, store: Store, rank: int, size: int, limit: timedelta) -> dist.ProcessGroup:
     """Connect a group of gloo with the members of a membership, which ``set_world`` makes ``torch.distributed``'s."""
-    store, name = PrefixStore("anabranch/world", store), f"anabranch/{number}"
-    c10d = dist.distributed_c10d
-    return c10d._new_process_group_helper(size, rank, [], c10d.Backend("gloo"), store, name, timeout=limit)[0]
+    c10d, store = dist.distributed_c10d, PrefixStore("anabranch/world", store)
+    name = cast(Any, f"anabranch/{number}")
+    made = c10d._new_process_group_helper(size, rank, [], c10d.Backend("gloo"), store, name, timeout=limit)
+    return cast(dist.ProcessGroup, made[0])
 
 
 def set_world(group: dist.ProcessGroup, peers: Peers) -> None:

@@ -6,7 +6,7 @@ in its first training run until the members invite it, between two steps::
 
     launcher     0: {0: 0, 1: 1, 2: 2, 3: 3}     process 1 is killed     1: {0: 0, 2: 2, 3: 1}     2: {..., 1: 3}
     process 3    rank 3 ── all_reduce ── PeerLost ── reads 1 ── rank 1 ── meets the others ── does the step again
-    process 1    (its replacement)       starts ── first training run: ``Place.wait_here`` ──────── reads 2 ── rank 3
+    process 1    (its replacement)       starts ── first training run: ``OwnPlace.wait_here`` ──────── reads 2 ── rank 3
 
 Processes are known by the rank that they were started with, which is also in the names of their logs.
 """
@@ -88,7 +88,7 @@ def _beside(meeting: Path, what: str) -> Path:
     return Path(f"{meeting}.{what}")
 
 
-class Place:
+class OwnPlace:
     """A worker's place in a job that may lose workers, and what it tells the launcher and newcomers, in files.
 
     Attributes:
@@ -137,7 +137,8 @@ class Place:
 def progress(meeting: Path) -> tuple[int, int] | None:
     """Return the optimizer steps and epochs that the members have done; ``None`` where none may be lost, or not yet."""
     with suppress(FileNotFoundError, struct.error):
-        return _PROGRESS.unpack(_beside(meeting, "progress").read_bytes())  # type: ignore[return-value]
+        step, epoch = _PROGRESS.unpack(_beside(meeting, "progress").read_bytes())
+        return step, epoch
     return None
 
 
@@ -176,9 +177,9 @@ def _leaves(meeting: Path, process: int, pid: int) -> Path:
     return _beside(meeting, f"leaves.{process}.{pid}")
 
 
-def own_place() -> Place | None:
+def own_place() -> OwnPlace | None:
     """Return this worker's place; ``None`` if no worker may go."""
     meeting, process = os.environ.get(MEETING_VARIABLE, ""), os.environ.get(MEMBER_VARIABLE)
     if process is None or not meeting.endswith(f"-{os.environ.get('MASTER_PORT')}"):  # of a job around this one
         return None
-    return Place(Path(meeting), int(process), joins=JOINED_VARIABLE in os.environ)
+    return OwnPlace(Path(meeting), int(process), joins=JOINED_VARIABLE in os.environ)

@@ -25,6 +25,7 @@ import copy
 import hashlib
 import logging
 import operator
+import time
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -46,13 +47,14 @@ from anabranch.executor.saving.saving import Saver
 from anabranch.executor.spec import Spec
 from anabranch.job import Job
 from anabranch.liveness.group import rank_names
-from anabranch.liveness.membership import Place
+from anabranch.liveness.membership import OwnPlace
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
 
 _T = TypeVar("_T")
 _log = logging.getLogger("anabranch.executor")
 _COMPARISON = "comparison of calls"
+_LOOK_SECONDS = 0.05  # between two looks for newcomers, and two at the epoch, which they are told
 _CURE = (
     "begin the loop where the job is: while executor.step < n, or for epoch in range(executor.epoch, n): while "
     "executor.epoch == epoch"
@@ -83,6 +85,7 @@ class Redo:
     Args:
         workers: several, or a newcomer.
         place: this one's in the job.
+        epochs: returns how many this worker has done.
         runners: of the training steps.
         loaders: of these and others.
         saver: reads and sets the state that all workers have alike.
@@ -98,7 +101,8 @@ class Redo:
     def __init__(
         self,
         workers: Workers,
-        place: Place,
+        place: OwnPlace,
+        epochs: Callable[[], int],
         runners: Mapping[str, StepRunner],
         loaders: Mapping[str, BoundLoader],
         saver: Saver,
@@ -106,7 +110,8 @@ class Redo:
         apart: RemotePart | None = None,
     ) -> None:
         self._workers, self._runners, self._loaders, self._saver, self.fixed = workers, runners, loaders, saver, fixed
-        self._place, self.apart = place, apart
+        self._place, self._epochs, self.apart = place, epochs, apart
+        self._look_at, self._count_at, self._epoch = 0.0, 0.0, 0
         self.repeated, self.calls = 0, False
         self._random = RandomMoment()
         models = {runner.step.model for runner in runners.values()}
@@ -155,12 +160,14 @@ class Redo:
             with torch.no_grad():
                 torch._foreach_copy_(self._values, now)
 
-    def ended(self, batch: ShareOf | None, step: int, epoch: int) -> None:
-        """Remember a run that has ended, in case that its window does not, and how far this worker is."""
+    def ended(self, batch: ShareOf | None) -> None:
+        """Remember a run that has ended, in case that its window does not, and note how far this worker is."""
         if self.fixed is None:
             self._window.append(batch)
-            if step:
-                self._place.write_progress(step, epoch)
+            if (now := time.monotonic()) >= self._count_at:
+                self._count_at, self._epoch = now + _LOOK_SECONDS, self._epochs()
+            if self._steps:
+                self._place.write_progress(self._steps, self._epoch)
         self._answer = None  # all have it: a run waits for everyone
 
     def owed(self) -> list[ShareOf | None]:
@@ -196,12 +203,15 @@ class Redo:
         elif self.fixed is not None:
             return None
         else:
-            runners[name].newcomers = self._place.newcomers_wait()
+            if (now := time.monotonic()) >= self._look_at:
+                self._look_at = now + _LOOK_SECONDS
+                runners[name].newcomers = self._place.newcomers_wait()
             few = workers.roll is not None and workers.size < workers.roll.least
             if any(one.in_window for one in runners.values()):
                 return None
             if not few and not any(one.newcomers_seen for one in runners.values()):
                 return None
+            self._place.write_progress(self._steps, self._epochs())
             self._place.invite(workers.membership)
         return self._meet(None, None, called=False)
 
@@ -282,7 +292,8 @@ class Redo:
         else:
             if self._place.joins and (workers.roll is None or workers.roll.closed or workers.have_closed()):
                 self._end(f"the other workers have ended, and so does this one, which has joined them; {_CURE}")
-            raise error or PeerLost("no worker with the state of training is left", peer="the others", operation="meet")
+            why = "the job ends: too few workers are left, or none that has the state of training"
+            raise error or PeerLost(why, peer="the others", operation="meet")
         roll = workers.roll
         assert roll is not None
         if self._place.joins and roll.closed and roll.since.keys() == roll.ranks.keys():
@@ -294,8 +305,11 @@ class Redo:
         joined = tuple(sorted(roll.ranks[process] for process, since in roll.since.items() if since > number))
         if 0 in left:
             self._saver.writer_lost()
-        steps = sum(one.steps for one in self._runners.values())
-        return MembershipRecord(steps, workers.rank, workers.size, left, joined)
+        return MembershipRecord(self._steps, workers.rank, workers.size, left, joined)
+
+    @property
+    def _steps(self) -> int:
+        return sum(one.steps for one in self._runners.values())
 
     @property
     def _seen(self) -> int:

@@ -135,5 +135,6 @@ class Members:
         """Let nobody meet any more, because ``process`` has failed."""
         if self._last is not None and process.exit.is_consequence:  # of a loss that was to be forgiven
             self._last.forgiven = False
-        self._now = msgspec.structs.replace(self._now.without(process.rank), over=True)
+        now = self._now.without(process.rank) if process.role == "worker" else self._now
+        self._now = msgspec.structs.replace(now, over=True)
         self._now.publish(self._meeting)
