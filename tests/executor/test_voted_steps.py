@@ -280,3 +280,19 @@ def test_when_one_worker_stops_the_others_halt_after_exactly_k_steps(tmp_path: P
     halted, _ = in_job(stop_one, 2, str(tmp_path), 2, servers=2, timeout=800.0)
     assert halted["done"] == 4 + 2  # rank 1 is in its fourth step
     assert "nothing arrived from worker 1" in str(halted["error"])
+
+
+def close_early(path: str) -> int:
+    """Rank 1 makes three steps and closes; its process stays until rank 0 has made ten."""
+    rank, over = ab.job().rank, Path(path) / "over"
+    with ab.Executor(step_of(Model(), None), "PS", consistency="ssp:2", timeout=50.0) as executor:
+        for step in range(3 if rank else 10):
+            executor.run(batch=batch_of(step, rank, 2))
+    if rank == 0:
+        over.touch()
+    wait_until(over.exists)
+    return executor.step
+
+
+def test_a_worker_that_has_closed_is_not_waited_for(tmp_path: Path) -> None:
+    assert in_job(close_early, 2, str(tmp_path), servers=2) == [10, 3]

@@ -510,11 +510,6 @@ def test_another_executor_of_the_process_and_a_save_in_the_background_are_lost_w
     assert "the job has other workers since" in text
 
 
-def test_parameters_on_servers_need_all_workers(script: Script, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="min_workers is for jobs without servers"):
-        launch(script(EARLY), workers=2, servers=1, min_workers=1, log_dir=tmp_path)
-
-
 # What the launcher decides, with scripts that train nothing.
 
 ENDS = """

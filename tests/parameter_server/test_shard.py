@@ -126,6 +126,53 @@ def test_members_may_drop_a_step_that_one_who_is_gone_had_released() -> None:
     assert not shard.contents.dense["p"].value.any()
 
 
+def test_members_may_drop_a_step_that_a_restarted_shard_has_heard_under_an_older_number() -> None:
+    shard = Shard()
+    shard.init(InitMessage("p", SGD.to_dict()), [torch.zeros(2)])
+    for rank in range(2):
+        shard.join(JoinMessage(rank, 2, "bsp"))
+        push = PushMessage([PushPart("p")], [], rank, 0, merging=Merging(hold=True), turn=WorkerProgress(0, 2, 0))
+        shard.push(shard.request(push, [torch.empty(0, dtype=torch.int64), torch.ones(2)]))
+    shard.release(ReleaseMessage(1, WorkerProgress(0, 2, 1, 0)))  # which was never the result
+    for rank in range(2):
+        shard.release(ReleaseMessage(rank, WorkerProgress(1, 2, 1)))
+    assert shard._job is not None
+    assert shard._job.applied == 1
+    assert not shard.contents.dense["p"].value.any()
+
+
+def test_a_member_of_another_number_is_known_by_its_client_whatever_its_rank() -> None:
+    shard = Shard()
+    for rank, client in enumerate([b"a", b"b", b"c"]):
+        shard.join(JoinMessage(rank, 3, "bsp"), client)
+    shard.release(ReleaseMessage(0, WorkerProgress(1, 2, 0)), b"c")  # in the place of a
+    for stranger, turn in ((b"a", WorkerProgress(0, 3, 0)), (b"x", WorkerProgress(2, 2, 0))):
+        with pytest.raises(SchemaError, match="another client has joined"):
+            shard.release(ReleaseMessage(0, turn), stranger)
+    shard.release(ReleaseMessage(1, WorkerProgress(1, 2, 0)), b"b")
+    assert shard._job is not None
+    assert (shard._job.number, shard._job.world) == (1, 2)
+    assert [shard.joined_as(rank) for rank in range(2)] == [b"c", b"b"]
+    shard.join(JoinMessage(0, 1, "bsp"), b"d")  # of another job
+    with pytest.raises(SchemaError, match="another client has joined"):
+        shard.release(ReleaseMessage(0, WorkerProgress(2, 2, 0)), b"b")
+    assert shard._job.number == 0
+
+
+def test_no_read_under_ssp_waits_for_a_worker_that_is_gone() -> None:
+    shard = Shard()
+    for rank, clock in enumerate([5, 0, 3]):
+        shard.join(JoinMessage(rank, 3, "ssp:1", clock))
+    assert shard._job is not None
+    assert shard._job.late(4) == [1, 2]
+    shard.release(ReleaseMessage(0, WorkerProgress(0, 3), [1]))
+    assert (shard._job.late(4), shard.current_step()) == ([2], 3)
+    shard.release(ReleaseMessage(0, WorkerProgress(1, 2, 5)))  # each member is at a step of its own
+    assert shard._job.late(4) == []
+    shard.release(ReleaseMessage(1, WorkerProgress(1, 2, 3)))
+    assert shard._job.late(4) == [1]
+
+
 @pytest.mark.parametrize("compression", [None, "int8"])
 def test_a_held_push_loses_the_gradients_of_a_table_that_is_dropped(compression: str | None) -> None:
     """They once made every later message of the job ``NotFound``, also after a restart."""

@@ -207,7 +207,7 @@ class Executor:
         self._failed: BaseException | None = None
         self._fetch_all = {name: Fetch(None, step.model) for name, step in spec.steps.items()}
         self._runs = dict.fromkeys(spec.steps, 0)
-        self._rows, self._run_seconds = 0.0, 0.0
+        self._rows, self._dropped, self._run_seconds = 0.0, 0.0, 0.0
         self._reported = Statistics(runs=dict.fromkeys(spec.steps, 0))
         self._only_plans = PLAN_VARIABLE in os.environ
         self._watching = Watching(check_sinks(sinks), prefixed=len(spec.training) > 1)
@@ -249,6 +249,7 @@ class Executor:
             loaders = self._batches.loaders
             self._saver = Saver(spec, self._runners, self._everyone, stages, loaders, self._remote, self.state)
             self._redo = self._make_redo(acting)
+            self._parts.callback(self._wait_for_pushes)
             self._parts.callback(self._close_save)
             self._parts.callback(lambda: self._end_trace(clean=self._failed is None))
             for step in spec.training.values():
@@ -338,9 +339,17 @@ class Executor:
 
     def _make_redo(self, workers: Workers | None) -> Redo | None:
         """Return what goes on with those that are left, in a job that may lose workers."""
+        if workers is None and self._workers is not None and self._workers.joins:
+            _log.warning("the other workers run apart, so that this one cannot join them, and ends")
+            raise SystemExit(0)
+        if workers is None and self._remote is not None and (place := self._remote.place) is not None:
+            assert self._workers is not None
+            fixed = self._workers.why_fixed
+            loaders, apart = self._batches.loaders, self._remote
+            return Redo(self._workers, place, lambda: 0, self._runners, loaders, self._saver, fixed, apart=apart)
         if workers is None or not workers.several or (place := own_place()) is None:
             return None
-        fixed = why_fixed(self._spec, workers, serves=self._remote is not None)
+        fixed = why_fixed(self._spec, workers)
         if fixed is not None and workers.rank == 0 and published(place.meeting).least < workers.size:
             _log.warning("the job ends with the first worker that dies, despite --min-workers: %s", fixed)
         loaders = self._batches.loaders
@@ -482,9 +491,9 @@ class Executor:
         self, name: str, step: TrainStep, batch: Structure | ShareOf | None, fetch: Fetch
     ) -> tuple[dict[str, Tensor], _Took | None]:
         """Return the values of a run, and what sinks get of the optimizer step that it took, if they get any."""
-        if self._remote is not None and not self._only_plans:
+        if self._remote is not None and not self._only_plans and not self._joins:
             self._remote.open()  # before a batch is taken: it may be refused
-        runner, redo = self._runners[name], self._redo
+        runner, redo = self._runners[name], None if self._redo is None or self._redo.apart else self._redo
         runs = [batch] if redo is None else [*redo.owed(), batch]
         if redo is not None and len(runs) == 1 and (record := redo.admit(name)) is not None:
             self._goes_on(record)
@@ -525,9 +534,10 @@ class Executor:
                 except PeerLost as error:
                     if redo is None:
                         raise
-                    ran, again, record = redo.meet(error, name)
+                    counts, again, record = redo.meet(error, name)
                     runs, over = [*again, *runs], False
                     self._goes_on(record)
+                    ran = runner.last_result() if counts else None
                     # With runs to be done before it, this call would be several of a newcomer's.
                     if ran is None and len(runs) == 1 and (record := redo.admit(name)) is not None:
                         self._goes_on(record)
@@ -539,10 +549,10 @@ class Executor:
         finally:
             if self._remote is not None:
                 self._remote.tables.end(self._remote.clock)
-        if self._remote is not None:
-            self._remote.read_applied()
+        self._read_applied(runner)
         assert ran is not None
         self._rows += rows
+        self._dropped += rows * (0 if self._remote is None else self._remote.end_run(self.step))
         values = {"loss": ran.loss}
         if ran.returned or fetch.names is not None:
             values = values | fetch.collect(ran.returned) | values
@@ -555,6 +565,19 @@ class Executor:
         numbers = {"loss": ran.loss} if fetch.norm is None else {"loss": ran.loss, "grad_norm": fetch.norm}
         return values, (rows, rates, {**numbers, **ran.returned, "loss": ran.loss})
 
+    def _read_applied(self, runner: StepRunner) -> None:
+        while self._remote is not None and not runner.in_window:  # inside a window nothing was applied
+            try:
+                self._remote.read_applied()
+                return
+            except PeerLost as error:  # one that has died behind the vote: the servers wait for its word
+                self._meet_outside(error)
+
+    def _meet_outside(self, error: PeerLost) -> None:
+        if self._redo is None or self._redo.calls:
+            raise error
+        self._goes_on(self._redo.meet_outside(error))
+
     def _goes_on(self, record: MembershipRecord) -> None:
         self._progress.shown = record.rank == 0
         self._watching.met(record)
@@ -565,14 +588,16 @@ class Executor:
 
     def _evaluate(self, name: str, step: EvalStep, batch: Structure | None, fetch: Fetch) -> dict[str, Tensor]:
         taken = as_tensors(self._batches.next_to_evaluate(name) if batch is None else batch, self._devices[name])
-        if self._remote is not None:
-            self._remote.begin(training=False)
-        try:
-            returned = self._evaluators[name].run(taken, fetch)
-        finally:
-            if self._remote is not None:
-                self._remote.tables.end(self._remote.clock)
-        return cast("dict[str, Tensor]", fetch.collect(returned))
+        while True:
+            try:
+                if self._remote is not None:
+                    self._remote.begin(training=False)
+                return cast("dict[str, Tensor]", fetch.collect(self._evaluators[name].run(taken, fetch)))
+            except PeerLost as error:  # the servers wait for the word of one that has died behind the last step
+                self._meet_outside(error)
+            finally:
+                if self._remote is not None:
+                    self._remote.tables.end(self._remote.clock)
 
     def evaluate(self, name: str = "default", loader: Iterable[Structure] | None = None) -> dict[str, Tensor]:
         """Run the ``EvalStep`` ``name`` on a whole loader, from the start, on all workers; every worker calls it.
@@ -721,6 +746,7 @@ class Executor:
             load_seconds=self._batches.load_seconds,
             memberships=1 if self._redo is None else self._redo.memberships,
             repeated_steps=0 if self._redo is None else self._redo.repeated,
+            dropped_rows=self._dropped,
             tables=tables,
         )
 
@@ -1115,6 +1141,11 @@ class Executor:
             if failed is None:
                 raise
             failed.add_note(f"as the Executor was closed: {type(error).__name__}: {error}")
+
+    def _wait_for_pushes(self) -> None:
+        """Wait until the servers have applied the last step, with those that are left."""
+        if self._failed is None and self._redo is not None and self._remote is not None:
+            self._together("close", self._remote.wait_for_pushes)
 
     def _close_save(self) -> None:
         if self._failed is None:

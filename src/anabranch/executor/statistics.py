@@ -53,6 +53,8 @@ class Statistics:
         load_seconds: of these, seconds spent waiting for batches.
         memberships: how many there were of the job; 1 until a worker has left.
         repeated_steps: optimizer steps that were interrupted by the loss of a worker, and done again.
+        dropped_rows: rows of lost workers that nobody has trained on, where workers run apart (``ssp``, ``asp``): as
+            many in each run as this worker has had.
         tables: the tables and parameters on the servers, by name.
     """
 
@@ -66,11 +68,12 @@ class Statistics:
     load_seconds: float = 0.0
     memberships: int = 1
     repeated_steps: int = 0
+    dropped_rows: float = 0
     tables: Mapping[str, TableLoads] = field(default_factory=dict)
 
     def since(self, earlier: Statistics) -> Statistics:
         """Return the difference between this record and ``earlier``."""
-        counts = ("steps", "skipped_steps", "repeated_steps", "rows", "bytes")
+        counts = ("steps", "skipped_steps", "repeated_steps", "dropped_rows", "rows", "bytes")
         names = (*counts, "run_seconds", "wait_seconds", "load_seconds")
         numbers = {name: getattr(self, name) - getattr(earlier, name) for name in names}
         runs = {name: count - earlier.runs.get(name, 0) for name, count in self.runs.items()}

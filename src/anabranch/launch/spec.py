@@ -87,8 +87,6 @@ class JobSpec:
             raise ValueError(f"a job has at least 1 worker, got workers={self.workers}")
         if self.min_workers is not None and not 1 <= self.min_workers <= self.workers:
             raise ValueError(f"min_workers is from 1 to the {self.workers} workers, got {self.min_workers}")
-        if self.min_workers is not None and self.servers:
-            raise ValueError("min_workers is for jobs without servers: parameters there need all of them")
         if self.servers < 0 or self.experts < 0:
             raise ValueError(
                 f"a job cannot have fewer than 0 servers or experts, got servers={self.servers}, experts={self.experts}"
@@ -110,7 +108,7 @@ class JobSpec:
     @property
     def may_lose_workers(self) -> bool:
         """True if the others may go on without a worker that is killed, or with another in its place."""
-        return self.workers > 1 and not self.servers
+        return self.workers > 1
 
     @property
     def has_services(self) -> bool:

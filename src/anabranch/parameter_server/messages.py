@@ -146,10 +146,14 @@ class NormMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 
 
 class ReleaseMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Says how far a worker is, and nothing else; a negative rank says it of all: their job has ended there."""
+    """Says how far a worker is, and nothing else; a negative rank says it of all: their job has ended there.
+
+    ``gone`` are ranks that have closed or are lost: where workers run apart, no read waits for them any more.
+    """
 
     rank: _Number
     turn: WorkerProgress
+    gone: list[_Rank] = []
 
 
 class StepMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -168,13 +172,17 @@ class BarrierMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknow
 
 
 class JoinMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Registers a worker of a job, with the order of the job's steps; ``number`` as in ``WorkerProgress``."""
+    """Registers a worker of a job, with the order of the job's steps; ``number`` as in ``WorkerProgress``.
+
+    With a ``turn`` it is a newcomer, and the order of the others goes on.
+    """
 
     rank: _Rank
     world: _World
     consistency: str
     step: _Count = 0
     number: _Count = 0
+    turn: WorkerProgress | None = None
 
 
 class PullMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):

@@ -24,6 +24,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
+import operator
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -36,11 +37,11 @@ import torch
 
 from anabranch.collectives import Workers
 from anabranch.errors import BoundaryError, PeerLost
-from anabranch.executor.engines.engine import StepOutput
 from anabranch.executor.likeness import exchange
 from anabranch.executor.loaders.loading import BoundLoader
 from anabranch.executor.observing.watching import MembershipRecord
 from anabranch.executor.randomness import RandomMoment
+from anabranch.executor.running.remote import RemotePart
 from anabranch.executor.running.runner import StepRunner
 from anabranch.executor.saving.saving import Saver
 from anabranch.executor.spec import Spec
@@ -68,13 +69,11 @@ def is_share(batch: object) -> TypeGuard[ShareOf]:
     return isinstance(batch, FunctionType | MethodType | partial)
 
 
-def why_fixed(spec: Spec, workers: Workers, *, serves: bool) -> str | None:
+def why_fixed(spec: Spec, workers: Workers) -> str | None:
     """Return the reason why an executor does not go on without one of its workers; ``None`` if it does."""
     windows = [step.accumulate for step in spec.training.values()]
     if any(isinstance(model, Pipe) for model in spec.models.values()):
         return "a model is a Pipe"
-    if serves:
-        return "parameters are on servers"
     if len(windows) > 1 and max(windows) > 1:
         return "one of several training steps accumulates gradients"
     return workers.why_fixed
@@ -91,10 +90,12 @@ class Redo:
         loaders: of these and others.
         saver: reads and sets the state that all workers have alike.
         fixed: the reason why these do not go on without one of them.
+        apart: what these have on servers, if they do not make their steps together, but only other calls.
 
     Attributes:
         fixed: as given, or found in a run.
         repeated: how many steps were interrupted.
+        calls: in a ``call``, which begins again as a whole.
     """
 
     def __init__(
@@ -106,14 +107,17 @@ class Redo:
         loaders: Mapping[str, BoundLoader],
         saver: Saver,
         fixed: str | None,
+        apart: RemotePart | None = None,
     ) -> None:
         self._workers, self._runners, self._loaders, self._saver, self.fixed = workers, runners, loaders, saver, fixed
-        self._place, self._epochs = place, epochs
+        self._place, self._epochs, self.apart = place, epochs, apart
         self._look_at, self._count_at, self._epoch = 0.0, 0.0, 0
-        self.repeated = 0
+        self.repeated, self.calls = 0, False
         self._random = RandomMoment()
         models = {runner.step.model for runner in runners.values()}
         self._holders = [module._buffers for model in models for module in model.modules()]
+        self._buffers: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
+        self._values: list[torch.Tensor] = []  # theirs
         self._window: list[ShareOf | None] = []
         self._owed: list[ShareOf | None] = []
         self._called, self._answer = 0, cast(object, None)  # calls that have ended, and the last one's answer
@@ -138,13 +142,23 @@ class Redo:
         self._counts = runner.counts()
         self._loader = loader if loader is not None and loader.kind == "global" else None
         self._position = None if self._loader is None else self._loader.moment()
-        self._values = [
-            (buffers, name, one, one.detach().clone())
-            for buffers in self._holders
-            for name, one in buffers.items()
-            if one is not None and not one.is_meta
-        ]
+        self._remember_buffers()
         self._random.remember()
+
+    def _remember_buffers(self) -> None:
+        buffers = []
+        for holder in self._holders:
+            if holder:
+                for name, one in holder.items():
+                    if one is not None and not one.is_meta:
+                        buffers.append((holder, name, one))
+        now, before = [one for _, _, one in buffers], [one for _, _, one in self._buffers]
+        self._buffers = buffers
+        if len(now) != len(before) or not all(map(operator.is_, now, before)):
+            self._values = [one.detach().clone() for one in now]
+        elif now:
+            with torch.no_grad():
+                torch._foreach_copy_(self._values, now)
 
     def ended(self, batch: ShareOf | None) -> None:
         """Remember a run that has ended, in case that its window does not, and note how far this worker is."""
@@ -161,12 +175,11 @@ class Redo:
         owed, self._owed = self._owed, []
         return owed
 
-    def meet(self, error: PeerLost, name: str) -> tuple[StepOutput | None, list[ShareOf | None], MembershipRecord]:
+    def meet(self, error: PeerLost, name: str) -> tuple[bool, list[ShareOf | None], MembershipRecord]:
         """Meet the others after an interrupted run of the step ``name``, and settle which window was the last.
 
         Returns:
-            The output of the run if it counts; else the runs of its window before it, to be done again; and the new
-            membership.
+            Whether the run counts; else the runs of its window before it, to be done again; and the new membership.
 
         Raises:
             PeerLost: ``error``: the job does not go on without the lost worker.
@@ -175,7 +188,7 @@ class Redo:
         runner = self._runners[name]
         record = self._meet(error, runner, called=False)
         counts = runner.decided > self._decided
-        return runner.last_result() if counts else None, [] if counts else self._window[:], record
+        return counts, [] if counts else self._window[:], record
 
     def admit(self, name: str) -> MembershipRecord | None:
         """Let newcomers join before a run of the step ``name``, or join as one; return the membership if it is new.
@@ -238,19 +251,26 @@ class Redo:
             return act()
         begun = self._called
         while True:
+            self.calls = True
             try:
                 self.agree(name)
                 answer = act()
             except PeerLost as error:
-                runner = next((one for one in self._runners.values() if one.in_window), None)
-                record = self._meet(error, runner, called=True)
-                self._owed = [] if runner is None else self._window[:]
-                meets(record)
+                meets(self.meet_outside(error))
                 if self._called > begun:
                     return cast(_T, self._answer)
             else:
                 self._called, self._answer = self._called + 1, copy.deepcopy(answer)  # the caller may change its own
                 return answer
+            finally:
+                self.calls = False
+
+    def meet_outside(self, error: PeerLost) -> MembershipRecord:
+        """Meet the others after something else than a training run was interrupted; return the new membership."""
+        runner = next((one for one in self._runners.values() if one.in_window), None)
+        record = self._meet(error, runner, called=True)
+        self._owed = [] if runner is None else self._window[:]
+        return record
 
     def _meet(self, error: PeerLost | None, runner: StepRunner | None, *, called: bool) -> MembershipRecord:
         """Meet the others under the next membership, because of ``error``, or since newcomers are invited."""
@@ -307,6 +327,9 @@ class Redo:
         A newcomer takes all. Returns False if there are only newcomers.
         """
         workers, runners = self._workers, self._runners
+        if self.apart is not None:  # each is at a step of its own, and keeps it
+            self.apart.begin_again(*self.apart.progress())
+            return True
         mine = -1 if workers.joins else self._seen
         everyone = exchange(workers, mine, int, "meet")
         highest = max(everyone)
@@ -340,7 +363,7 @@ class Redo:
         if self._loader is not None and self._position is not None:
             self._loader.go_back(self._position)
         with torch.no_grad():
-            for buffers, name, buffer, value in self._values:
+            for (holder, name, buffer), value in zip(self._buffers, self._values, strict=True):
                 buffer.copy_(value)
-                buffers[name] = buffer  # a forward may have put another tensor in its place
+                holder[name] = buffer  # a forward may have put another tensor in its place
         self._random.go_back()

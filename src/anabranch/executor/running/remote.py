@@ -17,6 +17,7 @@ clock counts pushes, over all training steps of the executor: every worker makes
 from __future__ import annotations
 
 import logging
+import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -39,6 +40,8 @@ from anabranch.executor.statistics import TableLoads
 from anabranch.executor.steps import TrainStep, model_of
 from anabranch.interrupts import hold_interrupts
 from anabranch.job import job
+from anabranch.liveness.group import rank_names
+from anabranch.liveness.membership import own_place, published
 from anabranch.parameter_server import (
     ParameterClient,
     RemoteEmbedding,
@@ -88,6 +91,7 @@ class RemotePart:
         embeddings: the tables of ``RemoteEmbedding``s, on all ranks.
         served: the names of all that is on servers, on all ranks.
         stages: as given.
+        place: this worker's in a job that goes on without those that are lost, where all run apart; else ``None``.
 
     Raises:
         ValueError: several workers and no servers; clipping, a cache or stages on several ranks that do not go with
@@ -97,7 +101,7 @@ class RemotePart:
     def __init__(self, spec: Spec, workers: Workers | None, stages: int = 1) -> None:
         self._spec, self._steps, self._models = spec, spec.steps, spec.models
         self._trains, self._served_choice, self.consistency = bool(spec.training), spec.served, spec.consistency
-        self._workers = workers if workers is not None and workers.size > 1 else None
+        self._workers = workers if workers is not None and workers.several else None
         self.stages, world = stages, 1 if self._workers is None else self._workers.size
         self.moved = [route.served for route in spec.routes if route.served is not None]
         self._optimizers = list(dict.fromkeys(moved.optimizer for moved in self.moved))
@@ -116,6 +120,10 @@ class RemotePart:
         self._before = ""  # the client that had joined the servers last
         self._replaced_later: set[str] = set()
         self._hooks = ExitStack()
+        self.place = None
+        if self._workers is not None and not spec.run_together(spec.routes) and (place := own_place()) is not None:
+            self.place = place if published(place.meeting).least < self._workers.size else None
+        self._lost, self._look_at = set[int](), 0.0
         spec.check_served()
         self._refuse_step_hooks()
         if stages > 1 and not self.consistency.merges:
@@ -128,13 +136,12 @@ class RemotePart:
                 f"{world} workers share parameters on servers, but this job has no servers; start it with `anabranch "
                 f"run --workers {world} --servers 1`, or name running ones in ANABRANCH_SERVERS"
             )
-        rank = 0 if self._workers is None else self._workers.rank
-        self._worker = Worker(rank, world, self.consistency.name, leads=rank < stages)
+        self._worker = self._as_worker()
         self.client = ParameterClient(
             timeout=spec.timeout,
             heartbeat=spec.heartbeat,
             compression=spec.row_compression,
-            watch=None if self._workers is None else self._workers.check_present,
+            watch=None if self._workers is None else self._look,
         )
         try:
             self.client.wait_until_served()
@@ -155,6 +162,40 @@ class RemotePart:
                 self.close(error)  # gives back what has moved
             self.client.close()
             raise
+
+    def _look(self) -> None:
+        """Raise ``PeerLost`` if another worker is lost; where all run apart, wait for it no longer."""
+        assert self._workers is not None
+        if self.place is not None and self.is_open:
+            self.client.leave(self._look_for_lost())  # again and again: a server that was restarted does not know it
+        else:
+            self._workers.check_present()
+
+    def end_run(self, step: int) -> int:
+        """Return how many workers were lost, where all run apart, at the last look of this heartbeat."""
+        if self.place is not None:
+            if step:
+                self.place.write_progress(step, 0)  # so that workers may be lost from now on
+            if time.monotonic() >= self._look_at:
+                self._look_for_lost()
+        return len(self._lost)
+
+    def _look_for_lost(self) -> list[int]:
+        workers = self._workers
+        assert workers is not None
+        self._look_at, gone = time.monotonic() + self._spec.heartbeat, list(workers.lost())
+        store = workers.store
+        lost = {rank for rank in gone if rank not in self._lost and not (store and store.check([f"closed/{rank}"]))}
+        if lost:
+            self._lost |= lost
+            _log.warning("%s is lost; the job goes on without its rows", rank_names(sorted(lost)))
+        return gone
+
+    def _as_worker(self) -> Worker:
+        if (workers := self._workers) is None:
+            return Worker(0, 1, self.consistency.name, leads=True)
+        leads = workers.rank < self.stages
+        return Worker(workers.rank, workers.size, self.consistency.name, leads, workers.membership)
 
     def _on_servers(self) -> dict[str, int]:
         """Return what the servers hold under this executor's names, and its steps; every worker calls it."""
@@ -212,6 +253,12 @@ class RemotePart:
         if self._worker.rank == 0:
             self.client.drop_some(self.served.difference(adopted))
         self._meet()
+        self._move_in(adopted)
+        if adopted:
+            self.whole.refresh(None)
+        self.torn = None
+
+    def _move_in(self, adopted: Collection[str]) -> None:
         self.tables.abandon()
         self.tables, self.is_open, self.torn = RemoteTables(self.client, cache=self._spec.cache), True, -1
         self.tables.trains = True
@@ -219,11 +266,9 @@ class RemotePart:
         if self._spec.cache is not None:
             for spec, table_rule in self.client.made:
                 compile_cache_kernels(self._spec.cache, table_rule, spec.dtype)
-        self._meet()
+        if self._workers is None or not self._workers.joins:  # what a newcomer takes over is there
+            self._meet()
         self._move()
-        if adopted:
-            self.whole.refresh(None)
-        self.torn = None
 
     def _take_over(self, adopted: Collection[str]) -> None:
         everyone = list(self._models.values())
@@ -377,7 +422,7 @@ class RemotePart:
                 f"(there are {self.client.shards}) has its share. Ids without a row read as first values, and their "
                 f"gradients are dropped; raise capacity. executor.statistics().tables[{name!r}].unadmitted counts them",
                 RuntimeWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
 
     def _refresh(self, *, waits: bool) -> None:
@@ -416,38 +461,36 @@ class RemotePart:
             self.client.decide(self.clock, None)  # others may wait for this push
             self.client.tell()
 
-    def vote(self) -> Exception | None:
-        """Agree with the other workers on the step; return the error if it is dropped, the same on all.
+    def vote(self) -> bool:
+        """Agree with the other workers on the step; return False if it is dropped, on all.
 
-        Interrupts are held from the result on, so that what follows is done as a whole.
+        Else interrupts are held from the result on, so that what follows is done as a whole.
         """
         if not self.votes or not self._undecided:
-            return None
+            return True
         if self._workers is not None:
             self.torn = self.clock
             failed = torch.tensor([float(self._failure is not None)], dtype=torch.float64, device="cpu")
             self._workers.all_reduce(failed, operation="vote on a step", step=self.clock)
             if failed.item():
                 self.torn = None
-                return self._end_refused()
+                return False
         hold_interrupts()
         self.torn = None
-        return None
+        return True
 
-    def _end_refused(self) -> Exception:
+    def refusal(self) -> Exception:
         """Return the error of a push that was refused, on its own worker as it is; or of a norm that nobody could tell,
         which may only be what follows on the others.
         """
         error, self._failure = self._failure, None
-        self.decide(None)
         self.client.tell()  # as others may look at the servers before this worker's next run
         mine = [] if error is None else [self._failed, type(error).__name__, str(error)]
         everyone = [[str(rank), *one] for rank, (one,) in enumerate(self.gather([mine])) if one]
         rank, _, name, text = next((one for one in everyone if one[1] == "push"), everyone[0])
         if error is not None and rank == str(self._worker.rank):
             return error
-        kind = {kind.__name__: kind for kind in REFUSALS}.get(name, BoundaryError)
-        return kind(f"{text}; this was the push of rank {rank}, and nothing was applied")
+        return refusal_of(name, f"{text}; this was the push of rank {rank}, and nothing was applied")
 
     def decide(self, scale: float | None) -> None:
         """Release the step, to be applied times ``scale`` or dropped: with the next message to each server."""
@@ -564,6 +607,31 @@ class RemotePart:
         self.whole.refresh(None)
         self._read_at = clock
 
+    # Another membership of the workers.
+
+    def progress(self) -> tuple[int, int, float, int]:
+        """Return what all workers know alike: the pushes so far, and what ``ParameterClient.decided`` does."""
+        return self.clock, *self.client.decided()
+
+    def begin_again(self, clock: int, last: int, scale: float, joins: int) -> None:
+        """Go back to between two steps, or on to there, as a worker of another membership; of a newcomer, its first.
+
+        What was read ahead or is on its way is of the last one. The word to the shards goes first: some of it may wait
+        for those that are lost.
+        """
+        self._worker = self._as_worker()
+        self._lost.clear()  # others have its rows now
+        if joins >= 0:  # else the others have nothing on the servers yet
+            self.client.begin_again(self._worker, clock, last, scale, joins)
+            if self.is_open:
+                self.tables.begin_again()
+            else:
+                self._move_in(self.served)
+            self.tables.end(clock)
+            self._mark_states()
+            self._read_at = -1  # the copies may be of a step before
+        self.clock, self.torn, self._undecided, self._failure = clock, None, False, None
+
     # The end.
 
     def close(self, failed: BaseException | None = None) -> None:
@@ -580,7 +648,7 @@ class RemotePart:
             (_log.warning if failed is None else failed.add_note)(self._ahead())
         try:
             if failed is None:
-                for part in (self.check_unchanged, self.tables.close, self.count_at_the_edge, self._wait_for_pushes):
+                for part in (self.check_unchanged, self.tables.close, self.count_at_the_edge, self.wait_for_pushes):
                     with _collecting(errors):
                         part()
                     if errors and isinstance(errors[-1], BoundaryError):
@@ -614,7 +682,7 @@ class RemotePart:
             if moved.name in steps:
                 _left.setdefault(moved.parameter, {})[where, moved.name] = last, steps[moved.name]
 
-    def _wait_for_pushes(self) -> None:
+    def wait_for_pushes(self) -> None:
         """Wait until the servers have applied what all workers have pushed in the steps that this one has run."""
         if self.is_open and self.consistency.merges and self.torn is None:
             if self.tables.delays:
@@ -631,6 +699,10 @@ class RemotePart:
             # The values may be another Executor's by now. A job whose servers are gone is to end soon.
             patience = min(self.client.timeout, _PATIENCE * self._spec.heartbeat)
             self.client.check_joined(until=Deadline.after(patience) if in_haste else until)
+            if not self.consistency.merges:
+                self.client.leave([self._worker.rank])  # as its last word: others may be at later steps
+            if self.place is not None and self._workers is not None and self._workers.store is not None:
+                self._workers.store.set(f"closed/{self._worker.rank}", "yes")
             if in_haste:
                 with suppress(Exception):
                     self.client.end_by(until)
@@ -661,6 +733,11 @@ class RemotePart:
             for move in moves.values():
                 move.lose(f"{type(error).__name__}: {error}")
             raise
+
+
+def refusal_of(kind: str, text: str) -> Exception:
+    """Return the error of a step that was dropped, by its class's name and its text."""
+    return {one.__name__: one for one in REFUSALS}.get(kind, BoundaryError)(text)
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from anabranch.executor.engines.engine import Engine, Fetch, StepOutput
 from anabranch.executor.engines.gradients import LossScale, clip_scale, clip_values, elements, nonfinite_error
 from anabranch.executor.likeness import Drift, FirstBatches, exchange
 from anabranch.executor.loaders.leaf_ids import LeafIds
+from anabranch.executor.running.remote import refusal_of
 from anabranch.executor.running.window import RemoteWindow, Total, header, total_of
 from anabranch.executor.steps import Step, TrainStep, parameters_of
 from anabranch.graph.step.joint import accumulate
@@ -97,8 +98,8 @@ class StepRunner:
         self.newcomers, self.newcomers_seen = False, False  # they wait: this worker, or any before the last run, saw it
         self.skipped = 0
         self.scale = LossScale() if step.precision == "float16" else None
-        self._nonfinite: list[str] | None = None
-        self._refusal: Exception | None = None  # of the step's push, on all workers
+        self._error: Exception | None = None  # of the run in progress, on all workers
+        self._failed: list[str] = []  # the class and text of the error with which the last window has ended on all
         self._clipped = 1.0  # the scale of the step's gradients
         self._closing = False
         self._aside: list[tuple[Tensor, Tensor]] = []
@@ -501,9 +502,12 @@ class StepRunner:
         if self._finish_window(fetch):
             with releasing_interrupts():
                 for servers in self._servers:
-                    self._refusal = servers.part.vote()
-                if self._refusal is not None:
-                    return
+                    if not servers.part.vote():
+                        servers.part.decide(None)
+                        self.decided += 1
+                        self._failed = ["BoundaryError", _LOST_REFUSAL]
+                        self._fail(servers.part.refusal())
+                        return
                 with from_within():
                     self.engine.update()
                 for servers in self._servers:
@@ -578,17 +582,18 @@ class StepRunner:
         self.decided += 1
         if self.step.skip_nonfinite:
             self.skipped += 1
+            self._failed = []
         else:
-            self._nonfinite = names
+            self._fail(nonfinite_error(names, self.steps))
+
+    def _fail(self, error: Exception) -> None:
+        self._error, self._failed = error, [type(error).__name__, str(error)]
 
     def _raise_at_end(self) -> None:
         """Raise the error of the run, once every worker has ended it in the same way."""
-        refusal, self._refusal = self._refusal, None
-        if refusal is not None:
-            raise refusal
-        names, self._nonfinite = self._nonfinite, None
-        if names is not None:
-            raise nonfinite_error(names, self.steps)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
         if self._drift is not None and self.steps - self._alike_at >= self._drift.every:
             self.compare_workers()
 
@@ -597,6 +602,7 @@ class StepRunner:
             scheduler.step()
         self.steps += 1
         self.decided += 1
+        self._failed = []
 
     def _loss_of(self, loss: float, rows: float) -> Tensor:
         value = loss / rows if self.step.reduction == "mean" and rows else loss
@@ -646,27 +652,40 @@ class StepRunner:
 
     def counts(self) -> dict[str, Any]:
         """Return all that a window changes of this object, in between two of them."""
-        return self.state() | {name: getattr(self, name) for name in _COUNTED}
+        counts = self.state()  # taken before each window: no loop over names
+        counts["decided"], counts["skipped"], counts["stop_seen"] = self.decided, self.skipped, self.stop_seen
+        counts["sums"], counts["_failed"] = self.sums, self._failed
+        counts["servers"] = [servers.part.progress() for servers in self._servers] if self._servers else []
+        return counts
 
     def begin_again(self, counts: Mapping[str, Any]) -> None:
         """Go back to between two windows, or on to there, with workers that are others than before."""
+        for servers, progress in zip(self._servers, counts["servers"], strict=True):
+            servers.part.begin_again(*progress)
         self.restore(counts, as_many_rows=False, in_epoch=True)
         for name in _COUNTED:
             setattr(self, name, counts[name])
         if self._workers is not None:
             self._rowless = self._workers.rowless
-        self._layout, self._broken, self._nonfinite = None, False, None  # the buckets are laid out anew
+        self._layout, self._broken, self._error = None, False, None  # the buckets are laid out anew
         self.newcomers = self.newcomers_seen = False
 
     def last_result(self) -> StepOutput:
-        """Return the last run's output, also where another worker has had its totals."""
+        """Return the last run's output, or raise its error, also where another worker has had its totals."""
+        if self._failed:
+            raise refusal_of(*self._failed)
         returned, self._returned = self._returned, {}
         return StepOutput(self._loss_of(*self.sums), returned)
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        names = ("runs", "steps", "mean_rows", "epoch_runs")
-        return {name: getattr(self, name) for name in names} | {"loss_scale": self.scale and self.scale.state()}
+        return {
+            "runs": self.runs,
+            "steps": self.steps,
+            "mean_rows": self.mean_rows,
+            "epoch_runs": self.epoch_runs,
+            "loss_scale": self.scale and self.scale.state(),
+        }
 
     def restore(self, state: Mapping[str, Any], *, as_many_rows: bool, in_epoch: bool) -> None:
         """Continue where another runner stood.
@@ -687,7 +706,8 @@ class StepRunner:
         self.in_window = 0
 
 
-_COUNTED = ("decided", "skipped", "stop_seen", "sums")
+_COUNTED = ("decided", "skipped", "stop_seen", "sums", "_failed")
+_LOST_REFUSAL = "the push of a worker that is lost since was refused, and nothing was applied"
 
 
 def rows_of(step: Step, batch: Structure) -> float:

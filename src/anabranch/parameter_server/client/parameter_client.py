@@ -92,12 +92,14 @@ class Worker:
         rank, world: the worker's number, and the number of workers.
         consistency: ``"bsp"``, ``"ssp:K"`` or ``"asp"``, the same for all.
         leads: its initial values of shared parameters are used by all workers; by default rank 0's are.
+        membership: the number of the job's membership that rank and world are of.
     """
 
     rank: int
     world: int
     consistency: str = "bsp"
     leads: bool | None = None
+    membership: int = 0
 
 
 @dataclass(slots=True)
@@ -666,6 +668,12 @@ class ParameterClient(KnownTables):
                 words.append(self._word(shard))  # noqa: PERF401 - a comprehension is one more call
             self.calls.post(words)
 
+    def leave(self, ranks: Iterable[int]) -> None:
+        """Let no read of a job whose workers run apart wait for these, which have closed or are lost."""
+        message = pack(ReleaseMessage(self.rank, self._turn, [*ranks]))
+        words = [self.calls.request(shard, "release", message) for shard in range(self.shards)]
+        self.calls.outcomes(words, Deadline(self.calls.timeout))  # a shard that has not heard it is told again
+
     def settle(self) -> None:
         """Apply on all shards the last step that any worker of a job has had the outcome of; its workers have gone.
 
@@ -693,21 +701,48 @@ class ParameterClient(KnownTables):
 
     def join(self, step: int, worker: Worker | None = None) -> None:
         """Register this worker, for a bare client ``worker``, with the shards; its next push is for ``step``."""
-        worker = self.worker = worker or self.worker
-        assert worker is not None
-        self.rank, self.leads = worker.rank, worker.rank == 0 if worker.leads is None else worker.leads
+        worker = self._be(worker or self.worker)
+        self._renew()
+        self._joins += 1  # so that late messages of before are of a lower number
+        number = self._joins + worker.membership
+        self._turn = WorkerProgress(number, worker.world, step)
+        self.calls.everywhere("join", pack(JoinMessage(worker.rank, worker.world, worker.consistency, step, number)))
+
+    def _renew(self) -> None:
         self._torn, self.calls.rolled_back = None, False
+        self._uninformed.clear()
         for pushes in self.calls.acknowledged.values():
             pushes.incarnation = 0
         incarnations = self.calls.incarnations()
         for endpoint, incarnation in zip(self.calls.endpoints, incarnations, strict=True):
             self.calls.acknowledged[endpoint].incarnation = unpack(incarnation.payload, int)
-        self._joins += 1  # so that late messages of before are of a lower number
-        self._turn = WorkerProgress(self._joins, worker.world, step)
-        self._uninformed.clear()
-        self.calls.everywhere(
-            "join", pack(JoinMessage(worker.rank, worker.world, worker.consistency, step, self._joins))
-        )
+
+    def _be(self, worker: Worker | None) -> Worker:
+        assert worker is not None
+        self.worker, self.rank = worker, worker.rank
+        self.leads = worker.rank == 0 if worker.leads is None else worker.leads
+        return worker
+
+    def decided(self) -> tuple[int, float, int]:
+        """Return the newest step that is to be applied, -1 for none yet, its scale, and how often all have joined."""
+        return self._turn.last, self._turn.scale, self._joins
+
+    def begin_again(self, worker: Worker, done: int, last: int, scale: float, joins: int) -> None:
+        """Be ``worker`` of a later membership, whose members have the outcome of ``done`` steps, and tell the shards.
+
+        With the first word of it a shard drops what it holds of later steps, and takes no message of an earlier one.
+        Of a newcomer that is the word with which it joins.
+        """
+        joined, number = self.worker is not None, joins + worker.membership
+        self._be(worker)
+        self._turn, self._joins = WorkerProgress(number, worker.world, done, last, scale), joins
+        if joined:
+            self._torn, self._uninformed = None, set(range(self.shards))
+            self.tell()
+        else:
+            self._renew()
+            message = JoinMessage(worker.rank, worker.world, worker.consistency, done, number, self._turn)
+            self.calls.everywhere("join", pack(message))
 
     def check_joined(self, *, until: Deadline | None = None) -> None:
         """Raise ``SchemaError`` if another client has joined the shards as this worker since."""

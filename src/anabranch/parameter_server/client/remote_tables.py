@@ -544,6 +544,13 @@ class RemoteTables:
         for name in due:
             self._sources[name].leaving.clear()
 
+    def begin_again(self) -> None:
+        """Forget what is cached or on its way, as the workers are others now; gradients that wait are pushed."""
+        self.wait_until_quiet()
+        self._leaves = self._coming = None
+        self.flush()
+        self.drop_caches()
+
     def drop_caches(self) -> None:
         """Forget all cached and prefetched rows and messages in flight: the servers' rows have been replaced."""
         self.wait_until_quiet()

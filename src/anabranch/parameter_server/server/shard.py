@@ -104,6 +104,7 @@ class Shard:
         self._state = threading.Condition(threading.RLock())
         self._job: WorkerOrder | None = None
         self._clients: dict[int, bytes] = {}  # the last to join, by rank
+        self._members: set[bytes] = set()  # those of the job, which may come to have other ranks
         self._barriers: dict[int, int] = {}
         self._refused_values: dict[str, int] = {}
         self._replayed = self._spills = 0
@@ -145,6 +146,16 @@ class Shard:
         with self._state:
             self._barriers.pop(message.rank, None)  # a new client counts them from 1 again
             job = self._job
+            if message.turn is not None:
+                if job is None or job.consistency.name != message.consistency:
+                    raise SchemaError(
+                        f"rank {message.rank} joins a job under {message.consistency}: there is none here"
+                    )
+                self._record("join", message, (), self._do_join, message)
+                self._clients[message.rank] = client
+                self._members.add(client)
+                self._apply_due()
+                return
             fresh = job is None or job.world != message.world or message.step != job.clocks[message.rank]
             fresh = fresh or (job is not None and job.number != message.number)
             if job is not None and (job.world, job.consistency.name) != (message.world, message.consistency):
@@ -157,6 +168,8 @@ class Shard:
                 fresh = True
             if fresh or client != self.joined_as(message.rank):
                 self._record("join", message, (), self._do_join, message)
+            self._members.discard(self.joined_as(message.rank))
+            self._members.add(client)
             self._clients[message.rank] = client
 
     def _check_client(self, rank: int, client: bytes) -> None:
@@ -176,7 +189,10 @@ class Shard:
         """
         with self._state:
             if message.rank >= 0:
-                self._hear(message.rank, message.turn, client)
+                job = self._hear(message.rank, message.turn, client)
+                if message.gone and job is not None:
+                    job.gone.update(message.gone)
+                    self._state.notify_all()
             elif self._job is not None and self._job.consistency.merges:
                 for rank in range(self._job.world):
                     self._job.hear(rank, message.turn)
@@ -187,11 +203,18 @@ class Shard:
         """Take note of how far the worker is that sends a message, and apply what is due; returns its job."""
         if rank < 0:
             return None
+        job = self._job
+        if job is not None and turn is not None and turn.number >= job.number and client in self._members:
+            self._clients[rank] = client  # which may have another rank than before
         self._check_client(rank, client)
-        job = self._joined(rank)
+        if job is None or turn is None or turn.number <= job.number:
+            job = self._joined(rank)
         job.check_whole()
         if turn is not None:
+            before = job.number
             job.hear(rank, turn)
+            if job.number != before:
+                self._state.notify_all()  # for some requests of the last membership nobody comes any more
             self._apply_due()
         return job
 
@@ -238,7 +261,7 @@ class Shard:
             if job is not None:
                 if job.consistency.lag is not None:
                     self._wait_for_steps(message.rank, message.step - job.consistency.lag, deadline, "pull")
-                pushed = min(self._joined(message.rank).clocks)
+                pushed = self._joined(message.rank).slowest
             if request.parts.version != self.contents.version:
                 request = renewed(self.contents, request)
             check_body(request)
@@ -321,11 +344,13 @@ class Shard:
             elif verb == "join":
                 self._do_join(message)
                 self._clients[message.rank] = client
+                self._members.add(client)
             elif verb == "pull":
                 admit(self.request(message, tensors))
             elif verb == "push":
-                if message.rank >= 0 and message.turn is not None:
-                    self._joined(message.rank).hear(message.rank, message.turn)
+                if message.rank >= 0 and message.turn is not None and self._job is not None:
+                    self._job.hear(message.rank, message.turn)
+                    self._clients[message.rank] = client
                 self._do_push(self.request(message, tensors))
             elif verb == "restore":
                 self.contents.restore(message, tensors)
@@ -401,8 +426,14 @@ class Shard:
 
     def _do_join(self, message: JoinMessage) -> None:
         consistency = Consistency.parse(message.consistency)
+        if message.turn is not None:
+            assert self._job is not None, "a newcomer joins others"
+            self._job.hear(message.rank, message.turn)
+            self._state.notify_all()
+            return
         if self._job is None or self._job.world != message.world or self._job.consistency != consistency:
             self._job = WorkerOrder(message.world, consistency, message.step, message.number)
+            self._members.clear()
         self._job.join(message.rank, message.step, message.number)
         self._state.notify_all()
 
@@ -523,6 +554,7 @@ class Shard:
         with self._state:
             self.contents.load(state, groups)
             self._clients = dict(state["clients"])
+            self._members = {*self._clients.values()}
             if (kept := state["job"]) is None:
                 return
             consistency = Consistency.parse(kept["consistency"])
@@ -565,7 +597,7 @@ class Shard:
         Without the lock.
         """
         job = self._job
-        return self.contents.step() if job is None else min(job.clocks)
+        return self.contents.step() if job is None else job.slowest
 
     def locked(self) -> threading.Condition:
         """Return the lock under which every change is made, for callers whose several steps must be atomic."""

@@ -83,6 +83,7 @@ class WorkerOrder:
         clocks: by rank, the steps that it has pushed.
         released: by rank, the steps that it has the outcome of.
         applied: the steps that are applied or dropped (bsp).
+        gone: ranks that no read waits for (ssp): closed, lost, or not heard yet under this number.
         held: by step.
         scales: the factors of released steps that are to be applied.
         turn: the one that is furthest, of all that were heard; at least that of the last held step that is done.
@@ -93,6 +94,7 @@ class WorkerOrder:
     def __init__(self, world: int, consistency: Consistency, step: int = 0, number: int = 0) -> None:
         self.number, self.world, self.consistency = number, world, consistency
         self.clocks, self.released, self.applied = [step] * world, [step] * world, step
+        self.gone: set[int] = set()
         self.held: dict[int, HeldStep] = {}
         self.scales: dict[int, float] = {}
         self.turn = WorkerProgress(number, world, step)
@@ -107,6 +109,7 @@ class WorkerOrder:
     def join(self, rank: int, step: int, number: int) -> None:
         """Count the steps of ``rank`` from ``step``; what others hold from there on stays, as they may be ahead."""
         self.number, self.applied = number, step
+        self.gone.discard(rank)
         self.clocks[rank] = self.released[rank] = step
         self.scales.clear()
         self.turn = WorkerProgress(number, self.world, step)
@@ -129,16 +132,26 @@ class WorkerOrder:
         if turn.number > self.number:
             self.number, self.world = turn.number, turn.world
             self.clocks, self.released = [turn.done] * turn.world, [0] * turn.world
+            if not self.consistency.merges:  # each is at a step of its own
+                self.clocks, self.gone = [0] * turn.world, {*range(turn.world)}
             # The members do these steps again, others than before with other samples, and may drop what was released.
             self.held = {step: held for step, held in self.held.items() if step < turn.done}
-            self.scales = {step: scale for step, scale in self.scales.items() if step < turn.done}
+            self.scales.clear()  # also of earlier steps: a restarted shard may have heard what was never the result
         if turn.world != self.world or rank >= self.world:
             raise SchemaError(f"this job has {self.world} workers; rank {rank} says {turn.world}")
+        if rank in self.gone:
+            self.gone.discard(rank)
+            self.clocks[rank] = max(self.clocks[rank], turn.done)
         self.released[rank] = max(self.released[rank], turn.done)
         if turn.last >= self.applied:
             self.scales[turn.last] = turn.scale
         if turn.done >= self.turn.done or turn.number > self.turn.number:
             self.turn = turn
+
+    @property
+    def slowest(self) -> int:
+        """The steps that every worker has pushed."""
+        return min((clock for rank, clock in enumerate(self.clocks) if rank not in self.gone), default=max(self.clocks))
 
     def hold(self, push: RowRequest) -> HeldStep:
         """Keep a worker's push of its next step."""
@@ -178,7 +191,7 @@ class WorkerOrder:
     def late(self, step: int) -> list[int]:
         """Return the ranks that a read at ``step`` waits for."""
         if not self.consistency.merges:
-            return [rank for rank, clock in enumerate(self.clocks) if clock < step]
+            return [rank for rank, clock in enumerate(self.clocks) if clock < step and rank not in self.gone]
         if self.applied >= step:
             return []
         held = self.held.get(self.applied)
