@@ -42,8 +42,7 @@ def restore_random_state(state: dict[str, object]) -> None:
 class RandomMoment:
     """The generators' states at one moment after the other.
 
-    Python and NumPy make thousands of objects of a state, so theirs are only read if the numbers in memory have
-    changed: few steps draw any.
+    NumPy's is only read if its numbers in memory have changed, as few steps draw any: reading makes many objects.
 
     >>> moment = RandomMoment()
     >>> moment.remember()
@@ -55,59 +54,31 @@ class RandomMoment:
 
     def __init__(self) -> None:
         self._numpy: tuple[bytes, dict[str, Any]] = b"", {}
-        self._python: tuple[bytes, Any] = b"", ()
-        self._python_words = _words_at(_address_of(_python)) if _is_readable() else None
         self._generator: object = None
         self._numpy_words: ctypes.Array[ctypes.c_char] | None = None
 
     def remember(self) -> None:
         """Take this moment in place of the last."""
-        self._torch = torch.get_rng_state()
-        words = b"" if self._python_words is None else self._python_words.raw
-        # A second normal number is drawn together with the first, and leaves no trace there when it is taken.
-        if not words or words != self._python[0] or self._python[1][-1] is not None:
-            self._python = words, random.getstate()
+        self._torch, self._python = torch.get_rng_state(), random.getstate()
         generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
         if generator is not self._generator:
             known = type(generator) is np.random.MT19937
             self._generator, self._numpy = generator, (b"", {})
-            self._numpy_words = _words_at(generator.ctypes.state_address) if known else None
+            at = (ctypes.c_char * _WORDS_BYTES).from_address
+            self._numpy_words = at(generator.ctypes.state_address) if known else None
         words = b"" if self._numpy_words is None else self._numpy_words.raw
+        # A second normal number is drawn together with the first, and leaves no trace there when it is taken.
         if not words or words != self._numpy[0] or self._numpy[1]["has_gauss"]:
             self._numpy = words, np.random.get_state(legacy=False)
 
     def go_back(self) -> None:
         """Restore the generators to the moment."""
         torch.set_rng_state(self._torch)
-        random.setstate(self._python[1])
+        random.setstate(self._python)
         np.random.set_state(self._numpy[1])
 
 
 _WORDS_BYTES = 625 * 4  # the numbers of a Mersenne twister, and the place among them
-_python: random.Random = random.random.__self__  # type: ignore[attr-defined]  # which the functions of the module use
-
-
-def _words_at(address: int) -> ctypes.Array[ctypes.c_char]:
-    return (ctypes.c_char * _WORDS_BYTES).from_address(address)
-
-
-def _address_of(generator: random.Random) -> int:
-    """Return where one of Python's generators has had its numbers so far, behind what every object begins with."""
-    return id(generator) + object.__basicsize__
-
-
-def _is_readable() -> bool:
-    """Return True if this Python's generators have them there: tried on one of its own."""
-    if type(_python).__base__.__basicsize__ < object.__basicsize__ + _WORDS_BYTES:  # type: ignore[union-attr]
-        return False
-    one, seen = random.Random(0), list[bytes]()  # noqa: S311 - nothing secret
-    for _ in range(3):
-        numbers = np.array(one.getstate()[1][:-1], dtype=np.uint32).tobytes()
-        seen.append(_words_at(_address_of(one)).raw)
-        if numbers not in seen[-1]:
-            return False
-        one.random()
-    return len({*seen}) == len(seen)
 
 
 def same_random_state(a: dict[str, object], b: dict[str, object]) -> bool:
