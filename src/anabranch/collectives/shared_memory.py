@@ -56,7 +56,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from anabranch.collectives.workers import Pending, Workers
-from anabranch.errors import BoundaryError, DeadlineExceeded
+from anabranch.errors import BoundaryError
 from anabranch.liveness.group import RankLeft
 from anabranch.tables.kernels.numbers import inline, kernel
 
@@ -558,7 +558,7 @@ class GroupSums:
                 self._sums[dtype] = shared
             try:
                 shared.sum(tensor, operation)
-            except DeadlineExceeded:
+            except BoundaryError:
                 workers.has_left_work = len(workers.hosts) > 1  # else nothing of gloo's goes on
                 raise
         except BoundaryError as error:
