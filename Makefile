@@ -31,15 +31,16 @@ $(STAMP)-kernels: $(STAMP)-test $(shell find src/anabranch/tables -name '*.py') 
 	@touch $@
 
 # It kills a process of experts and a worker of its own, once.
-DEMO := $(BIN)/anabranch run --workers 2 --servers 1 --experts 2 --max-restarts 1
+DEMO := $(BIN)/anabranch run --workers 2 --servers 1 --experts 2
+MODEL := examples/language_model.py --steps 600
 
 demo: $(STAMP)
-	@$(DEMO) --log-dir runs/demo/logs examples/language_model.py --out runs/demo --kill
+	@$(DEMO) --log-dir runs/demo/logs $(MODEL) --out runs/demo --kill
 
 # Ten minutes: the demo, the same undisturbed, and one process.
 demo-compare: demo
-	@$(DEMO) --log-dir runs/undisturbed/logs examples/language_model.py --out runs/undisturbed
-	@$(BIN)/python examples/language_model.py --out runs/alone
+	@$(DEMO) --log-dir runs/undisturbed/logs $(MODEL) --out runs/undisturbed
+	@$(BIN)/python $(MODEL) --out runs/alone
 	@$(BIN)/python tools/compare_runs.py runs/demo runs/undisturbed runs/alone
 
 # Three at once on two cores: many tests wait for other processes. The empty variable: hundreds of processes would compile

@@ -29,7 +29,7 @@ class Kills:
     """``kill -9`` of the last expert process and of the last worker, once in a run, by rank 0.
 
     An expert process is missed until the restarted one serves: the others train on without it. A worker is missed until
-    the step behind the one at which it was killed is done: the job goes back to its checkpoint.
+    the step behind the one at which it was killed is done: the others wait for the one that takes its place.
 
     Args:
         out: where the run is kept, with the processes' pids and what was killed.
@@ -65,7 +65,7 @@ class Kills:
         for who in [who for who, at in self._at.items() if at == step and who not in self._killed]:
             pid = self._pid(who)
             self._killed[who] = {"pid": pid, "step": step, "at": time.time()}
-            self._keep()  # first: the restarted job reads it
+            self._keep()  # first: a restarted job reads it
             self._say(f"step {step}: kill -9 {pid}, which is {who}")
             os.kill(pid, signal.SIGKILL)
 
