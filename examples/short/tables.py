@@ -38,6 +38,7 @@ loader = ab.loaders.GlobalBatches(TensorDataset(pairs, clicked), 200)  # of all 
 with ab.Executor({"train": step}, "Hybrid", dataloaders={"train": loader}) as executor:
     while executor.epoch < 6:
         value = executor.run("train")["loss"]
+        if executor.step % 10 == 0 and ab.job().rank == 0:
+            print(f"loss {value:.3f}")
     if ab.job().rank == 0:
         print(executor.routes())
-        print(f"loss {value:.3f}")
