@@ -106,6 +106,11 @@ class WorkerOrder:
         if self.broken:
             raise Overloaded(f"{self.broken}, as this server lacked memory; restart it, and the job from a checkpoint")
 
+    def check_number(self, number: int) -> None:
+        """Raise ``SchemaError`` for the number of an older membership."""
+        if number < self.number:
+            raise SchemaError(f"a message of membership {number} of the workers; they are at {self.number}")
+
     def join(self, rank: int, step: int, number: int) -> None:
         """Count the steps of ``rank`` from ``step``; what others hold from there on stays, as they may be ahead."""
         self.number, self.applied = number, step
@@ -127,8 +132,7 @@ class WorkerOrder:
         """
         if not (math.isfinite(turn.scale) and turn.scale >= 0):
             raise NonFinite(f"a scale is a finite number >= 0, got {turn.scale}")
-        if turn.number < self.number:
-            raise SchemaError(f"a message of membership {turn.number} of the workers; they are at {self.number}")
+        self.check_number(turn.number)
         if turn.number > self.number:
             self.number, self.world = turn.number, turn.world
             self.clocks, self.released = [turn.done] * turn.world, [0] * turn.world
