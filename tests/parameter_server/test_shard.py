@@ -141,6 +141,25 @@ def test_members_may_drop_a_step_that_a_restarted_shard_has_heard_under_an_older
     assert not shard.contents.dense["p"].value.any()
 
 
+def test_members_may_do_a_step_again_that_all_had_dropped() -> None:
+    """One push was refused, so that no norm was known; its worker died before the vote was over."""
+    shard = Shard()
+    shard.init(InitMessage("p", SGD.to_dict()), [torch.zeros(2)])
+    for rank in range(2):
+        shard.join(JoinMessage(rank, 2, "bsp"))
+    for rank in range(2):
+        shard.release(ReleaseMessage(rank, WorkerProgress(0, 2, 1)))
+    assert shard._job is not None
+    assert shard._job.applied == 1
+    push = PushMessage([PushPart("p")], [], 0, 0, merging=Merging(hold=True), turn=WorkerProgress(1, 1, 0))
+    shard.push(shard.request(push, [torch.empty(0, dtype=torch.int64), torch.ones(2)]))
+    shard.release(ReleaseMessage(0, WorkerProgress(1, 1, 1, 0)))
+    assert shard._job.applied == 1
+    assert shard.contents.dense["p"].value.all()
+    shard.release(ReleaseMessage(0, WorkerProgress(2, 1, 0)))
+    assert shard._job.applied == 1  # what was applied is not done again
+
+
 def test_a_member_of_another_number_is_known_by_its_client_whatever_its_rank() -> None:
     shard = Shard()
     for rank, client in enumerate([b"a", b"b", b"c"]):

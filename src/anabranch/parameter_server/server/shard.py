@@ -555,7 +555,7 @@ class Shard:
                 snapshot.state["job"] = {
                     "world": job.world, "number": job.number, "consistency": job.consistency.name,
                     "clocks": list(job.clocks), "applied": job.applied, "total": job.total,
-                    "turn": msgspec.structs.astuple(job.turn), "gone": sorted(job.gone),
+                    "turn": msgspec.structs.astuple(job.turn), "gone": sorted(job.gone), "moved": job.moved,
                     "held": {step: (held.world, held.waits) for step, held in job.held.items()},
                 }  # fmt: skip
             return snapshot
@@ -571,7 +571,7 @@ class Shard:
             consistency = Consistency.parse(kept["consistency"])
             job = self._job = WorkerOrder(kept["world"], consistency, kept["applied"], kept["number"])
             job.clocks, job.total, job.turn = list(kept["clocks"]), kept["total"], WorkerProgress(*kept["turn"])
-            job.gone = set(kept.get("gone", ()))
+            job.gone, job.moved = set(kept.get("gone", ())), kept.get("moved", job.applied)
             job.held = {step: HeldStep(*facts) for step, facts in kept["held"].items()}
             for k, push in enumerate(state["pushes"]):
                 message = unpack(push, PushMessage)
