@@ -82,6 +82,8 @@ def loss(model, batch):
     model.calls.add_(1)
     output = model(batch["ids"])
     output.register_hook(lambda gradient: dies_at("backward"))
+    if ["refused", now] in moments:
+        output.register_hook(lambda gradient: gradient * float("nan"))
     return (output - batch["y"]).square().mean()
 
 
@@ -136,6 +138,7 @@ with ab.Executor({"train": step, "validate": ab.EvalStep(model, score)}, plan["m
     around(client, "pull_many", lambda *_: dies_at("pull"), nothing)
     around(client.calls, "outcomes", half, nothing)
     around(client, "push_many", nothing, lambda *_: dies_at("pushed"))
+    around(part, "refuse", nothing, lambda *_: dies_at("refused"))
     around(part, "vote", lambda *_: dies_at("before the vote"), lambda *_: dies_at("voted"))
     around(part, "decide", nothing, told)
     while executor.step < plan["steps"]:
@@ -268,6 +271,14 @@ def test_any_worker_may_die_anywhere(script: Script, tmp_path: Path, place: str,
 @pytest.mark.parametrize("place", PLACES)
 def test_caches_and_windows_begin_again(script: Script, tmp_path: Path, place: str, mode: str) -> None:
     train(script, tmp_path, mode, {1: [(place, 7)]}, cache=True, accumulate=2, evaluates=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "clip"), [(0, 0.3), (1, None)])
+def test_a_worker_whose_push_was_refused_may_die(
+    script: Script, tmp_path: Path, victim: int, clip: float | None
+) -> None:
+    train(script, tmp_path, "PS", {victim: [("refused", 4)]}, clip=clip)
 
 
 @pytest.mark.slow

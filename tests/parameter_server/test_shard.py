@@ -40,7 +40,7 @@ from anabranch.tables.optimizers.row_optimizers import CONSTANTS
 from anabranch.tensors.packing import Share, join
 from anabranch.testing import FakeClock, LossyTransport, MemoryTransport
 from anabranch.transport import Client, Request, pack
-from waiting import PATIENCE
+from waiting import PATIENCE, wait_until
 
 SGD = RowOptimizer(Family.SGD, lr=1.0)
 SPEC = TableSpec("t", 10, 2, initial=Constant(1.0))
@@ -141,6 +141,25 @@ def test_members_may_drop_a_step_that_a_restarted_shard_has_heard_under_an_older
     assert not shard.contents.dense["p"].value.any()
 
 
+def test_members_may_do_a_step_again_that_all_had_dropped() -> None:
+    """One push was refused, so that no norm was known; its worker died before the vote was over."""
+    shard = Shard()
+    shard.init(InitMessage("p", SGD.to_dict()), [torch.zeros(2)])
+    for rank in range(2):
+        shard.join(JoinMessage(rank, 2, "bsp"))
+    for rank in range(2):
+        shard.release(ReleaseMessage(rank, WorkerProgress(0, 2, 1)))
+    assert shard._job is not None
+    assert shard._job.applied == 1
+    push = PushMessage([PushPart("p")], [], 0, 0, merging=Merging(hold=True), turn=WorkerProgress(1, 1, 0))
+    shard.push(shard.request(push, [torch.empty(0, dtype=torch.int64), torch.ones(2)]))
+    shard.release(ReleaseMessage(0, WorkerProgress(1, 1, 1, 0)))
+    assert shard._job.applied == 1
+    assert shard.contents.dense["p"].value.all()
+    shard.release(ReleaseMessage(0, WorkerProgress(2, 1, 0)))
+    assert shard._job.applied == 1  # what was applied is not done again
+
+
 def test_a_member_of_another_number_is_known_by_its_client_whatever_its_rank() -> None:
     shard = Shard()
     for rank, client in enumerate([b"a", b"b", b"c"]):
@@ -157,6 +176,94 @@ def test_a_member_of_another_number_is_known_by_its_client_whatever_its_rank() -
     with pytest.raises(SchemaError, match="another client has joined"):
         shard.release(ReleaseMessage(0, WorkerProgress(2, 2, 0)), b"b")
     assert shard._job.number == 0
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_the_end_of_a_job_is_told_a_shard_that_has_not_heard_of_its_last_membership(world: int) -> None:
+    """A step was applied on one of two servers only, or the next job could not take them over."""
+    shard = Shard()
+    shard.init(InitMessage("p", SGD.to_dict()), [torch.zeros(2)])
+    for rank in range(2):
+        shard.join(JoinMessage(rank, 2, "bsp"))
+        push = PushMessage([PushPart("p")], [], rank, 0, merging=Merging(hold=True), turn=WorkerProgress(0, 2, 0))
+        shard.push(shard.request(push, [torch.empty(0, dtype=torch.int64), torch.ones(2)]))
+    shard.release(ReleaseMessage(-1, WorkerProgress(1, world, 1, 0)))
+    assert shard._job is not None
+    assert (shard._job.applied, shard._job.held) == (1, {})
+    assert shard.contents.dense["p"].value.all()
+
+
+def test_who_is_a_member_is_known_after_a_restart() -> None:
+    """Clients of an Executor that another has followed were members again."""
+    records: list[tuple[str, bytes, bytes]] = []
+    client = b""
+    shard = Shard(journal=lambda verb, message, _: records.append((verb, msgspec.msgpack.encode(message), client)))
+    for rank, client in enumerate([b"x", b"a", b"b", b"c"]):
+        shard.join(JoinMessage(max(0, rank - 1), 3, "bsp"), client)
+    shard.release(ReleaseMessage(1, WorkerProgress(1, 2, 0)), b"c")  # in the place of b
+    client = b"d"
+    shard.join(JoinMessage(2, 3, "bsp", 0, 2, WorkerProgress(2, 3, 0)), client)
+    from_log, from_snapshot = Shard(), Shard()
+    for verb, message, who in records:
+        from_log.replay(verb, message, (), who)
+    snapshot = shard.snapshot_of_all()
+    from_snapshot.load(snapshot.state, readers(snapshot))
+    for each in (shard, from_log, from_snapshot):
+        with pytest.raises(SchemaError, match="another client has joined"):
+            each.release(ReleaseMessage(0, WorkerProgress(3, 3, 9)), b"x")
+        each.release(ReleaseMessage(1, WorkerProgress(2, 3, 0)), b"c")
+        assert [each.joined_as(rank) for rank in range(3)] == [b"a", b"c", b"d"]
+
+
+def test_a_member_that_wakes_after_the_job_takes_no_place_in_the_next_one() -> None:
+    shard = Shard()
+    for rank, client in enumerate([b"a", b"b", b"c"]):
+        shard.join(JoinMessage(rank, 3, "bsp"), client)
+    shard.release(ReleaseMessage(1, WorkerProgress(1, 2, 4)), b"c")  # in the place of b, which is frozen
+    with pytest.raises(SchemaError, match="membership 0"):
+        shard.join(JoinMessage(1, 3, "bsp", 4), b"b")  # which was to load a checkpoint
+    for rank, client in enumerate([b"d", b"e"]):
+        shard.join(JoinMessage(rank, 2, "bsp"), client)
+    for client, rank, turn in ((b"b", 1, WorkerProgress(0, 2, 4)), (b"c", 2, WorkerProgress(1, 3, 4))):
+        with pytest.raises(SchemaError, match="another client has joined"):
+            shard.release(ReleaseMessage(rank, turn), client)
+    assert shard._job is not None
+    assert (shard._job.number, shard._job.released) == (0, [0, 0])
+
+
+def test_a_read_that_waits_admits_no_ids_once_there_is_a_newer_membership() -> None:
+    shard = Shard()
+    shard.init(InitMessage("t", SGD.to_dict(), TableSpec("t", None, 2).to_dict()))
+    for rank in range(2):
+        shard.join(JoinMessage(rank, 2, "bsp"))
+    pull = PullMessage([PullPart("t", 1)], True, rank=1, step=1, turn=WorkerProgress(0, 2, 1))
+    with ThreadPoolExecutor(1) as threads:
+        late = threads.submit(shard.pull, shard.request(pull, [torch.tensor([7])]), Deadline.after(60.0))
+        wait_until(lambda: bool(shard._state._waiters))  # type: ignore[attr-defined]
+        for rank in range(2):
+            shard.release(ReleaseMessage(rank, WorkerProgress(1, 2, 1)))
+        with pytest.raises(SchemaError, match="membership 0 of the workers; they are at 1"):
+            late.result(timeout=60.0)
+    assert shard.contents.tables["t"].used == 0
+
+
+def test_a_restarted_shard_knows_who_has_closed_under_ssp() -> None:
+    """Reads waited for it until their deadline, as its last word is said once."""
+    records: list[tuple[str, bytes]] = []
+    shard = Shard(journal=lambda verb, message, _: records.append((verb, msgspec.msgpack.encode(message))))
+    for rank in range(2):
+        shard.join(JoinMessage(rank, 2, "ssp:1"))
+    for rank in (1, 0, 0):  # its last word, and others' that see it gone
+        shard.release(ReleaseMessage(rank, WorkerProgress(0, 2), [1]))
+    from_log, from_snapshot = Shard(), Shard()
+    for verb, message in records:
+        from_log.replay(verb, message, ())
+    snapshot = shard.snapshot_of_all()
+    from_snapshot.load(snapshot.state, readers(snapshot))
+    for each in (shard, from_log, from_snapshot):
+        assert each._job is not None
+        assert each._job.late(5) == [0]
+    assert [verb for verb, _ in records].count("release") == 1
 
 
 def test_no_read_under_ssp_waits_for_a_worker_that_is_gone() -> None:
@@ -333,7 +440,7 @@ def test_mutated_messages_are_refused_change_nothing_and_leave_no_record(tmp_pat
         ParameterClient([server.endpoint], transport=network) as reader,
     ):
         assert torch.equal(reader.sparse_pull("t", torch.arange(10)), found)
-        assert server.statistics().replayed > count // 30
+        assert server.statistics().replayed > count // 40
     assert not refused
     assert torch.isfinite(found).all()
     assert not [kind for kind in outcomes if kind.startswith("RemoteError")]

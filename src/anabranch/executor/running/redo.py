@@ -282,6 +282,8 @@ class Redo:
         workers = self._workers
         before, number, meets = workers.peers.identities, -1 if workers.joins else workers.membership, True
         awaited = error is None or error.operation == _COMPARISON
+        if self.apart is not None:
+            self.apart.tables.wait_until_quiet()  # what is on its way is of the last number, and is not done again
         while meets:
             with suppress(PeerLost):  # one more has died: meet again
                 meets = workers.meet_again(awaited=awaited)
@@ -337,7 +339,8 @@ class Redo:
             return False
         counts = {name: one.counts() for name, one in runners.items()}
         if runner is not None and runner.decided == self._decided and (called or mine == highest):
-            counts = {name: self._counts if one is runner else counts[name] for name, one in runners.items()}
+            servers = {"servers": self._counts["servers"]}  # which all steps share
+            counts = {name: self._counts if one is runner else counts[name] | servers for name, one in runners.items()}
             self._go_back()
         if min(everyone) < highest:
             source, state = everyone.index(highest), b""

@@ -146,14 +146,14 @@ class Shard:
         with self._state:
             self._barriers.pop(message.rank, None)  # a new client counts them from 1 again
             job = self._job
+            if job is not None and client in self._members:
+                job.check_number(message.number)
             if message.turn is not None:
                 if job is None or job.consistency.name != message.consistency:
                     raise SchemaError(
                         f"rank {message.rank} joins a job under {message.consistency}: there is none here"
                     )
-                self._record("join", message, (), self._do_join, message)
-                self._clients[message.rank] = client
-                self._members.add(client)
+                self._record("join", message, (), self._do_join, message, client)
                 self._apply_due()
                 return
             fresh = job is None or job.world != message.world or message.step != job.clocks[message.rank]
@@ -167,15 +167,12 @@ class Shard:
                     )
                 fresh = True
             if fresh or client != self.joined_as(message.rank):
-                self._record("join", message, (), self._do_join, message)
-            self._members.discard(self.joined_as(message.rank))
-            self._members.add(client)
-            self._clients[message.rank] = client
+                self._record("join", message, (), self._do_join, message, client)
 
     def _check_client(self, rank: int, client: bytes) -> None:
         """Raise ``SchemaError`` if another client has joined as worker ``rank`` since this one did."""
-        joined = self.joined_as(rank)
-        if client and joined and client != joined:
+        joined, stranger = self.joined_as(rank), self._job is not None and client not in self._members
+        if client and (stranger or (joined and client != joined)):
             raise SchemaError(
                 f"another client has joined this server as worker {rank} since, so its parameters are those of another "
                 "Executor or job; close one Executor before the next is made, and give each job its own servers"
@@ -190,11 +187,12 @@ class Shard:
         with self._state:
             if message.rank >= 0:
                 job = self._hear(message.rank, message.turn, client)
-                if message.gone and job is not None:
-                    job.gone.update(message.gone)
+                if job is not None and not job.gone.issuperset(message.gone):
+                    self._record("release", message, (), job.gone.update, message.gone)
                     self._state.notify_all()
             elif self._job is not None and self._job.consistency.merges:
-                for rank in range(self._job.world):
+                self._job.hear(0, message.turn)  # which may say of another number how many its workers are
+                for rank in range(1, self._job.world):
                     self._job.hear(rank, message.turn)
                 self._apply_due()
                 self._job.held.clear()
@@ -260,7 +258,7 @@ class Shard:
             job, pushed = self._hear(message.rank, message.turn, request.client), 0
             if job is not None:
                 if job.consistency.lag is not None:
-                    self._wait_for_steps(message.rank, message.step - job.consistency.lag, deadline, "pull")
+                    self._wait_for_steps(message, message.step - job.consistency.lag, deadline, "pull")
                 pushed = self._joined(message.rank).slowest
             if request.parts.version != self.contents.version:
                 request = renewed(self.contents, request)
@@ -293,7 +291,7 @@ class Shard:
         with self._state:
             job = self._hear(message.rank, message.turn, request.client)
             if job is not None and message.step < 0 and job.consistency.merges:
-                self._wait_for_steps(message.rank, job.clocks[message.rank], deadline, "push")
+                self._wait_for_steps(message, job.clocks[message.rank], deadline, "push")
             if request.parts.version != self.contents.version:
                 request = renewed(self.contents, request)
             try:
@@ -342,9 +340,7 @@ class Shard:
             if verb == "init":
                 self.contents.add(*self.contents.parse(message, tensors))
             elif verb == "join":
-                self._do_join(message)
-                self._clients[message.rank] = client
-                self._members.add(client)
+                self._do_join(message, client)
             elif verb == "pull":
                 admit(self.request(message, tensors))
             elif verb == "push":
@@ -356,6 +352,9 @@ class Shard:
                 self.contents.restore(message, tensors)
             elif verb == "drop":
                 self._do_drop(message)
+            elif verb == "release":
+                assert self._job is not None, "a worker of it says this"
+                self._job.gone.update(message.gone)
             elif self._job is not None and message.step >= self._job.applied:
                 self._do_step(self._job, message.step, message.scale)
             self._replayed += 1
@@ -386,9 +385,18 @@ class Shard:
             )
         return self._job
 
-    def _wait_for_steps(self, rank: int, step: int, deadline: Deadline | None, operation: str) -> None:
+    def _wait_for_steps(
+        self, message: PullMessage | PushMessage, step: int, deadline: Deadline | None, operation: str
+    ) -> None:
         """Wait until all steps before ``step`` are done: pushed by every worker, and under ``bsp`` applied."""
-        self._wait_for(lambda: self._joined(rank).late(step), deadline, operation, step)
+
+        def late() -> list[int]:
+            job = self._joined(message.rank)
+            if message.turn is not None:
+                job.check_number(message.turn.number)  # which may have come to be an older one
+            return job.late(step)
+
+        self._wait_for(late, deadline, operation, step)
 
     def _wait_for(self, late: Callable[[], list[int]], deadline: Deadline | None, operation: str, step: int) -> None:
         """Wait until no rank is ``late``.
@@ -424,17 +432,19 @@ class Shard:
             self._take_back()
             raise
 
-    def _do_join(self, message: JoinMessage) -> None:
+    def _do_join(self, message: JoinMessage, client: bytes) -> None:
         consistency = Consistency.parse(message.consistency)
         if message.turn is not None:
             assert self._job is not None, "a newcomer joins others"
             self._job.hear(message.rank, message.turn)
-            self._state.notify_all()
-            return
-        if self._job is None or self._job.world != message.world or self._job.consistency != consistency:
-            self._job = WorkerOrder(message.world, consistency, message.step, message.number)
-            self._members.clear()
-        self._job.join(message.rank, message.step, message.number)
+            self._clients[message.rank] = client
+            self._members.add(client)
+        else:
+            if self._job is None or self._job.world != message.world or self._job.consistency != consistency:
+                self._job = WorkerOrder(message.world, consistency, message.step, message.number)
+            self._job.join(message.rank, message.step, message.number)
+            self._clients[message.rank] = client
+            self._members = {one for rank, one in self._clients.items() if rank < message.world}
         self._state.notify_all()
 
     def _do_push(self, push: RowRequest) -> None:
@@ -537,14 +547,15 @@ class Shard:
             for k, push in enumerate(pushes):
                 snapshot.groups[f"push-{k}"] = {str(at): tensor for at, tensor in enumerate(push.tensors)}
             snapshot.state |= {
-                "clients": dict(self._clients), "pushes": [msgspec.msgpack.encode(push.message) for push in pushes],
+                "clients": dict(self._clients), "members": sorted(self._members),
+                "pushes": [msgspec.msgpack.encode(push.message) for push in pushes],
                 "job": None,
             }  # fmt: skip
             if job is not None:
                 snapshot.state["job"] = {
                     "world": job.world, "number": job.number, "consistency": job.consistency.name,
                     "clocks": list(job.clocks), "applied": job.applied, "total": job.total,
-                    "turn": msgspec.structs.astuple(job.turn),
+                    "turn": msgspec.structs.astuple(job.turn), "gone": sorted(job.gone), "moved": job.moved,
                     "held": {step: (held.world, held.waits) for step, held in job.held.items()},
                 }  # fmt: skip
             return snapshot
@@ -554,12 +565,13 @@ class Shard:
         with self._state:
             self.contents.load(state, groups)
             self._clients = dict(state["clients"])
-            self._members = {*self._clients.values()}
+            self._members = set(state.get("members", self._clients.values()))
             if (kept := state["job"]) is None:
                 return
             consistency = Consistency.parse(kept["consistency"])
             job = self._job = WorkerOrder(kept["world"], consistency, kept["applied"], kept["number"])
             job.clocks, job.total, job.turn = list(kept["clocks"]), kept["total"], WorkerProgress(*kept["turn"])
+            job.gone, job.moved = set(kept.get("gone", ())), kept.get("moved", job.applied)
             job.held = {step: HeldStep(*facts) for step, facts in kept["held"].items()}
             for k, push in enumerate(state["pushes"]):
                 message = unpack(push, PushMessage)

@@ -83,6 +83,7 @@ class WorkerOrder:
         clocks: by rank, the steps that it has pushed.
         released: by rank, the steps that it has the outcome of.
         applied: the steps that are applied or dropped (bsp).
+        moved: those of them up to the last one that was applied; members of a later number may do the others again.
         gone: ranks that no read waits for (ssp): closed, lost, or not heard yet under this number.
         held: by step.
         scales: the factors of released steps that are to be applied.
@@ -93,7 +94,7 @@ class WorkerOrder:
 
     def __init__(self, world: int, consistency: Consistency, step: int = 0, number: int = 0) -> None:
         self.number, self.world, self.consistency = number, world, consistency
-        self.clocks, self.released, self.applied = [step] * world, [step] * world, step
+        self.clocks, self.released, self.applied, self.moved = [step] * world, [step] * world, step, step
         self.gone: set[int] = set()
         self.held: dict[int, HeldStep] = {}
         self.scales: dict[int, float] = {}
@@ -106,9 +107,14 @@ class WorkerOrder:
         if self.broken:
             raise Overloaded(f"{self.broken}, as this server lacked memory; restart it, and the job from a checkpoint")
 
+    def check_number(self, number: int) -> None:
+        """Raise ``SchemaError`` for the number of an older membership."""
+        if number < self.number:
+            raise SchemaError(f"a message of membership {number} of the workers; they are at {self.number}")
+
     def join(self, rank: int, step: int, number: int) -> None:
         """Count the steps of ``rank`` from ``step``; what others hold from there on stays, as they may be ahead."""
-        self.number, self.applied = number, step
+        self.number, self.applied, self.moved = number, step, step
         self.gone.discard(rank)
         self.clocks[rank] = self.released[rank] = step
         self.scales.clear()
@@ -127,8 +133,7 @@ class WorkerOrder:
         """
         if not (math.isfinite(turn.scale) and turn.scale >= 0):
             raise NonFinite(f"a scale is a finite number >= 0, got {turn.scale}")
-        if turn.number < self.number:
-            raise SchemaError(f"a message of membership {turn.number} of the workers; they are at {self.number}")
+        self.check_number(turn.number)
         if turn.number > self.number:
             self.number, self.world = turn.number, turn.world
             self.clocks, self.released = [turn.done] * turn.world, [0] * turn.world
@@ -136,6 +141,7 @@ class WorkerOrder:
                 self.clocks, self.gone = [0] * turn.world, {*range(turn.world)}
             # The members do these steps again, others than before with other samples, and may drop what was released.
             self.held = {step: held for step, held in self.held.items() if step < turn.done}
+            self.applied = max(self.moved, min(self.applied, turn.done))
             self.scales.clear()  # also of earlier steps: a restarted shard may have heard what was never the result
         if turn.world != self.world or rank >= self.world:
             raise SchemaError(f"this job has {self.world} workers; rank {rank} says {turn.world}")
@@ -185,6 +191,8 @@ class WorkerOrder:
             self.turn = WorkerProgress(self.number, self.world, step + 1, last, scale)
         if held is not None:
             self.total = sum(push.message.merging.weight for push in held.pushes.values()) or self.total
+        if scale is not None:
+            self.moved = step + 1
         self.scales.pop(step, None)
         self.applied = max(step + 1, min([*self.held, *self.scales, *self.released]))
 
