@@ -243,10 +243,10 @@ TRAINS = """
         loader = ab.loaders.GlobalBatches(data, batch_size)
         return ab.Executor({"train": step}, dataloaders={"train": loader}, timeout=timeout)
 
-    def train(executor, n, dies_at=None):
+    def train(executor, n, dies_at=None, victim="1"):
         while executor.step < n:
             executor.run("train")
-            if executor.step == dies_at and member == "1" and not joined:
+            if executor.step == dies_at and member == victim and not joined:
                 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -284,6 +284,26 @@ def test_a_script_may_train_in_one_executor_after_the_other(script: Script, tmp_
         assert "they train in another Executor of the script" in texts[1]
 
 
+def test_a_newcomer_is_told_the_epoch_exactly(script: Script, tmp_path: Path) -> None:
+    """It starts while the others are behind the last batch of an epoch, and begins with the next, as they do."""
+    source = """
+    with executor() as one:
+        began = one.epoch
+        if joined:
+            open(sys.argv[1], "w").close()
+        for epoch in range(began, 2):
+            while one.epoch == epoch:
+                train(one, one.step + 1, 4)
+            while epoch == 0 and not os.path.exists(sys.argv[1]):
+                time.sleep(0.01)
+        print("began in", began, "ended at", one.step)
+    """
+    outcome = launch(script(TRAINS + source), [str(tmp_path / "there")], workers=3, log_dir=tmp_path, seconds=60.0)
+    texts = [log.read_text() for log in sorted(tmp_path.glob("worker-*.log"))]
+    assert outcome.exit_code == 0, texts
+    assert "began in 1 ended at 8" in texts[1], texts
+
+
 def test_the_work_behind_the_training_of_a_killed_worker_is_missed(script: Script, tmp_path: Path) -> None:
     source = """
     with executor() as one:
@@ -297,6 +317,27 @@ def test_the_work_behind_the_training_of_a_killed_worker_is_missed(script: Scrip
     assert not outcome.timed_out
     assert failure is not None
     assert (failure.rank, failure.code, outcome.exit_code) == (1, -signal.SIGKILL, 1)
+
+
+def test_a_newcomer_that_has_become_rank_0_saves_where_the_job_has_resumed(script: Script, tmp_path: Path) -> None:
+    """The folder's newest checkpoint is of another run, and neither of those that have loaded it is there."""
+    source = """
+    with executor() as one:
+        one.resume(sys.argv[1])
+        train(one, 3)
+        if sys.argv[2] == "goes on":
+            train(one, 6, 5, "0")
+            train(one, 9, 8, "1")
+        one.save(sys.argv[1])
+        print("rank", ab.job().rank, "saved", one.step)
+    """
+    path = script(TRAINS + source)
+    for what, step in (("begins", 3), ("goes on", 9)):
+        arguments = [str(tmp_path / "saved"), what]
+        outcome = launch(path, arguments, workers=2, log_dir=tmp_path, seconds=120.0)
+        texts = [log.read_text() for log in sorted(tmp_path.glob("worker-*.log"))]
+        assert outcome.exit_code == 0, texts
+        assert f"rank 0 saved {step}" in texts[0]
 
 
 def test_a_newcomer_that_nobody_lets_in_leaves(script: Script, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ from anabranch.tensors import Structure
 _T = TypeVar("_T")
 _log = logging.getLogger("anabranch.executor")
 _COMPARISON = "comparison of calls"
-_LOOK_SECONDS = 0.05  # between two looks for newcomers
+_LOOK_SECONDS = 0.05  # between two looks for newcomers, and two at the epoch, which they are told
 _CURE = (
     "begin the loop where the job is: while executor.step < n, or for epoch in range(executor.epoch, n): while "
     "executor.epoch == epoch"
@@ -117,7 +117,7 @@ class Redo:
         self._place, self._epochs, self.apart = place, epochs, apart
         _made[form] += 1
         self._form = zlib.crc32(f"{_made[form]} {form}".encode())  # a script may train in one after the other
-        self._look_at = 0.0
+        self._look_at, self._count_at, self._epoch = 0.0, 0.0, 0
         self.repeated, self.calls = 0, False
         self._random = RandomMoment()
         models = {runner.step.model for runner in runners.values()}
@@ -170,8 +170,11 @@ class Redo:
         """Remember a run that has ended, in case that its window does not, and note how far this worker is."""
         if self.fixed is None:
             self._window.append(batch)
+            at_end = self._loader is not None and not self._loader.left()  # a newcomer would begin with the next
+            if (now := time.monotonic()) >= self._count_at or at_end:
+                self._count_at, self._epoch = now + _LOOK_SECONDS, self._epochs()
             if self._steps:
-                self._place.write_progress(self._steps, self._epochs())
+                self._place.write_progress(self._steps, self._epoch)
         self._answer = None  # all have it: a run waits for everyone
 
     def owed(self) -> list[ShareOf | None]:
