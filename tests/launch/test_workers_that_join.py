@@ -386,8 +386,9 @@ def test_the_end_of_the_budget_is_told(script: Script, tmp_path: Path) -> None:
         train(one, 9, 3)
     """
     told: list[str] = []
-    options = {"worker_restarts": RestartBudget(1), "tell": told.append, "seconds": 120.0}
-    outcome = launch(script(TRAINS + source), workers=2, log_dir=tmp_path, **options)
+    outcome = launch(
+        script(TRAINS + source), workers=2, worker_restarts=RestartBudget(1), log_dir=tmp_path, tell=told.append
+    )
     assert outcome.exit_code == 1
     assert any("rank 1 is not replaced again: --worker-restarts 1/600s" in line for line in told), told
 
