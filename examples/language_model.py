@@ -329,9 +329,12 @@ def parse_options(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def batch_of(options: argparse.Namespace, team: Team) -> int:
-    """How many windows a step has: a multiple of the workers."""
-    batch = options.batch or -(-8 // team.workers) * team.workers
-    return team.share(batch, "--batch") * team.workers
+    """How many windows a step has, the same for a worker that joins when others are gone."""
+    if team.grid:
+        return team.share(options.batch or -(-8 // team.workers) * team.workers, "--batch") * team.workers
+    if (batch := options.batch or max(8, team.workers)) < team.workers:
+        sys.exit(f"--batch {batch} leaves some of {team.workers} workers without a window")
+    return batch
 
 
 def grid_of(options: argparse.Namespace, job: ab.Job) -> Grid | None:

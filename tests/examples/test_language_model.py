@@ -312,7 +312,7 @@ def test_a_stage_may_hold_a_mixture_of_experts(small_text, tmp_path):
     [
         ("3", ["--stages", "2"], "3 workers make no pipelines of --stages 2"),
         ("1", ["--stages", "7"], "this model has 6 layers"),
-        ("3", ["--batch", "8"], "--batch 8 cannot be shared equally by 3 workers"),
+        ("3", ["--batch", "2"], "--batch 2 leaves some of 3 workers without a window"),
     ],
 )
 def test_shapes_of_a_job_that_cannot_be_are_refused(

@@ -16,6 +16,8 @@ import pytest
 from jobs import launch
 from test_workers_that_leave import GIVEN, Deaths, lines, train
 
+from anabranch.launch import RestartBudget
+
 Script = Callable[[str], Path]
 
 
@@ -225,3 +227,185 @@ def test_ten_random_kills(script: Script, tmp_path: Path, freezes: bool) -> None
         over.set()
         killer.join()
     assert not failures
+
+
+# What a newcomer cannot join, and what no other does for a lost worker.
+
+TRAINS = """
+    import os, signal, sys, time, torch, anabranch as ab
+    member, joined = os.environ["ANABRANCH_MEMBER"], ab.job().joined
+    data = [{"x": torch.full((4,), float(index))} for index in range(24)]
+
+    def executor(batch_size=6, timeout=60.0):
+        model = torch.nn.Linear(4, 1)
+        loss = lambda model, batch: model(batch["x"]).square().mean()
+        step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.001))
+        loader = ab.loaders.GlobalBatches(data, batch_size)
+        return ab.Executor({"train": step}, dataloaders={"train": loader}, timeout=timeout)
+
+    def train(executor, n, dies_at=None, victim="1"):
+        while executor.step < n:
+            executor.run("train")
+            if executor.step == dies_at and member == victim and not joined:
+                os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_newcomer_whose_batches_are_of_another_size_leaves(script: Script, tmp_path: Path) -> None:
+    source = """
+    with executor(4 if joined else 6) as one:
+        train(one, 8, 3)
+        print("ended at", one.epoch, one.step)
+    """
+    outcome = launch(script(TRAINS + source), workers=3, log_dir=tmp_path, seconds=120.0)
+    texts = [log.read_text() for log in sorted(tmp_path.glob("worker-*.log"))]
+    assert outcome.exit_code == 0, texts
+    assert ["ended at 2 8" in text for text in texts] == [True, False, True], texts
+    assert "cannot join the others, and leaves: its loaders are not theirs" in texts[1]
+
+
+@pytest.mark.parametrize("dies_in", ["first", "second"])
+def test_a_script_may_train_in_one_executor_after_the_other(script: Script, tmp_path: Path, dies_in: str) -> None:
+    """A newcomer begins with the first: where the others are in the second already, it leaves."""
+    source = """
+    with executor() as one:
+        train(one, 5, 3 if sys.argv[1] == "first" else None)
+    with executor() as one:
+        train(one, 5, 3 if sys.argv[1] == "second" else None)
+        print("ended as", ab.job().rank, "of", ab.job().world_size)
+    """
+    outcome = launch(script(TRAINS + source), [dies_in], workers=3, log_dir=tmp_path, seconds=120.0)
+    texts = [log.read_text() for log in sorted(tmp_path.glob("worker-*.log"))]
+    assert outcome.exit_code == 0, texts
+    if dies_in == "first":
+        assert [f"ended as {rank} of 3" in text for rank, text in zip((0, 2, 1), texts, strict=True)] == [True] * 3
+    else:
+        assert [f"ended as {rank} of 2" in text for rank, text in zip((0, 9, 1), texts, strict=True)] == [1, 0, 1]
+        assert "they train in another Executor of the script" in texts[1]
+
+
+def test_a_newcomer_is_told_the_epoch_exactly(script: Script, tmp_path: Path) -> None:
+    """It starts while the others are behind the last batch of an epoch, and begins with the next, as they do."""
+    source = """
+    with executor() as one:
+        began = one.epoch
+        if joined:
+            open(sys.argv[1], "w").close()
+        for epoch in range(began, 2):
+            while one.epoch == epoch:
+                train(one, one.step + 1, 4)
+            while epoch == 0 and not os.path.exists(sys.argv[1]):
+                time.sleep(0.01)
+        print("began in", began, "ended at", one.step)
+    """
+    outcome = launch(script(TRAINS + source), [str(tmp_path / "there")], workers=3, log_dir=tmp_path, seconds=60.0)
+    texts = [log.read_text() for log in sorted(tmp_path.glob("worker-*.log"))]
+    assert outcome.exit_code == 0, texts
+    assert "began in 1 ended at 8" in texts[1], texts
+
+
+def test_the_work_behind_the_training_of_a_killed_worker_is_missed(script: Script, tmp_path: Path) -> None:
+    source = """
+    with executor() as one:
+        train(one, 3)
+    if member == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60.0)
+    """
+    outcome = launch(script(TRAINS + source), workers=2, min_workers=1, log_dir=tmp_path, seconds=50.0)
+    failure = outcome.first_failure
+    assert not outcome.timed_out
+    assert failure is not None
+    assert (failure.rank, failure.code, outcome.exit_code) == (1, -signal.SIGKILL, 1)
+
+
+def test_a_newcomer_that_has_become_rank_0_saves_where_the_job_has_resumed(script: Script, tmp_path: Path) -> None:
+    """The folder's newest checkpoint is of another run, and neither of those that have loaded it is there."""
+    source = """
+    with executor() as one:
+        one.resume(sys.argv[1])
+        train(one, 3)
+        if sys.argv[2] == "goes on":
+            train(one, 6, 5, "0")
+            train(one, 9, 8, "1")
+        one.save(sys.argv[1])
+        print("rank", ab.job().rank, "saved", one.step)
+    """
+    path = script(TRAINS + source)
+    for what, step in (("begins", 3), ("goes on", 9)):
+        arguments = [str(tmp_path / "saved"), what]
+        outcome = launch(path, arguments, workers=2, log_dir=tmp_path, seconds=120.0)
+        texts = [log.read_text() for log in sorted(tmp_path.glob("worker-*.log"))]
+        assert outcome.exit_code == 0, texts
+        assert f"rank 0 saved {step}" in texts[0]
+
+
+def test_a_newcomer_that_nobody_lets_in_leaves(script: Script, tmp_path: Path) -> None:
+    source = """
+    with executor(timeout=2.0 if joined else 60.0) as one:
+        train(one, 4, 3)
+        until = time.monotonic() + 60.0
+        while not joined and "it leaves" not in open(f"{sys.argv[1]}/worker-1.log").read():
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        train(one, 5)
+    """
+    folder = str(tmp_path)
+    outcome = launch(script(TRAINS + source), [folder], workers=3, min_workers=1, log_dir=tmp_path, seconds=120.0)
+    texts = [log.read_text() for log in sorted(tmp_path.glob("worker-*.log"))]
+    assert outcome.exit_code == 0, texts
+    assert "the others have not let this worker join them for 2 s: it leaves" in texts[1]
+
+
+def test_a_stop_ends_the_wait_for_a_replacement(script: Script, tmp_path: Path) -> None:
+    source = """
+    if joined:
+        os.kill(int(sys.argv[1]), signal.SIGTERM)
+        signal.pause()
+    with executor() as one:
+        signal.signal(signal.SIGTERM, lambda *_: one.request_stop())
+        while not one.stopping:
+            train(one, one.step + 1, 3)
+        one.save(sys.argv[2])
+        print("stopped at", one.step)
+    """
+    arguments = [str(os.getpid()), str(tmp_path / "saved")]
+    outcome = launch(script(TRAINS + source), arguments, workers=3, log_dir=tmp_path, seconds=120.0)
+    texts = [log.read_text() for log in sorted(tmp_path.glob("worker-*.log"))]
+    assert outcome.interrupted == signal.SIGTERM
+    assert outcome.seconds < 20.0
+    assert outcome.exit_code == 0, texts
+    assert all("stopped at 4" in texts[rank] for rank in (0, 2)), texts
+
+
+def test_the_end_of_the_budget_is_told(script: Script, tmp_path: Path) -> None:
+    source = """
+    if joined:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with executor() as one:
+        train(one, 9, 3)
+    """
+    told: list[str] = []
+    outcome = launch(
+        script(TRAINS + source), workers=2, worker_restarts=RestartBudget(1), log_dir=tmp_path, tell=told.append
+    )
+    assert outcome.exit_code == 1
+    assert any("rank 1 is not replaced again: --worker-restarts 1/600s" in line for line in told), told
+
+
+def test_a_stopped_worker_of_a_job_that_is_not_elastic_may_be_woken(script: Script, tmp_path: Path) -> None:
+    source = """
+    import os, signal, sys, time
+    from pathlib import Path
+    pid = Path(sys.argv[1])
+    if os.environ["RANK"] == "1":
+        pid.write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+        sys.exit()
+    while not (pid.exists() and pid.read_text()):
+        time.sleep(0.01)
+    time.sleep(3.5)  # the launcher looks every second
+    os.kill(int(pid.read_text()), signal.SIGCONT)
+    """
+    outcome = launch(script(source), [str(tmp_path / "pid")], workers=2, log_dir=tmp_path, seconds=60.0)
+    assert [one.code for one in outcome.exits] == [0, 0]

@@ -213,6 +213,8 @@ class Executor:
         self._watching = Watching(check_sinks(sinks), prefixed=len(spec.training) > 1)
         self._parts = ExitStack()  # closed in reverse order, also where one of them fails
         self._parts.callback(self._watching.close)
+        self._redo: Redo | None = None
+        self._parts.callback(lambda: None if self._redo is None else self._redo.close())
         try:
             self._workers, self._everyone, stages = self._meet(process_group, pipe)
             rank = 0 if self._workers is None else self._workers.rank
@@ -346,14 +348,15 @@ class Executor:
             assert self._workers is not None
             fixed = self._workers.why_fixed
             loaders, apart = self._batches.loaders, self._remote
-            return Redo(self._workers, place, lambda: 0, self._runners, loaders, self._saver, fixed, apart=apart)
+            return Redo(self._workers, place, lambda: 0, self._runners, loaders, self._saver, "", fixed, apart=apart)
         if workers is None or not workers.several or (place := own_place()) is None:
             return None
         fixed = why_fixed(self._spec, workers)
         if fixed is not None and workers.rank == 0 and published(place.meeting).least < workers.size:
             _log.warning("the job ends with the first worker that dies, despite --min-workers: %s", fixed)
-        loaders = self._batches.loaders
-        return Redo(workers, place, lambda: self.epoch, self._runners, loaders, self._saver, fixed)
+        loaders, names = self._batches.loaders, [route.parameter for route in self._spec.routes]
+        form = f"{list(self._steps)} {names} {[(name, one.facts()) for name, one in loaders.items()]}"
+        return Redo(workers, place, lambda: self.epoch, self._runners, loaders, self._saver, form, fixed)
 
     def _ask_for_next(self, name: str) -> None:
         runner, batch = self._runners[name], self._batches.loaders[name].peek()

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from anabranch.deadline import Deadline
 from anabranch.errors import PeerLost
-from anabranch.job import MEETING_VARIABLE
+from anabranch.job import JOINED_VARIABLE, MEETING_VARIABLE
 from anabranch.liveness.group import LOOK_SECONDS, rank_names, too_late
 from anabranch.liveness.membership import Membership, own_place, published
 from anabranch.liveness.peers import Identity, Peers, end_without_waiting, take_place_of_peers
@@ -40,7 +40,7 @@ _PAUSE = 0.01
 _AWAKE_SECONDS = 1.0  # for which nobody is lost any more: one that was frozen is awake, and not about to be killed
 _MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-# How often this process has met the others; the same on all of them, as they run the same program.
+# How often this process has met the others under its membership; the same on all of them, as they run the same program.
 _meetings = 0
 # The processes of the last meeting: one that has ended comes to no other.
 _met: dict[int, Identity] = {}
@@ -64,7 +64,9 @@ def meet_peers(backend: str, timeout: float) -> None:
             "anabranch run or torchrun"
         )
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    prefix = f"anabranch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_meetings}"
+    # A newcomer has been started anew, and has met the others less often.
+    start = Peers.membership and f"of membership {Peers.membership}"
+    prefix = f"anabranch/{start or os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_meetings}"
     rank, size, deadline = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Deadline.after(timeout)
     others, names = [other for other in range(size) if other != rank], [f"{one}" for one in range(size)]
     absent, came, place = list(others), dict[int, Identity](), own_place()
@@ -140,6 +142,7 @@ def meet_members(
     Raises:
         DeadlineExceeded: names those who have not come.
     """
+    global _meetings
     place = own_place()
     assert place is not None, "only jobs that may lose workers meet again"
     absent, store, names = list[int](), None, list[str]()
@@ -175,8 +178,10 @@ def meet_members(
     identities = {one: Identity.decode(text.decode()) for one, text in enumerate(store.multi_get(names))}
     _met.clear()
     _met.update(identities)
-    here = {"RANK": rank, "LOCAL_RANK": rank, "ROLE_RANK": rank}
-    here |= {name: len(names) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")}
+    here: dict[str, object] = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), rank)
+    here |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), len(names))
+    here |= {JOINED_VARIABLE: "before"} if JOINED_VARIABLE in os.environ else {}
+    _meetings = 0
     os.environ.update({name: f"{value}" for name, value in here.items()})
     return membership, rank, store, identities
 

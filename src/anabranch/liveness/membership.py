@@ -94,12 +94,12 @@ class OwnPlace:
     Attributes:
         meeting: the file through which the job's workers meet first.
         process: the rank that this one was started with.
-        joins: it was started in place of a lost one.
+        joins: it was started in place of a lost one, and has joined no membership yet.
     """
 
     def __init__(self, meeting: Path, process: int, *, joins: bool) -> None:
         self.meeting, self.process, self.joins = meeting, process, joins
-        self._newcomers = str(_beside(meeting, "newcomers"))
+        self._newcomers, self._closed = str(_beside(meeting, "newcomers")), _closes(meeting, process, os.getpid())
         self._progress: mmap.mmap | None = None
 
     def invite(self, number: int) -> None:
@@ -118,9 +118,14 @@ class OwnPlace:
         """Let the launcher know that this process ends because its calls are not those of the others."""
         _leaves(self.meeting, self.process, os.getpid()).touch()
 
+    def close(self) -> None:
+        """Let the launcher know that what this process does from now on is done by no other if it is killed."""
+        self._closed.touch()
+
     def write_progress(self, step: int, epoch: int) -> None:
         """Let newcomers know how far the members are, and the launcher that the job goes on without any of them."""
         if self._progress is None:
+            self._closed.unlink(missing_ok=True)
             file = os.open(_beside(self.meeting, "progress"), os.O_RDWR | os.O_CREAT, 0o600)
             os.ftruncate(file, _PROGRESS.size)
             self._progress = mmap.mmap(file, _PROGRESS.size)
@@ -169,6 +174,15 @@ def has_left(meeting: Path, process: int, pid: int) -> bool:
     return _leaves(meeting, process, pid).exists()
 
 
+def has_closed(meeting: Path, process: int, pid: int) -> bool:
+    """Return True if a process has closed its Executor, and trains in no other."""
+    return _closes(meeting, process, pid).exists()
+
+
+def _closes(meeting: Path, process: int, pid: int) -> Path:
+    return _beside(meeting, f"closes.{process}.{pid}")
+
+
 def _waits(meeting: Path, process: int, pid: int) -> Path:
     return _beside(meeting, f"waits.{process}.{pid}")
 
@@ -182,4 +196,4 @@ def own_place() -> OwnPlace | None:
     meeting, process = os.environ.get(MEETING_VARIABLE, ""), os.environ.get(MEMBER_VARIABLE)
     if process is None or not meeting.endswith(f"-{os.environ.get('MASTER_PORT')}"):  # of a job around this one
         return None
-    return OwnPlace(Path(meeting), int(process), joins=JOINED_VARIABLE in os.environ)
+    return OwnPlace(Path(meeting), int(process), joins=os.environ.get(JOINED_VARIABLE) == "1")

@@ -27,8 +27,8 @@ import logging
 import operator
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from types import FunctionType, MethodType
 from typing import NoReturn, TypeAlias, TypeGuard, TypeVar, cast
@@ -36,7 +36,8 @@ from typing import NoReturn, TypeAlias, TypeGuard, TypeVar, cast
 import torch
 
 from anabranch.collectives import Workers
-from anabranch.errors import BoundaryError, PeerLost
+from anabranch.collectives.shared_memory import NUMBERS, load_kernels
+from anabranch.errors import BoundaryError, DeadlineExceeded, PeerLost
 from anabranch.executor.likeness import exchange
 from anabranch.executor.loaders.loading import BoundLoader
 from anabranch.executor.observing.watching import MembershipRecord
@@ -59,6 +60,7 @@ _CURE = (
     "begin the loop where the job is: while executor.step < n, or for epoch in range(executor.epoch, n): while "
     "executor.epoch == epoch"
 )
+_made = Counter[str]()  # how many Executors of each form this process has made
 
 ShareOf: TypeAlias = Callable[[Job], Structure]
 """A batch as a function: returns the share of the worker that the job says."""
@@ -89,6 +91,7 @@ class Redo:
         runners: of the training steps.
         loaders: of these and others.
         saver: reads and sets the state that all workers have alike.
+        form: what is the same of the executor on all workers, also on a newcomer.
         fixed: the reason why these do not go on without one of them.
         apart: what these have on servers, if they do not make their steps together, but only other calls.
 
@@ -106,11 +109,14 @@ class Redo:
         runners: Mapping[str, StepRunner],
         loaders: Mapping[str, BoundLoader],
         saver: Saver,
+        form: str,
         fixed: str | None,
         apart: RemotePart | None = None,
     ) -> None:
         self._workers, self._runners, self._loaders, self._saver, self.fixed = workers, runners, loaders, saver, fixed
         self._place, self._epochs, self.apart = place, epochs, apart
+        _made[form] += 1
+        self._form = zlib.crc32(f"{_made[form]} {form}".encode())  # a script may train in one after the other
         self._look_at, self._count_at, self._epoch = 0.0, 0.0, 0
         self.repeated, self.calls = 0, False
         self._random = RandomMoment()
@@ -164,7 +170,8 @@ class Redo:
         """Remember a run that has ended, in case that its window does not, and note how far this worker is."""
         if self.fixed is None:
             self._window.append(batch)
-            if (now := time.monotonic()) >= self._count_at:
+            at_end = self._loader is not None and not self._loader.left()  # a newcomer would begin with the next
+            if (now := time.monotonic()) >= self._count_at or at_end:
                 self._count_at, self._epoch = now + _LOOK_SECONDS, self._epochs()
             if self._steps:
                 self._place.write_progress(self._steps, self._epoch)
@@ -174,6 +181,11 @@ class Redo:
         """Return the runs of the open window that are to be done again before the next."""
         owed, self._owed = self._owed, []
         return owed
+
+    def close(self) -> None:
+        """Let the job end with this worker from now on: what it does behind its training is done by no other."""
+        if self._runners:
+            self._place.close()
 
     def meet(self, error: PeerLost, name: str) -> tuple[bool, list[ShareOf | None], MembershipRecord]:
         """Meet the others after an interrupted run of the step ``name``, and settle which window was the last.
@@ -194,11 +206,13 @@ class Redo:
         """Let newcomers join before a run of the step ``name``, or join as one; return the membership if it is new.
 
         Raises:
-            SystemExit: the others have ended meanwhile.
+            SystemExit: the others have ended meanwhile, or have not invited this newcomer in time.
             DeadlineExceeded: a newcomer that is needed has not come.
         """
         workers, runners = self._workers, self._runners
         if workers.joins:
+            for dtype in NUMBERS:
+                load_kernels(dtype)  # before the others wait for this one
             self._place.wait_here()
         elif self.fixed is not None:
             return None
@@ -213,7 +227,12 @@ class Redo:
                 return None
             self._place.write_progress(self._steps, self._epochs())
             self._place.invite(workers.membership)
-        return self._meet(None, None, called=False)
+        try:
+            return self._meet(None, None, called=False)
+        except DeadlineExceeded:  # a long evaluation of theirs, say
+            if not workers.joins or workers.roll is not None:
+                raise
+            self._leave(f"the others have not let this worker join them for {workers.timeout:g} s: it leaves")
 
     def agree(self, call: str) -> None:
         """Check that all workers begin the same call, once some have joined: their loops may count otherwise.
@@ -232,10 +251,13 @@ class Redo:
         first = min(since, key=lambda rank: (since[rank], rank))  # the one that has been here longest is right
         others = [rank for rank in since if everyone[rank] != everyone[first] and since[rank] > since[first]]
         if workers.rank in others:
-            self._place.leave()
-            self._end(f"this worker has joined the job, and calls {call} where the others do not: it leaves; {_CURE}")
+            self._leave(f"this worker has joined the job, and calls {call} where the others do not: it leaves; {_CURE}")
         if others:
             raise PeerLost("it makes another call, and leaves", peer=rank_names(others), operation=_COMPARISON)
+
+    def _leave(self, text: str) -> NoReturn:
+        self._place.leave()
+        self._end(text)
 
     def _end(self, text: str) -> NoReturn:
         _log.warning("%s", text)
@@ -285,12 +307,12 @@ class Redo:
         if self.apart is not None:
             self.apart.tables.wait_until_quiet()  # what is on its way is of the last number, and is not done again
         while meets:
-            with suppress(PeerLost):  # one more has died: meet again
-                meets = workers.meet_again(awaited=awaited)
+            try:
+                meets = workers.meet_again(awaited=awaited) and self._settle(runner, called=called)
                 if meets:
-                    meets = self._settle(runner, called=called)
-                    if meets:
-                        break
+                    break
+            except PeerLost as other:  # one more has died, or leaves: meet again
+                awaited = awaited or other.operation == _COMPARISON
         else:
             if self._place.joins and (workers.roll is None or workers.roll.closed or workers.have_closed()):
                 self._end(f"the other workers have ended, and so does this one, which has joined them; {_CURE}")
@@ -333,10 +355,13 @@ class Redo:
             self.apart.begin_again(*self.apart.progress())
             return True
         mine = -1 if workers.joins else self._seen
-        everyone = exchange(workers, mine, int, "meet")
+        answers = exchange(workers, (mine, self._form), tuple[int, int], "meet")
+        everyone = [seen for seen, _ in answers]
         highest = max(everyone)
         if highest < 0:
             return False
+        form = answers[everyone.index(highest)][1]
+        self._refuse([rank for rank, (seen, other) in enumerate(answers) if seen < 0 and other != form])
         counts = {name: one.counts() for name, one in runners.items()}
         if runner is not None and runner.decided == self._decided and (called or mine == highest):
             servers = {"servers": self._counts["servers"]}  # which all steps share
@@ -361,6 +386,21 @@ class Redo:
             one.begin_again(counts[name])
         workers.joins = False
         return True
+
+    def _refuse(self, newcomers: list[int]) -> None:
+        """Let those leave that would train otherwise than the others.
+
+        Raises:
+            SystemExit: this is one of them.
+            PeerLost: another one is.
+        """
+        if self._workers.rank in newcomers:
+            self._leave(
+                "this worker cannot join the others, and leaves: its loaders are not theirs (a batch_size that depends "
+                "on ab.job().world_size?), or they train in another Executor of the script"
+            )
+        if newcomers:
+            raise PeerLost("it trains otherwise, and leaves", peer=rank_names(newcomers), operation=_COMPARISON)
 
     def _go_back(self) -> None:
         if self._loader is not None and self._position is not None:

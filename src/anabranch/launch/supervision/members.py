@@ -13,7 +13,15 @@ import msgspec
 from anabranch.held_error import HELD_ERROR_VARIABLE
 from anabranch.job import JOINED_VARIABLE
 from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
-from anabranch.liveness.membership import Membership, call_newcomers, has_left, invited, progress, waiting
+from anabranch.liveness.membership import (
+    Membership,
+    call_newcomers,
+    has_closed,
+    has_left,
+    invited,
+    progress,
+    waiting,
+)
 from anabranch.record.process import process_stat
 
 LOOK_SECONDS = 1.0
@@ -53,10 +61,14 @@ class Members:
         """Return those that have not joined yet."""
         return [one for one in self._workers if one.running and one.rank not in self._now.ranks]
 
+    def awaits(self, process: RoleProcess) -> bool:
+        """Return True of a newcomer that had not joined before its end: nothing is lost with it."""
+        return process.rank not in self._now.ranks
+
     def may_leave(self, process: RoleProcess) -> bool:
         """Return True if the job goes on without a worker that has failed, or with another in its place."""
         done = progress(self._meeting)
-        if done is None or not self._members():
+        if done is None or not self._members() or has_closed(self._meeting, process.rank, process.pid):
             return False
         if process.exit_code in _CRASHES:
             if done[0] in self._crashed:
@@ -67,11 +79,11 @@ class Members:
             return False
         ended = [one for one in self._workers if one.exit_code == 0]
         there = len(self._members()) + len(self.newcomers()) + len(self._awaited) + len(ended)
-        return there + self._may_return(process) >= self._least
-
-    def _may_return(self, process: RoleProcess) -> bool:
         restarts = process.spec.restarts
-        return restarts is not None and restarts.used < restarts.times and not self._now.closed
+        left = 0 if restarts is None or self._now.closed else restarts.times - restarts.used
+        if there + (left > 0) < self._least and restarts is not None and restarts.used:
+            self._tell(f"{process.who} is not replaced again: --worker-restarts {restarts}")
+        return there + (left > 0) >= self._least
 
     def leave(self, process: RoleProcess) -> str:
         """Publish the membership without a worker that has ended; return what users should know of it."""
@@ -99,10 +111,11 @@ class Members:
         self._awaited.discard(process.rank)
         if not self._members():
             return None
-        rank = len(self._now.ranks)
+        rank = len(self._members()) + len(self.newcomers())
+        size = rank + len(self._awaited) + 1
         environment = {name: value for name, value in process.spec.environment.items() if name != HELD_ERROR_VARIABLE}
         environment |= {JOINED_VARIABLE: "1"} | dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), f"{rank}")
-        environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), f"{rank + 1}")
+        environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), f"{size}")
         return replace(process.spec, environment=environment, screen=None)
 
     def admit(self) -> None:
@@ -124,12 +137,24 @@ class Members:
         self._now.publish(self._meeting)
 
     def frozen(self) -> list[RoleProcess]:
-        """Return the workers that were stopped at the last look, ``LOOK_SECONDS`` ago, too, while others were not."""
+        """Return the workers that were stopped at the last look, ``LOOK_SECONDS`` ago, too, while others were not.
+
+        None of those without which the job does not go on: they may be woken.
+        """
         running = [one for one in self._workers if one.running]
         stopped = {one.pid for one in running if process_stat(one.pid)[0] == "T"}
         before, self._stopped = self._stopped, stopped
         awake, self._looked = time.monotonic() - self._looked < 2 * LOOK_SECONDS, time.monotonic()
-        return [one for one in running if one.pid in stopped & before] if awake and len(stopped) < len(running) else []
+        if not awake or len(stopped) == len(running) or progress(self._meeting) is None:
+            return []
+        frozen = [one for one in running if one.pid in stopped & before]
+        return [one for one in frozen if not has_closed(self._meeting, one.rank, one.pid)]
+
+    def wait_no_longer(self) -> None:
+        """Let the members go on without newcomers: the job is to end soon."""
+        waits, self._least = len(self._now.ranks) < self._now.least, 1
+        self._now = msgspec.structs.replace(self._now, number=self._now.number + waits, least=1)
+        self._now.publish(self._meeting)
 
     def end(self, process: RoleProcess) -> None:
         """Let nobody meet any more, because ``process`` has failed."""

@@ -194,7 +194,7 @@ class Supervisor:
     def _on_worker_end(self, worker: RoleProcess) -> None:
         members, well = self._members, worker.exit_code == 0 or worker.stopped
         if members is not None and not self._failed and (well or members.may_leave(worker)):
-            worker.forgiven = not well
+            worker.forgiven = not well or members.awaits(worker)
             text = members.leave(worker)
             if not well:
                 pause, restarts = None if self.interrupted else members.replaces(worker), worker.spec.restarts
@@ -312,6 +312,8 @@ class Supervisor:
             else:
                 self.interrupted = number
                 self._tell(f"{number.name}: stopping the workers (send it again to kill them)")
+                if self._members is not None:
+                    self._members.wait_no_longer()
                 self._stop_workers(number, self._patience.drain)
 
     def _stop_workers(self, number: signal.Signals, patience: float) -> None:
