@@ -341,6 +341,13 @@ def test_a_small_sum_is_complete_with_its_one_barrier_and_ranks_may_be_one_sum_a
     assert [first.go_on(), second.go_on()] == [shared._LOST] * 2
 
 
+def test_unequal_sizes_that_add_up_to_equal_ones_are_seen() -> None:
+    words, rows = np.zeros(4 * shared._LINE, np.uint32), np.zeros((2, 3, 1 << 16))
+    for few, many, between in ((3, 5, 4), (1 << 13, 3 << 13, 2 << 13)):
+        everyone = [Rank(words, rows, rank, np.ones(size)) for rank, size in enumerate((few, many, between))]
+        assert [one.go_on() for one in everyone] == [shared._ARRIVED] * 2 + [shared._UNLIKE]
+
+
 @pytest.mark.parametrize(("ranks", "size"), [(3, 512), (33, 15_872), (47, 1536), (64, 512)])
 def test_no_number_is_left_out_of_the_chunks_of_many_ranks(ranks: int, size: int) -> None:
     rows = np.ones((ranks, size))
