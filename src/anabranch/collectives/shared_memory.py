@@ -541,6 +541,11 @@ class GroupSums:
         self._sums: dict[torch.dtype, SharedSum] = {}
         weakref.finalize(group, self._workers.close).atexit = False
 
+    @property
+    def over(self) -> bool:
+        """True once the job has other members."""
+        return self._workers.membership != self._workers.peers.membership
+
     def sum(self, tensor: Tensor, operation: str, timeout: float) -> bool:
         """Sum a contiguous tensor in its place; False if these ranks have no shared memory for it.
 
