@@ -317,7 +317,7 @@ def parse_options(given: list[str] | None = None) -> argparse.Namespace:
     add("--text", type=Path, nargs="+", metavar="PATH", help="files or directories (Python's own sources)")
     add("--memory-rows", type=at_least_one, default=2**20, help="rows of the n-gram memory (%(default)s)")
     add("--stages", type=at_least_one, default=1, help="of each pipeline that the workers make (%(default)s)")
-    add("--kill", action="store_true", help="kill an expert process and a worker while training; with --max-restarts 1")
+    add("--kill", action="store_true", help="kill an expert process and a worker while training")
     options = parser.parse_args(given)
     if ab.job().role == "expert":  # never sees the text
         return options
