@@ -39,6 +39,7 @@ import mmap
 import os
 import platform
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate
@@ -526,6 +527,9 @@ def shared_sums(workers: Workers, forms: Sequence[FlatForm]) -> list[SharedSum |
     return sums
 
 
+_made = Counter[str]()
+
+
 class GroupSums:
     """Sums of tensors of any size over the ranks of one process group, in memory that grows with them up to a piece.
 
@@ -537,7 +541,8 @@ class GroupSums:
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         ranks = dist.get_process_group_ranks(group)
         name = f"all_reduce {group.group_name} {','.join(map(str, ranks))}"
-        self._workers = Workers(ranks=ranks, name=name, timeout=timeout)
+        _made[name] += 1  # a default group that is made again has the old one's name, and may have its store
+        self._workers = Workers(ranks=ranks, name=f"{name}/{_made[name]}", timeout=timeout)
         self._sums: dict[torch.dtype, SharedSum] = {}
         weakref.finalize(group, self._workers.close).atexit = False
 
