@@ -61,7 +61,8 @@ def all_reduce(
     Raises:
         ValueError: another ``op``.
         RuntimeError: a job of several workers without ``torch.distributed.init_process_group``.
-        DeadlineExceeded, PeerLost: not every rank came.
+        DeadlineExceeded, PeerLost: not every rank came, or an earlier sum of this group has failed.
+        BoundaryError: the ranks' tensors differ in size or dtype.
     """
     if op not in ("sum", "mean"):
         raise ValueError(f"op is 'sum' or 'mean', got {op!r}")

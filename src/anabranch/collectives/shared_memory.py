@@ -571,7 +571,7 @@ class GroupSums:
                     return False
                 self._sums[dtype] = shared
             try:
-                for piece in tensor.view(-1).split(_PIECE):
+                for piece in torch.split(tensor.view(-1), _PIECE):
                     shared.sum(piece, f"{operation} of {dtype}")  # a wait compares the names
             except DeadlineExceeded:
                 workers.has_left_work = len(workers.hosts) > 1  # else nothing of gloo's goes on
