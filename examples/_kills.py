@@ -29,7 +29,8 @@ class Kills:
     """``kill -9`` of the last expert process and of the last worker, once in a run, by rank 0.
 
     An expert process is missed until the restarted one serves: the others train on without it. A worker is missed until
-    the step behind the one at which it was killed is done: the others wait for the one that takes its place.
+    the step behind the one at which it was killed is done: another takes its place, or the job goes back to its
+    checkpoint.
 
     Args:
         out: where the run is kept, with the processes' pids and what was killed.

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import anabranch as ab
+from anabranch.collectives import differentiable, shared_memory, workers
 from toys import in_job
 
 RANK: int
@@ -67,10 +68,13 @@ def all_reduce_leaves_its_argument_and_takes_any_layout() -> None:
 def tensors_of_any_size_are_summed_in_shared_memory() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", None)
+        patch.setattr(shared_memory, "_PIECE", 100_003)
         for size in (1, 5000, 3, 300_000, 7, 200_000, 0):
             for dtype in (torch.float32, torch.float64):
                 x = torch.arange(size, dtype=dtype)
                 assert torch.equal(ab.all_reduce(x * (RANK + 1)), 3 * x)
+    (sums,) = differentiable._sums.values()
+    assert {one.room for one in sums._sums.values()} == {1 << 17}, "of a piece, not of the largest tensor"
 
 
 @check
@@ -216,10 +220,18 @@ def misuse_is_refused() -> None:
 
 
 @check
-def tensors_of_unequal_sizes_are_not_summed() -> None:
-    """Behind all that sum: the memory is not used again."""
-    with pytest.raises(ab.BoundaryError, match="not all of|has left the sum"):
-        ab.all_reduce(torch.ones(3 + RANK))
+def tensors_of_unequal_sizes_or_dtypes_are_not_summed_nor_later_ones() -> None:
+    for unlike in (torch.ones(3 + RANK), torch.ones(2, dtype=(torch.float32, torch.float64)[RANK])):
+        group = dist.new_group([0, 1])
+        for _ in range(2):
+            ab.all_reduce(torch.ones(2), group=group)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(workers, "SAID_AFTER", 0.2)
+            with pytest.raises(ab.BoundaryError, match="not all of|has left the sum|in another call|waits in"):
+                ab.all_reduce(unlike, group=group)
+        with pytest.raises(ab.PeerLost, match="an earlier sum"):  # the ranks are no longer in step
+            ab.all_reduce(torch.ones(2, dtype=torch.float64), group=group)
+        differentiable._sums[group]._workers.has_left_work = False  # the process may end as it likes
 
 
 @check

@@ -166,6 +166,16 @@ def test_a_batch_that_is_only_prefetched_admits_and_evicts_nothing() -> None:
 # Gradients.
 
 
+def test_a_gradient_of_a_table_outside_a_run_is_refused_by_name() -> None:
+    model = Model("rows")
+    with ab.Executor(step_of(model), "Hybrid") as executor:
+        executor.run(batch=BATCHES[0])
+        before = [value.clone() for value in looks(model)]
+        with pytest.raises(ValueError, match=r"table\.weight .*outside .*executor\.run.*no_grad"):
+            mean_square(model, BATCHES[0]).backward()
+        same(looks(model), before)
+
+
 def test_a_tensor_kept_from_a_run_takes_no_gradient_to_the_servers_after_it() -> None:
     model, kept = Users(4), list[Tensor]()
 

@@ -296,3 +296,26 @@ def close_early(path: str) -> int:
 
 def test_a_worker_that_has_closed_is_not_waited_for(tmp_path: Path) -> None:
     assert in_job(close_early, 2, str(tmp_path), servers=2) == [10, 3]
+
+
+# Stopped, and resumed elsewhere.
+
+
+def go_on(folder: str, mode: str, last: int, at_end: str) -> list[object]:
+    """Train from the newest checkpoint to step ``last``, or until rank 1 asks for a stop, and save."""
+    model, rank, world = Model(), ab.job().rank, ab.job().world_size
+    with ab.Executor(step_of(model), mode, cache=ab.Cache(capacity=10)) as executor:
+        executor.resume(folder)
+        while executor.step < last and not executor.stopping:
+            if at_end == "stop" and executor.step == 3 and rank == 1:
+                executor.request_stop()
+            executor.run(batch=batch_of(executor.step, rank, world))
+        executor.save(folder)
+        return [executor.step, numbers(executor.state_dict())]
+
+
+@pytest.mark.slow
+def test_a_stopped_job_resumes_with_other_workers_and_servers(tmp_path: Path) -> None:
+    assert [step for step, _ in in_job(go_on, 2, str(tmp_path), "PS", 8, "stop", servers=1)] == [4, 4]
+    in_job(go_on, 3, str(tmp_path), "Hybrid", 6, "save", servers=2)
+    assert in_job(go_on, 1, str(tmp_path), "PS", 8, "save", servers=1) == [[8, plainly(8)]]

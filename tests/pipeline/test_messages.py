@@ -151,6 +151,7 @@ def test_a_slot_is_used_again_once_its_tensors_are_freed_and_they_are_no_copies(
     del view
     assert crossed(pair, x * 3)[1] == number
     assert crossed(pair, torch.ones(1 << 20))[1] not in (0, 1), "too small"
+    assert len({crossed(pair, torch.zeros(0))[1] for _ in range(3)}) == 1, "nothing is freed at once"
     for memory in pair:
         memory.close()
     assert len(os.listdir("/proc/self/fd")) == descriptors

@@ -210,6 +210,22 @@ def test_views_of_one_tensor_that_part_are_not_changed_in_place(checkpoint: str,
         pipe(torch.randn(4, 4))
 
 
+@pytest.mark.parametrize("schedule", ["GPipe", "ZB1P"])
+def test_layers_run_on_the_batchs_rows_alone(schedule: str):
+    """No trial runs, on made-up data or on the batch's: each layer sees each row once."""
+    seen: dict[int, list[Tensor]] = {0: [], 1: []}
+
+    layers = [Computes(lambda x, place=place: seen[place].append(x.detach().clone()) or x) for place in range(2)]
+    with Pipe(nn.Sequential(*layers), [1, 1], chunks=3, schedule=schedule, checkpoint="never") as pipe:
+        pipe.describe()
+        for rows in (7, 2):
+            x = torch.randn(rows, 2, requires_grad=True)
+            pipe.step(x, x.detach(), loss=F.mse_loss)
+            assert all(torch.equal(torch.cat(parts), x) for parts in seen.values())
+            assert [len(parts) for parts in seen.values()] == [min(rows, 3)] * 2
+            seen.update({0: [], 1: []})
+
+
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_autocast_reaches_the_stages_and_their_recomputation(checkpoint: str):
     seen: list[torch.dtype] = []

@@ -61,7 +61,8 @@ def all_reduce(
     Raises:
         ValueError: another ``op``.
         RuntimeError: a job of several workers without ``torch.distributed.init_process_group``.
-        DeadlineExceeded, PeerLost: not every rank came.
+        DeadlineExceeded, PeerLost: not every rank came, or an earlier sum of this group has failed.
+        BoundaryError: the ranks' tensors differ in size or dtype.
     """
     if op not in ("sum", "mean"):
         raise ValueError(f"op is 'sum' or 'mean', got {op!r}")
@@ -214,6 +215,8 @@ class _Reduction(_Exchange):
         assert work is not None  # this rank is a member of the group
         wait_until_reduced(work, group, "all_reduce", self.timeout, on_host=not tensor.is_cuda)
         if shares and sums is None and group.size() > 1:
+            for other in [other for other, its in _sums.items() if its.over]:
+                del _sums[other]  # with its memory: a group that was the default one lives on
             _sums[group] = GroupSums(group, self.timeout)
         return tensor
 

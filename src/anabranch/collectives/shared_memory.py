@@ -39,6 +39,7 @@ import mmap
 import os
 import platform
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate
@@ -56,8 +57,8 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from anabranch.collectives.workers import Pending, Workers
-from anabranch.errors import BoundaryError
-from anabranch.liveness.group import RankLeft
+from anabranch.errors import BoundaryError, PeerLost
+from anabranch.liveness.group import RankLeft, rank_names
 from anabranch.tables.kernels.numbers import inline, kernel
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ _TURNS = 4  # how often the many are tried where they are in vain
 _SMALL = 1 << 19  # bytes of all ranks' rows up to which a sum is one barrier
 _BLOCK = 1024  # numbers of a row that are summed at a time and stay in the processor's first cache
 _BEGUN, _ARRIVED, _SUMMED, _DONE, _NONFINITE, _LOST, _UNLIKE = range(7)  # progress of a sum on one rank
-_COUNT_BITS = 7  # of the word that counts arrivals, up to 64; the others add up the sizes
+_COUNT_BITS = 7  # of the word that counts arrivals, up to 64; the others add up numbers of the sizes
+_PIECE = 4_194_301  # numbers of a group's tensor summed at once; a prime: none of another size ends with a piece
 
 
 # Atomic operations on words of the segment: Numba has none for the CPU, and LLVM may move a plain load out of a loop.
@@ -162,11 +164,12 @@ def _wake(words: Any, phase: int) -> None:
 
 @inline
 def _arrive(words: Any, phase: int, number: int, ranks: int, size: int) -> Any:
-    """Count this rank in, with the size of its tensor; the last one moves the phase on.
+    """Count this rank in, with a number of its tensor's size; the last one moves the phase on.
 
-    It cannot if a rank gave up, or the sizes are not equal: ``_LOST`` or ``_UNLIKE`` then, else ``_BEGUN``.
+    It cannot if a rank gave up, or the sizes are not equal: ``_LOST`` or ``_UNLIKE`` then, else ``_BEGUN``. The number
+    is not linear in the size: 3, 4 and 5 must not add up to three times 4.
     """
-    mine = np.uint32(1 | (size << _COUNT_BITS))
+    mine = np.uint32(1 | (size * (1 + size + (size >> 13)) << _COUNT_BITS))
     every = np.uint32(_add(words, phase + _LINE, mine) + mine)
     if every & np.uint32((1 << _COUNT_BITS) - 1) < ranks:
         return _BEGUN
@@ -524,8 +527,11 @@ def shared_sums(workers: Workers, forms: Sequence[FlatForm]) -> list[SharedSum |
     return sums
 
 
+_made = Counter[str]()
+
+
 class GroupSums:
-    """Sums of tensors of any size over the ranks of one process group, in memory that grows with them.
+    """Sums of tensors of any size over the ranks of one process group, in memory that grows with them up to a piece.
 
     Args:
         group: the ranks, all of which are here; they call ``sum`` alike.
@@ -535,9 +541,15 @@ class GroupSums:
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         ranks = dist.get_process_group_ranks(group)
         name = f"all_reduce {group.group_name} {','.join(map(str, ranks))}"
-        self._workers = Workers(ranks=ranks, name=name, timeout=timeout)
+        _made[name] += 1  # a default group that is made again has the old one's name, and may have its store
+        self._workers = Workers(ranks=ranks, name=f"{name}/{_made[name]}", timeout=timeout)
         self._sums: dict[torch.dtype, SharedSum] = {}
         weakref.finalize(group, self._workers.close).atexit = False
+
+    @property
+    def over(self) -> bool:
+        """True once the job has other members."""
+        return self._workers.membership != self._workers.peers.membership
 
     def sum(self, tensor: Tensor, operation: str, timeout: float) -> bool:
         """Sum a contiguous tensor in its place; False if these ranks have no shared memory for it.
@@ -546,23 +558,29 @@ class GroupSums:
             DeadlineExceeded, PeerLost: not every rank came.
             BoundaryError: the ranks' tensors differ in size.
         """
-        workers, size, dtype = self._workers, tensor.numel(), tensor.dtype
+        workers, size, dtype = self._workers, min(tensor.numel(), _PIECE), tensor.dtype
         workers.timeout = timeout
         shared = self._sums.get(dtype)
         try:
             if shared is None or shared.room < size:
+                if workers.has_left_work or any(one.segment.gave_up() >= 0 for one in self._sums.values()):
+                    raise PeerLost("an earlier sum of this group has failed", peer=rank_names(workers.others))
                 room = 1 << max(size - 1, 1).bit_length()
                 (shared,) = shared_sums(workers, [FlatForm(room, dtype, tensor.device)])
                 if shared is None:
                     return False
                 self._sums[dtype] = shared
             try:
-                shared.sum(tensor, operation)
+                for piece in torch.split(tensor.view(-1), _PIECE):
+                    shared.sum(piece, f"{operation} of {dtype}")  # a wait compares the names
             except BoundaryError:
                 workers.has_left_work = len(workers.hosts) > 1  # else nothing of gloo's goes on
                 raise
-        except BoundaryError as error:
-            error.operation = operation  # also where memory is made for it
+        except BaseException as error:
+            for one in self._sums.values():
+                one.give_up()  # the other ranks make no more memory, either
+            if isinstance(error, BoundaryError):
+                error.operation = operation  # also where memory is made for it
             raise
         return True
 

@@ -281,9 +281,7 @@ class Workers(Group):
         if not awaited:
             for segment in self.segments:
                 segment.give_up()
-        # Never freed: gloo's threads may still wait, and take the interpreter's lock to free a tensor.
-        for thing in (self._own, list(self._begun)):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+        self._keep_work()
         after = self.membership if not self.joins or self.roll is not None else -1
         met = meet_members(after, self.timeout, (lambda: True) if awaited else self.has_lost)
         if met is None:
@@ -313,6 +311,11 @@ class Workers(Group):
         self._own, self._group = answer.result(0)
         set_world(self._group, self.peers)
         return True
+
+    def _keep_work(self) -> None:
+        """Let nothing be freed: gloo's threads may still wait, and take the interpreter's lock to free a tensor."""
+        for thing in (self._own, list(self._begun)):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
     def have_closed(self) -> bool:
         """Return True if all others have closed theirs."""
@@ -459,7 +462,9 @@ class Workers(Group):
         self.wait_seconds += time.monotonic() - began
 
     def _end(self) -> None:
-        if self.has_left_work:
+        if self.has_left_work and self.membership != self.peers.membership:
+            self._keep_work()  # with those who are lost since: the job has gone on without them
+        elif self.has_left_work:
             end_without_waiting()
         self.close()
 

@@ -617,7 +617,7 @@ def _wait(client: Client, key: _Key, requests: Sequence[CallRequest], deadline: 
         batch: list[CallRequest] = []
         try:
             with _lock:
-                if not first.leaves:
+                if not all(one.leaves for one in requests):
                     line.threads.add(me)
                     line.take(first, batch)
             if batch:

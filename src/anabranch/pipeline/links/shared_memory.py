@@ -72,6 +72,8 @@ class _Slot:
             else:
                 views.append(torch.empty(shape, dtype=dtype, device="cpu"))
             at += _aligned(size)
+        if not left:
+            self.memory[0] = 0
         return views
 
     def close(self) -> None:
