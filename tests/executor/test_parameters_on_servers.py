@@ -239,7 +239,7 @@ def test_several_workers_need_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     from anabranch.executor.spec import Spec
 
     class Two:
-        size, rank = 2, 0
+        size, rank, several = 2, 0, True
 
     with pytest.raises(ValueError, match="anabranch run --workers 2 --servers 1"):
         RemotePart(Spec({}, {}, "PS", ab.executor.Routes()), Two())  # type: ignore[arg-type]

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch import checkpoint
-from anabranch.parameter_server.client import saved_tables
 from anabranch.parameter_server.client.saved_tables import SavedTables
+from anabranch.tables import row_block
 from anabranch.tables.snapshot import RowSnapshot
 from toys import job_servers
 
@@ -199,10 +199,10 @@ def test_a_save_beside_training_streams_what_is_on_servers(
         expected = numbers(executor, model)
     model = new_model(seed=1)
     with job_servers(3, monkeypatch), executor_of(model, optimizer, mode) as executor:
-        looks, pieces = list[int](), saved_tables.pieces
+        looks, pieces = list[int](), row_block.pieces
         with monkeypatch.context() as patch:
             patch.setattr(ab.ParameterClient, "write_rows", None)  # which has the whole table
-            patch.setattr(saved_tables, "pieces", lambda group: looks.append(0) or pieces(group))
+            patch.setattr(row_block, "pieces", lambda group: looks.append(0) or pieces(group))
             executor.load(tmp_path)
         assert len(looks) == 2 * sum("rows" in name for name in names)  # to check it, and to send it
         for name, value in numbers(executor, model).items():

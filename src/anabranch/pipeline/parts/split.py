@@ -52,6 +52,7 @@ def split(
 ) -> nn.Sequential:
     """Return ``model`` as a ``nn.Sequential`` whose layers begin where the named modules are called.
 
+    >>> import torch
     >>> class Model(nn.Module):
     ...     def __init__(self):
     ...         super().__init__()
