@@ -37,7 +37,7 @@ MODEL := examples/language_model.py --steps 600
 demo: $(STAMP)
 	@$(DEMO) --log-dir runs/demo/logs $(MODEL) --out runs/demo --kill
 
-# Ten minutes: the demo, the same undisturbed, and one process.
+# The demo, the same undisturbed, and one process.
 demo-compare: demo
 	@$(DEMO) --log-dir runs/undisturbed/logs $(MODEL) --out runs/undisturbed
 	@$(BIN)/python $(MODEL) --out runs/alone
