@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,3 +40,8 @@ def marked_processes(mark: str) -> list[str]:
         except OSError:
             continue
     return found
+
+
+def lines(folder: Path, name: str) -> list[dict[str, Any]]:
+    """Return what the processes of a job wrote into their files of this name, one object a line."""
+    return [json.loads(line) for file in sorted(folder.glob(f"{name}-*")) for line in file.read_text().splitlines()]

@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from jobs import launch
-from test_workers_that_leave import GIVEN, Deaths, lines, train
+from jobs import launch, lines
+from test_workers_that_leave import GIVEN, Deaths, train
 
 from anabranch.launch import RestartBudget
 

@@ -9,11 +9,10 @@ import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from jobs import launch
+from jobs import launch, lines
 from torch import nn
 
 import anabranch as ab
@@ -259,10 +258,6 @@ class Undisturbed(nn.Module):
 def drawn_after(count: int, seed: int) -> float:
     generator = torch.Generator().manual_seed(seed)
     return float(torch.rand(count + 1, generator=generator)[-1])
-
-
-def lines(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for file in sorted(folder.glob(f"{name}-*")) for line in file.read_text().splitlines()]
 
 
 def train(

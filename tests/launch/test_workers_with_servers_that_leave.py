@@ -6,11 +6,10 @@ import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from jobs import launch
+from jobs import launch, lines
 from torch import Tensor, nn
 
 import anabranch as ab
@@ -194,10 +193,6 @@ class Undisturbed(nn.Module):
         y = torch.tensor([one % 7 / 7.0 for one in numbers], dtype=torch.float64)
         output = self.layers(torch.cat([table(ids[:, k]) for k, table in enumerate(self.tables)], 1))[:, 0]
         return (output - y).square()  # type: ignore[no-any-return]
-
-
-def lines(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for file in sorted(folder.glob(f"{name}-*")) for line in file.read_text().splitlines()]
 
 
 def train(

@@ -110,11 +110,17 @@ def test_a_message_of_an_older_membership_is_refused_though_that_had_as_many_wor
     assert shard._job.released == [0, 0]
 
 
-def test_members_may_drop_a_step_that_one_who_is_gone_had_released() -> None:
+def of_two_workers() -> Shard:
+    """Return a shard of the dense parameter p, which is 0, and of two workers that have joined."""
     shard = Shard()
     shard.init(InitMessage("p", SGD.to_dict()), [torch.zeros(2)])
     for rank in range(2):
         shard.join(JoinMessage(rank, 2, "bsp"))
+    return shard
+
+
+def test_members_may_drop_a_step_that_one_who_is_gone_had_released() -> None:
+    shard = of_two_workers()
     shard.release(ReleaseMessage(1, WorkerProgress(0, 2, 1, 0)))  # step 0 of the older membership is to be applied
     for rank in range(2):
         push = PushMessage([PushPart("p")], [], rank, 0, merging=Merging(hold=True), turn=WorkerProgress(1, 2, 0))
@@ -127,10 +133,8 @@ def test_members_may_drop_a_step_that_one_who_is_gone_had_released() -> None:
 
 
 def test_members_may_drop_a_step_that_a_restarted_shard_has_heard_under_an_older_number() -> None:
-    shard = Shard()
-    shard.init(InitMessage("p", SGD.to_dict()), [torch.zeros(2)])
+    shard = of_two_workers()
     for rank in range(2):
-        shard.join(JoinMessage(rank, 2, "bsp"))
         push = PushMessage([PushPart("p")], [], rank, 0, merging=Merging(hold=True), turn=WorkerProgress(0, 2, 0))
         shard.push(shard.request(push, [torch.empty(0, dtype=torch.int64), torch.ones(2)]))
     shard.release(ReleaseMessage(1, WorkerProgress(0, 2, 1, 0)))  # which was never the result
@@ -143,10 +147,7 @@ def test_members_may_drop_a_step_that_a_restarted_shard_has_heard_under_an_older
 
 def test_members_may_do_a_step_again_that_all_had_dropped() -> None:
     """One push was refused, so that no norm was known; its worker died before the vote was over."""
-    shard = Shard()
-    shard.init(InitMessage("p", SGD.to_dict()), [torch.zeros(2)])
-    for rank in range(2):
-        shard.join(JoinMessage(rank, 2, "bsp"))
+    shard = of_two_workers()
     for rank in range(2):
         shard.release(ReleaseMessage(rank, WorkerProgress(0, 2, 1)))
     assert shard._job is not None
@@ -181,10 +182,8 @@ def test_a_member_of_another_number_is_known_by_its_client_whatever_its_rank() -
 @pytest.mark.parametrize("world", [1, 3])
 def test_the_end_of_a_job_is_told_a_shard_that_has_not_heard_of_its_last_membership(world: int) -> None:
     """A step was applied on one of two servers only, or the next job could not take them over."""
-    shard = Shard()
-    shard.init(InitMessage("p", SGD.to_dict()), [torch.zeros(2)])
+    shard = of_two_workers()
     for rank in range(2):
-        shard.join(JoinMessage(rank, 2, "bsp"))
         push = PushMessage([PushPart("p")], [], rank, 0, merging=Merging(hold=True), turn=WorkerProgress(0, 2, 0))
         shard.push(shard.request(push, [torch.empty(0, dtype=torch.int64), torch.ones(2)]))
     shard.release(ReleaseMessage(-1, WorkerProgress(1, world, 1, 0)))

@@ -325,12 +325,12 @@ class RemoteProcess(RoleProcess):
 
     def _news(self) -> RoleEvents:
         """Return what came since the last call; asks again if this process was stopped (Ctrl-Z) in between."""
-        asked = time.monotonic()
+        began = time.monotonic()
         news: RoleEvents
         try:
             news = self._fetch(self._actor.follow.remote(), _LOST_SECONDS)
         except Exception:
-            if time.monotonic() - asked < _LOST_SECONDS + _STOPPED_SECONDS:
+            if time.monotonic() - began < _LOST_SECONDS + _STOPPED_SECONDS:
                 raise
             news = self._fetch(self._actor.follow.remote(), _LOST_SECONDS)
         return news

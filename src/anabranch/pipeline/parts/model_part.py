@@ -83,7 +83,7 @@ class ModelPart(nn.Module):
 
     def takes(self, names: Iterable[str], positional: int) -> tuple[str, ...]:
         """Return those of the keyword inputs ``names`` that this layer takes."""
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: a part of traced code and one of `glue=` learn it in other ways
 
 
 class PartedModel(nn.Sequential):

@@ -194,11 +194,11 @@ class PipeSchedules:
         """Return the schedule for ``m`` microbatches."""
         if m not in self._made:
             made = self._make(m) if self.name in SCHEDULES else None
-            given = self.schedule
-            if given and (made is None or (made.rank_of, made.splits_backward) != (self.rank_of, self.splits_backward)):
+            own = self.schedule
+            if own and (made is None or (made.rank_of, made.splits_backward) != (self.rank_of, self.splits_backward)):
                 raise ValueError(
-                    f"the schedule {self.name!r} is for {given.microbatches} microbatches, but this batch makes {m}; "
-                    f"give batches of at least {given.microbatches} rows with chunks={given.microbatches}, or a "
+                    f"the schedule {self.name!r} is for {own.microbatches} microbatches, but this batch makes {m}; "
+                    f"give batches of at least {own.microbatches} rows with chunks={own.microbatches}, or a "
                     "schedule by name"
                 )
             self._made[m] = cast(Schedule, made)
