@@ -1,6 +1,7 @@
 """Whole training steps with fused Adam: a hand-written PyTorch loop, the graph engine, and the graph with Inductor.
 
-``torch.compile(module)`` is the loop around a module that PyTorch compiles, the peer of the Inductor side.
+``torch.compile(module)`` is the loop around a module that PyTorch compiles, the peer of the Inductor side; on a GPU in
+its mode ``reduce-overhead``, which replays CUDA graphs as the graph engine does.
 ``executor`` is the same graph run by ``ab.Executor``, which also looks at the batch, the fetches, the schedulers and
 whether gradients are finite; with ``skip_nonfinite=None`` it does not look at those, as the loop does not.
 ``kernels`` is what no engine that calls PyTorch's kernels can go below: those of the step, one after the other, with
@@ -39,7 +40,7 @@ def eager(case: Case, *, compiled: bool = False) -> Callable[[], object]:
     torch.manual_seed(0)
     model, batch = case.model(), case.batch()
     if compiled:
-        model.compile()
+        model.compile(mode="reduce-overhead" if batch[0].is_cuda else None)
     optimizer = torch.optim.Adam(model.parameters(), fused=True)
 
     def loop() -> None:
