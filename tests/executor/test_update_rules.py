@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,6 +56,71 @@ def test_a_step_that_is_not_finite_raises_and_updates_nothing(engine: Any) -> No
         assert (executor.step, executor.statistics().skipped_steps) == (5, 0)
         executor.run(batch=batch_of(6))
         assert executor.engine() == ("tape" if engine == "tape" else "graph")
+
+
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, NO_CUDA])]
+FUSED = {
+    "adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.01, fused=True),
+    "momentum": lambda model: SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("optimizer", "clip"), [("adam", None), ("momentum", 0.1)])
+def test_a_step_on_a_gpu_raises_in_the_next_call_and_updates_nothing(
+    device: str, engine: Any, optimizer: str, clip: float | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Optimizers on a CPU pass over such a step, too: a GPU differs in what waits."""
+    monkeypatch.setattr("anabranch.executor.engines.engine.LATE", {device})
+    model, plain = model_of().to(device), model_of().to(device)
+    mine, reference = map(FUSED[optimizer], (model, plain))
+
+    def batch(index: int, *, bad: bool = False) -> dict[str, Tensor]:
+        return {name: value.to(device) for name, value in batch_of(index, bad=bad).items()}
+
+    def follow(*indices: int) -> None:
+        for index in indices:
+            reference.zero_grad()
+            loss_of(plain, batch(index)).backward()  # type: ignore[no-untyped-call]
+            if clip is not None:
+                nn.utils.clip_grad_norm_(plain.parameters(), clip)
+            reference.step()
+        assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
+
+    text = r"^gradients held NaN or an infinity after {} optimizer steps; nothing was updated by them"
+    executor = ab.Executor(ab.TrainStep(model, loss_of, mine, clip_grad_norm=clip), engine=engine)
+    with pytest.raises(ab.NonFinite, match=r"0\.weight, 0\.bias, 2\.weight, 2\.bias .* after 0 optimizer steps"):
+        executor.run(batch=batch(0, bad=True))  # a fused optimizer without state would keep what was in memory
+    for index in range(1, 5):
+        executor.run(batch=batch(index))
+    executor.run(batch=batch(5, bad=True))
+    follow(1, 2, 3, 4)
+    with pytest.raises(ab.NonFinite, match=text.format(4)):
+        executor.run(batch=batch(6))
+    follow()
+    assert executor.step == 4
+    for index in (7, 8):
+        executor.run(batch=batch(index))
+    follow(7, 8)
+    executor.run(batch=batch(9, bad=True))
+    with pytest.raises(ab.NonFinite, match=text.format(6)):
+        executor.save(tmp_path)
+    executor.save(tmp_path)
+    for index in (10, 11):
+        executor.run(batch=batch(index))
+    executor.run(batch=batch(12, bad=True))
+    executor.load(tmp_path)  # which takes its place
+    for index in (10, 11):
+        executor.run(batch=batch(index))
+    follow(10, 11)
+    assert executor.statistics().skipped_steps == 0
+    executor.run(batch=batch(13, bad=True))
+    with pytest.raises(ab.NonFinite, match=text.format(8)):
+        executor.close()
+    follow()
+    assert not hasattr(mine, "found_inf"), "the optimizer is the user's own again"
 
 
 @pytest.mark.quick_cases(3)

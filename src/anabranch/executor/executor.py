@@ -1153,6 +1153,8 @@ class Executor:
     def _close_save(self) -> None:
         if self._failed is None:
             self._finish_save()
+            for runner in self._runners.values():
+                runner.check_late()
         else:
             self._saver.abandon(Deadline.after(self._spec.timeout))
 

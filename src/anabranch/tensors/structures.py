@@ -88,7 +88,7 @@ def named_parts(structure: Structure) -> dict[str, Structure] | None:
 
 def _register_new(kinds: set[type]) -> None:
     """Register those ``kinds`` of leaves that are containers."""
-    for kind in kinds - _LEAVES - _registered:
+    for kind in kinds.difference(_LEAVES, _registered):
         node = None if issubclass(kind, (list, tuple)) else _node_of(kind)
         if node is not None:
             with _registering:

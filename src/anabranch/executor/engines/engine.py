@@ -24,12 +24,15 @@ from anabranch.autodiff import GradManager, record_outputs
 from anabranch.autodiff import grad_sessions as sessions
 from anabranch.autodiff.grad_sessions import loss_and_returned
 from anabranch.autodiff.moved_parameter import parameters_here
-from anabranch.executor.engines.gradients import all_finite, clip_norm, elements, nonfinite_names, norm_of
+from anabranch.executor.engines.gradients import LateCheck, all_finite, clip_norm, elements, nonfinite_names, norm_of
 from anabranch.executor.steps import TrainStep
 from anabranch.graph import Graph
 from anabranch.interrupts import hold_interrupts
 from anabranch.record import spans
 from anabranch.tensors import Structure, map_structure
+
+LATE = {"cuda"}
+"""Types of devices on which a step does not wait to learn whether its gradients are finite."""
 
 NORM = "grad_norm"
 """The name of a run's norm, unless the step returns something of that name or the model has such a submodule."""
@@ -49,11 +52,13 @@ class StepOutput:
         loss: a tensor of no dimensions.
         returned: the step's other results.
         nonfinite: the parameters with gradients that are not finite; nothing was updated.
+        late: gradients of the step before were not finite, by which nothing was updated, nor by these.
     """
 
     loss: Tensor
     returned: Mapping[str, Tensor]
     nonfinite: Sequence[str] = ()
+    late: bool = False
 
 
 class Fetch:
@@ -202,6 +207,27 @@ class Engine:
     def follow_model(self) -> None:
         """Look up the model's parameters again: an optimizer was given new ones."""
         vars(self).pop("parameters", None)
+        vars(self).pop("late_check", None)
+
+    @cached_property
+    def late_check(self) -> LateCheck | None:
+        """The check that a lone worker's step on a GPU does not wait for, or None where it has to."""
+        optimizers, trained = self._step.optimizers, [p for p in self.parameters.values() if p.requires_grad]
+        owned = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        devices = {parameter.device for parameter in trained}
+        fused = all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in optimizers)
+        if self._step.skip_nonfinite is not False or not fused or len(devices) != 1 or not owned.issuperset(trained):
+            return None
+        return LateCheck(optimizers, device) if (device := devices.pop()).type in LATE else None
+
+    def heeding(self) -> AbstractContextManager[None]:
+        """Let the optimizers heed the late check in the block, if there is one, also those that a graph captures."""
+        return nullcontext() if self.late_check is None else self.late_check.heeded()
+
+    def late_failed(self) -> bool:
+        """Return True, once, if the last step's gradients turn out not to have been finite."""
+        late: LateCheck | None = vars(self).get("late_check")
+        return late is not None and late.failed()
 
     def ask_to_stop(self) -> None:
         """Let them know, with the next run at the latest; may be called from a signal handler."""
@@ -273,7 +299,11 @@ class Engine:
 
     def _finish(self, ran: StepOutput, update: Callable[[], None]) -> StepOutput:
         """Check and clip the gradients, and step the optimizers on them."""
-        if self._step.skip_nonfinite is not None and (names := self.nonfinite()):
+        late = self.late_check
+        if late is not None and late.failed():
+            return StepOutput(ran.loss, ran.returned, late=True)
+        looked = late is not None and late.look([p.grad for p in self.parameters.values() if p.grad is not None])
+        if not looked and self._step.skip_nonfinite is not None and (names := self.nonfinite()):
             return StepOutput(ran.loss, ran.returned, names)
         if self._step.clip_grad_norm is not None:
             self.clip(self._step.clip_grad_norm)

@@ -7,7 +7,8 @@ Functions on a list of gradients: the tape calls them on what is in ``.grad``, a
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -133,13 +134,79 @@ def nonfinite_names(gradients: Iterable[tuple[str, Tensor]], *, own: bool = True
     return list(dict.fromkeys(name for name, gradient in named if not bool(torch.isfinite(_values(gradient)).all())))
 
 
-def nonfinite_error(names: Iterable[str], step: int) -> NonFinite:
-    """Return the error of a step whose gradients are not finite."""
+def nonfinite_error(names: Iterable[str], step: int, *, late: bool = False) -> NonFinite:
+    """Return the error of a step whose gradients are not finite.
+
+    Args:
+        names: of the parameters; unknown where the error is ``late``.
+        step: the number of optimizer steps before it.
+        late: a later call found it out.
+    """
+    whose = "gradients held" if late else f"the gradients of {listed(list(names))} hold"
+    again = "; an optimizer without fused=True waits for the GPU in the step itself, and names the parameters"
     return NonFinite(
-        f"the gradients of {listed(list(names))} hold NaN or an infinity after {step} optimizer "
-        "steps; nothing was updated. Look at the batch and the loss (torch.autograd.set_detect_anomaly(True) names the "
-        "operation), lower the learning rate, or give the TrainStep skip_nonfinite=True to skip such steps"
+        f"{whose} NaN or an infinity after {step} optimizer steps; nothing was updated by them. Look at the batch and "
+        "the loss (torch.autograd.set_detect_anomaly(True) names the operation), lower the learning rate, or give the "
+        f"TrainStep skip_nonfinite=True to skip such steps{again if late else ''}"
     )
+
+
+class LateCheck:
+    """A look for gradients that are not finite on a GPU, for which nobody waits.
+
+    The optimizers' own kernels read its result on the device and then update nothing; this process reads it when the
+    next step is about to update, or something is saved. Waiting at once would leave the GPU without work.
+
+    Args:
+        optimizers: whose kernels do so, all with ``fused=True``.
+        device: of their parameters and gradients.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._optimizers, self._bad = optimizers, torch.zeros((), device=device)
+        self._answer = torch.zeros((), device="cpu", pin_memory=on_gpu)
+        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        self._open = False
+
+    @contextmanager
+    def heeded(self) -> Iterator[None]:
+        """Let the optimizers heed it in the block."""
+        for optimizer in self._optimizers:
+            optimizer.found_inf = self._bad  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            for optimizer in self._optimizers:
+                vars(optimizer).pop("found_inf", None)
+
+    def look(self, gradients: list[Tensor]) -> bool:
+        """Look at the gradients; return False if this cannot be done without waiting."""
+        # Fused SGD would take what was in memory for its momentum, if it passed over its first step.
+        if not all(optimizer.state for optimizer in self._optimizers):
+            return False
+        try:
+            _, one = _scratch(self._bad.device, threading.get_ident())
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._bad, one)
+        except RuntimeError:  # memory that overlaps itself, several dtypes or devices
+            return False
+        self._answer.copy_(self._bad, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+        self._open = True
+        return True
+
+    def failed(self) -> bool:
+        """Return True, once, if the gradients last looked at were not finite."""
+        if not self._open:
+            return False
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._open = False
+        if not self._answer.item():
+            return False
+        self._bad.zero_()
+        return True
 
 
 def _values(gradient: Tensor) -> Tensor:

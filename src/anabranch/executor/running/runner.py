@@ -388,21 +388,34 @@ class StepRunner:
         for parameter in self._held:
             parameter.grad = None
         engine = self.engine
-        with releasing_interrupts():
+        with releasing_interrupts(), engine.heeding():
             ran = engine.step(batch, rows, fetch)
             if ran is None:
                 return None
             self.runs += 1
             self.stop_seen = engine.stopping
-            if ran.nonfinite:
-                self._pass_over(list(ran.nonfinite))
+            if ran.nonfinite or ran.late:
+                self._pass_over(list(ran.nonfinite), late=ran.late)
                 self._raise_at_end()
             else:
                 self._step_schedulers()
         return ran
 
+    def check_late(self) -> None:
+        """Raise ``NonFinite`` if the last step turns out to have updated nothing."""
+        if self.engine.late_failed():
+            self.steps -= 1
+            raise nonfinite_error([], self.steps, late=True)
+
     def check_known(self, operation: str) -> None:
-        """Raise ``BoundaryError`` if an earlier run ended where nobody knows what the others, or the servers, have."""
+        """Raise ``BoundaryError`` if an earlier run ended where nobody knows what the others, or the servers, have.
+
+        Raises:
+            NonFinite: see ``check_late``; what is loaded replaces what such a step left.
+        """
+        if operation == "load":
+            self.engine.late_failed()
+        self.check_late()
         if self._broken:
             raise BoundaryError(
                 "an earlier run failed in the middle of its communication, so this worker no longer knows the state "
@@ -573,8 +586,8 @@ class StepRunner:
                 names = sorted({name for (theirs,) in servers.part.gather([names]) for name in theirs})
         return names
 
-    def _pass_over(self, names: list[str]) -> None:
-        """Skip the step, or let it end in an error."""
+    def _pass_over(self, names: list[str], *, late: bool = False) -> None:
+        """Skip the step, or let it end in an error, perhaps of the step before."""
         named, held = self.engine.parameters, set(self._held)
         for name in names:
             if name in named and named[name] not in held:
@@ -584,7 +597,8 @@ class StepRunner:
             self.skipped += 1
             self._failed = []
         else:
-            self._fail(nonfinite_error(names, self.steps))
+            self.steps -= late  # which was counted, since nobody had waited for it
+            self._fail(nonfinite_error(names, self.steps, late=late))
 
     def _fail(self, error: Exception) -> None:
         self._error, self._failed = error, [type(error).__name__, str(error)]

@@ -29,6 +29,13 @@ _log = logging.getLogger("anabranch")
 _WARM_UP = 3
 """Runs before the recording, in which kernels choose their algorithms and a kind of batch shows that it recurs."""
 
+_WAITING = {
+    *("_ctc_loss", "_linalg_check_errors", "_linalg_eigh", "_linalg_eigvals", "_linalg_svd", "linalg_eig"),
+    *("bincount", "equal", "histc"),
+}
+"""Operations that wait for the device. A recording would fail there, and PyTorch's random numbers with it from then on:
+they would still be thought to be recorded."""
+
 _BROKEN: list[torch.cuda.CUDAGraph] = []
 """Recordings that could not be ended: PyTorch's allocator of host memory may still ask which streams are theirs."""
 
@@ -64,6 +71,12 @@ def _is_kernel(node: fx.Node) -> bool:
     return node.target is not torch.ops.aten._local_scalar_dense.default
 
 
+def _waiting(graph: OperationGraph) -> str | None:
+    """Return the name of an operation that waits for the device."""
+    names = (node.target.overloadpacket.__name__ for node in graph.fx.nodes if isinstance(node.target, OpOverload))
+    return next((name for name in names if name in _WAITING), None)
+
+
 class Replayed(Program):
     """A program that is recorded once it has run a few times, and replayed from then on.
 
@@ -84,6 +97,8 @@ class Replayed(Program):
         self._inputs: list[Tensor] = []
         self._recording: _Recording | None = None
         self._runs, self._refused = 0, False
+        if (waiting := _waiting(graph)) is not None:
+            self._refuse(f"{waiting} waits for the device")
 
     def _run(self, *inputs: Tensor) -> tuple[object, ...]:
         places = list(map(Tensor.data_ptr, self._bound))
@@ -111,10 +126,13 @@ class Replayed(Program):
         self._inputs = [value.clone() for value in inputs]
         try:
             self._recording = _record(self._program, self._inputs)
-        except RuntimeError as error:  # too little memory, or an operation that waits for the device
-            self._inputs, self._refused = [], True
-            reason = str(error).strip().split("\n")[0]
-            _log.info("a step cannot be a CUDA graph and is launched kernel by kernel: %s", reason)
+        except RuntimeError as error:  # too little memory, or an operation that waits after all
+            self._inputs = []
+            self._refuse(str(error).strip().split("\n")[0])
+
+    def _refuse(self, reason: str) -> None:
+        self._refused = True
+        _log.info("a step cannot be a CUDA graph and is launched kernel by kernel: %s", reason)
 
 
 def _record(program: Program, inputs: Sequence[Tensor]) -> _Recording:
