@@ -12,7 +12,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 ELSEWHERE := $(addprefix --ignore ,tests/matrix tests/models tests/launch/ray tests/docs/test_conf.py tests/docs/test_types.py)
 PURELIB := import sysconfig; print(sysconfig.get_path('purelib'))
 
-.PHONY: demo demo-compare test test-all test-ray test-matrix test-models soak lint types docs plots bench bench-peers clean
+.PHONY: demo demo-compare test test-all test-ray test-matrix test-models soak lint types docs plots bench bench-more bench-page bench-peers clean
 
 # The package with what the demo needs; then the dependency group of each other target.
 $(STAMP): pyproject.toml constraints.txt tools/install.py
@@ -93,29 +93,40 @@ docs: $(STAMP)-test $(STAMP)-docs
 plots: $(STAMP)
 	@$(BIN)/python tools/draw_plots.py
 
-# Everything that needs no peer beyond torch; half an hour on two free cores. Results land in benchmarks/results.
+# The figures that have targets: a quarter of an hour on two free cores. Results land in benchmarks/results.
 bench: $(STAMP)
 	@mkdir -p $(RESULTS)
-	$(BIN)/python benchmarks/tape_overhead.py --out $(RESULTS)
-	$(BIN)/anabranch run --workers 2 benchmarks/data_parallel.py --out $(RESULTS)
-	$(BIN)/anabranch run --workers 2 --servers 1 benchmarks/plans.py --out $(RESULTS)
-	$(BIN)/python benchmarks/autodiff.py --out $(RESULTS)
-	$(BIN)/python benchmarks/step_graph.py --out $(RESULTS)
-	$(BIN)/python benchmarks/capture_time.py --out $(RESULTS)
-	$(BIN)/python benchmarks/first_steps.py --out $(RESULTS)
-	$(BIN)/python benchmarks/transport.py --out $(RESULTS)
-	$(BIN)/python benchmarks/experts.py --out $(RESULTS)
-	$(BIN)/python benchmarks/compression.py --out $(RESULTS)
-	$(BIN)/python benchmarks/tables.py --out $(RESULTS)
+	$(BIN)/python benchmarks/tape_overhead.py --rounds 15 --out $(RESULTS)
+	$(BIN)/python benchmarks/step_graph.py --compile --floor --rounds 9 --out $(RESULTS)
+	$(BIN)/anabranch run --workers 2 benchmarks/data_parallel.py --rounds 7 --out $(RESULTS)
+	$(BIN)/anabranch run --workers 4 benchmarks/all_reduce.py --out $(RESULTS)
+	$(BIN)/python benchmarks/tables.py --largest 1000000 --out $(RESULTS)
 	$(BIN)/python benchmarks/parameter_server.py --out $(RESULTS)
-	$(BIN)/python benchmarks/snapshots.py --bytes 1e9 --out $(RESULTS)
 	$(BIN)/python benchmarks/cached_tables.py --out $(RESULTS)
-	$(BIN)/python benchmarks/cached_tables.py --skews --out $(RESULTS)
-	$(BIN)/python benchmarks/pipeline.py threads --out $(RESULTS)
-	$(BIN)/anabranch run --workers 2 benchmarks/pipeline.py ranks --out $(RESULTS)
-	$(BIN)/python benchmarks/pipeline.py simulator --out $(RESULTS)
+	$(BIN)/python benchmarks/pipeline.py threads --rounds 5 --out $(RESULTS)
+	$(BIN)/anabranch run --workers 2 benchmarks/pipeline.py ranks --rounds 5 --out $(RESULTS)
+	$(BIN)/python benchmarks/experts.py --only nop,ffn,mixture,callers --seconds 1 --out $(RESULTS)
+	$(BIN)/python benchmarks/autodiff.py --out $(RESULTS)
 	$(BIN)/python benchmarks/start.py --out $(RESULTS)
+	@$(BIN)/python benchmarks/summary.py $(RESULTS)
+
+# The others: another quarter of an hour.
+bench-more: $(STAMP)
+	@mkdir -p $(RESULTS)
+	$(BIN)/python benchmarks/first_steps.py --rounds 1 --out $(RESULTS)
+	$(BIN)/python benchmarks/capture_time.py --out $(RESULTS)
+	$(BIN)/anabranch run --workers 2 --servers 1 benchmarks/plans.py --rounds 2 --steps 5 --out $(RESULTS)
+	$(BIN)/python benchmarks/cached_tables.py --skews --out $(RESULTS)
+	$(BIN)/python benchmarks/snapshots.py --bytes 1e9 --out $(RESULTS)
+	$(BIN)/python benchmarks/pipeline.py simulator --out $(RESULTS)
+	$(BIN)/python benchmarks/experts.py --only overload --out $(RESULTS)/overload
+	$(BIN)/python benchmarks/transport.py --out $(RESULTS)
+	$(BIN)/python benchmarks/compression.py --out $(RESULTS)
 	$(BIN)/python benchmarks/observing.py --out $(RESULTS)
+
+# The tables of docs/benchmarks.md, where there are results.
+bench-page: $(STAMP)
+	@$(BIN)/python benchmarks/summary.py $(RESULTS) --docs docs/benchmarks.md
 
 # Beside other libraries, in a virtual environment of their own that borrows torch from ours.
 bench-peers: $(STAMP)

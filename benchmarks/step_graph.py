@@ -32,8 +32,6 @@ from anabranch.graph.run.lowering import lower
 from models import CASES, TRANSFORMERS, Case
 
 ALL = CASES | TRANSFORMERS
-TARGETS = dict(zip(CASES, (0.63, 0.58, 0.88, 0.67, 0.97, 0.98), strict=False))  # through the executor
-COMPILED_TARGETS = dict(zip(CASES, (0.47, 0.45, 0.52, 0.75, 0.88, 0.90), strict=False))
 
 
 def eager(case: Case, *, compiled: bool = False) -> Callable[[], object]:
@@ -104,17 +102,13 @@ def executor(case: Case, **options: Any) -> Callable[[], object]:
     return lambda: made.run(batch=batch)
 
 
-def _target(targets: dict[str, float], name: str) -> str:
-    return f" (target {targets[name]})" if name in targets else ""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=list(ALL), default=list(CASES))
     parser.add_argument("--compile", action="store_true", help="measure the Inductor side too")
     parser.add_argument("--floor", action="store_true", help="measure the bare kernels too")
     parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--device", default="cpu", help="where the model and its batches are; the targets are a CPU's")
+    parser.add_argument("--device", default="cpu", help="where the model and its batches are")
     parser.add_argument("--out", type=Path, default=None, help="a directory for the figures as JSON and Markdown")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -123,10 +117,10 @@ def main() -> None:
     for name in options.only:
         case = ALL[name].on(options.device)
         sides = {"eager": eager(case), "graph": graph(case, False)}
-        sides[f"executor{_target(TARGETS, name)}"] = executor(case)
+        sides["executor"] = executor(case)
         sides["executor, skip_nonfinite=None"] = executor(case, skip_nonfinite=None)
         if options.compile:
-            sides[f"compiled{_target(COMPILED_TARGETS, name)}"] = graph(case, True)
+            sides["compiled"] = graph(case, True)
             sides["torch.compile(module)"] = eager(case, compiled=True)
         if options.floor:
             sides["kernels"] = kernels(case)
