@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ast
 import functools
+import json
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -125,6 +127,30 @@ def test_a_benchmark_named_in_the_documentation_is_there() -> None:
     there = {path.name for path in (DOCS.parent / "benchmarks").glob("*.py")}
     assert len(named) > 3
     assert named <= there
+
+
+def test_tables_of_benchmarks_are_made_of_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those without results stay as they are."""
+    monkeypatch.syspath_prepend(DOCS.parent / "benchmarks")
+    summary = import_module("summary")
+    text = (DOCS / "benchmarks.md").read_text()
+    marked = re.findall(r"^% (?:table|plot) ([\w-]+): .+\n\|", text, re.MULTILINE)
+    assert set(summary.TABLES) | {"experts-peers"} == set(marked)
+    rows = [
+        {"side": side, "median_ms": value, "min_ms": 1.0}
+        for side, value in (("server", 9), ("echo", 2), ("kernels", 4))
+    ]
+    machine = {"cores": 2, "processor": "example", "torch": "2.13.0"}
+    (tmp_path / "parameter_server.json").write_text(json.dumps({"machine": machine, "rows": rows}))
+    results = summary.Results(tmp_path)
+    made = summary.rewritten(text, results)
+    assert "| 9.0 ms (1.0) | 2.0 ms (1.0) | 4.0 ms (1.0) | 1.50 |\n" in made
+    assert re.search(
+        r"^% table shard: commit [0-9a-f]{8}, two cores of a virtual machine \(example\)", made, re.MULTILINE
+    )
+    assert [row["met"] for row in summary.targets(results)] == ["0 of 1"]
+    pieces = (text.split("% table shard:"), made.split("% table shard:"))
+    assert pieces[0][0].split("% table tape:")[1] == pieces[1][0].split("% table tape:")[1], "no result, no change"
 
 
 # The walks through the sources in docs/design.md.
