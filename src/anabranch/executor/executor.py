@@ -148,8 +148,8 @@ class Executor:
             before each save; 0: never.
 
     Raises:
-        ValueError, TypeError: an invalid argument, models or optimizers that differ between the workers, or something
-            that servers do not support: an optimizer, a dtype, ``max_norm``; the error names it and the fix.
+        ValueError, TypeError: an invalid argument, models that differ between the workers, or something that
+            servers do not support: an optimizer, a dtype, ``max_norm``; the error names it and the fix.
         PeerLost, DeadlineExceeded: the other workers did not arrive.
     """
 
@@ -228,13 +228,15 @@ class Executor:
                 optimizers = [one for step in spec.training.values() for one in step.optimizers]
                 models = list(dict.fromkeys(step.model for step in spec.steps.values()))
                 self._parts.enter_context(placed(models, devices, optimizers))
+            self._bind = partial(BoundLoader, worker=partial(_place_among, self._workers), looks_ahead=prefetch)
+            loaders = {name: self._bind(loader) for name, loader in (dataloaders or {}).items()}
             if self._workers is not None and self._workers.size > 1:
                 assert spec.comm_mode is not None
-                check_alike(self._workers, spec.comm_mode, spec.steps, spec.routes, dataloaders or {})
+                check_alike(self._workers, spec.comm_mode, spec.steps, loaders)
                 share_parameters(self._workers, spec.steps, spec.routes)
             self._remote = self._remote_part(stages)
             acting = self._workers if spec.run_together(spec.routes) else None
-            self._batches = Batches(dataloaders or {}, self._workers, together=acting is not None, prefetch=prefetch)
+            self._batches = Batches(loaders, self._workers, together=acting is not None)
             self._parts.callback(self._batches.close)
             self._evaluators = {
                 name: Evaluator(step, spec.engine, compile=compile)
@@ -248,7 +250,6 @@ class Executor:
                 name: self._runner(name, number, step, acting, drift)
                 for number, (name, step) in enumerate(spec.training.items())
             }
-            loaders = self._batches.loaders
             self._saver = Saver(spec, self._runners, self._everyone, stages, loaders, self._remote, self.state)
             self._redo = self._make_redo(acting)
             self._parts.callback(self._wait_for_pushes)
@@ -631,7 +632,7 @@ class Executor:
         if loader is None:
             bound = self._batches.bound(name)
         else:
-            bound = BoundLoader(loader, worker=self._batches.worker)
+            bound = self._bind(loader)
         self._batches.check_free(bound)
         rows = partial(self._rows_of, name, step)
 
@@ -1163,6 +1164,11 @@ class Executor:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._end(error)
+
+
+def _place_among(workers: Workers | None) -> tuple[int, int]:
+    """Return this worker's rank and the number of workers; a loader that outlives the executor holds no more of it."""
+    return (0, 1) if workers is None else (workers.rank, workers.size)
 
 
 def _as_numpy(value: object) -> object:

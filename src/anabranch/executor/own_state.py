@@ -39,6 +39,10 @@ class OwnState(UserDict[str, Any]):
             for name, value in self.data.items()
         }
 
+    def state(self) -> dict[str, Any]:
+        """Return the state of each object."""
+        return {name: target.state_dict() for name, target in self.objects.items()}
+
     def __setitem__(self, name: str, value: object) -> None:
         """Set a value; what has a ``state_dict`` is saved by it."""
         if name not in self.data:
