@@ -51,7 +51,6 @@ from anabranch.executor.observing.watching import (
 )
 from anabranch.executor.own_state import OwnState
 from anabranch.executor.plan import Plan, plan_step
-from anabranch.executor.plan.survey import check_planned
 from anabranch.executor.routes import CommMode, Routes
 from anabranch.executor.running.redo import Redo, ShareOf, is_share, why_fixed
 from anabranch.executor.running.remote import RemotePart
@@ -393,7 +392,7 @@ class Executor:
             same step in each ``comm_mode`` that is possible.
 
         Raises:
-            ValueError: no such training step, or a ``Pipe``'s with experts, or with parameters on servers.
+            ValueError: no such training step, or a ``Pipe``'s.
             PeerLost, DeadlineExceeded: the other workers did not arrive.
         """
         self._check_open()
@@ -402,7 +401,11 @@ class Executor:
         step = self._step(name)
         if not isinstance(step, TrainStep):
             raise ValueError(f"step {name!r} trains nothing; plans are of training steps")
-        check_planned(name, step, self.comm_mode)
+        if isinstance(step.model, Pipe):
+            raise ValueError(
+                f"step {name!r} trains a Pipe, whose stages compute while others do: after a run pipe.describe() shows "
+                "their times and bytes, and executor.trace how they waited; plan its module without the Pipe"
+            )
         if self._remote is not None:
             self._remote.check_free()
         if batch is None and name in self._batches.loaders:

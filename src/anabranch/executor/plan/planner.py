@@ -6,7 +6,6 @@
     workers      buckets of gradients, summed; sparse ones gathered                 once a step
     servers      rows read (each run) and moved, parameters read and moved whole    once a step
     experts      forward as tried, and backward as long                             once a run
-    pipeline     the busiest rank of a pipe waits for the others                    once a run
 
 What crosses takes its messages' latency, and its bytes over the bandwidth. No overlap is assumed: on a processor's
 cores there is seldom any.
@@ -31,7 +30,7 @@ from anabranch.collectives.buckets import carries_header, in_buckets
 from anabranch.collectives.sparse_rows import sparse_bytes, summing_dtype
 from anabranch.executor.likeness import exchange
 from anabranch.executor.plan.step_plan import LinkCost, ModeCost, Plan, PlanRow
-from anabranch.executor.plan.survey import StepSurvey, TableRows, survey_pipe, survey_step
+from anabranch.executor.plan.survey import StepSurvey, TableRows, survey_step
 from anabranch.executor.routes import COMM_MODES, Place, Route, Routes
 from anabranch.executor.running.remote import RemotePart
 from anabranch.executor.running.runner import rows_of
@@ -40,7 +39,6 @@ from anabranch.executor.spec import Spec
 from anabranch.executor.steps import TrainStep
 from anabranch.job import job
 from anabranch.parameter_server import ParameterClient, RemoteEmbedding
-from anabranch.pipeline import Pipe
 from anabranch.tensors import Compression, Structure
 from anabranch.tensors.packing import Share
 
@@ -100,8 +98,6 @@ def _measured(
 def _survey(step: TrainStep, batch: Structure | None, routes: Routes) -> StepSurvey | None:
     if batch is None or not rows_of(step, batch):
         return None
-    if isinstance(step.model, Pipe):
-        return survey_pipe(step, step.model, batch)
     tables: dict[Tensor, tuple[str, bool]] = {
         route.tensor: (route.parameter, route.place is Place.ROWS) for route in routes if route.tensor is not None
     }

@@ -41,15 +41,12 @@ class PlanRow:
     """One parameter, or one layer that is across a boundary. ``str`` of it is a line of the table.
 
     Attributes:
-        name: the parameter's, or the far side's: an expert, a stage.
-        shape: of the whole parameter; empty for an expert; of a pipe's stage, how many numbers its parameters are.
+        name: the parameter's, or an expert's.
+        shape: of the whole parameter; empty for an expert.
         place: where it lives.
-        boundary: the one it crosses in a step, ``"workers"``, ``"servers"``, ``"experts"`` or ``"pipeline"``; empty if
-            none.
-        bytes: those that this worker sends and receives for it in a step; ``None`` if a batch is needed to know. Those
-            that a pipe's stage sends to others, on whichever rank it is.
-        seconds: the estimated time of its bytes; the latency of messages is that of the boundary. The computing time of
-            a pipe's stage.
+        boundary: the one it crosses in a step, ``"workers"``, ``"servers"`` or ``"experts"``; empty if none.
+        bytes: those that this worker sends and receives for it in a step; ``None`` if a batch is needed to know.
+        seconds: the estimated time of its bytes; the latency of messages is that of the boundary.
     """
 
     name: str
