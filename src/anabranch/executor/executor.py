@@ -52,9 +52,9 @@ from anabranch.executor.observing.watching import (
 from anabranch.executor.own_state import OwnState
 from anabranch.executor.plan import Plan, plan_step
 from anabranch.executor.routes import CommMode, Routes
-from anabranch.executor.running.redo import Redo, ShareOf, is_share, why_fixed
+from anabranch.executor.running.redo import Redo, why_fixed
 from anabranch.executor.running.remote import RemotePart
-from anabranch.executor.running.runner import StepRunner, rows_of
+from anabranch.executor.running.runner import ShareOf, StepRunner, is_share, rows_of
 from anabranch.executor.running.window import HEADER_SIZE, RemoteWindow
 from anabranch.executor.saving.saving import Saver
 from anabranch.executor.spec import Served, check_arguments, check_log_path, spec_of
