@@ -228,17 +228,14 @@ def _check_tables(steps: Mapping[str, Step]) -> None:
         for name, module in step.model.named_modules():
             if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 continue
-            if module.max_norm is not None:
-                raise ValueError(
-                    f"{name}: max_norm={module.max_norm} shrinks rows in place whenever a worker looks them up, each "
-                    "worker those of its own batch, so that several workers would train different tables; leave it "
-                    "None and shrink the looked-up rows in the forward, or all rows after each step"
-                )
+            refused = (
+                f"max_norm={module.max_norm} shrinks rows in place whenever a worker looks them up, which it does for "
+                "its own batch's; leave it None and shrink the looked-up rows in the forward, or all after each step"
+            )
             if module.scale_grad_by_freq:
-                raise ValueError(
-                    f"{name}: scale_grad_by_freq=True divides gradients by how often an id is in the batch, of which "
-                    "each worker sees only its shard, so that several workers would train another table; leave it False"
-                )
+                refused = "scale_grad_by_freq=True counts how often an id is in a worker's own shard; leave it False"
+            if module.scale_grad_by_freq or module.max_norm is not None:
+                raise ValueError(f"{name}: several workers would not train the table that one would, as {refused}")
 
 
 def _model_lines(steps: Mapping[str, Step]) -> Iterator[str]:

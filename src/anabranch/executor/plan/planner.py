@@ -202,12 +202,10 @@ class _Costs:
             # Rows are read in one message a run, parameters in one a step, and all are pushed in one; a norm takes two.
             reads = step.accumulate * bool(mine.at(Place.ROWS)) + bool(mine.at(Place.WHOLE, Place.WHOLE_TABLE))
             self._add("servers", messages=reads + 1 + 2 * (step.clip_grad_norm is not None))
-        if self._mine is not None:
-            runs = step.accumulate
-            self.rows += [
-                replace(row, bytes=runs * (row.bytes or 0), seconds=runs * row.seconds) for row in self._mine.rows
-            ]
-            self.bytes |= {boundary: runs * size for boundary, size in self._mine.bytes.items()}
+        for row in () if self._mine is None else self._mine.rows:
+            size = step.accumulate * (row.bytes or 0)
+            self.rows.append(replace(row, bytes=size, seconds=step.accumulate * row.seconds))
+            self.bytes[row.boundary] = self.bytes.get(row.boundary, 0) + size
 
     def _add(self, boundary: str, nbytes: int = 0, messages: int = 0) -> float:
         """Add what these bytes and messages take."""

@@ -51,14 +51,12 @@ class StepSurvey:
         parts: seconds by cause: ``"compute"`` is forward and backward, without experts.
         tables: by the table's name.
         rows: of experts.
-        bytes: that cross to them.
         notes: what was not measured.
     """
 
     parts: Mapping[str, float]
     tables: Mapping[str, TableRows] = field(default_factory=dict)
     rows: tuple[PlanRow, ...] = ()
-    bytes: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -84,7 +82,7 @@ def survey_step(step: TrainStep, batch: Structure, tables: Mapping[Tensor, tuple
     lookups = {name: _lookup(ids) for name, ids in dry_run.ids.items()}
     sizes = dry_run.expert_bytes
     rows = [PlanRow(name, (), "experts", "experts", size, 2 * away / len(sizes)) for name, size in sizes.items()]
-    return StepSurvey(parts, lookups, tuple(rows), {"experts": sum(sizes.values())} if sizes else {}, notes)
+    return StepSurvey(parts, lookups, tuple(rows), notes)
 
 
 def _run(step: TrainStep, batch: Structure, tables: Mapping[Tensor, tuple[str, bool]]) -> tuple[float, bool, _DryRun]:
