@@ -51,7 +51,7 @@ from anabranch.executor.observing.watching import (
 )
 from anabranch.executor.own_state import OwnState
 from anabranch.executor.plan import Plan, plan_step
-from anabranch.executor.routes import CommMode, Routes
+from anabranch.executor.routes import Routes
 from anabranch.executor.running.redo import Redo, why_fixed
 from anabranch.executor.running.remote import RemotePart
 from anabranch.executor.running.runner import ShareOf, StepRunner, is_share, rows_of
@@ -69,7 +69,7 @@ from anabranch.record.process import PLAN_VARIABLE, process_record
 from anabranch.tables import Cache
 from anabranch.tensors import Compression, Structure, as_tensors, map_structure
 
-__all__ = ["CommMode", "Executor"]
+__all__ = ["Executor"]
 
 _T = TypeVar("_T")
 _log = logging.getLogger("anabranch")

@@ -13,8 +13,6 @@ from anabranch.executor.loaders.loading import ENDED, NOTHING, BoundLoader
 from anabranch.record import spans
 from anabranch.tensors import Structure, as_tensors, map_structure
 
-__all__ = ["Batches"]
-
 
 class Batches:
     """The loaders of an executor's steps, by the step's name.

@@ -174,9 +174,9 @@ class Saver:
     def _check_encoding(self) -> None:
         """Raise ``ValueError`` for what a checkpoint cannot hold; an optimizer's own state is not there yet."""
         objects: dict[str, object] = {}
-        for name, target in self._own.objects.items():
+        for name in self._own:
             with suppress(Exception):  # one that needs the executor, or a first batch: the save says so
-                objects[name] = target.state_dict()
+                objects[name] = self._own.of(name)
         optimizers, schedulers = self._optimizers({}), self._schedulers()
         state = {"optimizers": optimizers, "schedulers": schedulers, "extra": self._extra(), "objects": objects}
         try:
@@ -380,7 +380,7 @@ class Saver:
             moved=moved,
             extra=extra,
             modes=modes,
-            objects=self._own.state(),
+            objects=self._objects(),
         )
         state, tensors = checkpoint.split(whole)
         groups: dict[str, checkpoint.Group] = {
@@ -414,6 +414,9 @@ class Saver:
     def _extra(self) -> dict[str, object]:
         """Return the models' state that is no tensor."""
         return {name: value for name, value in _model_state(self._models) if not isinstance(value, Tensor)}
+
+    def _objects(self) -> dict[str, object]:
+        return {name: self._own.of(name) for name in self._own}
 
     def _modes(self) -> dict[str, bool]:
         return {key: getattr(*switch) for key, switch in self._switches().items()}
@@ -460,7 +463,7 @@ class Saver:
         values = self._buffers() | self._extra()
         loaders = {name: loader.state() for name, loader in self.loaders.items() if loader.kind == "global"}
         saving = None if self.saving is None else [self.saving.step, _name_of(self.saving.path)]
-        return [values, loaders, self._own.state(), self._modes(), saving, self._run.known()]
+        return [values, loaders, self._objects(), self._modes(), saving, self._run.known()]
 
     @torch.inference_mode(False)
     def take_newcomers_state(self, state: Any) -> None:
@@ -609,9 +612,9 @@ class Saver:
             _log.warning("the checkpoint in %s has a state %r that this Executor was not given", source.path, name)
 
     def _load_objects(self, saved: Mapping[str, object]) -> None:
-        for name, target in self._own.objects.items():
+        for name, target in self._own.items():
             try:
-                target.load_state_dict(saved[name])
+                self._own.load(name, saved[name])
             except Exception as error:
                 raise CheckpointError(
                     f"the object given as state={{{name!r}: ...}} ({type(target).__name__}) rejected its "
