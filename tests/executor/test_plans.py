@@ -15,12 +15,12 @@ from torch.utils.data import DataLoader
 
 import anabranch as ab
 from anabranch.executor import LinkCost, ModeCost, Plan
-from anabranch.executor.plan import planner
-from anabranch.executor.plan.survey import StepSurvey, TableRows, survey_step
+from anabranch.executor import plan as planner
 from anabranch.executor.routes import CommMode, plan_routes
 from anabranch.executor.running.window import HEADER_SIZE
 from anabranch.executor.spec import Spec
 from anabranch.executor.steps import distinct_models
+from anabranch.executor.survey import StepSurvey, TableRows, survey_step
 from anabranch.parameter_server import Consistency
 from launched import run
 from plain_loop import mean_square

@@ -21,7 +21,6 @@ from torch.overrides import TorchFunctionMode
 from anabranch.autodiff.boundary.crossing import Boundary, Crossed, Tensors, Tracer, run_forward, traced_by
 from anabranch.autodiff.grad_sessions import loss_and_returned
 from anabranch.autodiff.moved_parameter import parameters_here
-from anabranch.executor.plan.step_plan import PlanRow
 from anabranch.executor.randomness import random_state, restore_random_state
 from anabranch.executor.steps import TrainStep
 from anabranch.experts import RemoteExpert, RemoteMixtureOfExperts
@@ -50,13 +49,13 @@ class StepSurvey:
     Attributes:
         parts: seconds by cause: ``"compute"`` is forward and backward, without experts.
         tables: by the table's name.
-        rows: of experts.
+        experts: bytes that cross to each, by name.
         notes: what was not measured.
     """
 
     parts: Mapping[str, float]
     tables: Mapping[str, TableRows] = field(default_factory=dict)
-    rows: tuple[PlanRow, ...] = ()
+    experts: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -80,9 +79,7 @@ def survey_step(step: TrainStep, batch: Structure, tables: Mapping[Tensor, tuple
     if away:
         parts["experts"] = 2 * away  # backward, which would train them, is taken to last as long as forward
     lookups = {name: _lookup(ids) for name, ids in dry_run.ids.items()}
-    sizes = dry_run.expert_bytes
-    rows = [PlanRow(name, (), "experts", "experts", size, 2 * away / len(sizes)) for name, size in sizes.items()]
-    return StepSurvey(parts, lookups, tuple(rows), notes)
+    return StepSurvey(parts, lookups, dry_run.expert_bytes, notes)
 
 
 def _run(step: TrainStep, batch: Structure, tables: Mapping[Tensor, tuple[str, bool]]) -> tuple[float, bool, _DryRun]:
