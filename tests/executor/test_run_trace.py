@@ -141,7 +141,7 @@ def traced_by_two(folder: str) -> list[str]:
 
 def test_ranks_are_refused_together_and_state_by_how_much_their_clocks_may_be_off(tmp_path: Path) -> None:
     first, second = in_job(traced_by_two, 2, str(tmp_path))
-    assert "refused on rank 1: steps is" in first[0]
+    assert "rank 1 cannot trace: steps is" in first[0]
     assert "steps is a number" in second[0]
     assert all("the same number of steps" in said[1] for said in (first, second))
     first, second = check_valid(tmp_path / "out.json").other["processes"]

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import SGD, Adam, Optimizer
-from torch.optim.lr_scheduler import StepLR
+from torch.optim import SGD
 from torch.utils.data import DataLoader, DistributedSampler
 
 import anabranch as ab
 from anabranch.collectives import Workers
 from anabranch.collectives.shared_memory import SharedSum
 from anabranch.executor.likeness import FirstBatches, check_alike
-from anabranch.executor.routes import CommMode, plan_routes
-from anabranch.executor.steps import Step, distinct_models
+from anabranch.executor.loaders.loading import BoundLoader
+from anabranch.executor.steps import Step
 from toys import in_job, run_in_job
 
 
@@ -42,7 +39,7 @@ def layouts() -> list[Any]:
     with pytest.raises(ValueError, match=r"weight \(2, 3\).*weight \(3, 3\)"):
         executor(nn.Linear(3, 2 + rank))
     step = ab.TrainStep(gaps, lambda m, b: m(b).square().mean(), SGD(gaps.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match=r"rank 0 has dataloaders for the steps \['default'\], rank 1 for \[\]"):
+    with pytest.raises(ValueError, match="rank 0 and rank 1 .*loader of 'default': no GlobalBatches.*nothing"):
         ab.Executor(
             step, comm_mode="AllReduce", dataloaders={} if rank else {"default": [torch.ones(2, 3)]}, timeout=50
         )
@@ -80,110 +77,16 @@ class Model(nn.Module):
 
 def test_workers_that_each_read_all_samples_are_warned_of_it(recwarn: pytest.WarningsRecorder) -> None:
     model, data = Model(), range(6)
-    steps: dict[str, Step] = {"train": ab.TrainStep(model, lambda m, b: m(b).mean(), sgd(model))}
-    routes = plan_routes(steps, distinct_models(steps), None, None)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    steps: dict[str, Step] = {"train": ab.TrainStep(model, lambda m, b: m(b).mean(), optimizer)}
     parts = DataLoader(data, sampler=DistributedSampler(data, 2, 0))  # type: ignore[arg-type,var-annotated]
     for loader, warned in ((parts, 0), (DataLoader(data, 2), 1)):  # type: ignore[arg-type,var-annotated]
         workers = cast(Workers, OneAfterAnother())
         for _ in range(2):
             recwarn.clear()
-            check_alike(workers, None, steps, routes, {"train": loader})
+            check_alike(workers, "AllReduce", steps, {"train": BoundLoader(loader)})
         assert len(recwarn) == warned
     assert "the 6 samples of the DataLoader of step 'train' in whole" in str(recwarn[0].message)
-
-
-Make = Callable[[Model], Optimizer | list[Optimizer]]
-
-
-def compare(first: Make, second: Make, mode: CommMode = "AllReduce") -> None:
-    workers = cast(Workers, OneAfterAnother())
-    for make in (first, second):
-        model = Model()
-        steps: dict[str, Step] = {"train": ab.TrainStep(model, lambda m, b: m(b).mean(), make(model))}
-        check_alike(workers, mode, steps, plan_routes(steps, distinct_models(steps), mode, None))
-
-
-def sgd(model: Model, **settings: Any) -> Optimizer:
-    return SGD(model.parameters(), **{"lr": 0.1, **settings})
-
-
-def with_a_frozen_head(model: Model, **settings: Any) -> Optimizer:
-    model.head.requires_grad_(False)
-    return sgd(model, **settings)
-
-
-def adam(model: Model, **settings: Any) -> Optimizer:
-    return Adam(model.parameters(), **{"lr": 0.1, **settings})
-
-
-def in_groups(model: Model, *, head: dict[str, Any] | None = None, turned: bool = False, cut: int = 2) -> Optimizer:
-    held = [model.head.weight, model.head.bias, model.table.weight]
-    groups: list[dict[str, Any]] = [{"params": held[:cut], **(head or {})}, {"params": held[cut:]}]
-    return SGD([{**g, "params": g["params"][::-1]} for g in groups[::-1]] if turned else groups, lr=0.1)
-
-
-def with_extra(value: object) -> Make:
-    def make(model: Model) -> Optimizer:
-        optimizer = sgd(model)
-        optimizer.param_groups[0]["extra"] = value
-        return optimizer
-
-    return make
-
-
-def scheduled(model: Model) -> Optimizer:
-    optimizer = sgd(model)
-    StepLR(optimizer, 1)
-    return optimizer
-
-
-def apart(model: Model) -> list[Optimizer]:
-    return [SGD(model.head.parameters(), lr=0.1), Adam(model.table.parameters(), lr=0.1)]
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "said"),
-    [
-        (sgd, adam, "optimizer 0 is torch.optim.sgd.SGD"),
-        (sgd, partial(sgd, lr=torch.tensor(0.5)), "lr=0.1' and .*lr=0.5"),
-        (adam, partial(adam, betas=(0.9, 0.9)), r"betas=\(0.9, 0.999\)' and .*betas=\(0.9, 0.9\)"),
-        (sgd, in_groups, "parameters=3' and .*parameters=2"),
-        (in_groups, partial(in_groups, head={"lr": 0.2}), "group of head.bias: lr=0.1' and .*lr=0.2"),
-        (apart, lambda m: apart(m)[::-1], "optimizer 0 is"),
-        (with_extra(len), with_extra(1), "builtin_function"),
-        (sgd, scheduled, "initial_lr"),
-    ],
-)  # fmt: skip
-def test_optimizers_that_would_train_apart_are_refused(first: Make, second: Make, said: str) -> None:
-    with pytest.raises(ValueError, match=f"the optimizers of rank 0 and rank 1 .*{said}.* make the same optimizers"):
-        compare(first, second)
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (apart, apart),
-        (sgd, partial(sgd, foreach=True)),
-        (adam, partial(adam, fused=True)),
-        (partial(sgd, weight_decay=0), partial(sgd, weight_decay=np.float64(0.0))),
-        (partial(sgd, lr=0.5), partial(sgd, lr=torch.tensor(0.5))),
-        (in_groups, partial(in_groups, turned=True)),  # groups that were made from a set
-        (with_extra([0.1, "a"]), with_extra((0.1, "a"))),
-        (with_extra(torch.zeros(100)), with_extra(torch.ones(100))),  # memory of its own, no setting
-    ],
-)
-def test_optimizers_that_move_parameters_alike_are_not_refused(first: Make, second: Make) -> None:
-    compare(first, second)
-
-
-def test_only_optimizers_of_all_reduced_parameters_are_compared() -> None:
-    """Servers take each worker's numbers with its pushes: under asp workers may have rates of their own."""
-    compare(sgd, partial(sgd, lr=0.5), "PS")
-    compare(with_a_frozen_head, partial(with_a_frozen_head, lr=0.5), "PS")  # what is frozen is here, and is not moved
-    rates = [lambda m, lr=lr: [SGD(m.head.parameters(), lr=0.1), SGD(m.table.parameters(), lr=lr)] for lr in (0.1, 0.5)]
-    compare(*rates, mode="Hybrid")
-    with pytest.raises(ValueError, match="group of table.weight: lr"):
-        compare(*rates)
 
 
 def runs_of_their_own(folder: str) -> list[str]:

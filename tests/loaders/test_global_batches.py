@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import anabranch as ab
-from anabranch.collectives import Workers
 from anabranch.errors import CheckpointError
 from anabranch.executor.loaders.batches import Batches
 from anabranch.executor.loaders.loading import ENDED, BoundLoader
@@ -220,13 +219,8 @@ def test_workers_that_do_not_wait_for_each_other_resume_only_in_the_same_number(
 
 
 def test_a_worker_that_never_has_a_sample_and_does_not_wait_for_the_others_is_told() -> None:
-    class Second:
-        rank, size = 1, 2
-
-        def all_gather_bytes(self, data: bytes, **_: object) -> list[bytes]:
-            return [data, data]
-
-    batches = Batches({"train": GlobalBatches(range(1), 2)}, cast(Workers, Second()), together=False)
+    loader = BoundLoader(GlobalBatches(range(1), 2), worker=lambda: (1, 2))
+    batches = Batches({"train": loader}, None, together=False)
     with pytest.raises(ValueError, match="the loader of 'train' yields no batches"):
         batches.next("train", lambda: None)
 

@@ -2,8 +2,8 @@
 
 ``steps.py`` describes the steps, ``spec.py`` checks the arguments that parts share, ``running`` runs a step from the
 batch to the update, ``engines`` differentiate on the tape or as a graph, ``loaders`` provide batches, ``saving`` saves
-checkpoints, ``observing`` reports a run. ``routes.py`` decides which parameters are on servers, ``plan`` estimates the
-cost of a step. Not a trainer: loops, epochs and logging belong to the user.
+checkpoints, ``observing`` reports a run. ``routes.py`` decides which parameters are on servers, ``plan.py`` estimates
+the cost of a step. Not a trainer: loops, epochs and logging belong to the user.
 """
 
 from anabranch.executor.executor import Executor

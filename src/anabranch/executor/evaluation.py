@@ -16,7 +16,7 @@ from torch.utils.data import DistributedSampler
 from anabranch.collectives import Workers
 from anabranch.executor.engines.engine import Fetch
 from anabranch.executor.engines.graph_engine import Check, Trials, check_results
-from anabranch.executor.likeness import digest_of, exchange
+from anabranch.executor.likeness import digest_of, exchange, together
 from anabranch.executor.loaders.loading import BoundLoader, samplers_of
 from anabranch.executor.steps import EvalStep
 from anabranch.graph import Graph, StepProgram
@@ -120,12 +120,11 @@ def _checked(returned: object, fetch: Fetch) -> Mapping[str, Tensor]:
 
 
 class _Result(msgspec.Struct):
-    """One worker's: what went wrong, rows of its batches, a digest of the first, and outputs' dtypes and row shapes.
+    """One worker's: rows of its batches, a digest of the first, and outputs' dtypes and row shapes.
 
     A mean has no shape of a row.
     """
 
-    error: str = ""
     rows: list[float] = []
     first: float = 0.0
     outputs: dict[str, tuple[str, list[int] | None]] = {}
@@ -138,17 +137,9 @@ def evaluate(
     workers: Workers | None,
 ) -> dict[str, Tensor]:
     """Return the results of ``run`` for one pass over ``loader``, joined; as ``Executor.evaluate`` does."""
-    mine, failure, parts = _Result(), None, dict[str, list[Tensor]]()
-    try:
-        _collect(loader, rows_of, run, mine, parts)
-    except Exception as error:  # noqa: BLE001 - raised below, when the others know
-        mine, failure = _Result(error=f"{type(error).__name__}: {error}"), error
+    collect = partial(_collect, loader, rows_of, run)
+    mine, parts = together(workers, collect, "failed to evaluate", "evaluate", ValueError)
     everyone = exchange(workers, mine, _Result, "evaluate")
-    if failure is not None:
-        raise failure
-    for rank, result in enumerate(everyone):
-        if result.error:
-            raise ValueError(f"the evaluation failed on rank {rank}: {result.error}")
     if len(everyone) > 1 and mine.first and all(result.first == mine.first for result in everyone):
         warnings.warn(
             f"all {len(everyone)} workers evaluate the same batches, so every row counts {len(everyone)} times; "
@@ -197,13 +188,10 @@ def evaluate(
 
 
 def _collect(
-    loader: BoundLoader,
-    rows_of: Callable[[Structure], float],
-    run: Callable[[Structure], dict[str, Tensor]],
-    mine: _Result,
-    parts: dict[str, list[Tensor]],
-) -> None:
-    """Run this worker's batches."""
+    loader: BoundLoader, rows_of: Callable[[Structure], float], run: Callable[[Structure], dict[str, Tensor]]
+) -> tuple[_Result, dict[str, list[Tensor]]]:
+    """Run this worker's batches; return its result, and the outputs of each batch."""
+    mine, parts = _Result(), dict[str, list[Tensor]]()
     for sampler in samplers_of(loader.source):
         if isinstance(sampler, DistributedSampler):
             raise ValueError(
@@ -234,6 +222,7 @@ def _collect(
                 "has a row for each row of its batch, and averages what has no dims; return one of the two"
             )
         mine.outputs[name] = str(parts[name][0].dtype).removeprefix("torch."), None if is_mean else list(sizes[0][1:])
+    return mine, parts
 
 
 def _places(rows: Sequence[Sequence[float]], samples: Sequence[int] | None) -> list[Tensor]:

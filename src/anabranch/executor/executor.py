@@ -51,11 +51,10 @@ from anabranch.executor.observing.watching import (
 )
 from anabranch.executor.own_state import OwnState
 from anabranch.executor.plan import Plan, plan_step
-from anabranch.executor.plan.survey import check_planned
-from anabranch.executor.routes import CommMode, Routes
-from anabranch.executor.running.redo import Redo, ShareOf, is_share, why_fixed
+from anabranch.executor.routes import Routes
+from anabranch.executor.running.redo import Redo, why_fixed
 from anabranch.executor.running.remote import RemotePart
-from anabranch.executor.running.runner import StepRunner, rows_of
+from anabranch.executor.running.runner import ShareOf, StepRunner, is_share, rows_of
 from anabranch.executor.running.window import HEADER_SIZE, RemoteWindow
 from anabranch.executor.saving.saving import Saver
 from anabranch.executor.spec import Served, check_arguments, check_log_path, spec_of
@@ -70,7 +69,7 @@ from anabranch.record.process import PLAN_VARIABLE, process_record
 from anabranch.tables import Cache
 from anabranch.tensors import Compression, Structure, as_tensors, map_structure
 
-__all__ = ["CommMode", "Executor"]
+__all__ = ["Executor"]
 
 _T = TypeVar("_T")
 _log = logging.getLogger("anabranch")
@@ -148,8 +147,8 @@ class Executor:
             before each save; 0: never.
 
     Raises:
-        ValueError, TypeError: an invalid argument, models or optimizers that differ between the workers, or something
-            that servers do not support: an optimizer, a dtype, ``max_norm``; the error names it and the fix.
+        ValueError, TypeError: an invalid argument, models that differ between the workers, or something that
+            servers do not support: an optimizer, a dtype, ``max_norm``; the error names it and the fix.
         PeerLost, DeadlineExceeded: the other workers did not arrive.
     """
 
@@ -228,13 +227,15 @@ class Executor:
                 optimizers = [one for step in spec.training.values() for one in step.optimizers]
                 models = list(dict.fromkeys(step.model for step in spec.steps.values()))
                 self._parts.enter_context(placed(models, devices, optimizers))
+            self._bind = partial(BoundLoader, worker=partial(_place_among, self._workers), looks_ahead=prefetch)
+            loaders = {name: self._bind(loader) for name, loader in (dataloaders or {}).items()}
             if self._workers is not None and self._workers.size > 1:
                 assert spec.comm_mode is not None
-                check_alike(self._workers, spec.comm_mode, spec.steps, spec.routes, dataloaders or {})
+                check_alike(self._workers, spec.comm_mode, spec.steps, loaders)
                 share_parameters(self._workers, spec.steps, spec.routes)
             self._remote = self._remote_part(stages)
             acting = self._workers if spec.run_together(spec.routes) else None
-            self._batches = Batches(dataloaders or {}, self._workers, together=acting is not None, prefetch=prefetch)
+            self._batches = Batches(loaders, self._workers, together=acting is not None)
             self._parts.callback(self._batches.close)
             self._evaluators = {
                 name: Evaluator(step, spec.engine, compile=compile)
@@ -248,7 +249,6 @@ class Executor:
                 name: self._runner(name, number, step, acting, drift)
                 for number, (name, step) in enumerate(spec.training.items())
             }
-            loaders = self._batches.loaders
             self._saver = Saver(spec, self._runners, self._everyone, stages, loaders, self._remote, self.state)
             self._redo = self._make_redo(acting)
             self._parts.callback(self._wait_for_pushes)
@@ -392,7 +392,7 @@ class Executor:
             same step in each ``comm_mode`` that is possible.
 
         Raises:
-            ValueError: no such training step, or a ``Pipe``'s with experts, or with parameters on servers.
+            ValueError: no such training step, or a ``Pipe``'s.
             PeerLost, DeadlineExceeded: the other workers did not arrive.
         """
         self._check_open()
@@ -401,7 +401,11 @@ class Executor:
         step = self._step(name)
         if not isinstance(step, TrainStep):
             raise ValueError(f"step {name!r} trains nothing; plans are of training steps")
-        check_planned(name, step, self.comm_mode)
+        if isinstance(step.model, Pipe):
+            raise ValueError(
+                f"step {name!r} trains a Pipe, whose stages compute while others do: after a run pipe.describe() shows "
+                "their times and bytes, and executor.trace how they waited; plan its module without the Pipe"
+            )
         if self._remote is not None:
             self._remote.check_free()
         if batch is None and name in self._batches.loaders:
@@ -631,7 +635,7 @@ class Executor:
         if loader is None:
             bound = self._batches.bound(name)
         else:
-            bound = BoundLoader(loader, worker=self._batches.worker)
+            bound = self._bind(loader)
         self._batches.check_free(bound)
         rows = partial(self._rows_of, name, step)
 
@@ -1165,6 +1169,11 @@ class Executor:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._end(error)
+
+
+def _place_among(workers: Workers | None) -> tuple[int, int]:
+    """Return this worker's rank and the number of workers; a loader that outlives the executor holds no more of it."""
+    return (0, 1) if workers is None else (workers.rank, workers.size)
 
 
 def _as_numpy(value: object) -> object:

@@ -1,12 +1,8 @@
 """Are the workers alike? ``check_alike`` asks before the first step, ``FirstBatches`` in it, ``Drift`` later on.
 
+Before the first step each worker describes its models and loaders in lines of text, which are exchanged and compared.
 Every worker steps its own optimizers with the averaged gradients, so the parameters stay equal only if the optimizers
-are. Before the first step each worker describes its models and optimizers in lines of text, which are exchanged and
-compared: the class of an optimizer, the names in each group, and the settings of the group that are plain values. Left
-out are flags that choose among implementations of one update, and the learning rates of later steps, which are the
-schedulers' business.
-
-Every 100 steps, and before a save, they exchange a checksum of each all-reduced or frozen parameter::
+are. So every 100 steps, and before a save, they exchange a checksum of each all-reduced or frozen parameter::
 
     all equal ──> nothing
     some differ ─┬─ by rounding, as on processors of different kinds ──> rank 0's are sent
@@ -20,10 +16,9 @@ import logging
 import math
 import warnings
 import zlib
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import zip_longest
-from numbers import Real
 from types import MappingProxyType, NoneType
 from typing import TypeVar, cast
 
@@ -36,6 +31,7 @@ from anabranch.autodiff.moved_parameter import Switch, parameters_here
 from anabranch.choices import listed
 from anabranch.collectives import Workers
 from anabranch.errors import WorkersDiffer
+from anabranch.executor.loaders.loading import BoundLoader
 from anabranch.executor.routes import CommMode, Place, Routes
 from anabranch.executor.spec import Spec
 from anabranch.executor.steps import Step, TrainStep
@@ -44,9 +40,6 @@ from anabranch.tensors import Structure, flatten
 
 _log = logging.getLogger("anabranch.executor")
 
-# The group's parameters, flags that change how an update is computed but not which one, and a worker's own place.
-_NOT_COMPARED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "device", "rank"}
-_MANY = 64  # numbers of a tensor that is compared by value
 _ROUNDING = 1e-6  # of a tensor's largest number: processors of different kinds round differently
 _COMPARISON = "comparison of parameters"
 _T = TypeVar("_T")
@@ -60,29 +53,62 @@ def exchange(workers: Workers | None, value: object, kind: type[_T], operation: 
     return [msgspec.json.decode(text, type=kind) for text in texts]
 
 
+def together(
+    workers: Workers | None, act: Callable[[], _T], failed: str, operation: str, *kinds: type[Exception]
+) -> _T:
+    """Return ``act()`` if it succeeds on all workers; otherwise raise its error, or one that names the worker.
+
+    Args:
+        workers: all of which call this; ``None`` alone.
+        act: changes nothing that the others would have to know of.
+        failed: what the worker did not do, for the error.
+        operation: for errors of the exchange.
+        kinds: classes of errors, of whose first the others' is, or of another if all failures are of that.
+    """
+    if workers is None:
+        return act()
+    error, mine = None, None
+    try:
+        result = act()
+    except Exception as caught:  # noqa: BLE001 - raised below: a server may be lost, the user's object may fail
+        number = next((at for at, kind in enumerate(kinds[1:], 1) if isinstance(caught, kind)), 0)
+        text = str(caught) if isinstance(caught, kinds[0]) else f"{type(caught).__name__}: {caught}"
+        error, mine = caught, (number, text)
+    answers = exchange(workers, mine, tuple[int, str] | None, operation)  # type: ignore[arg-type]
+    failures = [(answer[0], rank, answer[1]) for rank, answer in enumerate(answers) if answer is not None]
+    if not failures:
+        return result
+    number, rank, text = min(failures)
+    if error is not None and mine is not None and mine[0] == number:
+        raise error
+    raise kinds[number](f"rank {rank} {failed}: {text}")
+
+
 def check_alike(
     workers: Workers,
     mode: CommMode,
     steps: Mapping[str, Step],
-    routes: Routes,
-    loaders: Mapping[str, object] = MappingProxyType({}),
+    loaders: Mapping[str, BoundLoader] = MappingProxyType({}),
 ) -> None:
     """Exchange descriptions of every worker's steps and loaders, and compare them with rank 0's.
 
     Raises:
-        ValueError: on every worker, if parameters differ (sums of unlike buckets crash), or optimizers of what is
-            all-reduced, or if a forward writes each worker's own rows.
+        ValueError: on every worker, if parameters differ (sums of unlike buckets crash), or orders of
+            ``GlobalBatches``, or if a forward writes each worker's own rows.
     """
     _check_tables(steps)
-    reduced = {route.tensor for route in routes.at(Place.WORKERS)} if routes.all_reduces else set()
     trains = [name for name in loaders if isinstance(steps.get(name), TrainStep)]
-    whole = [line for name in trains for line in _read_whole(name, loaders[name])]
-    mine = [f"comm_mode={mode!r}", *_model_lines(steps)], list(_optimizer_lines(steps, reduced)), whole
-    everyone = exchange(workers, mine, tuple[list[str], list[str], list[str]], "meet")
-    models, optimizers, reads = zip(*everyone, strict=True)
-    _compare("models", models, "every worker makes the same steps and models and freezes the same parameters")
-    cure = "make the same optimizers with the same groups and settings on all of them"
-    _compare("optimizers", optimizers, f"each worker applies the averaged gradients itself, so {cure}")
+    whole = [line for name in trains for line in _read_whole(name, loaders[name].source)]
+    orders = [f"loader of {name!r}: {loader.facts() or 'no GlobalBatches'}" for name, loader in loaders.items()]
+    mine = [f"comm_mode={mode!r}", *_model_lines(steps), *sorted(orders)], whole
+    programs, reads = zip(*exchange(workers, mine, tuple[list[str], list[str]], "meet"), strict=True)
+    for rank, lines in enumerate(programs):
+        for here, there in zip_longest(programs[0], lines, fillvalue="nothing"):
+            if here != there:
+                raise ValueError(
+                    f"the models of rank 0 and rank {rank} of the group differ: {here!r} and {there!r}; every worker "
+                    "makes the same steps, models and loaders of the same data, and freezes the same parameters"
+                )
     for line in set.intersection(*map(set, reads)) if workers.rank == 0 else ():
         warnings.warn(
             f"each of the {len(reads)} workers reads {line} in whole: if they are the same, an epoch is {len(reads)} "
@@ -197,31 +223,19 @@ def digest_of(batch: Structure) -> int:
     return int.from_bytes(digest.digest()) if some else 0
 
 
-def _compare(what: str, everyone: Sequence[Sequence[str]], cure: str) -> None:
-    for rank, lines in enumerate(everyone):
-        for here, there in zip_longest(everyone[0], lines, fillvalue="nothing"):
-            if here != there:
-                raise ValueError(
-                    f"the {what} of rank 0 and rank {rank} of the group differ: {here!r} and {there!r}; {cure}"
-                )
-
-
 def _check_tables(steps: Mapping[str, Step]) -> None:
     for step in steps.values():
         for name, module in step.model.named_modules():
             if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 continue
-            if module.max_norm is not None:
-                raise ValueError(
-                    f"{name}: max_norm={module.max_norm} shrinks rows in place whenever a worker looks them up, each "
-                    "worker those of its own batch, so that several workers would train different tables; leave it "
-                    "None and shrink the looked-up rows in the forward, or all rows after each step"
-                )
+            refused = (
+                f"max_norm={module.max_norm} shrinks rows in place whenever a worker looks them up, which it does for "
+                "its own batch's; leave it None and shrink the looked-up rows in the forward, or all after each step"
+            )
             if module.scale_grad_by_freq:
-                raise ValueError(
-                    f"{name}: scale_grad_by_freq=True divides gradients by how often an id is in the batch, of which "
-                    "each worker sees only its shard, so that several workers would train another table; leave it False"
-                )
+                refused = "scale_grad_by_freq=True counts how often an id is in a worker's own shard; leave it False"
+            if module.scale_grad_by_freq or module.max_norm is not None:
+                raise ValueError(f"{name}: several workers would not train the table that one would, as {refused}")
 
 
 def _model_lines(steps: Mapping[str, Step]) -> Iterator[str]:
@@ -229,39 +243,6 @@ def _model_lines(steps: Mapping[str, Step]) -> Iterator[str]:
         for name, parameter in step.model.named_parameters():
             shape = "" if type(parameter) is Switch else tuple(parameter.shape)
             yield f"{step_name}: {name} {shape} {parameter.dtype} requires_grad={parameter.requires_grad}"
-
-
-def _optimizer_lines(steps: Mapping[str, Step], reduced: Container[Tensor | None]) -> Iterator[str]:
-    """Describe the optimizers in lines of text, as far as they move the parameters in ``reduced``."""
-    for step_name, step in steps.items():
-        shared: dict[Tensor, str] = {p: name for name, p in step.model.named_parameters() if p in reduced}
-        for number, optimizer in enumerate(step.optimizers if isinstance(step, TrainStep) else ()):
-            groups = sorted(
-                (sorted(shared[p] for p in group["params"] if p in shared), _settings(group))
-                for group in optimizer.param_groups
-            )  # in any order: groups made from a set or a dict are the same groups
-            label = f"{step_name}: optimizer {number}"
-            if any(names for names, _ in groups):
-                yield f"{label} is {type(optimizer).__module__}.{type(optimizer).__qualname__}"
-            for names, settings in groups:
-                facts = [f"parameters={len(names)}", *(f"holds {name}" for name in names), *settings] if names else []
-                yield from (f"{label}, group of {names[0]}: {fact}" for fact in facts)
-
-
-def _settings(group: Mapping[str, object]) -> list[str]:
-    return sorted(f"{key}={_in_words(value)}" for key, value in group.items() if key not in _NOT_COMPARED)
-
-
-def _in_words(value: object) -> str:
-    """``value`` as text: equal for equal numbers, whatever their types; of objects the type only."""
-    if isinstance(value, Tensor):
-        small = value.layout is torch.strided and not value.is_meta and value.numel() <= _MANY
-        return _in_words(value.tolist()) if small else f"<Tensor {tuple(value.shape)}>"
-    if isinstance(value, tuple | list):
-        return f"({', '.join(map(_in_words, value))})"
-    if isinstance(value, Real) and not isinstance(value, bool):
-        return repr(float(value))
-    return repr(value) if isinstance(value, bool | str | complex | None) else f"<{type(value).__qualname__}>"
 
 
 class Drift:
@@ -296,7 +277,7 @@ class Drift:
         if names:
             raise WorkersDiffer(
                 f"{listed(names)} on {rank_names(ranks)} differ from rank 0's at step {last}, and did not at step "
-                f"{first}{self._unlike_optimizers()}. Something writes them on one worker, or differently on each: a "
+                f"{first}. Something writes them on one worker, or differently on each: a "
                 "forward that writes parameters, an optimizer in a hook, load_state_dict or a learning rate on one "
                 "rank, a scheduler that follows each worker's own metric, random numbers in on_gradients. Do the same "
                 "on all workers, or make what each worker owns a buffer, and continue from the last checkpoint",
@@ -338,16 +319,6 @@ class Drift:
         largest = max(float(one.abs().max()) for one in (tensor, first))
         rounding = _ROUNDING * largest if math.isfinite(largest) else 0.0
         return not torch.allclose(tensor, first, rtol=0.0, atol=rounding, equal_nan=True)
-
-    def _unlike_optimizers(self) -> str:
-        lines = list(_optimizer_lines(self._spec.steps, {*self._parameters().values()}))
-        first, *others = map(set, self._gather(self._workers, lines, list[str]))
-        unlike = [
-            f"{listed(sorted(first - other))} (rank 0), {listed(sorted(other - first))} (rank {rank})"
-            for rank, other in zip(self._workers.ranks[1:], others, strict=True)
-            if other != first
-        ]
-        return f"; so do their optimizers: {'; '.join(unlike)}" if unlike else ""
 
     def _gather(self, group: Workers, value: object, kind: type[_T]) -> list[_T]:
         return exchange(group, value, kind, _COMPARISON)

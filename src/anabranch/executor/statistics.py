@@ -73,8 +73,7 @@ class Statistics:
 
     def since(self, earlier: Statistics) -> Statistics:
         """Return the difference between this record and ``earlier``."""
-        counts = ("steps", "skipped_steps", "repeated_steps", "dropped_rows", "rows", "bytes")
-        names = (*counts, "run_seconds", "wait_seconds", "load_seconds")
+        names = {one.name for one in fields(self)} - {"runs", "tables", "memberships"}
         numbers = {name: getattr(self, name) - getattr(earlier, name) for name in names}
         runs = {name: count - earlier.runs.get(name, 0) for name, count in self.runs.items()}
         tables = {name: loads.since(earlier.tables.get(name, TableLoads())) for name, loads in self.tables.items()}

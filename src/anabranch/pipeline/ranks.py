@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import operator
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from anabranch.pipeline.description import StageCosts, costs_of
-from anabranch.pipeline.microbatch import microbatch_sizes
 from anabranch.pipeline.pipe import Pipe
 from anabranch.pipeline.pipe_call import Args, MakeHead, Named, deliver
-from anabranch.pipeline.schedule.schedule import PHASES, Action, Simulation, simulate
 from anabranch.tensors import Structure
 from anabranch.tensors.dtypes import dtype_name, dtype_named
 
@@ -80,42 +74,3 @@ class PipeRanks:
         with self._pipe._engine.turn("align_ties", self._pipe.calls) as turn:
             for index, parameter, ranks in self._pipe._ties:
                 parameter.grad = turn.share(index, parameter.grad, ranks)[0]
-
-    def every_layer(self) -> Iterator[nn.Module]:
-        """Return the layers of all ranks, in the order they run; those of others have no values here."""
-        return (layer.module for stage in self._pipe._stages for layer in stage.layers)
-
-    def costs(self) -> list[StageCosts]:
-        """Return what each stage took in the last call, on whichever rank it is."""
-        return costs_of(self._pipe._stages, self._pipe._schedules.rank_of, self._pipe._engine.observed)
-
-    def simulated(self, rows: int) -> Simulation:
-        """Return the schedule of a step with ``rows`` rows, with the stages' times of the last call.
-
-        What crosses between stages takes no time there, and no rank has less of a processor because others compute.
-        """
-        m = self.microbatches(rows)
-        seconds = self._pipe._engine.observed.seconds
-        lowered, _ = self._pipe._lowered(m, self._pipe.checkpoint)
-        times = Counter((action.stage, action.kind) for actions in lowered.actions for action in actions)
-
-        def cost(action: Action) -> float:
-            if not action.kind.computes:
-                return 0.0
-            return seconds.get((action.stage, PHASES[action.kind]), 0.0) / times[action.stage, action.kind]
-
-        return simulate(lowered, cost)
-
-    def microbatches(self, rows: int) -> int:
-        """Return how many a batch of ``rows`` rows is cut into."""
-        return len(microbatch_sizes(rows, operator.index(self._pipe.chunks)))
-
-    @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Lets the calls of the block leave no trace in ``calls`` and ``bytes_sent``: they only look."""
-        calls, sent = self._pipe.calls, self._pipe.bytes_sent
-        try:
-            yield
-        finally:
-            self._pipe.calls = calls
-            self._pipe._engine.bytes_sent = sent

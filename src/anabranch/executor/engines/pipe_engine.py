@@ -113,24 +113,18 @@ class PipeEngine(Engine):
         return super().nonfinite() or elsewhere
 
     def _run(self, batch: Structure, rows: float, seed: float = 1.0) -> Tensor:
-        loss, words = pipe_run(self._step, self._pipe, batch, word=self._asked_to_stop, seed=seed)
+        """Forward and backward of one batch by the pipe's schedule, which brings word of requests to stop along."""
+        step, (args, inputs, target) = self._step, _split_batch(batch)
+        device = next((parameter.device.type for parameter in self._pipe.parameters()), "cpu")
+        dtype, rows_of = step.autocast_dtype, step.rows
+        weigh = None if rows_of is None else lambda sizes: [rows_of(part) for part in scatter(batch, sizes)]
+        fn = cast(Loss, step.loss)
+        head = partial(make_head, loss=fn, reduction=step.reduction, weigh=weigh, keeps_outputs=False, seed=seed)
+        with nullcontext() if dtype is None else torch.autocast(device, dtype=dtype):
+            ranks, rows_here = PipeRanks(self._pipe), count_rows(batch)
+            loss, words = ranks.step(args, inputs, target, head=head, rows=rows_here, word=self._asked_to_stop)
         self.stopping = self.stopping or any(words)
         return loss
-
-
-def pipe_run(
-    step: TrainStep, pipe: Pipe, batch: Structure, *, word: object, seed: float = 1.0
-) -> tuple[Tensor, list[object]]:
-    """Forward and backward of one batch by the pipe's schedule; returns the loss, and each rank's ``word``."""
-    args, inputs, target = _split_batch(batch)
-    device = next((parameter.device.type for parameter in pipe.parameters()), "cpu")
-    dtype, rows_of = step.autocast_dtype, step.rows
-    weigh = None if rows_of is None else lambda sizes: [rows_of(part) for part in scatter(batch, sizes)]
-    with nullcontext() if dtype is None else torch.autocast(device, dtype=dtype):
-        head = partial(
-            make_head, loss=cast(Loss, step.loss), reduction=step.reduction, weigh=weigh, keeps_outputs=False, seed=seed
-        )
-        return PipeRanks(pipe).step(args, inputs, target, head=head, rows=count_rows(batch), word=word)
 
 
 def _split_batch(batch: Structure) -> tuple[tuple[Structure, ...], dict[str, Structure], Structure]:

@@ -2,5 +2,3 @@
 
 Open ``loading.py`` first; ``leaf_ids.py`` learns which ids a step looks up in its batch.
 """
-
-__all__: list[str] = []

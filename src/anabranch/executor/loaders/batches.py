@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -13,60 +13,30 @@ from anabranch.executor.loaders.loading import ENDED, NOTHING, BoundLoader
 from anabranch.record import spans
 from anabranch.tensors import Structure, as_tensors, map_structure
 
-__all__ = ["Batches"]
-
 
 class Batches:
     """The loaders of an executor's steps, by the step's name.
 
     Args:
-        dataloaders: an iterable of batches for each.
-        workers: the group, in which each worker has its own loaders.
+        loaders: one for each.
+        workers: the group, in which each worker has its own loaders, alike for the same steps.
         together: whether the workers run the same steps, so that an epoch ends when every worker's loader has ended;
             else each worker has its own epochs.
-        prefetch: look at the next batch while a step runs, where that draws nothing.
     """
 
-    def __init__(
-        self,
-        dataloaders: Mapping[str, Iterable[Structure]],
-        workers: Workers | None,
-        *,
-        together: bool = True,
-        prefetch: bool = True,
-    ) -> None:
-        self._workers = workers
-        self.loaders: dict[str, BoundLoader] = {}
+    def __init__(self, loaders: Mapping[str, BoundLoader], workers: Workers | None, *, together: bool = True) -> None:
+        self.loaders = loaders
         self.load_seconds = 0.0
         self._shared = together and workers is not None and workers.several
         self._empty_epochs = 0
         self._eval_runs: dict[str, int] = {}
         self._patterns: dict[str, Structure] = {}
-        for name, loader in dataloaders.items():
-            self.loaders[name] = BoundLoader(loader, worker=self.worker, looks_ahead=prefetch)
-        self._lengths = {name: loader.length() for name, loader in self.loaders.items()}
-        mine = {name: (self._lengths[name], loader.facts()) for name, loader in self.loaders.items()}
-        everyone = exchange(workers, mine, dict[str, tuple[int | None, str]], "all_gather of batch_num")
-        for rank, theirs in enumerate(everyone):
-            if {*theirs} != {*everyone[0]}:
-                raise ValueError(
-                    f"rank 0 has dataloaders for the steps {sorted(everyone[0])}, rank {rank} for {sorted(theirs)}; "
-                    "give all workers loaders for the same steps"
-                )
-        for name, (_, facts) in mine.items():
-            for rank, theirs in enumerate(everyone):
-                if theirs[name][1] != facts:
-                    raise ValueError(
-                        f"the loader of {name!r} is {facts or 'no GlobalBatches'} here and "
-                        f"{theirs[name][1] or 'no GlobalBatches'} on rank {rank}, which are not one order to share "
-                        "out: give all workers the same data and arguments"
-                    )
-            lengths = [theirs[name][0] for theirs in everyone]
+        self._lengths: dict[str, int | None] = {}
+        mine = {name: loader.length() for name, loader in loaders.items()}
+        everyone = exchange(workers, mine, dict[str, int | None], "all_gather of batch_num")
+        for name in loaders:
+            lengths = [theirs[name] for theirs in everyone]
             self._lengths[name] = None if None in lengths else max(filter(None, lengths), default=0)
-
-    def worker(self) -> tuple[int, int]:
-        """Return this worker's rank and the number of workers."""
-        return (0, 1) if self._workers is None else (self._workers.rank, self._workers.size)
 
     def bound(self, name: str) -> BoundLoader:
         """Return the step's loader; ``ValueError`` if it has none."""

@@ -2,5 +2,3 @@
 
 Nothing here changes what is computed. Open ``watching.py`` first.
 """
-
-__all__: list[str] = []

@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path
 
 from anabranch.collectives import Workers
-from anabranch.executor.likeness import exchange
+from anabranch.executor.likeness import exchange, together
 from anabranch.record import spans
 from anabranch.record.process import process_name
 from anabranch.record.trace import as_lines, check_trace_path, footer, header, read_part, write_trace
@@ -37,27 +37,18 @@ class RunTrace:
         self._everyone = everyone
         self._first = first
         self._clock: list[tuple[int, int]] = []
-        try:
-            self._steps = _check_steps(steps)
-            self._path = check_trace_path(path) if everyone is None or everyone.rank == 0 else Path()  # type: ignore[arg-type]
-        except (TypeError, ValueError) as error:
-            self._agree(str(error), steps)
-            raise
-        self._agree("", steps)
+
+        def check() -> tuple[int | None, Path]:
+            writes = everyone is None or everyone.rank == 0
+            return _check_steps(steps), check_trace_path(path) if writes else Path()  # type: ignore[arg-type]
+
+        self._steps, self._path = together(everyone, check, "cannot trace", "trace", ValueError)
+        if len(set(numbers := exchange(everyone, self._steps, int | None, "trace"))) > 1:  # type: ignore[arg-type]
+            raise ValueError(f"all workers must trace the same number of steps; they requested {numbers}")
         self._read_clock()
         self._recorder = spans.SpanRecorder(spans.CAPACITY)
         self._spans: list[spans.Span] = []
         spans.start(self._recorder.add)
-
-    def _agree(self, refused: str, steps: object) -> None:
-        answers = exchange(self._everyone, (repr(steps), refused), tuple[str, str], "trace")
-        refusals = [(rank, why) for rank, (_, why) in enumerate(answers) if why]
-        numbers = [number for number, _ in answers]
-        if refused or (not refusals and len(set(numbers)) == 1):
-            return
-        if refusals:
-            raise ValueError("trace was refused on rank {}: {}".format(*refusals[0]))
-        raise ValueError(f"all workers must trace the same number of steps; they requested {numbers}")
 
     def _read_clock(self) -> None:
         """Bound this clock's distance from the others', see ``offset_between``."""

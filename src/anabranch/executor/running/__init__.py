@@ -2,5 +2,3 @@
 
 Not the engines, which only differentiate and update. Open ``runner.py`` first.
 """
-
-__all__: list[str] = []

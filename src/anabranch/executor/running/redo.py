@@ -29,9 +29,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
-from types import FunctionType, MethodType
-from typing import NoReturn, TypeAlias, TypeGuard, TypeVar, cast
+from typing import NoReturn, TypeVar, cast
 
 import torch
 
@@ -43,10 +41,9 @@ from anabranch.executor.loaders.loading import BoundLoader
 from anabranch.executor.observing.watching import MembershipRecord
 from anabranch.executor.randomness import RandomMoment
 from anabranch.executor.running.remote import RemotePart
-from anabranch.executor.running.runner import StepRunner
+from anabranch.executor.running.runner import ShareOf, StepRunner, is_share
 from anabranch.executor.saving.saving import Saver
 from anabranch.executor.spec import Spec
-from anabranch.job import Job
 from anabranch.liveness.group import rank_names
 from anabranch.liveness.membership import OwnPlace
 from anabranch.pipeline import Pipe
@@ -61,14 +58,6 @@ _CURE = (
     "executor.epoch == epoch"
 )
 _made = Counter[str]()  # how many Executors of each form this process has made
-
-ShareOf: TypeAlias = Callable[[Job], Structure]
-"""A batch as a function: returns the share of the worker that the job says."""
-
-
-def is_share(batch: object) -> TypeGuard[ShareOf]:
-    """Return True for a batch as a function; objects that can be called, as PyTorch Geometric's graphs, are data."""
-    return isinstance(batch, FunctionType | MethodType | partial)
 
 
 def why_fixed(spec: Spec, workers: Workers) -> str | None:

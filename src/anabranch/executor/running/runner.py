@@ -17,7 +17,8 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
-from typing import Any, cast
+from types import FunctionType, MethodType
+from typing import Any, TypeAlias, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ from anabranch.executor.running.window import RemoteWindow, Total, header, total
 from anabranch.executor.steps import Step, TrainStep, parameters_of
 from anabranch.graph.step.joint import accumulate
 from anabranch.interrupts import releasing_interrupts
+from anabranch.job import Job
 from anabranch.tensors import Structure, count_rows
 
 _log = logging.getLogger("anabranch.executor")
@@ -734,6 +736,15 @@ def rows_of(step: Step, batch: Structure) -> float:
     if not 0 <= rows < float("inf"):
         raise ValueError(f"rows(batch) gave {rows!r}; the weight of a batch is a finite number of at least 0")
     return rows
+
+
+ShareOf: TypeAlias = Callable[[Job], Structure]
+"""A batch as a function: returns the share of the worker that the job says."""
+
+
+def is_share(batch: object) -> TypeGuard[ShareOf]:
+    """Return True for a batch as a function; objects that can be called, as PyTorch Geometric's graphs, are data."""
+    return isinstance(batch, FunctionType | MethodType | partial)
 
 
 def _sparse_tables(step: TrainStep) -> list[str]:

@@ -2,5 +2,3 @@
 
 Not the files, which ``anabranch.checkpoint`` writes. Open ``saving.py`` first.
 """
-
-__all__: list[str] = []

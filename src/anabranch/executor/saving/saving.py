@@ -44,6 +44,7 @@ from anabranch.checkpoint.tensor_file import Blocks
 from anabranch.collectives import Workers
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError, DeadlineExceeded
+from anabranch.executor.likeness import exchange, together
 from anabranch.executor.loaders.loading import BoundLoader
 from anabranch.executor.own_state import OwnState
 from anabranch.executor.randomness import random_state, restore_random_state
@@ -172,13 +173,12 @@ class Saver:
 
     def _check_encoding(self) -> None:
         """Raise ``ValueError`` for what a checkpoint cannot hold; an optimizer's own state is not there yet."""
-        states: dict[str, object] = {}
-        for name, target in self._own.objects.items():
+        objects: dict[str, object] = {}
+        for name in self._own:
             with suppress(Exception):  # one that needs the executor, or a first batch: the save says so
-                states[name] = target.state_dict()
-        extra = {name: value for name, value in _model_state(self._models) if not isinstance(value, Tensor)}
+                objects[name] = self._own.of(name)
         optimizers, schedulers = self._optimizers({}), self._schedulers()
-        state = {"optimizers": optimizers, "schedulers": schedulers, "extra": extra, "objects": states}
+        state = {"optimizers": optimizers, "schedulers": schedulers, "extra": self._extra(), "objects": objects}
         try:
             encode(checkpoint.split(state)[0])
         except ValueError as error:
@@ -264,7 +264,7 @@ class Saver:
         self._begin("state_dict" if whole else "export")
         if self.remote is not None:
             self.remote.settle()
-            self._gather(b"")  # read once all have settled
+            exchange(self._workers, None, type(None), self._call)  # read once all have settled
 
         failed = "could not read the state of the model"
         state, served = self._together(lambda: self._entries(model), failed)
@@ -315,7 +315,7 @@ class Saver:
             return ""
         self._call = "finish_saves"
         mine = self._together(lambda: save.wait(deadline), "is still saving in the background")
-        failure = self._gather(mine.encode())[0].decode()
+        failure = exchange(self._workers, mine, str, self._call)[0]
         return failure and f"{save.path} of step {save.step} could not be saved in the background: {failure}"
 
     def writer_lost(self) -> None:
@@ -344,9 +344,9 @@ class Saver:
         served = {name for names in moved.values() for name in names}
         return _Part(
             model={name: value for name, value in _tensors_of(self._models).items() if name not in served},
-            extra={name: value for name, value in _model_state(self._models) if not isinstance(value, Tensor)},
+            extra=self._extra(),
             optimizers=self._optimizers({entry.parameter: {_ON_SERVERS: entry.name} for entry in self._moved}),
-            modes={key: getattr(*switch) for key, switch in self._switches().items()},
+            modes=self._modes(),
             moved=moved,
         )
 
@@ -380,7 +380,7 @@ class Saver:
             moved=moved,
             extra=extra,
             modes=modes,
-            objects={name: target.state_dict() for name, target in self._own.objects.items()},
+            objects=self._objects(),
         )
         state, tensors = checkpoint.split(whole)
         groups: dict[str, checkpoint.Group] = {
@@ -410,6 +410,16 @@ class Saver:
             for name, _ in model.named_parameters(remove_duplicate=False)
         }
         return {name: value for name, value in _tensors_of(self._models).items() if name not in parameters}
+
+    def _extra(self) -> dict[str, object]:
+        """Return the models' state that is no tensor."""
+        return {name: value for name, value in _model_state(self._models) if not isinstance(value, Tensor)}
+
+    def _objects(self) -> dict[str, object]:
+        return {name: self._own.of(name) for name in self._own}
+
+    def _modes(self) -> dict[str, bool]:
+        return {key: getattr(*switch) for key, switch in self._switches().items()}
 
     def _switches(self) -> dict[str, tuple[object, str]]:
         """Return what freezes a layer: an object and its attribute; no layers of a model wholly in eval mode."""
@@ -445,30 +455,21 @@ class Saver:
             for name, here in self._parameters_here().items():
                 for parameter_name, parameter in here.items():
                     parameter.copy_(parameters[name][parameter_name])
-        with from_within():
-            for optimizer, plan in plans:
-                load_uncast(optimizer, plan)
-        for scheduler, scheduler_state in scheduler_plans:
-            scheduler.load_state_dict(scheduler_state)
+        _carry_out(plans, scheduler_plans)
         return more
 
     def newcomers_state(self) -> Any:
         """Return what a newcomer needs besides: all else that a checkpoint has of rank 0."""
-        extra = {name: value for name, value in _model_state(self._models) if not isinstance(value, Tensor)}
+        values = self._buffers() | self._extra()
         loaders = {name: loader.state() for name, loader in self.loaders.items() if loader.kind == "global"}
-        objects = {name: target.state_dict() for name, target in self._own.objects.items()}
-        modes = {key: getattr(*switch) for key, switch in self._switches().items()}
         saving = None if self.saving is None else [self.saving.step, _name_of(self.saving.path)]
-        return [self._buffers(), extra, loaders, objects, modes, saving, self._run.known()]
+        return [values, loaders, self._objects(), self._modes(), saving, self._run.known()]
 
     @torch.inference_mode(False)
     def take_newcomers_state(self, state: Any) -> None:
         """Put it in place of this newcomer's."""
-        buffers, extra, loaders, objects, modes, saving, run = state
-        values = {**buffers, **extra}
-        for prefix, model in self._models.items():
-            names = [name for name in model.state_dict() if prefix + name in values]
-            model.load_state_dict({name: values[prefix + name] for name in names}, strict=False)
+        values, loaders, objects, modes, saving, run = state
+        self._load_models(values)
         for name, position in loaders.items():
             self.loaders[name].restore([position])
         self._load_objects(objects)
@@ -479,36 +480,14 @@ class Saver:
 
     # What the workers tell one another.
 
-    def _gather(self, data: bytes) -> list[bytes]:
-        return [data] if self._workers is None else self._workers.all_gather_bytes(data, operation=self._call)
-
     def _gather_at_first(self, mine: Any) -> list[Any]:
         if self._workers is None:
             return [mine]
         return [_unpack(data) for data in self._workers.gather_bytes(_pack(mine), operation=self._call)]
 
     def _together(self, act: Callable[[], _T], failed: str) -> _T:
-        """Return ``act()`` if it succeeds on all workers; otherwise raise its error, or one that names the worker.
-
-        If a generation was replaced while it was read, all raise that, to read the next one.
-        """
-        if self._workers is None:
-            return act()
-        error: Exception | None = None
-        try:
-            result = act()
-        except Exception as caught:  # noqa: BLE001 - raised below: a server may be lost, the user's object may fail
-            error = caught
-        kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
-        mine = None if error is None else (isinstance(error, Replaced), f"{kind}{error}")
-        answers = map(msgspec.json.decode, self._gather(msgspec.json.encode(mine)))
-        failures = [(rank, *answer) for rank, answer in enumerate(answers) if answer]
-        if not failures:
-            return result
-        rank, replaced, text = next((failure for failure in failures if not failure[1]), failures[0])
-        if error is not None and isinstance(error, Replaced) is replaced:
-            raise error
-        raise (Replaced if replaced else CheckpointError)(f"rank {rank} {failed}: {text}")
+        """If a generation was replaced while it was read, all raise that, to read the next one."""
+        return together(self._workers, act, failed, self._call, CheckpointError, Replaced)
 
     def _begin(self, call: str) -> None:
         """Begin a call of the Executor's, which names it in messages and errors.
@@ -540,7 +519,7 @@ class Saver:
 
         chosen = self._together(choose, "could not choose a checkpoint")
         mine = None if chosen is None else (_name_of(chosen.path), chosen.generation)
-        answer = msgspec.json.decode(self._gather(msgspec.json.encode(mine))[0], type=tuple[str, int] | None)
+        answer = exchange(self._workers, mine, tuple[str, int] | None, self._call)[0]  # type: ignore[arg-type]
         if answer is None:
             return False
 
@@ -580,25 +559,16 @@ class Saver:
         for name in self.loaders.keys() - loaders.keys():
             _log.warning("%s has no position for the loader of %r, which starts from the beginning", source.path, name)
 
-        there_already = {name for one in self._moved if one.name in as_saved for name in one.names}
+        for name in {name for one in self._moved if one.name in as_saved for name in one.names}:
+            values.pop(name, None)  # the servers' own
 
         def change() -> None:
             self._load_objects(state["objects"])  # which may fail
             if self.remote is not None:
                 self.remote.open("replace")
-            with from_within():
-                for prefix, model in self._models.items():
-                    names = [
-                        name
-                        for name, one in model.state_dict().items()
-                        if not isinstance(one, MovedParameter) and prefix + name not in there_already
-                    ]
-                    model.load_state_dict({name: values[prefix + name] for name in names}, strict=False)
-                self._restore_modes(state["modes"], source.path)
-                for optimizer, plan in optimizers:
-                    load_uncast(optimizer, plan)
-            for scheduler, scheduler_state in schedulers:
-                scheduler.load_state_dict(scheduler_state)
+            self._load_models(values)
+            self._restore_modes(state["modes"], source.path)
+            _carry_out(optimizers, schedulers)
             for name, runner in self._runners.items():
                 known = name in self.loaders and (state["workers"] == self._size or self.loaders[name].kind == "global")
                 runner.restore(row["counts"][name], as_many_rows=as_many_rows, in_epoch=known)
@@ -613,6 +583,14 @@ class Saver:
                 restore_random_state(state["ranks"][self._rank]["random"])
 
         return change
+
+    def _load_models(self, values: Mapping[str, Any]) -> None:
+        """Load those of ``values`` that belong here."""
+        with from_within():
+            for prefix, model in self._models.items():
+                here = [name for name, one in model.state_dict().items() if not isinstance(one, MovedParameter)]
+                some = {name: values[prefix + name] for name in here if prefix + name in values}
+                model.load_state_dict(some, strict=False)
 
     def _restore_modes(self, modes: dict[str, bool], path: Place) -> None:
         """Freeze and unfreeze parameters and layers as they were, and log by name what the script had set otherwise."""
@@ -634,9 +612,9 @@ class Saver:
             _log.warning("the checkpoint in %s has a state %r that this Executor was not given", source.path, name)
 
     def _load_objects(self, saved: Mapping[str, object]) -> None:
-        for name, target in self._own.objects.items():
+        for name, target in self._own.items():
             try:
-                target.load_state_dict(saved[name])
+                self._own.load(name, saved[name])
             except Exception as error:
                 raise CheckpointError(
                     f"the object given as state={{{name!r}: ...}} ({type(target).__name__}) rejected its "
@@ -760,6 +738,15 @@ class Saver:
             remote.continue_from(self._steps_taken())
 
         return replace
+
+
+def _carry_out(optimizers: list[tuple[Optimizer, dict[str, Any]]], schedulers: list[tuple[LRScheduler, Any]]) -> None:
+    """Load the states of ``_plan_optimizers`` and ``_plan_schedulers``."""
+    with from_within():
+        for optimizer, plan in optimizers:
+            load_uncast(optimizer, plan)
+    for scheduler, state in schedulers:
+        scheduler.load_state_dict(state)
 
 
 def _model_state(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, object]]:

@@ -7,7 +7,6 @@ before afterwards. User code that counts its own calls counts these.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,16 +21,10 @@ from torch.overrides import TorchFunctionMode
 from anabranch.autodiff.boundary.crossing import Boundary, Crossed, Tensors, Tracer, run_forward, traced_by
 from anabranch.autodiff.grad_sessions import loss_and_returned
 from anabranch.autodiff.moved_parameter import parameters_here
-from anabranch.executor.engines.pipe_engine import pipe_run
-from anabranch.executor.plan.step_plan import PlanRow
 from anabranch.executor.randomness import random_state, restore_random_state
-from anabranch.executor.routes import CommMode
-from anabranch.executor.steps import TrainStep, parameters_of
+from anabranch.executor.steps import TrainStep
 from anabranch.experts import RemoteExpert, RemoteMixtureOfExperts
-from anabranch.parameter_server import RemoteEmbedding
-from anabranch.pipeline import Pipe
-from anabranch.pipeline.ranks import PipeRanks
-from anabranch.tensors import Structure, count_rows
+from anabranch.tensors import Structure
 
 _RUNS = 4  # the same number on every worker, because a loss may communicate; the first warms up
 
@@ -56,15 +49,13 @@ class StepSurvey:
     Attributes:
         parts: seconds by cause: ``"compute"`` is forward and backward, without experts.
         tables: by the table's name.
-        rows: of experts, or of a pipe's stages.
-        bytes: that cross to them.
+        experts: bytes that cross to each, by name.
         notes: what was not measured.
     """
 
     parts: Mapping[str, float]
     tables: Mapping[str, TableRows] = field(default_factory=dict)
-    rows: tuple[PlanRow, ...] = ()
-    bytes: Mapping[str, int] = field(default_factory=dict)
+    experts: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -88,9 +79,7 @@ def survey_step(step: TrainStep, batch: Structure, tables: Mapping[Tensor, tuple
     if away:
         parts["experts"] = 2 * away  # backward, which would train them, is taken to last as long as forward
     lookups = {name: _lookup(ids) for name, ids in dry_run.ids.items()}
-    sizes = dry_run.expert_bytes
-    rows = [PlanRow(name, (), "experts", "experts", size, 2 * away / len(sizes)) for name, size in sizes.items()]
-    return StepSurvey(parts, lookups, tuple(rows), {"experts": sum(sizes.values())} if sizes else {}, notes)
+    return StepSurvey(parts, lookups, dry_run.expert_bytes, notes)
 
 
 def _run(step: TrainStep, batch: Structure, tables: Mapping[Tensor, tuple[str, bool]]) -> tuple[float, bool, _DryRun]:
@@ -134,72 +123,6 @@ def _as_before(model: nn.Module) -> Iterator[None]:
         for module, training in modes:
             module.training = training
         restore_random_state(random)
-
-
-# Pipes.
-
-
-def survey_pipe(step: TrainStep, pipe: Pipe, batch: Structure) -> StepSurvey:
-    """Return the facts of a run of ``pipe``, the model of ``step``, by its own schedule; every rank of it calls this.
-
-    Raises:
-        Exception: any error of a stage or the loss.
-    """
-    rows, walls = count_rows(batch), []
-    loss = step.loss.parameters() if isinstance(step.loss, nn.Module) else ()
-    trained = {*pipe.parameters(), *loss, *(p for optimizer in step.optimizers for p in parameters_of(optimizer))}
-    # What the ranks tell one another before an update: is there a NaN, and by how much is it clipped.
-    norms = int(step.skip_nonfinite is not None and pipe.process_group is not None) + int(
-        step.clip_grad_norm is not None
-    )
-    gradients = [(parameter, parameter.grad) for parameter in trained]
-    with _as_before(pipe), PipeRanks(pipe).uncounted():
-        try:
-            for _ in range(_RUNS):
-                for parameter in trained:
-                    parameter.grad = None
-                sent, began = pipe.bytes_sent, time.perf_counter()
-                pipe_run(step, pipe, batch, word=None)
-                for _ in range(norms):
-                    PipeRanks(pipe).grad_norm()
-                walls.append(time.perf_counter() - began)
-                sent = pipe.bytes_sent - sent
-        finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-    busy: defaultdict[int, float] = defaultdict(float)
-    stages = []
-    for costs in PipeRanks(pipe).costs():
-        seconds = sum(costs.seconds.values())
-        busy[costs.rank] += seconds
-        place = f"rank {costs.rank}, layers {costs.layers}"
-        crosses = PipeRanks(pipe).microbatches(rows) * sum(costs.sends.values())
-        stages.append(PlanRow(f"stage {costs.stage}", (costs.parameters,), place, "pipeline", crosses, seconds))
-    wall = median(walls[1:])
-    compute = min(max(busy.values()), wall)
-    bubble = PipeRanks(pipe).simulated(rows).bubble
-    idle = f"pipeline: waits for stages; the schedule alone idles ranks {bubble:.0%} of the time"
-    parts = {"compute": compute, "pipeline": wall - compute}
-    return StepSurvey(parts, rows=tuple(stages), bytes={"pipeline": sent} if sent else {}, notes=(idle,))
-
-
-def check_planned(name: str, step: TrainStep, comm_mode: CommMode | None) -> None:
-    """Raise ``ValueError`` if a step cannot be planned; alike on all ranks of a pipe."""
-    if not isinstance(step.model, Pipe):
-        return
-    away = (RemoteEmbedding, RemoteExpert, RemoteMixtureOfExperts)
-    names = [
-        type(m).__name__
-        for layer in PipeRanks(step.model).every_layer()
-        for m in layer.modules()
-        if isinstance(m, away)
-    ]
-    if names or comm_mode in ("PS", "Hybrid"):
-        raise ValueError(
-            f"step {name!r} trains a Pipe {f'with {names[0]}' if names else f'under {comm_mode!r}'}, and a look at it "
-            "would train what is elsewhere. For its stages plan it with experts and tables here, under comm_mode=None "
-            "or 'AllReduce'; for experts and servers plan its module without the Pipe"
-        )
 
 
 # What the model asks of other processes.

@@ -1,4 +1,6 @@
-"""``plan_step``: the plan of a step: bytes from where its parameters live, seconds from what all workers have measured.
+"""``plan_step``: the traffic of a training step across each boundary, and its estimated time, as a printable ``Plan``.
+
+Bytes are known from where the parameters live, seconds from what all workers have measured.
 
 ::
 
@@ -6,7 +8,6 @@
     workers      buckets of gradients, summed; sparse ones gathered                 once a step
     servers      rows read (each run) and moved, parameters read and moved whole    once a step
     experts      forward as tried, and backward as long                             once a run
-    pipeline     the busiest rank of a pipe waits for the others                    once a run
 
 What crosses takes its messages' latency, and its bytes over the bandwidth. No overlap is assumed: on a processor's
 cores there is seldom any.
@@ -18,7 +19,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import cast
@@ -30,17 +31,15 @@ from anabranch.collectives import Workers
 from anabranch.collectives.buckets import carries_header, in_buckets
 from anabranch.collectives.sparse_rows import sparse_bytes, summing_dtype
 from anabranch.executor.likeness import exchange
-from anabranch.executor.plan.step_plan import LinkCost, ModeCost, Plan, PlanRow
-from anabranch.executor.plan.survey import StepSurvey, TableRows, survey_pipe, survey_step
 from anabranch.executor.routes import COMM_MODES, Place, Route, Routes
 from anabranch.executor.running.remote import RemotePart
 from anabranch.executor.running.runner import rows_of
 from anabranch.executor.running.window import HEADER_SIZE
 from anabranch.executor.spec import Spec
 from anabranch.executor.steps import TrainStep
+from anabranch.executor.survey import StepSurvey, TableRows, survey_step
 from anabranch.job import job
 from anabranch.parameter_server import ParameterClient, RemoteEmbedding
-from anabranch.pipeline import Pipe
 from anabranch.tensors import Compression, Structure
 from anabranch.tensors.packing import Share
 
@@ -52,6 +51,11 @@ _VOTE_BYTES = 8  # whether a worker and all servers have their part of it
 _TIMES = 5  # of each message that is measured, after one that warms up
 _SIZES = 1 << 10, 4 << 20  # bytes that are summed to measure the workers
 _ROWS = 4096  # read to measure the servers
+_NAME = 27  # columns; with the others a line has 80
+_PLACE = 25
+_SIZE = 14
+_TIME = 11
+_MANY_SECONDS = 10.0
 
 
 def plan_step(
@@ -100,8 +104,6 @@ def _measured(
 def _survey(step: TrainStep, batch: Structure | None, routes: Routes) -> StepSurvey | None:
     if batch is None or not rows_of(step, batch):
         return None
-    if isinstance(step.model, Pipe):
-        return survey_pipe(step, step.model, batch)
     tables: dict[Tensor, tuple[str, bool]] = {
         route.tensor: (route.parameter, route.place is Place.ROWS) for route in routes if route.tensor is not None
     }
@@ -206,12 +208,11 @@ class _Costs:
             # Rows are read in one message a run, parameters in one a step, and all are pushed in one; a norm takes two.
             reads = step.accumulate * bool(mine.at(Place.ROWS)) + bool(mine.at(Place.WHOLE, Place.WHOLE_TABLE))
             self._add("servers", messages=reads + 1 + 2 * (step.clip_grad_norm is not None))
-        if self._mine is not None:
-            runs = step.accumulate
-            self.rows += [
-                replace(row, bytes=runs * (row.bytes or 0), seconds=runs * row.seconds) for row in self._mine.rows
-            ]
-            self.bytes |= {boundary: runs * size for boundary, size in self._mine.bytes.items()}
+        experts = {} if self._mine is None else self._mine.experts
+        for name, size in experts.items():
+            seconds = self.parts.get("experts", 0.0) / len(experts)
+            self.rows.append(PlanRow(name, (), "experts", "experts", step.accumulate * size, seconds))
+            self.bytes["experts"] = self.bytes.get("experts", 0) + step.accumulate * size
 
     def _add(self, boundary: str, nbytes: int = 0, messages: int = 0) -> float:
         """Add what these bytes and messages take."""
@@ -292,3 +293,141 @@ def _uncounted(workers: Workers) -> Iterator[None]:
         yield
     finally:
         workers.bytes_sent, workers.wait_seconds = counts
+
+
+# The plan as a value.
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCost:
+    """The measured speed of a boundary.
+
+    >>> round(LinkCost(latency=0.001, seconds_per_byte=1e-9).seconds(1_000_000, messages=2), 6)
+    0.003
+
+    Attributes:
+        latency: seconds of a message of nothing.
+        seconds_per_byte: the inverse of the bandwidth; 0 if nothing could be sent to measure it.
+    """
+
+    latency: float
+    seconds_per_byte: float
+
+    def seconds(self, nbytes: int, messages: int = 0) -> float:
+        """Return the seconds of so many messages with these bytes in them together."""
+        return messages * self.latency + nbytes * self.seconds_per_byte
+
+    def __str__(self) -> str:
+        bandwidth = f", {1e-6 / self.seconds_per_byte:,.1f} MB/s" if self.seconds_per_byte else ""
+        return f"{1000 * self.latency:.2f} ms{bandwidth}"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """One parameter, or one layer that is across a boundary. ``str`` of it is a line of the table.
+
+    Attributes:
+        name: the parameter's, or an expert's.
+        shape: of the whole parameter; empty for an expert.
+        place: where it lives.
+        boundary: the one it crosses in a step, ``"workers"``, ``"servers"`` or ``"experts"``; empty if none.
+        bytes: those that this worker sends and receives for it in a step; ``None`` if a batch is needed to know.
+        seconds: the estimated time of its bytes; the latency of messages is that of the boundary.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    place: str
+    boundary: str
+    bytes: int | None
+    seconds: float
+
+    def __str__(self) -> str:
+        crosses = "?" if self.bytes is None else f"{self.bytes:,}" if self.boundary else "-"
+        seconds = _seconds_in_words(self.seconds) if self.boundary else "-"
+        return _line(self.name, self.place, crosses, seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class ModeCost:
+    """The traffic and time of the step in one ``comm_mode``. ``str`` of it is a line of the table.
+
+    Attributes:
+        comm_mode: the mode.
+        bytes: of one worker in a step, by boundary.
+        seconds: that a step should take.
+    """
+
+    comm_mode: str | None
+    bytes: Mapping[str, int]
+    seconds: float
+
+    def __str__(self) -> str:
+        return _line(
+            str(self.comm_mode), ", ".join(self.bytes), f"{sum(self.bytes.values()):,}", _seconds_in_words(self.seconds)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The plan of a training step: ``print(plan)`` shows a table of at most 80 columns.
+
+    Attributes:
+        step: the step's name.
+        comm_mode: the mode in use.
+        workers, servers: of the job.
+        rows: every parameter, then every layer that runs in another process.
+        bytes: of one worker in a step, by boundary, headers included: all that ``Executor.statistics()`` counts.
+        parts: the expected seconds of a step, by cause: ``"compute"``, and each boundary.
+        links: the measured speed of each boundary.
+        modes: the same step in every mode that is possible here, the one in use included.
+        notes: what the figures do not include.
+    """
+
+    step: str
+    comm_mode: str | None
+    workers: int
+    servers: int
+    rows: tuple[PlanRow, ...]
+    bytes: Mapping[str, int]
+    parts: Mapping[str, float]
+    links: Mapping[str, LinkCost] = field(default_factory=dict)
+    modes: tuple[ModeCost, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds that an optimizer step should take."""
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        title = f"step {self.step!r}, comm_mode={self.comm_mode!r}: {_count(self.workers, 'worker')}"
+        if self.servers:
+            title += f", {_count(self.servers, 'server')}"
+        lines = [title, _line("parameter or layer", "where it lives", "bytes a step", "time"), *map(str, self.rows)]
+        lines += ["", _line("a step should take", "", "", _seconds_in_words(self.step_seconds))]
+        for part, seconds in self.parts.items():
+            size = f"{self.bytes[part]:,}" if part in self.bytes else ""
+            lines.append(_line(f"  {part}", str(self.links.get(part, "")), size, _seconds_in_words(seconds)))
+        lines += ["", _line("comm_mode", "what is crossed", "bytes a step", "time"), *map(str, self.modes)]
+        return "\n".join([*lines, *self.notes])
+
+
+def _line(name: str, place: str, size: str, time: str) -> str:
+    return f"{_shortened(name, _NAME):<{_NAME}} {_shortened(place, _PLACE):<{_PLACE}} {size:>{_SIZE}} {time:>{_TIME}}"
+
+
+def _shortened(name: str, width: int) -> str:
+    """Return ``name`` with its middle left out if it is too long."""
+    if len(name) <= width:
+        return name
+    kept = width - 3
+    return f"{name[: kept // 2]}...{name[len(name) - (kept - kept // 2) :]}"
+
+
+def _seconds_in_words(seconds: float) -> str:
+    return f"{1000 * seconds:.2f} ms" if seconds < _MANY_SECONDS else f"{seconds:,.1f} s"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
