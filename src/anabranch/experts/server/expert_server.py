@@ -163,14 +163,6 @@ class ExpertVerbs:
             experts[uid] = {"rows": sum(pool.rows for pool in pools), "busy_seconds": busy}
         return {"queue_tasks": tasks, "queue_rows": rows, "experts": experts}
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Run the block while no batch runs."""
-        with ExitStack() as stack:
-            for runtime in self.runtimes:
-                stack.enter_context(runtime.paused())
-            yield
-
     # --- checks
 
     def _find(self, uid: str) -> ExpertBackend:
@@ -458,7 +450,10 @@ class ExpertServer:
         self._verbs = ExpertVerbs(self._backends, self._sessions)
         if checkpoint_dir is not None:
             self._verbs.persistence = Persistence(
-                Path(checkpoint_dir), self._backends, paused=self._verbs.paused, every=checkpoint_seconds
+                Path(checkpoint_dir),
+                self._backends,
+                paused=partial(_paused, self._verbs.runtimes),
+                every=checkpoint_seconds,
             )
         # The last step that may fail: it listens from here on.
         self._server = Server(
@@ -584,6 +579,15 @@ class ExpertServer:
             mark("experts.directory_lost", error=str(error))
         except BaseException as error:  # noqa: BLE001 - a user's own directory; the next renewal may work
             note_failure("experts.directory_lost", error)
+
+
+@contextmanager
+def _paused(runtimes: Iterable[Runtime]) -> Iterator[None]:
+    """Run the block while no batch runs."""
+    with ExitStack() as stack:
+        for runtime in runtimes:
+            stack.enter_context(runtime.paused())
+        yield
 
 
 def _or_none(function: Callable[[_T], _R], argument: _T) -> _R | None:
