@@ -369,6 +369,8 @@ class Pipe(nn.Module):
         """
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction is 'mean' or 'sum', got {reduction!r}")
+        if reduction == "sum" and rows is not None:
+            raise ValueError("rows= weighs the means of microbatches, and reduction='sum' adds sums up; leave one out")
         self._warn_if_alone()
         with self._turn("step"):
             if target is _LEFT_OUT:
