@@ -126,7 +126,7 @@ class LayerState:
         saved = [
             copies.saved(value, trained=place in trained)
             for place, value in enumerate(before)
-            if type(value) in _TENSORS
+            if type(value) in _TENSORS and (not value.requires_grad or place in trained)  # type: ignore[attr-defined]
         ]
         failed = True
         try:

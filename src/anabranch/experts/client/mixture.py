@@ -619,11 +619,7 @@ class RemoteMixtureOfExperts(RemoteModule):
             self._finder.backoff.failed(uid, phase, seconds=getattr(error, "elapsed", None) or 0.0)
 
     def _too_few(
-        self,
-        phase: str,
-        errors: Mapping[_Call, Exception | None],
-        short: int,
-        deadline: Deadline | None = None,
+        self, phase: str, errors: Mapping[_Call, Exception | None], short: int, deadline: Deadline | None = None
     ) -> BoundaryError:
         least = self.k_min if phase == "forward" else self.backward_k_min
         causes = {call.uid: f"{call.uid}: {error}" for call, error in errors.items() if error is not None}

@@ -485,12 +485,7 @@ class Runtime:
         name: of the thread.
     """
 
-    def __init__(
-        self,
-        pools: Iterable[TaskPool],
-        *,
-        name: str = "device",
-    ) -> None:
+    def __init__(self, pools: Iterable[TaskPool], *, name: str = "device") -> None:
         self._pools = list(pools)
         self._scheduler = _Scheduler()
         for pool in self._pools:
