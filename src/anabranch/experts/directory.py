@@ -339,7 +339,7 @@ class DirectoryServer:
 
     @property
     def directory(self) -> Directory:
-        """The same table, for use in this process."""
+        """A directory of this table, for use in this process."""
         mine = Directory()
         mine._memory = self._verbs.tables[EVERY_JOB]
         return mine

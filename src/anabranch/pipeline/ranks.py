@@ -112,7 +112,7 @@ class PipeRanks:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Lets the calls of the block leave no trace in ``calls`` and ``bytes_sent``: they only look."""
+        """Let the calls of the block leave no trace in ``calls`` and ``bytes_sent``: they only look."""
         calls, sent = self._pipe.calls, self._pipe.bytes_sent
         try:
             yield

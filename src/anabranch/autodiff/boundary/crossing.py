@@ -87,7 +87,7 @@ class Boundary(Protocol):
     def name(self) -> str: ...
 
     def forward(self, inputs: Tensors, wants: Sequence[bool] | None) -> Crossed:
-        """Goes there. ``wants``: which inputs require a gradient; ``None``: there will be no backward."""
+        """Run the remote forward. ``wants``: which inputs require a gradient; ``None``: there will be no backward."""
 
     def backward(self, state: object, inputs: Tensors, gradients: Tensors, *, updates: bool) -> Tensors:
         """Return a gradient for each input. ``None`` is not a gradient, on both sides. Without ``updates`` nothing
@@ -393,7 +393,7 @@ class RecordedBoundary:
         return Crossed([output.detach() for output in outputs], call, dead)
 
     def backward(self, state: object, inputs: Tensors, gradients: Tensors, *, updates: bool) -> list[Tensor | None]:
-        """Sweeps the function's own tape."""
+        """Sweep the function's own tape."""
         assert isinstance(state, IsolatedCall)
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
         answer: list[Tensor | None] = [None] * len(inputs)

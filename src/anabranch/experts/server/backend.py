@@ -156,7 +156,7 @@ class ExpertBackend:
         self.gradient_reduction = gradient_reduction
         self.updates = 0
         self.changes = 0
-        """How often its parameters, or buffers that are no norm's statistics, have changed, as answers say it."""
+        """The number of changes of its parameters, or of buffers that are no norm's statistics, as answers say it."""
         self.kept = KeptActivations(keep_activations)
         self._gradients = ParameterGradients(module)
         self.device = next((tensor.device for tensor in module.state_dict().values()), torch.device("cpu"))
