@@ -141,7 +141,7 @@ class GradManager(sessions.Session):
             self._prepare()
 
     def _prepare(self) -> None:
-        """Hook the tensors that have no hooks yet; plain ones are made to require a gradient, and stay on the list."""
+        """Set hooks on tensors that have none yet; plain ones are made to require a gradient, and stay on the list."""
         waiting: dict[int, _Slot] = {}
         for key, slot in self._unprepared.items():
             tensor = slot.tensor()

@@ -332,11 +332,11 @@ def _peak(actions: Sequence[Action]) -> int:
     """Return the most activations that a rank holds at once."""
     frees = Kind.W if any(action.kind is Kind.W for action in actions) else Kind.B
     recomputed = {(action.stage, action.microbatch) for action in actions if action.kind is Kind.R}
-    held = peak = 0
+    count = peak = 0
     for kind, stage, i, _ in actions:
         if kind is Kind.R or (kind is Kind.F and (stage, i) not in recomputed):
-            held += 1
-            peak = max(peak, held)
+            count += 1
+            peak = max(peak, count)
         elif kind is frees:
-            held -= 1
+            count -= 1
     return peak
