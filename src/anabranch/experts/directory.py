@@ -91,15 +91,15 @@ class _Table:
             return {uid: self._entries[uid].endpoint for uid in uids if self._alive(uid)}
 
     def active(self, prefixes: Iterable[str]) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
+        indices: dict[str, list[int]] = {}
         with self._lock:
             for prefix in prefixes:
                 below = self._below.get(check_prefix(prefix), {})
                 # Copies, because servers found dead are removed meanwhile.
-                found[prefix] = sorted(
+                indices[prefix] = sorted(
                     index for index, uids in list(below.items()) if any(self._alive(uid) for uid in list(uids))
                 )
-        return found
+        return indices
 
     def announced(self, after: str) -> list[Announcement]:
         """Return the first announcements of uids behind ``after``, by uid."""
@@ -395,17 +395,17 @@ class _DirectoryVerbs:
 
     def _lookup(self, call: Call) -> None:
         uids = unpack(call.payload, list[str])
-        found: dict[str, str] = {}
+        endpoints: dict[str, str] = {}
         for table in self._seen_by(call.peer):
-            found |= table.lookup(uids)
-        call.reply(payload=pack(found))
+            endpoints |= table.lookup(uids)
+        call.reply(payload=pack(endpoints))
 
     def _active(self, call: Call) -> None:
         prefixes = unpack(call.payload, list[str])
         tables = self._seen_by(call.peer)
-        found = [table.active(prefixes) for table in tables]
+        by_table = [table.active(prefixes) for table in tables]
         call.reply(
-            payload=pack({prefix: sorted({i for indices in found for i in indices[prefix]}) for prefix in prefixes})
+            payload=pack({prefix: sorted({i for mine in by_table for i in mine[prefix]}) for prefix in prefixes})
         )
 
     def _announced(self, call: Call) -> None:

@@ -505,11 +505,11 @@ class RemoteMixtureOfExperts(RemoteModule):
             _log.warning("too few experts of %s answer; waiting until they are back", self.uid_prefix)
         return True
 
-    def _call(self, forward: _Forward, choices: Choices, wanted: NDArray[np.bool_], experts: Experts) -> None:
-        """Call the experts of the slots that are true in ``wanted``, each once for all its rows."""
+    def _call(self, forward: _Forward, choices: Choices, which: NDArray[np.bool_], experts: Experts) -> None:
+        """Call the experts of the slots that are true in ``which``, each once for all its rows."""
         calls: list[_Call] = []
         for slot, uid in enumerate(choices.uids):
-            mine = np.nonzero(((choices.slots == slot) & wanted).any(axis=1))[0]
+            mine = np.nonzero(((choices.slots == slot) & which).any(axis=1))[0]
             if uid in experts and len(mine):
                 endpoint, schema = experts[uid]
                 inputs, _ = schema.flatten_inputs(forward.args, forward.kwargs, casting=forward.casting)
@@ -531,7 +531,7 @@ class RemoteMixtureOfExperts(RemoteModule):
                 self.backward_timeout,
                 enough=None if self.timeout_after_k_min is None else enough,
                 grace=self.timeout_after_k_min or 0.0,
-                check_backward=lambda asked: self._check_backward(asked, total),
+                check_backward=lambda its: self._check_backward(its, total),
                 finite_only=self.detect_anomalies,
                 counts=self._counts,
             ),

@@ -313,10 +313,10 @@ class RemoteExpert(RemoteModule):
         return isinstance(error, NotFound) or self._look_up(self._where, deadline) != error.peer
 
     def _look_up(self, directory: DirectoryLike, deadline: Deadline) -> str:
-        found = within(directory, deadline).lookup([self.uid])
-        if self.uid not in found:
+        endpoints = within(directory, deadline).lookup([self.uid])
+        if self.uid not in endpoints:
             raise NotFound(f"the directory lists no server for {self.uid!r}")
-        return found[self.uid]
+        return endpoints[self.uid]
 
 
 _ID_BYTES = 16
@@ -471,9 +471,9 @@ class InferenceSession:
         except NotFound:
             return False  # not served now; the same step may be requested once its server is back
 
-    def _ask(self, endpoint: str, schema: Schema, given: RowInputs, deadline: Deadline) -> list[Tensor]:
+    def _ask(self, endpoint: str, schema: Schema, inputs: RowInputs, deadline: Deadline) -> list[Tensor]:
         self._where = endpoint, schema
-        tensors = [None if tensor is None else tensor.detach() for tensor in given.tensors]
+        tensors = [None if tensor is None else tensor.detach() for tensor in inputs.tensors]
         first = next(tensor for tensor in tensors if tensor is not None)
         request = Request(
             endpoint,

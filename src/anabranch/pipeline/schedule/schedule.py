@@ -262,9 +262,9 @@ def _faults(schedule: Schedule) -> Iterator[str]:
             if needed is not None and (needed, *key[1:]) not in seen:
                 yield f"{action} comes before its {needed.value}"
             seen.add(key)
-    wanted = schedule.stages * schedule.microbatches * (3 if split else 2)
-    if len(seen) != wanted:
-        yield f"it has {len(seen)} of {wanted} actions"
+    expected = schedule.stages * schedule.microbatches * (3 if split else 2)
+    if len(seen) != expected:
+        yield f"it has {len(seen)} of {expected} actions"
 
 
 # Built at import: constructing a msgspec decoder is not thread-safe.
