@@ -364,7 +364,8 @@ class Pipe(nn.Module):
 
         Raises:
             TypeError: as for calling the pipe.
-            ValueError: as for calling the pipe, or if the rows of ``target`` differ from those of the inputs.
+            ValueError: as for calling the pipe, or if the rows of ``target`` differ from those of the inputs, or
+                ``rows`` is given for sums.
             BaseException: any exception of a stage; no gradient has accumulated then.
         """
         if reduction not in ("mean", "sum"):

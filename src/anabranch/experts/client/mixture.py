@@ -236,7 +236,7 @@ class RemoteMixtureOfExperts(RemoteModule):
     def _call_experts(self, x: Tensor, *args: Any, **kwargs: Any) -> Structure:
         leading = self._leading_sizes(x)
         gated = self._gate_logits(x, leading)
-        schema, outputs = self._mixed(gated, (x, *args), kwargs)
+        schema, outputs = self._behind((gated, x, *args), kwargs)
         return schema.nest_outputs(with_leading(outputs, leading))
 
     def extra_repr(self) -> str:
@@ -294,17 +294,10 @@ class RemoteMixtureOfExperts(RemoteModule):
 
     # --- the boundary
 
-    def _mixed(
-        self, gated: Tensor, args: tuple[Structure, ...], kwargs: dict[str, Structure]
-    ) -> tuple[Schema, Sequence[Tensor]]:
-        """Return the experts' schema and everything after the gate."""
-        return self._behind((gated, *args), kwargs)
-
     def _cross(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, evaluating: bool
     ) -> tuple[Schema, Sequence[Tensor]]:
-        gated: Tensor = args[0]
-        args = args[1:]
+        gated, args = cast("Tensor", args[0]), args[1:]
         nesting = Nesting.of((args, kwargs))
         leaves = nesting.leaves_of((args, kwargs))
         for leaf in leaves:
@@ -825,7 +818,7 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
         leading = self._leading_sizes(x)
         gated = self._gate_logits(x, leading)
         grids = len(self.grid_size)
-        schema, outputs = self._mixed(gated, (x, *args), kwargs)
+        schema, outputs = self._behind((gated, x, *args), kwargs)
         loss = self._balancing_loss(torch.split(gated, list(self.grid_size), dim=-1), outputs[-grids:])
         return schema.nest_outputs(with_leading(outputs[:-grids], leading)), loss
 

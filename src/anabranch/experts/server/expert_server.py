@@ -102,6 +102,7 @@ class ExpertVerbs:
         runtimes: the threads of the devices.
         not_finite: requests refused for NaN or Inf, by peer.
         persistence: records what was applied to an expert, with its state.
+        server: answers through it.
     """
 
     def __init__(self, backends: Mapping[str, ExpertBackend], sessions: Sessions) -> None:
@@ -113,15 +114,11 @@ class ExpertVerbs:
         self._step_numbers = count()
         self._round = threading.local()
         # The server holds these verbs, so they do not hold it.
-        self._server: weakref.ref[Server] | None = None
+        self.server: weakref.ref[Server] | None = None
         by_device: dict[str, list[TaskPool]] = {}
         for backend in backends.values():
             by_device.setdefault(str(backend.device), []).extend(backend.get_pools())
         self.runtimes = [Runtime(pools, name=name) for name, pools in by_device.items()]
-
-    def serve_by(self, server: Server) -> None:
-        """Answer through ``server``."""
-        self._server = weakref.ref(server)
 
     def close(self) -> None:
         """Let go of the experts, whoever still holds a verb."""
@@ -363,7 +360,7 @@ class ExpertVerbs:
         if not aside:
             return
         self._round.tasks = None
-        server = None if self._server is None else self._server()
+        server = None if self.server is None else self.server()
         assert server is not None
         one_of_many = not server.on_loop()
         for runtime in self.runtimes:
@@ -471,7 +468,7 @@ class ExpertServer:
             after_round=self._verbs.submit_round,
             facts=self._verbs.facts,
         )
-        self._verbs.serve_by(self._server)
+        self._verbs.server = weakref.ref(self._server)
         self._stack = ExitStack()
 
     def __repr__(self) -> str:
