@@ -193,17 +193,6 @@ def test_a_drawing_of_seconds_shows_every_action():
     assert "holds 2" in draw(schedule, {}), "actions that take no time"
 
 
-def test_a_drawing_fits_a_terminal():
-    schedule = make_schedule("ZBV", 8, 12)
-    whole, narrow = draw(schedule).splitlines(), draw(schedule, width=80).splitlines()
-    assert max(map(len, whole)) > 200
-    assert max(map(len, narrow)) <= 80
-    for rank in range(4):
-        rows = [line for line in narrow if line.startswith(f"rank {rank} ")]
-        cells = [cell for row in rows for cell in row.split("holds")[0].split()[2:]]
-        assert cells == whole[rank + 1].split("holds")[0].split()[2:]
-
-
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 @pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"])
 def test_stages_are_busy_at_the_same_time_as_simulated(name: str, checkpoint: str):
