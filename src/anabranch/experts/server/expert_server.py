@@ -67,7 +67,6 @@ _RENEWALS = 3
 _GLANCE = 2.0
 
 _T = TypeVar("_T")
-_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -495,15 +494,18 @@ class ExpertServer:
                 stack.enter_context(self._sessions)
             stack.enter_context(self._server)
             if self._directory is not None:
-                others = _or_none(self._directory.lookup, self._backends) or {}
-                self._announce()
-                stack.callback(self._withdraw)
+                announce = partial(self._directory.announce, self._backends, self.endpoint, self._ttl)
+                withdraw = partial(self._directory.withdraw, self._backends, self.endpoint)
+                others = _noting("experts.not_looked_up", partial(self._directory.lookup, self._backends)) or {}
+                announce()
+                # An announcement that is not withdrawn expires.
+                stack.callback(_noting, "experts.directory_lost", withdraw)
                 renewing = periodic(
-                    self._renew,
+                    partial(_noting, "experts.directory_lost", announce),
                     self._ttl / _RENEWALS,
                     name="anabranch-announce",
                     patience=15.0,
-                    at_start=partial(_or_none, self._warn_of_others, others),
+                    at_start=partial(_noting, "experts.not_looked_up", partial(self._warn_of_others, others)),
                 )
                 stack.enter_context(renewing)
             self._stack = stack.pop_all()
@@ -535,12 +537,6 @@ class ExpertServer:
         if (persistence := self._verbs.persistence) is not None:
             persistence.save()
 
-    # --- announcing
-
-    def _announce(self) -> None:
-        assert self._directory is not None
-        self._directory.announce(self._backends, self.endpoint, self._ttl)
-
     def _warn_of_others(self, endpoints: Mapping[str, str]) -> None:
         """Warn of uids that other live servers had announced: updates of one expert would go to two places.
 
@@ -561,22 +557,6 @@ class ExpertServer:
                 "give them different uids", some, twice[0][1], self.endpoint,
             )  # fmt: skip
 
-    def _withdraw(self) -> None:
-        assert self._directory is not None
-        try:
-            self._directory.withdraw(self._backends, self.endpoint)
-        except BoundaryError as error:
-            # An announcement that is not withdrawn expires.
-            mark("experts.directory_lost", error=str(error))
-
-    def _renew(self) -> None:
-        try:
-            self._announce()
-        except BoundaryError as error:
-            mark("experts.directory_lost", error=str(error))
-        except BaseException as error:  # noqa: BLE001 - a user's own directory; the next renewal may work
-            note_failure("experts.directory_lost", error)
-
 
 @contextmanager
 def _paused(runtimes: Iterable[Runtime]) -> Iterator[None]:
@@ -587,13 +567,15 @@ def _paused(runtimes: Iterable[Runtime]) -> Iterator[None]:
         yield
 
 
-def _or_none(function: Callable[[_T], _R], argument: _T) -> _R | None:
-    """Return what ``function`` returns; an error is noted, for a missing warning must not stop a server."""
+def _noting(what: str, call: Callable[[], _T]) -> _T | None:
+    """Return the result of a call; an error is noted as ``what``, for a directory that fails must not stop a server."""
     try:
-        return function(argument)
+        return call()
+    except BoundaryError as error:
+        mark(what, error=str(error))
     except BaseException as error:  # noqa: BLE001 - also of a user's own directory
-        note_failure("experts.not_looked_up", error)
-        return None
+        note_failure(what, error)
+    return None
 
 
 def _fail(call: Call, error: BaseException) -> None:
