@@ -28,8 +28,16 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from anabranch.deadline import Deadline
-from anabranch.errors import ActivationsGone, AnotherSchema, BoundaryError, NonFinite, NotFound, SchemaError
+from anabranch.deadline import Deadline, check_seconds
+from anabranch.errors import (
+    ActivationsGone,
+    AnotherSchema,
+    BoundaryError,
+    CheckpointError,
+    NonFinite,
+    NotFound,
+    SchemaError,
+)
 from anabranch.experts import wire
 from anabranch.experts.directory import DirectoryLike, as_directory
 from anabranch.experts.server.backend import ExpertBackend
@@ -63,6 +71,8 @@ _log = logging.getLogger("anabranch.experts")
 
 # Announcements are renewed three times within their time to live.
 _RENEWALS = 3
+# Seconds between two checks for expired sessions while no request makes one.
+_SWEEP = 1.0
 # Seconds for asking another server of an announced expert whether it is alive.
 _GLANCE = 2.0
 
@@ -444,13 +454,11 @@ class ExpertServer:
         self._ttl = ttl
         self._sessions = Sessions(session_bytes, clock)
         self._verbs = ExpertVerbs(self._backends, self._sessions)
+        check_seconds(checkpoint_seconds=checkpoint_seconds)
+        self._checkpoint_seconds = checkpoint_seconds
         if checkpoint_dir is not None:
-            self._verbs.persistence = Persistence(
-                Path(checkpoint_dir),
-                self._backends,
-                paused=partial(_paused, self._verbs.runtimes),
-                every=checkpoint_seconds,
-            )
+            paused = partial(_paused, self._verbs.runtimes)
+            self._verbs.persistence = Persistence(Path(checkpoint_dir), self._backends, paused=paused)
         # The last step that may fail: it listens from here on.
         self._server = Server(
             self._verbs.verbs(),
@@ -487,11 +495,15 @@ class ExpertServer:
             if (persistence := self._verbs.persistence) is not None:
                 stack.enter_context(persistence.claim())
                 self._server.once.restore(persistence.load())
-                stack.enter_context(persistence)
+                stack.callback(persistence.save)
+                save = partial(_noting, "experts.not_saved", persistence.save)  # the next one may find room
+                saver = periodic(save, self._checkpoint_seconds, name="anabranch-checkpoint", patience=60.0)
+                stack.enter_context(saver)
             for runtime in self._verbs.runtimes:
                 stack.enter_context(runtime)
             if any(backend.session_pool is not None for backend in self._backends.values()):
-                stack.enter_context(self._sessions)
+                stack.callback(self._sessions.close)
+                stack.enter_context(periodic(self._sessions.sweep, _SWEEP, name="anabranch-sessions"))
             stack.enter_context(self._server)
             if self._directory is not None:
                 announce = partial(self._directory.announce, self._backends, self.endpoint, self._ttl)
@@ -568,12 +580,12 @@ def _paused(runtimes: Iterable[Runtime]) -> Iterator[None]:
 
 
 def _noting(what: str, call: Callable[[], _T]) -> _T | None:
-    """Return the result of a call; an error is noted as ``what``, for a directory that fails must not stop a server."""
+    """Return the result of a call; an error is noted as ``what``: a directory or disk that fails stops no server."""
     try:
         return call()
-    except BoundaryError as error:
+    except (BoundaryError, CheckpointError) as error:
         mark(what, error=str(error))
-    except BaseException as error:  # noqa: BLE001 - also of a user's own directory
+    except BaseException as error:  # noqa: BLE001 - also of a user's own directory, or module's state_dict
         note_failure(what, error)
     return None
 
