@@ -235,14 +235,14 @@ def simulated(m: int, rounds: int, seconds: float = 0.05) -> dict[str, dict[str,
                 actions = [span for span in watch.spans if span[0] in KINDS]
                 span = (max(one[4] for one in actions) - min(one[3] for one in actions)) / 1e9
                 took = durations(actions)
-                expected = simulate(schedule, costs_of(took), activation_bytes=[KEPT_BYTES] * n)
+                expected = simulate(schedule, costs_of(took))
                 spans.append(span)
                 ratios.append(span / expected.makespan)
                 bubbles.append((1 - sum(took.values()) / (4 * span), expected.bubble))
                 memory.append((watch.most_bytes - before) / most_at_once(expected, schedule.splits_backward))
         spans, ratios, bubbles, memory = spans[1:], ratios[1:], bubbles[1:], memory[1:]
         bubble, wanted = bubbles[rounds // 2]
-        held = [size // KEPT_BYTES for size in expected.peak_bytes]
+        held = list(expected.peak_activations)
         print(
             f"m={m} {name}: time {statistics.median(ratios):.3f} of the simulated, bubble {bubble:.3f} (simulated "
             f"{wanted:.3f}), peak memory {statistics.median(memory):.3f} of the simulated, {held} microbatches"

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -169,7 +168,7 @@ def main() -> None:
         print(pipe.describe())
     if job.rank == 0:
         schedule = make_schedule(arguments.schedule, len(balance), arguments.chunks)
-        print(draw(schedule, width=shutil.get_terminal_size().columns))
+        print(draw(schedule))
         save_picture(schedule, arguments.out / "schedule.svg")
         print(f"picture of the schedule: {arguments.out / 'schedule.svg'}")
         (arguments.out / "losses.json").write_text(json.dumps(losses))

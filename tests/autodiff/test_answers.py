@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from anabranch.autodiff.boundary.answers import Answers, AnswersDiffer
-from anabranch.autodiff.boundary.crossing import Form, RecordedBoundary, cross
-from anabranch.autodiff.call_threads import run_at_once
+from anabranch.autodiff.boundary.crossing import Answers, AnswersDiffer, Form, RecordedBoundary, cross
+from anabranch.autodiff.parallel import run_at_once
 
 asked: list[float] = []
 FORM = Form((2,), torch.float32, torch.device("cpu"))

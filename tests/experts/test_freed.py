@@ -15,6 +15,7 @@ from torch import nn
 from anabranch.errors import CheckpointError, NonFinite, PeerLost
 from anabranch.experts import DirectoryServer, ExpertBackend, ExpertServer, RemoteExpert, RemoteMixtureOfExperts
 from anabranch.tensors import TensorSpec
+from anabranch.testing import MemoryTransport
 from anabranch.transport import Client
 
 
@@ -70,5 +71,21 @@ def test_what_is_closed_is_freed_by_reference_counts_alone(how: str, tmp_path: P
         references = {name: weakref.ref(thing) for name, thing in things.items()}
         things.clear()
         assert [name for name, reference in references.items() if reference() is not None] == []
+    finally:
+        gc.enable()
+
+
+@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")  # it listens from its construction on
+def test_a_server_that_is_never_entered_is_freed_by_reference_counts_alone(tmp_path: Path) -> None:
+    backend = causal_backend("ffn.0")
+    network = MemoryTransport()
+    server = ExpertServer([backend], checkpoint_dir=tmp_path, transport=network)
+    names = DirectoryServer(transport=network)
+    references = [weakref.ref(thing) for thing in (server, names, backend, backend.module)]
+    gc.collect()
+    gc.disable()
+    try:
+        del server, names, backend
+        assert [reference() for reference in references] == [None] * 4
     finally:
         gc.enable()

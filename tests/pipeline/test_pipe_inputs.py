@@ -153,6 +153,7 @@ def test_keywords_beside_skips():
         (lambda pipe, x: pipe(NoChunk(x), 3.0), ValueError, "have no rows"),
         (lambda pipe, x: pipe(), ValueError, "have no rows"),
         (lambda pipe, x: pipe.step(loss=F.mse_loss), ValueError, "have no rows"),
+        (lambda pipe, x: pipe.step(x, loss=torch.sum, reduction="sum", rows=len), ValueError, "rows= weighs the means"),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(call, error: type[Exception], message: str):

@@ -93,16 +93,6 @@ def test_schedules_take_the_time_and_hold_the_memory_of_their_papers(p: int):
     assert max(zbv.peak_activations) <= 2 * p  # of half a stage each
 
 
-def test_held_bytes_are_those_of_activations_and_of_inputs_kept_to_run_again():
-    schedule = make_schedule("GPipe", 2, 3)
-    assert simulate(schedule).peak_bytes == (0, 0)
-    assert simulate(schedule, activation_bytes=[10, 100]).peak_bytes == (30, 300)
-    lowered = schedule.with_transfers(recompute={(j, i) for j in range(2) for i in range(3)})
-    assert simulate(lowered, activation_bytes=[10, 100], input_bytes=[1, 2]).peak_bytes == (13, 106)
-    with pytest.raises(ValueError, match="given for 1 stages, but the schedule has 2"):
-        simulate(schedule, activation_bytes=[1])
-
-
 @given(schedules())
 def test_a_schedule_survives_a_file(tmp_path_factory: pytest.TempPathFactory, schedule: Schedule):
     path = tmp_path_factory.mktemp("schedule") / "schedule.json"

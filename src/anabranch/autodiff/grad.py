@@ -76,7 +76,7 @@ class Grad(sessions.Session):
         _by_name[name] = self
 
     def wrt(self, *tensors: Tensor, callback: GradCallback | None = None) -> Self:
-        """Asks for the gradients of ``tensors``, leaves or results of operations, which may be dropped afterwards.
+        """Ask for the gradients of ``tensors``, leaves or results of operations, which may be dropped afterwards.
 
         A leaf that does not require a gradient is made to until the session ends. What was computed from an
         ``nn.Parameter`` before is differentiated too: torch's graph knows no sessions.
@@ -123,7 +123,7 @@ class Grad(sessions.Session):
         return call
 
     def __call__(self, ys: Tensor | Sequence[Tensor], dys: Tensor | Sequence[Tensor | None] | None = None) -> None:
-        """Sweeps back from ``ys``, which start with ``dys``, and from the boundary tokens recorded.
+        """Sweep back from ``ys``, which start with ``dys``, and from the boundary tokens recorded.
 
         Args:
             ys: the roots; those that require no gradient are ignored, one given twice counts twice.

@@ -77,7 +77,7 @@ class GradManager(sessions.Session):
     def attach(
         self, tensors: Tensor | Iterable[Tensor], callbacks: Callback | Iterable[Callback] | None = ()
     ) -> GradManager:
-        """Watches ``tensors``, weakly; attaching one again adds to its callbacks.
+        """Watch ``tensors``, weakly; attaching one again adds to its callbacks.
 
         >>> bias = torch.zeros(3)
         >>> GradManager().attach(bias).attached_tensors()[0] is bias
@@ -128,7 +128,7 @@ class GradManager(sessions.Session):
         return [tensor for slot in list(self._slots.values()) if (tensor := slot.tensor()) is not None]
 
     def record(self) -> None:
-        """Begins a session; ``backward`` or ``release`` ends it.
+        """Begin a session; ``backward`` or ``release`` ends it.
 
         Raises:
             RuntimeError: it is recording already.
@@ -141,7 +141,7 @@ class GradManager(sessions.Session):
             self._prepare()
 
     def _prepare(self) -> None:
-        """Hooks the tensors that have no hooks yet; plain ones are made to require a gradient, and stay on the list."""
+        """Set hooks on tensors that have none yet; plain ones are made to require a gradient, and stay on the list."""
         waiting: dict[int, _Slot] = {}
         for key, slot in self._unprepared.items():
             tensor = slot.tensor()
@@ -180,7 +180,7 @@ class GradManager(sessions.Session):
     def backward(
         self, y: Tensor | Sequence[Tensor] | None = None, dy: Tensor | Sequence[Tensor | None] | None = None
     ) -> None:
-        """Sweeps back from ``y``, runs the callbacks, then accumulates into ``.grad``, and ends the session.
+        """Sweep back from ``y``, run the callbacks, then accumulate into ``.grad``, and end the session.
 
         When a callback or a hook raises, or Ctrl-C interrupts, the sweep ends there, no attached tensor's ``.grad`` is
         changed, futures returned so far are cancelled or waited for briefly, and the exception continues to the caller.

@@ -54,31 +54,31 @@ class IsolatedCall:
             return list(torch.autograd.grad(roots, self.leaves, starts, retain_graph=retain, allow_unused=True))
 
 
-def isolate(func: type[Function], args: Sequence[object], wanted: Sequence[bool]) -> tuple[IsolatedCall, object]:
-    """Run the Function on ``args``, of which those ``wanted`` get gradients; return its graph and its outputs.
+def isolate(func: type[Function], args: Sequence[object], wants: Sequence[bool]) -> tuple[IsolatedCall, object]:
+    """Run the Function on ``args``, of which some want gradients; return its graph and its outputs.
 
     Raises:
         RuntimeError: the Function changes an argument in place.
     """
     leaves: list[Tensor] = []
-    given: list[object] = []
-    for arg, want in zip(args, wanted, strict=True):
+    arguments: list[object] = []
+    for arg, want in zip(args, wants, strict=True):
         if want:
             leaf = cast(Tensor, arg).detach().requires_grad_()
             leaves.append(leaf)
-            given.append(leaf)
+            arguments.append(leaf)
         else:
-            given.append(arg)
-    versions = [_version(arg) for arg in given]
+            arguments.append(arg)
+    versions = [_version(arg) for arg in arguments]
     with torch.enable_grad():
-        returned = func.apply(*given)  # type: ignore[no-untyped-call]
-    if versions != [_version(arg) for arg in given]:
+        returned = func.apply(*arguments)  # type: ignore[no-untyped-call]
+    if versions != [_version(arg) for arg in arguments]:
         raise RuntimeError(
             f"{func.__name__} changes an argument in place (mark_dirty), which a call with its own graph cannot "
             "pass on; let it return a new tensor"
         )
     outputs = returned if isinstance(returned, tuple) else (returned,)
-    places = [index for index, want in enumerate(wanted) if want]
+    places = [index for index, want in enumerate(wants) if want]
     return IsolatedCall(leaves, outputs, places, len(args)), returned
 
 
@@ -121,10 +121,10 @@ def run_isolated_forward(func: type[Function], *args: object) -> tuple[IsolatedC
         RuntimeError: the Function changes an argument in place.
     """
     check_function(func)
-    wanted = [isinstance(arg, Tensor) and arg.requires_grad for arg in args]
-    if not any(wanted):
-        wanted = [isinstance(arg, Tensor) and (arg.is_floating_point() or arg.is_complex()) for arg in args]
-    call, returned = isolate(func, args, wanted)
+    wants = [isinstance(arg, Tensor) and arg.requires_grad for arg in args]
+    if not any(wants):
+        wants = [isinstance(arg, Tensor) and (arg.is_floating_point() or arg.is_complex()) for arg in args]
+    call, returned = isolate(func, args, wants)
     if isinstance(returned, tuple):
         return call, tuple(_cut(out) for out in returned)
     return call, _cut(returned)

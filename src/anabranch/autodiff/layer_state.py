@@ -21,6 +21,7 @@ import threading
 from collections.abc import Container, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import getitem
 from typing import Any, Literal, TypeAlias, TypeGuard, cast
 
 import torch
@@ -70,9 +71,10 @@ class LayerState:
         self._mappings: list[tuple[MutableMapping[str, Any], _Kind]] = []
         self._all: list[MutableMapping[str, Any]] = []
         self._lengths: list[int] = []
-        self._places: list[
-            tuple[MutableMapping[str, Any], str, _Kind]
-        ] = []  # names are added at the end, as they appear
+        # Of each place: where it is, its name and its kind. Names are added at the end, as they appear.
+        self._holders: list[MutableMapping[str, Any]] = []
+        self._names: list[str] = []
+        self._kinds: list[_Kind] = []
 
     def take(self) -> StateValues:
         """Return the current values, as copies on write."""
@@ -87,19 +89,20 @@ class LayerState:
             self._all = [mapping for mapping, _ in self._mappings]
         lengths = list(map(len, self._all))
         if lengths != self._lengths:
-            known = {(id(mapping), name) for mapping, name, _ in self._places}
+            known = set(zip(map(id, self._holders), self._names, strict=True))
             self._lengths = lengths
-            self._places += [
-                (mapping, name, kind)
-                for mapping, kind in self._mappings
-                for name in list(mapping.keys())
-                if name not in _MODULES_OWN and (id(mapping), name) not in known
-            ]
+            for mapping, kind in self._mappings:
+                for name in list(mapping.keys()):
+                    if name not in _MODULES_OWN and (id(mapping), name) not in known:
+                        self._holders.append(mapping)
+                        self._names.append(name)
+                        self._kinds.append(kind)
         try:
-            return [mapping[name] for mapping, name, _ in self._places]
+            return list(map(getitem, self._holders, self._names))
         except KeyError:
             # Not by get(), which TorchScript's mappings do not have.
-            return [mapping[name] if name in mapping else _MISSING for mapping, name, _ in self._places]  # noqa: SIM401
+            places = zip(self._holders, self._names, strict=True)
+            return [mapping[name] if name in mapping else _MISSING for mapping, name in places]  # noqa: SIM401
 
     @contextmanager
     def restored(self, values: StateValues) -> Iterator[None]:
@@ -126,7 +129,7 @@ class LayerState:
         saved = [
             copies.saved(value, trained=place in trained)
             for place, value in enumerate(before)
-            if type(value) in _TENSORS
+            if type(value) in _TENSORS and (not value.requires_grad or place in trained)  # type: ignore[attr-defined]
         ]
         failed = True
         try:
@@ -153,11 +156,11 @@ class LayerState:
             else (id(value) * kind, value._version)  # type: ignore[attr-defined]
             if kind is not None and type(value) in _TENSORS and not value.is_inference()  # type: ignore[attr-defined]
             else None
-            for value, (_, _, kind) in zip(self._now(), self._places, strict=True)
+            for value, kind in zip(self._now(), self._kinds, strict=True)
         ]
 
     def _put(self, now: Sequence[object], values: Sequence[object]) -> None:
-        for (mapping, name, _), old, new in zip(self._places, now, values, strict=True):
+        for mapping, name, old, new in zip(self._holders, self._names, now, values, strict=True):
             if new is _MISSING and old is not _MISSING:
                 del mapping[name]
             elif new is not old:

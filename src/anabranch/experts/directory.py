@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from heapq import nsmallest
 from types import TracebackType
+from typing import Any
 
 from anabranch.deadline import Deadline
 from anabranch.errors import SchemaError, Unauthorized
@@ -90,15 +91,15 @@ class _Table:
             return {uid: self._entries[uid].endpoint for uid in uids if self._alive(uid)}
 
     def active(self, prefixes: Iterable[str]) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
+        indices: dict[str, list[int]] = {}
         with self._lock:
             for prefix in prefixes:
                 below = self._below.get(check_prefix(prefix), {})
                 # Copies, because servers found dead are removed meanwhile.
-                found[prefix] = sorted(
+                indices[prefix] = sorted(
                     index for index, uids in list(below.items()) if any(self._alive(uid) for uid in list(uids))
                 )
-        return found
+        return indices
 
     def announced(self, after: str) -> list[Announcement]:
         """Return the first announcements of uids behind ``after``, by uid."""
@@ -231,54 +232,43 @@ class Directory:
         """Announce that ``endpoint`` serves ``uids`` for the next ``ttl`` seconds; a later announcement of a uid
         replaces it.
         """
-        if self.endpoint is None:
-            self._table.announce(uids, endpoint, ttl)
-            return
         check_ttl(ttl)
         for some in portions(check_uid(uid) for uid in uids):
-            self._ask("announce", (some, endpoint, ttl))
+            self._ask("announce", some, endpoint, ttl)
 
     def withdraw(self, uids: Iterable[str], endpoint: str) -> None:
         """Announce that ``endpoint`` no longer serves ``uids``."""
-        if self.endpoint is None:
-            self._table.withdraw(uids, endpoint)
-            return
         for some in portions(uids):
-            self._ask("withdraw", (some, endpoint))
+            self._ask("withdraw", some, endpoint)
 
     def lookup(self, uids: Iterable[str]) -> dict[str, str]:
         """Return the endpoint of each of ``uids`` that is announced; the others are left out."""
-        if self.endpoint is None:
-            return self._table.lookup(uids)
-        answers = [unpack(self._ask("lookup", some), dict[str, str]) for some in portions(uids)]
+        answers = [self._ask("lookup", some, answer=dict[str, str]) for some in portions(uids)]
         return {uid: endpoint for answer in answers for uid, endpoint in answer.items()}
 
     def active(self, prefixes: Iterable[str]) -> dict[str, list[int]]:
         """Return for each prefix the indices, in order, that follow it in the announced uids."""
-        if self.endpoint is None:
-            return self._table.active(prefixes)
         some = portions(check_prefix(prefix) for prefix in prefixes)
-        answers = [unpack(self._ask("active", one), dict[str, list[int]]) for one in some]
+        answers = [self._ask("active", one, answer=dict[str, list[int]]) for one in some]
         return {prefix: indices for answer in answers for prefix, indices in answer.items()}
 
     def announced(self) -> Iterator[Announcement]:
         """Return what is announced, by uid."""
         page = [Announcement("", "", 0.0)]
         while page:
-            after = page[-1].uid
-            if self.endpoint is None:
-                page = self._table.announced(after)
-            else:
-                page = unpack(self._ask("announced", after), list[Announcement])
+            page = self._ask("announced", page[-1].uid, answer=list[Announcement])
             yield from page
 
-    def _ask(self, verb: str, question: object) -> bytes:
-        assert self.endpoint is not None
+    def _ask(self, verb: str, *question: object, answer: Any = None) -> Any:
+        """Return what the table, or the server, answers, of the type ``answer``."""
+        if self.endpoint is None:
+            return getattr(self._table, verb)(*question)
         assert self._module_client is not None
         whole = self._within
         deadline = Deadline.after(self._timeout) if whole is None else whole.sooner(self._timeout)
-        request = Request(self.endpoint, f"directory.{verb}", payload=pack(question), role="directory")
-        return self._module_client.client.call(request, deadline).payload
+        payload = pack(question[0] if len(question) == 1 else question)
+        request = Request(self.endpoint, f"directory.{verb}", payload=payload, role="directory")
+        return unpack(self._module_client.client.call(request, deadline).payload, answer)
 
 
 def _unpickled(endpoint: str | None, timeout: float, module_client: ModuleClient | None, token: str) -> Directory:
@@ -349,7 +339,7 @@ class DirectoryServer:
 
     @property
     def directory(self) -> Directory:
-        """The same table, for use in this process."""
+        """A directory of this table, for use in this process."""
         mine = Directory()
         mine._memory = self._verbs.tables[EVERY_JOB]
         return mine
@@ -405,17 +395,17 @@ class _DirectoryVerbs:
 
     def _lookup(self, call: Call) -> None:
         uids = unpack(call.payload, list[str])
-        found: dict[str, str] = {}
+        endpoints: dict[str, str] = {}
         for table in self._seen_by(call.peer):
-            found |= table.lookup(uids)
-        call.reply(payload=pack(found))
+            endpoints |= table.lookup(uids)
+        call.reply(payload=pack(endpoints))
 
     def _active(self, call: Call) -> None:
         prefixes = unpack(call.payload, list[str])
         tables = self._seen_by(call.peer)
-        found = [table.active(prefixes) for table in tables]
+        by_table = [table.active(prefixes) for table in tables]
         call.reply(
-            payload=pack({prefix: sorted({i for indices in found for i in indices[prefix]}) for prefix in prefixes})
+            payload=pack({prefix: sorted({i for mine in by_table for i in mine[prefix]}) for prefix in prefixes})
         )
 
     def _announced(self, call: Call) -> None:

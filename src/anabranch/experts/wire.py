@@ -484,11 +484,7 @@ def _named_tuple(fields: tuple[str, ...]) -> type:
     return namedtuple("Fields", fields)
 
 
-_OWN: dict[str, Callable[[Any], object]] = {
-    "$spec": _decode_spec,
-    "$named": _decode_named,
-    "$mapping": _decode_mapping,
-}
+_OWN: dict[str, Callable[[Any], object]] = {"$spec": _decode_spec, "$named": _decode_named, "$mapping": _decode_mapping}
 
 
 def infer_specs(outputs: Structure, rows: int) -> Structure:

@@ -364,11 +364,14 @@ class Pipe(nn.Module):
 
         Raises:
             TypeError: as for calling the pipe.
-            ValueError: as for calling the pipe, or if the rows of ``target`` differ from those of the inputs.
+            ValueError: as for calling the pipe, or if the rows of ``target`` differ from those of the inputs, or
+                ``rows`` is given for sums.
             BaseException: any exception of a stage; no gradient has accumulated then.
         """
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction is 'mean' or 'sum', got {reduction!r}")
+        if reduction == "sum" and rows is not None:
+            raise ValueError("rows= weighs the means of microbatches, and reduction='sum' adds sums up; leave one out")
         self._warn_if_alone()
         with self._turn("step"):
             if target is _LEFT_OUT:

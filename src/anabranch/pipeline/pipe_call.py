@@ -367,9 +367,9 @@ def deliver(leaves: Sequence[Tensor], grads: list[Tensor | None]) -> None:
     The list is emptied: a gradient without another reference becomes ``.grad`` itself, without a copy.
     """
     reached = [leaf for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]
-    given = [grad for grad in grads if grad is not None]
+    arrived = [grad for grad in grads if grad is not None]
     grads.clear()
     if reached:
         with torch.enable_grad():
-            done: Tensor = _Deliver.apply(given, *reached)  # type: ignore[no-untyped-call]
+            done: Tensor = _Deliver.apply(arrived, *reached)  # type: ignore[no-untyped-call]
             done.backward()  # type: ignore[no-untyped-call]

@@ -12,12 +12,4 @@ from anabranch.testing.local_job import JobResult, LocalJob
 from anabranch.testing.transports import LossyTransport
 from anabranch.transport import MemoryTransport
 
-__all__ = [
-    "FakeClock",
-    "JobResult",
-    "LocalJob",
-    "LossyTransport",
-    "MemoryTransport",
-    "assert_same_gradients",
-    "faults",
-]
+__all__ = ["FakeClock", "JobResult", "LocalJob", "LossyTransport", "MemoryTransport", "assert_same_gradients", "faults"]

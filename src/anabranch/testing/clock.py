@@ -28,7 +28,7 @@ class FakeClock:
             return self._now
 
     def advance(self, seconds: float) -> None:
-        """Lets time pass.
+        """Let time pass.
 
         Raises:
             ValueError: ``seconds`` is below 0; no clock here runs backwards.

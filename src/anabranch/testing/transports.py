@@ -178,7 +178,7 @@ class _LossyStream:
         return size is not None and len(self._sent) >= size
 
     def _repeat(self) -> None:
-        """Delivers the request once more, behind the greeting that opened this connection."""
+        """Deliver the request once more, behind the greeting that opened this connection."""
         twin = self._network._inner.connect(self._endpoint)
         self._twins.append(twin)
         rest = memoryview(self._greeting + bytes(self._sent))

@@ -19,23 +19,45 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from anabranch.autodiff.boundary.answers import Answers, current_answers, current_first_forward, inside_a_boundary
-from anabranch.autodiff.boundary.answers import Crossed as Crossed
-from anabranch.autodiff.boundary.answers import Tensors as Tensors
 from anabranch.autodiff.grad_sessions import boundary_entry, hold_on_tape
 from anabranch.autodiff.isolated import IsolatedCall
 from anabranch.errors import CaptureError
 
 # What a second call may answer otherwise than a first one of the same step.
 _CHANGING = frozenset({"expert", "mixture"})
+
+Tensors: TypeAlias = "Sequence[Tensor | None]"
+"""Inputs, outputs or gradients of a boundary; ``None`` in place of one that is not there."""
+_Answer: TypeAlias = "tuple[list[Tensor | None], Sequence[int]]"
+
+
+@dataclass(slots=True)
+class Crossed:
+    """The result of a crossing.
+
+    Attributes:
+        outputs: in their own memory, not shared with an input.
+        state: the values that backward needs in addition to the inputs; freed when backward has run or is impossible.
+        no_gradient: which outputs have none.
+        fresh: the outputs are known to be in newly allocated contiguous memory, so no check is needed.
+        reads_inputs: backward reads the inputs, which are saved for it.
+        differentiable_again: backward is itself made of crossings and torch's operations, to be recorded.
+    """
+
+    outputs: Sequence[Tensor]
+    state: object = None
+    no_gradient: Sequence[int] = ()
+    fresh: bool = False
+    reads_inputs: bool = True
+    differentiable_again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +87,7 @@ class Boundary(Protocol):
     def name(self) -> str: ...
 
     def forward(self, inputs: Tensors, wants: Sequence[bool] | None) -> Crossed:
-        """Goes there. ``wants``: which inputs require a gradient; ``None``: there will be no backward."""
+        """Run the remote forward. ``wants``: which inputs require a gradient; ``None``: there will be no backward."""
 
     def backward(self, state: object, inputs: Tensors, gradients: Tensors, *, updates: bool) -> Tensors:
         """Return a gradient for each input. ``None`` is not a gradient, on both sides. Without ``updates`` nothing
@@ -121,33 +143,34 @@ class Tracer:
         )
 
 
-class _Capturing(threading.local):
-    """The tracer of this thread; a captured backward runs on the thread that captures."""
+class _OfThread(threading.local):
+    tracer: Tracer | None = None  # a captured backward runs on the thread that captures
+    answers: Answers | None = None
+    first: FirstForward | None = None
+    depth = 0  # boundaries in progress: crossings inside one are part of its answer
 
-    tracer: Tracer | None = None
 
-
-_capturing = _Capturing()
+_own = _OfThread()
 
 
 @contextmanager
 def traced_by(tracer: Tracer | None) -> Iterator[None]:
     """Boundaries that are crossed in the block are written down by ``tracer``, if there is one, and not crossed."""
-    before, _capturing.tracer = _capturing.tracer, tracer
+    before, _own.tracer = _own.tracer, tracer
     try:
         yield
     finally:
-        _capturing.tracer = before
+        _own.tracer = before
 
 
 def current_tracer() -> Tracer | None:
     """Return the tracer that captures a graph on this thread."""
-    return _capturing.tracer
+    return _own.tracer
 
 
 def outside_tracing() -> AbstractContextManager[None]:
     """Return a block whose operations are executed even during a capture, to request facts for the graph."""
-    tracer = _capturing.tracer
+    tracer = _own.tracer
     return nullcontext() if tracer is None else tracer.outside()
 
 
@@ -178,7 +201,7 @@ def cross(boundary: Boundary, *inputs: Tensor | None, entry: Tensor | None = Non
     """
     if torch.compiler.is_dynamo_compiling():  # ``whole_calls`` hides from it those that a graph can have
         raise CaptureError(f"{boundary.kind} {boundary.name!r} cannot be part of a graph; use engine='tape'")
-    tracer = _capturing.tracer
+    tracer = _own.tracer
     if tracer is None:
         for value in inputs:
             if isinstance(value, FakeTensor):
@@ -275,8 +298,11 @@ def run_forward(boundary: Boundary, inputs: Tensors, wants: Sequence[bool] | Non
     first = current_first_forward() if boundary.kind in _CHANGING else None
     if first is not None and (answer := first.answer()) is not None:
         return answer
-    with inside_a_boundary():
+    _own.depth += 1
+    try:
         crossed = boundary.forward(inputs, wants)
+    finally:
+        _own.depth -= 1
     if not crossed.fresh:
         crossed.outputs = cast("list[Tensor]", in_own_memory(crossed.outputs, inputs))
     if answers is not None:
@@ -306,8 +332,11 @@ def run_backward(
     if answers is not None and answers.replaying:
         answer, _ = answers.replay((boundary.kind, boundary.name, "backward"), gradients)
         return [gradient if want else None for gradient, want in zip(answer, wants, strict=True)]
-    with inside_a_boundary():
+    _own.depth += 1
+    try:
         sent_back = boundary.backward(state, inputs, gradients, updates=updates)
+    finally:
+        _own.depth -= 1
     answer = [gradient if want else None for gradient, want in zip(sent_back, wants, strict=True)]
     if answers is not None:
         answers.note((boundary.kind, boundary.name, "backward"), gradients, answer)
@@ -364,7 +393,7 @@ class RecordedBoundary:
         return Crossed([output.detach() for output in outputs], call, dead)
 
     def backward(self, state: object, inputs: Tensors, gradients: Tensors, *, updates: bool) -> list[Tensor | None]:
-        """Sweeps the function's own tape."""
+        """Sweep the function's own tape."""
         assert isinstance(state, IsolatedCall)
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
         answer: list[Tensor | None] = [None] * len(inputs)
@@ -374,3 +403,137 @@ class RecordedBoundary:
             if place >= 0:
                 answer[place] = gradient
         return answer
+
+
+# --- answers of one run, given again in a second run of the same step
+#
+# They belong to a thread, and are carried to the threads that help it: crossings that another executor, or a server in
+# this process, makes at the same time are not part of this step.
+
+
+class AnswersDiffer(Exception):
+    """A second run asks a boundary for something else than the first one did."""
+
+
+class Answers:
+    """The answers of boundaries in one run, replayed in a second run that must have no effect on the remote side.
+
+    A request is identified by its boundary and direction and by the bits of the tensors sent; concurrent calls may
+    arrive in any order.
+
+    Attributes:
+        active: whether a block notes or gives them now.
+        replaying: whether they are given.
+    """
+
+    def __init__(self) -> None:
+        self.active = self.replaying = False
+        self._noted: list[tuple[tuple[str, ...], list[Tensor | None], _Answer]] = []
+        self._left = self._noted
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def noted(self, *, replaying: bool = False) -> Iterator[None]:
+        """Note the crossings of a block."""
+        self.active, self.replaying = True, replaying
+        try:
+            with replay_from(self):
+                yield
+        finally:
+            self.active = False
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Answer the crossings of a block with the recorded answers; nothing is sent.
+
+        Raises:
+            AnswersDiffer: it requests something else, or for less.
+        """
+        self._left = list(self._noted)
+        with self.noted(replaying=True):
+            yield
+        if self._left:
+            raise AnswersDiffer("the second run crosses fewer boundaries")
+
+    def note(self, key: tuple[str, ...], request: Tensors, answer: Tensors, no_gradient: Sequence[int] = ()) -> None:
+        """Keep the answer to a request to the boundary and direction ``key``."""
+        entry = key, _copied(request), (_copied(answer), no_gradient)
+        with self._lock:
+            self._noted.append(entry)
+
+    def replay(self, key: tuple[str, ...], request: Tensors) -> _Answer:
+        """Return the answer that was kept, and which outputs have no gradient."""
+        with self._lock:
+            for index, (of, before, (answer, no_gradient)) in enumerate(self._left):
+                if of == key and _same_bits(request, before):
+                    del self._left[index]
+                    return _copied(answer), no_gradient
+        raise AnswersDiffer(f"the second run makes a different request to {key[0]} {key[1]!r}")
+
+
+class FirstForward:
+    """The answers of experts in a forward that will run again: in the second one experts would have changed, by their
+    own statistics at least, so that it is given the answers of the first, in their order.
+    """
+
+    def __init__(self) -> None:
+        self._crossed: list[Crossed] = []
+        self._left: list[Crossed] | None = None
+
+    @contextmanager
+    def current(self, *, again: bool) -> Iterator[None]:
+        """Keep the answers to this thread's calls in the block, or answer them ``again``."""
+        self._left = list(self._crossed) if again else None
+        before, _own.first = _own.first, self
+        try:
+            yield
+        finally:
+            _own.first = before
+
+    def note(self, crossed: Crossed) -> None:
+        """Keep an answer."""
+        if self._left is None:
+            self._crossed.append(_with_copies(crossed))
+
+    def answer(self) -> Crossed | None:
+        """Return the next answer; ``None`` in the first forward, or for a call that the first one did not make."""
+        return _with_copies(self._left.pop(0)) if self._left else None
+
+
+def _with_copies(crossed: Crossed) -> Crossed:
+    return replace(crossed, outputs=[output.clone() for output in crossed.outputs])
+
+
+def _copied(values: Tensors) -> list[Tensor | None]:
+    return [None if value is None else value.detach().clone() for value in values]
+
+
+def _same_bits(some: Tensors, others: Tensors) -> bool:
+    return len(some) == len(others) and all(map(_are_same, some, others))
+
+
+def _are_same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    alike = one.shape == other.shape and one.dtype == other.dtype
+    return alike and bool((torch.eq(one, other) | (torch.isnan(one) & torch.isnan(other))).all())
+
+
+def current_answers() -> Answers | None:
+    """Return those of the calling thread; ``None`` without any, and in the middle of a boundary."""
+    return None if _own.depth else _own.answers
+
+
+def current_first_forward() -> FirstForward | None:
+    """Return that of the calling thread; ``None`` without any, and in the middle of a boundary."""
+    return None if _own.depth else _own.first
+
+
+@contextmanager
+def replay_from(answers: Answers | None) -> Iterator[None]:
+    """Have the calling thread's crossings noted or answered until the block ends."""
+    before, _own.answers = _own.answers, answers
+    try:
+        yield
+    finally:
+        _own.answers = before

@@ -28,7 +28,7 @@ class WholeCallable(Protocol):
 
 
 def learn_forms(modules: Iterable[object]) -> None:
-    """Lets modules that return nested outputs ask the remote side how they nest, before Dynamo reads their code."""
+    """Let modules that return nested outputs ask the remote side how they nest, before Dynamo reads their code."""
     for module in modules:
         learn = getattr(type(module), "learn_form", None)
         if learn is not None:
@@ -112,7 +112,7 @@ _whole: Callable[[WholeCall, tuple[Any, ...], dict[str, Any]], list[Tensor]] = _
 
 
 def keep_whole(mark: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Lets ``mark`` make Dynamo leave the call opaque; called once, by the code that sets Dynamo up."""
+    """Let ``mark`` make Dynamo leave the call opaque; called once, by the code that sets Dynamo up."""
     global _whole
     # The user's torch.compile fails here and then runs it without tracing into it.
     _whole = mark(_call_beside)

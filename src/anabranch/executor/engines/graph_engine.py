@@ -36,7 +36,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from anabranch.autodiff.boundary.answers import Answers, AnswersDiffer
+from anabranch.autodiff.boundary.crossing import Answers, AnswersDiffer
 from anabranch.autodiff.moved_parameter import Elsewhere, parameters_here
 from anabranch.errors import CaptureError
 from anabranch.executor.engines.engine import Begin, Compare, Engine, Fetch, GradientSink, StepOutput

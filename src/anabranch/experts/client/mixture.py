@@ -236,7 +236,7 @@ class RemoteMixtureOfExperts(RemoteModule):
     def _call_experts(self, x: Tensor, *args: Any, **kwargs: Any) -> Structure:
         leading = self._leading_sizes(x)
         gated = self._gate_logits(x, leading)
-        schema, outputs = self._mixed(gated, (x, *args), kwargs)
+        schema, outputs = self._behind((gated, x, *args), kwargs)
         return schema.nest_outputs(with_leading(outputs, leading))
 
     def extra_repr(self) -> str:
@@ -294,17 +294,10 @@ class RemoteMixtureOfExperts(RemoteModule):
 
     # --- the boundary
 
-    def _mixed(
-        self, gated: Tensor, args: tuple[Structure, ...], kwargs: dict[str, Structure]
-    ) -> tuple[Schema, Sequence[Tensor]]:
-        """Return the experts' schema and everything after the gate."""
-        return self._behind((gated, *args), kwargs)
-
     def _cross(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, evaluating: bool
     ) -> tuple[Schema, Sequence[Tensor]]:
-        gated: Tensor = args[0]
-        args = args[1:]
+        gated, args = cast("Tensor", args[0]), args[1:]
         nesting = Nesting.of((args, kwargs))
         leaves = nesting.leaves_of((args, kwargs))
         for leaf in leaves:
@@ -505,11 +498,11 @@ class RemoteMixtureOfExperts(RemoteModule):
             _log.warning("too few experts of %s answer; waiting until they are back", self.uid_prefix)
         return True
 
-    def _call(self, forward: _Forward, choices: Choices, wanted: NDArray[np.bool_], experts: Experts) -> None:
-        """Call the experts of the slots that are true in ``wanted``, each once for all its rows."""
+    def _call(self, forward: _Forward, choices: Choices, which: NDArray[np.bool_], experts: Experts) -> None:
+        """Call the experts of the slots that are true in ``which``, each once for all its rows."""
         calls: list[_Call] = []
         for slot, uid in enumerate(choices.uids):
-            mine = np.nonzero(((choices.slots == slot) & wanted).any(axis=1))[0]
+            mine = np.nonzero(((choices.slots == slot) & which).any(axis=1))[0]
             if uid in experts and len(mine):
                 endpoint, schema = experts[uid]
                 inputs, _ = schema.flatten_inputs(forward.args, forward.kwargs, casting=forward.casting)
@@ -531,7 +524,7 @@ class RemoteMixtureOfExperts(RemoteModule):
                 self.backward_timeout,
                 enough=None if self.timeout_after_k_min is None else enough,
                 grace=self.timeout_after_k_min or 0.0,
-                check_backward=lambda asked: self._check_backward(asked, total),
+                check_backward=lambda its: self._check_backward(its, total),
                 finite_only=self.detect_anomalies,
                 counts=self._counts,
             ),
@@ -619,11 +612,7 @@ class RemoteMixtureOfExperts(RemoteModule):
             self._finder.backoff.failed(uid, phase, seconds=getattr(error, "elapsed", None) or 0.0)
 
     def _too_few(
-        self,
-        phase: str,
-        errors: Mapping[_Call, Exception | None],
-        short: int,
-        deadline: Deadline | None = None,
+        self, phase: str, errors: Mapping[_Call, Exception | None], short: int, deadline: Deadline | None = None
     ) -> BoundaryError:
         least = self.k_min if phase == "forward" else self.backward_k_min
         causes = {call.uid: f"{call.uid}: {error}" for call, error in errors.items() if error is not None}
@@ -829,7 +818,7 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
         leading = self._leading_sizes(x)
         gated = self._gate_logits(x, leading)
         grids = len(self.grid_size)
-        schema, outputs = self._mixed(gated, (x, *args), kwargs)
+        schema, outputs = self._behind((gated, x, *args), kwargs)
         loss = self._balancing_loss(torch.split(gated, list(self.grid_size), dim=-1), outputs[-grids:])
         return schema.nest_outputs(with_leading(outputs[:-grids], leading)), loss
 

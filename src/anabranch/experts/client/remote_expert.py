@@ -170,7 +170,6 @@ class RemoteExpert(RemoteModule):
         self._where = endpoint_or_directory
         self._module_client = ModuleClient(client, keys=keys, insecure=insecure)
         self._known: tuple[str, Schema] | None = None
-        self._looking = threading.Lock()
         self._counts = CallCounts()
 
     @property
@@ -184,18 +183,13 @@ class RemoteExpert(RemoteModule):
 
     def __getstate__(self) -> dict[str, object]:
         # The expert may have moved by then, and have another schema.
-        return {name: value for name, value in vars(self).items() if name not in ("_looking", "_known")}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._known, self._looking = None, threading.Lock()
+        return {**vars(self), "_known": None}
 
     def __deepcopy__(self, memo: dict[int, object]) -> RemoteExpert:
         """Another caller of the same expert, through the same client and directory."""
         memo[id(self._where)] = self._where
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        memo[id(self)] = copied = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[no-untyped-call]
         return copied
 
     def extra_repr(self) -> str:
@@ -287,13 +281,10 @@ class RemoteExpert(RemoteModule):
 
     def find(self, deadline: Deadline) -> tuple[str, Schema]:
         """Return the expert's endpoint and schema, looked up if they are not known."""
-        if (known := self._known) is not None:
-            return known
-        with self._looking:
-            if self._known is None:
-                endpoint = self._where if isinstance(self._where, str) else self._look_up(self._where, deadline)
-                self._known = endpoint, fetch_schema(self.client, self.uid, endpoint, deadline)
-            return self._known
+        if (known := self._known) is None:  # several threads may look it up at once
+            endpoint = self._where if isinstance(self._where, str) else self._look_up(self._where, deadline)
+            self._known = known = endpoint, fetch_schema(self.client, self.uid, endpoint, deadline)
+        return known
 
     def forget_if_changed(self, error: Exception, deadline: Deadline) -> bool:
         """Forget the expert's endpoint and return True if it has moved or changed its schema, so that a retry may
@@ -313,10 +304,10 @@ class RemoteExpert(RemoteModule):
         return isinstance(error, NotFound) or self._look_up(self._where, deadline) != error.peer
 
     def _look_up(self, directory: DirectoryLike, deadline: Deadline) -> str:
-        found = within(directory, deadline).lookup([self.uid])
-        if self.uid not in found:
+        endpoints = within(directory, deadline).lookup([self.uid])
+        if self.uid not in endpoints:
             raise NotFound(f"the directory lists no server for {self.uid!r}")
-        return found[self.uid]
+        return endpoints[self.uid]
 
 
 _ID_BYTES = 16
@@ -471,9 +462,9 @@ class InferenceSession:
         except NotFound:
             return False  # not served now; the same step may be requested once its server is back
 
-    def _ask(self, endpoint: str, schema: Schema, given: RowInputs, deadline: Deadline) -> list[Tensor]:
+    def _ask(self, endpoint: str, schema: Schema, inputs: RowInputs, deadline: Deadline) -> list[Tensor]:
         self._where = endpoint, schema
-        tensors = [None if tensor is None else tensor.detach() for tensor in given.tensors]
+        tensors = [None if tensor is None else tensor.detach() for tensor in inputs.tensors]
         first = next(tensor for tensor in tensors if tensor is not None)
         request = Request(
             endpoint,

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import Literal, TypedDict, cast
 
 import torch
@@ -30,13 +31,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from anabranch.autodiff.layer_state import LayerState
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.errors import ActivationsGone, NonFinite, SchemaError
-from anabranch.experts.server.kept_activations import (
-    KeptActivations,
-    KeptBatch,
-    KeptRows,
-    copies_of,
-    take_writes,
-)
+from anabranch.experts.server.kept_activations import KeptActivations, KeptBatch, KeptRows, copies_of, take_writes
 from anabranch.experts.server.scheduler import (
     Task,
     TaskPool,
@@ -161,7 +156,7 @@ class ExpertBackend:
         self.gradient_reduction = gradient_reduction
         self.updates = 0
         self.changes = 0
-        """How often its parameters, or buffers that are no norm's statistics, have changed, as answers say it."""
+        """The number of changes of its parameters, or of buffers that are no norm's statistics, as answers say it."""
         self.kept = KeptActivations(keep_activations)
         self._gradients = ParameterGradients(module)
         self.device = next((tensor.device for tensor in module.state_dict().values()), torch.device("cpu"))
@@ -810,25 +805,24 @@ class ParameterGradients:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self.applied = self.stepped = self._summed = False
+        self.applied = self.stepped = False
         self._parameters: list[nn.Parameter] = []
-        self._earlier: list[Tensor | None] = []
+        self._left: list[Tensor | None] = []  # for ``.grad``, when the batch ends
 
     @contextmanager
     def of_batch(self) -> Iterator[None]:
         """Set aside those of earlier batches while a batch's are computed; restore them if it fails or has none."""
-        self._parameters, self._earlier = list(parameters_here(self._module).values()), []
-        self.stepped = self._summed = False
+        self._parameters = list(parameters_here(self._module).values())
+        self._left = list(map(_GRAD, self._parameters))
+        self.stepped = False
         for parameter in self._parameters:
-            self._earlier.append(parameter.grad)
             parameter.grad = None
         try:
             yield
         finally:
-            if not self._summed:
-                for parameter, gradient in zip(self._parameters, self._earlier, strict=True):
-                    parameter.grad = gradient
-            self._parameters, self._earlier = [], []
+            for parameter, gradient in zip(self._parameters, self._left, strict=True):
+                parameter.grad = gradient
+            self._parameters, self._left = [], []
 
     @contextmanager
     def added(self, *, overridden: bool) -> Iterator[None]:
@@ -837,32 +831,28 @@ class ParameterGradients:
         An update that fails before it has changed anything discards only this batch. ``overridden``: it may leave them
         for later, or change parameters in ways visible only in their values.
         """
-        for parameter, gradient in zip(self._parameters, self._earlier, strict=True):
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else _sum(gradient, parameter.grad)
+        for parameter, earlier in zip(self._parameters, self._left, strict=True):
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else _sum(earlier, parameter.grad)
         before = self._marks() if overridden else None
         self.applied = not overridden
         try:
             yield
-            self._summed = True
+            self._left = list(map(_GRAD, self._parameters))
         finally:
             if self.applied or before != self._marks():
-                self._summed = self.stepped = True
-                for parameter in self._parameters:
-                    parameter.grad = None
+                self.stepped, self._left = True, [None] * len(self._parameters)
 
     def state_dict(self) -> dict[str, object]:
-        """Return the gradients by parameter; empty if none waits."""
-        return {
-            name: _packed(parameter.grad)
-            for name, parameter in self._module.named_parameters()
-            if parameter.grad is not None
-        }
+        """Return the gradients by parameter, dense; empty if none waits."""
+        gradients = {name: parameter.grad for name, parameter in self._module.named_parameters()}
+        return {name: gradient.to_dense() for name, gradient in gradients.items() if gradient is not None}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Load the gradients from ``state_dict``."""
         for name, parameter in self._module.named_parameters():
-            parameter.grad = _unpacked(state[name], parameter) if name in state else None
+            gradient = cast("Tensor | None", state.get(name))
+            parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype)
 
     def _marks(self) -> tuple[list[int], list[float]]:
         """Return what changes when a parameter does: its version, or through ``.data`` only its values."""
@@ -871,23 +861,9 @@ class ParameterGradients:
             return [parameter._version for parameter in self._parameters], torch.stack(sums).tolist() if sums else []
 
 
+_GRAD = attrgetter("grad")
+
+
 def _sum(earlier: Tensor, gradient: Tensor) -> Tensor:
     # A sparse one is added to a dense one, not the reverse.
     return gradient + earlier if earlier.is_sparse else earlier + gradient
-
-
-def _packed(gradient: Tensor) -> object:
-    if not gradient.is_sparse:
-        return gradient
-    gradient = gradient.coalesce()
-    return {"indices": gradient.indices(), "values": gradient.values()}
-
-
-def _unpacked(state: object, parameter: Tensor) -> Tensor:
-    if isinstance(state, Tensor):
-        return state.to(parameter.device, parameter.dtype)
-    parts = cast("Mapping[str, Tensor]", state)
-    gradient = torch.sparse_coo_tensor(
-        parts["indices"], parts["values"], parameter.shape, check_invariants=True, device=parts["values"].device
-    )
-    return gradient.coalesce().to(parameter.device, parameter.dtype)

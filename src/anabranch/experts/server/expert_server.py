@@ -28,8 +28,16 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from anabranch.deadline import Deadline
-from anabranch.errors import ActivationsGone, AnotherSchema, BoundaryError, NonFinite, NotFound, SchemaError
+from anabranch.deadline import Deadline, check_seconds
+from anabranch.errors import (
+    ActivationsGone,
+    AnotherSchema,
+    BoundaryError,
+    CheckpointError,
+    NonFinite,
+    NotFound,
+    SchemaError,
+)
 from anabranch.experts import wire
 from anabranch.experts.directory import DirectoryLike, as_directory
 from anabranch.experts.server.backend import ExpertBackend
@@ -63,11 +71,12 @@ _log = logging.getLogger("anabranch.experts")
 
 # Announcements are renewed three times within their time to live.
 _RENEWALS = 3
+# Seconds between two checks for expired sessions while no request makes one.
+_SWEEP = 1.0
 # Seconds for asking another server of an announced expert whether it is alive.
 _GLANCE = 2.0
 
 _T = TypeVar("_T")
-_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +111,7 @@ class ExpertVerbs:
         runtimes: the threads of the devices.
         not_finite: requests refused for NaN or Inf, by peer.
         persistence: records what was applied to an expert, with its state.
+        server: answers through it.
     """
 
     def __init__(self, backends: Mapping[str, ExpertBackend], sessions: Sessions) -> None:
@@ -113,15 +123,11 @@ class ExpertVerbs:
         self._step_numbers = count()
         self._round = threading.local()
         # The server holds these verbs, so they do not hold it.
-        self._server: weakref.ref[Server] | None = None
+        self.server: weakref.ref[Server] | None = None
         by_device: dict[str, list[TaskPool]] = {}
         for backend in backends.values():
             by_device.setdefault(str(backend.device), []).extend(backend.get_pools())
         self.runtimes = [Runtime(pools, name=name) for name, pools in by_device.items()]
-
-    def serve_by(self, server: Server) -> None:
-        """Answer through ``server``."""
-        self._server = weakref.ref(server)
 
     def close(self) -> None:
         """Let go of the experts, whoever still holds a verb."""
@@ -162,14 +168,6 @@ class ExpertVerbs:
             busy = sum(pool.busy_seconds for pool in pools)
             experts[uid] = {"rows": sum(pool.rows for pool in pools), "busy_seconds": busy}
         return {"queue_tasks": tasks, "queue_rows": rows, "experts": experts}
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Run the block while no batch runs."""
-        with ExitStack() as stack:
-            for runtime in self.runtimes:
-                stack.enter_context(runtime.paused())
-            yield
 
     # --- checks
 
@@ -371,7 +369,7 @@ class ExpertVerbs:
         if not aside:
             return
         self._round.tasks = None
-        server = None if self._server is None else self._server()
+        server = None if self.server is None else self.server()
         assert server is not None
         one_of_many = not server.on_loop()
         for runtime in self.runtimes:
@@ -456,10 +454,11 @@ class ExpertServer:
         self._ttl = ttl
         self._sessions = Sessions(session_bytes, clock)
         self._verbs = ExpertVerbs(self._backends, self._sessions)
+        check_seconds(checkpoint_seconds=checkpoint_seconds)
+        self._checkpoint_seconds = checkpoint_seconds
         if checkpoint_dir is not None:
-            self._verbs.persistence = Persistence(
-                Path(checkpoint_dir), self._backends, paused=self._verbs.paused, every=checkpoint_seconds
-            )
+            paused = partial(_paused, self._verbs.runtimes)
+            self._verbs.persistence = Persistence(Path(checkpoint_dir), self._backends, paused=paused)
         # The last step that may fail: it listens from here on.
         self._server = Server(
             self._verbs.verbs(),
@@ -476,7 +475,7 @@ class ExpertServer:
             after_round=self._verbs.submit_round,
             facts=self._verbs.facts,
         )
-        self._verbs.serve_by(self._server)
+        self._verbs.server = weakref.ref(self._server)
         self._stack = ExitStack()
 
     def __repr__(self) -> str:
@@ -496,22 +495,29 @@ class ExpertServer:
             if (persistence := self._verbs.persistence) is not None:
                 stack.enter_context(persistence.claim())
                 self._server.once.restore(persistence.load())
-                stack.enter_context(persistence)
+                stack.callback(persistence.save)
+                save = partial(_noting, "experts.not_saved", persistence.save)  # the next one may find room
+                saver = periodic(save, self._checkpoint_seconds, name="anabranch-checkpoint", patience=60.0)
+                stack.enter_context(saver)
             for runtime in self._verbs.runtimes:
                 stack.enter_context(runtime)
             if any(backend.session_pool is not None for backend in self._backends.values()):
-                stack.enter_context(self._sessions)
+                stack.callback(self._sessions.close)
+                stack.enter_context(periodic(self._sessions.sweep, _SWEEP, name="anabranch-sessions"))
             stack.enter_context(self._server)
             if self._directory is not None:
-                others = _or_none(self._directory.lookup, self._backends) or {}
-                self._announce()
-                stack.callback(self._withdraw)
+                announce = partial(self._directory.announce, self._backends, self.endpoint, self._ttl)
+                withdraw = partial(self._directory.withdraw, self._backends, self.endpoint)
+                others = _noting("experts.not_looked_up", partial(self._directory.lookup, self._backends)) or {}
+                announce()
+                # An announcement that is not withdrawn expires.
+                stack.callback(_noting, "experts.directory_lost", withdraw)
                 renewing = periodic(
-                    self._renew,
+                    partial(_noting, "experts.directory_lost", announce),
                     self._ttl / _RENEWALS,
                     name="anabranch-announce",
                     patience=15.0,
-                    at_start=partial(_or_none, self._warn_of_others, others),
+                    at_start=partial(_noting, "experts.not_looked_up", partial(self._warn_of_others, others)),
                 )
                 stack.enter_context(renewing)
             self._stack = stack.pop_all()
@@ -543,12 +549,6 @@ class ExpertServer:
         if (persistence := self._verbs.persistence) is not None:
             persistence.save()
 
-    # --- announcing
-
-    def _announce(self) -> None:
-        assert self._directory is not None
-        self._directory.announce(self._backends, self.endpoint, self._ttl)
-
     def _warn_of_others(self, endpoints: Mapping[str, str]) -> None:
         """Warn of uids that other live servers had announced: updates of one expert would go to two places.
 
@@ -569,30 +569,25 @@ class ExpertServer:
                 "give them different uids", some, twice[0][1], self.endpoint,
             )  # fmt: skip
 
-    def _withdraw(self) -> None:
-        assert self._directory is not None
-        try:
-            self._directory.withdraw(self._backends, self.endpoint)
-        except BoundaryError as error:
-            # An announcement that is not withdrawn expires.
-            mark("experts.directory_lost", error=str(error))
 
-    def _renew(self) -> None:
-        try:
-            self._announce()
-        except BoundaryError as error:
-            mark("experts.directory_lost", error=str(error))
-        except BaseException as error:  # noqa: BLE001 - a user's own directory; the next renewal may work
-            note_failure("experts.directory_lost", error)
+@contextmanager
+def _paused(runtimes: Iterable[Runtime]) -> Iterator[None]:
+    """Run the block while no batch runs."""
+    with ExitStack() as stack:
+        for runtime in runtimes:
+            stack.enter_context(runtime.paused())
+        yield
 
 
-def _or_none(function: Callable[[_T], _R], argument: _T) -> _R | None:
-    """Return what ``function`` returns; an error is noted, for a missing warning must not stop a server."""
+def _noting(what: str, call: Callable[[], _T]) -> _T | None:
+    """Return the result of a call; an error is noted as ``what``: a directory or disk that fails stops no server."""
     try:
-        return function(argument)
-    except BaseException as error:  # noqa: BLE001 - also of a user's own directory
-        note_failure("experts.not_looked_up", error)
-        return None
+        return call()
+    except (BoundaryError, CheckpointError) as error:
+        mark(what, error=str(error))
+    except BaseException as error:  # noqa: BLE001 - also of a user's own directory, or module's state_dict
+        note_failure(what, error)
+    return None
 
 
 def _fail(call: Call, error: BaseException) -> None:

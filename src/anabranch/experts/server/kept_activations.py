@@ -157,7 +157,7 @@ class KeptActivations:
         return self._entries.get(ticket)
 
     def drop(self, ticket: bytes) -> None:
-        """Frees the activations kept under ``ticket``."""
+        """Free the activations kept under ``ticket``."""
         entry = self._entries.pop(ticket, None)
         if entry is not None:
             self._rows -= entry.rows

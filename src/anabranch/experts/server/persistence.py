@@ -18,13 +18,9 @@ from typing import cast
 
 from anabranch.checkpoint import join, read_newest, split, write
 from anabranch.checkpoint.generations import FileLock
-from anabranch.deadline import check_seconds
 from anabranch.errors import CheckpointError
 from anabranch.experts.server.backend import ExpertBackend
-from anabranch.periodic import periodic
 from anabranch.record.fault_points import fault_point
-from anabranch.record.spans import mark
-from anabranch.transport.failures import note_failure
 from anabranch.transport.server.connection import RequestIdentity
 
 _FILE = "lock"
@@ -36,13 +32,12 @@ _MOST_APPLIED = 10_000
 
 
 class Persistence:
-    """Saves experts periodically while its ``with`` block runs, and once more at its end.
+    """The saved states of some experts.
 
     Args:
         directory: the parent of a directory for each uid.
         backends: the experts, by uid.
         paused: a context in which no batch runs.
-        every: seconds between two savings.
     """
 
     def __init__(
@@ -51,17 +46,13 @@ class Persistence:
         backends: Mapping[str, ExpertBackend],
         *,
         paused: Callable[[], AbstractContextManager[None]],
-        every: float = 60.0,
     ) -> None:
-        check_seconds(checkpoint_seconds=every)
         self._directory = directory
         self._backends = backends
         self._paused = paused
         self._saving = threading.Lock()  # the saver, and a server that lingers
         self._applied: dict[str, dict[RequestIdentity, None]] = {uid: {} for uid in backends}
         self._saved: dict[str, int] = {}
-        self._every = every
-        self._saver: AbstractContextManager[None] = nullcontext()
 
     def claim(self) -> AbstractContextManager[object]:
         """Make this the only server that saves these experts here, until the returned block is left.
@@ -127,24 +118,6 @@ class Persistence:
                 fault_point("experts.copied")
                 write(self._directory / uid, {_GROUP: copies}, state, step=updates)
                 self._saved[uid] = updates
-
-    def __enter__(self) -> Persistence:
-        self._saver = periodic(self._save_if_possible, self._every, name="anabranch-checkpoint", patience=60.0)
-        self._saver.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._saver.__exit__(None, None, None)
-        self.save()
-
-    def _save_if_possible(self) -> None:
-        try:
-            self.save()
-        except CheckpointError as error:
-            # The next one may find room; the last, at the end, raises.
-            mark("experts.not_saved", error=str(error))
-        except BaseException as error:  # noqa: BLE001 - of a module's or an optimizer's own state_dict, as above
-            note_failure("experts.not_saved", error)
 
 
 def lock(directory: Path, uid: str) -> AbstractContextManager[object]:

@@ -439,21 +439,15 @@ class TaskPool:
                 raise
             if requests == 1 or isinstance(error, Unrepeatable):
                 for task in batch:
-                    _fail(task, error)
+                    _finish(task, error)
             elif len(batch) == 1:
-                _fail(batch[0], Apart())
+                _finish(batch[0], Apart())
             else:
                 for task in batch:
                     self.run([task])
             return
         for task, outcome in zip(batch, outputs, strict=True):
-            try:
-                task.finish(outcome)
-            except BaseException as error:
-                if ends_the_program(error):
-                    raise
-                note_failure("experts.answer_failed", error)
-                _fail(task, error)
+            _finish(task, outcome)
 
     def note_seconds(self, rows: int, seconds: float) -> None:
         """Record a batch's seconds: a longer time raises the estimate at once, a shorter one lowers it by averaging."""
@@ -485,12 +479,7 @@ class Runtime:
         name: of the thread.
     """
 
-    def __init__(
-        self,
-        pools: Iterable[TaskPool],
-        *,
-        name: str = "device",
-    ) -> None:
+    def __init__(self, pools: Iterable[TaskPool], *, name: str = "device") -> None:
         self._pools = list(pools)
         self._scheduler = _Scheduler()
         for pool in self._pools:
@@ -673,14 +662,16 @@ def _run_joined(process: Process | None, batch: Sequence[Task]) -> Sequence[Sequ
     return split_outputs(process(*(batch[0].inputs if len(batch) == 1 else join_tasks(batch))), batch)
 
 
-def _fail(task: Task, error: BaseException) -> None:
-    """Answer with an error; another one in doing so does not end the thread."""
+def _finish(task: Task, outcome: Outcome) -> None:
+    """Answer; an error in doing so does not end the thread, and is the answer in place of outputs."""
     try:
-        task.finish(error)
-    except BaseException as another:
-        if ends_the_program(another):
+        task.finish(outcome)
+    except BaseException as error:
+        if ends_the_program(error):
             raise
-        note_failure("experts.answer_failed", another)
+        note_failure("experts.answer_failed", error)
+        if not isinstance(outcome, BaseException):
+            _finish(task, error)
 
 
 def _future_of(task: Task) -> Future[Sequence[Tensor | None]]:

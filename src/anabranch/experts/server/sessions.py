@@ -20,7 +20,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from types import ModuleType
 
 import msgspec
@@ -30,7 +29,6 @@ from anabranch.deadline import Deadline
 from anabranch.errors import Overloaded, SchemaError, SessionGone
 from anabranch.experts.server.backend import ExpertBackend
 from anabranch.experts.wire import StepHeader
-from anabranch.periodic import periodic
 from anabranch.record.spans import mark
 
 LEAST_BYTES = 1 << 16
@@ -40,8 +38,6 @@ LEAST_BYTES = 1 << 16
 _LONGEST_TTL = 3600.0
 # Ended sessions whose reasons are kept.
 _MOST_REASONS = 4096
-# Seconds between two checks for expired sessions while no request makes one.
-_GLANCE = 1.0
 # The moment at which a session expires whose step is being computed.
 _WHILE_COMPUTED = float("inf")
 _UNKNOWN = (
@@ -106,7 +102,7 @@ class _Session(msgspec.Struct, eq=False):
 
 
 class Sessions:
-    """The open sessions of one server; they expire while the ``with`` block runs, and leaving it ends them all.
+    """The open sessions of one server.
 
     Args:
         budget: bytes that all may count together. Beyond it no session opens, and no step is taken, until others have
@@ -129,17 +125,17 @@ class Sessions:
         self._reasons: OrderedDict[bytes, str] = OrderedDict()
         # A lower bound of all expiries, not the exact minimum, because every step extends one.
         self._sweep_at = float("inf")
-        self._sweeper = ExitStack()
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def __enter__(self) -> Sessions:
-        self._sweeper.enter_context(periodic(self._sweep_now, _GLANCE, name="anabranch-sessions"))
-        return self
+    def sweep(self) -> None:
+        """Free the expired sessions; requests do so, too."""
+        with self._lock:
+            self._sweep()
 
-    def __exit__(self, *_: object) -> None:
-        self._sweeper.close()
+    def close(self) -> None:
+        """End all sessions."""
         with self._lock:
             for key in list(self._open):
                 self._drop(key, "the session's server was stopped")
@@ -312,10 +308,6 @@ class Sessions:
                 "longer ttl",
             )
         self._sweep_at = min((session.expires for session in self._open.values()), default=float("inf"))
-
-    def _sweep_now(self) -> None:
-        with self._lock:
-            self._sweep()
 
 
 def bytes_held(*structures: object) -> int:

@@ -183,9 +183,9 @@ def is_within(path: str, unit: str) -> bool:
 
 
 def accepted_keywords(
-    forward: Callable[..., object], given: Iterable[str], positional: int, *, rest: bool = False
+    forward: Callable[..., object], names: Iterable[str], positional: int, *, rest: bool = False
 ) -> tuple[str, ...]:
-    """Return those of the ``given`` names that ``forward`` has a parameter for.
+    """Return those of ``names`` that ``forward`` has a parameter for.
 
     Its first ``positional`` parameters are taken. ``rest``: one that takes any name takes all of them.
     """
@@ -198,5 +198,5 @@ def accepted_keywords(
     free.update(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
     if rest and any(p.kind is p.VAR_KEYWORD for p in parameters):
         bound = {p.name for p in in_order[:positional]}
-        return tuple(name for name in given if name not in bound)
-    return tuple(name for name in given if name in free)
+        return tuple(name for name in names if name not in bound)
+    return tuple(name for name in names if name in free)

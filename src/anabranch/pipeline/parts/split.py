@@ -175,7 +175,7 @@ class SplitSource:
 
     def _assign(self, example: _Inputs | None) -> None:
         uses: Uses = {}
-        for name, parts in (pair for found in self._in_both_modes(example) for pair in found.items()):
+        for name, parts in (pair for its in self._in_both_modes(example) for pair in its.items()):
             uses[name] = list(dict.fromkeys([*uses.get(name, []), *parts]))
         modules = {path: parts for path, parts in uses.items() if isinstance(path, str)}
         for path, parts in modules.items():
@@ -335,10 +335,10 @@ def _example_of(model: nn.Module, example: Example | None) -> _Inputs | None:
         return example, {}
     if example is not None:
         raise TypeError(f"example= is a tensor, a tuple of inputs or a mapping by name, got a {type(example).__name__}")
-    given = getattr(model, "dummy_inputs", None)  # of Hugging Face's models; tokens, whatever the model accepts
-    if isinstance(given, Mapping) and len(accepted_keywords(model.forward, given, 0)) == len(given):
+    inputs = getattr(model, "dummy_inputs", None)  # of Hugging Face's models; tokens, whatever the model accepts
+    if isinstance(inputs, Mapping) and len(accepted_keywords(model.forward, inputs, 0)) == len(inputs):
         no_cache = {"use_cache": False} if accepted_keywords(model.forward, ["use_cache"], 0) else {}
-        return (), {**given, **no_cache}
+        return (), {**inputs, **no_cache}
     return None
 
 

@@ -254,7 +254,7 @@ class _Recorder(TorchFunctionMode):
             self._classes[cls] = types.new_class(cls.__name__, (cls,), exec_body=lambda body: body.update(names))
         module.__class__ = self._classes[cls]
 
-    def _enter(self, path: str, run: Callable[[], object], given: object) -> object:
+    def _enter(self, path: str, run: Callable[[], object], arguments: object) -> object:
         """Record a call of a module, or open it."""
         if self._depth:
             return run()
@@ -267,7 +267,7 @@ class _Recorder(TorchFunctionMode):
                 )
             return run()
         self._copy.check(path)
-        return self._record(path, functools.partial(self._returned, path), given)
+        return self._record(path, functools.partial(self._returned, path), arguments)
 
     def _returned(self, path: str, leaves: Sequence[object], tree: PyTreeSpec, modes: ThreadModes) -> object:
         """Return a result of the form remembered, or that of a first run on tensors without memory."""
@@ -339,20 +339,20 @@ class _Recorder(TorchFunctionMode):
             with _DisableTorchFunction(), unset_fake_temporarily():
                 return func(torch.full(tensor.shape, self._guess, dtype=tensor.dtype, device="cpu"))
 
-    def _record(self, target: str | Callable[..., object], run: _Run, given: object) -> object:
+    def _record(self, target: str | Callable[..., object], run: _Run, arguments: object) -> object:
         if torch.initial_seed() != self._seed:  # here, too: torch.random.fork_rng puts it back
             raise _seeded(_place())
         self._depth += 1
         try:
-            return self._write_down(target, run, given)
+            return self._write_down(target, run, arguments)
         finally:
             self._depth -= 1
 
-    def _write_down(self, target: str | Callable[..., object], run: _Run, given: object) -> object:
+    def _write_down(self, target: str | Callable[..., object], run: _Run, arguments: object) -> object:
         by_module = isinstance(target, str)
         with _DisableTorchFunction():  # reading a tensor's facts is no call of the code's
             place = _place()
-            leaves, tree = flatten(given)
+            leaves, tree = flatten(arguments)
             what = f"{target!r}" if by_module else getattr(target, "__name__", str(target))
             named = tuple(self._named(leaf, what) for leaf in leaves) if by_module else ()
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -360,13 +360,13 @@ class _Recorder(TorchFunctionMode):
             modes = ThreadModes.take()
         result = run(leaves, tree, modes)
         with _DisableTorchFunction():
-            found, out_tree = flatten(result)
-            makes = any(isinstance(leaf, Tensor) for leaf in found)
+            results, out_tree = flatten(result)
+            makes = any(isinstance(leaf, Tensor) for leaf in results)
             if not (by_module or makes or list(map(_version, tensors)) != before or target in _EFFECTS):
                 return result
             if not by_module:
                 named = tuple(self._named(leaf, what) for leaf in leaves)
-            out_leaves = tuple(self._put(leaf, place) if isinstance(leaf, Tensor) else leaf for leaf in found)
+            out_leaves = tuple(self._put(leaf, place) if isinstance(leaf, Tensor) else leaf for leaf in results)
             differing = modes if modes != self._modes else None
             part = self._parts[self._cuts.part]
             part.append(Instruction(target, tree, named, out_tree, out_leaves, differing, place))
@@ -807,10 +807,10 @@ def _place() -> str:
 
 
 def _line_of(error: BaseException) -> str:
-    trace, found = error.__traceback__, "the model's forward"
+    trace, place = error.__traceback__, "the model's forward"
     while trace is not None:
         code = trace.tb_frame.f_code
         if not code.co_filename.startswith(_OURS):
-            found = f"{code.co_filename}:{trace.tb_lineno} ({code.co_name})"
+            place = f"{code.co_filename}:{trace.tb_lineno} ({code.co_name})"
         trace = trace.tb_next
-    return found
+    return place

@@ -11,7 +11,7 @@ from anabranch.pipeline.schedule.schedule import Action, Kind, Lowered, Schedule
 Costs = Mapping[Kind, float] | Callable[[Action], float] | None
 
 
-def draw(schedule: Schedule | Lowered, costs: Costs = None, *, width: int | None = None) -> str:
+def draw(schedule: Schedule | Lowered, costs: Costs = None) -> str:
     """Return the schedule as text: a letter and a microbatch for each unit of time, dots where a rank is idle.
 
     >>> from anabranch.pipeline import make_schedule
@@ -21,41 +21,21 @@ def draw(schedule: Schedule | Lowered, costs: Costs = None, *, width: int | None
     rank 1   .. F0 B0 B0 F1 B1 B1 .. ..   holds 1
 
     With several stages a rank the stage comes first: ``2F0``. Times that are not whole numbers are rounded; where some
-    action takes less than one, the shortest is the unit. Lines longer than ``width`` continue below, all ranks
-    together.
+    action takes less than one, the shortest is the unit.
     """
-    simulation = simulate(schedule, costs)
-    unit = _unit(simulation)
-    plain = _plain(schedule)
+    simulation, plain = simulate(schedule, costs), _plain(schedule)
+    every = [interval for row in simulation.intervals for interval in row]
+    unit = min([1.0, *(length for one in every if (length := one.end - one.start) > 0)])
     several = plain.stages > plain.ranks
-    longest = max(len(_label(interval.action, several)) for row in simulation.intervals for interval in row)
-    heads = [f"rank {rank}   " for rank in range(plain.ranks)]
-    tails = [f"   holds {held}" for held in simulation.peak_activations]
-    rows = []
-    for row in simulation.intervals:
+    longest = max(len(_label(one.action, several)) for one in every)
+    lines = [_title(plain, simulation)]
+    for rank, row in enumerate(simulation.intervals):
         cells = ["." * longest] * round(simulation.makespan / unit)
-        for interval in row:
-            for column in range(round(interval.start / unit), round(interval.end / unit)):
-                cells[column] = _label(interval.action, several).ljust(longest)
-        rows.append(cells)
-    fitting = max(1, len(rows[0]))
-    if width is not None:
-        fitting = max(1, (width - max(map(len, heads)) - max(map(len, tails)) + 1) // (longest + 1))
-    blocks = []
-    for first in range(0, max(1, len(rows[0])), fitting):
-        last = first + fitting >= len(rows[0])
-        blocks.append(
-            "\n".join(
-                f"{head.ljust(max(map(len, heads)))}{' '.join(cells[first : first + fitting])}{tail if last else ''}"
-                for head, cells, tail in zip(heads, rows, tails, strict=True)
-            )
-        )
-    return "\n".join([_title(plain, simulation), "\n\n".join(blocks)])
-
-
-def _unit(simulation: Simulation) -> float:
-    lengths = [interval.end - interval.start for row in simulation.intervals for interval in row]
-    return min([1.0, *(length for length in lengths if length > 0)])
+        for one in row:
+            for column in range(round(one.start / unit), round(one.end / unit)):
+                cells[column] = _label(one.action, several).ljust(longest)
+        lines.append(f"rank {rank}".ljust(9) + f"{' '.join(cells)}   holds {simulation.peak_activations[rank]}")
+    return "\n".join(lines)
 
 
 def save_picture(schedule: Schedule | Lowered, path: str | Path, costs: Costs = None) -> None:

@@ -123,8 +123,8 @@ def _zb1p(n: int, m: int, p: int) -> _RanksAndActions:
     """One stage per rank; weights wait until nothing else can run, or until holding more would exceed 1F1B's memory."""
 
     def rule(r: int, count: Mapping[Kind, int], ready: list[Action], extra: int) -> Action | None:
-        waiting, held = count[Kind.F] - count[Kind.B], count[Kind.F] - count[Kind.W]
-        forward_allowed = waiting < n - r and held < n + extra
+        waiting, unfinished = count[Kind.F] - count[Kind.B], count[Kind.F] - count[Kind.W]
+        forward_allowed = waiting < n - r and unfinished < n + extra
         return (_first(ready, Kind.F) if forward_allowed else None) or _first(ready, Kind.B) or _first(ready, Kind.W)
 
     return list(range(n)), _arrange(m, list(range(n)), rule)

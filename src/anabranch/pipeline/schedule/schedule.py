@@ -262,9 +262,9 @@ def _faults(schedule: Schedule) -> Iterator[str]:
             if needed is not None and (needed, *key[1:]) not in seen:
                 yield f"{action} comes before its {needed.value}"
             seen.add(key)
-    wanted = schedule.stages * schedule.microbatches * (3 if split else 2)
-    if len(seen) != wanted:
-        yield f"it has {len(seen)} of {wanted} actions"
+    expected = schedule.stages * schedule.microbatches * (3 if split else 2)
+    if len(seen) != expected:
+        yield f"it has {len(seen)} of {expected} actions"
 
 
 # Built at import: constructing a msgspec decoder is not thread-safe.
@@ -280,22 +280,16 @@ class Simulation:
         makespan: from the first action to the end of the last.
         bubble: the idle part of all ranks' time, from 0 to 1.
         peak_activations: for each rank the most (stage, microbatch) whose activations it held at once.
-        peak_bytes: the most bytes of them, and of inputs kept to run forward again; zeros where no bytes were given.
     """
 
     intervals: tuple[tuple[Interval, ...], ...]
     makespan: float
     bubble: float
     peak_activations: tuple[int, ...]
-    peak_bytes: tuple[int, ...]
 
 
 def simulate(
-    schedule: Schedule | Lowered,
-    costs: Mapping[Kind, float] | Callable[[Action], float] | None = None,
-    *,
-    activation_bytes: Sequence[int] = (),
-    input_bytes: Sequence[int] = (),
+    schedule: Schedule | Lowered, costs: Mapping[Kind, float] | Callable[[Action], float] | None = None
 ) -> Simulation:
     """Simulate ``schedule``.
 
@@ -307,30 +301,21 @@ def simulate(
         schedule: as made, or as lowered for a pipeline.
         costs: the time of each kind of action, or of each action; 0 for those left out. A send's cost is the
             time until it arrives, its rank goes on at once. By default F takes 1, B 2, or B and W 1 each, R 1.
-        activation_bytes: the bytes of a microbatch's activations in each stage.
-        input_bytes: the bytes of a microbatch's input that a stage keeps to run forward again.
 
     Raises:
-        ValueError: it never ends; names the actions that wait for one another. Or bytes not given for every stage.
+        ValueError: it never ends; names the actions that wait for one another.
     """
-    stages = (schedule if isinstance(schedule, Schedule) else schedule.schedule).stages
-    for sizes in (activation_bytes, input_bytes):
-        if len(sizes) not in (0, stages):
-            raise ValueError(
-                f"bytes were given for {len(sizes)} stages, but the schedule has {stages}; give one value each"
-            )
     lowered = schedule.with_transfers() if isinstance(schedule, Schedule) else schedule
     clock = SimulatedRun(lowered.actions, _as_function(costs, lowered.schedule))
     if clock.stuck:
         raise ValueError(f"{lowered.schedule.name} never ends because its ranks wait for each other: {clock.stuck}")
-    makespan, zeros = max(clock.times), [0] * stages
+    makespan = max(clock.times)
     busy = sum(interval.end - interval.start for row in clock.intervals for interval in row)
     return Simulation(
         tuple(map(tuple, clock.intervals)),
         makespan,
         1.0 - busy / (makespan * len(clock.times)) if makespan else 0.0,
-        tuple([_peak(actions, [1] * stages, zeros) for actions in lowered.actions]),
-        tuple([_peak(actions, activation_bytes or zeros, input_bytes or zeros) for actions in lowered.actions]),
+        tuple(map(_peak, lowered.actions)),
     )
 
 
@@ -343,19 +328,15 @@ def _as_function(
     return lambda action: table.get(action.kind, 0.0)
 
 
-def _peak(actions: Sequence[Action], activations: Sequence[int], inputs: Sequence[int]) -> int:
-    """Return the most that a rank holds at once, by the stages' sizes."""
+def _peak(actions: Sequence[Action]) -> int:
+    """Return the most activations that a rank holds at once."""
     frees = Kind.W if any(action.kind is Kind.W for action in actions) else Kind.B
     recomputed = {(action.stage, action.microbatch) for action in actions if action.kind is Kind.R}
-    size = peak = 0
-    for action in actions:
-        j, again = action.stage, (action.stage, action.microbatch) in recomputed
-        match action.kind:
-            case Kind.F:
-                size += inputs[j] if again else activations[j]
-            case Kind.R:
-                size += activations[j]
-            case kind if kind is frees:
-                size -= activations[j] + (inputs[j] if again else 0)
-        peak = max(peak, size)
+    count = peak = 0
+    for kind, stage, i, _ in actions:
+        if kind is Kind.R or (kind is Kind.F and (stage, i) not in recomputed):
+            count += 1
+            peak = max(peak, count)
+        elif kind is frees:
+            count -= 1
     return peak

@@ -41,7 +41,7 @@ class DeferredBatchNorm(_BatchNorm):
         self._squares: Tensor | None = None  # of the deviations from the mean, summed
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        """Normalises ``input`` by its own statistics, and keeps them; in eval mode by the running ones."""
+        """Normalise ``input`` by its own statistics, and keep them; in eval mode by the running ones."""
         if not (self.training and self.track_running_stats):
             return super().forward(input)
         self._check_input_dim(input)

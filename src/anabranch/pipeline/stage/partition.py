@@ -126,14 +126,14 @@ def split_layers(module: nn.Module, layers: Sequence[Layer], balance: Sequence[i
     ]
 
 
-def keywords_of(layer: Layer, given: Iterable[str], positional: int) -> tuple[str, ...]:
-    """Return those of the ``given`` keyword inputs that the layer's ``forward`` has a parameter for.
+def keywords_of(layer: Layer, names: Iterable[str], positional: int) -> tuple[str, ...]:
+    """Return those of the keyword inputs ``names`` that the layer's ``forward`` has a parameter for.
 
     Its first ``positional`` parameters are taken: by the caller's positional inputs, or by the layer before.
     """
     if isinstance(layer.module, ModelPart):
-        return layer.module.takes(given, positional)
-    return accepted_keywords(layer.module.forward, given, positional)
+        return layer.module.takes(names, positional)
+    return accepted_keywords(layer.module.forward, names, positional)
 
 
 Route = SkipName | str | None
@@ -174,14 +174,14 @@ def has_hooks(module: nn.Module) -> bool:
 
 def outline(module: nn.Module, inside: Collection[nn.Module], name: str = "") -> dict[str, object]:
     """Return by name the layers, which are ``inside``, and of the modules around them the code that does not run."""
-    found: dict[str, object] = {name: (module.__dict__.get("forward"), has_hooks(module))}
+    code: dict[str, object] = {name: (module.__dict__.get("forward"), has_hooks(module))}
     for key, child in module._modules.items():
         path = f"{name}.{key}" if name else key
         if child in inside:
-            found[path] = child
+            code[path] = child
         elif child is not None:
-            found |= outline(child, inside, path)
-    return found
+            code |= outline(child, inside, path)
+    return code
 
 
 def refuse_changes(before: Mapping[str, object], now: Mapping[str, object]) -> None:

@@ -91,8 +91,8 @@ _DRAWING_NAMES = (
 def _drawing_functions() -> frozenset[Callable[..., object]]:
     places = (torch, F, Tensor, nn.init, torch._VF)
     names = [name + ending for name in _DRAWING_NAMES for ending in ("", "_")]
-    found = (getattr(place, name, None) for place in places for name in names)
-    return frozenset(function for function in found if callable(function))
+    functions = (getattr(place, name, None) for place in places for name in names)
+    return frozenset(function for function in functions if callable(function))
 
 
 _DRAWING = _drawing_functions()
@@ -238,10 +238,10 @@ def _draws(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[s
     """Return True if this call of an operation that may draw does; attention without dropout does not."""
     if func is torch.ops.aten._fused_sdp_choice.default:
         return False
-    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    values = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
     return not any(
-        name in defaults and not given.get(name, defaults[name]) for name in ("dropout_p", "dropout", "train")
+        name in defaults and not values.get(name, defaults[name]) for name in ("dropout_p", "dropout", "train")
     )
 
 

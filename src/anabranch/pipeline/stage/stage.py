@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from anabranch.autodiff.boundary.answers import FirstForward
+from anabranch.autodiff.boundary.crossing import FirstForward
 from anabranch.autodiff.layer_state import LayerState, StateValues
 from anabranch.autodiff.moved_parameter import Elsewhere, Switch
 from anabranch.autodiff.thread_modes import ThreadModes

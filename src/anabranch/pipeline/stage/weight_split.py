@@ -157,17 +157,17 @@ class _Graph:
 
     def split_points(self) -> tuple[list[_SplitPoint], list[Tensor]]:
         """Return the nodes where the weight side joins, and the leaves that several of them, or an output, reach."""
-        found = {node: dict(self._weight_side(node)) for node in self._order if node in self._to_start}
-        count = Counter(key for leaves in found.values() for key in leaves)
+        sides = {node: dict(self._weight_side(node)) for node in self._order if node in self._to_start}
+        count = Counter(key for leaves in sides.values() for key in leaves)
         shared = {
             key: leaf
-            for node, leaves in found.items()
+            for node, leaves in sides.items()
             for key, leaf in leaves.items()
             if count[key] > 1 or self._runs_once(node)
         }
         for root in self._roots:
             shared |= self._leaves.get(root, {})
-        alone = ((node, [leaf for key, leaf in leaves.items() if key not in shared]) for node, leaves in found.items())
+        alone = ((node, [leaf for key, leaf in leaves.items() if key not in shared]) for node, leaves in sides.items())
         return [_SplitPoint(node, leaves) for node, leaves in alone if leaves], list(shared.values())
 
     def _runs_once(self, node: Node) -> bool:

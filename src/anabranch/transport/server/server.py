@@ -25,10 +25,12 @@ import select
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 
 from anabranch.deadline import Deadline
@@ -161,7 +163,8 @@ class Server:
         if not 0 < heartbeat < float("inf"):
             raise ValueError(f"heartbeat is a finite number of seconds above 0, got {heartbeat!r}")
         self._admission = Admission(
-            [*verbs, Verb(STATUS, self._tell_status, check=_no_tensors)],
+            # By a weak reference, and the loop is made when the server is entered: one that never is has no cycle.
+            [*verbs, Verb(STATUS, partial(Server._tell_status, weakref.proxy(self)), check=_no_tensors)],
             limits=limits or Limits(),
             heartbeat=heartbeat,
             max_connections=max_connections,
@@ -183,7 +186,7 @@ class Server:
         self._stack = ExitStack()
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
-        self.loop = Loop(self, self._listener)
+        self.loop: Loop | None = None
         self.closed = False
 
     @property
@@ -200,6 +203,7 @@ class Server:
         if self._threads or self.closed:
             raise RuntimeError("a server can be entered only once; make another")
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL))
+        self.loop = Loop(self, self._listener)
         beat = threading.Thread(target=self._beat_all, name="anabranch-beat", daemon=True)
         self._threads += [self.loop.start(), beat]
         beat.start()
@@ -237,7 +241,8 @@ class Server:
         with admission.lock:
             self.closed = admission.draining = True
         self._stop.set()
-        self.loop.stop()
+        if self.loop is not None:
+            self.loop.stop()
         patience = Deadline.after(10.0)
         for thread in self._threads:
             thread.join(timeout=patience.remaining())
@@ -249,7 +254,8 @@ class Server:
         for connection in list(admission.connections):
             if connection not in self.threads_of:
                 connection.end()
-        self.loop.close()
+        if self.loop is not None:
+            self.loop.close()
         self._listener.close()
 
     def statistics(self) -> ServerStatistics:
@@ -285,17 +291,18 @@ class Server:
 
     def on_loop(self) -> bool:
         """Return True on the one thread that reads all connections without their own loop."""
-        return threading.get_ident() == self.loop.ident
+        return self.loop is not None and threading.get_ident() == self.loop.ident
 
     def _beat_all(self) -> None:
         frame = encode(Heartbeat())
-        admission = self._admission
+        admission, loop = self._admission, self.loop
+        assert loop is not None
         # Twice as often as promised: a late beat on a busy machine must not look like a lost server.
         while not self._stop.wait(timeout=self.heartbeat / 2):
             try:
-                if self.loop.away(time.monotonic()):
+                if loop.away(time.monotonic()):
                     # However long its handler takes, the other connections are read and answered.
-                    self._threads.append(self.loop.start())
+                    self._threads.append(loop.start())
                 if self.healthy():
                     with admission.lock:
                         connections = list(admission.connections)
@@ -519,8 +526,9 @@ class Loop:
                 self._connections.pop(connection.wire.stream.descriptor, None)
             elif self._listener is None and now - connection.rests_since() > _REST:
                 self._unwatch(connection)
-                connection.loop = self._server.loop
-                connection.wake, connection.alone = self._server.loop.wake, False
+                loop = self._server.loop
+                assert loop is not None
+                connection.loop, connection.wake, connection.alone = loop, loop.wake, False
                 connection.wake(connection)
 
     # --- accepting connections
