@@ -15,9 +15,6 @@ from expert_modules import (
 from torch import Tensor, nn
 
 from anabranch.deadline import Deadline
-from anabranch.errors import (
-    RemoteError,
-)
 from anabranch.experts import ExpertBackend, RemoteExpert, Task
 from anabranch.tensors import TensorSpec
 
@@ -103,35 +100,3 @@ def test_mean_reduction_moves_a_batch_of_requests_as_far_as_one() -> None:
         assert backend.updates == 1
         updates.append(module.weight.detach().clone())
     assert torch.equal(updates[0], 4 * updates[1])
-
-
-class Picky(nn.Module):
-    """Fails on values: the kind of fault that no schema shows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(10, 2)
-        self.calls = 0
-
-    def forward(self, ids: Tensor) -> Tensor:
-        self.calls += 1
-        return self.table(ids)
-
-
-def test_one_request_that_fails_in_the_module_harms_none_of_its_batch() -> None:
-    module = Picky()
-    backend = ExpertBackend(
-        "table.0", module, args_schema=[TensorSpec(dtype=torch.int64)], min_batch_size=8, timeout=60.0
-    )
-    with calling(backend) as expert:
-        outcomes = together(8, lambda index: expert(torch.tensor([99 if index == 3 else index])))
-        for index, outcome in enumerate(outcomes):
-            if index == 3:
-                assert isinstance(outcome, RemoteError)
-                assert outcome.remote_type == "IndexError"
-                assert "self.table(ids)" in outcome.remote_traceback
-            else:
-                assert torch.equal(outcome, module.table(torch.tensor([index])))  # type: ignore[arg-type]
-        backend.forward_pool.min_batch_size = 1
-        for _ in range(20):
-            assert expert(torch.tensor([1])).shape == (1, 2)

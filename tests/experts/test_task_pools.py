@@ -24,20 +24,6 @@ def task(rows: int, answers: list[Outcome], value: float = 1.0, **options: objec
     return Task([torch.full((rows, 1), value)], rows, finish=answers.append, **options)  # type: ignore[arg-type]
 
 
-def test_a_request_over_the_maximum_is_split_and_answered_once() -> None:
-    answers: list[Outcome] = []
-    pool = TaskPool(lambda x: [2 * x, None], max_batch_size=3)
-    pool.submit(Task([torch.arange(8.0)[:, None]], 8, Deadline.after(600.0), answers.append))
-    while batch := pool.take_batch():
-        pool.run(batch)
-    assert len(answers) == 1
-    outputs = answers[0]
-    assert not isinstance(outputs, BaseException)
-    assert torch.equal(outputs[0], 2 * torch.arange(8.0)[:, None])  # type: ignore[arg-type]
-    assert outputs[1] is None
-    assert pool.statistics().batches == 3
-
-
 def test_a_split_request_fails_once_and_its_other_parts_are_not_run() -> None:
     answers: list[Outcome] = []
     calls: list[int] = []

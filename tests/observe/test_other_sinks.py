@@ -129,7 +129,7 @@ from anabranch import checkpoint
 
 ab.observe.PrometheusSink, ab.observe.TensorBoardSink, ab.Executor
 checkpoint.read_newest("no")
-extras = "tensorboard", "prometheus_client", "google.protobuf", "fsspec"
+extras = "tensorboard", "prometheus_client", "google.protobuf", "fsspec", "sympy"
 print([name for name in extras if name in sys.modules])
 logging.getLogger("anabranch.executor").warning("look")
 """
