@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from covering import pairwise
 from elastic import Deaths, train
 from jobs import launch, lines
 
 from anabranch.launch import RestartBudget
+from covering import pairwise
 
 Script = Callable[[str], Path]
 
