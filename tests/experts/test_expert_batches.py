@@ -15,8 +15,9 @@ from expert_modules import (
 from torch import Tensor, nn
 
 from anabranch.deadline import Deadline
-from anabranch.experts import ExpertBackend, RemoteExpert, Task
+from anabranch.experts import ExpertBackend, RemoteExpert, Runtime, Task
 from anabranch.tensors import TensorSpec
+from anabranch.testing import FakeClock
 
 
 def test_empty_and_oversize_requests_are_answered() -> None:
@@ -37,20 +38,26 @@ def test_empty_and_oversize_requests_are_answered() -> None:
     assert backend.forward_pool.statistics().batches == 4  # no rows are a row of zeros in eval mode
 
 
-def test_a_backward_over_the_maximum_is_applied_as_a_whole_though_its_caller_goes() -> None:
+def test_a_backward_over_the_maximum_is_applied_as_a_whole_though_its_caller_goes_and_its_deadline_passes() -> None:
     """The first part was applied, the second dropped, and a retry applied the first again."""
-    module = nn.Linear(1, 1, bias=False)
+    module, clock, healthy = nn.Linear(1, 1, bias=False), FakeClock(), list[bool]()
     nn.init.zeros_(module.weight)
     backend = ExpertBackend(
         "count.0", module, torch.optim.SGD(module.parameters(), lr=1.0), args_schema=[TensorSpec(1)], max_batch_size=2
     )
-    x = torch.ones(5, 1)
-    pool = backend.backward_pool
-    answer = pool.submit(Task([x, x], 5, Deadline.after(600.0), unwanted=lambda: backend.updates > 0))
-    pool.run(pool.take_batch())
-    assert backend.updates == 3
+    x, pool = torch.ones(5, 1), backend.backward_pool
+
+    def takes_long(*_: object) -> None:
+        healthy.append(runtime.healthy())
+        clock.advance(2.0)
+
+    module.register_forward_hook(takes_long)
+    with Runtime([pool]) as runtime:
+        task = Task([x, x], 5, Deadline.after(1.0, clock), unwanted=lambda: backend.updates > 0)
+        (gradient,) = pool.submit(task).result(timeout=60)
+    assert healthy == [True] * 3
+    assert backend.updates == pool.statistics().batches == 3
     assert module.weight.item() == -5.0
-    (gradient,) = answer.result(timeout=0)
     assert gradient is not None
     assert gradient.shape == (5, 1)
 

@@ -144,7 +144,8 @@ def die_where_servers_are_asked(part: Any) -> None:
     around(client.calls, "outcomes", half)
     around(client, "push_many", after=lambda *_: dies_at("pushed", IN_LOSS[0]))
     around(part, "refuse", after=lambda *_: dies_at("refused", IN_LOSS[0]))
-    around(part, "vote", lambda *_: dies_at("before the vote"), lambda *_: dies_at("voted"))
+    places = [lambda *_, place=place: dies_at(place, IN_LOSS[0]) for place in ("before the vote", "voted")]
+    around(part, "vote", *places)
     around(part, "decide", after=told)
 
 
