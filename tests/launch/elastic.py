@@ -124,7 +124,7 @@ def train(
         worker_restarts=RestartBudget(restarts), tell=told.append, seconds=300.0,
     )  # fmt: skip
     assert outcome.exit_code == 0, "\n".join([*told, *(log.read_text() for log in sorted(logs.glob("*.log")))])
-    assert {one.code for one in outcome.services} <= {0}, told
+    assert {one.code for one in outcome.services} <= {0}, (outcome.services, told)
     ends = lines(records, "end")
     steps = ends[0]["steps"]
     expected = Undisturbed(function=function, accumulate=accumulate, clip=clip, steps=steps)
