@@ -24,7 +24,7 @@ for engine in ("tape", "graph"):
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(16, 16), nn.Tanh())), nn.Linear(16, 1))
     step = ab.TrainStep(model, loss, torch.optim.Adam(model.parameters(), lr=0.01, fused=True))
-    with ab.Executor({"train": step}, engine=engine) as executor:  # type: ignore[arg-type]
+    with ab.Executor({"train": step}, engine=engine) as executor:
         for hundred in range(3):
             began = time.monotonic()
             for number in range(100 * hundred, 100 * hundred + 100):

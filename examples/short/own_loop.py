@@ -23,7 +23,8 @@ def average(parameter: Tensor, gradient: Tensor) -> torch.futures.Future[list[Te
         return None
     work = dist.all_reduce(gradient.div_(job.world_size), async_op=True)
     assert work is not None
-    return work.get_future()
+    averaged: torch.futures.Future[list[Tensor]] = work.get_future()
+    return averaged
 
 
 torch.manual_seed(0)

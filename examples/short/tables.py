@@ -24,7 +24,8 @@ class Clicks(nn.Module):
         self.users, self.ads = nn.Embedding(1000, 8, sparse=True), nn.Embedding(200, 8, sparse=True)
 
     def forward(self, pairs: Tensor) -> Tensor:
-        return (self.users(pairs[:, 0]) * self.ads(pairs[:, 1])).sum(1)
+        products: Tensor = self.users(pairs[:, 0]) * self.ads(pairs[:, 1])
+        return products.sum(1)
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

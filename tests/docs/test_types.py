@@ -48,7 +48,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_mypy(tmp_path: Path, folder: Path, options: list[str]) -> None:
     settings = tmp_path / "mypy.ini"
     settings.write_text(f"[mypy]\nmypy_path = {SOURCES}\nignore_missing_imports = True\n")
-    files = sorted(map(str, folder.glob("*.py")))
+    files = sorted(map(str, folder.rglob("*.py")))
     command = [sys.executable, "-m", "mypy", f"--config-file={settings}", *options, *files]
     found = subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=folder, check=False)
     assert found.returncode == 0, found.stdout + found.stderr

@@ -7,7 +7,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
 from example_jobs import run_example
 
 from anabranch.testing import LocalJob
@@ -17,7 +16,6 @@ SCRIPT = EXAMPLES / "click_through.py"
 SMALL = shlex.split(
     "--steps 6 --batch 64 --lines 1000 --held-out-lines 500 --ids 50 --rows 512 --evaluate-every 3 --engine tape"
 )
-TIMINGS = {"seconds", "examples_per_second", "resumed_from", "out"}
 
 
 def run_here(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, object]:
@@ -25,17 +23,6 @@ def run_here(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str
 
     assert click_through.main([str(argument) for argument in arguments]) == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])
-
-
-def without_timings(result: dict[str, object]) -> dict[str, object]:
-    return {key: value for key, value in result.items() if key not in TIMINGS}
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    """The model of a run's newest checkpoint."""
-    from anabranch import checkpoint
-
-    return dict(checkpoint.read_newest(out / "checkpoint").tensors("model"))
 
 
 # The models.
@@ -51,19 +38,6 @@ def test_each_model_is_near_the_best_auc_after_80_steps(name, tmp_path, capsys):
     assert result["log_loss"] < result["best_log_loss"] + 0.05
     assert result["held_out_lines"] == 8000
     assert result["model"] == name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["dcn", "deepfm", "wide-deep"])
-def test_the_graph_is_the_tape(name, tmp_path, capsys):
-    results = {}
-    for engine in ("tape", "graph"):
-        arguments = [*SMALL, "--model", name, "--engine", engine, "--out", tmp_path / engine]
-        results[engine] = run_here(capsys, *arguments)
-        assert results[engine].pop("engine") == engine
-    assert without_timings(results["tape"]) == without_timings(results["graph"])
-    tape, graph = weights(tmp_path / "tape"), weights(tmp_path / "graph")
-    assert all(torch.equal(tape[key], graph[key]) for key in tape)
 
 
 # Own data.

@@ -226,40 +226,6 @@ sys.exit(language_model.main())
     assert json.loads((out / "result.json").read_text()) == result
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("workers_after", [1, 2])
-def test_killed_on_two_workers_it_resumes_with_any_number(workers_after, small_text, tmp_path, capsys):
-    arguments = [*SMALL, "--save-every", "2", "--text", str(small_text)]
-    moved = [*arguments, "--out", str(tmp_path / "moved")]
-    killed = LocalJob(workers=2).run_source(
-        f"""
-        import os, signal, sys
-        sys.path.insert(0, {str(EXAMPLES)!r})
-        import language_model
-
-        def killed_in_step_3(screen, step, *others):
-            if step == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        language_model.Screen.trained = killed_in_step_3
-        language_model.main({moved!r})
-        """
-    )
-    assert any(killed.exit_codes)
-    undisturbed = [*arguments, "--out", str(tmp_path / "undisturbed")]
-    same = LocalJob(workers=2).run(SCRIPT, *undisturbed).check().results[0]
-    gone_on = LocalJob(workers=workers_after).run(SCRIPT, *moved).check().results[0]
-    assert same is not None
-    assert gone_on is not None
-    assert gone_on["resumed_from"] == 2
-    if workers_after == 2:
-        assert curve(tmp_path / "moved") == curve(tmp_path / "undisturbed")
-        assert without_timings(gone_on) == without_timings(same)
-    else:
-        assert curve(tmp_path / "moved")["losses"] == pytest.approx(curve(tmp_path / "undisturbed")["losses"], rel=1e-5)
-        assert gone_on["bits_per_byte"] == pytest.approx(same["bits_per_byte"], rel=1e-5)
-
-
 def test_ctrl_c_of_a_job_ends_it_with_130_and_no_traceback(small_text, tmp_path):
     command = ["--workers", 2, SCRIPT, "--steps", 100000, "--evaluate-every", 1, "--memory-rows", 64]
     with start_run(

@@ -80,15 +80,6 @@ def step_of(model: nn.Module) -> ab.TrainStep:
     return ab.TrainStep(model, mean_square, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize("served", [True, False])
-def test_a_survey_counts_ids_and_leaves_padding_out_of_moved_rows(served: bool) -> None:
-    model = Model()
-    tables = {model.table.weight: ("table", served), model.bags.weight: ("bags", served)}
-    found = survey_step(step_of(model), IDS, tables)
-    assert found.tables == {"table": TableRows(2, 1), "bags": TableRows(4, 3)}
-    assert found.parts["compute"] > 0
-
-
 def test_a_survey_leaves_everything_unchanged() -> None:
     model = Model(max_norm=0.1).eval()
     model.head.bias.grad = torch.ones(1)

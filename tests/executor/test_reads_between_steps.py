@@ -176,35 +176,24 @@ def test_a_gradient_of_a_table_outside_a_run_is_refused_by_name() -> None:
         same(looks(model), before)
 
 
-def test_a_tensor_kept_from_a_run_takes_no_gradient_to_the_servers_after_it() -> None:
+def test_gradients_of_a_tensor_kept_from_a_run_and_in_an_evaluation_take_nothing_to_the_servers() -> None:
     model, kept = Users(4), list[Tensor]()
 
     def keeping(model: nn.Module, ids: Tensor) -> Tensor:
         kept.append(model(ids))
         return kept[-1].sum() + 0 * model.head.weight.sum()  # type: ignore[union-attr,operator]
 
-    with ab.Executor(users_step(model, keeping), "Hybrid", engine="tape") as executor:
-        executor.run(batch=TRAINED)
-        late = model(TRAINED)
-        with pytest.raises(ValueError, match="users.*outside"):
-            late.sum().backward()
-        executor.run(batch=TRAINED)
-        assert torch.equal(model(TRAINED), torch.full((4, 2), -2.0))
-
-
-def test_an_evaluation_trains_nothing_and_a_gradient_in_it_is_refused_too() -> None:
-    model = Users(4)
-
     def slope(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
         with torch.enable_grad():
             model(ids).sum().backward()
         return {}
 
-    steps = {"train": users_step(model), "slope": ab.EvalStep(model, slope)}
+    steps = {"train": users_step(model, keeping), "slope": ab.EvalStep(model, slope)}
     with ab.Executor(steps, "Hybrid", engine="tape") as executor:
         executor.run("train", TRAINED)
-        with pytest.raises(ValueError, match="users.*outside"):
-            executor.run("slope", TRAINED)
+        for late in (lambda: model(TRAINED).sum().backward(), lambda: executor.run("slope", TRAINED)):
+            with pytest.raises(ValueError, match="users.*outside"):
+                late()
         executor.run("train", TRAINED)
         assert torch.equal(model(TRAINED), torch.full((4, 2), -2.0))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import signal
 from collections.abc import Callable
@@ -87,24 +88,6 @@ def test_a_checkpoint_is_of_an_optimizer_step(tmp_path: Path) -> None:
         assert losses(resumed, range(5, 8)) == expected
         assert resumed.statistics().steps == 2
     assert_same(other, model)
-
-
-def test_a_checkpoint_of_an_older_format_is_refused_and_nothing_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, executor = program()
-    with executor, monkeypatch.context() as older:
-        older.setattr(saving, "_FORMAT", saving._FORMAT - 1)
-        losses(executor, range(2))
-        executor.save(tmp_path)
-    model, resumed = program(seed=99)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with resumed:
-        for load in (resumed.load, resumed.resume):
-            with pytest.raises(ab.CheckpointError, match="was not saved by an Executor of this version$"):
-                load(tmp_path)
-        assert resumed.step == 0
-        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("trained_first", [True, False])
@@ -236,65 +219,6 @@ def test_an_executor_that_only_evaluates_takes_the_model_and_ignores_the_rest(tm
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
-def other_shape() -> ab.Executor:
-    model = nn.Sequential(nn.Linear(4, 9), nn.BatchNorm1d(9), nn.Dropout(0.3), nn.Linear(9, 3))
-    return ab.Executor({"train": ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))})
-
-
-def other_optimizers() -> ab.Executor:
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))
-    parts = [torch.optim.SGD(model[index].parameters(), lr=0.1) for index in (0, 1, 3)]
-    return ab.Executor({"train": ab.TrainStep(model, loss, parts)})
-
-
-def other_kind_of_optimizer() -> ab.Executor:
-    return program(torch.optim.Adagrad)[1]
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (other_shape, r"0\.weight.*\(9, 4\).*\(8, 4\)|0\.weight.*\(8, 4\).*\(9, 4\)"),
-        (other_optimizers, "1 optimizers for step 'train', but this Executor has 3"),
-        (other_kind_of_optimizer, "optimizer 0 of 'train' is Adagrad, but the checkpoint has SGD"),
-    ],
-)
-def test_mismatches_are_named_and_nothing_is_changed(
-    tmp_path: Path, build: Callable[[], ab.Executor], message: str
-) -> None:
-    _, executor = program()
-    with executor:
-        losses(executor, range(2))
-        executor.save(tmp_path)
-    with build() as other:
-        (step,) = other._steps.values()
-        before = {key: value.clone() for key, value in step.model.state_dict().items()}
-        drawn = torch.get_rng_state()
-        with pytest.raises(ab.CheckpointError, match=f"(?s){message}"):
-            other.load(tmp_path)
-        assert all(torch.equal(value, before[key]) for key, value in step.model.state_dict().items())
-        assert torch.equal(torch.get_rng_state(), drawn)
-
-
-def test_a_loader_that_does_not_fit_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
-    def build(loader: object, seed: int) -> tuple[nn.Module, ab.Executor]:
-        torch.manual_seed(seed)
-        model = nn.Linear(4, 3)
-        step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
-        return model, ab.Executor({"train": step}, dataloaders={"train": loader})  # type: ignore[dict-item]
-
-    batches = [batch_of(step) for step in range(4)]
-    _, executor = build(batches, seed=0)
-    with executor:
-        executor.run("train")
-        executor.save(tmp_path)
-    model, other = build(ab.loaders.GlobalBatches(batches, 1), seed=1)
-    before = model.weight.detach().clone()
-    with other, pytest.raises(ab.CheckpointError, match="'counted'"):
-        other.load(tmp_path)
-    assert torch.equal(model.weight, before)
-
-
 def trained_by_workers(path: str, start: int, stop: int, save_at: int, accumulate: int) -> dict[str, Any]:
     rank, world = ab.job().rank, ab.job().world_size
     torch.manual_seed(rank)
@@ -421,23 +345,56 @@ class Strict(Counter):
         raise KeyError("not mine")
 
 
+BATCHES = [batch_of(step) for step in range(4)]
+
+
+def fitting(
+    *, width: int = 8, last: type[nn.Linear] = nn.Linear, make: Any = sgd, loader: Any = BATCHES, state: Any = None
+) -> tuple[nn.Module, ab.Executor]:
+    model = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(0.3), last(width, 3))
+    step = ab.TrainStep(model, loss, make(model.parameters()))
+    return model, ab.Executor({"train": step}, dataloaders={"train": loader}, state=state or {"counter": Counter()})
+
+
 @pytest.mark.parametrize(
-    ("state", "text"),
+    ("other", "text"),
     [
-        ({"other": Counter()}, r"no state called \['other'\], only \['counter'\]"),
-        ({"counter": Strict()}, r"'counter'.* \(Strict\) rejected its saved state: KeyError: 'not mine'"),
+        ({"width": 9}, r"0\.weight.*\(9, 4\).*\(8, 4\)|0\.weight.*\(8, 4\).*\(9, 4\)"),
+        ({"last": Noted}, r"missing: .*3\._extra_state"),
+        (
+            {"make": lambda parameters: [sgd([one]) for one in parameters]},
+            "1 optimizers for step 'train', but this Executor has 6",
+        ),
+        ({"make": torch.optim.Adagrad}, "optimizer 0 of 'train' is Adagrad, but the checkpoint has SGD"),
+        ({"loader": ab.loaders.GlobalBatches(BATCHES, 1)}, "'counted'"),
+        ({"state": {"other": Counter()}}, r"no state called \['other'\], only \['counter'\]"),
+        ({"state": {"counter": Strict()}}, r"'counter'.* \(Strict\) rejected its saved state: KeyError: 'not mine'"),
+        ({}, "was not saved by an Executor of this version$"),
     ],
+    ids=lambda value: str(*value) if isinstance(value, dict) and value else None,
 )
-def test_objects_that_the_state_does_not_fit_are_named_before_anything_changes(
-    state: Any, text: str, tmp_path: Path
+def test_what_does_not_fit_is_named_before_anything_changes(
+    other: dict[str, Any], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = nn.Linear(2, 1)
-    with executor_of(nn.Linear(2, 1), state={"counter": Counter()}) as executor:
+    _, executor = fitting()
+    with executor, monkeypatch.context() as older:
+        if not other:
+            older.setattr(saving, "_FORMAT", saving._FORMAT - 1)
+        executor.run("train")
         executor.save(tmp_path)
-    before = model.weight.detach().clone()
-    with executor_of(model, state=state) as executor, pytest.raises(ab.CheckpointError, match=text):
-        executor.load(tmp_path)
-    assert torch.equal(before, model.weight)
+    model, executor = fitting(**other)
+    before = {name: copy.deepcopy(value) for name, value in model.state_dict().items()}
+    drawn = torch.get_rng_state()
+    with executor:
+        for load in (executor.load, executor.resume):
+            with pytest.raises(ab.CheckpointError, match=f"(?s){text}"):
+                load(tmp_path)
+        assert executor.step == 0
+    assert all(
+        value == before[name] if name.endswith("extra_state") else torch.equal(value, before[name])
+        for name, value in model.state_dict().items()
+    )
+    assert torch.equal(torch.get_rng_state(), drawn)
 
 
 def test_unsavable_values_are_named(tmp_path: Path) -> None:
@@ -461,8 +418,3 @@ def test_extra_state_of_modules_is_saved_and_loaded(tmp_path: Path) -> None:
     note: Any = two[1].note
     assert note["seen"] == [1, 2.5, None]
     assert torch.equal(note["mean"], torch.arange(3))
-    with (
-        executor_of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1), Noted(1, 1))) as executor,
-        pytest.raises(ab.CheckpointError, match=r"missing: .*2\._extra_state"),
-    ):
-        executor.load(tmp_path)

@@ -15,11 +15,9 @@ from expert_modules import (
 from torch import Tensor, nn
 
 from anabranch.deadline import Deadline
-from anabranch.errors import (
-    RemoteError,
-)
-from anabranch.experts import ExpertBackend, RemoteExpert, Task
+from anabranch.experts import ExpertBackend, RemoteExpert, Runtime, Task
 from anabranch.tensors import TensorSpec
+from anabranch.testing import FakeClock
 
 
 def test_empty_and_oversize_requests_are_answered() -> None:
@@ -40,20 +38,26 @@ def test_empty_and_oversize_requests_are_answered() -> None:
     assert backend.forward_pool.statistics().batches == 4  # no rows are a row of zeros in eval mode
 
 
-def test_a_backward_over_the_maximum_is_applied_as_a_whole_though_its_caller_goes() -> None:
+def test_a_backward_over_the_maximum_is_applied_as_a_whole_though_its_caller_goes_and_its_deadline_passes() -> None:
     """The first part was applied, the second dropped, and a retry applied the first again."""
-    module = nn.Linear(1, 1, bias=False)
+    module, clock, healthy = nn.Linear(1, 1, bias=False), FakeClock(), list[bool]()
     nn.init.zeros_(module.weight)
     backend = ExpertBackend(
         "count.0", module, torch.optim.SGD(module.parameters(), lr=1.0), args_schema=[TensorSpec(1)], max_batch_size=2
     )
-    x = torch.ones(5, 1)
-    pool = backend.backward_pool
-    answer = pool.submit(Task([x, x], 5, Deadline.after(600.0), unwanted=lambda: backend.updates > 0))
-    pool.run(pool.take_batch())
-    assert backend.updates == 3
+    x, pool = torch.ones(5, 1), backend.backward_pool
+
+    def takes_long(*_: object) -> None:
+        healthy.append(runtime.healthy())
+        clock.advance(2.0)
+
+    module.register_forward_hook(takes_long)
+    with Runtime([pool]) as runtime:
+        task = Task([x, x], 5, Deadline.after(1.0, clock), unwanted=lambda: backend.updates > 0)
+        (gradient,) = pool.submit(task).result(timeout=60)
+    assert healthy == [True] * 3
+    assert backend.updates == pool.statistics().batches == 3
     assert module.weight.item() == -5.0
-    (gradient,) = answer.result(timeout=0)
     assert gradient is not None
     assert gradient.shape == (5, 1)
 
@@ -103,35 +107,3 @@ def test_mean_reduction_moves_a_batch_of_requests_as_far_as_one() -> None:
         assert backend.updates == 1
         updates.append(module.weight.detach().clone())
     assert torch.equal(updates[0], 4 * updates[1])
-
-
-class Picky(nn.Module):
-    """Fails on values: the kind of fault that no schema shows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(10, 2)
-        self.calls = 0
-
-    def forward(self, ids: Tensor) -> Tensor:
-        self.calls += 1
-        return self.table(ids)
-
-
-def test_one_request_that_fails_in_the_module_harms_none_of_its_batch() -> None:
-    module = Picky()
-    backend = ExpertBackend(
-        "table.0", module, args_schema=[TensorSpec(dtype=torch.int64)], min_batch_size=8, timeout=60.0
-    )
-    with calling(backend) as expert:
-        outcomes = together(8, lambda index: expert(torch.tensor([99 if index == 3 else index])))
-        for index, outcome in enumerate(outcomes):
-            if index == 3:
-                assert isinstance(outcome, RemoteError)
-                assert outcome.remote_type == "IndexError"
-                assert "self.table(ids)" in outcome.remote_traceback
-            else:
-                assert torch.equal(outcome, module.table(torch.tensor([index])))  # type: ignore[arg-type]
-        backend.forward_pool.min_batch_size = 1
-        for _ in range(20):
-            assert expert(torch.tensor([1])).shape == (1, 2)

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle  # what users do with modules; the package itself never unpickles
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -101,14 +102,16 @@ def test_a_mixture_travels_with_its_gate(
 
 
 CHILD = """
-import pickle, sys, torch
+import os, pickle, sys, torch
 import anabranch as ab
 
 with open(sys.argv[1], "rb") as file:
     modules = pickle.load(file)
-for name, module in modules.items():
+for name, (module, given) in modules.items():
+    if name == "alone":
+        del os.environ["ANABRANCH_SERVERS"]
     try:
-        out = module(torch.ones(2, 4))
+        out = module(given)
         out.sum().backward()
         print(name, float(out.sum().detach()), flush=True)
     except ValueError as error:
@@ -116,30 +119,39 @@ for name, module in modules.items():
 """
 
 
-def test_another_process_reaches_the_experts_and_not_a_directory_in_memory(
-    programs: Programs, tmp_path: pytest.TempPathFactory
+def test_another_process_reaches_experts_and_servers_and_not_what_was_in_memory(
+    programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory, module = Directory(), nn.Identity()
-    with DirectoryServer() as names:
-        backend = ExpertBackend("same.0", module, args_schema=[TensorSpec(4)])
-        with served(backend, directory=directory) as server:
-            Directory(names.endpoint).announce(["same.0"], server.endpoint, ttl=600.0)
-            modules = {
-                "expert": RemoteExpert("same.0", server.endpoint),
-                "named": RemoteExpert("same.0", Directory(names.endpoint)),
-                "mixture": RemoteMixtureOfExperts(4, [1], names.endpoint, "same", k_best=1),
-                "memory": RemoteMixtureOfExperts(4, [1], directory, "same", k_best=1),
-            }
-            for mod in modules.values():
-                mod(torch.ones(2, 4))
-            path = tmp_path / "modules"  # type: ignore[operator]
-            path.write_bytes(pickle.dumps(modules))
-            done = programs.run(CHILD, path)
+    directory, path, x, ids = Directory(), tmp_path / "modules", torch.ones(2, 4), torch.tensor([1, 2])
+    backend = ExpertBackend("same.0", nn.Identity(), args_schema=[TensorSpec(4)])
+    alone = RemoteEmbedding("alone", 10, 2, init=0.0, optimizer=sgd)
+    with ParameterServer() as rows, DirectoryServer() as names, served(backend, directory=directory) as server:
+        alone(ids).sum().backward()
+        monkeypatch.setenv("ANABRANCH_SERVERS", rows.endpoint)
+        table = RemoteEmbedding("t", 10, 2, init=0.0, optimizer=sgd)
+        Directory(names.endpoint).announce(["same.0"], server.endpoint, ttl=600.0)
+        modules = {
+            "expert": (RemoteExpert("same.0", server.endpoint), x),
+            "named": (RemoteExpert("same.0", Directory(names.endpoint)), x),
+            "mixture": (RemoteMixtureOfExperts(4, [1], names.endpoint, "same", k_best=1), x),
+            "memory": (RemoteMixtureOfExperts(4, [1], directory, "same", k_best=1), x),
+            "table": (table, ids),
+            "alone": (alone, ids),
+        }
+        for module, given in modules.values():
+            module(given)
+        table(ids[:1]).sum().backward()
+        path.write_bytes(pickle.dumps(modules))
+        done = programs.run(CHILD, path)
+        table.close()
+        alone.close()
     assert done.returncode == 0, done.stderr
     lines = dict(line.split(" ", 1) for line in done.stdout.splitlines())
     assert lines["expert"] == lines["named"] == "8.0"
     assert float(lines["mixture"]) == pytest.approx(8.0)
+    assert lines["table"] == "-2.0"
     assert "ValueError this directory was in the memory of the process that pickled it" in lines["memory"]
+    assert "the rows of RemoteEmbedding alone were in the memory of the process that pickled it" in lines["alone"]
     assert backend.updates == 3
 
 
@@ -231,37 +243,3 @@ def test_a_remote_embedding_travels_and_reads_the_same_table(way: Way, used: boo
             other.close()  # type: ignore[operator]
     finally:
         table.close()
-
-
-EMBEDDING = """
-import pickle, sys, torch
-with open(sys.argv[1], "rb") as file:
-    table = pickle.load(file)
-try:
-    out = table(torch.tensor([1, 2]))
-    print(out.tolist(), flush=True)
-    table.close()
-except ValueError as error:
-    print(error, flush=True)
-"""
-
-
-def test_a_remote_embedding_in_another_process_reads_its_servers(
-    programs: Programs, tmp_path: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "table"  # type: ignore[operator]
-    with ParameterServer() as server:
-        with monkeypatch.context() as patch:
-            patch.setenv("ANABRANCH_SERVERS", server.endpoint)
-            table = RemoteEmbedding("t", 10, 2, init=0.0, optimizer=sgd)
-            table(torch.tensor([1])).sum().backward()
-            path.write_bytes(pickle.dumps(table))
-            done = programs.run(EMBEDDING, path)
-            table.close()
-        assert done.stdout.strip() == "[[-1.0, -1.0], [0.0, 0.0]]", done.stderr
-    alone = RemoteEmbedding("t", 10, 2, init=0.0, optimizer=sgd)
-    alone(torch.tensor([1])).sum().backward()
-    path.write_bytes(pickle.dumps(alone))
-    alone.close()
-    done = programs.run(EMBEDDING, path)
-    assert "the rows of RemoteEmbedding t were in the memory of the process that pickled it" in done.stdout, done.stderr

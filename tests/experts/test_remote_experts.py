@@ -38,26 +38,6 @@ from anabranch.transport.server.connection import OnceTable, RequestIdentity
 from networks import CountingTransport
 
 
-def test_forward_gradients_and_updates_are_those_of_the_module_here() -> None:
-    here = Feedforward()
-    there = copy.deepcopy(here)
-    optimizer = adam(here)
-    with calling(ExpertBackend("ffn.0", there, adam(there), args_schema=[TensorSpec(4)])) as expert:
-        for _ in range(4):
-            x = torch.randn(5, 4)
-            near, far = x.clone().requires_grad_(), x.clone().requires_grad_()
-            expected, answer = here(near), expert(far)
-            assert torch.equal(answer, expected)
-            weights = torch.randn(5, 4)
-            (expected * weights).sum().backward()
-            (answer * weights).sum().backward()
-            assert torch.equal(far.grad, near.grad)
-            optimizer.step()
-            optimizer.zero_grad()
-    for a, b in zip(here.parameters(), there.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize("keep", [0, 100])
 def test_the_scheduler_steps_and_the_norm_is_clipped_at_each_update(keep: int) -> None:
     here = Feedforward()

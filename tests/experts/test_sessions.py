@@ -36,11 +36,6 @@ from anabranch.transport import Client
 from waiting import wait_until
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 def locally(module: CausalBlock, pieces: list[Tensor]) -> list[Tensor]:
     """What the module here gives for a sequence that comes in pieces."""
     here = CausalBlock().to(pieces[0].dtype).eval()

@@ -36,9 +36,9 @@ def double(module: nn.Module) -> nn.Module:
     return module.double()
 
 
-@pytest.mark.parametrize("shape", [(2, 3), (2, 3, 5), (0, 3), (2, 0, 5), (1, 1)])
+@pytest.mark.parametrize("shape", [(5,), (2, 3), (2, 3, 5), (0, 3), (2, 0, 5), (1, 1)])
 @pytest.mark.parametrize("keep", [0, 100])
-def test_leading_dimensions_are_those_of_the_module_here(shape: tuple[int, ...], keep: int) -> None:
+def test_outputs_gradients_and_updates_are_those_of_the_module_here(shape: tuple[int, ...], keep: int) -> None:
     here = double(Feedforward())
     there = copy.deepcopy(here)
     mine = adam(here)

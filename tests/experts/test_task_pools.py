@@ -13,7 +13,6 @@ from anabranch.deadline import Deadline
 from anabranch.errors import NonFinite, Overloaded, PeerLost
 from anabranch.experts import Runtime, Task, TaskPool
 from anabranch.experts.server.scheduler import Unrepeatable
-from anabranch.testing import FakeClock
 from waiting import wait_until
 
 Outcome = Sequence[Tensor | None] | BaseException
@@ -22,20 +21,6 @@ Outcome = Sequence[Tensor | None] | BaseException
 def task(rows: int, answers: list[Outcome], value: float = 1.0, **options: object) -> Task:
     options.setdefault("deadline", Deadline.after(600.0))
     return Task([torch.full((rows, 1), value)], rows, finish=answers.append, **options)  # type: ignore[arg-type]
-
-
-def test_a_request_over_the_maximum_is_split_and_answered_once() -> None:
-    answers: list[Outcome] = []
-    pool = TaskPool(lambda x: [2 * x, None], max_batch_size=3)
-    pool.submit(Task([torch.arange(8.0)[:, None]], 8, Deadline.after(600.0), answers.append))
-    while batch := pool.take_batch():
-        pool.run(batch)
-    assert len(answers) == 1
-    outputs = answers[0]
-    assert not isinstance(outputs, BaseException)
-    assert torch.equal(outputs[0], 2 * torch.arange(8.0)[:, None])  # type: ignore[arg-type]
-    assert outputs[1] is None
-    assert pool.statistics().batches == 3
 
 
 def test_a_split_request_fails_once_and_its_other_parts_are_not_run() -> None:
@@ -52,31 +37,6 @@ def test_a_split_request_fails_once_and_its_other_parts_are_not_run() -> None:
         pool.run(batch)
     assert [type(answer) for answer in answers] == [ArithmeticError]
     assert len(calls) == 1
-
-
-def test_a_request_that_runs_whole_is_finished_though_its_caller_goes_and_its_deadline_passes() -> None:
-    """Its first part was applied, the second dropped, and a retry applied the first again."""
-    clock, answers, gone, healthy = FakeClock(), [], [], []  # type: ignore[var-annotated]
-    answered = threading.Event()
-
-    def process(x: Tensor) -> list[Tensor]:
-        healthy.append(runtime.healthy())
-        gone.append(True)
-        clock.advance(2.0)
-        return [2 * x]
-
-    def finish(outcome: Outcome) -> None:
-        answers.append(outcome)
-        answered.set()
-
-    pool = TaskPool(process, max_batch_size=2, whole=True)
-    x = torch.arange(5.0)[:, None]
-    with Runtime([pool]) as runtime:
-        pool.submit(Task([x], 5, Deadline.after(1.0, clock), finish, unwanted=lambda: bool(gone)))
-        assert answered.wait(60)
-    assert torch.equal(answers[0][0], 2 * x)
-    assert healthy == [True] * 3
-    assert pool.statistics().batches == 3
 
 
 @pytest.mark.parametrize("error", [NonFinite("w is NaN"), PeerLost("a part of the module is away")])

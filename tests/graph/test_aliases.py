@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from anabranch.graph import capture, gradients
-from anabranch.graph.passes.dead_nodes import drop_dead_nodes
+from anabranch.graph.passes.dead_nodes import drop_dead_nodes, drop_handles
+from anabranch.graph.passes.in_place import reuse_in_place
 from covering import slow_except
 
 
@@ -69,8 +70,10 @@ def test_random_programs_give_eagers_bits_after_every_pass_and_its_gradients(see
     x, w = torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
     expected = program(x, w)
     graph = capture(program, x, w)
-    for improve in (lambda g: g, drop_dead_nodes):
+    nodes = [str(node) for node in graph.nodes]
+    for improve in (lambda g: g, drop_dead_nodes, drop_handles, reuse_in_place):
         assert all(map(torch.equal, improve(graph)(x, w), expected))
+        assert [str(node) for node in graph.nodes] == nodes
     for share in (0.9, 0.6):
         try:
             smaller = graph.recompute(int(share * graph.memory_plan().peak_bytes))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -292,11 +290,6 @@ def test_a_cycling_momentum_is_refused_before_it_makes_a_graph_a_step() -> None:
 
     with pytest.raises(CaptureError, match="cycle_momentum=False"):
         cycle()
-
-
-def test_the_machinery_of_capture_is_loaded_at_the_first_capture() -> None:
-    code = "import sys, anabranch; sys.exit('sympy' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=200).returncode == 0
 
 
 def test_lazy_conjugates_are_refused() -> None:

@@ -16,34 +16,6 @@ from anabranch.graph.run.codegen import generate
 from anabranch.graph.run.lowering import lower
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(" " in torch.__file__, reason="Inductor gives the C++ compiler paths with a space unquoted")
-@pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("ignore")
-def test_a_compiled_step_trains_as_the_eager_loop_does_but_for_rounding() -> None:
-    def run(graph: bool) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 1)
-        )
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        program = StepProgram(model, lambda m, x: m(x).square().mean(), [optimizer], compile=True)
-        x = torch.randn(6, 8)
-        for _ in range(3):
-            if graph:
-                program.run(x)
-            else:
-                optimizer.zero_grad()
-                model(x).square().mean().backward()
-                optimizer.step()
-            scheduler.step()
-        return list(model.state_dict().values())
-
-    for mine, plain in zip(run(True), run(False), strict=True):
-        torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-5)
-
-
 def _losses_under_numbers(numbers: list[float], compile: bool) -> list[float]:  # noqa: A002
     """Of a loss whose weight, a Python number, changes between two steps."""
     torch.manual_seed(0)

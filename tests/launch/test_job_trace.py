@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from anabranch.cli import main
 from anabranch.launch.job_trace import traced
 from launched import run, start_run
 from traces import Trace, check_valid
@@ -132,20 +130,6 @@ def test_a_job_that_is_interrupted_leaves_a_trace(script: Script, tmp_path: Path
         assert process.wait() == 130
     trace = check_valid(out)
     assert {"before", "sleeping"} == {event["name"] for event in trace.spans()}
-
-
-@pytest.mark.parametrize(("where", "word"), [(".", "folder"), ("absent/out.json", "folder that exists")])
-def test_a_path_that_cannot_be_written_is_refused_before_anything_starts(
-    where: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["anabranch", "run", "--trace", where, __file__])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    assert caught.value.code == 2
-    told = capsys.readouterr().err
-    assert "no trace can be written to" in told
-    assert word in told
 
 
 def test_a_job_without_recorded_spans_is_reported_and_leaves_no_file(tmp_path: Path) -> None:

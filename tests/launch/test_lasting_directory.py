@@ -70,23 +70,6 @@ def test_experts_are_announced_in_redis_and_those_of_others_found(
     assert ab.RedisDirectory(redis.url).active(["ffn"]) == {"ffn": []}, "withdrawn at the end"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--directory", "redis://10.0.0.1:6379"], "give --host"),
-        (["--directory", "redis://127.0.0.1:port"], "is not a Redis address"),
-        (["--directory", "tcp://10.0.0.1:7001"], "requires certificates; name their folder in ANABRANCH_KEYS"),
-        (["--directory", "nonsense"], "'nonsense' is not an endpoint"),
-        (["--directory", "redis://127.0.0.1:1", "--engine", "ray"], "--engine ray does not use it"),
-    ],
-)
-def test_mistakes_are_reported_before_anything_starts(script: Script, arguments: list[str], told: str) -> None:
-    pytest.importorskip("redis")
-    found = CliRunner().invoke(_app, ["run", "--experts", "1", *arguments, str(script("raise SystemExit(3)"))])
-    assert found.exit_code == 2
-    assert told in " ".join(found.output.replace("│", " ").split())
-
-
 def test_a_redis_that_does_not_answer_is_reported_before_anything_starts(script: Script) -> None:
     pytest.importorskip("redis")
     path = script("raise SystemExit(3)")

@@ -25,37 +25,22 @@ subprocess.Popen(["sleep", "600"], start_new_session=True)
 """
 
 
-def test_every_worker_has_its_log_arguments_and_rank(script: Script, tmp_path: Path) -> None:
-    path = script("import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])")
-    outcome = launch(path, ["--workers", "7", "--", "a b"], workers=2, log_dir=tmp_path)
-    assert outcome.exit_code == 0
-    assert outcome.first_failure is None
-    for rank in range(2):
-        assert (tmp_path / f"worker-{rank}.log").read_text() == f"{rank} 2 ['--workers', '7', '--', 'a b']\n"
-
-
 def children() -> set[str]:
     """The children of this process, zombies included."""
     return {pid for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()}
 
 
-def test_a_grandchild_that_died_unnoticed_is_reaped(script: Script, tmp_path: Path) -> None:
-    path = script(
-        """
-        import os, subprocess
-        child = subprocess.Popen(["true"])
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        os._exit(0)
-        """
-    )
-    before = children()
-    assert launch(path, log_dir=tmp_path).exit_code == 0
-    assert children() == before
+DIED_UNNOTICED = """
+import os
+child = subprocess.Popen(["true"])
+os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+os._exit(0)
+"""
 
 
 def test_grandchildren_end_with_the_job_and_are_reaped(script: Script, tmp_path: Path, mark: str) -> None:
     before = children()
-    assert launch(script(GRANDCHILDREN), workers=2, log_dir=tmp_path).exit_code == 0
+    assert launch(script(GRANDCHILDREN + DIED_UNNOTICED), workers=2, log_dir=tmp_path).exit_code == 0
     assert marked_processes(mark) == []
     assert children() == before
 
@@ -255,14 +240,3 @@ def test_workers_share_the_cores_unless_the_user_says_otherwise(
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     launch(path, workers=2, log_dir=tmp_path)
     assert log.read_text() == "3\n"
-
-
-def test_launching_leaves_no_descriptor_open(script: Script, tmp_path: Path) -> None:
-    def descriptors() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
-    path = script("")
-    launch(path, workers=2, log_dir=tmp_path)
-    before = descriptors()
-    launch(path, workers=2, log_dir=tmp_path)
-    assert descriptors() == before

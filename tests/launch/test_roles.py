@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 from jobs import launch, marked_processes
-from typer.testing import CliRunner
 
-from anabranch.cli.app import _app
 from anabranch.errors import RemoteError
 from anabranch.launch import Patience, RestartBudget
 from anabranch.launch.meeting.addresses import tcp_place
@@ -311,21 +309,6 @@ def test_keys_that_the_environment_names_are_the_jobs(tmp_path: Path) -> None:
     with tcp_place("127.0.0.1", 0, tmp_path / "keys") as place:
         assert place.keys == tmp_path / "keys"
     assert place.keys.exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--host", "127.0.0.1"], "this job has none"),
-        (["--servers", "1", "--host", "0.0.0.0"], "cannot be connected to"),
-        (["--servers", "1", "--host", "203.0.113.7"], "not an address of this machine"),
-        (["--experts", "1", "--host", "no such host"], "not an address of this machine"),
-    ],
-)
-def test_a_host_that_cannot_be_is_a_wrong_argument(script: Script, options: list[str], says: str) -> None:
-    done = CliRunner().invoke(_app, ["run", *options, str(script(""))], env={"COLUMNS": "300"})
-    assert done.exit_code == 2
-    assert says in done.output
 
 
 def test_an_expert_that_is_killed_returns_with_its_state_and_is_used_again(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import os
 import pty
 import signal
 import struct
-import subprocess
 import sys
 import termios
 from collections.abc import Callable
@@ -23,7 +22,6 @@ from launched import run, start_run
 from waiting import wait_until
 
 Script = Callable[[str], Path]
-RUN = [sys.executable, "-m", "anabranch.cli", "run"]
 LIMIT = 120.0
 
 # Says when it is ready, with descendants in its group and out of it.
@@ -51,37 +49,6 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         main()
     assert isinstance(caught.value.code, int)
     return caught.value.code
-
-
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (["run"], "SCRIPT"),
-        (["run", "absent.py"], "absent.py"),
-        (["run", "pkg.absent"], "for a module give -m"),
-        (["run", "-m", "absent.module"], "there is no module 'absent'"),
-        (["run", "-m", "train.py"], "there is no module 'train'"),
-        (["run", "-n", "2", __file__], "the number of workers is --workers 2"),
-        (["plan", "--nproc-per-node=4", __file__], "the number of workers is --workers 4"),
-        (["run", "--workers", "0", __file__], "1"),
-        (["run", "--workers", "two", __file__], "--workers"),
-        (["run", "--checkpoint-seconds", "inf", __file__], "finite number of seconds above 0, got inf"),
-        (["run", "--checkpoint-seconds", "nan", __file__], "--checkpoint-seconds"),
-        (["run", "--checkpoint-seconds", "1e10", __file__], "at most 1e+09 seconds"),
-        (["keys", "--days", "0", __file__], "--days"),
-        (["run", "--log-dir", __file__, __file__], "--log-dir"),
-        (["run", "--log-dir", __file__ + "/x", __file__], "--log-dir"),
-        (["run", "--no-such-option", __file__], "--no-such-option"),
-        (["no-such-command"], "no-such-command"),
-    ],
-)
-def test_wrong_arguments_are_named_without_a_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], word: str
-) -> None:
-    assert run_main(monkeypatch, *arguments) == 2
-    output = capsys.readouterr()
-    assert word in " ".join(output.err.replace("│", " ").split())  # its box breaks lines
-    assert "Traceback" not in output.err
 
 
 def test_a_script_given_as_a_command_is_answered_with_the_right_command(
@@ -123,8 +90,7 @@ def test_rank_0_is_on_the_screen_and_the_rest_in_logs(script: Script, tmp_path: 
         """
     )
     logs = tmp_path / "deep" / "logs"
-    command = [*RUN, "--workers", "2", "--log-dir", str(logs), str(path), "--workers", "--help", "--"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+    done = run("--workers", "2", "--log-dir", logs, path, "--workers", "--help", "--")
     assert done.returncode == 0
     assert done.stdout == "out of 0 ['--workers', '--help', '--']\n"
     assert done.stderr == "error of 0\n"

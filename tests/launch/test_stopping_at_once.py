@@ -20,7 +20,6 @@ from anabranch.launch.supervision.signals import collect_signals
 
 Script = Callable[[str], Path]
 LIMIT = 120.0
-LAUNCHED = Path(__file__).parents[1] / "launched.py"
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

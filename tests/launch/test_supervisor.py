@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -80,14 +79,3 @@ def test_the_time_for_which_everything_is_stopped_does_not_count(
     Supervisor([cast(RoleProcess, worker)], box, patience=Patience(stop=0.0, drain=0.2), seconds=seconds).run()
     assert worker.sent == [signal.SIGINT if ends == "signal" else signal.SIGABRT, signal.SIGKILL]
     assert worker.times[-1] >= before + 0.5
-
-
-def test_a_signal_within_half_a_second_of_the_first_is_its_echo(
-    monkeypatch: pytest.MonkeyPatch, box: SignalBox
-) -> None:
-    """A wrapper sends one to the launcher, and one to its group."""
-    times = iter([7.0, 7.001, 7.4, 7.5, 7.7])
-    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: next(times)))
-    for _ in range(5):
-        box.put(signal.SIGINT)
-    assert [again for _, again in box.take()] == [False, False, False, True, True]

@@ -13,16 +13,17 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from elastic import Deaths, train
 from jobs import launch, lines
-from test_workers_that_leave import GIVEN, Deaths, train
+from test_workers_that_leave import GIVEN
 
 from anabranch.launch import RestartBudget
 
 Script = Callable[[str], Path]
 
 
-def test_the_others_wait_for_the_replacement_of_rank_0(script: Script, tmp_path: Path) -> None:
-    outcome, told = train(script, tmp_path, {0: [("in the sum", 6)]}, least=None, restarts=1, left=3)
+def test_the_others_wait_for_the_replacement_of_rank_0(tmp_path: Path) -> None:
+    outcome, told = train(tmp_path, {0: [("in the sum", 6)]}, least=None, restarts=1, left=3)
     assert [one.code for one in outcome.exits] == [0, 0, 0]
     assert any("the job waits, with 2 workers" in line and "another takes its place (1 of 1)" in line for line in told)
     records = lines(tmp_path / "records", "memberships")
@@ -35,8 +36,8 @@ def test_the_others_wait_for_the_replacement_of_rank_0(script: Script, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gloo", [False, True])
-def test_the_others_go_on_until_the_newcomer_is_there(script: Script, tmp_path: Path, gloo: bool) -> None:
-    train(script, tmp_path, {1: [("backward", 4)]}, least=2, restarts=1, left=3, waits=7, gloo=gloo)
+def test_the_others_go_on_until_the_newcomer_is_there(tmp_path: Path, gloo: bool) -> None:
+    train(tmp_path, {1: [("backward", 4)]}, least=2, restarts=1, left=3, waits=7, gloo=gloo)
     joined = [one for one in lines(tmp_path / "records", "memberships") if one["joined"]]
     assert [(one["left"], one["joined"], one["size"]) for one in joined] == [([], [2], 3)] * 3
     runs = [one["run"] for one in lines(tmp_path / "records", "losses") if one["number"] == 3]
@@ -45,18 +46,18 @@ def test_the_others_go_on_until_the_newcomer_is_there(script: Script, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["forward", "backward", "in the sum"])
-def test_a_sum_in_the_loss_is_part_of_the_step(script: Script, tmp_path: Path, place: str) -> None:
-    train(script, tmp_path, {1: [(place, 4)]}, least=None, restarts=1, left=3, reduces=True)
+def test_a_sum_in_the_loss_is_part_of_the_step(tmp_path: Path, place: str) -> None:
+    train(tmp_path, {1: [(place, 4)]}, least=None, restarts=1, left=3, reduces=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["in an evaluation", "behind an evaluation", "between", "forward"])
 @pytest.mark.parametrize(("accumulate", "function"), [(1, True), (2, False), (2, True)])
 def test_a_newcomer_joins_between_windows_and_calls(
-    script: Script, tmp_path: Path, place: str, accumulate: int, function: bool
+    tmp_path: Path, place: str, accumulate: int, function: bool
 ) -> None:
     options = {"evaluates": True, "accumulate": accumulate, "function": function}
-    train(script, tmp_path, {1: [(place, 5)]}, least=None, restarts=1, left=3, **options)
+    train(tmp_path, {1: [(place, 5)]}, least=None, restarts=1, left=3, **options)
 
 
 @pytest.mark.slow
@@ -78,10 +79,8 @@ def test_a_newcomer_joins_between_windows_and_calls(
     ids=str,
 )
 @pytest.mark.parametrize("least", [None, 2])
-def test_whoever_dies_as_a_newcomer_joins(
-    script: Script, tmp_path: Path, deaths: Deaths, joiners: Deaths, least: int | None
-) -> None:
-    train(script, tmp_path, deaths, workers=4, least=least, restarts=3, left=4, joiners=joiners, waits=8, steps=16)
+def test_whoever_dies_as_a_newcomer_joins(tmp_path: Path, deaths: Deaths, joiners: Deaths, least: int | None) -> None:
+    train(tmp_path, deaths, workers=4, least=least, restarts=3, left=4, joiners=joiners, waits=8, steps=16)
 
 
 COUNTS = """
@@ -176,7 +175,7 @@ def test_a_job_that_is_not_elastic_ends_with_a_killed_worker(script: Script, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("freezes", [False, True])
-def test_ten_random_kills(script: Script, tmp_path: Path, freezes: bool) -> None:
+def test_ten_random_kills(tmp_path: Path, freezes: bool) -> None:
     """One or two of four workers at a time, sometimes a newcomer before it has joined."""
     seed = random.randrange(10**6)
     print("seed", seed)
@@ -206,6 +205,7 @@ def test_ten_random_kills(script: Script, tmp_path: Path, freezes: bool) -> None
         while kills < 10 and not over.wait(draw.uniform(0.0, 1.0)):
             before = number_of("memberships", size=4)
             for process in draw.sample(range(4), draw.choice([1, 2])):
+                wait_until(lambda process=process: process in workers())
                 os.kill(workers()[process], signal.SIGSTOP if freezes else signal.SIGKILL)
                 kills += 1
                 first = process
@@ -222,7 +222,7 @@ def test_ten_random_kills(script: Script, tmp_path: Path, freezes: bool) -> None
     killer = threading.Thread(target=kill)
     killer.start()
     try:
-        train(script, tmp_path, {}, workers=4, least=None, restarts=20, left=4, steps=10**6)
+        train(tmp_path, {}, workers=4, least=None, restarts=20, left=4, steps=10**6)
     finally:
         over.set()
         killer.join()

@@ -116,26 +116,6 @@ def test_texts_of_the_data_stay_texts(tmp_path: Path) -> None:
     assert re.search("<title>(.*?)</title>", page)[1].startswith("&lt;/script&gt;")  # type: ignore[index]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("absent.json", None, "there is no"),
-        ("text.json", "{}", "is not a trace in Chrome's format"),
-        ("graph.safetensors", "nonsense", "nor a graph written by Graph.save"),
-        ("folder", "", "give a job's log folder (--log-dir)"),
-    ],
-)
-def test_any_other_path_is_refused_in_one_sentence(name: str, content: str | None, said: str, tmp_path: Path) -> None:
-    if name == "folder":
-        (tmp_path / name).mkdir()
-    elif content is not None:
-        (tmp_path / name).write_text(content)
-    result = CliRunner().invoke(_app, ["view", str(tmp_path / name)], env={"COLUMNS": "400", "TERMINAL_WIDTH": "400"})
-    assert result.exit_code == 2
-    assert said in " ".join(result.output.replace("│", " ").split())
-    assert "Traceback" not in result.output
-
-
 def test_it_looks_at_a_trace_without_importing_torch(tmp_path: Path) -> None:
     path = trace(tmp_path / "out.json")
     code = f"import sys; sys.argv = ['anabranch', 'view', {str(path)!r}, '--out', {str(tmp_path / 'p.html')!r}]\n"
