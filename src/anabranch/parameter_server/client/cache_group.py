@@ -134,7 +134,8 @@ class CacheGroup:
 
     def _asked(self, lookups: caches.Lookups) -> caches.Asked:
         """Room for what is asked of the servers."""
-        return caches.Asked(*np.empty((2, lookups.ids.size), np.int64), np.zeros_like(lookups.starts))
+        at, versions = np.empty((2, lookups.ids.size), np.int64)
+        return caches.Asked(at, versions, np.zeros_like(lookups.starts))
 
     def _parts_of(
         self, names: list[str], lookups: caches.Lookups, asked: caches.Asked
@@ -216,6 +217,7 @@ class CacheGroup:
             self._sent.append((step, lookups))
             return {name: (*gradients[name], None) for name in names}
         grads = side_by_side([gradients[name][1].to(self._dtype) for name in names])
+        self._constants = -1, self._constants[1]  # the rates may have been set anew since the step's reads
         members, constants = lookups.members, self._constants_of(step)
         room = self._room(lookups.ids.size + caches.count_due(self._arrays.due_at, members, step), len(names))
         caches.write(self._rule_number, self._arrays, lookups, grads.numpy(), step, constants, room)

@@ -178,8 +178,8 @@ class RemoteTables:
     def move(self, models: Sequence[nn.Module]) -> None:
         """Make placeholders of the parameters taken over, in all ``models``; nothing can fail any more."""
         for name, parameter in self._taken.items():
-            lookups = RemoteLookups(self._sources[name], parameter.shape, parameter.dtype)
-            move = Move(parameter, lookups, models)
+            source = self._sources[name]
+            move = Move(parameter, RemoteLookups(source, source.spec), models)
             self.moves.append(move)  # first: an interrupt in the middle of the move is to find it here
             move.begin()
         self._taken.clear()

@@ -237,8 +237,8 @@ def whole(
         raise CheckpointError(f"the checkpoint cannot be loaded, and nothing was changed: {error}") from error
     for table in made.values():
         spec, rows = table.spec, ((ids, table.pull_with_state(ids)) for ids in chunks(table.used))
-        state = gathered(table.rule, spec.dtype, (table.used, spec.width), rows)
-        wholes[spec.name] = table.rule, replace(state, step=table.step)
+        filled = gathered(table.rule, spec.dtype, (table.used, spec.width), rows)
+        wholes[spec.name] = table.rule, replace(filled, step=table.step)
     return wholes
 
 
