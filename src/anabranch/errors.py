@@ -101,11 +101,10 @@ class RolledBack(BoundaryError):
     a job of several workers starts again from its last complete checkpoint, as ``anabranch run --max-restarts`` does.
 
     Attributes:
-        lost: acknowledged pushes of this client that are lost; ``None`` if the number is unknown, because more than
-            262,144 other clients have pushed since this one did.
+        lost: acknowledged pushes of this client that are lost.
     """
 
-    def __init__(self, message: str = "", *, lost: int | None = 0, **where: Unpack[Where]) -> None:
+    def __init__(self, message: str = "", *, lost: int = 0, **where: Unpack[Where]) -> None:
         super().__init__(message, **where)
         self.lost = lost
 

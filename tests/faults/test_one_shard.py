@@ -82,7 +82,7 @@ class OneShard(RuleBasedStateMachine):
         rows = {
             int(row): (int(one[0]), int(stamp) - 1)
             for piece in snapshot.rows
-            for row, one, stamp in zip(piece.rows.ids, piece.rows.values, piece.rows.stamps, strict=True)
+            for row, one, stamp in zip(piece.rows.ids, piece.rows.weights, piece.rows.stamps, strict=True)
         }
         return snapshot.state["tables"][0]["step"], [rows.get(client, (0, 0)) for client in range(2)]
 

@@ -157,7 +157,7 @@ def stamps(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def width(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["0.values"] = tensors["0.values"].repeat(1, 2)
+    tensors["0.weights"] = tensors["0.weights"].repeat(1, 2)
 
 
 def ids(tensors: dict[str, torch.Tensor]) -> None:
@@ -170,7 +170,7 @@ def range_(tensors: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize(
     ("damage", "why"),
-    [(stamps, "stamps of 0 to 2"), (width, "values of"), (ids, "an id is there twice"), (range_, "ids from")],
+    [(stamps, "stamps of 0 to 2"), (width, "weights of"), (ids, "an id is there twice"), (range_, "ids from")],
 )
 def test_a_checkpoint_that_cannot_be_loaded_leaves_the_tables_there(shards: Any, damage: Any, why: str) -> None:
     with client_of(shards) as client:

@@ -20,6 +20,7 @@ from anabranch.errors import CheckpointError, SchemaError
 from anabranch.parameter_server import Merging, ParameterClient, ParameterServer, Worker
 from anabranch.parameter_server.messages import InitMessage, PushMessage, PushPart
 from anabranch.parameter_server.server import durability, push_log
+from anabranch.parameter_server.server.durability import AppliedRequests
 from anabranch.parameter_server.server.push_log import (
     PREAMBLE_BYTES,
     Bodies,
@@ -758,6 +759,16 @@ def test_bodies_and_rows_before_a_checkpoint_go(tmp_path: Path, monkeypatch: pyt
     assert not body_path(tmp_path, 1).exists()
     with PushLog(tmp_path) as log:
         assert [record.verb for record, _ in log.replay(here)] == ["v8"]
+
+
+def test_requests_that_a_client_has_settled_go_and_the_others_outlast_a_checkpoint() -> None:
+    applied, again, client = AppliedRequests(), AppliedRequests(), b"c" * 16
+    for sequence in range(1000):
+        applied.add((client, sequence), max(sequence - 2, 0), push=True)
+    again.load(applied.state())
+    assert list(again.identities()) == [(client, 997), (client, 998), (client, 999)]
+    assert again.pushes(client) == again.number((client, 999)) == 1000
+    assert again.pushes(b"d" * 16) == 0
 
 
 def test_durability_none_encodes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,12 +70,11 @@ def torch_reference(factory: functools.partial, weight: torch.nn.Parameter) -> t
 def begin_with(table: Table, weights: torch.Tensor) -> None:
     """Gives the table the weights of a plain one."""
     rule = table.rule
-    values = torch.full((len(weights), WIDTH * (1 + rule.states)), rule.initial_state, dtype=weights.dtype)
-    values[:, :WIDTH] = weights
-    sums = torch.full((len(weights) if rule.family is Family.ROW_WISE_ADAGRAD else 0,), rule.initial_state)
+    count, kind = rule.state_form(weights.shape[1], weights.dtype)
+    states = torch.full((len(weights), count), rule.initial_state, dtype=kind)
     stamps = torch.ones(len(weights), dtype=torch.int64)
     usage = torch.empty(0, 2, dtype=torch.int64)
-    table.restore(RowBlock(torch.arange(len(weights)), values, stamps, sums, usage))
+    table.restore(RowBlock(torch.arange(len(weights)), weights, states, stamps, usage))
 
 
 @pytest.mark.quick_cases(8)

@@ -10,8 +10,7 @@ from anabranch.errors import NonFinite
 from anabranch.parameter_server import ParameterClient
 from anabranch.parameter_server.client.cache_group import CacheGroup
 from anabranch.parameter_server.client.row_messages import Pulled
-from anabranch.tables import Cache, Constant, RowOptimizer, Table, TableSpec
-from anabranch.tables.cache import move_rows
+from anabranch.tables import Cache, Constant, RowBlock, RowOptimizer, Table, TableSpec
 from anabranch.tables.optimizers.row_optimizers import Family
 
 STEPS, WIDTH = 50, 4
@@ -79,12 +78,34 @@ def test_row_wise_adagrads_sum_is_exact_whatever_the_gradients():
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_worker_moves_its_rows_as_the_servers_will(name):
-    there = table(RULES[name])
-    ids, grads, squares = torch.tensor([1, 6]), torch.randn(2, WIDTH), torch.tensor([0.25, 1.5])
+    """Its rows at once; and with what waits of two steps, those that come while it waits."""
+    there, ids = table(RULES[name]), torch.tensor([1, 6])
+    here = CacheGroup(["t"], Cache(capacity=4, push_bound=9), WIDTH, torch.float32, [lambda: RULES[name]])
+
+    def read(step: int, version: int, rows: torch.Tensor) -> torch.Tensor:
+        query = here.ask({"t": ids}, step, training=True)
+        came = [position for position, known in enumerate(query.known.get("t", ids[:0]).tolist()) if known != version]
+        versions = torch.full((len(came),), version)
+        return query.answer({"t": Pulled(torch.tensor(came, dtype=torch.int64), versions, rows[came])})["t"]
+
     there.push(ids, torch.randn(2, WIDTH))
-    here = move_rows(there.pull_with_state(ids), grads, RULES[name], 2, squares)
-    there.push(ids, grads, squares)
-    torch.testing.assert_close(here, there.pull_with_state(ids))
+    first, second = torch.randn(2, 2, WIDTH)
+    for step, grads in ((1, first), (2, second)):  # used again, a row comes with its state
+        for at in range(step - 1, step + 1):
+            read(at, 1, there.pull_with_state(ids))
+        here.write({"t": (ids, grads)}, step)
+        there.push(ids, grads)
+    rows = torch.from_numpy(here._arrays.rows[0, :2])
+    torch.testing.assert_close(rows, there.pull_with_state(ids))
+
+    others = torch.cat([torch.randn(2, WIDTH), rows[:, WIDTH:]], 1)
+    served, stamps = table(RULES[name]), torch.full((2,), 4)
+    usage = torch.empty(0, 2, dtype=torch.int64)
+    served.resume(3, served.history)
+    served.restore(RowBlock(ids, others[:, :WIDTH], others[:, WIDTH:], stamps, usage))
+    waits = first + second
+    served.push(ids, waits, (first.square() + second.square()).sum(1) / waits.square().sum(1))
+    torch.testing.assert_close(read(3, 2, others), served.pull(ids))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

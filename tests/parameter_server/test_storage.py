@@ -40,6 +40,6 @@ def test_a_table_in_a_file_is_the_table_in_memory(
         assert torch.equal(file.versions(ids), memory.versions(ids))
     for mine, theirs in zip(blocks(file, 5000), blocks(memory, 5000), strict=True):
         assert torch.equal(mine.ids, theirs.ids)
-        assert torch.equal(mine.values, theirs.values)
-        assert torch.equal(mine.sums, theirs.sums)
+        assert torch.equal(mine.weights, theirs.weights)
+        assert torch.equal(mine.states, theirs.states)
     assert list(tmp_path.iterdir()) == []  # the file has no name

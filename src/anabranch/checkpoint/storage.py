@@ -14,10 +14,9 @@ import os
 import re
 import shutil
 import tempfile
-import threading
 import weakref
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -34,6 +33,7 @@ from anabranch.checkpoint.generations import (
 )
 from anabranch.deadline import check_seconds
 from anabranch.errors import CheckpointError
+from anabranch.liveness.meeting import begin_call
 from anabranch.record.fault_points import fault_point
 
 SECONDS_VARIABLE = "ANABRANCH_STORAGE_SECONDS"
@@ -134,16 +134,7 @@ class Storage:
 
     def _ask(self, what: str, ask: Callable[[], _T], *if_missing: _T, size: int = 0) -> _T:
         """Return ``ask()``, which moves ``size`` bytes."""
-        answer: Future[_T] = Future()
-
-        def run() -> None:
-            try:
-                answer.set_result(ask())
-            except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-                answer.set_exception(error)
-
-        thread = threading.Thread(target=run, name="anabranch-storage", daemon=True)
-        thread.start()
+        thread, answer = begin_call(ask, "anabranch-storage")
         seconds = self._seconds + size / _SLOWEST
         if not wait([answer], seconds).done:
             raise NoAnswer(

@@ -103,8 +103,8 @@ class DropMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 class RestoreMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """Restores rows, or the step, of a table of a checkpoint, or a parameter, state and stamps included.
 
-    Tensors of a table: the constants of its steps so far, before any rows; or, once it is at that step, ids, values,
-    stamps, sums and usage of some rows. Of a parameter: its value and states.
+    Tensors of a table: the constants of its steps so far, before any rows; or, once it is at that step, those of a
+    ``RowBlock``. Of a parameter: its value and states.
     """
 
     name: str

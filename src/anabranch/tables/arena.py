@@ -22,11 +22,9 @@ from numpy.typing import NDArray
 
 from anabranch.tables.kernels import vocabulary
 from anabranch.tables.kernels.memory import KernelThreads, as_array, working_dtype
-from anabranch.tables.kernels.rules import ROW_WISE
 from anabranch.tables.kernels.vocabulary import BLOCK, FULL, SLOTS, Index
-from anabranch.tables.optimizers.gradient_optimizers import sums_dtype
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
-from anabranch.tables.table_spec import Placement, TableSpec, state_dtype, table_key
+from anabranch.tables.table_spec import Placement, TableSpec, table_key
 
 Array = NDArray[Any]
 U = np.uint64
@@ -99,8 +97,7 @@ class Arena:
             )
         self.shard, self.shards, self.pool = shard, shards, pool or KernelThreads(1)
         self.width, self.dtype, self.rule = spec.width, spec.dtype, rule.number
-        self.states = 1 if rule.number == ROW_WISE else spec.width * rule.states
-        self.state_dtype = sums_dtype(spec.dtype) if rule.number == ROW_WISE else state_dtype(spec.dtype)
+        self.states, self.state_dtype = rule.state_form(spec.width, spec.dtype)
         kinds = [as_array(torch.empty(0, dtype=dtype, device="cpu")).dtype for dtype in (self.dtype, self.state_dtype)]
         weight, state = (kind.itemsize for kind in kinds)
         behind = -(-(16 + self.width * weight) // state)  # numbers of states' size before a row's states
@@ -202,6 +199,13 @@ class Arena:
                 self.words[block * size // 8 : (block + 1) * size // 8] = 0
         self.owner[blocks] = 0
         self._free += blocks.tolist()
+
+    def parts(self, words: Array) -> tuple[Array, Array, Array]:
+        """Return the heads (ids, stamps), weights and states of the rows that lie in ``words``."""
+        _, pitch, weights_apart, first, states_apart, behind = map(int, self.shape)
+        weights = words.view(self.w.dtype).reshape(-1, weights_apart)[:, first : first + self.width]
+        states = words.view(self.x.dtype).reshape(-1, states_apart)[:, behind : behind + self.states]
+        return words.reshape(-1, pitch)[:, :2], weights, states
 
     def changing(self, rows: Array) -> None:
         """Show rows to whoever watches, before they change."""

@@ -1,18 +1,18 @@
-"""``DenseParameter``: a whole tensor on one shard, updated by torch's own fused optimizers."""
+"""``DenseParameter``: a whole tensor on one shard, which moves as a row of a table does."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from anabranch.errors import SchemaError
-from anabranch.tables.kernels.memory import working_dtype
-from anabranch.tables.optimizers.gradient_optimizers import RowWiseAdagrad, follow, sums_dtype
+from anabranch.tables.kernels.memory import as_array, working_dtype
+from anabranch.tables.kernels.rows import move_all
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
-from anabranch.tables.table_spec import ALLOWED_DTYPES, state_dtype
+from anabranch.tables.table_spec import ALLOWED_DTYPES
 
 
 class DenseParameter:
@@ -36,23 +36,30 @@ class DenseParameter:
         self.value = value.detach().cpu().clone().contiguous()
         self.step = 0
         self.rule = rule
-        kept_as = state_dtype(value.dtype)
-        self.states = [torch.full_like(self.value, rule.initial_state, dtype=kept_as) for _ in range(rule.states)]
-        if rule.family is Family.ROW_WISE_ADAGRAD:
-            rows, kept_as = self.value.shape[:1], sums_dtype(value.dtype)
-            self.states = [torch.full(rows, rule.initial_state, dtype=kept_as, device="cpu")]
+        # Row-wise Adagrad has a sum of each row; to other rules the whole is one row.
+        self._of_state = value.shape[:1] if rule.family is Family.ROW_WISE_ADAGRAD else value.shape
+        count, kind = len(rule.state_names) * math.prod(self._of_state), rule.state_form(1, value.dtype)[1]
+        self._states = torch.full((count,), rule.initial_state, dtype=kind, device="cpu")
         self._shared = False
+
+    @property
+    def states(self) -> list[Tensor]:
+        """The optimizer's state, a tensor for each of its names."""
+        return list(self._states.view(len(self.rule.state_names), *self._of_state))
 
     def push(self, grad: Tensor) -> None:
         """One optimizer step with ``grad``, of the parameter's shape."""
         assert grad.shape == self.value.shape
         self.step += 1
-        kind = working_dtype(self.value.dtype)
+        if not grad.numel():
+            return
+        kind, kept_as = working_dtype(self.value.dtype), self._states.dtype
         value = self.value.to(kind, copy=True)
-        states = [state.to(working_dtype(state.dtype), copy=self._shared) for state in self.states]
-        self._update(value, grad.to(kind, copy=True), states)
-        self.value, self._shared = value.to(self.value.dtype), False
-        self.states = [moved.to(state.dtype) for moved, state in zip(states, self.states, strict=True)]
+        states = self._states.to(working_dtype(kept_as), copy=self._shared)
+        rows = len(states) if self.rule.family is Family.ROW_WISE_ADAGRAD else 1
+        flat = as_array(grad.contiguous().to(kind))
+        move_all(self.rule.number, as_array(value), as_array(states), rows, self.rule.constants(self.step), flat)
+        self.value, self._states, self._shared = value.to(self.value.dtype), states.to(kept_as), False
 
     def share(self) -> list[Tensor]:
         """Return the value and its states, which the next step replaces and leaves unchanged."""
@@ -72,62 +79,7 @@ class DenseParameter:
             SchemaError: their number, shapes or dtypes differ from those that the optimizer keeps.
         """
         self.check_restored(tensors)
-        self.value, *self.states = (tensor.clone() for tensor in tensors)
+        self.value, *states = (tensor.clone() for tensor in tensors)
+        self._states = torch.cat([self._states[:0], *map(torch.flatten, states)])
+        self._shared = False
         self.step = step
-
-    def _update(self, weights: Tensor, grad: Tensor, states: list[Tensor]) -> None:
-        """Update ``weights`` and ``states`` in place, as torch does; the gradient is scratch.
-
-        Rules without a fused kernel take the operations of ``torch.optim``'s single-tensor form in their order.
-        """
-        rule, c = self.rule, self.rule.constants(self.step).tolist()
-        options: dict[str, Any] = {"weight_decay": rule.weight_decay, "maximize": rule.maximize}
-        step = [torch.tensor(float(self.step), dtype=torch.float32, device="cpu")]
-        match rule.family:
-            case Family.SGD:
-                torch._fused_sgd_(
-                    [weights], [grad], states, momentum=rule.momentum, lr=rule.lr, dampening=rule.dampening,
-                    nesterov=rule.nesterov, is_first_step=self.step == 1, **options,
-                )  # fmt: skip
-                return
-            case Family.ADAGRAD:
-                torch._fused_adagrad_(
-                    [weights], [grad], states, step, lr=c[0], lr_decay=0.0, eps=rule.eps, **options
-                )  # fmt: skip
-                return
-            case Family.ROW_WISE_ADAGRAD:
-                RowWiseAdagrad._update_rows(weights, states[0], grad, c[0], {**options, "eps": rule.eps})
-                return
-            case Family.ADAM | Family.ADAMW:
-                fused = torch._fused_adam_ if rule.family is Family.ADAM else torch._fused_adamw_
-                fused(
-                    [weights], [grad], states[:1], states[1:2], states[2:], step, lr=rule.lr, beta1=rule.beta1,
-                    beta2=rule.beta2, eps=rule.eps, amsgrad=rule.amsgrad, **options,
-                )  # fmt: skip
-                return
-        grad = -grad if rule.maximize else grad
-        if rule.weight_decay:
-            grad = grad.add(weights, alpha=rule.weight_decay)
-        match rule.family:
-            case Family.SPARSE_ADAM:
-                states[0] += c[2] * (grad - states[0])
-                states[1] += c[8] * (grad * grad - states[1])
-                weights += c[0] * states[0] / (states[1].sqrt() + rule.eps)
-            case Family.RMSPROP:
-                root = average = states[0].mul_(rule.alpha).addcmul_(grad, grad, value=1 - rule.alpha)
-                if rule.centered:
-                    mean = states[-1].lerp_(grad, 1 - rule.alpha)
-                    root = average.addcmul(mean, mean, value=-1)
-                root = root.sqrt().add_(rule.eps)
-                if rule.momentum > 0:
-                    weights.add_(states[1].mul_(rule.momentum).addcdiv_(grad, root), alpha=-rule.lr)
-                else:
-                    weights.addcdiv_(grad, root, value=-rule.lr)
-            case Family.ADAMAX:
-                mean, norm = states
-                mean.lerp_(grad, 1 - rule.beta1)
-                torch.maximum(norm.mul_(rule.beta2), grad.abs().add_(rule.eps), out=norm)
-                weights.addcdiv_(mean, norm, value=-c[0])
-            case Family.FTRL:
-                z, n = states
-                follow(weights, grad, z, n, rule.lr, rule.beta, rule.l1, rule.l2)

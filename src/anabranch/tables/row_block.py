@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import SchemaError
-from anabranch.tables.kernels.memory import working_dtype
-from anabranch.tables.kernels.rules import ROW_WISE
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
-from anabranch.tables.table_spec import TableSpec, state_dtype
+from anabranch.tables.table_spec import TableSpec
 
 _FILE = 8 << 20  # bytes of rows
 
@@ -31,17 +29,17 @@ class RowBlock:
 
     Attributes:
         ids: int64 ``[rows]``.
-        values: weights, then states: ``[rows, width * (1 + states)]``, float32 where weights are float16.
+        weights: ``[rows, width]``.
+        states: ``[rows, count]``, of the count and dtype of ``RowOptimizer.state_form``.
         stamps: int64 ``[rows]``: 1 + the step each row has been brought up to.
-        sums: ``[rows]`` under row-wise Adagrad, else ``[0]``.
         usage: int64 ``[rows, 2]``, the number of steps that used a row and the last one; ``[0, 2]`` where no table of
             the kind has a capacity.
     """
 
     ids: Tensor
-    values: Tensor
+    weights: Tensor
+    states: Tensor
     stamps: Tensor
-    sums: Tensor
     usage: Tensor
 
     def check(self, spec: TableSpec, rule: RowOptimizer, step: int) -> None:
@@ -51,7 +49,14 @@ class RowBlock:
             SchemaError: names the table and what differs.
         """
         rows = self.ids.numel()
-        forms = _forms(spec, rule, rows, rows if spec.capacity is not None or len(self.usage) else 0)
+        count, kind = rule.state_form(spec.width, spec.dtype)
+        forms = [
+            ((rows,), torch.int64),
+            ((rows, spec.width), spec.dtype),
+            ((rows, count), kind),
+            ((rows,), torch.int64),
+            ((rows if spec.capacity is not None or len(self.usage) else 0, 2), torch.int64),
+        ]
         for label, part, (shape, dtype) in zip(_LABELS, self.tensors(), forms, strict=False):
             if tuple(part.shape) != shape or part.dtype != dtype:
                 raise SchemaError(
@@ -63,16 +68,6 @@ class RowBlock:
     def tensors(self) -> list[Tensor]:
         """Return its tensors, in their order."""
         return [getattr(self, field.name) for field in fields(self)]
-
-
-def _forms(spec: TableSpec, rule: RowOptimizer, rows: int, usage: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    return [
-        ((rows,), torch.int64),
-        ((rows, spec.width * (1 + rule.states)), state_dtype(spec.dtype)),
-        ((rows,), torch.int64),
-        ((rows if rule.number == ROW_WISE else 0,), working_dtype(spec.dtype)),
-        ((usage, 2), torch.int64),
-    ]
 
 
 class Piece(NamedTuple):

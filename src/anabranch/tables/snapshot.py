@@ -28,18 +28,14 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from anabranch.errors import CheckpointError
 from anabranch.tables.arena import Arena
-from anabranch.tables.kernels import rows as kernels
-from anabranch.tables.kernels.memory import as_array, working_dtype
+from anabranch.tables.kernels.memory import as_tensor
 from anabranch.tables.kernels.rows import keep
-from anabranch.tables.kernels.rules import ROW_WISE
 from anabranch.tables.kernels.vocabulary import BLOCK
 from anabranch.tables.row_block import Piece, RowBlock
 from anabranch.tables.table import Table
-from anabranch.tables.table_spec import state_dtype
 
 Array = NDArray[Any]
 _BUFFER = 4 << 20  # bytes copied under the lock at once
@@ -81,23 +77,13 @@ class _Part:
     def piece(self, buffer: Array, count: int) -> Piece:
         """Rows of a buffer in the form for a checkpoint."""
         arena, (words, marks) = self.arena, self.views(buffer)
-        w, x = words.view(arena.w.dtype), words.view(arena.x.dtype)
-        rows, row_wise = np.argsort(marks[:count, 0], kind="stable"), arena.rule == ROW_WISE
-        heads = words.reshape(-1, int(arena.pitch))[:count]
-        states = 0 if row_wise else arena.states
-        values = torch.empty(count, arena.width + states, dtype=state_dtype(arena.dtype), device="cpu")
-        kernels.states(arena.keys, arena.firsts, w, x, arena.shape, states, 0, rows, rows, as_array(values))
-        sums = x[rows * int(arena.shape[4]) + int(arena.shape[5])] if row_wise else x[:0]
+        rows = np.argsort(marks[:count, 0], kind="stable")
+        heads, weights, states = (part[rows] for part in arena.parts(words))
         usage = marks[rows if arena.usage.size else rows[:0], 1:]
         tables, counts = np.unique(marks[:count, 0], return_counts=True)
-        block = RowBlock(
-            _owned(heads[:, 0][rows]),
-            values,
-            _owned(heads[:, 1][rows]),
-            _owned(sums).to(working_dtype(arena.dtype)),
-            _owned(usage),
-        )
-        return Piece((tables - 1).tolist(), counts.tolist(), block)
+        parts = [heads[:, 0], weights, states, heads[:, 1], usage]
+        dtypes = [torch.int64, arena.dtype, arena.state_dtype, torch.int64, torch.int64]
+        return Piece((tables - 1).tolist(), counts.tolist(), RowBlock(*map(as_tensor, parts, dtypes)))
 
 
 class RowSnapshot:
@@ -112,7 +98,7 @@ class RowSnapshot:
     ...     snapshot = RowSnapshot([table], lock)
     >>> with lock:
     ...     table.push(torch.tensor([1]), torch.ones(1, 1))
-    >>> [(piece.rows.ids.tolist(), piece.rows.values.tolist()) for piece in snapshot]
+    >>> [(piece.rows.ids.tolist(), piece.rows.weights.tolist()) for piece in snapshot]
     [([3], [[1.0]]), ([1], [[1.0]])]
 
     Args:
@@ -151,7 +137,7 @@ class RowSnapshot:
             self._parts.append(_Part(arena, place[arena.owner[: arena.taken]], written))
         longest = max((int(part.arena.pitch) + _MARKS for part in self._parts), default=1)
         self._words, self._room = max(buffer // 8, longest), buffers
-        self.piece_bytes = 16 * self._words  # numbers of half a word become words in a piece
+        self.piece_bytes = 8 * self._words
         self._free: list[Array] = []
         self._full: deque[tuple[_Part, Array, int]] = deque()
         self._spilled: deque[tuple[_Part, int, int]] = deque()
@@ -282,8 +268,3 @@ class RowSnapshot:
         finally:
             os.close(file)
         return part, own, count
-
-
-def _owned(array: Array) -> Tensor:
-    """Return a tensor with its own memory: one over an empty array has strides that cannot be viewed as bytes."""
-    return torch.from_numpy(array).clone(memory_format=torch.contiguous_format)

@@ -35,13 +35,12 @@ from anabranch.errors import NotFound
 from anabranch.tables.arena import Arena
 from anabranch.tables.kernels import rows as kernels
 from anabranch.tables.kernels import vocabulary
-from anabranch.tables.kernels.memory import KernelThreads, as_array
-from anabranch.tables.kernels.rules import ROW_WISE
+from anabranch.tables.kernels.memory import KernelThreads, as_array, working_dtype
 from anabranch.tables.kernels.vocabulary import BLOCK, LAGS, STEP
 from anabranch.tables.missed_steps import MissedSteps
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
 from anabranch.tables.row_block import RowBlock
-from anabranch.tables.table_spec import Placement, TableSpec, state_dtype
+from anabranch.tables.table_spec import Placement, TableSpec
 
 Array = NDArray[Any]
 _NONE: Array = np.empty(0, np.int64)
@@ -283,7 +282,7 @@ class Table:
         All ids of a dynamic table get a row, also beyond this shard's share of the capacity: a checkpoint's ids do not
         spread over the shards quite evenly. From then on a new id evicts another.
         """
-        arena, width = self.arena, self.spec.width
+        arena = self.arena
         rows = self._alone.check(block.ids, [block.ids.numel()])
         if self.spec.rows is None:
             ids = block.ids.numpy()
@@ -297,16 +296,9 @@ class Table:
         else:
             arena.changing(rows)
         arena.seen = None
-        heads, weights, states = (
-            memory.reshape(-1, int(apart))
-            for memory, apart in ((arena.words, arena.pitch), (arena.w, arena.shape[2]), (arena.x, arena.shape[4]))
-        )
-        first, behind = int(arena.shape[3]), int(arena.shape[5])
-        values = block.values[:, :width].to(self.spec.dtype)
-        weights[rows, first : first + width] = as_array(values).reshape(-1, width)
-        kept = block.sums[:, None] if arena.rule == ROW_WISE else block.values[:, width:]
-        if kept.numel():
-            states[rows, behind : behind + arena.states] = as_array(kept).reshape(-1, arena.states)
+        heads, weights, states = arena.parts(arena.words)
+        weights[rows] = as_array(block.weights).reshape(rows.size, arena.width)
+        states[rows] = as_array(block.states).reshape(rows.size, arena.states)
         heads[rows, 0], heads[rows, 1] = block.ids.numpy(), block.stamps.numpy()
 
     @property
@@ -407,22 +399,22 @@ class TableGroup:
         self.arena.pool.run(partial(visit, rows[come]), int(edges[-1]))
         places = (lookups - np.repeat(ends - many, many))[changed]
         groups = np.repeat(np.arange(len(self.tables)), many)[changed]
-        states = [
-            self.copy_states(table, flat[first : first + some], rows[first : first + some], self.arena.states)
-            for table, first, some in zip(self.tables, starts.tolist(), with_state, strict=False)
-        ]
+        states = []
+        for table, first, some in zip(self.tables, starts.tolist(), with_state, strict=False):
+            states.append(self._with_state(table, flat[first : first + some], rows[first : first + some]))
         return (
             torch.cat(states), out, torch.from_numpy(places),
             np.bincount(groups, minlength=len(self.tables)).tolist(),
         )  # fmt: skip
 
-    def copy_states(self, table: Table, ids: Array, rows: Array, states: int) -> Tensor:
-        """Weights, and so many numbers of state, of rows of ``table``."""
+    def _with_state(self, table: Table, ids: Array, rows: Array) -> Tensor:
+        """Weights and states of rows of ``table``."""
         arena = self.arena
-        out = torch.empty(rows.size, arena.width + states, dtype=state_dtype(arena.dtype), device="cpu")
+        out = torch.empty(rows.size, arena.width + arena.states, dtype=working_dtype(arena.dtype), device="cpu")
         kernels.states(
-            arena.keys, arena.firsts, arena.w, arena.x, arena.shape, states, table.number, ids, rows, as_array(out)
-        )
+            arena.keys, arena.firsts, arena.w, arena.x, arena.shape, arena.states, table.number, ids, rows,
+            as_array(out),
+        )  # fmt: skip
         return out
 
     def push(self, ids: Tensor, grads: Tensor, counts: Sequence[int], squares: Tensor | None = None) -> None:

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 
 import torch
 
+from anabranch.tables.dense_parameter import DenseParameter
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
 from anabranch.tables.snapshot import RowSnapshot
 from anabranch.tables.table import Table
@@ -38,3 +39,5 @@ def compile_kernels(dtype: torch.dtype = torch.float32) -> None:
                 table.pull(some, training=True)
             table.pull_with_state(ids)
             list(RowSnapshot([table], nullcontext()))
+    for kind in (torch.float32, torch.float64):  # a dense parameter of any dtype moves in one of them
+        DenseParameter("d", grads.to(kind), RowOptimizer(Family.SGD, lr=0.1)).push(grads.to(kind))

@@ -89,7 +89,7 @@ def error_of(failure: FailureFrame, *, peer: str, operation: str, step: int | No
     if refusal is not None:
         return refusal(message, peer=peer, operation=operation, step=step, elapsed=elapsed)
     if failure.code == "rolled_back":
-        lost = int(failure.remote_type) if failure.remote_type.isdigit() else None
+        lost = int(failure.remote_type) if failure.remote_type.isdigit() else 0
         return RolledBack(message, lost=lost, peer=peer, operation=operation, step=step, elapsed=elapsed)
     return RemoteError(
         message,

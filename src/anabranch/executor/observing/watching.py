@@ -83,14 +83,14 @@ class RestartRecord:
         attempt: how often the job was restarted; 0 where a server was.
         path: the checkpoint's directory; ``None`` where a server was restarted.
         peer: the server; ``None`` where the job was restarted. ``RolledBack`` is raised next.
-        lost: pushes of this worker that the server has lost; ``None`` if the number is unknown.
+        lost: pushes of this worker that the server has lost.
     """
 
     step: int
     attempt: int = 0
     path: Place | None = None
     peer: str | None = None
-    lost: int | None = 0
+    lost: int = 0
 
 
 @dataclass(frozen=True, slots=True)

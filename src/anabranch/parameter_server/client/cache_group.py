@@ -19,11 +19,11 @@ from torch import Tensor
 
 from anabranch.parameter_server.client.remote_weight import distinct_ids
 from anabranch.parameter_server.client.row_messages import Layout, Pull, Pulled
-from anabranch.tables.cache import SETTLED, Cache, CacheStatistics, Due, move_rows, spare_of
+from anabranch.tables.cache import SETTLED, Cache, CacheStatistics, Due, spare_of
 from anabranch.tables.kernels import caches
 from anabranch.tables.kernels.caches import WITH_STATE
 from anabranch.tables.kernels.memory import working_dtype
-from anabranch.tables.optimizers.row_optimizers import RowOptimizer
+from anabranch.tables.optimizers.row_optimizers import CONSTANTS, RowOptimizer
 from anabranch.tables.table import side_by_side
 from anabranch.tables.table_spec import Placement
 
@@ -95,7 +95,8 @@ class CacheGroup:
             rows=np.zeros((*whole, self._wide), numbers), waiting=np.zeros((*waiting, self._width), numbers),
             energy=np.zeros(waiting, np.float32), pushed=np.zeros(whole, np.bool_), counters=self._counters,
         )  # fmt: skip
-        self._sent: list[tuple[int, Array, Array, Array]] = []  # step, members, ids, starts: pushed recently
+        self._sent: list[tuple[int, caches.Lookups]] = []  # steps, and what they have pushed recently
+        self._constants: tuple[int, Array] = -1, np.empty((0, CONSTANTS))  # of the step, by table
         self._clock = 0  # of the last step that was asked about ahead, or written
 
     def check_again(self, names: Iterable[str], step: int) -> None:
@@ -111,36 +112,48 @@ class CacheGroup:
 
         No other call may come between it and the answer. Evaluation checks all rows, caches none and counts as no use.
         """
-        names, members, ids, starts = self._lookups(wanted)
-        slots, known, asks, asked = np.empty((4, len(ids)), np.int64)
-        ask_starts, leaving = np.zeros_like(starts), self._room(len(ids), len(names))
-        rows = torch.empty(len(ids), self._width, dtype=self._dtype, device="cpu")
-        caches.ask(
-            self._arrays, members, ids.numpy(), starts, step, self._cache.pull_bound if training else -1, training,
-            slots, known, asks, asked, ask_starts, rows.numpy(), leaving,
-        )  # fmt: skip
-        asks, asked = asks[: ask_starts[-1]], asked[: ask_starts[-1]]
+        names, lookups = self._lookups(wanted)
+        count, bound = lookups.ids.size, self._cache.pull_bound if training else -1
+        slots, known = np.empty((2, count), np.int64)
+        room, leaving = self._asked(lookups), self._room(count, len(names))
+        rows = torch.empty(count, self._width, dtype=self._dtype, device="cpu")
+        caches.ask(self._arrays, lookups, step, bound, training, slots, known, room, rows.numpy(), leaving)
+        asked = _filled(room)
 
         def answer(pulled: Mapping[str, Pulled]) -> dict[str, Tensor]:
-            if len(asks):
-                came = self._side_by_side(names, pulled)
-                dirty = np.empty((len(came[-1]), 3), np.int64)
-                again = caches.answer(
-                    self._arrays, members, step, slots, known, asks, asked, ask_starts, *came, rows.numpy(), dirty
+            if asked.at.size:
+                came, constants = self._came(names, pulled), self._constants_of(step)
+                caches.answer(
+                    self._rule_number, self._arrays, lookups.members, step, slots, known, asked, came, constants,
+                    rows.numpy(),
                 )  # fmt: skip
-                if again:
-                    positions, moved = self._apply_again(dirty[:again], step)
-                    rows[positions] = moved[:, : self._width]
-            return _parts(names, rows.to(self._read_as), starts, empty=True)
+            return _parts(names, rows.to(self._read_as), lookups.starts, empty=True)
 
-        some, versions = ids.index_select(0, torch.from_numpy(asks)), torch.from_numpy(asked)
-        left = self._left(names, members, leaving, step)
-        return CacheQuery(_parts(names, some, ask_starts), _parts(names, versions, ask_starts), left, answer)
+        left = self._left(names, lookups.members, leaving, step)
+        return CacheQuery(*self._parts_of(names, lookups, asked), left, answer)
 
-    def _side_by_side(self, names: list[str], pulled: Mapping[str, Pulled]) -> tuple[Array, Array, Array, Array]:
-        """Return the received rows of all tables: their positions, where each table's begin, the versions and the
-        rows.
-        """
+    def _asked(self, lookups: caches.Lookups) -> caches.Asked:
+        """Room for what is asked of the servers."""
+        at, versions = np.empty((2, lookups.ids.size), np.int64)
+        return caches.Asked(at, versions, np.zeros_like(lookups.starts))
+
+    def _parts_of(
+        self, names: list[str], lookups: caches.Lookups, asked: caches.Asked
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return, by table, the ids that are asked about, and the version known of each."""
+        ids, versions = torch.from_numpy(lookups.ids[asked.at]), torch.from_numpy(asked.versions)
+        return _parts(names, ids, asked.starts), _parts(names, versions, asked.starts)
+
+    def _constants_of(self, step: int) -> Array:
+        """Return the constants of each table's step, where gradients wait to be applied."""
+        if self._cache.push_bound and self._constants[0] != step:
+            rules = [rule() for rule in self._rules]
+            numbers = {rule: rule.constants(step + 1) for rule in dict.fromkeys(rules)}
+            self._constants = step, np.stack([numbers[rule] for rule in rules])
+        return self._constants[1]
+
+    def _came(self, names: list[str], pulled: Mapping[str, Pulled]) -> caches.Came:
+        """Return the received rows of all tables."""
         came = [pulled.get(name) for name in names]
         starts = np.append(0, np.cumsum([0 if one is None else len(one.positions) for one in came]))
         there = [one for one in came if one is not None]
@@ -149,25 +162,7 @@ class CacheGroup:
         versions = side_by_side([one.versions for one in there]).numpy()
         assert len(positions) == len(versions) == starts[-1]
         assert not there or rows.shape == (starts[-1], self._wide)
-        return positions, starts, versions, rows.numpy()
-
-    def _apply_again(self, dirty: Array, step: int) -> tuple[Tensor, Tensor]:
-        """Apply the gradients that still wait to received rows; returns their positions and new values."""
-        tables, slots, positions = (torch.from_numpy(column.copy()) for column in dirty.T)
-        at = tables * self._cache.capacity + slots
-        rows = torch.from_numpy(self._arrays.rows).view(-1, self._wide)
-        grads = torch.from_numpy(self._arrays.waiting).view(-1, self._width)[at]
-        energy = torch.from_numpy(self._arrays.energy).view(-1)[at]
-        squares = (energy / grads.float().square().sum(1)).nan_to_num(nan=1.0, posinf=1.0)
-        alike: dict[RowOptimizer, list[int]] = {}
-        for table in np.unique(dirty[:, 0]).tolist():
-            alike.setdefault(self._rules[table](), []).append(table)
-        moved = rows[at]
-        for rule, some in alike.items():
-            mine = torch.nonzero(torch.isin(tables, torch.tensor(some, device="cpu")))[:, 0]
-            moved[mine] = move_rows(moved[mine], grads[mine], rule, step + 1, squares[mine])
-        rows[at] = moved
-        return positions, moved
+        return caches.Came(positions, starts, versions, rows.numpy())
 
     # --- reading ahead ----------------------------------------------------------------------------------------------
 
@@ -177,39 +172,30 @@ class CacheGroup:
 
         Rows that this step will push are left out: the answer would lack the push. Evaluation requests missing rows.
         """
-        names, members, ids, starts = self._lookups(wanted)
-        (asks, asked), ask_starts = np.empty((2, len(ids)), np.int64), np.zeros_like(starts)
-        caches.start_prefetch(
-            self._arrays, members, ids.numpy(), starts, step, self._cache.pull_bound if training else 0, asks, asked,
-            ask_starts,
-        )  # fmt: skip
-        self._clock = step
-        asks, asked = asks[: ask_starts[-1]], asked[: ask_starts[-1]]
-        some = ids.index_select(0, torch.from_numpy(asks))
-        if not training:  # evaluation does not count as a use of cached rows
-            ids, starts = some, ask_starts
+        names, lookups = self._lookups(wanted)
+        room, bound = self._asked(lookups), self._cache.pull_bound if training else 0
+        caches.start_prefetch(self._arrays, lookups, step, bound, room)
+        self._clock, asked = step, _filled(room)
+        requested = caches.Lookups(lookups.members, lookups.ids[asked.at], asked.starts)
+        admitted = lookups if training else requested  # evaluation does not count as a use of cached rows
 
         def store(pulled: Mapping[str, Pulled]) -> dict[str, Due]:
-            leaving = self._room(len(ids), len(names))
-            caches.admit(self._arrays, members, ids.numpy(), starts, step + 1, leaving)
-            left = self._left(names, members, leaving, step + 1)
-            if not len(some):
+            leaving = self._room(admitted.ids.size, len(names))
+            caches.admit(self._arrays, admitted, step + 1, leaving)
+            left = self._left(names, lookups.members, leaving, step + 1)
+            if not requested.ids.size:
                 return left
             self._arrays.pushed.fill(False)
-            for at, *pushed in self._sent:
+            for at, pushed in self._sent:
                 if at >= step:
-                    caches.mark(self._arrays, *pushed)
-            came = self._side_by_side(names, pulled)
-            dirty = np.empty((len(came[-1]), 3), np.int64)
-            again = caches.finish_prefetch(
-                self._arrays, members, step, some.numpy(), asked, ask_starts, *came, dirty
+                    caches.mark(self._arrays, pushed)
+            came, constants = self._came(names, pulled), self._constants_of(step)
+            caches.finish_prefetch(
+                self._rule_number, self._arrays, requested, step, asked.versions, came, constants
             )  # fmt: skip
-            if again:
-                self._apply_again(dirty[:again], step)
             return left
 
-        versions = torch.from_numpy(asked)
-        return CacheQuery(_parts(names, some, ask_starts), _parts(names, versions, ask_starts), {}, store)
+        return CacheQuery(*self._parts_of(names, lookups, asked), {}, store)
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
@@ -223,21 +209,18 @@ class CacheGroup:
             gradients = {name: gradients.get(name, none) for name in self.names}
         if not gradients:
             return {}
-        names, members, every, starts = self._lookups({name: ids for name, (ids, _) in gradients.items()})
-        ids, self._clock = every.numpy(), step
+        names, lookups = self._lookups({name: ids for name, (ids, _) in gradients.items()})
+        self._clock = step
         self._sent = [sent for sent in self._sent if sent[0] >= step - 1]
         if not self._cache.push_bound:
-            caches.pass_on(self._arrays, members, ids, starts)
-            self._sent.append((step, members, ids, starts))
+            caches.pass_on(self._arrays, lookups)
+            self._sent.append((step, lookups))
             return {name: (*gradients[name], None) for name in names}
         grads = side_by_side([gradients[name][1].to(self._dtype) for name in names])
-        room = self._room(ids.size + caches.count_due(self._arrays.due_at, members, step), len(names))
-        rules = [self._rules[k]() for k in members.tolist()]
-        numbers = {rule: rule.constants(step + 1) for rule in dict.fromkeys(rules)}
-        constants = np.stack([numbers[rule] for rule in rules])
-        caches.write(
-            self._rule_number, self._arrays, members, ids, starts, grads.numpy(), step, constants, room
-        )  # fmt: skip
+        self._constants = -1, self._constants[1]  # the rates may have been set anew since the step's reads
+        members, constants = lookups.members, self._constants_of(step)
+        room = self._room(lookups.ids.size + caches.count_due(self._arrays.due_at, members, step), len(names))
+        caches.write(self._rule_number, self._arrays, lookups, grads.numpy(), step, constants, room)
         return self._left(names, members, room, step, empty=True)
 
     def waiting(self) -> dict[str, Due]:
@@ -258,11 +241,11 @@ class CacheGroup:
 
     # --- layout of tables in the arrays -----------------------------------------------------------------------------
 
-    def _lookups(self, ids: Ids) -> tuple[list[str], Array, Tensor, Array]:
-        """Return the tables' names and numbers, all ids, and where those of each begin."""
+    def _lookups(self, ids: Ids) -> tuple[list[str], caches.Lookups]:
+        """Return the tables' names, and their ids."""
         starts = np.append(0, np.cumsum(list(map(len, ids.values()))))
         members = np.array([self._numbers[name] for name in ids])
-        return list(ids), members, side_by_side(list(ids.values())), starts
+        return list(ids), caches.Lookups(members, side_by_side(list(ids.values())).numpy(), starts)
 
     def _room(self, count: int, tables: int) -> Any:
         """Room for ``count`` gradients that go to the servers."""
@@ -277,12 +260,17 @@ class CacheGroup:
     def _left(self, names: list[str], members: Array, room: Any, step: int, *, empty: bool = False) -> dict[str, Due]:
         """Return the gradients that go to the servers with the push of ``step``, by table."""
         if room.starts[-1]:
-            self._sent.append((step, members, room.ids[: room.starts[-1]], room.starts))
+            self._sent.append((step, caches.Lookups(members, room.ids[: room.starts[-1]], room.starts)))
         ids, grads, squares = (
             _parts(names, torch.from_numpy(some[: room.starts[-1]]), room.starts, empty=empty)
             for some in (room.ids, room.grads, room.squares)
         )
         return {name: (ids[name], grads[name], squares[name]) for name in ids}
+
+
+def _filled(asked: caches.Asked) -> caches.Asked:
+    count = asked.starts[-1]
+    return caches.Asked(asked.at[:count], asked.versions[:count], asked.starts)
 
 
 def _parts(names: list[str], whole: Tensor, starts: Array, *, empty: bool = False) -> dict[str, Tensor]:

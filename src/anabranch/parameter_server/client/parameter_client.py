@@ -31,25 +31,16 @@ from torch import Tensor
 from anabranch import checkpoint
 from anabranch.checkpoint.tensor_file import Blocks
 from anabranch.deadline import Deadline, check_seconds
-from anabranch.errors import (
-    BoundaryError,
-    NonFinite,
-    NotFound,
-    Overloaded,
-    RolledBack,
-    SchemaError,
-    Unauthorized,
-)
+from anabranch.errors import BoundaryError, NonFinite, NotFound, Overloaded, RolledBack, SchemaError, Unauthorized
 from anabranch.job import job
 from anabranch.parameter_server.client.row_messages import Pull, Pulled, Push, VersionClock
 from anabranch.parameter_server.client.saved_tables import (
     CHUNK,
     SavedTables,
-    empty_state,
-    fill,
+    chunks,
+    gathered,
     restore,
     restore_some,
-    sums_of,
     write_dense,
     write_rows,
 )
@@ -69,7 +60,7 @@ from anabranch.parameter_server.messages import (
 from anabranch.parameter_server.server.contents import ShardStatistics
 from anabranch.parameter_server.server.shard_server import ParameterServer
 from anabranch.tables.kernels.caches import WITH_STATE
-from anabranch.tables.optimizers.row_optimizers import Family, OptimizerFactory, ParameterState, RowOptimizer
+from anabranch.tables.optimizers.row_optimizers import OptimizerFactory, ParameterState, RowOptimizer
 from anabranch.tables.row_block import Group
 from anabranch.tables.table_spec import Constant, Initial, TableSpec
 from anabranch.tensors.packing import Compression, acceptable, check_compression
@@ -404,20 +395,16 @@ class ParameterClient(KnownTables):
             most = math.prod(entry.shape) * 8 * (2 + rule.states)
             answer = self.calls.call(self.home(name), "export", pack(ExportMessage(name)), answer_bytes=most)
             return ParameterState(answer.tensors[0], answer.tensors[1:], unpack(answer.payload, int))
-        rows, row_width = entry.shape[0], rule.row_width(entry.width)
-        state = empty_state((rows, entry.width), entry.dtype, rule)
-        for first in range(0, rows, CHUNK):
-            self.end_by(until)
-            ids = torch.arange(first, min(first + CHUNK, rows), device="cpu")
-            with_state = torch.full((len(ids),), WITH_STATE, device="cpu")
-            some = self.pull_many({name: ids}, known={name: with_state}, widths={name: row_width}, exact=True)[name]
-            fill(state, first + some.positions, some.rows)
+
+        def rows() -> Iterator[tuple[Tensor, Tensor]]:
+            for ids in chunks(entry.shape[0]):
+                self.end_by(until)
+                known, widths = torch.full_like(ids, WITH_STATE), {name: rule.row_width(entry.width)}
+                yield ids, self.pull_many({name: ids}, known={name: known}, widths=widths, exact=True)[name].rows
+
+        state = gathered(rule, entry.dtype, entry.shape, rows())
         self.end_by(until)
-        step = self.steps()[name]
-        states = [one.reshape(entry.shape) for one in state.states]
-        if rule.family is Family.ROW_WISE_ADAGRAD:
-            states = [sums_of(self, name, rows, rule)]
-        return ParameterState(state.values.reshape(entry.shape), states, step)
+        return replace(state, step=self.steps()[name])
 
     def value_blocks(self, name: str) -> tuple[Blocks | None, Blocks]:
         """Return what reads the ids of a dynamic vocabulary, else ``None``, and the exact values of all rows."""

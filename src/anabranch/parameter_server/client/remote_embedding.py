@@ -15,7 +15,7 @@ from anabranch.autodiff.moved_parameter import Switch
 from anabranch.choices import choice
 from anabranch.job import job
 from anabranch.parameter_server.client.parameter_client import ParameterClient
-from anabranch.parameter_server.client.remote_weight import TableFacts, WeightSource, look_up, unique_of
+from anabranch.parameter_server.client.remote_weight import WeightSource, look_up, unique_of
 from anabranch.parameter_server.client.saved_tables import for_optimizer
 from anabranch.tables.optimizers.row_optimizers import OptimizerFactory, RowOptimizer
 from anabranch.tables.table_spec import Constant, Eviction, Initial, Normal, TableSpec
@@ -153,8 +153,7 @@ class RemoteEmbedding(nn.Module):
         self, ids: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None, trained: bool
     ) -> list[Tensor]:
         """``forward``, as one call that Dynamo does not trace into; constants if it is not ``trained``."""
-        table = TableFacts(self.name, self.spec.width, self.spec.dtype)
-        args = (self._reach, table, ids, offsets, per_sample_weights)
+        args = (self._reach, self.spec, ids, offsets, per_sample_weights)
         return [look_up(*args, mode=self.mode, trained=trained)]
 
     def _reach(self) -> WeightSource:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +34,7 @@ from torch import Tensor, nn
 
 from anabranch.autodiff.moved_parameter import Move
 from anabranch.errors import NotFound
+from anabranch.liveness.meeting import begin_call
 from anabranch.parameter_server.client.cache_group import CacheGroup, CacheQuery
 from anabranch.parameter_server.client.parameter_client import ParameterClient
 from anabranch.parameter_server.client.remote_embedding import RemoteEmbedding
@@ -178,8 +178,8 @@ class RemoteTables:
     def move(self, models: Sequence[nn.Module]) -> None:
         """Make placeholders of the parameters taken over, in all ``models``; nothing can fail any more."""
         for name, parameter in self._taken.items():
-            lookups = RemoteLookups(self._sources[name], parameter.shape, parameter.dtype)
-            move = Move(parameter, lookups, models)
+            source = self._sources[name]
+            move = Move(parameter, RemoteLookups(source, source.spec), models)
             self.moves.append(move)  # first: an interrupt in the middle of the move is to find it here
             move.begin()
         self._taken.clear()
@@ -706,21 +706,10 @@ class _Aside(Generic[_T]):
     """
 
     def __init__(self, call: Callable[[], _T], name: str) -> None:
-        self.answer: Future[_T] = Future()
-        self._call = call
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        _awaited.add(self._thread)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            answer = self._call()
-        except BaseException as error:  # noqa: BLE001 - raised again where the result is requested
-            self.answer.set_exception(error)
-        else:
-            self.answer.set_result(answer)
-        finally:
-            self.leave()
+        thread, self.answer = begin_call(call, name)
+        self._thread = thread
+        _awaited.add(thread)
+        self.answer.add_done_callback(lambda _: _awaited.discard(thread))
 
     def leave(self) -> None:
         """Wait for it no more, neither in ``end`` nor as the process ends."""

@@ -28,6 +28,7 @@ from anabranch.autodiff.boundary.whole_calls import WholeCall
 from anabranch.autodiff.moved_parameter import MovedParameter
 from anabranch.errors import SchemaError
 from anabranch.tables.kernels import routing
+from anabranch.tables.table_spec import TableSpec
 
 
 class WeightSource(Protocol):
@@ -45,18 +46,9 @@ class WeightSource(Protocol):
         """Take the gradients of the rows of distinct ids."""
 
 
-@dataclass(frozen=True, slots=True)
-class TableFacts:
-    """The facts about a table that are needed before its rows arrive."""
-
-    name: str
-    width: int
-    dtype: torch.dtype
-
-
 def look_up(
     source: Callable[[], WeightSource],
-    table: TableFacts,
+    table: TableSpec,
     ids: Tensor,
     offsets: Tensor | None,
     per_sample_weights: Tensor | None,
@@ -89,7 +81,7 @@ class _Rows:
     """The boundary of a lookup of rows; bags, whose backward is more complex, are recorded by torch's own tape."""
 
     source: Callable[[], WeightSource]
-    table: TableFacts
+    table: TableSpec
     padding_id: int | None
     scale_grad_by_freq: bool
 
@@ -131,7 +123,7 @@ _merge = torch.ops.aten.embedding_dense_backward.default
 
 def _bags(
     source: Callable[[], WeightSource],
-    table: TableFacts,
+    table: TableSpec,
     padding_id: int | None,
     trained: bool,
     options: Mapping[str, Any],
@@ -215,9 +207,8 @@ class _PulledRows(torch.autograd.Function):
 class RemoteLookups:
     """``F.embedding`` and ``F.embedding_bag`` on a ``MovedParameter`` whose rows ``source`` reads."""
 
-    def __init__(self, source: WeightSource, shape: torch.Size, dtype: torch.dtype) -> None:
-        self.source, self.name, self._count = source, source.name, shape[0]
-        self._table = TableFacts(source.name, shape[1], dtype)
+    def __init__(self, source: WeightSource, table: TableSpec) -> None:
+        self.source, self.name, self._table, self._count = source, table.name, table, table.rows or 0
         self._whole_call = WholeCall(self)
 
     def rows(

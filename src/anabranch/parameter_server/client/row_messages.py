@@ -25,8 +25,9 @@ from anabranch.errors import NotFound, ProtocolError
 from anabranch.parameter_server.messages import PullPart, PullReply, PushPart
 from anabranch.tables.kernels import routing
 from anabranch.tables.kernels.caches import OLDEST, WITH_STATE
+from anabranch.tables.kernels.memory import working_dtype
 from anabranch.tables.table import side_by_side
-from anabranch.tables.table_spec import Placement, state_dtype
+from anabranch.tables.table_spec import Placement
 from anabranch.tensors.packing import Compression, Share, join, split
 
 Array = NDArray[Any]
@@ -255,7 +256,7 @@ class Pull:
         most = layout.dense_bytes[shard] + int((counts[:, _UNKNOWN] + known) @ layout.row_bytes) + 4 * int(known.sum())
         if with_state.any():
             wide = zip(layout.kinds, self._wide, strict=True)
-            most += int(with_state @ np.array([(whole or 0) * state_dtype(kind[0]).itemsize for kind, whole in wide]))
+            most += int(with_state @ np.array([(whole or 0) * working_dtype(kind[0]).itemsize for kind, whole in wide]))
         return most
 
     def take(self, shard: int, reply: PullReply, tensors: Sequence[Tensor], base: int) -> None:
@@ -288,7 +289,7 @@ class Pull:
         shares, into = list[Share](), list[list[Tensor]]()
         for (dtype, _, whole, first, last), came in zip(self._runs, self._came, strict=True):
             if (count := int(stated[first:last].sum())) and whole is not None:
-                shares.append(Share(state_dtype(dtype), (count, whole), "states"))
+                shares.append(Share(working_dtype(dtype), (count, whole), "states"))
                 into.append(came[0])
         for (dtype, width, _, first, last), came in zip(self._runs, self._came, strict=True):
             if counts[first:last].any():
@@ -342,7 +343,7 @@ class Pull:
             size = ids * layout.ids_travel_as.itemsize + known * torch.int16.itemsize + changed * torch.int32.itemsize
             size += Share(dtype, (others, width), "rows").bytes(self._compression)
             if whole is not None:
-                size += Share(state_dtype(dtype), (with_state, whole), "states").bytes(self._compression)
+                size += Share(working_dtype(dtype), (with_state, whole), "states").bytes(self._compression)
             sizes[name] = size
         for name, value in self._parameters.items():
             sizes[name] = value.nbytes
@@ -458,7 +459,7 @@ def _together(pieces: list[Tensor], width: int, whole: int | None, dtype: torch.
         rows, alike = rows + len(piece), alike and piece.shape[1] == wide
     if alike and pieces:
         return side_by_side(pieces)
-    states = torch.zeros(rows, wide, dtype=state_dtype(dtype) if pieces else dtype, device="cpu")
+    states = torch.zeros(rows, wide, dtype=working_dtype(dtype) if pieces else dtype, device="cpu")
     at = 0
     for piece in pieces:
         states[at : at + len(piece), : piece.shape[1]] = piece

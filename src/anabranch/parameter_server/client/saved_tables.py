@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -19,15 +20,14 @@ from anabranch.parameter_server.client.shards import LONGEST, KnownTables
 from anabranch.parameter_server.messages import RestoreMessage, SnapshotMessage, SnapshotPart
 from anabranch.periodic import periodic
 from anabranch.tables.dense_parameter import DenseParameter
-from anabranch.tables.optimizers.gradient_optimizers import sums_dtype
-from anabranch.tables.optimizers.row_optimizers import CONSTANTS, Family, ParameterState, RowOptimizer
+from anabranch.tables.optimizers.row_optimizers import CONSTANTS, ParameterState, RowOptimizer
 from anabranch.tables.row_block import Group, Piece, RowBlock, files, parts_of, pieces, rows_of
 from anabranch.tables.table import Table
-from anabranch.tables.table_spec import TableSpec, state_dtype
+from anabranch.tables.table_spec import TableSpec
 from anabranch.transport import Request, pack, unpack
 
 CHUNK = 1 << 16  # rows of a whole table in one message
-_FORMAT = "rows in pieces"
+_FORMAT = "rows as weights and states"
 _PAUSE = 0.02  # seconds between two looks whether others have read a shard
 
 
@@ -218,7 +218,7 @@ def whole(
     Raises:
         CheckpointError: what was saved is not whole.
     """
-    made, sums = dict[int, Table](), dict[int, Tensor]()
+    made: dict[int, Table] = {}
     wholes: dict[str, tuple[RowOptimizer, ParameterState]] = {}
     try:
         for k, entry in enumerate(state["tables"]):
@@ -226,42 +226,41 @@ def whole(
                 spec, rule = TableSpec.from_dict(entry["spec"]), RowOptimizer.from_dict(entry["rule"])
                 made[k] = Table(spec, rule)
                 made[k].resume(entry["step"], _history(groups, k))  # which checks it
-                if rule.family is Family.ROW_WISE_ADAGRAD:
-                    kind = sums_dtype(spec.dtype)
-                    sums[k] = torch.full((made[k].used,), rule.initial_state, dtype=kind, device="cpu")
         for k, block in rows_of(groups, made) if made else ():  # else nothing of the rows need be read
             made[k].check_block(block)
             made[k].restore(block)
-            if k in sums:
-                sums[k][block.ids] = block.sums
         for k, entry in enumerate(state["dense"]):
             if entry["name"] in names:
                 value, *own = parts_of(groups, f"dense-{k}")
                 wholes[entry["name"]] = RowOptimizer.from_dict(entry["rule"]), ParameterState(value, own, entry["step"])
     except (SchemaError, NotFound) as error:
         raise CheckpointError(f"the checkpoint cannot be loaded, and nothing was changed: {error}") from error
-    for k, table in made.items():
-        saved = empty_state((table.used, table.spec.width), table.spec.dtype, table.rule)
-        for first in range(0, table.used, CHUNK):
-            ids = torch.arange(first, min(first + CHUNK, table.used), device="cpu")
-            fill(saved, ids, table.pull_with_state(ids))
-        states = [sums[k]] if k in sums else saved.states
-        wholes[table.spec.name] = table.rule, replace(saved, states=states, step=table.step)
+    for table in made.values():
+        spec, rows = table.spec, ((ids, table.pull_with_state(ids)) for ids in chunks(table.used))
+        filled = gathered(table.rule, spec.dtype, (table.used, spec.width), rows)
+        wholes[spec.name] = table.rule, replace(filled, step=table.step)
     return wholes
 
 
-def empty_state(shape: tuple[int, int], dtype: torch.dtype, rule: RowOptimizer) -> ParameterState:
-    """Return room for a table with a state for each weight, to be filled a few rows at a time."""
-    states = 0 if rule.family is Family.ROW_WISE_ADAGRAD else rule.states
-    each = [torch.empty(shape, dtype=state_dtype(dtype), device="cpu") for _ in range(states)]
-    return ParameterState(torch.empty(shape, dtype=dtype, device="cpu"), each)
+def chunks(rows: int) -> Iterator[Tensor]:
+    """Yield the ids of a fixed table."""
+    for first in range(0, rows, CHUNK):
+        yield torch.arange(first, min(first + CHUNK, rows), device="cpu")
 
 
-def fill(state: ParameterState, ids: Tensor, rows: Tensor) -> None:
-    """Set rows with their state."""
-    width = state.values.shape[1]
-    for number, part in enumerate((state.values, *state.states)):
-        part[ids] = rows[:, width * number : width * (number + 1)].to(part.dtype)
+def gathered(
+    rule: RowOptimizer, dtype: torch.dtype, shape: tuple[int, ...], rows: Iterable[tuple[Tensor, Tensor]]
+) -> ParameterState:
+    """Return a fixed table of which these are ids, and rows with their state."""
+    count, width, names = shape[0], math.prod(shape[1:]), len(rule.state_names)
+    numbers, kind = rule.state_form(width, dtype)
+    values = torch.empty(count, width, dtype=dtype, device="cpu")
+    states = [torch.empty(count, numbers // names, dtype=kind, device="cpu") for _ in range(names)]
+    for ids, some in rows:
+        parts = torch.split(some, [width, *(one.shape[1] for one in states)], 1)
+        for whole, part in zip((values, *states), parts, strict=True):
+            whole[ids] = part.to(whole.dtype)
+    return ParameterState(values.reshape(shape), [one.reshape(shape if rule.states else count) for one in states])
 
 
 def _history(groups: Mapping[str, Group], k: int) -> Tensor:
@@ -273,14 +272,12 @@ def for_optimizer(
 ) -> dict[str, dict[str, Tensor]]:
     """Return the groups of one table of ``collect`` for another optimizer, whose state begins anew."""
     width, dtype = entry["spec"]["width"], TableSpec.from_dict(entry["spec"]).dtype
+    numbers, kind = rule.state_form(width, dtype)
 
     def anew(piece: Piece) -> Piece:
-        rows, count = piece.rows, len(piece.rows.ids)
-        values = rows.values.new_full((count, width * (1 + rule.states)), rule.initial_state)
-        values[:, :width] = rows.values[:, :width]
-        rows_of_sums = count if rule.family is Family.ROW_WISE_ADAGRAD else 0
-        sums = torch.full((rows_of_sums,), rule.initial_state, dtype=sums_dtype(dtype), device="cpu")
-        return piece._replace(rows=replace(rows, values=values, stamps=rows.stamps.clamp(max=1), sums=sums))
+        rows = piece.rows
+        states = torch.full((len(rows.ids), numbers), rule.initial_state, dtype=kind, device="cpu")
+        return piece._replace(rows=replace(rows, states=states, stamps=rows.stamps.clamp(max=1)))
 
     every = (piece for name, group in groups.items() if name.startswith("rows-") for piece in pieces(group))
     return {f"rows-{number}": dict(group) for number, group in enumerate(files(map(anew, every)))}
@@ -301,29 +298,16 @@ def write_rows(tables: KnownTables, name: str, state: ParameterState | Tensor, r
     if state.step:
         steps = state.step if there["spec"]["every_row_moves"] else 0
         tables.resume(name, state.step, torch.zeros(steps, CONSTANTS, dtype=torch.float64, device="cpu"))
-    flat = state.values.detach().reshape(len(state.values), -1)
-    row_wise = rule.family is Family.ROW_WISE_ADAGRAD
-    kind = sums_dtype(flat.dtype)
-    for first in range(0, len(flat), CHUNK):
-        some = slice(first, first + CHUNK)
-        count = len(flat[some])
-        row = (count, entry.width * (1 + rule.states))
-        block = torch.full(row, rule.initial_state, dtype=state_dtype(flat.dtype), device="cpu")
-        block[:, : entry.width] = flat[some]
-        sums = torch.full((count if row_wise else 0,), rule.initial_state, dtype=kind, device="cpu")
-        for number, one in enumerate(state.states):
-            if row_wise:
-                sums = one[some].to("cpu", kind)
-            else:
-                at = entry.width * (1 + number)
-                block[:, at : at + entry.width] = one[some].reshape(count, -1)
-        parts = [
-            torch.arange(first, first + count, device="cpu"), block,
-            torch.full((count,), state.step + 1, device="cpu"), sums,
-            torch.empty(0, 2, dtype=torch.int64, device="cpu"),
-        ]  # fmt: skip
+    numbers, kind = rule.state_form(entry.width, entry.dtype)
+    for ids in chunks(len(state.values)):
+        some, count = slice(int(ids[0]), int(ids[-1]) + 1), len(ids)
+        weights = state.values[some].detach().to("cpu", entry.dtype).reshape(count, entry.width).contiguous()
+        states = torch.full((count, numbers), rule.initial_state, dtype=kind, device="cpu")
+        if state.states:
+            states.copy_(torch.cat([one[some].reshape(count, -1) for one in state.states], 1))
+        stamps, usage = torch.full_like(ids, state.step + 1), torch.empty(0, 2, dtype=torch.int64, device="cpu")
         try:
-            tables.restore_rows(name, parts, state.step)
+            tables.restore_rows(name, [ids, weights, states, stamps, usage], state.step)
         except SchemaError:
             if _described(tables, name)["step"] > state.step:
                 return
@@ -340,17 +324,7 @@ def write_dense(tables: KnownTables, name: str, state: ParameterState, rule: Row
     if not state.step:
         tables.init_dense(name, state.values, rule)
         return
-    dtype = state.values.dtype
-    kind = sums_dtype(dtype) if rule.family is Family.ROW_WISE_ADAGRAD else state_dtype(dtype)
+    kind = rule.state_form(1, state.values.dtype)[1]
     states = [one.to(kind) for one in state.states]
     parts = [part.detach().cpu().contiguous() for part in (state.values, *states)]
     _restore_dense(tables, name, parts, state.step, rule)
-
-
-def sums_of(tables: KnownTables, name: str, rows: int, rule: RowOptimizer) -> Tensor:
-    """Return row-wise Adagrad's sums of a fixed table; in an answer with rows they would have the rows' dtype."""
-    sums = torch.full((rows,), rule.initial_state, dtype=sums_dtype(tables.entry(name).dtype), device="cpu")
-    with SavedTables(tables, [name]) as saved:
-        for piece in saved.pieces():
-            sums[piece.rows.ids] = piece.rows.sums
-    return sums

@@ -134,9 +134,7 @@ class ShardCalls:
             with self._noting:
                 self.rolled_back = True
                 pushes = self.acknowledged[request.endpoint]
-                gone = pushes.cut(0 if error.lost is None else expected.pushes - error.lost)
-                if error.lost is not None:
-                    error.lost = gone
+                error.lost = pushes.cut(expected.pushes - error.lost)
                 pushes.incarnation = 0
 
     def in_turn(self, requests: Sequence[Request], deadline: Deadline) -> list[Answer]:

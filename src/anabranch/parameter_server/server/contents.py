@@ -10,7 +10,7 @@ import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from torch import Tensor
@@ -67,7 +67,7 @@ class ShardContents:
         self.shard, self.shards = shard, shards
         self.tables: dict[str, Table] = {}
         self.dense: dict[str, DenseParameter] = {}
-        self.counts: dict[str, Counts] = {}
+        self.counts: dict[str, TableStatistics] = {}
         self.generation = _new_generation()
         self._pool, self._scratch = pool, scratch
         self._arenas: dict[tuple[object, ...], Arena] = {}
@@ -115,7 +115,7 @@ class ShardContents:
             self.dense[made.name] = made
         else:
             self.tables[made.name] = Table(made, rule, self._arenas[kind_of(made, rule)])
-        self.counts[made.name] = Counts()
+        self.counts[made.name] = TableStatistics()
         self.version += 1
 
     def holder(self, name: str) -> Table | DenseParameter:
@@ -187,7 +187,7 @@ class ShardContents:
                 )
             holder.missed.check(message.step, tensors[0])
         elif len(tensors) != len(fields(RowBlock)):
-            raise SchemaError(f"table {message.name}: history, or ids, values, stamps, sums and usage expected")
+            raise SchemaError(f"table {message.name}: history, or ids, weights, states, stamps and usage expected")
         elif message.step != holder.step:
             raise SchemaError(f"table {message.name} is at step {holder.step}, and the rows are of {message.step}")
         else:
@@ -239,11 +239,10 @@ class ShardContents:
         tables = {}
         for name, counts in self.counts.items():
             holder = self.holder(name)
-            facts = {"rows": 0, "evictions": 0, "bytes": 0, "unadmitted": 0, "step": holder.step}
+            tables[name] = facts = replace(counts, step=holder.step)
             if isinstance(holder, Table):
-                facts |= {"rows": holder.used, "evictions": holder.evictions, "unadmitted": holder.unadmitted}
-            facts["bytes"] = holder.bytes() if isinstance(holder, Table) else holder.value.nbytes
-            tables[name] = TableStatistics(**asdict(counts), **facts)
+                facts.rows, facts.evictions, facts.unadmitted = holder.used, holder.evictions, holder.unadmitted
+            facts.bytes = holder.bytes() if isinstance(holder, Table) else holder.value.nbytes
         return tables
 
     def describe(self) -> dict[str, object]:
@@ -274,30 +273,20 @@ def _new_generation() -> int:
 
 
 @dataclass(slots=True)
-class Counts:
-    """Requests for one table or parameter so far."""
-
-    pulls: int = 0
-    pushes: int = 0
-    rows_pulled: int = 0
-    rows_pushed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class TableStatistics:
     """Requests for one table or parameter, in messages and rows, and the number of rows it holds and has evicted.
 
     ``unadmitted`` ids of pushes found no room in its capacity.
     """
 
-    pulls: int
-    pushes: int
-    rows_pulled: int
-    rows_pushed: int
-    rows: int
-    evictions: int
-    bytes: int
-    step: int
+    pulls: int = 0
+    pushes: int = 0
+    rows_pulled: int = 0
+    rows_pushed: int = 0
+    rows: int = 0
+    evictions: int = 0
+    bytes: int = 0
+    step: int = 0
     unadmitted: int = 0
 
 

@@ -26,7 +26,7 @@ import re
 import secrets
 import struct
 import threading
-from collections import OrderedDict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -68,7 +68,7 @@ _REFUSED = (ValueError, TypeError, ArithmeticError)
 _REFUSED_PULL = (*_REFUSED, MemoryError, RuntimeError, OSError)
 # Under "checkpoint": changes that are not in the log may be acknowledged from here on.
 _UNLOGGED = "unlogged"
-_FORMAT = 2  # of a checkpoint
+_FORMAT = 3  # of a checkpoint
 
 
 @dataclass(slots=True)
@@ -257,15 +257,7 @@ class ShardPersistence:
         Raises:
             RolledBack: some of its pushes are lost; gives their number.
         """
-        holds = self._applied.pushes(expected.epoch)
-        if holds is None and expected.pushes:
-            raise RolledBack(
-                f"this shard has forgotten this client, since so many others have pushed: it is unknown whether it "
-                f"holds the client's {expected.pushes} pushes; it is at step {self._shard.current_step()} of its "
-                f"incarnation {self.incarnation:x}",
-                lost=None,
-            )
-        lost = max(expected.pushes - (holds or 0), 0)
+        lost = max(expected.pushes - self._applied.pushes(expected.epoch), 0)
         if lost or (expected.incarnation and expected.incarnation != self.incarnation):
             others = "" if lost else ", but pushes of other workers are"
             raise RolledBack(
@@ -340,7 +332,6 @@ def _new_incarnation() -> int:
 # --- applied requests -------------------------------------------------------------------------------------------------
 
 
-_CLIENTS = 1 << 16
 _COUNT = struct.Struct("<16sQ")
 _REQUEST = struct.Struct("<16sQQ")
 
@@ -352,7 +343,7 @@ class _Client:
 
 
 class AppliedRequests:
-    """The unsettled requests of each client, and the number of its pushes; the client silent longest is forgotten.
+    """The unsettled requests of each client, and the number of its pushes.
 
     >>> applied = AppliedRequests()
     >>> client = b"c" * 16
@@ -364,37 +355,26 @@ class AppliedRequests:
     """
 
     def __init__(self) -> None:
-        self._clients: OrderedDict[bytes, _Client] = OrderedDict()
-        self._forgotten = False
+        self._clients: defaultdict[bytes, _Client] = defaultdict(_Client)
 
     def add(self, identity: RequestIdentity, settled: int = 0, *, push: bool) -> int:
         """Add a request of a client that has settled those below ``settled``; returns a push's number, else 0."""
-        client = self._client(identity[0])
+        client = self._clients[identity[0]]
         if min(client.numbers, default=settled) < settled:
             client.numbers = {sequence: number for sequence, number in client.numbers.items() if sequence >= settled}
         client.pushes += push
         client.numbers[identity[1]] = number = client.pushes if push else 0
         return number
 
-    def _client(self, epoch: bytes) -> _Client:
-        client = self._clients.get(epoch)
-        if client is None:
-            client = self._clients[epoch] = _Client()
-            if len(self._clients) > _CLIENTS:
-                self._clients.popitem(last=False)
-                self._forgotten = True
-        self._clients.move_to_end(epoch)
-        return client
-
     def take_back(self, identity: RequestIdentity) -> None:
         """Remove the request that was added last, which was refused after all."""
         client = self._clients[identity[0]]
         client.pushes -= client.numbers.pop(identity[1]) > 0
 
-    def pushes(self, epoch: bytes) -> int | None:
-        """Return the number of a client's pushes that the shard holds; ``None`` if it may be forgotten."""
+    def pushes(self, epoch: bytes) -> int:
+        """Return the number of a client's pushes that the shard holds."""
         client = self._clients.get(epoch)
-        return client.pushes if client is not None else None if self._forgotten else 0
+        return 0 if client is None else client.pushes
 
     def number(self, identity: RequestIdentity) -> int:
         """Return the number of an applied push; 0 if it is not remembered."""
@@ -415,16 +395,14 @@ class AppliedRequests:
             "applied": b"".join(
                 _REQUEST.pack(epoch, *one) for epoch, client in clients for one in client.numbers.items()
             ),
-            "forgotten": self._forgotten,
         }
 
     def load(self, state: Mapping[str, object]) -> None:
         """Load the result of ``state``."""
-        self._forgotten = cast(bool, state["forgotten"])
         for epoch, pushes in _COUNT.iter_unpack(cast(bytes, state["pushes"])):
-            self._client(epoch).pushes = pushes
+            self._clients[epoch].pushes = pushes
         for epoch, sequence, number in _REQUEST.iter_unpack(cast(bytes, state["applied"])):
-            self._client(epoch).numbers[sequence] = number
+            self._clients[epoch].numbers[sequence] = number
 
 
 # --- the directory of a shard -----------------------------------------------------------------------------------------

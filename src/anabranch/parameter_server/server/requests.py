@@ -26,9 +26,9 @@ from anabranch.parameter_server.messages import PullMessage, PullPart, PullReply
 from anabranch.parameter_server.server.contents import Parts, ShardContents
 from anabranch.record import spans
 from anabranch.tables.dense_parameter import DenseParameter
+from anabranch.tables.kernels.memory import working_dtype
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
 from anabranch.tables.table import Table, side_by_side
-from anabranch.tables.table_spec import state_dtype
 from anabranch.tensors.packing import Share, acceptable, all_finite, expected, join, largest_gradient, views
 from anabranch.transport import Checked
 
@@ -133,7 +133,7 @@ def _check_pull(request: RowRequest, message: PullMessage) -> None:
         # Known rows are counted when the answer shows which of them have changed.
         request.answer_bytes += (part.count - special) * width * dtype.itemsize
         if part.with_state:
-            request.answer_bytes += part.with_state * holder.rule.row_width(width) * state_dtype(dtype).itemsize
+            request.answer_bytes += part.with_state * holder.rule.row_width(width) * working_dtype(dtype).itemsize
 
 
 def _check_push(request: RowRequest, message: PushMessage) -> None:

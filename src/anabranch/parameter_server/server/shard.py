@@ -565,13 +565,13 @@ class Shard:
         with self._state:
             self.contents.load(state, groups)
             self._clients = dict(state["clients"])
-            self._members = set(state.get("members", self._clients.values()))
+            self._members = set(state["members"])
             if (kept := state["job"]) is None:
                 return
             consistency = Consistency.parse(kept["consistency"])
             job = self._job = WorkerOrder(kept["world"], consistency, kept["applied"], kept["number"])
             job.clocks, job.total, job.turn = list(kept["clocks"]), kept["total"], WorkerProgress(*kept["turn"])
-            job.gone, job.moved = set(kept.get("gone", ())), kept.get("moved", job.applied)
+            job.gone, job.moved = set(kept["gone"]), kept["moved"]
             job.held = {step: HeldStep(*facts) for step, facts in kept["held"].items()}
             for k, push in enumerate(state["pushes"]):
                 message = unpack(push, PushMessage)

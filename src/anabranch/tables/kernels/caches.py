@@ -1,7 +1,7 @@
 """Kernels that work on the caches of several tables in one call: what ``CacheGroup`` runs, compiled.
 
-``held`` has all contents of the caches, an array of ``[tables, ...]`` of each kind. ``members`` names the tables of a
-call, and ``starts`` splits its ids by table: those of ``members[k]`` are ``starts[k]:starts[k + 1]``.
+``held`` has all contents of the caches, an array of ``[tables, ...]`` of each kind; ``constants`` are those of each
+table's step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from anabranch.tables.kernels.numbers import U, inline, kernel, mix, prefetch
-from anabranch.tables.kernels.rules import move_row
+from anabranch.tables.kernels.rules import correct, move_row
 from anabranch.tables.kernels.vocabulary import add, drop_top, sink
 
 WITH_STATE = -2  # as the known version of a row: it comes in any case, with its optimizer's state
@@ -50,6 +50,31 @@ class CacheArrays(NamedTuple):
     counters: Any
 
 
+class Lookups(NamedTuple):
+    """Ids of the tables ``members``; those of ``members[k]`` are ``starts[k]:starts[k + 1]``."""
+
+    members: Any
+    ids: Any
+    starts: Any
+
+
+class Asked(NamedTuple):
+    """Room for the lookups to ask the servers about: where they are, and the version to ask with."""
+
+    at: Any
+    versions: Any
+    starts: Any
+
+
+class Came(NamedTuple):
+    """Rows that came for those asked about, and where among them."""
+
+    positions: Any
+    starts: Any
+    versions: Any
+    rows: Any
+
+
 class Due(NamedTuple):
     """Room for gradients that go to the servers; ``starts`` as of the ids."""
 
@@ -60,25 +85,36 @@ class Due(NamedTuple):
 
 
 @inline
-def _take(held: Any, t: int, slot: int, own: int, due: Any, at: int) -> None:
-    """Move the gradient that waits in a slot to ``due``."""
+def _squares(held: Any, t: int, slot: int) -> Any:
+    """Return the squares of the sum of gradients that waits in a slot."""
     total = np.float32(0)
     for j in range(U(held.width)):
-        value = held.waiting[t, U(slot), j]
-        due.grads[U(at), j] = value
-        total += np.float32(value) * np.float32(value)
-        held.waiting[t, U(slot), j] = 0
+        value = np.float32(held.waiting[t, U(slot), j])
+        total += value * value
     squares = held.energy[t, slot] / total
-    due.squares[at] = squares if np.isfinite(squares) else np.float32(1)
-    due.ids[at] = own
+    return squares if np.isfinite(squares) else np.float32(1)
+
+
+@inline
+def _take(held: Any, t: int, slot: int, own: int, due: Any, at: int) -> None:
+    """Move the gradient that waits in a slot to ``due``."""
+    due.ids[at], due.squares[at] = own, _squares(held, t, slot)
+    for j in range(U(held.width)):
+        due.grads[U(at), j] = held.waiting[t, U(slot), j]
+        held.waiting[t, U(slot), j] = 0
     held.energy[t, slot] = 0
     held.due_at[t, slot] = NEVER
     held.counters[t, PUSHED] += 1
 
 
 @inline
-def _store(held: Any, t: int, slot: int, asked: int, step: int, versions: Any, came: Any, at: int) -> None:
-    """Store row ``at`` of those that ``came``, which was asked about with the version ``asked``, in a slot."""
+def _store(
+    rule: int, held: Any, t: int, slot: int, asked: int, step: int, came: Any, at: int, constants: Any
+) -> None:  # fmt: skip
+    """Store row ``at`` of those that ``came``, which was asked about with the version ``asked``, in a slot.
+
+    A gradient that waits there is applied to it.
+    """
     whole = held.rows.shape[2]
     if not held.stateless:
         if asked >= 0 and held.with_state[t, slot]:
@@ -86,23 +122,22 @@ def _store(held: Any, t: int, slot: int, asked: int, step: int, versions: Any, c
         else:
             held.with_state[t, slot] = asked == WITH_STATE
     for j in range(U(whole)):
-        held.rows[t, U(slot), j] = came[U(at), j]
-    held.versions[t, slot], held.checked[t, slot] = versions[at], step
+        held.rows[t, U(slot), j] = came.rows[U(at), j]
+    held.versions[t, slot], held.checked[t, slot] = came.versions[at], step
+    if held.due_at[t, slot] < NEVER:
+        rows, waiting, wide = held.rows.reshape(held.rows.size), held.waiting.reshape(held.waiting.size), U(held.width)
+        place = U(t) * U(held.rows.shape[1]) + U(slot)
+        row, g, c = place * U(held.rows.shape[2]), place * wide, constants[t]
+        squares = _squares(held, t, slot)
+        if squares != 1:
+            correct(rule, rows, row, rows, row + wide, wide, waiting, g, c, squares, 2.0**-16)
+        move_row(rule, rows, row, rows, row + wide, wide, waiting, g, c)
 
 
 @kernel
-def start_prefetch(
-    held: Any,
-    members: Any,
-    ids: Any,
-    starts: Any,
-    step: int,
-    bound: int,
-    asks: Any,
-    asked: Any,
-    ask_starts: Any,
-) -> None:
+def start_prefetch(held: Any, lookups: Any, step: int, bound: int, asked: Any) -> None:
     """Choose ids of the next step to request, in the form of ``ask``."""
+    members, ids, starts = lookups
     count = 0
     others, known = np.empty(ids.size, np.int64), np.empty(ids.size, np.int64)
     for k in range(members.size):
@@ -126,39 +161,28 @@ def start_prefetch(
                     continue
                 held.coming[t, slot] = True
                 if not held.with_state[t, slot]:
-                    asks[count], asked[count] = i, WITH_STATE
+                    asked.at[count], asked.versions[count] = i, WITH_STATE
                     count += 1
                     continue
             others[later], known[later] = i, version
             later += 1
         for n in range(later):
-            asks[count], asked[count] = others[n], known[n]
+            asked.at[count], asked.versions[count] = others[n], known[n]
             count += 1
-        ask_starts[k + 1] = count
+        asked.starts[k + 1] = count
 
 
 @kernel
 def ask(
-    held: Any,
-    members: Any,
-    ids: Any,
-    starts: Any,
-    step: int,
-    bound: int,
-    training: bool,
-    found: Any,
-    known: Any,
-    asks: Any,
-    asked: Any,
-    ask_starts: Any,
-    out: Any,
+    held: Any, lookups: Any, step: int, bound: int, training: bool, found: Any, known: Any, asked: Any, out: Any,
     leaving: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Do the first half of ``read``: use the ids, copy cached rows into ``out``, and choose the ids to ask about.
 
-    ``found`` takes each id's slot, ``known`` its version; ``asks`` the places of the ids to ask about, those that come
-    with their state first, ``asked`` the versions to ask with.
+    ``found`` takes each id's slot, ``known`` its version; ``asked`` the ids to ask about, those that come with their
+    state first.
     """
+    members, ids, starts = lookups
     count = left = 0
     others = np.empty(ids.size, np.int64)
     for k in range(members.size):
@@ -187,70 +211,49 @@ def ask(
                 others[later] = i
                 later += 1
             else:
-                asks[count], asked[count] = i, WITH_STATE
+                asked.at[count], asked.versions[count] = i, WITH_STATE
                 count += 1
         for n in range(later):
-            asks[count], asked[count] = others[n], known[others[n]]
+            asked.at[count], asked.versions[count] = others[n], known[others[n]]
             count += 1
-        ask_starts[k + 1] = count
+        asked.starts[k + 1] = count
         leaving.starts[k + 1] = left
-        held.counters[t, HITS] += end - begin - (count - ask_starts[k])
+        held.counters[t, HITS] += end - begin - (count - asked.starts[k])
 
 
 @kernel
 def answer(
-    held: Any,
-    members: Any,
-    step: int,
-    found: Any,
-    known: Any,
-    asks: Any,
-    asked: Any,
-    ask_starts: Any,
-    positions: Any,
-    came_starts: Any,
-    versions: Any,
-    came: Any,
+    rule: int, held: Any, members: Any, step: int, found: Any, known: Any, asked: Any, came: Any, constants: Any,
     out: Any,
-    dirty: Any,
-) -> int:
-    """Return the second half of ``read``: takes in the rows that ``came``; a state that is cached already is kept.
-
-    ``dirty`` takes table, slot and place of rows whose own gradients still wait here, to be applied again; returns
-    their number.
-    """
-    again = 0
-    changed = np.zeros(asks.size, np.bool_)
+) -> None:  # fmt: skip
+    """Do the second half of ``read``: take in the rows that ``came``; a state that is cached already is kept."""
+    changed = np.zeros(asked.at.size, np.bool_)
     for k in range(members.size):
-        t, first = U(members[k]), ask_starts[k]
-        for p in range(came_starts[k], came_starts[k + 1]):
-            at = first + positions[p]
+        t, first = U(members[k]), asked.starts[k]
+        for p in range(came.starts[k], came.starts[k + 1]):
+            at = first + came.positions[p]
             changed[at] = True
-            i = asks[at]
+            i = asked.at[at]
             slot = found[i]
-            for j in range(U(held.width)):
-                out[U(i), j] = came[U(p), j]
             held.counters[t, MISSES] += 1
             if known[i] >= 0:
                 held.counters[t, REFRESHED] += 1
-            if slot < 0:
-                continue
-            _store(held, t, slot, asked[at], step, versions, came, p)
-            if held.due_at[t, slot] < NEVER:
-                dirty[again, 0], dirty[again, 1], dirty[again, 2] = t, slot, i
-                again += 1
-        for at in range(first, ask_starts[k + 1]):
+            if slot >= 0:
+                _store(rule, held, t, slot, asked.versions[at], step, came, p, constants)
+            for j in range(U(held.width)):
+                out[U(i), j] = held.rows[t, U(slot), j] if slot >= 0 else came.rows[U(p), j]
+        for at in range(first, asked.starts[k + 1]):
             if not changed[at]:
-                slot = found[asks[at]]
+                slot = found[asked.at[at]]
                 if slot >= 0:
                     held.checked[t, slot] = step
                 held.counters[t, HITS] += 1
-    return again
 
 
 @kernel
-def admit(held: Any, members: Any, ids: Any, starts: Any, step: int, leaving: Any) -> None:
-    """Give each of ``ids`` of ``step`` a slot, before any of them is read."""
+def admit(held: Any, lookups: Any, step: int, leaving: Any) -> None:
+    """Give each of the ids of ``step`` a slot, before any of them is read."""
+    members, ids, starts = lookups
     left = 0
     found = np.empty(ids.size, np.int64)
     for k in range(members.size):
@@ -260,8 +263,9 @@ def admit(held: Any, members: Any, ids: Any, starts: Any, step: int, leaving: An
 
 
 @kernel
-def mark(held: Any, members: Any, ids: Any, starts: Any) -> None:
-    """Mark ``ids`` as pushed since the rows now taken in were requested."""
+def mark(held: Any, lookups: Any) -> None:
+    """Mark ids as pushed since the rows now taken in were requested."""
+    members, ids, starts = lookups
     for k in range(members.size):
         t = U(members[k])
         for i in range(starts[k], starts[k + 1]):
@@ -272,26 +276,14 @@ def mark(held: Any, members: Any, ids: Any, starts: Any) -> None:
 
 
 @kernel
-def finish_prefetch(
-    held: Any,
-    members: Any,
-    step: int,
-    ids: Any,
-    asked: Any,
-    starts: Any,
-    positions: Any,
-    came_starts: Any,
-    versions: Any,
-    came: Any,
-    dirty: Any,
-) -> int:
-    """Store requested rows of ids that were admitted; ``dirty`` and the result are as in ``answer``."""
-    again = 0
+def finish_prefetch(rule: int, held: Any, lookups: Any, step: int, asked: Any, came: Any, constants: Any) -> None:
+    """Store requested rows of ids that were admitted; ``asked`` are the versions that they were requested with."""
+    members, ids, starts = lookups
     for k in range(members.size):
-        t, p = U(members[k]), came_starts[k]
+        t, p = U(members[k]), came.starts[k]
         for i in range(starts[k], starts[k + 1]):
             _look_ahead(held.keys[t], held.slots[t], ids, i)
-            here = p < came_starts[k + 1] and starts[k] + positions[p] == i
+            here = p < came.starts[k + 1] and starts[k] + came.positions[p] == i
             at = p
             p += here
             slot = held.slots[t, _place(held.keys[t], held.slots[t], ids[i])]
@@ -308,22 +300,19 @@ def finish_prefetch(
                 if version == asked[i]:
                     held.checked[t, slot] = step
                 continue
-            _store(held, t, slot, asked[i], step, versions, came, at)
+            _store(rule, held, t, slot, asked[i], step, came, at, constants)
             held.counters[t, MISSES] += 1
             if version < 0:
                 if held.pushed[t, slot]:
                     held.checked[t, slot] = LONG_AGO
                 continue
             held.counters[t, REFRESHED] += 1
-            if held.due_at[t, slot] < NEVER:
-                dirty[again, 0], dirty[again, 1] = t, slot
-                again += 1
-    return again
 
 
 @kernel
-def pass_on(held: Any, members: Any, ids: Any, starts: Any) -> None:
+def pass_on(held: Any, lookups: Any) -> None:
     """``write`` without a ``push_bound``: cached rows are asked about when they are next read."""
+    members, ids, starts = lookups
     for k in range(members.size):
         t = U(members[k])
         for i in range(starts[k], starts[k + 1]):
@@ -359,21 +348,12 @@ def take_due(held: Any, members: Any, limit: int, due: Any) -> None:
 
 
 @kernel
-def write(
-    rule: int,
-    held: Any,
-    members: Any,
-    ids: Any,
-    starts: Any,
-    grads: Any,
-    step: int,
-    constants: Any,
-    due: Any,
-) -> None:
+def write(rule: int, held: Any, lookups: Any, grads: Any, step: int, constants: Any, due: Any) -> None:
     """Move the cached rows by their gradients, which wait; ``due`` takes those of other rows and those that are due.
 
     ``rule`` is a number of ``rules.py``. Of row-wise Adagrad a row's last number is its sum.
     """
+    members, ids, starts = lookups
     at = 0
     wide, stride = U(held.width), U(held.rows.shape[2])
     own = np.empty(held.width, grads.dtype)
@@ -412,7 +392,7 @@ def write(
                 energy += np.float32(value) * np.float32(value)
             if with_state:
                 row = (base + U(slot)) * stride
-                move_row(rule, storage, row, storage, row + wide, wide, own, U(0), constants[k])
+                move_row(rule, storage, row, storage, row + wide, wide, own, U(0), constants[t])
             held.energy[t, slot] += energy
             if held.due_at[t, slot] == NEVER:
                 held.due_at[t, slot] = step + held.push_bound - held.spare

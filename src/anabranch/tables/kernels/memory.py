@@ -22,6 +22,12 @@ def as_array(tensor: Tensor) -> NDArray[Any]:
     return flat.view(_HALVES.get(flat.dtype, flat.dtype)).numpy()
 
 
+def as_tensor(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
+    """Return a copy of an array as ``as_array`` gives it, in the form of its tensor."""
+    # With its own strides: those of an empty array cannot be viewed as bytes.
+    return torch.from_numpy(array).clone(memory_format=torch.contiguous_format).view(dtype)
+
+
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of arithmetic on rows of ``dtype``: float32 for the half types, else the same."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

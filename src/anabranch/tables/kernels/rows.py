@@ -359,15 +359,11 @@ def merge(
 
 
 @kernel
-def move_all(
-    rule: int, w: Any, x: Any, stride: int, width: int, constants: Any, floor: float, squares: Any, grads: Any
-) -> None:
-    """Move rows that lie ``stride`` numbers apart, states behind weights, by one gradient each."""
-    wide, apart = U(width), U(stride)
-    for j in range(U(grads.size) // wide):
-        if squares.size and squares[j] != 1:
-            correct(rule, w, j * apart, x, j * apart + wide, wide, grads, j * wide, constants, squares[j], floor)
-        move_row(rule, w, j * apart, x, j * apart + wide, wide, grads, j * wide, constants)
+def move_all(rule: int, w: Any, x: Any, rows: int, constants: Any, grads: Any) -> None:
+    """Move rows that lie one after the other, as do their states, by one gradient each."""
+    wide, apart = U(w.size // rows), U(x.size // rows)
+    for j in range(U(rows)):
+        move_row(rule, w, j * wide, x, j * apart, wide, grads, j * wide, constants)
 
 
 # --- snapshots --------------------------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from anabranch.tables.kernels.memory import working_dtype
+
 
 class GradientOptimizer(torch.optim.Optimizer):
     """An optimizer that updates each parameter that has a gradient, with its group."""
@@ -122,15 +124,6 @@ def follow(weights: Tensor, grad: Tensor, z: Tensor, n: Tensor, lr: float, beta:
     n.copy_(sums)
 
 
-def sums_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the sums beside weights of ``dtype``: a growing sum soon stops changing in half precision.
-
-    >>> sums_dtype(torch.bfloat16), sums_dtype(torch.float64)
-    (torch.float32, torch.float64)
-    """
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 class RowWiseAdagrad(GradientOptimizer):
     """Adagrad whose sum of squares is one value per row: the mean of the squared gradient over the row.
 
@@ -198,7 +191,7 @@ class RowWiseAdagrad(GradientOptimizer):
         for number, parameter in zip(saved, (p for group in self.param_groups for p in group["params"]), strict=True):
             sums = state_dict["state"].get(number, {}).get("sum")
             if sums is not None:
-                self.state[parameter]["sum"] = sums.to(parameter.device, sums_dtype(parameter.dtype), copy=True)
+                self.state[parameter]["sum"] = sums.to(parameter.device, working_dtype(parameter.dtype), copy=True)
 
     def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, float]) -> None:
         state = self.state[parameter]
@@ -207,7 +200,7 @@ class RowWiseAdagrad(GradientOptimizer):
             state["sum"] = torch.full(
                 parameter.shape[:1],
                 group["initial_accumulator_value"],
-                dtype=sums_dtype(parameter.dtype),
+                dtype=working_dtype(parameter.dtype),  # a growing sum soon stops changing in half precision
                 device=parameter.device,
             )
         state["step"] += 1

@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.tables.kernels import rules as rules
+from anabranch.tables.kernels.memory import working_dtype
 from anabranch.tables.optimizers.gradient_optimizers import FTRL, RowWiseAdagrad
+from anabranch.tables.table_spec import state_dtype
 
 OptimizerFactory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 """Makes an optimizer of parameters, as ``functools.partial(torch.optim.SGD, lr=0.1)`` does."""
@@ -143,9 +145,15 @@ class RowOptimizer:
             return rules.MOMENTUM if self.momentum else rules.SGD
         return rules.AMSGRAD if self.amsgrad else _FAMILIES[self.family].number
 
+    def state_form(self, width: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+        """Return the count and the dtype of the numbers of state beside ``width`` weights of ``dtype``."""
+        if self.family is Family.ROW_WISE_ADAGRAD:  # a growing sum soon stops changing in half precision
+            return 1, working_dtype(dtype)
+        return width * self.states, state_dtype(dtype)
+
     def row_width(self, width: int) -> int:
         """Values of a row of ``width`` weights with all its state."""
-        return width * (1 + self.states) + (self.family is Family.ROW_WISE_ADAGRAD)
+        return width + self.state_form(width, torch.float32)[0]
 
     @property
     def initial_state(self) -> float:
