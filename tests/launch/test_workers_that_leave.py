@@ -25,6 +25,7 @@ SAMPLES, BATCH, STEPS = 44, 12, 10  # 4 batches an epoch, the last of 8 samples
 
 TRAINING = """
 import json, os, signal, sys, time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -34,10 +35,14 @@ from anabranch import checkpoint
 from anabranch.collectives import buckets, shared_memory, workers
 from anabranch.errors import PeerLost
 from anabranch.executor.saving.saving import Saver
+from anabranch.liveness.peers import Identity
 
 folder, plan = Path(sys.argv[1]), json.loads(sys.argv[2])
 process, joined = int(os.environ["ANABRANCH_MEMBER"]), ab.job().joined
 moments = plan["joiners" if joined else "deaths"].get(str(process), [])  # [place, run]
+if plan["hosts"]:  # each process believes to be on one of two
+    identity = Identity.of_this_process()
+    Identity.of_this_process = lambda: replace(identity, host=f"host-{process % 2}")
 steps, batch_size, samples = plan["steps"], plan["batch"], plan["samples"]
 
 
@@ -277,6 +282,7 @@ def train(
     joiners: Deaths | None = None,
     restarts: int = 0,
     waits: int = -1,
+    hosts: bool = False,
     left: int | None = None,
     steps: int = STEPS,
 ) -> tuple[JobOutcome, list[str]]:
@@ -286,7 +292,7 @@ def train(
     """
     plan = {"deaths": deaths, "misses": misses or {}, "gloo": gloo, "function": function, "accumulate": accumulate}
     plan |= {"freezes": freezes, "evaluates": evaluates, "joiners": joiners or {}, "waits": waits, "workers": workers}
-    plan |= {"steps": steps, "batch": BATCH, "samples": SAMPLES, "reduces": reduces}
+    plan |= {"hosts": hosts, "steps": steps, "batch": BATCH, "samples": SAMPLES, "reduces": reduces}
     records = folder / "records"
     records.mkdir()
     told: list[str] = []
@@ -340,6 +346,22 @@ def test_the_others_do_the_step_of_a_killed_rank_0_again(script: Script, tmp_pat
 
 def test_a_worker_that_has_missed_the_last_result_takes_it_from_one_that_has_it(script: Script, tmp_path: Path) -> None:
     train(script, tmp_path, {0: [("between", 6)]}, misses={1: (5, "gradients", 1)}, gloo=True)
+
+
+def test_the_others_on_two_hosts_do_the_step_again(script: Script, tmp_path: Path) -> None:
+    """Sums within a host are in shared memory, and both are connected by gloo, as under the next membership."""
+    train(script, tmp_path, {1: [("in the sum", 6)]}, workers=4, hosts=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "deaths", [{0: [("in the sum", 6)]}, {0: [("forward", 3)], 2: [("forward", 3)]}, {3: [("between", 5)]}], ids=str
+)
+@pytest.mark.parametrize("freezes", [False, True])
+def test_workers_of_several_hosts_may_die_and_a_whole_host_too(
+    script: Script, tmp_path: Path, deaths: Deaths, freezes: bool
+) -> None:
+    train(script, tmp_path, deaths, workers=4, hosts=True, freezes=freezes)
 
 
 @pytest.mark.slow
@@ -551,3 +573,16 @@ def test_an_exit_code_ends_the_job_and_a_kill_does_not(
     assert any("is the second that has crashed in step 2" in line for line in told) == (
         -signal.SIGABRT in ends.values()
     )
+
+
+def test_the_screen_shows_the_log_of_whoever_is_rank_0(
+    script: Script, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    says = "\n    print(f'process {rank} is rank {now[\"ranks\"][rank]}')\n"
+    options = {"min_workers": 1, "worker_restarts": RestartBudget(0), "log_dir": tmp_path, "live": True}
+    told: list[str] = []
+    outcome = launch(script(ENDS + says), [f"0:{-signal.SIGKILL:d}"], workers=3, tell=told.append, **options)
+    assert outcome.exit_code == 0
+    assert [line.endswith("goes on with 2 workers, whose rank 0 writes to worker-2.log") for line in told] == [True]
+    assert capfd.readouterr().out == "process 2 is rank 0\n"
+    assert (tmp_path / "worker-1.log").read_text() == "process 1 is rank 1\n"
