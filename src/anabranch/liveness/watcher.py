@@ -32,6 +32,7 @@ from contextlib import suppress
 _HEARD = struct.Struct("=dd")  # when, and how many seconds lie between two beats; the first is of this process itself
 _BEAT = struct.Struct("=d")  # these seconds; the name of the worker follows
 _ENDED = -1.0  # in their place
+_STARTING = 2.5  # before the process of a busy host has started
 _MOST = 1 << 16
 _LONGEST = 0.5
 _END_SECONDS = 5.0
@@ -85,7 +86,7 @@ class Watcher:
         self._every = every
         for name in others:
             self._slots.setdefault(name, len(self._slots) + 1)
-        _send(own[0], every, self._name, map(_address, others.values()))  # the process may start late
+        _send(own[0], _STARTING, self._name, map(_address, others.values()))
         end, beats = os.pidfd_open(os.getpid()), own[0].fileno()
         table = {"worker": os.getpid(), "name": self._name, "every": every, "end": end, "socket": beats}
         table |= {"memory": self._memory, "others": {one: (self._slots[one], where) for one, where in others.items()}}
@@ -140,7 +141,7 @@ def main() -> None:
     poller = select.poll()
     for descriptor in (beats.fileno(), end):
         poller.register(descriptor, select.POLLIN)
-    last = due = time.monotonic()
+    last, due = -math.inf, time.monotonic()
     while True:
         ready = {descriptor for descriptor, _ in poller.poll(max(0.0, due - time.monotonic()) * 1000)}
         now = time.monotonic()
