@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -89,8 +90,8 @@ def test_a_killed_rank_is_named_on_all_others_at_once(where: str, tmp_path: Path
             assert facts["elapsed"] < 30.0  # of 60
 
 
-HOLDS_THE_LOCK = """
-import ctypes
+IS_AWAY = """
+import ctypes, sys
 import torch
 from anabranch.collectives import Workers
 
@@ -99,12 +100,22 @@ with Workers(timeout=60.0, heartbeat=1.0) as workers:
         workers.all_reduce(torch.ones(1))
         if workers.rank == 1 and turn == 0:
             print("ready", flush=True)
-            ctypes.PyDLL(None).usleep(5_000_000)  # no thread of Python runs meanwhile
+            if sys.argv[1] == "holds the lock":
+                ctypes.PyDLL(None).usleep(5_000_000)  # no thread of Python runs meanwhile
+            else:
+                sys.stdin.readline()
 """
 
 
-def test_a_rank_of_another_host_that_holds_the_interpreter_s_lock_is_waited_for(tmp_path: Path) -> None:
-    with start_ranks(tmp_path, ELSEWHERE + HOLDS_THE_LOCK, 2) as started:
-        for one in started:
+@pytest.mark.parametrize("why", ["holds the lock", "is stopped with all others"])
+def test_ranks_of_other_hosts_are_waited_for(why: str, tmp_path: Path) -> None:
+    with start_ranks(tmp_path, ELSEWHERE + IS_AWAY, 2, why) as started:
+        if why == "is stopped with all others":
+            for one in started:
+                one.send_signal(signal.SIGSTOP)
+            time.sleep(4.0)  # four heartbeats
+            for one in started:
+                one.send_signal(signal.SIGCONT)
+        for one in reversed(started):
             _, err = one.communicate(60)
             assert (one.returncode, err) == (0, "")

@@ -70,9 +70,9 @@ class Watcher:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._memory = os.memfd_create("anabranch-beats")
-        os.ftruncate(self._memory, _MOST * _HEARD.size)
-        self._heard = mmap.mmap(self._memory, _MOST * _HEARD.size)
+        self._memory = open(os.memfd_create("anabranch-beats"), "r+b")  # noqa: SIM115 - closed by `close`
+        self._memory.truncate(_MOST * _HEARD.size)
+        self._heard = mmap.mmap(self._memory.fileno(), _MOST * _HEARD.size)
         self._slots: dict[str, int] = {}
         self._every = math.inf
         self._process: subprocess.Popen[bytes] | None = None
@@ -82,20 +82,20 @@ class Watcher:
         every, own = min(self._every, heartbeat / 2, _LONGEST), own_socket(os.getpid())
         if own is None or (every == self._every and others.keys() <= self._slots.keys()):
             return
-        self.close()
+        self._end_process()
         self._every = every
         for name in others:
             self._slots.setdefault(name, len(self._slots) + 1)
         _send(own[0], _STARTING, self._name, map(_address, others.values()))
-        end, beats = os.pidfd_open(os.getpid()), own[0].fileno()
+        end, beats, memory = os.pidfd_open(os.getpid()), own[0].fileno(), self._memory.fileno()
         table = {"worker": os.getpid(), "name": self._name, "every": every, "end": end, "socket": beats}
-        table |= {"memory": self._memory, "others": {one: (self._slots[one], where) for one, where in others.items()}}
+        table |= {"memory": memory, "others": {one: (self._slots[one], where) for one, where in others.items()}}
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            pass_fds=[self._memory, beats, end],
+            pass_fds=[memory, beats, end],
             process_group=0,  # who kills the worker's does not kill it, too: it says that the worker has ended
         )
         os.close(end)
@@ -114,7 +114,11 @@ class Watcher:
         return silent if silent > 2 * max(heartbeat, 2 * every) else 0.0
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, for good."""
+        self._end_process()
+        self._memory.close()
+
+    def _end_process(self) -> None:
         if self._process is not None:
             self._process.kill()
             with suppress(subprocess.TimeoutExpired):
