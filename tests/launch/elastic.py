@@ -102,6 +102,7 @@ def train(
     joiners: Deaths | None = None,
     restarts: int = 0,
     waits: int = -1,
+    hosts: bool = False,
     left: int | None = None,
     steps: int = STEPS,
     seed: int = 0,
@@ -114,7 +115,7 @@ def train(
     """
     plan = {"deaths": deaths, "misses": misses or {}, "gloo": gloo, "function": function, "accumulate": accumulate}
     plan |= {"freezes": freezes, "evaluates": evaluates, "joiners": joiners or {}, "waits": waits, "workers": workers}
-    plan |= {"steps": steps, "reduces": reduces, "mode": mode, "clip": clip, "cache": cache, "seed": seed}
+    plan |= {"hosts": hosts, "steps": steps, "reduces": reduces, "mode": mode, "clip": clip, "cache": cache, "seed": seed}
     records, logs, told = folder / "records", folder / "logs", list[str]()
     records.mkdir()
     logs.mkdir()

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,13 @@ from anabranch.collectives import buckets, differentiable, shared_memory, worker
 from anabranch.deadline import Deadline
 from anabranch.errors import PeerLost
 from anabranch.executor.saving.saving import Saver
+from anabranch.liveness.peers import Identity
 
 FOLDER, PLAN = Path(sys.argv[1]), json.loads(sys.argv[2])
 PROCESS, JOINED = int(os.environ["ANABRANCH_MEMBER"]), ab.job().joined
+if PLAN["hosts"]:  # each process believes to be on one of two
+    identity = replace(Identity.of_this_process(), host=f"host-{PROCESS % 2}")
+    Identity.of_this_process = classmethod(lambda cls: identity)  # type: ignore[method-assign, assignment]
 MOMENTS = PLAN["joiners" if JOINED else "deaths"].get(str(PROCESS), [])  # [place, run]
 STEPS, SERVED = PLAN["steps"], PLAN["mode"] is not None
 EXECUTORS: list[ab.Executor] = []

@@ -181,3 +181,26 @@ def test_threads_that_write_at_once_do_not_break_each_others_lines(
     lines = (tmp_path / "log").read_text().splitlines()
     assert len(lines) == 1000
     assert set(lines) == {"a" * 40, "b" * 40}
+
+
+def test_what_another_worker_writes_to_its_log_is_shown_from_then_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[str] = []
+
+    def shown() -> str:
+        seen.append(capfd.readouterr().out)
+        return "".join(seen)
+
+    other = tmp_path / "worker-2.log"
+    other.write_text("as rank 2\n")
+    with Screen(tmp_path / "worker-0.log") as screen, other.open("a", buffering=1) as log:
+        os.write(screen.stdout, b"rank 0\n")
+        screen.follow(other)
+        screen.follow(tmp_path / "of a folder that was removed")
+        for number in range(3):
+            log.write(f"as rank 0: {number}\n")
+            wait_until(lambda line=f"{number}\n": line in shown())
+        log.write("the last")
+    assert shown() == "rank 0\nas rank 0: 0\nas rank 0: 1\nas rank 0: 2\nthe last"
+    assert (tmp_path / "worker-0.log").read_text() == "rank 0\n"

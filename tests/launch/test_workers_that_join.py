@@ -45,6 +45,20 @@ def test_the_others_go_on_until_the_newcomer_is_there(tmp_path: Path, gloo: bool
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("least", [None, 2])
+def test_the_workers_of_a_whole_host_are_replaced(script: Script, tmp_path: Path, least: int | None) -> None:
+    deaths: Deaths = {0: [("in the sum", 4)], 2: [("in the sum", 4)]}
+    train(script, tmp_path, deaths, workers=4, least=least, restarts=1, left=4, waits=8, steps=16, hosts=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("least", [None, 2])
+def test_the_workers_of_a_whole_host_are_replaced(tmp_path: Path, least: int | None) -> None:
+    deaths: Deaths = {0: [("in the sum", 4)], 2: [("in the sum", 4)]}
+    train(tmp_path, deaths, workers=4, least=least, restarts=1, left=4, waits=8, steps=16, hosts=True)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["forward", "backward", "in the sum"])
 def test_a_sum_in_the_loss_is_part_of_the_step(tmp_path: Path, place: str) -> None:
     train(tmp_path, {1: [(place, 4)]}, least=None, restarts=1, left=3, reduces=True)

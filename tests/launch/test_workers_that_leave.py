@@ -31,6 +31,20 @@ def test_a_worker_that_has_missed_the_last_result_takes_it_from_one_that_has_it(
     train(tmp_path, {0: [("between", 6)]}, misses={1: (5, "gradients", 1)}, gloo=True)
 
 
+def test_the_others_on_two_hosts_do_the_step_again(tmp_path: Path) -> None:
+    """Sums within a host are in shared memory, and both are connected by gloo, as under the next membership."""
+    train(tmp_path, {1: [("in the sum", 6)]}, workers=4, hosts=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "deaths", [{0: [("in the sum", 6)]}, {0: [("forward", 3)], 2: [("forward", 3)]}, {3: [("between", 5)]}], ids=str
+)
+@pytest.mark.parametrize("freezes", [False, True])
+def test_workers_of_several_hosts_may_die_and_a_whole_host_too(tmp_path: Path, deaths: Deaths, freezes: bool) -> None:
+    train(tmp_path, deaths, workers=4, hosts=True, freezes=freezes)
+
+
 @pytest.mark.slow
 def test_a_worker_that_has_missed_the_end_of_an_epoch_sees_it_again(tmp_path: Path) -> None:
     """One has gone on to the first run of the next epoch, and one has not seen that all are at the end of this one."""
@@ -234,3 +248,16 @@ def test_an_exit_code_ends_the_job_and_a_kill_does_not(
     assert any("is the second that has crashed in step 2" in line for line in told) == (
         -signal.SIGABRT in ends.values()
     )
+
+
+def test_the_screen_shows_the_log_of_whoever_is_rank_0(
+    script: Script, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    says = "\n    print(f'process {rank} is rank {now[\"ranks\"][rank]}')\n"
+    options = {"min_workers": 1, "worker_restarts": RestartBudget(0), "log_dir": tmp_path, "live": True}
+    told: list[str] = []
+    outcome = launch(script(ENDS + says), [f"0:{-signal.SIGKILL:d}"], workers=3, tell=told.append, **options)
+    assert outcome.exit_code == 0
+    assert [line.endswith("goes on with 2 workers, whose rank 0 writes to worker-2.log") for line in told] == [True]
+    assert capfd.readouterr().out == "process 2 is rank 0\n"
+    assert (tmp_path / "worker-1.log").read_text() == "process 1 is rank 1\n"

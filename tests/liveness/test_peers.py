@@ -1,4 +1,4 @@
-"""Liveness of peers: on this host by /proc, elsewhere by their heartbeats."""
+"""Liveness of peers of this host, by /proc; of those elsewhere, see ``test_lost_ranks.py``."""
 
 from __future__ import annotations
 
@@ -41,12 +41,11 @@ def watching(
     *,
     clock: Callable[[], float] = monotonic,
     store: HashStore | None = None,
-    heartbeat: float = 1.0,
 ) -> Peers:
     """Return the peers of rank 0."""
     store = store or HashStore()
     peers = Peers(0, lambda: store, clock)
-    peers.know(identities, heartbeat)
+    peers.know(identities, 1.0)
     return peers
 
 
@@ -133,45 +132,3 @@ def test_a_peer_that_was_not_met_is_looked_up_once_it_is_there(child: subprocess
     store.set("anabranch/0/identity/1", identity_of(child.pid).encode())
     peers.look_up([1], 1.0)
     assert peers.lost([1], 1.0) == {1: "its process has ended"}
-
-
-ELSEWHERE = Identity("another host", 1, "1")
-
-
-def beats(store: HashStore) -> int:
-    return int(store.get("anabranch/0/beat/0"))
-
-
-def test_a_peer_elsewhere_is_lost_after_two_heartbeats_without_a_beat() -> None:
-    clock, store = Clock(), HashStore()
-    store.set("anabranch/0/beat/1", "0")
-    peers = watching({1: ELSEWHERE}, store=store, heartbeat=0.01, clock=clock)
-    try:
-        clock.now = 0.02
-        assert peers.lost([1], 0.01) == {}
-        store.set("anabranch/0/beat/1", "1")
-        began = beats(store)
-        wait_until(lambda: beats(store) >= began + 2)  # one whole look lies between
-        clock.now = 0.04
-        assert peers.lost([1], 0.01) == {}
-        clock.now = 0.041
-        assert list(peers.lost([1], 0.01)) == [1]
-    finally:
-        peers.close()
-
-
-def test_a_group_with_a_shorter_heartbeat_lets_all_beat_more_often_from_then_on() -> None:
-    clock, store = Clock(), HashStore()
-    store.set("anabranch/0/beat/1", "0")
-    peers = watching({1: ELSEWHERE}, store=store, heartbeat=600.0, clock=clock)
-    try:
-        clock.now = 300.0
-        peers.know({1: ELSEWHERE}, 0.01)
-        assert peers.lost([1], 0.01) == {}  # it need not have beaten so often before
-        began = beats(store)
-        wait_until(lambda: beats(store) >= began + 2)
-        clock.now = 300.03
-        assert list(peers.lost([1], 0.01)) == [1]
-        assert peers.lost([1], 600.0) == {}
-    finally:
-        peers.close()

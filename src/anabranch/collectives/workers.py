@@ -287,7 +287,7 @@ class Workers(Group):
         if met is None:
             return False
         self.roll, rank, store, identities = met
-        self.peers.become(self.roll.number, rank, store, identities)
+        self.peers.become(self.roll.number, rank, store, identities, self.heartbeat)
         self.set_members(range(len(identities)))
         self.started, self.has_left_work = 0, False
         self.segments, self._begun = WeakSet(), WeakSet()

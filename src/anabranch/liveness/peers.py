@@ -4,12 +4,12 @@ A frozen peer keeps its sockets open and acknowledges data, so gloo waits for it
 watch each other outside the collectives::
 
     a peer on this host      /proc says whether it runs, is stopped, or is gone; asked while waiting, no thread needed
-    a peer elsewhere         writes a counter to the job's store every heartbeat; a counter that stands still for two
-                             heartbeats means that the peer is lost
+    a peer elsewhere         has a process beside it that beats for it, see ``watcher.py``; one that was silent for two
+                             heartbeats is lost, and so is one that says that its worker has ended
 
-A peer on this host that merely holds its interpreter's lock (a long import, a compilation) counts as running and is
-waited for until the deadline; if it is stopped in two checks, one heartbeat apart, it is lost. Two ranks share a host
-if they have the same kernel boot id and pid namespace; names are not compared.
+A peer that merely holds its interpreter's lock (a long import, a compilation) counts as running and is waited for until
+the deadline; if it is stopped in two checks, one heartbeat apart, it is lost. Two ranks share a host if they have the
+same kernel boot id and pid namespace; names are not compared.
 
 The process group is ended before the interpreter is. Gloo's threads take the interpreter's lock to free a tensor. One
 that waits for it when the interpreter is taken apart is ended by Python in the middle of C++ code, and with it the
@@ -20,7 +20,7 @@ threads end with the last reference to their group, so that is let go of while P
 from __future__ import annotations
 
 import atexit
-import itertools
+import functools
 import logging
 import math
 import os
@@ -36,6 +36,7 @@ from time import monotonic
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from anabranch.liveness.watcher import Watcher, own_socket
 from anabranch.record.process import flush, process_stat
 
 _STOPPED = frozenset("Tt")
@@ -44,29 +45,35 @@ _GONE = frozenset("ZXx")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A process, distinct from any other that ever had its pid: its host, its pid, and its start time."""
+    """A process, distinct from any other that ever had its pid: its host, its pid, and its start time.
+
+    ``beats_at``: where it hears the beats of those on other hosts.
+    """
 
     host: str
     pid: int
     started: int
+    beats_at: str = ""
 
     @classmethod
     def of_this_process(cls) -> Identity:
         """Return the identity of the calling process."""
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = os.readlink("/proc/self/ns/pid")
-        pid = os.getpid()
-        return cls(f"{boot}/{namespace}", pid, process_stat(pid)[1])
+        return _identity_of(os.getpid())
+
+    @property
+    def name(self) -> str:
+        """All but its address."""
+        return f"{self.host} {self.pid} {self.started}"
 
     def encode(self) -> str:
         """Return the identity as a string, for another rank to ``decode``."""
-        return f"{self.host} {self.pid} {self.started}"
+        return f"{self.name} {self.beats_at}"
 
     @classmethod
     def decode(cls, text: str) -> Identity:
         """Return the identity written by ``encode``."""
-        host, pid, started = text.split(" ")
-        return cls(host, int(pid), int(started))
+        host, pid, started, beats_at = text.split(" ")
+        return cls(host, int(pid), int(started), beats_at)
 
     def has_ended(self) -> bool:
         """Return True for a process of this host that has ended."""
@@ -74,13 +81,21 @@ class Identity:
         return self.host == Identity.of_this_process().host and (state in _GONE or started != self.started)
 
 
+@functools.lru_cache(maxsize=1)
+def _identity_of(pid: int) -> Identity:
+    """Return the identity of the calling process, which has this number: a fork has another."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    beats = own_socket(pid)
+    where = "" if beats is None else beats[1]
+    return Identity(f"{boot}/{os.readlink('/proc/self/ns/pid')}", pid, process_stat(pid)[1], where)
+
+
 class Peers:
     """The processes of a job as one of them sees the others: who they are, and which are lost.
 
     Args:
         rank: this process's.
-        store: returns the job's store, where ranks leave their identities, and those with peers on other hosts their
-            beats.
+        store: returns the job's store, where ranks leave their identities.
         clock: seconds that never run backwards.
 
     Attributes:
@@ -100,24 +115,20 @@ class Peers:
         self._clock = clock
         self._identities = {rank: self.identity}
         self._stopped_since: dict[int, float] = {}
-        self._counters: dict[int, tuple[bytes, float]] = {}
-        self._beats = itertools.count()
-        self._heartbeat = math.inf
         self._lock = threading.Lock()
-        self._woken = threading.Event()
-        self._closed = False
-        self._thread: threading.Thread | None = None
+        self._watcher: Watcher | None = None
         store().set(self._key("identity", rank), self.identity.encode())
 
     def _key(self, what: str, rank: int) -> str:
         return f"anabranch/{self.membership}/{what}/{rank}"
 
-    def become(self, number: int, rank: int, store: Store, identities: dict[int, Identity]) -> None:
-        """Be those of another membership, as ``meet_members`` has met them; all are on this host."""
+    def become(self, number: int, rank: int, store: Store, identities: dict[int, Identity], heartbeat: float) -> None:
+        """Be those of another membership, as ``meet_members`` has met them."""
         with self._lock:
             Peers.membership, self.rank, self._store = number, rank, lambda: store
-            self._identities, self._stopped_since, self._counters = identities, {}, {}
+            self._identities, self._stopped_since = {}, {}
             self.has_left_work = False
+        self.know(identities, heartbeat)
 
     @property
     def identities(self) -> dict[int, Identity]:
@@ -126,23 +137,17 @@ class Peers:
             return dict(self._identities)
 
     def have_ended(self, ranks: Sequence[int]) -> bool:
-        """Return True if the process of one of ``ranks``, all on this host, has ended, and is not only frozen."""
+        """Return True if the process of one of ``ranks`` on this host has ended, and is not only frozen."""
         return any(self._identities[rank].has_ended() for rank in self._identities.keys() & ranks)
 
     def know(self, identities: Mapping[int, Identity], heartbeat: float) -> None:
         """Watch these ranks; if any is on another host, this process beats at least so often from now on."""
         with self._lock:
             self._identities |= identities
-            if heartbeat >= self._heartbeat or not self._elsewhere():
-                return
-            self._heartbeat, now = heartbeat, self._clock()
-            # Until now nobody had to beat so often.
-            self._counters = {rank: (counter, now) for rank, (counter, _) in self._counters.items()}
-        self._beat()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="anabranch-beats", daemon=True)
-            self._thread.start()
-        self._woken.set()
+            elsewhere = [who for who in self._identities.values() if who.host != self.identity.host and who.beats_at]
+            if elsewhere:
+                self._watcher = self._watcher or Watcher(self.identity.name)
+                self._watcher.watch({who.name: who.beats_at for who in elsewhere}, heartbeat)
 
     def look_up(self, ranks: Sequence[int], heartbeat: float) -> None:
         """Watch those of ``ranks`` that have left their identity in the store."""
@@ -166,9 +171,11 @@ class Peers:
             for rank in self._identities.keys() & ranks:
                 who = self._identities[rank]
                 if who.host != self.identity.host:
-                    seen = self._counters.get(rank, (b"", now))[1]
-                    if now - seen > 2 * heartbeat:
-                        frozen[rank] = f"sent no beat for {now - seen:.1f} s"
+                    silence = 0.0 if self._watcher is None else self._watcher.silence(who.name, heartbeat)
+                    if silence == math.inf:
+                        gone[rank] = "its process has ended"
+                    elif silence:
+                        frozen[rank] = f"sent no beat for {silence:.1f} s"
                     continue
                 state, started = process_stat(who.pid)
                 if state not in _STOPPED:
@@ -193,41 +200,13 @@ class Peers:
         with suppress(RuntimeError):
             self._store().set(self._key("lost-another", self.rank), "yes")
 
-    def _elsewhere(self) -> list[int]:
-        return [rank for rank, who in self._identities.items() if who.host != self.identity.host]
-
-    def _run(self) -> None:
-        while not self._closed:
-            if not self._woken.wait(self._heartbeat):
-                try:
-                    self._beat()
-                except (RuntimeError, ValueError):
-                    # The store is gone, and every rank's beats with it: waiting ranks will name the missing ones.
-                    return
-            self._woken.clear()
-
-    def _beat(self) -> None:
-        store = self._store()
-        store.set(self._key("beat", self.rank), str(next(self._beats)))
-        with self._lock:
-            elsewhere = self._elsewhere()
-        beating = [r for r in elsewhere if r in self._counters or store.check([self._key("beat", r)])]
-        counters = store.multi_get([self._key("beat", rank) for rank in beating]) if beating else []
-        now = self._clock()
-        with self._lock:
-            for rank, counter in zip(beating, counters, strict=True):
-                if self._counters.get(rank, (None,))[0] != counter:
-                    self._counters[rank] = (counter, now)
-
     def close(self) -> None:
-        """Stop beating; the thread has ended when this returns."""
-        self._closed = True
-        self._woken.set()
-        if self._thread is not None:
-            self._thread.join(2 * self._heartbeat + 1.0)
+        """Stop beating."""
+        if self._watcher is not None:
+            self._watcher.close()
 
     def leave(self) -> None:
-        """End with the interpreter: a thread that is at the store then would abort the process."""
+        """End with the interpreter."""
         if self.has_left_work:
             end_without_waiting()
         self.close()

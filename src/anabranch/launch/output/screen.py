@@ -11,6 +11,8 @@ other comes to the log in that order, a line at a time.
 
 A slow reader (``| less``) blocks rank 0, as it would without a launcher, and not the launcher's own thread. A screen
 whose reader has gone (``| head``) is forgotten: the log goes on.
+
+Where another worker takes the place of rank 0, what that writes to its own log is shown from then on.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from anabranch.launch.supervision.worker import open_log
 _OUTPUT_FLAGS = 1  # index in the list of tcgetattr
 _LOCAL_FLAGS = 3
 _LOOK_SECONDS = 2.0
+_LOG_SECONDS = 0.1  # between two looks at a log that grows
 _READ = 1 << 20  # more than a pipe holds
 _WRITE = select.PIPE_BUF  # what a pipe that is ready takes without blocking
 _SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it, and a killed one does not show it again
@@ -43,11 +46,13 @@ class _Stream:
         source: where its output is read.
         target: where it is shown; ``None`` once that has no reader.
         rest: the beginning of a line.
+        is_log: it is another worker's log, which grows.
     """
 
-    def __init__(self, source: int, target: int) -> None:
+    def __init__(self, source: int, target: int, *, is_log: bool = False) -> None:
         os.set_blocking(source, False)
         self.source = source
+        self.is_log = is_log
         self.target: int | None = target
         self.rest = b""
         self.ended = False
@@ -56,7 +61,7 @@ class _Stream:
         """Return what has come; nothing at the end."""
         try:
             data = b"" if self.ended else os.read(self.source, _READ)
-            self.ended = not data
+            self.ended = not data and not self.is_log
         except BlockingIOError:
             return b""
         except OSError:  # a terminal that no process has open
@@ -120,6 +125,18 @@ class Screen:
         self._lines.append(line)
         os.write(self._wake, b"\0")
 
+    def follow(self, log: Path) -> None:
+        """Show, too, what is written to the log of another worker from now on."""
+        with suppress(OSError):  # its folder was removed
+            source = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+            try:
+                os.lseek(source, 0, os.SEEK_END)
+            except OSError:  # a FIFO
+                os.close(source)
+                return
+            self._streams = [*self._streams, _Stream(source, 1, is_log=True)]
+            os.write(self._wake, b"\0")
+
     def _run(self) -> None:
         poller = select.poll()
         for descriptor in (self._wakes, *(stream.source for stream in self._streams)):
@@ -138,7 +155,8 @@ class Screen:
                 if stream.ended:
                     with suppress(KeyError):
                         poller.unregister(stream.source)
-            for descriptor, _ in poller.poll():
+            grows = any(stream.is_log for stream in self._streams)
+            for descriptor, _ in poller.poll(_LOG_SECONDS * 1000 if grows else None):
                 if descriptor == self._wakes:
                     os.read(self._wakes, _WRITE)
 
@@ -147,8 +165,9 @@ class Screen:
 
         The last stream is read first: what the worker wrote to stdout before is then in the pipe.
         """
-        read = [stream.read() for stream in reversed(self._streams)][::-1]
-        for number, (stream, data) in enumerate(zip(self._streams, read, strict=True)):
+        streams = self._streams
+        read = [stream.read() for stream in reversed(streams)][::-1]
+        for number, (stream, data) in enumerate(zip(streams, read, strict=True)):
             data = stream.rest + data
             whole = len(data) if self._terminal or any(read[number + 1 :]) else data.rfind(b"\n") + 1
             stream.rest = data[whole:]
@@ -165,7 +184,8 @@ class Screen:
             return
         self._mid_line = not data.endswith(b"\n")
         try:
-            _write_all(self._log.fileno(), data)
+            if not stream.is_log:
+                _write_all(self._log.fileno(), data)
         except OSError as error:
             self._log.close()
             self._log = open_log(Path(os.devnull), anew=False)

@@ -98,6 +98,12 @@ class Members:
         first = [self._workers[one].log.name for one, rank in now.ranks.items() if rank == 0 and one != 0]
         return f"{text}, whose rank 0 writes to {first[0]}" if first else text
 
+    def heir(self, process: RoleProcess) -> RoleProcess | None:
+        """Return the worker that is rank 0 once ``process`` has left; ``None`` if that changes nothing."""
+        ranks = self._now.without(process.rank).ranks
+        first = [one for one in self._members() if ranks.get(one.rank) == 0 and self._now.ranks[one.rank] != 0]
+        return first[0] if first else None
+
     def replaces(self, process: RoleProcess) -> float | None:
         """Return in how many seconds another is to be started in place of a lost worker; ``None`` if none is."""
         restarts = process.spec.restarts

@@ -195,6 +195,8 @@ class Supervisor:
         members, well = self._members, worker.exit_code == 0 or worker.stopped
         if members is not None and not self._failed and (well or members.may_leave(worker)):
             worker.forgiven = not well or members.awaits(worker)
+            if self._screen and not well and (heir := members.heir(worker)) is not None:
+                self._screen.follow(heir.log)
             text = members.leave(worker)
             if not well:
                 pause, restarts = None if self.interrupted else members.replaces(worker), worker.spec.restarts
