@@ -16,18 +16,24 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import time
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+from anabranch.deadline import Deadline
 from anabranch.job import JOINED_VARIABLE, MEETING_VARIABLE
 from anabranch.record.process import replace_text
 
 MEMBER_VARIABLE = "ANABRANCH_MEMBER"
 """The environment variable with the rank that a worker was started with; of jobs that may lose workers only."""
 
+APART = -1
+"""In place of the members' epoch, where they run apart (``ssp``, ``asp``), so that no newcomer can join them."""
+
 _PROGRESS = struct.Struct("=qq")  # optimizer steps, and epochs
+_PAUSE = 0.01
 
 
 class Membership(msgspec.Struct, frozen=True):
@@ -113,6 +119,14 @@ class OwnPlace:
     def wait_here(self) -> None:
         """Let this newcomer be invited."""
         _waits(self.meeting, self.process, os.getpid()).touch()
+
+    def wait_until_invited(self, deadline: Deadline) -> None:
+        """Return when this newcomer is a member, or the others have ended; they wait for it then."""
+        while not deadline.expired():
+            now = published(self.meeting)
+            if now.over or not now.ranks or self.process in now.ranks:
+                return
+            time.sleep(_PAUSE)
 
     def leave(self) -> None:
         """Let the launcher know that this process ends because its calls are not those of the others."""

@@ -14,6 +14,7 @@ from anabranch.held_error import HELD_ERROR_VARIABLE
 from anabranch.job import JOINED_VARIABLE
 from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
 from anabranch.liveness.membership import (
+    APART,
     Membership,
     call_newcomers,
     has_closed,
@@ -80,7 +81,7 @@ class Members:
         ended = [one for one in self._workers if one.exit_code == 0]
         there = len(self._members()) + len(self.newcomers()) + len(self._awaited) + len(ended)
         restarts = process.spec.restarts
-        left = 0 if restarts is None or self._now.closed else restarts.times - restarts.used
+        left = 0 if restarts is None or self._takes_nobody() else restarts.times - restarts.used
         if there + (left > 0) < self._least and restarts is not None and restarts.used:
             self._tell(f"{process.who} is not replaced again: --worker-restarts {restarts}")
         return there + (left > 0) >= self._least
@@ -101,10 +102,14 @@ class Members:
     def replaces(self, process: RoleProcess) -> float | None:
         """Return in how many seconds another is to be started in place of a lost worker; ``None`` if none is."""
         restarts = process.spec.restarts
-        pause = restarts.take() if restarts is not None and not self._now.closed else None
+        pause = None if restarts is None or self._takes_nobody() else restarts.take()
         if pause is not None:
             self._awaited.add(process.rank)
         return pause
+
+    def _takes_nobody(self) -> bool:
+        done = progress(self._meeting)
+        return bool(self._now.closed) or (done is not None and done[1] == APART)
 
     def newcomer(self, process: RoleProcess) -> ProcessSpec | None:
         """Return what to start in place of a lost worker; ``None`` if nobody is left to take the state from."""
