@@ -57,7 +57,7 @@ from anabranch.tensors import Structure
 _T = TypeVar("_T")
 _log = logging.getLogger("anabranch.executor")
 _COMPARISON = "comparison of calls"
-_LOOK_SECONDS = 0.05  # between two looks for newcomers, and two at the epoch, which they are told
+_LOOK_SECONDS = 0.05  # between two looks for newcomers
 _CURE = (
     "begin the loop where the job is: while executor.step < n, or for epoch in range(executor.epoch, n): while "
     "executor.epoch == epoch"
@@ -125,8 +125,7 @@ class Redo:
         _open.add(self)
         _made[form] += 1
         self._form = zlib.crc32(f"{_made[form]} {form}".encode())  # a script may train in one after the other
-        self._look_at, self._count_at, self._epoch = 0.0, 0.0, 0
-        self.repeated, self.calls = 0, False
+        self._look_at, self.repeated, self.calls = 0.0, 0, False
         self._random = RandomMoment()
         models = {runner.step.model for runner in runners.values()}
         self._holders = [module._buffers for model in models for module in model.modules()]
@@ -179,11 +178,8 @@ class Redo:
         """Remember a run that has ended, in case that its window does not, and note how far this worker is."""
         if self.fixed is None:
             self._window.append(batch)
-            at_end = self._loader is not None and not self._loader.left()  # a newcomer would begin with the next
-            if (now := time.monotonic()) >= self._count_at or at_end:
-                self._count_at, self._epoch = now + _LOOK_SECONDS, self._epochs()
             if self._steps:
-                self._place.write_progress(self._steps, self._epoch)
+                self._place.write_progress(self._steps)
         self._answer = None  # all have it: a run waits for everyone
 
     def owed(self) -> list[ShareOf | None]:
