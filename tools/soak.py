@@ -4,8 +4,8 @@
 
     python tools/soak.py [--every 20,60] [--minutes 3] [--modes AllReduce,PS,Hybrid] [--kills 10] [--seed N]
 
-First a job for each of ``--every``: a random worker, server or expert is killed, or a worker frozen, every so many
-seconds; its goodput is the steps kept, of those that the time would have been enough for at the rate of its first 30
+First a job for each of ``--every``: a random worker, server or expert is killed or frozen every so many seconds; its
+goodput is the steps kept, of those that the time would have been enough for at the rate of its first 30
 seconds, which nothing disturbs. Then a job for each of ``--modes``, without experts, of which one or two workers at a
 time are killed or frozen every few seconds; its parameters are compared with the undisturbed run's.
 
@@ -168,12 +168,12 @@ class Job:
         return True
 
     def strike(self, role: str, chance: random.Random) -> str:
-        """Kill a random process of the role, or freeze a worker; return what was done, ``""`` if none is there."""
+        """Kill or freeze a random process of the role; return what was done, ``""`` if none is there."""
         there = {name: pid for name, pid in self.processes().items() if name.rpartition("-")[0] == role}
         if not there:
             return ""
         name = chance.choice(sorted(there))
-        freezes = role == "worker" and chance.random() < 0.5
+        freezes = chance.random() < 0.5
         with suppress(ProcessLookupError):
             os.kill(there[name], signal.SIGSTOP if freezes else signal.SIGKILL)
         what = "froze" if freezes else "killed"
@@ -306,7 +306,7 @@ def table(results: Sequence[Result]) -> str:
     def shown(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)
 
-    struck = ("worker killed", "worker frozen", "parameters killed", "expert killed")
+    struck = [f"{role} {what}" for role in ROLES for what in ("killed", "frozen")]
     lines = [
         row("", [one.name for one in results]),
         row("seconds", [f"{one.seconds:.0f}" for one in results]),

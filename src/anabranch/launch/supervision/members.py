@@ -141,19 +141,20 @@ class Members:
         call_newcomers(self._meeting, some=bool(self._waiting()))
         self._now.publish(self._meeting)
 
-    def frozen(self) -> list[RoleProcess]:
-        """Return the workers that were stopped at the last look, ``LOOK_SECONDS`` ago, too, while others were not.
+    def frozen(self, services: Sequence[RoleProcess]) -> list[RoleProcess]:
+        """Return the processes that were stopped at the last look, ``LOOK_SECONDS`` ago, too, while others were not.
 
         None of those without which the job does not go on: they may be woken.
         """
         running = [one for one in self._workers if one.running]
+        running += [one for one in services if one.running and one.spec.restarts is not None]
         stopped = {one.pid for one in running if process_stat(one.pid)[0] == "T"}
         before, self._stopped = self._stopped, stopped
         awake, self._looked = time.monotonic() - self._looked < 2 * LOOK_SECONDS, time.monotonic()
         if not awake or len(stopped) == len(running) or progress(self._meeting) is None:
             return []
         frozen = [one for one in running if one.pid in stopped & before]
-        return [one for one in frozen if not has_closed(self._meeting, one.rank, one.pid)]
+        return [one for one in frozen if one.role != "worker" or not has_closed(self._meeting, one.rank, one.pid)]
 
     def wait_no_longer(self) -> None:
         """Let the members go on without newcomers: the job is to end soon."""
