@@ -261,7 +261,7 @@ class Redo:
         if roll is None or not roll.since:
             return
         facts = [zlib.crc32(call.encode()), self._seen, sum(one.in_window for one in self._runners.values())]
-        mine = torch.tensor(facts, dtype=torch.float64)
+        mine = torch.tensor(facts, dtype=torch.float64, device=workers.device)
         if self._facts is None:
             (self._facts,) = shared_sums(workers, [FlatForm(len(facts), mine.dtype, mine.device, gathers=True)])
         if (shared := self._facts) is None:
