@@ -13,7 +13,8 @@ Every run waits for all workers, so none is more than one run ahead of another. 
 workers, so that it does not matter which of them has computed a row. Old connections may still deliver a result; nobody
 looks at it, as the number of its membership is over.
 
-A newcomer is alone until its first run. There it says -1, as it has seen nothing, and takes all that a checkpoint has::
+A newcomer is alone until its first run. There it says -1, as it has seen nothing, and takes all that a checkpoint has.
+If it has looked at the epoch before, it has waited there until the members met, who wait for its run::
 
     members     run t: the header says that newcomers wait ──> before run t + 1 they meet, with the newcomers
     newcomer    its first run ── waits ────────────────────────────────────> takes the state ──> run t + 1
