@@ -32,6 +32,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import soak_job
@@ -236,7 +237,7 @@ class Result:
     lives: list[Life] = field(default_factory=list)
     trouble: list[str] = field(default_factory=list)
 
-    def read(self, records: Sequence[Sequence[dict[str, object]]], batches: Iterable[list[int]]) -> None:
+    def read(self, records: Sequence[Sequence[dict[str, Any]]], batches: Iterable[list[int]]) -> None:
         """Count what the workers have written down, each its own."""
         doings: dict[int, dict[int, list[int]]] = {}
         times: dict[int, float] = {}
@@ -266,7 +267,7 @@ class Result:
         if len({line["step"] for line in ends}) != 1 or ends[0]["step"] != self.steps:
             self.trouble.append(f"the workers ended at steps {[line['step'] for line in ends]}, of {self.steps}")
 
-    def take_goodput(self, began: float, struck: float, records: Sequence[Sequence[dict[str, object]]]) -> None:
+    def take_goodput(self, began: float, struck: float, records: Sequence[Sequence[dict[str, Any]]]) -> None:
         """Compare the rate from ``struck`` on with that from ``began`` to there."""
         times: dict[int, float] = {}
         for line in (line for lines in records for line in lines if line["event"] == "step"):
@@ -352,7 +353,7 @@ def difference(trained: Path, steps: int) -> float:
     return max(float((theirs[name] - value).abs().max()) for name, value in model.state_dict().items())
 
 
-def read_records(out: Path) -> list[list[dict[str, object]]]:
+def read_records(out: Path) -> list[list[dict[str, Any]]]:
     """Return the whole lines of each worker, in order."""
     paths = sorted(out.glob("record-*"))
     return [[json.loads(line) for line in path.read_bytes().split(b"\n")[:-1] if line] for path in paths]
