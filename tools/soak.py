@@ -372,12 +372,9 @@ def run(result: Result, job: Job, chance: random.Random, *, seconds: float, ever
             for _ in range(1 if seconds else chance.choice([1, 1, 2])):
                 result.strikes[job.strike(chance.choice(ROLES) if seconds else "worker", chance)] += 1
             del result.strikes[""]
-            due += every if seconds else 0.0
-            if not seconds:
-                if not job.wait_for_steps(5):
-                    result.trouble.append(f"no more steps within {RECOVERY_SECONDS:.0f} s")
-                    break
-                due = time.monotonic() + chance.uniform(0.5, 4.0)
+            if not job.wait_for_steps(5):
+                break
+            due = due + every if seconds else time.monotonic() + chance.uniform(0.5, 4.0)
         job.watch()
         time.sleep(min(0.5, max(0.0, due - time.monotonic())))
         if job.launcher.poll() is not None:
