@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RESULTS := benchmarks/results
-MINUTES ?= 10
+MINUTES ?= 3
 PEERS := benchmarks/.peers
 MODELS := .venv-models
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
@@ -71,7 +71,8 @@ $(MODELS)/.installed: $(STAMP)-test $(STAMP)-ray
 test-models: $(MODELS)/.installed $(STAMP)-kernels
 	@PYTHONDONTWRITEBYTECODE= PYTHONPATH=src $(MODELS)/bin/python -m pytest -n 2 --dist worksteal -q -m models tests/models $(ARGS)
 
-# A random process of a training job is killed every 20 seconds; ends with a table, and with 1 if a promise was broken.
+# Random processes of training jobs are killed or frozen: every 20 seconds, every minute, and workers every few seconds
+# in each mode; nine minutes. Ends with a table, and with 1 if a promise was broken.
 soak: $(STAMP)
 	@$(BIN)/python tools/soak.py --minutes $(MINUTES) $(ARGS)
 

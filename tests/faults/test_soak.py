@@ -1,13 +1,12 @@
-"""``make soak``: it finds violations; and a short one with two kills."""
+"""``make soak``: it finds violations; and a short one of each kind of job."""
 
 from __future__ import annotations
 
-import json
 import sys
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,65 +16,72 @@ import soak  # noqa: E402
 
 sys.path.remove(str(TOOLS))
 
-
-def line(event: str, step: int, time: float = 0.0, **facts: float) -> dict[str, float | str]:
-    return {"event": event, "step": step, "time": time, **facts}
-
-
-def record(*lines: dict[str, float | str]) -> soak.Record:
-    found = soak.Record()
-    for one in lines:
-        found.take(one)
-    return found
+Line = dict[str, Any]
+BATCHES = [[3, 1], [0, 2], [1, 2]]
 
 
-UNDISTURBED = (
-    line("resume", 0),
-    line("step", 1, 10.0, seconds=0.1),
-    line("step", 2, 11.0, seconds=0.2),
-    line("save", 2),
-    line("step", 3, 12.5, seconds=0.1),
-    line("resume", 2),
-    line("step", 3, 20.0, seconds=0.1),
-    line("check", 3, lost=0, doubled=0),
-    line("end", 3),
-)
+def line(event: str, time: float = 0.0, **facts: object) -> Line:
+    return {"event": event, "time": time, **facts}
 
 
-def result(*lines: dict[str, float | str], **changes: object) -> soak.Result:
-    kept = soak.Result(14, 600.0, Counter(worker=1), [record(*(lines or UNDISTURBED))], [], 0, 0)
-    return replace(kept, **changes)  # type: ignore[arg-type]
+def records() -> list[list[Line]]:
+    """Of two workers, of which the second dies in the second step."""
+    first = [
+        line("doing", 9.9, step=1, number=1, ids=[3]),
+        line("step", 10.0, step=1, seconds=0.1),
+        line("doing", 10.1, step=2, number=1, ids=[0]),
+        line("doing", 10.5, step=2, number=2, ids=[0, 2]),
+        line("step", 11.0, step=2, seconds=0.2),
+        line("doing", 11.1, step=3, number=2, ids=[1, 2]),
+        line("step", 18.5, step=3, seconds=7.5),
+        line("check", 18.6, lost=0, twice=0),
+        line("end", 18.7, step=3, again=1, memberships=2),
+    ]
+    second = [
+        line("doing", 9.9, step=1, number=1, ids=[1]),
+        line("step", 10.1, step=1, seconds=0.1),
+        line("doing", 10.2, step=2, number=1, ids=[2]),
+    ]
+    return [first, second]
 
 
-def test_a_record_says_how_much_was_kept_and_repeated() -> None:
-    kept = result()
-    (one,) = kept.records
-    assert (one.done, one.again, one.step, one.saved, one.gap, one.longest) == (4, 1, 3, 2, 7.5, 0.2)
-    assert one.goodput == pytest.approx((3 - 1) * 1.5 / 10.0)
-    assert kept.broken() == []
-    assert all(len(row) <= 80 for row in kept.table().splitlines())
+def result(change: Callable[[list[Line]], object] = lambda first: None, **facts: object) -> soak.Result:
+    both = records()
+    change(both[0])
+    counted = soak.Result("20 s")
+    counted.read(both, iter(BATCHES))
+    return replace(counted, **facts)  # type: ignore[arg-type]
+
+
+def test_a_job_s_records_say_how_much_was_kept_and_done_again() -> None:
+    one = result()
+    assert one.broken() == []
+    assert (one.steps, one.again, one.memberships, one.checks, one.gap, one.longest) == (3, 1, 2, 1, 7.5, 7.5)
+    one.take_goodput(9.0, 11.5, [[line("step", at, step=number) for number, at in enumerate((9.5, 10.0, 10.5, 13.5))]])
+    assert one.goodput == pytest.approx(1 / (2.0 * 2.0))
+    assert all(len(row) <= 80 for row in soak.table([one] * 5).splitlines())
 
 
 READING = soak.Reading(20, 5, 300 << 20)
 
 
-def life(last: soak.Reading, seconds: float = 100.0) -> soak.Life:
-    return soak.Life("expert-1", 0.0, READING, last, seconds)
+def life(last: soak.Reading, name: str = "expert-1", seconds: float = 100.0) -> soak.Life:
+    return soak.Life(name, 0.0, READING, last, seconds)
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: result(*UNDISTURBED[:-2], line("check", 3, lost=2, doubled=1), UNDISTURBED[-1]), "2 acknowledged"),
-        (lambda: result(*UNDISTURBED[:5], line("resume", 1), *UNDISTURBED[1:]), "checkpoints were not gone back to"),
-        (lambda: result(*UNDISTURBED[:2], *UNDISTURBED[3:]), "not the steps kept"),
-        (lambda: result(*UNDISTURBED[:-1]), "not every worker"),
-        (lambda: result(*UNDISTURBED[:-2], UNDISTURBED[-1]), "not every worker"),
-        (lambda: result(exit_code=1), "ended with 1"),
-        (lambda: result(exit_code=None), "did not end"),
-        (lambda: result(overdue=3), "3 waits"),
-        (lambda: result(line("step", 1, 5.0, seconds=31.0), *UNDISTURBED[2:]), "1 waits"),
-        (lambda: result(line("step", 1, -60.0, seconds=0.1), *UNDISTURBED[2:]), "without a step"),
+        (lambda: result(lambda first: first[3].update(ids=[0])), "1 samples are missing"),
+        (lambda: result(lambda first: first[3].update(ids=[0, 2, 2])), "1 were counted twice"),
+        (lambda: result(lambda first: first[7].update(lost=2, twice=1)), "2 acknowledged updates are lost, and 1"),
+        (lambda: result(lambda first: first.pop(7)), "nobody has looked"),
+        (lambda: result(lambda first: first.pop()), "ended at steps []"),
+        (lambda: result(lambda first: first[8].update(step=2)), "ended at steps [2]"),
+        (lambda: result(lambda first: first[6].update(seconds=61.0)), "a step took 61.0 s"),
+        (lambda: result(gap=61.0), "61.0 s without a step"),
+        (lambda: result(difference=2e-12), "differs by 2e-12"),
+        (lambda: result(difference=float("nan")), "differs by nan"),
         (lambda: result(lives=[life(replace(READING, descriptors=29))]), "expert-1 grew"),
         (lambda: result(lives=[life(replace(READING, threads=10))]), "expert-1 grew"),
         (lambda: result(lives=[life(replace(READING, memory=350 << 20))]), "expert-1 grew"),
@@ -87,32 +93,24 @@ def test_every_broken_guarantee_is_reported(make: Callable[[], soak.Result], wor
 
 
 def test_a_stable_process_violates_no_guarantee() -> None:
-    lives = [life(replace(READING, descriptors=21, memory=310 << 20)), life(replace(READING, threads=99), seconds=1.0)]
+    lives = [
+        life(replace(READING, descriptors=21, memory=310 << 20)),
+        life(replace(READING, threads=99), seconds=1.0),
+        life(replace(READING, descriptors=40), name="worker-1"),  # of two memberships
+    ]
     assert result(lives=lives).broken() == []
-    assert "expert" in result(lives=lives).table()
-
-
-def test_a_record_is_read_on_from_where_it_ended_last_time(tmp_path: Path) -> None:
-    path, found = tmp_path / "record-0.jsonl", soak.Record()
-    found.follow(path)
-    texts = [json.dumps(one) + "\n" for one in UNDISTURBED]
-    path.write_text("".join(texts[:2]) + texts[2][:9])
-    found.follow(path)
-    assert found.step == 1
-    path.write_text("".join(texts))
-    found.follow(path)
-    assert (found.done, found.again, found.ended) == (4, 1, True)
+    assert "expert" in soak.table([result(lives=lives)])
 
 
 @pytest.mark.slow
-def test_a_server_and_a_worker_are_killed_and_nothing_is_lost(
+def test_processes_are_killed_and_frozen_and_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--kills", "parameters,worker", "--steps", "10", "--seed", "1", "--experts", "1"]
+    arguments = ["--every", "2", "--minutes", "0.2", "--modes", "PS", "--kills", "2", "--seed", "1"]
     monkeypatch.setattr(sys, "argv", ["soak.py", *arguments, "--out", str(tmp_path / "out")])
     monkeypatch.setattr(soak, "RECOVERY_SECONDS", 200.0)  # a busy machine: what is asserted is what is kept
+    monkeypatch.setattr(soak, "UNDISTURBED_SECONDS", 2.0)
     code = soak.main()
     told = capsys.readouterr().out
     assert code == 0, told
-    assert "2 kills" in told
     assert "every promise was kept" in told

@@ -98,6 +98,7 @@ def train(
     least: int | None = 1,
     freezes: bool = False,
     evaluates: bool = False,
+    background: bool = False,
     reduces: bool = False,
     joiners: Deaths | None = None,
     restarts: int = 0,
@@ -115,7 +116,16 @@ def train(
     """
     plan = {"deaths": deaths, "misses": misses or {}, "gloo": gloo, "function": function, "accumulate": accumulate}
     plan |= {"freezes": freezes, "evaluates": evaluates, "joiners": joiners or {}, "waits": waits, "workers": workers}
-    plan |= {"hosts": hosts, "steps": steps, "reduces": reduces, "mode": mode, "clip": clip, "cache": cache, "seed": seed}
+    plan |= {
+        "hosts": hosts,
+        "steps": steps,
+        "reduces": reduces,
+        "mode": mode,
+        "clip": clip,
+        "cache": cache,
+        "seed": seed,
+    }
+    plan |= {"background": background}
     records, logs, told = folder / "records", folder / "logs", list[str]()
     records.mkdir()
     logs.mkdir()

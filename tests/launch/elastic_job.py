@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,8 @@ def die_where_workers_sum_meet_and_save() -> None:
     state = lambda *_: dies_at("before it takes the state"), lambda *_: dies_at("behind the state")
     around(Saver, "take_dense_state", *state)
     around(checkpoint, "write", lambda *_: dies_at("in a save"))
+    around(Saver, "_part", lambda *_: dies_at("before a save"))
+    around(Saver, "_gather_at_first", after=lambda *_: dies_at("as the states are there"))
     if PLAN["gloo"]:
         buckets.shared_sums = lambda workers, forms: [None] * len(forms)
 
@@ -160,6 +162,14 @@ def share(job: ab.Job) -> Any:
     return torch.utils.data.default_collate([sample(index) for index in chosen])
 
 
+class Shares:
+    """A loader of another kind, which shares the samples out at each pass."""
+
+    def __iter__(self) -> Iterator[Any]:
+        job = ab.job()
+        yield torch.utils.data.default_collate([sample(index) for index in range(job.rank, SAMPLES, job.world_size)])
+
+
 def wait_for_newcomers(executor: ab.Executor) -> None:
     """Wait for newcomers, whom nobody needs."""
     until = time.monotonic() + 60
@@ -181,10 +191,12 @@ def train(executor: ab.Executor) -> None:
         write("losses", run=run, loss=result["loss"].item(), number=number)
         dies_at("between")
         if PLAN["evaluates"]:
-            write("scores", run=run, loss=executor.evaluate("validate")["loss"].item())
+            other = Shares() if PLAN["background"] else None
+            write("scores", run=run, loss=executor.evaluate("validate", other)["loss"].item())
             dies_at("behind an evaluation")
             if executor.step and not runner.in_window:
-                executor.save(FOLDER / "saved")
+                executor.save(FOLDER / "saved", wait=not PLAN["background"])
+                dies_at("behind a save")
 
 
 def main() -> None:

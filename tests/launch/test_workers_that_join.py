@@ -46,13 +46,6 @@ def test_the_others_go_on_until_the_newcomer_is_there(tmp_path: Path, gloo: bool
 
 @pytest.mark.slow
 @pytest.mark.parametrize("least", [None, 2])
-def test_the_workers_of_a_whole_host_are_replaced(script: Script, tmp_path: Path, least: int | None) -> None:
-    deaths: Deaths = {0: [("in the sum", 4)], 2: [("in the sum", 4)]}
-    train(script, tmp_path, deaths, workers=4, least=least, restarts=1, left=4, waits=8, steps=16, hosts=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("least", [None, 2])
 def test_the_workers_of_a_whole_host_are_replaced(tmp_path: Path, least: int | None) -> None:
     deaths: Deaths = {0: [("in the sum", 4)], 2: [("in the sum", 4)]}
     train(tmp_path, deaths, workers=4, least=least, restarts=1, left=4, waits=8, steps=16, hosts=True)
@@ -185,6 +178,9 @@ def test_a_job_that_is_not_elastic_ends_with_a_killed_worker(script: Script, tmp
     outcome = launch(script(GIVEN), workers=3, log_dir=tmp_path, tell=told.append, seconds=120.0)
     assert outcome.exit_code == 1
     assert not any("takes its place" in line for line in told)
+    text = (tmp_path / "worker-0.log").read_text()
+    assert "PeerLost: rank 1 is lost" in text
+    assert "does not go on without it" not in text, "nobody has asked for that"
 
 
 @pytest.mark.slow
@@ -302,9 +298,9 @@ def test_a_newcomer_is_told_the_epoch_exactly(script: Script, tmp_path: Path) ->
     """It starts while the others are behind the last batch of an epoch, and begins with the next, as they do."""
     source = """
     with executor() as one:
-        began = one.epoch
         if joined:
             open(sys.argv[1], "w").close()
+        began = one.epoch
         for epoch in range(began, 2):
             while one.epoch == epoch:
                 train(one, one.step + 1, 4)
@@ -316,6 +312,36 @@ def test_a_newcomer_is_told_the_epoch_exactly(script: Script, tmp_path: Path) ->
     texts = [log.read_text() for log in sorted(tmp_path.glob("worker-*.log"))]
     assert outcome.exit_code == 0, texts
     assert "began in 1 ended at 8" in texts[1], texts
+
+
+def test_no_epoch_ends_between_a_newcomer_s_look_at_it_and_its_joining(script: Script, tmp_path: Path) -> None:
+    source = """
+    from anabranch.collectives import Workers
+    start, gathers = Workers.start_all_gather, []
+
+    def counted(self, *arguments, operation="all_gather", **options):
+        gathers.append(operation)
+        return start(self, *arguments, operation=operation, **options)
+
+    Workers.start_all_gather = counted
+    with executor() as one:
+        fewer, epoch = joined, one.epoch
+        until = time.monotonic() + 1.0
+        while joined and time.monotonic() < until:  # the others would pass many epochs
+            time.sleep(0.01)
+        over = False
+        while not over:
+            while one.epoch == epoch:
+                train(one, one.step + 1, 6)
+                fewer |= ab.job().world_size == 2
+            one.state_dict()
+            epoch, over = epoch + 1, fewer and ab.job().world_size == 3
+        print("compared calls over gloo", gathers.count("comparison of calls"), "times")
+    """
+    outcome = launch(script(TRAINS + source), workers=3, min_workers=2, log_dir=tmp_path, seconds=120.0)
+    texts = [log.read_text() for log in sorted(tmp_path.glob("worker-*.log"))]
+    assert outcome.exit_code == 0, texts
+    assert all("compared calls over gloo 0 times" in text for text in texts), texts
 
 
 def test_the_work_behind_the_training_of_a_killed_worker_is_missed(script: Script, tmp_path: Path) -> None:

@@ -107,6 +107,22 @@ def test_evaluations_and_saves_begin_again(tmp_path: Path, place: str, victim: i
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("place", ["in an evaluation", "before a save", "as the states are there", "between"])
+def test_saves_in_the_background_and_evaluations_of_any_loader_begin_again(
+    tmp_path: Path, place: str, victim: int
+) -> None:
+    train(tmp_path, {victim: [(place, 5)]}, evaluates=True, background=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_save_in_the_background_that_one_has_not_seen_begin_is_finished(tmp_path: Path, late: int) -> None:
+    misses = {late: (6, "save", 10)}  # the last message of it, behind those of the end of the one before
+    train(tmp_path, {2: [("behind a save", 6)]}, evaluates=True, background=True, misses=misses)
+
+
+@pytest.mark.slow
 def test_an_evaluation_s_result_is_taken_from_a_worker_that_has_it(tmp_path: Path) -> None:
     misses = {1: (6, "evaluate", 4)}  # the last message of it
     train(tmp_path, {0: [("behind an evaluation", 6)]}, evaluates=True, misses=misses)
@@ -161,9 +177,9 @@ def test_a_worker_that_dies_before_it_has_an_executor_is_not_waited_for(script: 
 
 
 TWO = """
-    import os, signal, torch, anabranch as ab
+    import os, signal, sys, torch, anabranch as ab
     from anabranch import checkpoint
-    first = os.environ["RANK"] == "0"
+    first, both = os.environ["RANK"] == "0", sys.argv[1] == "both"
 
     def made():
         model = torch.nn.Linear(4, 1)
@@ -175,7 +191,7 @@ TWO = """
 
     if first:
         checkpoint.write = lambda *args, **options: signal.pause()  # in the background
-    with made() as one, made() as other:
+    with made() as one, made() if both else one as other:
         one.on("save", lambda record: print("saved", record))
         one.run(batch=share)
         other.run(batch=share)
@@ -185,22 +201,23 @@ TWO = """
         one.run(batch=share)
         one.finish_saves()
         print("goes on")
-        other.run(batch=share)
 """
 
 
-def test_another_executor_of_the_process_and_a_save_in_the_background_are_lost_with_a_worker(
-    script: Script, tmp_path: Path
+@pytest.mark.parametrize("executors", ["one", "both"])
+def test_a_save_in_the_background_is_lost_with_its_worker_and_a_job_of_two_executors_ends(
+    script: Script, tmp_path: Path, executors: str
 ) -> None:
-    outcome = launch(
-        script(TWO), workers=3, min_workers=1, worker_restarts=RestartBudget(0), log_dir=tmp_path, seconds=120.0
-    )
+    options = {"min_workers": 1, "worker_restarts": RestartBudget(0)}
+    outcome = launch(script(TWO), [executors], workers=3, log_dir=tmp_path, seconds=120.0, **options)
     assert not outcome.timed_out
     text = (tmp_path / "worker-1.log").read_text()
-    assert "rank 0 was lost, and may not have written the save of step 1" in text
     assert "saved" not in text
-    assert "goes on" in text
-    assert "the job has other workers since" in text
+    goes_on = executors == "one"
+    assert outcome.exit_code == int(not goes_on)
+    assert ("goes on" in text.splitlines()) == goes_on
+    assert ("rank 0 was lost, and may not have written the save of step 2" in text) == goes_on
+    assert ("the job does not go on without it: the script has two Executors open at once" in text) == (not goes_on)
 
 
 # What the launcher decides, with scripts that train nothing.

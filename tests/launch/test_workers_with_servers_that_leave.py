@@ -77,6 +77,34 @@ def test_a_replacement_takes_the_place_of_a_killed_worker(
     train(tmp_path, {victim: [(place, 4)]}, mode=mode, least=None, restarts=1, left=3, cache=cache, evaluates=cache)
 
 
+FREEZES = """
+    import json, os, signal, sys
+    from pathlib import Path
+    import anabranch as ab
+    from anabranch.liveness.membership import own_place
+    own_place().write_progress(1, 0)  # as a job whose training goes on does
+
+    def server():
+        roles = json.loads((Path(sys.argv[1]) / "job.json").read_text())["roles"]
+        return next(one["pid"] for one in roles if one["role"] == "parameters")
+
+    if os.environ["RANK"] == "0":
+        with ab.ParameterClient() as client:
+            client.init("p", (3,), init=2.0)
+            first = server()
+            os.kill(first, signal.SIGSTOP)
+            assert client.pull("p").tolist() == [2.0] * 3
+            assert server() != first
+"""
+
+
+def test_a_frozen_server_is_killed_and_restarted_with_its_log(script: Script, tmp_path: Path) -> None:
+    outcome = launch(
+        script(FREEZES), [str(tmp_path)], workers=2, servers=1, durability="log", log_dir=tmp_path, seconds=120.0
+    )
+    assert outcome.exit_code == 0, [log.read_text() for log in tmp_path.glob("*.log")]
+
+
 # Pushes that are applied as they come: the numbers are others, and nobody waits for the one that is gone.
 
 APART = """
@@ -149,9 +177,10 @@ def test_nobody_waits_for_a_killed_worker_where_pushes_are_applied_as_they_come(
     told = list[str]()
     outcome = launch(
         script(APART), [str(tmp_path), json.dumps(plan)], workers=3, servers=2, min_workers=1, log_dir=tmp_path,
-        worker_restarts=RestartBudget(0), tell=told.append, seconds=120.0,
+        worker_restarts=RestartBudget(3 if apart else 0), tell=told.append, seconds=120.0,
     )  # fmt: skip
     assert outcome.exit_code == 0, "\n".join([*told, *(log.read_text() for log in sorted(tmp_path.glob("*.log")))])
+    assert not any("takes its place" in line for line in told), "a newcomer could not join workers that run apart"
     assert [one.code for one in outcome.exits] == [-signal.SIGKILL if rank == victim else 0 for rank in range(3)]
     for rank in {0, 1, 2} - {victim}:
         first, last, dropped, memberships = json.loads((tmp_path / str(rank)).read_text())

@@ -61,7 +61,7 @@ def all_reduce(
     Raises:
         ValueError: another ``op``.
         RuntimeError: a job of several workers without ``torch.distributed.init_process_group``.
-        DeadlineExceeded, PeerLost: not every rank came, or an earlier sum of this group has failed.
+        DeadlineExceeded, PeerLost: not every rank came, or one has left an earlier sum that others may have completed.
         BoundaryError: the ranks' tensors differ in size or dtype.
     """
     if op not in ("sum", "mean"):

@@ -62,7 +62,7 @@ from anabranch.executor.statistics import Statistics, TableLoads
 from anabranch.executor.steps import EvalStep, Step, StepDescription, TrainStep, model_of
 from anabranch.graph import Graph
 from anabranch.job import job
-from anabranch.liveness.membership import own_place, progress, published
+from anabranch.liveness.membership import own_place
 from anabranch.pipeline import Pipe
 from anabranch.record import spans
 from anabranch.record.process import PLAN_VARIABLE, process_record
@@ -352,11 +352,12 @@ class Executor:
         if workers is None or not workers.several or (place := own_place()) is None:
             return None
         fixed = why_fixed(self._spec, workers)
-        if fixed is not None and workers.rank == 0 and published(place.meeting).least < workers.size:
-            _log.warning("the job ends with the first worker that dies, despite --min-workers: %s", fixed)
         loaders, names = self._batches.loaders, [route.parameter for route in self._spec.routes]
         form = f"{list(self._steps)} {names} {[(name, one.facts()) for name, one in loaders.items()]}"
-        return Redo(workers, place, lambda: self.epoch, self._runners, loaders, self._saver, form, fixed)
+        redo = Redo(workers, place, lambda: self.epoch, self._runners, loaders, self._saver, form, fixed)
+        if redo.fixed is not None and workers.rank == 0 and redo.may_shrink:
+            _log.warning("the job ends with the first worker that dies, despite --min-workers: %s", redo.fixed)
+        return redo
 
     def _ask_for_next(self, name: str) -> None:
         runner, batch = self._runners[name], self._batches.loaders[name].peek()
@@ -644,7 +645,9 @@ class Executor:
                 return evaluate(bound, rows, partial(self.run, name), self._workers)
 
         with self._reporting_failures():
-            return self._together(f"evaluate({name!r})", act) if bound.kind == "global" else act()
+            if isinstance(bound.source, Iterator):  # which is not read again
+                return act()
+            return self._together(f"evaluate({name!r})", act)
 
     def _rows_of(self, name: str, step: EvalStep, batch: Structure) -> float:
         return rows_of(step, as_tensors(batch, self._devices[name]))
@@ -703,10 +706,12 @@ class Executor:
                 executor.run("train")
 
         An epoch is behind once its last batch was run; of a loader without a length, once the next one has begun. A
-        process that joins a job (``ab.job().joined``) sees the others' until its first training run, as of ``step``.
+        process that joins a job (``ab.job().joined``) sees the others' until its first training run, as of ``step``; to
+        be told the one in which it joins, it waits here until they let it in, and they wait for its run.
         """
         if self._joins:
-            return self._members_progress()[1]
+            assert self._redo is not None
+            return self._redo.members_progress(invited=True)[1]
         name = next((name for name in self._runners if name in self._batches.loaders), None)
         if name is None:
             return 0
@@ -719,13 +724,9 @@ class Executor:
     def step(self) -> int:
         """The number of optimizer steps taken, those of a loaded checkpoint included."""
         if self._joins:
-            return self._members_progress()[0]
+            assert self._redo is not None
+            return self._redo.members_progress(invited=False)[0]
         return sum(runner.steps for runner in self._runners.values())
-
-    def _members_progress(self) -> tuple[int, int]:
-        place = own_place()
-        assert place is not None
-        return progress(place.meeting) or (0, 0)
 
     def routes(self) -> Routes:
         """Return where every parameter is kept, and the reason; ``print`` shows a table.
@@ -831,8 +832,7 @@ class Executor:
         earlier, before = self._settle_save()
         with self._reporting_failures():
             try:
-                save = partial(self._saver.save, folder, wait=wait)
-                self._together("save", save) if wait else save()
+                self._together("save", partial(self._saver.save, folder, wait=wait))
             except BaseException as error:
                 if earlier:
                     error.add_note(f"and before it {earlier}")

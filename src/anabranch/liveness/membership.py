@@ -16,18 +16,24 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import time
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+from anabranch.deadline import Deadline
 from anabranch.job import JOINED_VARIABLE, MEETING_VARIABLE
 from anabranch.record.process import replace_text
 
 MEMBER_VARIABLE = "ANABRANCH_MEMBER"
 """The environment variable with the rank that a worker was started with; of jobs that may lose workers only."""
 
-_PROGRESS = struct.Struct("=qq")  # optimizer steps, and epochs
+APART = -1
+"""In place of the members' epoch, where they run apart (``ssp``, ``asp``), so that no newcomer can join them."""
+
+_PROGRESS, _NUMBER = struct.Struct("=qq"), struct.Struct("=q")  # optimizer steps, and epochs
+_PAUSE = 0.01
 
 
 class Membership(msgspec.Struct, frozen=True):
@@ -114,6 +120,14 @@ class OwnPlace:
         """Let this newcomer be invited."""
         _waits(self.meeting, self.process, os.getpid()).touch()
 
+    def wait_until_invited(self, deadline: Deadline) -> None:
+        """Return when this newcomer is a member, or the others have ended; they wait for it then."""
+        while not deadline.expired():
+            now = published(self.meeting)
+            if now.over or not now.ranks or self.process in now.ranks:
+                return
+            time.sleep(_PAUSE)
+
     def leave(self) -> None:
         """Let the launcher know that this process ends because its calls are not those of the others."""
         _leaves(self.meeting, self.process, os.getpid()).touch()
@@ -122,15 +136,20 @@ class OwnPlace:
         """Let the launcher know that what this process does from now on is done by no other if it is killed."""
         self._closed.touch()
 
-    def write_progress(self, step: int, epoch: int) -> None:
-        """Let newcomers know how far the members are, and the launcher that the job goes on without any of them."""
+    def write_progress(self, step: int, epoch: int | None = None) -> None:
+        """Let newcomers know how far the members are, and the launcher that the job goes on without any of them.
+
+        The epoch stays where none is given: newcomers look at it once they are invited.
+        """
         if self._progress is None:
             self._closed.unlink(missing_ok=True)
             file = os.open(_beside(self.meeting, "progress"), os.O_RDWR | os.O_CREAT, 0o600)
             os.ftruncate(file, _PROGRESS.size)
             self._progress = mmap.mmap(file, _PROGRESS.size)
             os.close(file)
-        self._progress[:] = _PROGRESS.pack(step, epoch)
+        _NUMBER.pack_into(self._progress, 0, step)
+        if epoch is not None:
+            _NUMBER.pack_into(self._progress, _NUMBER.size, epoch)
 
     def end_progress(self) -> None:
         """Let the launcher know that the job ends with any of its workers."""

@@ -13,7 +13,8 @@ Every run waits for all workers, so none is more than one run ahead of another. 
 workers, so that it does not matter which of them has computed a row. Old connections may still deliver a result; nobody
 looks at it, as the number of its membership is over.
 
-A newcomer is alone until its first run. There it says -1, as it has seen nothing, and takes all that a checkpoint has::
+A newcomer is alone until its first run. There it says -1, as it has seen nothing, and takes all that a checkpoint has.
+If it has looked at the epoch before, it has waited there until the members met, who wait for its run::
 
     members     run t: the header says that newcomers wait ──> before run t + 1 they meet, with the newcomers
     newcomer    its first run ── waits ────────────────────────────────────> takes the state ──> run t + 1
@@ -30,11 +31,13 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import NoReturn, TypeVar, cast
+from weakref import WeakSet
 
 import torch
 
 from anabranch.collectives import Workers
-from anabranch.collectives.shared_memory import NUMBERS, load_kernels
+from anabranch.collectives.shared_memory import NUMBERS, FlatForm, SharedSum, load_kernels, shared_sums
+from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, DeadlineExceeded, PeerLost
 from anabranch.executor.likeness import exchange
 from anabranch.executor.loaders.loading import BoundLoader
@@ -45,19 +48,20 @@ from anabranch.executor.running.runner import ShareOf, StepRunner, is_share
 from anabranch.executor.saving.saving import Saver
 from anabranch.executor.spec import Spec
 from anabranch.liveness.group import rank_names
-from anabranch.liveness.membership import OwnPlace
+from anabranch.liveness.membership import OwnPlace, progress, published
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
 
 _T = TypeVar("_T")
 _log = logging.getLogger("anabranch.executor")
 _COMPARISON = "comparison of calls"
-_LOOK_SECONDS = 0.05  # between two looks for newcomers, and two at the epoch, which they are told
+_LOOK_SECONDS = 0.05  # between two looks for newcomers
 _CURE = (
     "begin the loop where the job is: while executor.step < n, or for epoch in range(executor.epoch, n): while "
     "executor.epoch == epoch"
 )
 _made = Counter[str]()  # how many Executors of each form this process has made
+_open = WeakSet["Redo"]()
 
 
 def why_fixed(spec: Spec, workers: Workers) -> str | None:
@@ -85,7 +89,8 @@ class Redo:
         apart: what these have on servers, if they do not make their steps together, but only other calls.
 
     Attributes:
-        fixed: as given, or found in a run.
+        fixed: as given, or seen since: in a run, or as the script opened another Executor beside this one.
+        may_shrink: the job may go on with fewer workers (``--min-workers``).
         repeated: how many steps were interrupted.
         calls: in a ``call``, which begins again as a whole.
     """
@@ -104,10 +109,13 @@ class Redo:
     ) -> None:
         self._workers, self._runners, self._loaders, self._saver, self.fixed = workers, runners, loaders, saver, fixed
         self._place, self._epochs, self.apart = place, epochs, apart
+        self.may_shrink = published(place.meeting).least < workers.size
+        for other in _open:  # whose workers meet at other calls, and on each worker at another of them
+            self.fixed = other.fixed = "the script has two Executors open at once"
+        _open.add(self)
         _made[form] += 1
         self._form = zlib.crc32(f"{_made[form]} {form}".encode())  # a script may train in one after the other
-        self._look_at, self._count_at, self._epoch = 0.0, 0.0, 0
-        self.repeated, self.calls = 0, False
+        self._look_at, self.repeated, self.calls = 0.0, 0, False
         self._random = RandomMoment()
         models = {runner.step.model for runner in runners.values()}
         self._holders = [module._buffers for model in models for module in model.modules()]
@@ -116,6 +124,7 @@ class Redo:
         self._window: list[ShareOf | None] = []
         self._owed: list[ShareOf | None] = []
         self._called, self._answer = 0, cast(object, None)  # calls that have ended, and the last one's answer
+        self._facts: SharedSum | None = None  # of the members' calls, see ``agree``
 
     @property
     def memberships(self) -> int:
@@ -159,11 +168,8 @@ class Redo:
         """Remember a run that has ended, in case that its window does not, and note how far this worker is."""
         if self.fixed is None:
             self._window.append(batch)
-            at_end = self._loader is not None and not self._loader.left()  # a newcomer would begin with the next
-            if (now := time.monotonic()) >= self._count_at or at_end:
-                self._count_at, self._epoch = now + _LOOK_SECONDS, self._epochs()
             if self._steps:
-                self._place.write_progress(self._steps, self._epoch)
+                self._place.write_progress(self._steps)
         self._answer = None  # all have it: a run waits for everyone
 
     def owed(self) -> list[ShareOf | None]:
@@ -173,6 +179,7 @@ class Redo:
 
     def close(self) -> None:
         """Let the job end with this worker from now on: what it does behind its training is done by no other."""
+        _open.discard(self)
         if self._runners:
             self._place.close()
 
@@ -200,9 +207,7 @@ class Redo:
         """
         workers, runners = self._workers, self._runners
         if workers.joins:
-            for dtype in NUMBERS:
-                load_kernels(dtype)  # before the others wait for this one
-            self._place.wait_here()
+            self._wait_here()
         elif self.fixed is not None:
             return None
         else:
@@ -223,6 +228,18 @@ class Redo:
                 raise
             self._leave(f"the others have not let this worker join them for {workers.timeout:g} s: it leaves")
 
+    def _wait_here(self) -> None:
+        for dtype in NUMBERS:
+            load_kernels(dtype)  # before the others wait for this one
+        self._place.wait_here()
+
+    def members_progress(self, *, invited: bool) -> tuple[int, int]:
+        """Return the members' steps and epochs, for a newcomer; ``invited``: once they stand still for it."""
+        if invited:
+            self._wait_here()
+            self._place.wait_until_invited(Deadline.after(self._workers.timeout))
+        return progress(self._place.meeting) or (0, 0)
+
     def agree(self, call: str) -> None:
         """Check that all workers begin the same call, once some have joined: their loops may count otherwise.
 
@@ -234,8 +251,15 @@ class Redo:
         if roll is None or not roll.since:
             return
         facts = [zlib.crc32(call.encode()), self._seen, sum(one.in_window for one in self._runners.values())]
-        mine = torch.tensor(facts, device=workers.device)
-        everyone = workers.all_gather(mine, operation=_COMPARISON).tolist()
+        mine = torch.tensor(facts, dtype=torch.float64, device=workers.device)
+        if self._facts is None:
+            (self._facts,) = shared_sums(workers, [FlatForm(len(facts), mine.dtype, mine.device, gathers=True)])
+        if (shared := self._facts) is None:
+            everyone = workers.all_gather(mine, operation=_COMPARISON).tolist()
+        else:
+            shared.place(len(facts)).copy_(mine)
+            shared.start(operation=_COMPARISON, step=None).finish()
+            everyone = shared.gathered()[:, : len(facts)].tolist()
         since = {rank: roll.since.get(process, 0) for process, rank in roll.ranks.items()}
         first = min(since, key=lambda rank: (since[rank], rank))  # the one that has been here longest is right
         others = [rank for rank in since if everyone[rank] != everyone[first] and since[rank] > since[first]]
@@ -286,7 +310,8 @@ class Redo:
     def _meet(self, error: PeerLost | None, runner: StepRunner | None, *, called: bool) -> MembershipRecord:
         """Meet the others under the next membership, because of ``error``, or since newcomers are invited."""
         if error is not None and self.fixed is not None:
-            error.add_note(f"the job does not go on without it: {self.fixed}")
+            if self.may_shrink:
+                error.add_note(f"the job does not go on without it: {self.fixed}")
             raise error
         if error is not None and not (error.peer or "").startswith("rank"):  # a server or an expert
             raise error
@@ -373,7 +398,7 @@ class Redo:
                     self._saver.take_newcomers_state(more)
         for name, one in runners.items():
             one.begin_again(counts[name])
-        workers.joins = False
+        workers.joins, self._facts = False, None
         return True
 
     def _refuse(self, newcomers: list[int]) -> None:

@@ -40,7 +40,7 @@ from anabranch.executor.steps import TrainStep, model_of
 from anabranch.interrupts import hold_interrupts
 from anabranch.job import job
 from anabranch.liveness.group import rank_names
-from anabranch.liveness.membership import own_place, published
+from anabranch.liveness.membership import APART, own_place, published
 from anabranch.parameter_server import (
     ParameterClient,
     RemoteEmbedding,
@@ -167,7 +167,7 @@ class RemotePart:
         """Return how many workers were lost, where all run apart, at the last look of this heartbeat."""
         if self.place is not None:
             if step:
-                self.place.write_progress(step, 0)  # so that workers may be lost from now on
+                self.place.write_progress(step, APART)  # so that workers may be lost from now on
             if time.monotonic() >= self._look_at:
                 self._look_for_lost()
         return len(self._lost)

@@ -669,8 +669,8 @@ class StepRunner:
     def counts(self) -> dict[str, Any]:
         """Return all that a window changes of this object, in between two of them."""
         counts = self.state()  # taken before each window: no loop over names
-        counts["decided"], counts["skipped"], counts["stop_seen"] = self.decided, self.skipped, self.stop_seen
-        counts["sums"], counts["_failed"] = self.sums, self._failed
+        counts["decided"] = self.decided
+        counts["ended"] = self.skipped, self.stop_seen, self.sums, self._failed
         counts["servers"] = [servers.part.progress() for servers in self._servers] if self._servers else []
         return counts
 
@@ -679,8 +679,8 @@ class StepRunner:
         for servers, progress in zip(self._servers, counts["servers"], strict=True):
             servers.part.begin_again(*progress)
         self.restore(counts, as_many_rows=False, in_epoch=True)
-        for name in _COUNTED:
-            setattr(self, name, counts[name])
+        self.decided = counts["decided"]
+        self.skipped, self.stop_seen, self.sums, self._failed = counts["ended"]
         if self._workers is not None:
             self._rowless = self._workers.rowless
         self._layout, self._broken, self._error = None, False, None  # the buckets are laid out anew
@@ -722,7 +722,6 @@ class StepRunner:
         self.in_window = 0
 
 
-_COUNTED = ("decided", "skipped", "stop_seen", "sums", "_failed")
 _LOST_REFUSAL = "the push of a worker that is lost since was refused, and nothing was applied"
 
 

@@ -193,8 +193,10 @@ class Saver:
 
     def save(self, path: Place, *, wait: bool = True) -> None:
         """Write a checkpoint, without ``wait`` in a thread; every worker calls it, and failures are raised on all."""
-        began = time.monotonic()
+        began, step = time.monotonic(), self._steps_taken()
         self._begin("save")
+        if self.saving is not None and self._workers is not None:  # of this call, which begins again
+            self.saving.wait(Deadline.after(self._workers.timeout))
         for name, runner in self._runners.items():
             runner.check_window_closed(name)
         for runner in self._runners.values():
@@ -213,32 +215,29 @@ class Saver:
         )
         ranks = self._gather_at_first(mine)
 
-        def begin() -> Callable[[], object] | None:
+        def begin() -> None:
             if self._rank or part is None:
-                return None
+                return
             remote = self.remote
             # One moment of every shard: all workers have settled, and none goes on before this has begun.
             saved = reading.enter_context(remote.client.collect(remote.served)) if remote is not None else None
             groups, state = self._collected(part, ranks, saved)
             if not wait:
                 groups, state = copied(groups), copy.deepcopy(state)
-            step = self._steps_taken()
 
             def write() -> None:
                 more = () if saved is None else ((f"servers.{name}", group) for name, group in saved.groups())
                 checkpoint.write(path, groups, state, more=more, step=step, check_newest=self._run.check)
 
-            if not wait:
-                return write
-            write()
-            return None
+            if wait:
+                write()
+            else:  # before anybody knows that this call has ended
+                self.saving = BackgroundSave(step, path, began, partial(_close_after, write, reading.pop_all()))
 
         with ExitStack() as reading:
-            write = self._together(begin, f"could not save to {path}")
-            if write is not None:
-                write = partial(_close_after, write, reading.pop_all())
-        if not wait:
-            self.saving = BackgroundSave(self._steps_taken(), path, began, write)
+            self._together(begin, f"could not save to {path}")
+        if not wait and self._rank:
+            self.saving = BackgroundSave(step, path, began, None)
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write the state of ``model`` as it is without servers, from rank 0; every worker calls it.
@@ -434,8 +433,9 @@ class Saver:
     # The state that all workers have alike, from one that is a step ahead.
 
     def dense_state(self, more: object) -> bytes:
-        """Return it: parameters that are not on servers, optimizers, schedulers, and ``more``."""
-        return _pack([self._parameters_here(), self._optimizers({}), self._schedulers(), more])
+        """Return it: parameters that are not on servers, optimizers, schedulers, the background save, and ``more``."""
+        saving = None if self.saving is None else [self.saving.step, _name_of(self.saving.path)]
+        return _pack([self._parameters_here(), self._optimizers({}), self._schedulers(), saving, more])
 
     def _parameters_here(self) -> dict[str, dict[str, Tensor]]:
         there = {entry.parameter for entry in self._moved}
@@ -449,33 +449,32 @@ class Saver:
     @torch.inference_mode(False)
     def take_dense_state(self, state: bytes) -> Any:
         """Put it in place of this worker's, and return the rest."""
-        parameters, optimizers, schedulers, more = _unpack(state)
+        parameters, optimizers, schedulers, saving, more = _unpack(state)
         plans, scheduler_plans = self._plan_optimizers(optimizers), self._plan_schedulers(schedulers)
         with torch.no_grad():
             for name, here in self._parameters_here().items():
                 for parameter_name, parameter in here.items():
                     parameter.copy_(parameters[name][parameter_name])
         _carry_out(plans, scheduler_plans)
+        if saving is not None and self.saving is None:
+            self.saving = BackgroundSave(saving[0], as_place(saving[1]), time.monotonic(), None)
         return more
 
     def newcomers_state(self) -> Any:
         """Return what a newcomer needs besides: all else that a checkpoint has of rank 0."""
         values = self._buffers() | self._extra()
         loaders = {name: loader.state() for name, loader in self.loaders.items() if loader.kind == "global"}
-        saving = None if self.saving is None else [self.saving.step, _name_of(self.saving.path)]
-        return [values, loaders, self._objects(), self._modes(), saving, self._run.known()]
+        return [values, loaders, self._objects(), self._modes(), self._run.known()]
 
     @torch.inference_mode(False)
     def take_newcomers_state(self, state: Any) -> None:
         """Put it in place of this newcomer's."""
-        values, loaders, objects, modes, saving, run = state
+        values, loaders, objects, modes, run = state
         self._load_models(values)
         for name, position in loaders.items():
             self.loaders[name].restore([position])
         self._load_objects(objects)
         self._restore_modes(modes, Path("the other workers' state"))
-        if saving is not None:
-            self.saving = BackgroundSave(saving[0], as_place(saving[1]), time.monotonic(), None)
         self._run.know(run)
 
     # What the workers tell one another.

@@ -14,6 +14,7 @@ from anabranch.held_error import HELD_ERROR_VARIABLE
 from anabranch.job import JOINED_VARIABLE
 from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
 from anabranch.liveness.membership import (
+    APART,
     Membership,
     call_newcomers,
     has_closed,
@@ -80,7 +81,7 @@ class Members:
         ended = [one for one in self._workers if one.exit_code == 0]
         there = len(self._members()) + len(self.newcomers()) + len(self._awaited) + len(ended)
         restarts = process.spec.restarts
-        left = 0 if restarts is None or self._now.closed else restarts.times - restarts.used
+        left = 0 if restarts is None or self._takes_nobody() else restarts.times - restarts.used
         if there + (left > 0) < self._least and restarts is not None and restarts.used:
             self._tell(f"{process.who} is not replaced again: --worker-restarts {restarts}")
         return there + (left > 0) >= self._least
@@ -107,10 +108,14 @@ class Members:
     def replaces(self, process: RoleProcess) -> float | None:
         """Return in how many seconds another is to be started in place of a lost worker; ``None`` if none is."""
         restarts = process.spec.restarts
-        pause = restarts.take() if restarts is not None and not self._now.closed else None
+        pause = None if restarts is None or self._takes_nobody() else restarts.take()
         if pause is not None:
             self._awaited.add(process.rank)
         return pause
+
+    def _takes_nobody(self) -> bool:
+        done = progress(self._meeting)
+        return bool(self._now.closed) or (done is not None and done[1] == APART)
 
     def newcomer(self, process: RoleProcess) -> ProcessSpec | None:
         """Return what to start in place of a lost worker; ``None`` if nobody is left to take the state from."""
@@ -142,19 +147,20 @@ class Members:
         call_newcomers(self._meeting, some=bool(self._waiting()))
         self._now.publish(self._meeting)
 
-    def frozen(self) -> list[RoleProcess]:
-        """Return the workers that were stopped at the last look, ``LOOK_SECONDS`` ago, too, while others were not.
+    def frozen(self, services: Sequence[RoleProcess]) -> list[RoleProcess]:
+        """Return the processes that were stopped at the last look, ``LOOK_SECONDS`` ago, too, while others were not.
 
         None of those without which the job does not go on: they may be woken.
         """
         running = [one for one in self._workers if one.running]
+        running += [one for one in services if one.running and one.spec.restarts is not None]
         stopped = {one.pid for one in running if process_stat(one.pid)[0] == "T"}
         before, self._stopped = self._stopped, stopped
         awake, self._looked = time.monotonic() - self._looked < 2 * LOOK_SECONDS, time.monotonic()
         if not awake or len(stopped) == len(running) or progress(self._meeting) is None:
             return []
         frozen = [one for one in running if one.pid in stopped & before]
-        return [one for one in frozen if not has_closed(self._meeting, one.rank, one.pid)]
+        return [one for one in frozen if one.role != "worker" or not has_closed(self._meeting, one.rank, one.pid)]
 
     def wait_no_longer(self) -> None:
         """Let the members go on without newcomers: the job is to end soon."""

@@ -342,7 +342,7 @@ class Supervisor:
         self._timers.after(waits.every, partial(self._look, waits))
 
     def _look_for_frozen(self, members: Members) -> None:
-        for worker in members.frozen() if self.interrupted is None and not self._failed else ():
+        for worker in members.frozen(self._services) if self.interrupted is None and not self._failed else ():
             self._tell(f"{worker.who} (pid {worker.pid}) is frozen; killing it")
             os.kill(worker.pid, signal.SIGKILL)
         self._timers.after(LOOK_SECONDS, partial(self._look_for_frozen, members))

@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, NotFound, PeerLost, ProtocolError, RolledBack, SchemaError
+from anabranch.liveness.meeting import begin_call
 from anabranch.parameter_server.client.row_messages import Layout, Routed
 from anabranch.parameter_server.messages import (
     AcknowledgedPushes,
@@ -138,18 +140,15 @@ class ShardCalls:
                 pushes.incarnation = 0
 
     def in_turn(self, requests: Sequence[Request], deadline: Deadline) -> list[Answer]:
-        """As ``all``, for requests that may wait for other workers: checks in between that they are alive.
-
-        Each check repeats the request, so the intervals grow: a slow request gets through.
-        """
-        patience = self._look_every
-        while self._watch is not None and patience < deadline.remaining():
-            try:
-                return self.all(requests, deadline.sooner(patience))
-            except DeadlineExceeded:
-                self._watch()
-                patience *= 2
-        return self.all(requests, deadline)
+        """As ``all``, for requests that may wait for other workers: checks meanwhile that they are alive."""
+        if self._watch is None or deadline.remaining() <= self._look_every:
+            return self.all(requests, deadline)
+        with suppress(DeadlineExceeded):
+            return self.all(requests, deadline.sooner(self._look_every))
+        # On a thread: a request that is given up for each look and repeated never gets through if it is slow.
+        self._watch()
+        answers = begin_call(partial(self.all, requests, deadline), "anabranch-turn")[1]
+        return self.wait_for(answers, requests[0].verb, step=requests[0].step)
 
     def post(self, requests: Sequence[Request]) -> None:
         """Send requests whose answers nobody needs, and whose loss a later request makes good."""

@@ -1,0 +1,68 @@
+"""Waits of a worker: for a shard that does not listen yet, and for other workers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from anabranch.deadline import Deadline
+from anabranch.errors import PeerLost
+from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
+from anabranch.parameter_server.client.shards import ShardCalls
+from anabranch.record.spans import Span, heard
+from anabranch.transport import Answer, Request
+
+
+def test_a_worker_waits_for_a_shard_that_does_not_listen_yet(tmp_path: Path) -> None:
+    """The first servers on a busy new machine compile for more than a minute: their workers had given up by then."""
+    endpoint = f"unix:{tmp_path / 'private' / 'shard'}"
+    (tmp_path / "private").mkdir(mode=0o700)
+    tried = threading.Semaphore(0)
+
+    def note(span: Span) -> None:
+        if span[0] == "transport.retry":
+            tried.release()
+
+    def join() -> int:
+        with ParameterClient([endpoint], worker=Worker(0, 1, "bsp"), retries=1, timeout=60.0) as client:
+            return client.shards
+
+    with heard(note), ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(join)
+        assert all(tried.acquire(timeout=60.0) for _ in range(4))  # more than the retries of a call
+        with ParameterServer(listen=endpoint):
+            assert joined.result(timeout=60.0) == 1
+
+
+class Unanswered(ShardCalls):
+    """Requests that wait for other workers, to the end."""
+
+    def __init__(self, watch: Callable[[], None]) -> None:
+        super().__init__(None, ["a shard"], 60.0, watch, 0.01)  # type: ignore[arg-type]
+        self.sent, self.over = 0, threading.Event()
+
+    def all(self, requests: Sequence[Request], deadline: Deadline | None = None) -> list[Answer]:
+        assert deadline is not None
+        self.sent += 1
+        self.over.wait(deadline.remaining())
+        raise deadline.error(peer="a shard", operation="pull")
+
+
+def test_a_long_wait_for_other_workers_looks_for_them_at_intervals_that_do_not_grow() -> None:
+    looks = 0
+
+    def watch() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 12:  # with intervals that double, after 40 s
+            raise PeerLost("its process has ended", peer="rank 1")
+
+    calls = Unanswered(watch)
+    with pytest.raises(PeerLost):
+        calls.in_turn([Request("a shard", "pull")], Deadline(60.0))
+    calls.over.set()
+    assert calls.sent == 2, "the request is not repeated for each look"
