@@ -122,6 +122,7 @@ say("came back")
 """
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize(
     ("what", "ranks"),
     [

@@ -373,7 +373,7 @@ def _tables_closed() -> Iterator[None]:
     close_tables()
 
 
-@pytest.mark.quick_cases(24)
+@pytest.mark.quick_cases(16)
 @pytest.mark.parametrize(("kind", "mode", "moment"), list(product(KINDS, MODES, MOMENTS)))
 def test_what_is_read_is_the_plain_programs_or_refused(kind: str, mode: str, moment: str) -> None:
     live(kind, mode, {moment: (doing := Doing(reads_of(kind)))})
@@ -389,7 +389,7 @@ CASES = [
 ]
 
 
-@pytest.mark.quick_cases(24)
+@pytest.mark.quick_cases(16)
 @pytest.mark.parametrize(("change", "kind", "mode", "moment"), CASES)
 def test_a_change_counts_as_in_the_plain_program_or_is_refused(change: str, kind: str, mode: str, moment: str) -> None:
     doing = Doing({change: CHANGES[change]})

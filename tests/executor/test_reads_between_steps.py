@@ -55,6 +55,7 @@ def same(found: list[Tensor], wanted: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("mode", ["PS", "Hybrid"])
 @pytest.mark.parametrize("cache", CACHES, ids=str)
 def test_looks_inside_an_accumulation_window_and_after_a_failed_run_see_the_last_step(
@@ -95,6 +96,7 @@ def rows_there(executor: ab.Executor) -> tuple[int, int]:
     return users.rows, users.evictions
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("cache", [*CACHES, ab.Cache(capacity=9, pull_bound=3, push_bound=3)], ids=str)
 @pytest.mark.parametrize("mode", ["PS", "Hybrid"])
 def test_looks_admit_no_ids_and_evict_no_rows(mode: str, cache: ab.Cache | None) -> None:
@@ -201,6 +203,7 @@ def test_gradients_of_a_tensor_kept_from_a_run_and_in_an_evaluation_take_nothing
 # Ids.
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("moved", [True, False], ids=["table", "RemoteEmbedding"])
 @pytest.mark.parametrize("kind", ["rows", "bags"])
 @pytest.mark.parametrize(

@@ -366,7 +366,7 @@ def fitting(
             "1 optimizers for step 'train', but this Executor has 6",
         ),
         ({"make": torch.optim.Adagrad}, "optimizer 0 of 'train' is Adagrad, but the checkpoint has SGD"),
-        ({"loader": ab.loaders.GlobalBatches(BATCHES, 1)}, "'counted'"),
+        ({"loader": ab.loaders.GlobalBatches(BATCHES, 4)}, "'counted'"),
         ({"state": {"other": Counter()}}, r"no state called \['other'\], only \['counter'\]"),
         ({"state": {"counter": Strict()}}, r"'counter'.* \(Strict\) rejected its saved state: KeyError: 'not mine'"),
         ({}, "was not saved by an Executor of this version$"),

@@ -75,6 +75,7 @@ LOST = product(
 REFUSED = [(ab.Overloaded("full"), ("push_many", clip), False) for clip in (None, 1.0)]
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(
     ("error", "verb", "clip", "arrives"), [(error, *verb, arrives) for error, verb, arrives in (*LOST, *REFUSED)]
 )

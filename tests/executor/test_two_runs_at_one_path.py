@@ -161,6 +161,7 @@ def replacing(monkeypatch: pytest.MonkeyPatch, name: str, replace: Callable[[], 
     return calls
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("search", [True, False])
 @pytest.mark.parametrize("where", ["load_manifest", "check", "load", "download 1", "download 2"])
 def test_a_generation_that_is_replaced_while_it_is_read_is_read_anew(

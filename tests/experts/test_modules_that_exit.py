@@ -66,6 +66,7 @@ def make(uid: str = "ffn.0") -> tuple[Exits, ExpertBackend]:
     return module, ExpertBackend(uid, module, Steps(module), args_schema=[TensorSpec(2)])
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize("place", ["forward", "backward", "step"])
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt("pressed"), Panic("rust")], ids=repr)

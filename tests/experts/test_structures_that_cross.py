@@ -157,6 +157,7 @@ def leaves(value: object) -> list[Tensor]:
 KINDS = [dict, OrderedDict, defaultdict, UserDict, Output, Custom, Pair, tuple]
 
 
+@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("made", KINDS, ids=lambda made: made.__name__)
 @pytest.mark.parametrize("given", [dict, OrderedDict, UserDict, tuple, Pair], ids=lambda made: made.__name__)
 def test_containers_come_back_as_they_are_and_are_taken(made: type, given: type) -> None:
