@@ -23,6 +23,7 @@ class Peer:
             ``None`` without certificates.
         certificate: its certificate's SHA-256; ``None`` without one.
         plain: true over TCP without TLS.
+        shares: true if a descriptor of memory can be passed to it.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Peer:
     job: str | None = None
     certificate: str | None = None
     plain: bool = False
+    shares: bool = False
 
     @property
     def on_this_host(self) -> bool:
@@ -67,6 +69,12 @@ class Stream(Protocol):
 
     def receive_into(self, buffer: memoryview) -> int:
         """Fill the start of ``buffer`` and return how far; 0 if it would block. The end raises ``ConnectionError``."""
+
+    def pass_descriptor(self, descriptor: int) -> None:
+        """Send a descriptor to a peer that ``shares``, with the next bytes; it is closed then."""
+
+    def passed_descriptor(self) -> int:
+        """Return the descriptor that came with the bytes so far, which is the caller's now, or -1; at most once."""
 
     def abort(self) -> None:
         """End the connection from any thread: the thread that polls it wakes and finds it lost."""
