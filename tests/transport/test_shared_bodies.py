@@ -78,7 +78,7 @@ def test_what_is_executed_once_is_answered_again_on_another_connection() -> None
         calls.append(call)
         call.reply([LARGE + len(calls)])
 
-    with Server([Verb("count", count, once=True)]) as server, Client(retries=1) as client:
+    with Server([Verb("count", count, once=True)], heartbeat=60.0) as server, Client(retries=1) as client:
         client.call(Request(server.endpoint, "count", once=True), soon())
         answer = client.call(Request(server.endpoint, "count", tensors=[LARGE], once=True), soon())
         epoch, sequence = calls[-1].identity
@@ -118,7 +118,7 @@ def test_the_server_reads_a_body_that_its_client_changes_meanwhile_once() -> Non
     """So what was checked, such as ids and bools, is what is used."""
     calls: list[Call] = []
     bits = torch.zeros(2 * LEAST, dtype=torch.bool)
-    with Server([Verb("hold", calls.append, quick=True)]) as server, sharing(server) as (wire, mine):
+    with Server([Verb("hold", calls.append, quick=True)], heartbeat=60.0) as server, sharing(server) as (wire, mine):
         for buffer in wire.share(encode(RequestHeader("hold", sequence=1, seconds=60.0), [bits, LARGE])):
             wire.stream._sock.sendall(buffer)  # type: ignore[attr-defined]
         wait_until(lambda: calls)
@@ -132,7 +132,7 @@ def test_the_server_reads_a_body_that_its_client_changes_meanwhile_once() -> Non
 @pytest.mark.parametrize("hostile", ["no memory", "too long", "not bools"])
 def test_a_body_that_cannot_be_in_memory_is_refused(hostile: str) -> None:
     flagged = encode(RequestHeader("echo", sequence=1, seconds=60.0), [torch.zeros(HALF // 4 + 1)], shares=True)[:1]
-    with Server([ECHO]) as server:
+    with Server([ECHO], heartbeat=60.0) as server:
         if hostile == "no memory":
             peer = connected(server, frame=flagged)
         else:
@@ -190,16 +190,16 @@ def _short() -> int:
 
 @pytest.mark.parametrize("make", [_unsealed, _short, lambda: os.open("/dev/null", os.O_RDWR), lambda: os.eventfd(0)])
 def test_a_descriptor_of_something_else_is_closed_and_not_used(make: Any) -> None:
-    with Server([ECHO]) as server:
-        before = descriptors()
+    with Server([ECHO], heartbeat=60.0) as server:
+        before, few = descriptors(), torch.ones(5)
         passed = make()
         with connected(server, [passed, passed, passed]) as (wire, _):
             os.close(passed)
             assert not wire.shared, "the server has no memory"
             for sequence in range(3):  # nor does it take a descriptor that comes later
                 header = RequestHeader("echo", sequence=sequence, seconds=60.0)
-                socket.send_fds(wire.stream._sock, encode(header, [LARGE]), [0, 1])  # type: ignore[attr-defined]
-                assert torch.equal(next_frame(wire).tensors[0], LARGE)
+                socket.send_fds(wire.stream._sock, encode(header, [few]), [0, 1])  # type: ignore[attr-defined]
+                assert torch.equal(next_frame(wire).tensors[0], few)
         wait_until(lambda: descriptors() == before and mappings() == 0)
 
 
