@@ -30,7 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import filterfalse, repeat
 from operator import attrgetter
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import msgspec
 from torch import Tensor
@@ -54,7 +54,7 @@ from anabranch.transport.frame import (
 )
 from anabranch.transport.memory import BodyMemory, memory_to_pass
 from anabranch.transport.sockets import SocketTransport
-from anabranch.transport.streams import Transport
+from anabranch.transport.streams import DescriptorStream, Transport
 
 _FIRST_BACKOFF = 0.01
 _LONGEST_BACKOFF = 1.0
@@ -401,7 +401,7 @@ class _Channel:
         """Send the server memory for bodies with the greeting; without it they go through the socket."""
         with suppress(OSError):
             self.offered, descriptor = memory_to_pass()
-            self.wire.stream.pass_descriptor(descriptor)
+            cast("DescriptorStream", self.wire.stream).pass_descriptor(descriptor)
 
     def close(self) -> None:
         """Close the connection, and free its buffers."""

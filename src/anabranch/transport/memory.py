@@ -50,7 +50,7 @@ class BodyMemory:
     def __init__(self, descriptor: int, *, client: bool) -> None:
         check_memory(descriptor, 2 * HALF)
         memory = map_memory(descriptor, 2 * HALF)
-        whole = np.frombuffer(memory, np.uint8)
+        whole = np.frombuffer(memoryview(memory), np.uint8)
         halves = whole[:HALF], whole[HALF:]
         self._out, self._in = halves if client else halves[::-1]
         self._address = ctypes.addressof(memory) + (0 if client else HALF)

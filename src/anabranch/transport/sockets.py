@@ -81,7 +81,7 @@ class SocketStream:
         self._connecting = connecting
         self._want: Literal["read", "write"] = "write" if connecting else "read"
         self._passing = -1
-        self._may_come = self._accepted and sock.family == socket.AF_UNIX  # a descriptor
+        self._may_come = False  # a descriptor
         self.descriptor = sock.fileno()
         self.ready_at = 0.0
         self.peer = NOBODY
@@ -128,6 +128,7 @@ class SocketStream:
                     ) from None
                 raise _explain(error, self._name) from None
         self.peer = self._recognise(self._sock)
+        self._may_come = self._accepted and self.peer.shares
         return True
 
     def send(self, buffers: Sequence[memoryview]) -> int:
@@ -360,7 +361,7 @@ def _same_user(owner: int) -> Recognise:
         process, user = credentials(sock)
         if user != owner:
             raise Unauthorized(f"user {user} does not own the socket's directory, user {owner} does")
-        return Peer(f"process {process}")
+        return Peer(f"process {process}", shares=True)
 
     return recognise
 

@@ -23,7 +23,7 @@ class Peer:
             ``None`` without certificates.
         certificate: its certificate's SHA-256; ``None`` without one.
         plain: true over TCP without TLS.
-        shares: true if a descriptor of memory can be passed to it.
+        shares: true if memory can be shared with it, over a stream that is a ``DescriptorStream``.
     """
 
     name: str
@@ -70,12 +70,6 @@ class Stream(Protocol):
     def receive_into(self, buffer: memoryview) -> int:
         """Fill the start of ``buffer`` and return how far; 0 if it would block. The end raises ``ConnectionError``."""
 
-    def pass_descriptor(self, descriptor: int) -> None:
-        """Send a descriptor to a peer that ``shares``, with the next bytes; it is closed then."""
-
-    def passed_descriptor(self) -> int:
-        """Return the descriptor that came with the bytes so far, which is the caller's now, or -1; at most once."""
-
     def abort(self) -> None:
         """End the connection from any thread: the thread that polls it wakes and finds it lost."""
 
@@ -84,6 +78,18 @@ class Stream(Protocol):
 
     def finish(self) -> None:
         """End our side: the peer reads what was sent to its end, and then finds the connection closed."""
+
+
+class DescriptorStream(Stream, Protocol):
+    """A stream to a process of this host, which can carry a descriptor beside the bytes."""
+
+    def pass_descriptor(self, descriptor: int) -> None:
+        """Send a descriptor with the next bytes; it is closed then."""
+
+    def passed_descriptor(self) -> int:
+        """Return the descriptor that has come with the bytes so far, which is the caller's now, or -1; later ones are
+        refused.
+        """
 
 
 class Listener(Protocol):

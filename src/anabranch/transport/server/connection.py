@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
@@ -54,7 +54,7 @@ from anabranch.transport.frame import (
     encode,
 )
 from anabranch.transport.memory import BodyMemory
-from anabranch.transport.streams import Peer, Stream
+from anabranch.transport.streams import DescriptorStream, Peer, Stream
 
 # The longest deadline accepted from a client, in seconds.
 _LONGEST = 24 * 3600.0
@@ -614,17 +614,17 @@ class Connection:
         admission.greeted(self)
         with self._lock:
             self._phase = _Phase.SERVING
-            self._take_memory()
-            shares = self.wire.memory is not None
+            shares = self.wire.stream.peer.shares and self._take_memory()
             self._write(encode(Hello(admission.heartbeat, admission.limits.body), shares=shares))
 
-    def _take_memory(self) -> None:
+    def _take_memory(self) -> bool:
         """Map the memory for bodies that came with the greeting; what is something else is not used."""
-        descriptor = self.wire.stream.passed_descriptor()
+        descriptor = cast("DescriptorStream", self.wire.stream).passed_descriptor()
         if descriptor >= 0:
             with suppress(OSError):
                 self.wire.memory = BodyMemory(descriptor, client=False)
             os.close(descriptor)
+        return self.wire.memory is not None
 
     def _accept(self, header: Header) -> bool:
         """Give the body of a frame its memory; false if the request needs a loop of its own first."""
