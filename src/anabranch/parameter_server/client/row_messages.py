@@ -134,6 +134,7 @@ class Routed:
         tables: the table of each.
         order, kinds: once arranged, the order of the ids, and the kind of each in that order.
         of: the part of the order that holds the ids of each shard.
+        as_is: once arranged, there is one shard and one kind, so the order is that of the ids.
 
     Raises:
         NotFound: an id outside its table; says which, and where.
@@ -156,19 +157,30 @@ class Routed:
             raise NotFound(f"table {layout.tables[t]} has ids 0 to {last}; ids[{at}] is {self.flat[bad]}")
         self.tables = np.repeat(np.arange(len(ids)), sizes[1:])
 
-    def arrange(self, kinds: Array, count: int) -> None:
+    def arrange(self, kinds: Array | int, count: int) -> None:
         """Order the ids by shard, table and kind, otherwise in their order.
 
         Args:
-            kinds: the kind of each id, below ``count``.
+            kinds: the kind of each id, or of all of them, below ``count``.
             count: the number of kinds.
         """
+        self.counts = np.zeros((self.shards, len(self.starts) - 1, count), np.int64)
+        self.as_is = self.shards == 1 and isinstance(kinds, int)
+        if self.as_is:
+            self.counts[0, :, kinds] = np.diff(self.starts)
+            return
+        kinds = np.full(self.flat.size, kinds) if isinstance(kinds, int) else kinds
         assert kinds.shape == self.flat.shape
-        self.counts, self.order = np.zeros((self.shards, len(self.starts) - 1, count), np.int64), np.empty_like(kinds)
+        self.order = np.empty_like(kinds)
         routing.arrange(self.owners, kinds, self.starts, self.counts, np.empty_like(self.counts), self.order)
         self.kinds = kinds[self.order]
         edges = np.append(0, np.cumsum(self.counts.sum((1, 2)))).tolist()
         self.of = list(map(slice, edges, edges[1:]))
+
+    def ids_of(self, shard: int) -> Tensor:
+        """Return the ids of one shard, once arranged, as they travel."""
+        ids = self.flat if self.as_is else self.flat[self.order[self.of[shard]]]
+        return torch.from_numpy(ids).to(self.layout.ids_travel_as)
 
 
 class Pull:
@@ -199,7 +211,7 @@ class Pull:
         self._since = np.zeros((len(clocks), tables), np.int64)
         self._ages = np.empty(0, np.int16)
         if known is None or not tables:
-            routed.arrange(np.full(routed.flat.size, _UNKNOWN), 3)
+            routed.arrange(_UNKNOWN, 3)
         else:
             self._sort(side_by_side(known).numpy(), np.array([base for _, base in clocks]))
         # Of each run the rows that came, their positions among all ids, and their versions.
@@ -241,7 +253,7 @@ class Pull:
             if with_state or unknown or known:
                 parts.append(PullPart(name, with_state + unknown + known, with_state, known, since))
         parts += map(PullPart, routed.layout.dense[shard])
-        tensors = [torch.from_numpy(routed.flat[routed.order[routed.of[shard]]]).to(routed.layout.ids_travel_as)]
+        tensors = [routed.ids_of(shard)]
         if self._ages.size:
             known = routed.counts[:, :, _KNOWN].sum(1)
             first = int(known[:shard].sum())
@@ -266,21 +278,24 @@ class Pull:
             ProtocolError, SchemaError: it does not fit the request.
         """
         routed = self._routed
-        counts, some, dense = routed.counts[shard], routed.of[shard], routed.layout.dense[shard]
+        counts, dense = routed.counts[shard], routed.layout.dense[shard]
         concerned = np.flatnonzero(counts.sum(1))
         parts = len(concerned) + len(dense)
         changed, known = np.array(reply.changed[: len(concerned)], np.int64), counts[concerned, _KNOWN]
         if len(reply.steps) != parts or len(reply.changed) != parts or (changed > known).any():
             raise ProtocolError(f"shard {shard} answers {parts} parts with {reply.steps} and {reply.changed}")
-        where, kinds = routed.order[some], routed.kinds[some]
-        comes = kinds == _UNKNOWN
-        if known.any():
-            positions, *tensors = tensors or [_NO_POSITIONS]  # which are refused
-            comes[np.flatnonzero(kinds == _KNOWN)[_checked(positions, changed, known, shard)]] = True
+        if routed.as_is:
+            with_state, others = _NOWHERE, np.arange(routed.flat.size)
+        else:
+            where, kinds = routed.order[routed.of[shard]], routed.kinds[routed.of[shard]]
+            comes = kinds == _UNKNOWN
+            if known.any():
+                positions, *tensors = tensors or [_NO_POSITIONS]  # which are refused
+                comes[np.flatnonzero(kinds == _KNOWN)[_checked(positions, changed, known, shard)]] = True
+            with_state, others = where[kinds == _STATED], where[comes]
         as_of, new = np.zeros((2, len(counts)), np.int64)
         as_of[concerned] = reply.steps[: len(concerned)]
         new[concerned] = changed
-        with_state, others = where[kinds == _STATED], where[comes]
         stated, rest = counts[:, _STATED], counts[:, _UNKNOWN] + new
         self._stated_rows += stated
         self._other_rows += rest
@@ -302,9 +317,9 @@ class Pull:
                 pieces.append(part)
         stated_at, others_at = np.append(0, np.cumsum(stated)), np.append(0, np.cumsum(rest))
         for (_, _, _, first, last), (_, wheres, versions) in zip(self._runs, self._came, strict=True):
-            mine = np.concatenate(
-                [with_state[stated_at[first] : stated_at[last]], others[others_at[first] : others_at[last]]]
-            )
+            mine = others[others_at[first] : others_at[last]]
+            if with_state.size:
+                mine = np.concatenate([with_state[stated_at[first] : stated_at[last]], mine])
             wheres.append(mine)
             versions.append(base + as_of[routed.tables[mine]])
 
@@ -314,21 +329,22 @@ class Pull:
         for name, value in self._parameters.items():
             pulled[name] = Pulled(_NO_POSITIONS, _NO_POSITIONS, value)
         for (dtype, width, whole, first, last), (pieces, wheres, each) in zip(self._runs, self._came, strict=True):
-            begin, end = routed.starts[[first, last]]
-            where = np.concatenate([_NOWHERE, *wheres]) - begin
-            versions = np.concatenate([_NOWHERE, *each])
-            index = np.full(end - begin, -1)
-            index[where] = np.arange(where.size)
-            there = np.flatnonzero(index >= 0)
-            order = index[there]
             rows = _together(pieces, width, whole, dtype)
-            if not (order == np.arange(order.size)).all():
-                rows = rows.index_select(0, torch.from_numpy(order))
-            there += begin
+            there, versions = (one[0] if len(one) == 1 else np.concatenate([_NOWHERE, *one]) for one in (wheres, each))
+            if not routed.as_is:
+                begin, end = routed.starts[[first, last]]
+                index = np.full(end - begin, -1)
+                index[there - begin] = np.arange(there.size)
+                there = np.flatnonzero(index >= 0)
+                order = index[there]
+                if not (order == np.arange(order.size)).all():
+                    rows = rows.index_select(0, torch.from_numpy(order))
+                there += begin
+                versions = versions[order]
             tables = routed.tables[there]
             sizes = np.bincount(tables - first, minlength=last - first).tolist()
             positions = torch.split(torch.from_numpy(there - routed.starts[tables]), sizes)
-            each_version = torch.split(torch.from_numpy(versions[order]), sizes)
+            each_version = torch.split(torch.from_numpy(versions), sizes)
             names = routed.layout.tables[first:last]
             pulled |= zip(names, map(Pulled, positions, each_version, torch.split(rows, sizes)), strict=True)
         return pulled
@@ -371,7 +387,7 @@ class Push:
         self._gradients, self._compression = gradients, compression
         routed = self._routed = Routed(layout, [gradients[name][0] for name in layout.tables], shards)
         sizes = np.diff(routed.starts).tolist()
-        kinds = np.zeros(routed.flat.size, np.int64)
+        kinds: Array | int = 0
         if squares:
             every = [
                 squares[name].float() if name in squares else torch.ones(count, device="cpu")
@@ -398,16 +414,19 @@ class Push:
         counts = routed.counts[shard].tolist()
         for name, (single, sums) in zip(layout.tables, counts, strict=True):
             parts.append(PushPart(name, single + sums, rules.get(name, 0), sums))
-        mine = routed.order[routed.of[shard]]
-        tensors = [torch.from_numpy(routed.flat[mine]).to(layout.ids_travel_as)]
-        sums = mine[routed.kinds[routed.of[shard]] == 1]
-        if sums.size:
-            tensors.append(self._squares[torch.from_numpy(sums)])
-        rows, shares, at = list[Tensor](), list[Share](), np.append(0, np.cumsum(routed.counts[shard].sum(1)))
-        for block, (dtype, width, _, first, last) in zip(self._blocks, layout.runs, strict=True):
-            own = mine[at[first] : at[last]]
-            rows.append(_of(block, own - routed.starts[first]))
-            shares.append(Share(dtype, (len(own), width), "rows"))
+        tensors, rows, shares = [routed.ids_of(shard)], [*self._blocks], list[Share]()
+        at = np.append(0, np.cumsum(routed.counts[shard].sum(1)))
+        if not routed.as_is:
+            mine = routed.order[routed.of[shard]]
+            sums = mine[routed.kinds[routed.of[shard]] == 1]
+            if sums.size:
+                tensors.append(self._squares[torch.from_numpy(sums)])
+            rows = [
+                _of(block, mine[at[first] : at[last]] - routed.starts[first])
+                for block, (_, _, _, first, last) in zip(self._blocks, layout.runs, strict=True)
+            ]
+        for dtype, width, _, first, last in layout.runs:
+            shares.append(Share(dtype, (int(at[last] - at[first]), width), "rows"))
         for name, share in layout.dense[shard].items():
             gradient = self._gradients[name][1]
             assert gradient.shape == share.shape
