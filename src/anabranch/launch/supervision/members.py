@@ -20,9 +20,9 @@ from anabranch.liveness.membership import (
     has_left,
     invited,
     progress,
+    rank_variables,
     waiting,
 )
-from anabranch.record.process import process_stat
 
 LOOK_SECONDS = 1.0
 CALL_SECONDS = 0.05  # between two looks for newcomers that wait and members that invite them
@@ -41,17 +41,27 @@ class Members:
         least: with fewer left, the others wait for replacements, and the job ends if there will be none.
         meeting: the file through which they meet.
         tell: called with each line that a user should see at once.
+        show: called when something was published beside ``meeting``.
+        more: workers that join the others where there is room for them.
     """
 
     def __init__(
-        self, workers: Sequence[RoleProcess], count: int, least: int, meeting: Path, tell: Callable[[str], None]
+        self,
+        workers: Sequence[RoleProcess],
+        count: int,
+        least: int,
+        meeting: Path,
+        tell: Callable[[str], None],
+        show: Callable[[], None] = lambda: None,
+        more: Sequence[ProcessSpec] = (),
     ) -> None:
-        self._workers, self._least, self._meeting, self._tell = workers, least, meeting, tell
+        self._workers, self._least, self._meeting, self._tell, self._show = workers, least, meeting, tell, show
         self._now = Membership(0, {rank: rank for rank in range(count)}, least=least)
         self._awaited = set[int]()  # processes that are to be started
+        self._more = list(more)
         self._crashed = set[int]()  # steps
         self._last: RoleProcess | None = None
-        self._stopped, self._looked = set[int](), time.monotonic()
+        self._frozen, self._looked = set[RoleProcess](), time.monotonic()
         self._now.publish(meeting)
 
     def _members(self) -> list[RoleProcess]:
@@ -106,20 +116,26 @@ class Members:
             self._awaited.add(process.rank)
         return pause
 
-    def newcomer(self, process: RoleProcess) -> ProcessSpec | None:
-        """Return what to start in place of a lost worker; ``None`` if nobody is left to take the state from."""
-        self._awaited.discard(process.rank)
+    def one_more(self) -> ProcessSpec | None:
+        """Return what to start beside the first workers, once these have done a step that others may join."""
+        return self.newcomer(self._more.pop(0)) if self._more and progress(self._meeting) is not None else None
+
+    def newcomer(self, spec: ProcessSpec) -> ProcessSpec | None:
+        """Return how to start one that joins the others; ``None`` if nobody is left to take the state from."""
+        self._awaited.discard(spec.rank)
         if not self._members():
             return None
         rank = len(self._members()) + len(self.newcomers())
         size = rank + len(self._awaited) + 1
-        environment = {name: value for name, value in process.spec.environment.items() if name != HELD_ERROR_VARIABLE}
-        environment |= {JOINED_VARIABLE: "1"} | dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), f"{rank}")
-        environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), f"{size}")
-        return replace(process.spec, environment=environment, screen=None)
+        environment = {name: value for name, value in spec.environment.items() if name != HELD_ERROR_VARIABLE}
+        environment |= {JOINED_VARIABLE: "1"} | rank_variables(environment, rank, size)
+        return replace(spec, environment=environment, screen=None)
 
     def admit(self) -> None:
         """Call the members if newcomers wait; publish the membership with these once a member has invited them."""
+        for process in self.newcomers() if not self._members() else ():
+            if not process.pid:  # it waits for room, and would have nobody to join
+                process.signal(signal.SIGTERM)
         wait = self._waiting()
         if wait and invited(self._meeting, self._now.number):
             for process in wait:
@@ -127,6 +143,7 @@ class Members:
             self._publish()
         else:
             call_newcomers(self._meeting, some=bool(wait))
+            self._show()
 
     def _waiting(self) -> list[int]:
         return [one.rank for one in self.newcomers() if waiting(self._meeting, one.rank, one.pid)]
@@ -135,6 +152,7 @@ class Members:
         # First: those who have met invite nobody who is there, or gone.
         call_newcomers(self._meeting, some=bool(self._waiting()))
         self._now.publish(self._meeting)
+        self._show()
 
     def frozen(self) -> list[RoleProcess]:
         """Return the workers that were stopped at the last look, ``LOOK_SECONDS`` ago, too, while others were not.
@@ -142,19 +160,19 @@ class Members:
         None of those without which the job does not go on: they may be woken.
         """
         running = [one for one in self._workers if one.running]
-        stopped = {one.pid for one in running if process_stat(one.pid)[0] == "T"}
-        before, self._stopped = self._stopped, stopped
+        frozen = {one for one in running if one.frozen}
+        before, self._frozen = self._frozen, frozen
         awake, self._looked = time.monotonic() - self._looked < 2 * LOOK_SECONDS, time.monotonic()
-        if not awake or len(stopped) == len(running) or progress(self._meeting) is None:
+        if not awake or len(frozen) == len(running) or progress(self._meeting) is None:
             return []
-        frozen = [one for one in running if one.pid in stopped & before]
-        return [one for one in frozen if not has_closed(self._meeting, one.rank, one.pid)]
+        return [one for one in frozen & before if not has_closed(self._meeting, one.rank, one.pid)]
 
     def wait_no_longer(self) -> None:
         """Let the members go on without newcomers: the job is to end soon."""
         waits, self._least = len(self._now.ranks) < self._now.least, 1
         self._now = msgspec.structs.replace(self._now, number=self._now.number + waits, least=1)
         self._now.publish(self._meeting)
+        self._show()
 
     def end(self, process: RoleProcess) -> None:
         """Let nobody meet any more, because ``process`` has failed."""
@@ -163,3 +181,4 @@ class Members:
         now = self._now.without(process.rank) if process.role == "worker" else self._now
         self._now = msgspec.structs.replace(now, over=True)
         self._now.publish(self._meeting)
+        self._show()
