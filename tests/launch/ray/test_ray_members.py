@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import lines
-from test_ray_cluster import LIMIT, _kill_node_of_rank, _nothing_is_left, _wait_until
+from test_ray_cluster import LIMIT, _kill_node_of_rank, _nothing_is_left, _wait_for_end_of_rank, _wait_until
 
 import anabranch as ab
 
@@ -92,15 +92,25 @@ def _batches() -> list[list[int]]:
     return [order[first : first + BATCH] for order in orders for first in range(0, SAMPLES, BATCH)][:STEPS]
 
 
+RUN = """
+import json, sys
+from anabranch.launch.ray import run
+
+options = json.loads(sys.argv[1])
+workers = options.pop("workers")
+sys.exit(run("train.py", sys.argv[2:], workers=tuple(workers) if isinstance(workers, list) else workers, **options))
+"""
+
+
 def _train(
-    cluster: Any, folder: Path, disturb: Callable[[], object], *options: str, size: int = 2, mode: str = "AllReduce"
+    cluster: Any, folder: Path, disturb: Callable[[], object], mode: str = "AllReduce", size: int = 2, **options: Any
 ) -> tuple[list[dict[str, Any]], str]:
     """Train, with a disturbance while all are in a step; return each worker's end, and what was told."""
     (folder / "train.py").write_text(TRAIN)
-    head = ["--engine", "ray", "--address", cluster.address, "--workers", "2", "--log-dir", str(folder / "logs")]
-    words = ["train.py", str(folder), f"{size}", mode, json.dumps([STEPS, SAMPLES, BATCH])]
-    command = [sys.executable, "-m", "anabranch.cli", "run", *head, *options, *words]
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    options = {"address": cluster.address, "workers": 2} | options
+    words = [str(folder), f"{size}", mode, json.dumps([STEPS, SAMPLES, BATCH])]
+    command = [sys.executable, "-c", RUN, json.dumps(options), *words]
+    with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True) as process:
         try:
             _wait_until(lambda: all((folder / f"waits-{rank}.json").exists() for rank in range(2)) or process.poll())
             assert process.poll() is None, process.communicate()
@@ -109,8 +119,7 @@ def _train(
             _, err = process.communicate(timeout=LIMIT)
         finally:
             process.kill()
-    logs = {log.name: log.read_text() for log in sorted((folder / "logs").glob("*.log"))}
-    assert process.returncode == 0, (err, logs)
+    assert process.returncode == 0, err
     ends = lines(folder, "ends")
     for end in ends:
         for here, there in zip(end["parameters"], _undisturbed(), strict=True):
@@ -135,9 +144,60 @@ def _survived(folder: Path, ends: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("mode", ["AllReduce", "PS"])
 def test_a_killed_worker_is_replaced_by_its_actor(cluster: Any, tmp_path: Path, mode: str) -> None:
-    servers = ("--servers", "1") if mode == "PS" else ()
     kill = lambda: os.kill(_pids(tmp_path, 1)[0], signal.SIGKILL)  # noqa: E731
-    ends, err = _train(cluster, tmp_path, kill, *servers, mode=mode)
+    ends, err = _train(cluster, tmp_path, kill, mode, servers=int(mode == "PS"))
     _survived(tmp_path, ends)
     assert "was killed by SIGKILL" in err
-    assert "another takes its place (1 of 3)" in err
+    assert "the job waits, with 1 worker; another takes its place (1 of 3)" in err
+
+
+def test_a_worker_whose_actor_is_lost_is_replaced_in_another(cluster: Any, tmp_path: Path) -> None:
+    def lose() -> None:
+        os.kill(_pids(tmp_path, 1)[1], signal.SIGKILL)
+        _wait_for_end_of_rank(tmp_path, 1)
+
+    ends, err = _train(cluster, tmp_path, lose)
+    _survived(tmp_path, ends)
+    assert "rank 1 was lost with its Ray node; the job waits, with 1 worker; another takes its place (1 of 3)" in err
+
+
+def test_a_worker_whose_node_is_lost_is_replaced_on_another(cluster: Any, tmp_path: Path) -> None:
+    def lose() -> None:
+        _kill_node_of_rank(cluster, tmp_path, 1)
+        _wait_for_end_of_rank(tmp_path, 1)
+
+    try:
+        ends, err = _train(cluster, tmp_path, lose)
+    finally:
+        cluster.add_node(num_cpus=2, object_store_memory=80 << 20)
+    _survived(tmp_path, ends)
+    assert "rank 1 was lost with its Ray node" in err
+
+
+def test_a_frozen_worker_is_killed_and_the_other_goes_on_alone(cluster: Any, tmp_path: Path) -> None:
+    freeze = lambda: os.kill(_pids(tmp_path, 1)[0], signal.SIGSTOP)  # noqa: E731
+    ends, err = _train(cluster, tmp_path, freeze, min_workers=1, worker_restarts="0/1s")
+    assert [end["pid"] for end in ends] == _pids(tmp_path, 0)[:1]
+    assert "is frozen; killing it" in err
+    assert "the job goes on with 1 worker" in err
+
+
+def test_another_joins_when_a_node_comes(cluster: Any, tmp_path: Path) -> None:
+    nodes: list[Any] = []
+
+    def grow() -> None:
+        nodes.append(cluster.add_node(num_cpus=2, object_store_memory=80 << 20))
+
+    try:
+        ends, _ = _train(cluster, tmp_path, grow, size=3, workers=(2, 3), resources={"worker": {"CPU": 2}})
+    finally:
+        for node in nodes:
+            cluster.remove_node(node)
+    assert [end["joined"] for end in ends] == [False, False, True]
+    assert [end["pid"] for end in ends][:2] == [_pids(tmp_path, rank)[0] for rank in range(2)]
+
+
+def test_a_job_for_which_no_more_room_comes_ends_without(cluster: Any, tmp_path: Path) -> None:
+    ends, _ = _train(cluster, tmp_path, lambda: None, workers=(2, 3), resources={"worker": {"CPU": 2}})
+    assert [end["joined"] for end in ends] == [False, False]
+    _nothing_is_left(cluster)

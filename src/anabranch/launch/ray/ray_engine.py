@@ -114,7 +114,7 @@ class _Site(Site):
             for index, place in enumerate(places)
         }
         # Beside the launcher: nobody else is lost with its node.
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         self._places["rendezvous", 0] = here
         for role, rank in self._places:
             self._make_actor(role, rank)
