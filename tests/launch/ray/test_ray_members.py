@@ -62,14 +62,13 @@ model = torch.nn.Linear(6, 1).double()
 step = ab.TrainStep(model, loss, torch.optim.Adam(model.parameters(), lr=0.02))
 loader = ab.loaders.GlobalBatches(data, batch_size, seed=3)
 with ab.Executor({"train": step}, mode, dataloaders={"train": loader}, timeout=120.0) as executor:
+    began = executor.step
     while executor.step < steps:
         executor.run("train")
-        while executor.step == 8 and ab.job().world_size < size:  # until somebody waits to join
-            place = executor._redo._place
-            if place.newcomers_wait():
-                break
+        while executor.step == 8 and ab.job().world_size < size and not executor._redo._place.newcomers_wait():
             time.sleep(0.01)
-    write("ends", pid=os.getpid(), parameters=[one.tolist() for one in model.parameters()], joined=joined)
+    parameters = [one.tolist() for one in model.parameters()]
+    write("ends", pid=os.getpid(), parameters=parameters, joined=joined, began=began)
 """
 
 
@@ -138,7 +137,7 @@ def _pids(folder: Path, rank: int) -> list[int]:
 
 
 def _survived(folder: Path, ends: list[dict[str, Any]]) -> None:
-    assert [end["joined"] for end in ends] == [False, True]
+    assert [(end["joined"], end["began"]) for end in ends] == [(False, 0), (True, 4)]
     assert ends[0]["pid"] == _pids(folder, 0)[0]
 
 
@@ -176,7 +175,7 @@ def test_a_worker_whose_node_is_lost_is_replaced_on_another(cluster: Any, tmp_pa
 
 def test_a_frozen_worker_is_killed_and_the_other_goes_on_alone(cluster: Any, tmp_path: Path) -> None:
     freeze = lambda: os.kill(_pids(tmp_path, 1)[0], signal.SIGSTOP)  # noqa: E731
-    ends, err = _train(cluster, tmp_path, freeze, min_workers=1, worker_restarts="0/1s")
+    ends, err = _train(cluster, tmp_path, freeze, size=1, min_workers=1, worker_restarts="0/1s")
     assert [end["pid"] for end in ends] == _pids(tmp_path, 0)[:1]
     assert "is frozen; killing it" in err
     assert "the job goes on with 1 worker" in err
@@ -194,6 +193,7 @@ def test_another_joins_when_a_node_comes(cluster: Any, tmp_path: Path) -> None:
         for node in nodes:
             cluster.remove_node(node)
     assert [end["joined"] for end in ends] == [False, False, True]
+    assert ends[2]["began"] >= 4
     assert [end["pid"] for end in ends][:2] == [_pids(tmp_path, rank)[0] for rank in range(2)]
 
 

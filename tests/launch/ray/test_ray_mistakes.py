@@ -140,6 +140,12 @@ def test_numbers_of_processes_are_checked() -> None:
         run("train.py", workers=0)
 
 
+@pytest.mark.parametrize("workers", [(1, 3), (4, 3)])
+def test_a_job_that_others_could_not_join_is_refused(workers: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=r"needs 2 <= N <= MAX, as others cannot join one that trains alone"):
+        run("train.py", workers=workers)
+
+
 @pytest.mark.parametrize("options", [("--address", "a:1"), ("--engine", "ray", "--host", "10.0.0.1")])
 def test_options_that_mean_nothing_to_the_engine_are_refused(options: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
@@ -156,7 +162,7 @@ def test_a_node_without_the_launcher_s_folder_is_reported_once(
     monkeypatch.chdir(tmp_path)
     said: list[str] = []
     site = _site(_Answering(""), tmp_path, said)
-    start = lambda spec, restarted, probe, apart: (7, sees and Path(probe).exists())  # noqa: E731
+    start = lambda spec, restarted, probe, *_: (7, sees and Path(probe).exists())  # noqa: E731
     follow = SimpleNamespace(remote=lambda: RoleEvents([], 0))
     for rank in range(2):
         site._actors["worker", rank] = SimpleNamespace(start=SimpleNamespace(remote=start), follow=follow)
