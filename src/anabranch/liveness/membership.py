@@ -25,15 +25,14 @@ import msgspec
 from anabranch.job import JOINED_VARIABLE, MEETING_VARIABLE
 from anabranch.record.process import replace_text
 
-MEMBER_VARIABLE = "ANABRANCH_MEMBER"
-"""The environment variable with the rank that a worker was started with; of jobs that may lose workers only."""
-
 MEMBERS_VARIABLE = "ANABRANCH_MEMBERS"
 """The environment variable with the file beside which this host has what the launcher and the workers publish; its name
 ends with ``-MASTER_PORT``."""
 
+MEMBER_VARIABLE = "ANABRANCH_MEMBER"
+"""The environment variable with the rank that a worker was started with; of jobs that may lose workers only."""
+
 _PROGRESS = struct.Struct("=qq")  # optimizer steps, and epochs
-_ELSEWHERE = "progress_elsewhere"  # on the host of a newcomer: that of the members on others
 
 
 class Membership(msgspec.Struct, frozen=True):
@@ -188,6 +187,7 @@ def has_closed(meeting: Path, process: int, pid: int) -> bool:
 
 # Between the launcher's host and those of the workers.
 
+_ELSEWHERE = "progress_elsewhere"  # on the host of a newcomer: that of the members on others
 
 def files_beside(meeting: Path) -> dict[str, bytes]:
     """Return what is published on this host, by name."""

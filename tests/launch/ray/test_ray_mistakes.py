@@ -135,15 +135,15 @@ def test_a_worker_requests_a_fraction_of_a_cpu_and_a_gpu_if_available() -> None:
     assert resources_of("worker", {"worker": {"GPU": 0}}, gpus=True) == {"CPU": 0.5}
 
 
-def test_numbers_of_processes_are_checked() -> None:
-    with pytest.raises(ValueError, match="at least 1 worker"):
-        run("train.py", workers=0)
-
-
 @pytest.mark.parametrize("workers", [(1, 3), (4, 3)])
 def test_a_job_that_others_could_not_join_is_refused(workers: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match=r"needs 2 <= N <= MAX, as others cannot join one that trains alone"):
         run("train.py", workers=workers)
+
+
+def test_numbers_of_processes_are_checked() -> None:
+    with pytest.raises(ValueError, match="at least 1 worker"):
+        run("train.py", workers=0)
 
 
 @pytest.mark.parametrize("options", [("--address", "a:1"), ("--engine", "ray", "--host", "10.0.0.1")])

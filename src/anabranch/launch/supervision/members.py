@@ -116,10 +116,6 @@ class Members:
             self._awaited.add(process.rank)
         return pause
 
-    def one_more(self) -> ProcessSpec | None:
-        """Return what to start beside the first workers, once these have done a step that others may join."""
-        return self.newcomer(self._more.pop(0)) if self._more and progress(self._meeting) is not None else None
-
     def newcomer(self, spec: ProcessSpec) -> ProcessSpec | None:
         """Return how to start one that joins the others; ``None`` if nobody is left to take the state from."""
         self._awaited.discard(spec.rank)
@@ -130,6 +126,10 @@ class Members:
         environment = {name: value for name, value in spec.environment.items() if name != HELD_ERROR_VARIABLE}
         environment |= {JOINED_VARIABLE: "1"} | rank_variables(environment, rank, size)
         return replace(spec, environment=environment, screen=None)
+
+    def one_more(self) -> ProcessSpec | None:
+        """Return what to start beside the first workers, once these have done a step that others may join."""
+        return self.newcomer(self._more.pop(0)) if self._more and progress(self._meeting) is not None else None
 
     def admit(self) -> None:
         """Call the members if newcomers wait; publish the membership with these once a member has invited them."""
