@@ -107,8 +107,9 @@ class JobFile:
 
     def returns(self, role: str, rank: int) -> None:
         """Record that a process has ended and is to be restarted."""
-        self._processes[role, rank].pid = None
-        self._write()
+        if (process := self._processes.get((role, rank))) is not None:  # else it had not begun
+            process.pid = None
+            self._write()
 
     def all_return(self) -> None:
         """Record that the whole job is to be restarted."""
