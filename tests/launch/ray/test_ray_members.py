@@ -181,14 +181,16 @@ def test_a_frozen_worker_is_killed_and_the_other_goes_on_alone(cluster: Any, tmp
     assert "the job goes on with 1 worker" in err
 
 
-def test_another_joins_when_a_node_comes(cluster: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["AllReduce", "PS"])
+def test_another_joins_when_a_node_comes(cluster: Any, tmp_path: Path, mode: str) -> None:
     nodes: list[Any] = []
 
     def grow() -> None:
         nodes.append(cluster.add_node(num_cpus=2, object_store_memory=80 << 20))
 
     try:
-        ends, _ = _train(cluster, tmp_path, grow, size=3, workers=(2, 3), resources={"worker": {"CPU": 2}})
+        options = {"workers": (2, 3), "resources": {"worker": {"CPU": 1.5}}, "servers": int(mode == "PS")}
+        ends, _ = _train(cluster, tmp_path, grow, mode, size=3, **options)
     finally:
         for node in nodes:
             cluster.remove_node(node)

@@ -5,6 +5,9 @@
     launcher ── Supervisor, the local engine's ── RemoteProcess ──follow──> RoleActor (Ray's) ── the role's process
                                                                                 on the node that Ray has chosen
 
+The launcher decides the memberships, as on one machine. What it and the workers publish for one another are files on
+each host, see ``liveness/membership.py``: the actors carry them over.
+
 Ray places and connects; data moves over our transport, under certificates made for each attempt, and over
 ``torch.distributed``. A process of an earlier attempt that lives on where Ray has lost its node has the certificates of
 another job, and is let in nowhere.
