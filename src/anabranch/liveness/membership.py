@@ -189,6 +189,7 @@ def has_closed(meeting: Path, process: int, pid: int) -> bool:
 
 _ELSEWHERE = "progress_elsewhere"  # on the host of a newcomer: that of the members on others
 
+
 def files_beside(meeting: Path) -> dict[str, bytes]:
     """Return what is published on this host, by name."""
     files: dict[str, bytes] = {}
