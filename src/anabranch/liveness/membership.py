@@ -210,8 +210,8 @@ def put_beside(meeting: Path, before: Mapping[str, bytes], files: Mapping[str, b
 
 def for_workers(meeting: Path, *, joins: bool) -> dict[str, bytes]:
     """Return what the launcher publishes for a worker; one that ``joins`` has no progress of its own."""
-    files, progress = files_beside(meeting), {"progress": _ELSEWHERE} if joins else {}
-    names = {"members": "members", "newcomers": "newcomers"} | progress
+    files, names = files_beside(meeting), {"members": "members", "newcomers": "newcomers"}
+    names |= {"progress": _ELSEWHERE} if joins else {}
     return {there: files[here] for here, there in names.items() if here in files}
 
 

@@ -25,6 +25,7 @@ pytestmark = [
     pytest.mark.skipif(" " in sys.executable, reason="Ray gives a shell the path of Python with its space unquoted"),
 ]
 STEPS, SAMPLES, BATCH = 12, 20, 8
+NODE = {"num_cpus": 2, "object_store_memory": 80 << 20}
 
 TRAIN = """
 import json, os, pathlib, sys, time
@@ -160,15 +161,19 @@ def test_a_worker_whose_actor_is_lost_is_replaced_in_another(cluster: Any, tmp_p
     assert "rank 1 was lost with its Ray node; the job waits, with 1 worker; another takes its place (1 of 3)" in err
 
 
+@pytest.fixture(scope="module")
+def another_node(cluster: Any) -> None:
+    """One that may be lost: the others are there for other tests."""
+    cluster.add_node(**NODE)
+
+
+@pytest.mark.usefixtures("another_node")
 def test_a_worker_whose_node_is_lost_is_replaced_on_another(cluster: Any, tmp_path: Path) -> None:
     def lose() -> None:
         _kill_node_of_rank(cluster, tmp_path, 1)
         _wait_for_end_of_rank(tmp_path, 1)
 
-    try:
-        ends, err = _train(cluster, tmp_path, lose)
-    finally:
-        cluster.add_node(num_cpus=2, object_store_memory=80 << 20)
+    ends, err = _train(cluster, tmp_path, lose)
     _survived(tmp_path, ends)
     assert "rank 1 was lost with its Ray node" in err
 
@@ -186,7 +191,7 @@ def test_another_joins_when_a_node_comes(cluster: Any, tmp_path: Path, mode: str
     nodes: list[Any] = []
 
     def grow() -> None:
-        nodes.append(cluster.add_node(num_cpus=2, object_store_memory=80 << 20))
+        nodes.append(cluster.add_node(**NODE))
 
     try:
         options = {"workers": (2, 3), "resources": {"worker": {"CPU": 1.5}}, "servers": int(mode == "PS")}
