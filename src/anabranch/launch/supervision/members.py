@@ -133,9 +133,9 @@ class Members:
 
     def admit(self) -> None:
         """Call the members if newcomers wait; publish the membership with these once a member has invited them."""
-        for process in self.newcomers() if not self._members() else ():
-            if not process.pid:  # it waits for room, and would have nobody to join
-                process.signal(signal.SIGTERM)
+        for one in self.newcomers() if not self._members() else ():
+            if not one.pid:  # it waits for room, and would have nobody to join
+                one.signal(signal.SIGTERM)
         wait = self._waiting()
         if wait and invited(self._meeting, self._now.number):
             for process in wait:
