@@ -73,6 +73,13 @@ with ab.Executor({"train": step}, mode, dataloaders={"train": loader}, timeout=1
 """
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _nodes(cluster: Any) -> None:
+    """Two, and one that may be lost."""
+    while len(cluster.worker_nodes) < 3:
+        cluster.add_node(**NODE)
+
+
 def _undisturbed() -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = torch.nn.Linear(6, 1).double()
@@ -161,13 +168,6 @@ def test_a_worker_whose_actor_is_lost_is_replaced_in_another(cluster: Any, tmp_p
     assert "rank 1 was lost with its Ray node; the job waits, with 1 worker; another takes its place (1 of 3)" in err
 
 
-@pytest.fixture(scope="module")
-def another_node(cluster: Any) -> None:
-    """One that may be lost: the others are there for other tests."""
-    cluster.add_node(**NODE)
-
-
-@pytest.mark.usefixtures("another_node")
 def test_a_worker_whose_node_is_lost_is_replaced_on_another(cluster: Any, tmp_path: Path) -> None:
     def lose() -> None:
         _kill_node_of_rank(cluster, tmp_path, 1)
@@ -189,22 +189,25 @@ def test_a_frozen_worker_is_killed_and_the_other_goes_on_alone(cluster: Any, tmp
 @pytest.mark.parametrize("mode", ["AllReduce", "PS"])
 def test_another_joins_when_a_node_comes(cluster: Any, tmp_path: Path, mode: str) -> None:
     nodes: list[Any] = []
+    count = len(cluster.worker_nodes)
 
     def grow() -> None:
         nodes.append(cluster.add_node(**NODE))
 
     try:
-        options = {"workers": (2, 3), "resources": {"worker": {"CPU": 1.5}}, "servers": int(mode == "PS")}
-        ends, _ = _train(cluster, tmp_path, grow, mode, size=3, **options)
+        options = {"workers": (count, count + 1), "resources": {"worker": {"CPU": 1.5}}, "servers": int(mode == "PS")}
+        ends, _ = _train(cluster, tmp_path, grow, mode, size=count + 1, **options)
     finally:
         for node in nodes:
             cluster.remove_node(node)
-    assert [end["joined"] for end in ends] == [False, False, True]
-    assert ends[2]["began"] >= 4
+    assert [end["joined"] for end in ends] == [False] * count + [True]
+    assert ends[count]["began"] >= 4
     assert [end["pid"] for end in ends][:2] == [_pids(tmp_path, rank)[0] for rank in range(2)]
 
 
 def test_a_job_for_which_no_more_room_comes_ends_without(cluster: Any, tmp_path: Path) -> None:
-    ends, _ = _train(cluster, tmp_path, lambda: None, workers=(2, 3), resources={"worker": {"CPU": 2}})
-    assert [end["joined"] for end in ends] == [False, False]
+    count = len(cluster.worker_nodes)
+    workers = (count, count + 1)
+    ends, _ = _train(cluster, tmp_path, lambda: None, workers=workers, resources={"worker": {"CPU": 2}})
+    assert [end["joined"] for end in ends] == [False] * count
     _nothing_is_left(cluster)
