@@ -74,6 +74,7 @@ def test_processes_are_listed_before_they_start(tmp_path: Path) -> None:
     assert status_of(tmp_path).roles[0].steps is None
     record.began("worker", 0, os.getpid(), None)
     record.returns("worker", 0)
+    record.returns("worker", 1)  # a newcomer for which there was no room
     assert [role.state for role in status_of(tmp_path).roles] == ["restarting", "starting"]
 
 

@@ -13,7 +13,7 @@ import pytest
 from jobs import launch
 
 from anabranch.job import JOB_VARIABLE, MEETING_VARIABLE
-from anabranch.liveness.membership import MEMBER_VARIABLE
+from anabranch.liveness.membership import MEMBER_VARIABLE, MEMBERS_VARIABLE
 from anabranch.record.process import STATUS_VARIABLE
 
 Script = Callable[[str], Path]
@@ -74,7 +74,7 @@ def test_torchrun_restarts_the_same_script_and_sets_the_variables_that_our_launc
         # TORCHELASTIC_SIGNALS_TO_HANDLE is a setting of torchrun's own process that its workers inherit; our launcher
         # alone names one start of itself, by which checkpoints know their run.
         names = set(record["names"]) - {"TORCHELASTIC_SIGNALS_TO_HANDLE"}
-        names |= {JOB_VARIABLE, MEETING_VARIABLE, MEMBER_VARIABLE}
+        names |= {JOB_VARIABLE, MEETING_VARIABLE, MEMBER_VARIABLE, MEMBERS_VARIABLE}
         assert names == set(ours) - set(environment) - {STATUS_VARIABLE}
 
 

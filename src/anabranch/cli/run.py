@@ -126,7 +126,6 @@ def run(
         host=host,
         spawn=spawn,
         directory=directory,
-        min_workers=min_workers,
     )
     with plain_errors():
         spec = JobSpec(
@@ -178,7 +177,7 @@ def run(
 
 def _check_engine(engine: str, **options: object) -> None:
     """Refuse options that mean nothing to the engine."""
-    others = ("host", "spawn", "directory", "min_workers") if engine == "ray" else ("address", "resources")
+    others = ("host", "spawn", "directory") if engine == "ray" else ("address", "resources")
     for name in others:
         if options[name]:
             cure = "leave it out" if engine == "ray" else "give --engine ray, too"

@@ -41,7 +41,7 @@ from anabranch.launch.supervision.outcome import JobOutcome, Role
 from anabranch.launch.supervision.signals import Stopped, collect_signals
 from anabranch.launch.supervision.supervisor import Supervisor
 from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
-from anabranch.liveness.membership import MEMBER_VARIABLE
+from anabranch.liveness.membership import MEMBER_VARIABLE, MEMBERS_VARIABLE
 from anabranch.transport.certificates import KEYS_VARIABLE
 
 
@@ -89,7 +89,8 @@ class Site(ABC):
     Attributes:
         rendezvous: the process through which all meet; it is ready.
         master: host and port of the store for scripts that make their own process group.
-        meeting: the file through which workers of one machine meet.
+        meeting: the file through which workers of one machine meet; ``None`` where they meet through the store.
+        members: the file beside which the launcher publishes the memberships.
         directory: the directory's endpoint; ``None`` of a job without services.
         parameters: the endpoint of each parameter server.
         keys: the directory of certificates, where all processes see one.
@@ -98,6 +99,7 @@ class Site(ABC):
     rendezvous: RoleProcess
     master: tuple[str, int]
     meeting: Path | None
+    members: Path
     directory: str | None
     parameters: Sequence[str]
     keys: Path | None
@@ -105,6 +107,10 @@ class Site(ABC):
     @abstractmethod
     def start(self, spec: ProcessSpec, restarted: int) -> RoleProcess:
         """Start a role, at any time; ``restarted``: how often it was started before."""
+
+    @abstractmethod
+    def show(self) -> None:
+        """Let the workers see what was published beside ``members``."""
 
     @abstractmethod
     def state(self, shard: int) -> str:
@@ -163,9 +169,14 @@ def _run(sites: Sites, attempt: Attempt) -> JobOutcome:
         site = stack.enter_context(sites(attempt))
         signals.call_on_stop(None)  # from here on the supervisor's loop looks at them
         attempt.check()
+        roles = [
+            replace(_role(attempt, site, "worker", rank), restarts=spec.worker_restarts.new())
+            for rank in range(spec.max_workers or spec.workers)
+        ]
         members = None
-        if spec.may_lose_workers and site.meeting is not None:
-            members = Members(workers, spec.workers, spec.min_workers or spec.workers, site.meeting, say)
+        if spec.may_lose_workers:
+            least, more = spec.min_workers or spec.workers, roles[spec.workers :]
+            members = Members(workers, spec.workers, least, site.members, say, site.show, more)
         supervisor = Supervisor(
             workers,
             signals,
@@ -182,9 +193,8 @@ def _run(sites: Sites, attempt: Attempt) -> JobOutcome:
         )
         stack.callback(supervisor.kill)
         services.extend(site.start(role, attempt.number) for role in _services(attempt, site))
-        for rank in range(spec.workers):
-            role = replace(_role(attempt, site, "worker", rank), restarts=spec.worker_restarts.new())
-            if rank == 0 and screen is not None:
+        for role in roles[: spec.workers]:
+            if role.rank == 0 and screen is not None:
                 hold = {} if spec.verbose else {HELD_ERROR_VARIABLE: str(held)}
                 role = replace(role, screen=screen, environment={**role.environment, **hold})
             workers.append(site.start(role, attempt.number))
@@ -237,8 +247,8 @@ def _serve_parameters(spec: JobSpec, shard: int, endpoint: str, site: Site) -> P
 
 
 # The variables of members of the workers' process group, which experts are not.
-_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", MEETING_VARIABLE, MEMBER_VARIABLE)
-_OF_A_JOB_AROUND = (MEMBER_VARIABLE, JOINED_VARIABLE)
+_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", MEETING_VARIABLE)
+_OF_A_JOB_AROUND = (MEETING_VARIABLE, MEMBERS_VARIABLE, MEMBER_VARIABLE, JOINED_VARIABLE)
 
 
 def _environment_of(attempt: Attempt, site: Site, role: Role, rank: int) -> dict[str, str]:
@@ -290,8 +300,8 @@ def _environment_of(attempt: Attempt, site: Site, role: Role, rank: int) -> dict
             env |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank), "GROUP_WORLD_SIZE": count}
         else:
             env[MEETING_VARIABLE] = str(site.meeting)
-            if spec.may_lose_workers:
-                env[MEMBER_VARIABLE] = str(rank)
+        if spec.may_lose_workers:
+            env |= {MEMBER_VARIABLE: str(rank), MEMBERS_VARIABLE: str(site.members)}
     if (processes := spec.workers + spec.experts) > 1:
         env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
     return env

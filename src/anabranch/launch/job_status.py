@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -85,6 +86,7 @@ class JobFile:
         self._processes: dict[tuple[str, int], _Process] = {}
         self._record = _Record([], clock(), None, script, trace)
         self._failed = False
+        self._lock = threading.RLock()  # an engine may start processes on threads
         with suppress(OSError):
             self._path.unlink(missing_ok=True)  # another job's in the same folder
 
@@ -99,13 +101,15 @@ class JobFile:
         """Record a process that was started, or restarted; ``elsewhere`` is on another machine."""
         if role in _ORDER:
             started = None if elsewhere else process_stat(pid)[1]
-            self._processes[role, rank] = _Process(role, rank, pid, endpoint, started, elsewhere=elsewhere)
-            self._write()
+            with self._lock:
+                self._processes[role, rank] = _Process(role, rank, pid, endpoint, started, elsewhere=elsewhere)
+                self._write()
 
     def returns(self, role: str, rank: int) -> None:
         """Record that a process has ended and is to be restarted."""
-        self._processes[role, rank].pid = None
-        self._write()
+        if (process := self._processes.get((role, rank))) is not None:  # else it had not begun
+            process.pid = None
+            self._write()
 
     def all_return(self) -> None:
         """Record that the whole job is to be restarted."""
@@ -124,13 +128,14 @@ class JobFile:
             self._write()
 
     def _write(self) -> None:
-        self._record.roles = sorted(self._processes.values(), key=lambda one: (_ORDER.index(one.role), one.rank))
-        try:
-            replace_text(self._path, json.dumps(msgspec.to_builtins(self._record)) + "\n")
-        except OSError as error:  # a full disk, a folder that was removed
-            if not self._failed:
-                self._tell(f"{self._path} is not up to date: {error.strerror}")
-            self._failed = True
+        with self._lock:
+            self._record.roles = sorted(self._processes.values(), key=lambda one: (_ORDER.index(one.role), one.rank))
+            try:
+                replace_text(self._path, json.dumps(msgspec.to_builtins(self._record)) + "\n")
+            except OSError as error:  # a full disk, a folder that was removed
+                if not self._failed:
+                    self._tell(f"{self._path} is not up to date: {error.strerror}")
+                self._failed = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ class _Site(Site):
         own = None if spec.directory is not None else self.directory
         self._meeting = stack.enter_context(Rendezvous(own, self._place.keys))
         self.master = ("127.0.0.1", self._meeting.port)
-        self.meeting = self._scratch / f"meeting-{self._meeting.port}"
+        self.meeting = self.members = self._scratch / f"meeting-{self._meeting.port}"
         sessions = self._sessions = set[int]()
         stack.enter_context(adopt_orphans())
         stack.callback(lambda: kill_orphans(f"TORCHELASTIC_RUN_ID={attempt.run_id}", sessions))
@@ -95,6 +95,9 @@ class _Site(Site):
         self.rendezvous = self.start(ProcessSpec("rendezvous", 0, PROGRAM, env, log, stdin=self._meeting.descriptor))
         stack.callback(self._end)
         self._meeting.wait_until_ready()
+
+    def show(self) -> None:
+        """Do nothing: they see it."""
 
     def state(self, shard: int) -> str:
         return str(self._scratch / "parameters")

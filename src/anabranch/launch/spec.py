@@ -33,6 +33,7 @@ class JobSpec:
             lists the processes, see ``job_file.py``.
         workers: how many workers; at least 1.
         min_workers: with fewer left of those that are killed, the others wait for replacements; ``None``: all.
+        max_workers: up to so many join where there is room for them, on a Ray cluster; ``None``: no more.
         worker_restarts: how often a worker that is killed is replaced, where the others go on.
         servers: how many parameter servers.
         experts: how many processes of the script have the role ``"expert"``, and serve in ``job.serve()``.
@@ -64,6 +65,7 @@ class JobSpec:
     log_dir: Path
     workers: int = 1
     min_workers: int | None = None
+    max_workers: int | None = None
     worker_restarts: RestartBudget = field(default_factory=RestartBudget)
     servers: int = 0
     experts: int = 0
@@ -87,6 +89,11 @@ class JobSpec:
             raise ValueError(f"a job has at least 1 worker, got workers={self.workers}")
         if self.min_workers is not None and not 1 <= self.min_workers <= self.workers:
             raise ValueError(f"min_workers is from 1 to the {self.workers} workers, got {self.min_workers}")
+        if self.max_workers is not None and not 2 <= self.workers <= self.max_workers:
+            raise ValueError(
+                f"workers=(N, MAX) needs 2 <= N <= MAX, as others cannot join one that trains alone; got "
+                f"{(self.workers, self.max_workers)}"
+            )
         if self.servers < 0 or self.experts < 0:
             raise ValueError(
                 f"a job cannot have fewer than 0 servers or experts, got servers={self.servers}, experts={self.experts}"

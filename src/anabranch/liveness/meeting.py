@@ -26,7 +26,7 @@ from anabranch.deadline import Deadline
 from anabranch.errors import PeerLost
 from anabranch.job import JOINED_VARIABLE, MEETING_VARIABLE
 from anabranch.liveness.group import LOOK_SECONDS, rank_names, too_late
-from anabranch.liveness.membership import Membership, own_place, published
+from anabranch.liveness.membership import Membership, own_place, published, rank_variables
 from anabranch.liveness.peers import Identity, Peers, end_without_waiting, take_place_of_peers
 from anabranch.record.process import process_record
 from anabranch.record.spans import Lasting
@@ -160,7 +160,7 @@ def meet_members(
                 # The first, or one of those awaited has died meanwhile.
                 number, rank = membership.number, membership.ranks[place.process]
                 names = [f"{one}" for one in range(len(membership.ranks))]
-                store = FileStore(f"{place.meeting}.{number}")
+                store = _store(rank, timedelta(seconds=timeout), number)
                 store.set(f"{rank}", Identity.of_this_process().encode())
             elif store is None and has_lost():
                 awake = Deadline.after(_AWAKE_SECONDS)
@@ -178,11 +178,10 @@ def meet_members(
     identities = {one: Identity.decode(text.decode()) for one, text in enumerate(store.multi_get(names))}
     _met.clear()
     _met.update(identities)
-    here: dict[str, object] = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), rank)
-    here |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), len(names))
-    here |= {JOINED_VARIABLE: "before"} if JOINED_VARIABLE in os.environ else {}
+    os.environ.update(rank_variables(os.environ, rank, len(names)))
+    if JOINED_VARIABLE in os.environ:
+        os.environ[JOINED_VARIABLE] = "before"
     _meetings = 0
-    os.environ.update({name: f"{value}" for name, value in here.items()})
     return membership, rank, store, identities
 
 
@@ -203,18 +202,19 @@ def set_world(group: dist.ProcessGroup, peers: Peers) -> None:
     take_place_of_peers(peers)
 
 
-def _store(rank: int, timeout: timedelta) -> Store:
-    """Return the store through which the workers meet."""
+def _store(rank: int, timeout: timedelta, membership: int = 0) -> Store:
+    """Return the store through which the workers meet under this membership."""
     path, port = os.environ.get(MEETING_VARIABLE, ""), os.environ["MASTER_PORT"]
     if path.endswith(f"-{port}"):  # a job inside of that job has another port
-        store = FileStore(path)
+        store = FileStore(f"{path}.{membership}" if membership else path)
         store.set_timeout(timeout)
         return store
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     # As torch's env:// has it, but it does not wait in C++ for workers that it cannot name.
-    return TCPStore(
+    shared = TCPStore(
         os.environ["MASTER_ADDR"], int(port), None, serves, timeout, wait_for_workers=False, multi_tenant=True
     )
+    return PrefixStore(f"anabranch/membership/{membership}", shared) if membership else shared
 
 
 def reminder(ranks: Sequence[int]) -> Callable[[], dict[int, str]]:

@@ -17,6 +17,7 @@ import mmap
 import os
 import struct
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,6 +26,10 @@ import msgspec
 from anabranch.deadline import Deadline
 from anabranch.job import JOINED_VARIABLE, MEETING_VARIABLE
 from anabranch.record.process import replace_text
+
+MEMBERS_VARIABLE = "ANABRANCH_MEMBERS"
+"""The environment variable with the file beside which this host has what the launcher and the workers publish; its name
+ends with ``-MASTER_PORT``."""
 
 MEMBER_VARIABLE = "ANABRANCH_MEMBER"
 """The environment variable with the rank that a worker was started with; of jobs that may lose workers only."""
@@ -160,9 +165,10 @@ class OwnPlace:
 
 def progress(meeting: Path) -> tuple[int, int] | None:
     """Return the optimizer steps and epochs that the members have done; ``None`` where none may be lost, or not yet."""
-    with suppress(FileNotFoundError, struct.error):
-        step, epoch = _PROGRESS.unpack(_beside(meeting, "progress").read_bytes())
-        return step, epoch
+    for what in (_ELSEWHERE, "progress"):
+        with suppress(FileNotFoundError, struct.error):
+            step, epoch = _PROGRESS.unpack(_beside(meeting, what).read_bytes())
+            return step, epoch
     return None
 
 
@@ -198,6 +204,43 @@ def has_closed(meeting: Path, process: int, pid: int) -> bool:
     return _closes(meeting, process, pid).exists()
 
 
+# Between the launcher's host and those of the workers.
+
+_ELSEWHERE = "progress_elsewhere"  # on the host of a newcomer: that of the members on others
+
+
+def files_beside(meeting: Path) -> dict[str, bytes]:
+    """Return what is published on this host, by name."""
+    files: dict[str, bytes] = {}
+    for path in meeting.parent.glob(f"{meeting.name}.*"):
+        with suppress(FileNotFoundError):  # by now
+            files[path.name.removeprefix(f"{meeting.name}.")] = path.read_bytes()
+    return files
+
+
+def put_beside(meeting: Path, before: Mapping[str, bytes], files: Mapping[str, bytes]) -> None:
+    """Publish on this host what is published on another; ``before``: what that was the last time."""
+    for what in before.keys() - files:
+        _beside(meeting, what).unlink(missing_ok=True)
+    for what, contents in files.items():
+        if before.get(what) != contents:
+            replace_text(_beside(meeting, what), contents)
+
+
+def for_workers(meeting: Path, *, joins: bool) -> dict[str, bytes]:
+    """Return what the launcher publishes for a worker; one that ``joins`` has no progress of its own."""
+    files, names = files_beside(meeting), {"members": "members", "newcomers": "newcomers"}
+    names |= {"progress": _ELSEWHERE} if joins else {}
+    return {there: files[here] for here, there in names.items() if here in files}
+
+
+def rank_variables(environment: Mapping[str, str], rank: int, size: int) -> dict[str, str]:
+    """Return the variables of a worker's new rank: where all are on one host, it is also that on its host."""
+    inner = "LOCAL" if MEETING_VARIABLE in environment else "GROUP"
+    ranks = dict.fromkeys(("RANK", "ROLE_RANK", f"{inner}_RANK"), f"{rank}")
+    return ranks | dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE", f"{inner}_WORLD_SIZE"), f"{size}")
+
+
 def _closes(meeting: Path, process: int, pid: int) -> Path:
     return _beside(meeting, f"closes.{process}.{pid}")
 
@@ -212,7 +255,7 @@ def _leaves(meeting: Path, process: int, pid: int) -> Path:
 
 def own_place() -> OwnPlace | None:
     """Return this worker's place; ``None`` if no worker may go."""
-    meeting, process = os.environ.get(MEETING_VARIABLE, ""), os.environ.get(MEMBER_VARIABLE)
+    meeting, process = os.environ.get(MEMBERS_VARIABLE, ""), os.environ.get(MEMBER_VARIABLE)
     if process is None or not meeting.endswith(f"-{os.environ.get('MASTER_PORT')}"):  # of a job around this one
         return None
     return OwnPlace(Path(meeting), int(process), joins=os.environ.get(JOINED_VARIABLE) == "1")

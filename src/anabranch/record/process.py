@@ -216,14 +216,14 @@ def process_stat(pid: int) -> tuple[str, int]:
         return "X", 0
 
 
-def replace_text(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str | bytes) -> None:
     """Replace a file whole, so that readers never see half of it.
 
     Raises:
         OSError: a full disk, a folder that was removed.
     """
     new = path.with_name(f".{path.name}.{os.getpid()}")
-    new.write_text(text)
+    new.write_bytes(text.encode() if isinstance(text, str) else text)
     os.replace(new, path)
 
 

@@ -134,6 +134,12 @@ def test_a_worker_requests_a_fraction_of_a_cpu_and_a_gpu_if_available() -> None:
     assert resources_of("worker", {"worker": {"GPU": 0}}, gpus=True) == {"CPU": 0.5}
 
 
+@pytest.mark.parametrize("workers", [(1, 3), (4, 3)])
+def test_a_job_that_others_could_not_join_is_refused(workers: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=r"needs 2 <= N <= MAX, as others cannot join one that trains alone"):
+        run("train.py", workers=workers)
+
+
 def test_numbers_of_processes_are_checked() -> None:
     with pytest.raises(ValueError, match="at least 1 worker"):
         run("train.py", workers=0)
@@ -146,7 +152,7 @@ def test_a_node_without_the_launcher_s_folder_is_reported_once(
     monkeypatch.chdir(tmp_path)
     said: list[str] = []
     site = _site(_Answering(""), tmp_path, said)
-    start = lambda spec, restarted, probe, apart: (7, sees and Path(probe).exists())  # noqa: E731
+    start = lambda spec, restarted, probe, *_: (7, sees and Path(probe).exists())  # noqa: E731
     follow = SimpleNamespace(remote=lambda: RoleEvents([], 0))
     for rank in range(2):
         site._actors["worker", rank] = SimpleNamespace(start=SimpleNamespace(remote=start), follow=follow)

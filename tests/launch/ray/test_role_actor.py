@@ -35,7 +35,7 @@ def _program(folder: Path, source: str) -> PythonProgram:
 def _start(actor: RoleActor, program: PythonProgram, folder: Path, *, apart: bool = False, **environment: str) -> int:
     log = Path("/on/another/machine/worker-0.log")
     spec = ProcessSpec("worker", 0, program, {**ENVIRONMENT, **environment}, log, cwd=str(folder))
-    pid, sees = actor.start(spec, 0, str(folder), apart)
+    pid, sees = actor.start(spec, 0, str(folder), apart, 1, {"members": b"first"})
     assert sees
     return pid
 
@@ -113,3 +113,27 @@ def test_a_process_s_status_is_sent_once_and_its_recording_at_the_end(actor: Rol
     statuses += [more] if (more := actor.follow().status) else []
     assert statuses == [b"{}"]
     assert actor.close() == {"worker-0.7.spans": b"spans"}
+
+
+def test_what_the_launcher_publishes_is_seen_in_order_and_what_the_process_publishes_is_reported(
+    actor: RoleActor, tmp_path: Path
+) -> None:
+    program = _program(
+        tmp_path,
+        "import os, pathlib, time\n"
+        "members = os.environ['ANABRANCH_MEMBERS']\n"
+        "print(pathlib.Path(members + '.members').read_text(), flush=True)\n"
+        "pathlib.Path(members + '.waits').touch()\n"
+        "while not os.path.exists(members + '.newcomers'): time.sleep(0.01)\n"
+        "print(pathlib.Path(members + '.members').read_text())\n"
+        "pathlib.Path(members + '.waits').unlink()\n",
+    )
+    _start(actor, program, tmp_path, ANABRANCH_MEMBERS="/on/another/machine/members-7")
+    wait_until(lambda: actor.follow().published == {"waits": b""})
+    actor.show(3, {"members": b"third", "newcomers": b""})
+    actor.show(2, {"members": b"second"})
+    while (news := actor.follow()).code is None:
+        pass
+    assert (news.code, news.published) == (0, {})
+    _start(actor, _program(tmp_path, ""), tmp_path, ANABRANCH_MEMBERS="/on/another/machine/members-7")
+    assert actor.follow().published == {}, "of its predecessor"

@@ -5,6 +5,9 @@
     launcher ── Supervisor, the local engine's ── RemoteProcess ──follow──> RoleActor (Ray's) ── the role's process
                                                                                 on the node that Ray has chosen
 
+The launcher decides the memberships, as on one machine. What it and the workers publish for one another are files on
+each host, see ``liveness/membership.py``: the actors carry them over.
+
 Ray places and connects; data moves over our transport, under certificates made for each attempt, and over
 ``torch.distributed``. A process of an earlier attempt that lives on where Ray has lost its node has the certificates of
 another job, and is let in nowhere.
@@ -23,10 +26,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from anabranch.job import JOINED_VARIABLE
 from anabranch.launch.job import Attempt, Site, run_job
 from anabranch.launch.meeting.rendezvous import PROGRAM
 from anabranch.launch.ray.cluster import RayError, connected, import_ray, resources_of
-from anabranch.launch.ray.role_actor import RemoteProcess, RoleActor
+from anabranch.launch.ray.role_actor import RemoteProcess, RoleActor, to_show
 from anabranch.launch.spec import JobSpec
 from anabranch.launch.supervision.outcome import JobOutcome
 from anabranch.launch.supervision.signals import collect_signals
@@ -83,19 +87,18 @@ class _Site(Site):
         self._ray = ray
         self._attempt = attempt
         self._actors: dict[tuple[str, int], Any] = {}
+        self._processes: dict[tuple[str, int], RemoteProcess] = {}
         self._blind = False  # it was said that a node does not see the launcher's folder
 
     def place(self, stack: ExitStack) -> None:
         """Have Ray keep room for all roles, and put an actor into each place."""
         from ray.util.placement_group import placement_group, remove_placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
         ray, spec, run_id = self._ray, self._attempt.spec, self._attempt.run_id
-        gpus = ray.cluster_resources().get("GPU", 0) > 0
+        self._gpus = ray.cluster_resources().get("GPU", 0) > 0
         places = [(role, rank) for role, count in spec.counts.items() for rank in range(count)]
-        wants = [resources_of(role, spec.resources, gpus=gpus) for role, _ in places]
-        bundles = [dict(wanted) for wanted in wants]
-        bundles[0]["CPU"] = bundles[0].get("CPU", 0.0) + 0.125  # of the rendezvous, beside worker 0
+        bundles = [self._wants(role) for role, _ in places]
         group = placement_group(bundles, strategy="SPREAD", name=f"anabranch-{run_id}")
         stack.callback(remove_placement_group, group)
         until = time.monotonic() + _PLACE_SECONDS
@@ -106,22 +109,36 @@ class _Site(Site):
                 f"the cluster had no room for the job within {_PLACE_SECONDS:.0f} s: it needs {bundles}, and available "
                 f"are {ray.available_resources()}; request less with --resources, or add nodes"
             )
-        folder = stack.enter_context(PrivateFolder())
-        keys = make_keys(folder / "keys", job=run_id)
-        files = {path.name: path.read_bytes() for path in keys.values()}
-        remote = ray.remote(RoleActor)
-        for index, (role, rank) in enumerate([*places, ("rendezvous", 0)]):
-            bundle = 0 if role == "rendezvous" else index
-            wanted = {"CPU": 0.125} if role == "rendezvous" else wants[index]
-            own = {name: files[name] for name in ("authority.pem", f"{_KEYS[role]}.pem")}
-            self._actors[role, rank] = remote.options(
-                num_cpus=wanted.get("CPU", 0.0),
-                num_gpus=wanted.get("GPU", 0.0),
-                resources={name: amount for name, amount in wanted.items() if name not in ("CPU", "GPU")},
-                max_restarts=0,
-                max_concurrency=8,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
-            ).remote(own)
+        self._folder = stack.enter_context(PrivateFolder())
+        keys = make_keys(self._folder / "keys", job=run_id)
+        self._files = {path.name: path.read_bytes() for path in keys.values()}
+        self._places: dict[tuple[str, int], Any] = {
+            place: PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            for index, place in enumerate(places)
+        }
+        # Beside the launcher: nobody else is lost with its node.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        self._places["rendezvous", 0] = here
+        for role, rank in self._places:
+            self._make_actor(role, rank)
+
+    def _wants(self, role: str) -> dict[str, float]:
+        spec = self._attempt.spec
+        return {} if role == "rendezvous" else resources_of(role, spec.resources, gpus=self._gpus)
+
+    def _make_actor(self, role: str, rank: int) -> None:
+        """Let Ray place an actor."""
+        wanted = self._wants(role)
+        own = {name: self._files[name] for name in ("authority.pem", f"{_KEYS[role]}.pem")}
+        placed = self._ray.remote(RoleActor).options(
+            num_cpus=wanted.get("CPU", 0.0),
+            num_gpus=wanted.get("GPU", 0.0),
+            resources={name: amount for name, amount in wanted.items() if name not in ("CPU", "GPU")},
+            max_restarts=0,
+            max_concurrency=8,
+            scheduling_strategy=self._places.get((role, rank), "SPREAD"),
+        )
+        self._actors[role, rank] = placed.remote(own)
 
     def meet(self) -> None:
         """Start the rendezvous process, once it is known where the services listen."""
@@ -141,6 +158,7 @@ class _Site(Site):
             ]
         host, port = self._ask(meeting.make_rendezvous.remote(self.directory))
         self.master = (str(host), int(port))
+        self.members = self._folder / f"members-{port}"
         env = {**attempt.base, "TORCHELASTIC_RUN_ID": attempt.run_id}
         self.rendezvous = self.start(
             ProcessSpec("rendezvous", 0, PROGRAM, env, spec.log_dir / "rendezvous-0.log"), attempt.number
@@ -153,14 +171,42 @@ class _Site(Site):
     def expert_listens(self, index: int) -> None:
         """Return nothing: an expert listens on any port of its node."""
 
+    def show(self) -> None:
+        for process in self._processes.values():
+            if process.running:
+                process.show()
+
     def start(self, spec: ProcessSpec, restarted: int = 0) -> RemoteProcess:
-        """Start a role in its actor."""
-        actor, program = self._actors[spec.role, spec.rank], spec.program
+        """Start a role in its actor, or in Ray's next one; one that joins the others, when there is room for it."""
+        place = spec.role, spec.rank
+        before = self._processes.get(place)
+        if before is not None and before.lost:
+            with suppress(Exception):
+                self._ray.kill(self._actors.pop(place))  # it may live where Ray has lost its node
+        if place not in self._actors:
+            self._make_actor(*place)
+        actor, begin = self._actors[place], partial(self._begin, self._actors[place], spec, restarted)
+        if JOINED_VARIABLE in spec.environment:
+            process = RemoteProcess(spec, restarted, actor, 0, self._get, partial(self._begin_in_time, actor, begin))
+        else:
+            process = RemoteProcess(spec, restarted, actor, begin(), self._get)
+        self._processes[place] = process
+        return process
+
+    def _begin_in_time(self, actor: Any, begin: Callable[[], int], stopped: Callable[[], bool]) -> int:
+        there = [actor.__ray_ready__.remote()]
+        while not self._ray.wait(there, timeout=_LOOK_SECONDS)[0]:
+            if stopped():
+                return 0
+        return begin()
+
+    def _begin(self, actor: Any, spec: ProcessSpec, restarted: int) -> int:
+        program = spec.program
         if not program.is_module and (path := Path(program.target).absolute()).is_relative_to(Path.cwd()):
             program = replace(program, target=str(path.relative_to(Path.cwd())))
         there = replace(spec, program=program, screen=None, restarts=None, cwd=os.getcwd())
         with tempfile.NamedTemporaryFile(prefix=".anabranch-seen-", dir=_writable_here()) as probe:
-            start = actor.start.remote(there, restarted, probe.name, spec.screen is not None)
+            start = actor.start.remote(there, restarted, probe.name, spec.screen is not None, *to_show(spec))
             pid, sees = self._ask(start, 2 * _CALL_SECONDS)  # the rendezvous process imports torch
         if not sees and not self._blind and spec.role != "rendezvous":
             self._blind = True
@@ -170,7 +216,7 @@ class _Site(Site):
                 "storage"
             )
         self._attempt.job_file.began(spec.role, spec.rank, pid, spec.endpoint, elsewhere=True)
-        return RemoteProcess(spec, restarted, actor, pid, self._get)
+        return int(pid)
 
     def _ask(self, reference: Any, seconds: float = _CALL_SECONDS) -> Any:
         """Return a call's result while the job is made ready, where a signal ends the wait."""
@@ -210,9 +256,10 @@ class _Site(Site):
         """End the actors, and with them their processes; bring here what these have recorded for the job's trace."""
         folder = self._attempt.base.get(TRACE_VARIABLE)
         ends = [(actor, actor.close.remote()) for actor in self._actors.values()]
+        until = time.monotonic() + (_CALL_SECONDS if folder else _END_SECONDS)
         for actor, end in ends:
-            with suppress(Exception):  # an actor that is lost, and what it recorded with it
-                recorded = self._ray.get(end, timeout=_CALL_SECONDS if folder else _END_SECONDS)
+            with suppress(Exception):  # an actor that is lost, and what it recorded with it; one never placed
+                recorded = self._ray.get(end, timeout=max(0.0, until - time.monotonic()))
                 if folder is not None:
                     for name, contents in recorded.items():
                         Path(folder, name).write_bytes(contents)

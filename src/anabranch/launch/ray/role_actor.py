@@ -8,6 +8,7 @@ a launcher that has gone and of a node that it has lost.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import select
@@ -18,11 +19,12 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from anabranch.job import JOINED_VARIABLE
 from anabranch.launch.environment import LISTEN_VARIABLE
 from anabranch.launch.job_status import ahead, process_state
 from anabranch.launch.meeting.addresses import held_port
@@ -30,6 +32,7 @@ from anabranch.launch.meeting.rendezvous import Rendezvous
 from anabranch.launch.supervision.orphans import adopt_orphans, kill_orphans
 from anabranch.launch.supervision.outcome import Exit
 from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess, open_log
+from anabranch.liveness.membership import MEMBERS_VARIABLE, files_beside, for_workers, put_beside
 from anabranch.record.process import TRACE_VARIABLE, replace_text
 from anabranch.transport.certificates import KEYS_VARIABLE
 from anabranch.transport.endpoints import PrivateFolder
@@ -54,6 +57,7 @@ class RoleEvents:
     Attributes:
         output: pieces of output, each with its stream (1 or 2).
         code: the exit code of a process that has ended.
+        published: what the process has published for the launcher, see ``liveness/membership.py``.
         status: the process's status, see ``record/process.py``; empty if it has not changed.
         now: the time of the node's monotonic clock, to which times in the status refer.
         stopped: the process is frozen.
@@ -64,6 +68,7 @@ class RoleEvents:
     status: bytes = b""
     now: float = 0.0
     stopped: bool = False
+    published: Mapping[str, bytes] = field(default_factory=dict)
 
 
 class RoleActor:
@@ -90,10 +95,14 @@ class RoleActor:
         # The kernel ties a process to the thread that has started it: this one lives as long.
         self._starter = self._stack.enter_context(ThreadPoolExecutor(1, "anabranch-role"))
         self._lock = threading.Lock()  # of the end of the process, which two calls may see
+        self._showing = threading.Lock()
         self._output: list[int] = []  # its files: one, or stdout and stderr apart
         self._places: list[int] = []  # what was read of each
         self._status = b""
         self._process: RoleProcess | None = None
+        self._members: Path | None = None
+        self._seen, self._order = dict[str, bytes](), 0  # what the launcher has published
+        self._published = set[str]()  # names
         self._rendezvous: Rendezvous | None = None
 
     def hold_endpoint(self) -> str:
@@ -110,7 +119,16 @@ class RoleActor:
         """Return a folder that lives as long as the actor."""
         return str(self._folder / "state")
 
-    def start(self, spec: ProcessSpec, restarted: int, probe: str, apart: bool) -> tuple[int, bool]:
+    def show(self, order: int, files: Mapping[str, bytes]) -> None:
+        """Let the process see what the launcher has published, unless it has seen what came later by ``order``."""
+        with self._showing:
+            if self._members is not None and order > self._order:
+                put_beside(self._members, self._seen, files)
+                self._order, self._seen = order, dict(files)
+
+    def start(
+        self, spec: ProcessSpec, restarted: int, probe: str, apart: bool, order: int, files: Mapping[str, bytes]
+    ) -> tuple[int, bool]:
         """Start a role; return its process id, and whether it runs in the launcher's folder: this node sees it.
 
         The rendezvous process is ready then.
@@ -120,6 +138,8 @@ class RoleActor:
             restarted: how often it was started before.
             probe: a file of the launcher in that folder.
             apart: keep stdout and stderr apart.
+            order: of ``files`` among all that is shown.
+            files: what the launcher has published.
 
         Raises:
             ValueError: the program is not on this node, or cannot be started.
@@ -140,6 +160,10 @@ class RoleActor:
             stdin = self._rendezvous.descriptor if self._rendezvous is not None else nothing.fileno()
             env = self._environment(spec.environment)
             here = replace(spec, environment=env, log=log, screen=output, stdin=stdin, cwd=directory)
+            if MEMBERS_VARIABLE in env:
+                self._members, self._seen = Path(env[MEMBERS_VARIABLE]), {}
+                put_beside(self._members, files_beside(self._members), {})  # its predecessor's
+                self.show(order, files)
             try:
                 self._process = self._starter.submit(RoleProcess, here, restarted).result(_END_SECONDS)
             except OSError as error:
@@ -154,11 +178,12 @@ class RoleActor:
         assert process is not None, "started"
         while True:
             code = self._reap(_LOOK_SECONDS)  # what it wrote before that is in the files by now
-            output = self._new_output()
-            if output or code is not None or time.monotonic() > until:
+            output, published = self._new_output(), self._publications()
+            if output or code is not None or published.keys() != self._published or time.monotonic() > until:
                 break
+        self._published = set(published)
         stopped = code is None and process_state(process.pid) == "stopped"
-        return RoleEvents(output, code, self._new_status(process), time.monotonic(), stopped)
+        return RoleEvents(output, code, self._new_status(process), time.monotonic(), stopped, published)
 
     def signal(self, number: int, *, group: bool = False) -> None:
         """Send ``number`` to the process, a frozen one being woken to see it; or to all that it has started, too."""
@@ -193,6 +218,11 @@ class RoleActor:
                 news.insert(0, (number + 1, data))
         return news
 
+    def _publications(self) -> dict[str, bytes]:
+        with self._showing:
+            files = {} if self._members is None else files_beside(self._members)
+            return {what: contents for what, contents in files.items() if self._seen.get(what) != contents}
+
     def _new_status(self, process: RoleProcess) -> bytes:
         with suppress(OSError):  # there is none yet
             text = process.log.with_suffix(".status").read_bytes()
@@ -207,6 +237,8 @@ class RoleActor:
         env = {**os.environ, **job, **own, KEYS_VARIABLE: str(self._folder), LISTEN_VARIABLE: f"tcp://{self._shown}:0"}
         if TRACE_VARIABLE in env:
             env[TRACE_VARIABLE] = str(self._folder)
+        if MEMBERS_VARIABLE in env:
+            env[MEMBERS_VARIABLE] = str(self._folder / Path(env[MEMBERS_VARIABLE]).name)
         if "GLOO_SOCKET_IFNAME" not in env and (interface := _interface_of(self._host)):
             env["GLOO_SOCKET_IFNAME"] = interface
         return env
@@ -226,6 +258,16 @@ def _interface_of(host: str) -> str | None:
     return None
 
 
+_orders = itertools.count(1)
+_publishing = threading.Lock()
+
+
+def to_show(spec: ProcessSpec) -> tuple[int, dict[str, bytes]]:
+    """Return what the launcher has published for a worker, and its order among all that is shown."""
+    order, members = next(_orders), spec.environment.get(MEMBERS_VARIABLE)
+    return order, for_workers(Path(members), joins=JOINED_VARIABLE in spec.environment) if members else {}
+
+
 class RemoteProcess(RoleProcess):
     """A process in an actor; a thread follows the actor, writes what comes to the log and the screen, and sees the end.
 
@@ -233,22 +275,34 @@ class RemoteProcess(RoleProcess):
         spec: what was started.
         restarted: how often that was started before.
         actor: the Ray actor; its methods have ``remote``.
-        pid: the process there.
+        pid: the process there; 0 before it is started.
         fetch: waits for a call's result, as ``ray.get`` does; raises when the actor is lost.
+        begin: starts it once Ray has placed the actor, and returns ``pid``; 0 if its argument says before that it is
+            not needed any more.
 
     Attributes:
         lost: whether the actor is lost.
     """
 
     def __init__(
-        self, spec: ProcessSpec, restarted: int, actor: Any, pid: int, fetch: Callable[[Any, float], Any]
+        self,
+        spec: ProcessSpec,
+        restarted: int,
+        actor: Any,
+        pid: int,
+        fetch: Callable[[Any, float], Any],
+        begin: Callable[[Callable[[], bool]], int] | None = None,
     ) -> None:
         self._actor = actor
         self._fetch = fetch
+        self._begin = begin
         self._describe(spec, restarted)
         self.lost = False
         self._code = -signal.SIGKILL
         self.pid = pid
+        self._looks_stopped = 0  # in a row, a second or more apart
+        self._shown, self._showing = dict[str, bytes](), threading.Lock()
+        self._published: Mapping[str, bytes] = {}
         self._facts: dict[str, Any] = {}
         self._reported: dict[str, Any] = {}
         self._report("running")
@@ -264,18 +318,33 @@ class RemoteProcess(RoleProcess):
         """Its exit."""
         return replace(super().exit, node_lost=self.lost and not self.stopped)
 
+    @property
+    def frozen(self) -> bool:
+        """True if the actor, which was awake, has seen it stopped twice."""
+        return self._looks_stopped > 1
+
+    def show(self) -> None:
+        """Let it see what the launcher has published."""
+        with self._showing, suppress(Exception):  # as for a signal
+            order, files = to_show(self.spec)
+            if self.pid and files != self._shown:
+                self._shown = files
+                self._actor.show.remote(order, files)
+
     def signal(self, number: signal.Signals) -> None:
-        """Send ``number``; does nothing if the actor is lost."""
+        """Send ``number``; does nothing if the actor is lost. One that has not begun does not begin."""
         if self.running:
             self.stopped = True
             self._send(number)
 
     def signal_group(self, number: int) -> None:
-        """Stop or continue it."""
+        """Stop, continue or kill it."""
         if self.running:
             self._send(number, group=True)
 
     def _send(self, number: int, *, group: bool = False) -> None:
+        if not self.pid:
+            return
         with suppress(Exception):  # Ray's errors are many, and the follower sees the loss
             self._actor.signal.remote(int(number), group=group)
 
@@ -284,7 +353,7 @@ class RemoteProcess(RoleProcess):
         self._follower.join(_LOST_SECONDS)
         self._ended(self._code)
         os.close(self.pidfd)
-        if self.lost:  # its place is gone with it
+        if self.lost and self.role != "worker":  # its place is gone with it
             self.spec = replace(self.spec, restarts=None)
 
     def abandon(self) -> None:
@@ -299,10 +368,21 @@ class RemoteProcess(RoleProcess):
 
     def _follow(self) -> None:
         try:
+            if self._begin is not None:
+                self.pid = self._begin(lambda: self.stopped)
+                if not self.pid:
+                    self._code = 0
+                    return
+                if self.stopped:  # meanwhile
+                    self._send(signal.SIGTERM)
+                self.show()
             while True:
                 news = self._news()
+                if news.published != self._published:
+                    self._publish(news.published)
                 if news.status:
                     self._facts = ahead(json.loads(news.status), time.monotonic() - news.now)
+                self._looks_stopped = self._looks_stopped + 1 if news.stopped else 0
                 self._report("stopped" if news.stopped else "running")
                 for stream, data in news.output:
                     self._write(stream, data)
@@ -312,10 +392,16 @@ class RemoteProcess(RoleProcess):
         except Exception as error:  # noqa: BLE001  of Ray, whose errors are many: the actor is lost
             self.lost = True
             why = [*str(error).strip().splitlines(), repr(error)][0]
-            self._write(2, f"anabranch: the Ray node of {self.role} {self.rank} was lost: {why}\n".encode())
+            what = "the Ray node of" if self.pid else "no Ray node for"
+            self._write(2, f"anabranch: {what} {self.role} {self.rank}{' was lost' * bool(self.pid)}: {why}\n".encode())
         finally:
             for descriptor in (*self._targets, self._end):
                 os.close(descriptor)
+
+    def _publish(self, files: Mapping[str, bytes]) -> None:
+        with _publishing:
+            put_beside(Path(self.spec.environment[MEMBERS_VARIABLE]), self._published, files)
+        self._published = files
 
     def _write(self, stream: int, data: bytes) -> None:
         with suppress(OSError):

@@ -21,9 +21,9 @@ from anabranch.liveness.membership import (
     has_left,
     invited,
     progress,
+    rank_variables,
     waiting,
 )
-from anabranch.record.process import process_stat
 
 LOOK_SECONDS = 1.0
 CALL_SECONDS = 0.05  # between two looks for newcomers that wait and members that invite them
@@ -42,17 +42,27 @@ class Members:
         least: with fewer left, the others wait for replacements, and the job ends if there will be none.
         meeting: the file through which they meet.
         tell: called with each line that a user should see at once.
+        show: called when something was published beside ``meeting``.
+        more: workers that join the others where there is room for them.
     """
 
     def __init__(
-        self, workers: Sequence[RoleProcess], count: int, least: int, meeting: Path, tell: Callable[[str], None]
+        self,
+        workers: Sequence[RoleProcess],
+        count: int,
+        least: int,
+        meeting: Path,
+        tell: Callable[[str], None],
+        show: Callable[[], None] = lambda: None,
+        more: Sequence[ProcessSpec] = (),
     ) -> None:
-        self._workers, self._least, self._meeting, self._tell = workers, least, meeting, tell
+        self._workers, self._least, self._meeting, self._tell, self._show = workers, least, meeting, tell, show
         self._now = Membership(0, {rank: rank for rank in range(count)}, least=least)
         self._awaited = set[int]()  # processes that are to be started
+        self._more = list(more)
         self._crashed = set[int]()  # steps
         self._last: RoleProcess | None = None
-        self._stopped, self._looked = set[int](), time.monotonic()
+        self._frozen, self._looked = set[RoleProcess](), time.monotonic()
         self._now.publish(meeting)
 
     def _members(self) -> list[RoleProcess]:
@@ -117,20 +127,27 @@ class Members:
         done = progress(self._meeting)
         return bool(self._now.closed) or (done is not None and done[1] == APART)
 
-    def newcomer(self, process: RoleProcess) -> ProcessSpec | None:
-        """Return what to start in place of a lost worker; ``None`` if nobody is left to take the state from."""
-        self._awaited.discard(process.rank)
+    def newcomer(self, spec: ProcessSpec) -> ProcessSpec | None:
+        """Return how to start one that joins the others; ``None`` if nobody is left to take the state from."""
+        self._awaited.discard(spec.rank)
         if not self._members():
             return None
         rank = len(self._members()) + len(self.newcomers())
         size = rank + len(self._awaited) + 1
-        environment = {name: value for name, value in process.spec.environment.items() if name != HELD_ERROR_VARIABLE}
-        environment |= {JOINED_VARIABLE: "1"} | dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), f"{rank}")
-        environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), f"{size}")
-        return replace(process.spec, environment=environment, screen=None)
+        environment = {name: value for name, value in spec.environment.items() if name != HELD_ERROR_VARIABLE}
+        environment |= {JOINED_VARIABLE: "1"} | rank_variables(environment, rank, size)
+        return replace(spec, environment=environment, screen=None)
+
+    def one_more(self) -> ProcessSpec | None:
+        """Return what to start beside the first workers, once these have done a step that others may join."""
+        goes = self._more and progress(self._meeting) is not None and not self._takes_nobody()
+        return self.newcomer(self._more.pop(0)) if goes else None
 
     def admit(self) -> None:
         """Call the members if newcomers wait; publish the membership with these once a member has invited them."""
+        for one in self.newcomers() if not self._members() else ():
+            if not one.pid:  # it waits for room, and would have nobody to join
+                one.signal(signal.SIGTERM)
         wait = self._waiting()
         if wait and invited(self._meeting, self._now.number):
             for process in wait:
@@ -138,6 +155,7 @@ class Members:
             self._publish()
         else:
             call_newcomers(self._meeting, some=bool(wait))
+            self._show()
 
     def _waiting(self) -> list[int]:
         return [one.rank for one in self.newcomers() if waiting(self._meeting, one.rank, one.pid)]
@@ -146,6 +164,7 @@ class Members:
         # First: those who have met invite nobody who is there, or gone.
         call_newcomers(self._meeting, some=bool(self._waiting()))
         self._now.publish(self._meeting)
+        self._show()
 
     def frozen(self, services: Sequence[RoleProcess]) -> list[RoleProcess]:
         """Return the processes that were stopped at the last look, ``LOOK_SECONDS`` ago, too, while others were not.
@@ -154,19 +173,20 @@ class Members:
         """
         running = [one for one in self._workers if one.running]
         running += [one for one in services if one.running and one.spec.restarts is not None]
-        stopped = {one.pid for one in running if process_stat(one.pid)[0] == "T"}
-        before, self._stopped = self._stopped, stopped
+        frozen = {one for one in running if one.frozen}
+        before, self._frozen = self._frozen, frozen
         awake, self._looked = time.monotonic() - self._looked < 2 * LOOK_SECONDS, time.monotonic()
-        if not awake or len(stopped) == len(running) or progress(self._meeting) is None:
+        if not awake or len(frozen) == len(running) or progress(self._meeting) is None:
             return []
-        frozen = [one for one in running if one.pid in stopped & before]
-        return [one for one in frozen if one.role != "worker" or not has_closed(self._meeting, one.rank, one.pid)]
+        again = frozen & before
+        return [one for one in again if one.role != "worker" or not has_closed(self._meeting, one.rank, one.pid)]
 
     def wait_no_longer(self) -> None:
         """Let the members go on without newcomers: the job is to end soon."""
         waits, self._least = len(self._now.ranks) < self._now.least, 1
         self._now = msgspec.structs.replace(self._now, number=self._now.number + waits, least=1)
         self._now.publish(self._meeting)
+        self._show()
 
     def end(self, process: RoleProcess) -> None:
         """Let nobody meet any more, because ``process`` has failed."""
@@ -175,3 +195,4 @@ class Members:
         now = self._now.without(process.rank) if process.role == "worker" else self._now
         self._now = msgspec.structs.replace(now, over=True)
         self._now.publish(self._meeting)
+        self._show()

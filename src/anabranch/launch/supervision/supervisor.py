@@ -25,7 +25,6 @@ A job that may lose workers (``members.py``) goes on without one that was killed
 
 from __future__ import annotations
 
-import os
 import sched
 import selectors
 import signal
@@ -151,7 +150,7 @@ class Supervisor:
         if waits is not None:
             self._look(waits)
         if members is not None:
-            self._look_for_frozen(members)
+            self._look_at_members(members)
 
     def run(self) -> None:
         """Return when every process has ended and was reaped."""
@@ -211,18 +210,22 @@ class Supervisor:
 
     def _replace(self, members: Members, worker: RoleProcess) -> None:
         """Start another in place of a lost worker, if it is still needed."""
-        spec = members.newcomer(worker)
+        spec = members.newcomer(worker.spec)
         if spec is not None and not self._failed and not self.interrupted:
             successor = self._start(spec, worker.restarted + 1)
             self._workers[self._workers.index(worker)] = successor
-            self._watch(successor)
-            if not self._timers.has(id(members)):
-                self._look_for_newcomers(members)
+            self._await(successor, members)
+
+    def _await(self, newcomer: RoleProcess, members: Members) -> None:
+        self._watch(newcomer)
+        if not self._timers.has(id(members)):
+            self._look_for_newcomers(members)
 
     def _look_for_newcomers(self, members: Members) -> None:
         members.admit()
-        if members.newcomers():
-            self._timers.after(CALL_SECONDS, partial(self._look_for_newcomers, members), id(members))
+        if newcomers := members.newcomers():
+            pause = CALL_SECONDS if any(one.pid for one in newcomers) else LOOK_SECONDS
+            self._timers.after(pause, partial(self._look_for_newcomers, members), id(members))
 
     def _on_service_end(self, service: RoleProcess) -> None:
         if service.stopped or self._failed or not _running(self._workers):
@@ -341,11 +344,16 @@ class Supervisor:
         waits.check()
         self._timers.after(waits.every, partial(self._look, waits))
 
-    def _look_for_frozen(self, members: Members) -> None:
-        for worker in members.frozen(self._services) if self.interrupted is None and not self._failed else ():
+    def _look_at_members(self, members: Members) -> None:
+        """Kill those that are frozen, and let more join."""
+        frozen, goes_on = members.frozen(self._services), self.interrupted is None and not self._failed
+        for worker in frozen if goes_on else ():
             self._tell(f"{worker.who} (pid {worker.pid}) is frozen; killing it")
-            os.kill(worker.pid, signal.SIGKILL)
-        self._timers.after(LOOK_SECONDS, partial(self._look_for_frozen, members))
+            worker.signal_group(signal.SIGKILL)
+        while goes_on and (spec := members.one_more()) is not None:
+            self._workers.append(self._start(spec, 0))
+            self._await(self._workers[-1], members)
+        self._timers.after(LOOK_SECONDS, partial(self._look_at_members, members))
 
     def _time_out(self) -> None:
         self.timed_out = True

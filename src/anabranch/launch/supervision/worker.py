@@ -17,7 +17,7 @@ from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.supervision import parent_death
 from anabranch.launch.supervision.budget import RestartBudget
 from anabranch.launch.supervision.outcome import EndingError, Exit, Role, called
-from anabranch.record.process import STATUS_VARIABLE, read_status
+from anabranch.record.process import STATUS_VARIABLE, process_stat, read_status
 
 
 class Output(Protocol):
@@ -170,6 +170,11 @@ class RoleProcess:
         """True if it has not been reaped yet."""
         return self.exit_code is None
 
+    @property
+    def frozen(self) -> bool:
+        """True if it is stopped, by SIGSTOP or a debugger."""
+        return process_stat(self.pid)[0] == "T"
+
     def signal(self, number: signal.Signals) -> None:
         """Send ``number``; a frozen worker is woken to see it.
 
@@ -183,7 +188,7 @@ class RoleProcess:
         os.kill(self.pid, signal.SIGCONT)
 
     def signal_group(self, number: int) -> None:
-        """Stop or continue it, and the processes that it has started."""
+        """Stop, continue or kill it, and the processes that it has started."""
         if self.running:
             os.killpg(self.pid, number)
 
