@@ -32,6 +32,8 @@ on what was complete when one of them was lost, and a frozen rank that wakes com
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import logging
 import mmap
 import os
@@ -42,7 +44,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate
 from operator import mul
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import numba
 import numpy as np
@@ -58,10 +60,9 @@ from anabranch.collectives.workers import Pending, Workers
 from anabranch.errors import BoundaryError, PeerLost
 from anabranch.liveness.group import RankLeft, rank_names
 from anabranch.tables.kernels.numbers import inline, kernel
-from anabranch.transport.memory import check_memory, create_memory, map_memory
 
 if TYPE_CHECKING:
-    from anabranch.transport.memory import Memory
+    _Memory: TypeAlias = ctypes.Array[ctypes.c_char]
 
 _log = logging.getLogger("anabranch.executor")
 NUMBERS: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float64: np.float64}
@@ -592,14 +593,18 @@ def _pages(size: int) -> int:
     return -(-size // _PAGE) * _PAGE
 
 
-def _meet(workers: Workers, first: int, size: int) -> Memory | None:
+# The memory.
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # a mapped file that shrinks means SIGBUS
+
+
+def _meet(workers: Workers, first: int, size: int) -> _Memory | None:
     """Map memory that the ``first`` rank makes and its host's others open through /proc, as those of one user may."""
     descriptor, memory, problem = -1, None, ""
     try:
         if workers.rank == first:
             try:
-                # Too little memory is an error here, and SIGBUS later.
-                descriptor = create_memory("anabranch-sums", lambda made: os.posix_fallocate(made, 0, size))
+                descriptor = _create(size)
             except OSError as error:
                 problem = str(error)
         place = workers.all_gather_bytes(f"{os.getpid()} {descriptor}".encode(), operation="place of shared memory")
@@ -607,7 +612,7 @@ def _meet(workers: Workers, first: int, size: int) -> Memory | None:
             if workers.rank != first:
                 descriptor = _open(place[first].decode(), size)
             if descriptor >= 0:
-                memory = map_memory(descriptor, size)
+                memory = _map(descriptor, size)
         except OSError as error:
             problem = str(error)
         everyone = workers.all_gather_bytes(problem.encode(), operation="mapping of shared memory")
@@ -621,12 +626,56 @@ def _meet(workers: Workers, first: int, size: int) -> Memory | None:
     return memory
 
 
-def _open(place: str, size: int) -> int:
-    pid, number = place.split()
-    descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+def _create(size: int) -> int:
+    descriptor = os.memfd_create("anabranch-sums", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        check_memory(descriptor, size)
+        os.posix_fallocate(descriptor, 0, size)  # too little memory is an error here, and SIGBUS later
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
     except OSError:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _open(place: str, size: int) -> int:
+    pid, number = place.split()
+    descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) != _SEALS or os.fstat(descriptor).st_size != size:
+        os.close(descriptor)
+        raise OSError(f"descriptor {number} of process {pid} is not memory of {size} bytes")
+    return descriptor
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_mapped: weakref.WeakValueDictionary[int, _Memory] = weakref.WeakValueDictionary()
+
+
+def _map(descriptor: int, size: int) -> _Memory:
+    """Map the memory until the last tensor in it is freed.
+
+    Not by the module mmap, which has its own copy of the descriptor: forked children would keep the memory alive.
+    """
+    address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+    if address == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    memory = (ctypes.c_char * size).from_address(address)
+    weakref.finalize(memory, _libc.munmap, address, size).atexit = False
+    _mapped[address] = memory
+    return memory
+
+
+def _shield_child() -> None:
+    """Put private pages over the memory in a forked child, such as a loader's process, which must not write there.
+
+    Nor keep it. With ``MADV_DONTFORK`` there would be a hole in its place, and freeing the tensors would unmap whatever
+    the child has mapped there since.
+    """
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED
+    for address, memory in _mapped.items():
+        _libc.mmap(address, len(memory), mmap.PROT_READ | mmap.PROT_WRITE, private, -1, 0)
+
+
+os.register_at_fork(after_in_child=_shield_child)

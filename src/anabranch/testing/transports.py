@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 from anabranch.transport import Listener, MemoryTransport, Stream, Transport
 from anabranch.transport.frame import frame_size
@@ -106,7 +105,7 @@ class _LossyStream:
 
     def handshake(self) -> bool:
         done = self._inner.handshake()
-        self.peer = replace(self._inner.peer, shares=False)  # only bytes can be lost, or sent twice
+        self.peer = self._inner.peer
         return done
 
     def wants_write(self) -> bool:

@@ -2,8 +2,7 @@
 
 It is neither a message bus nor a scheduler, and knows no experts or tables, only verbs and a server's handlers for
 them. Open ``client.py`` and ``server/server.py`` first: they draw the life of a request. ``frame.py`` has its layout in
-bytes, ``memory.py`` what the two sides share on one host; ``server/connection.py`` makes retries idempotent;
-``certificates.py`` decides which peers may connect.
+bytes; ``server/connection.py`` makes retries idempotent; ``certificates.py`` decides which peers may connect.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import filterfalse, repeat
 from operator import attrgetter
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import msgspec
 from torch import Tensor
@@ -52,9 +52,8 @@ from anabranch.transport.frame import (
     allocate,
     encode,
 )
-from anabranch.transport.memory import BodyMemory, memory_to_pass
 from anabranch.transport.sockets import SocketTransport
-from anabranch.transport.streams import DescriptorStream, Transport
+from anabranch.transport.streams import Transport
 
 _FIRST_BACKOFF = 0.01
 _LONGEST_BACKOFF = 1.0
@@ -394,20 +393,11 @@ class _Channel:
         self.connected = False
         self.posted: set[int] = set()
         """The requests whose answers are to be skipped."""
-        self.offered: BodyMemory | None = None
-        """Memory for bodies, until the server's greeting says that it has it, too."""
-
-    def offer_memory(self) -> None:
-        """Send the server memory for bodies with the greeting; without it they go through the socket."""
-        with suppress(OSError):
-            self.offered, descriptor = memory_to_pass()
-            cast("DescriptorStream", self.wire.stream).pass_descriptor(descriptor)
 
     def close(self) -> None:
         """Close the connection, and free its buffers."""
         self.wire.stream.close()
         self.wire.drop()
-        self.offered = None
 
     def stale(self) -> bool:
         """Return True if an idle connection has ended: if no answer is to be skipped, that is when it is readable.
@@ -484,8 +474,6 @@ class _Exchange(msgspec.Struct, eq=False):
                         yield self._wait(select.POLLOUT if stream.wants_write() else select.POLLIN)
                         self._check_silence()
                     channel.connected = True
-                    if stream.peer.shares:
-                        channel.offer_memory()
                     # The request follows the greeting at once: an unauthorized client is refused anyway.
                     wire.waiting += encode(Hello(0.0, client._limits.body))
                 if request.role is not None and stream.peer.role not in (None, request.role):
@@ -503,9 +491,7 @@ class _Exchange(msgspec.Struct, eq=False):
                     request.schema,
                     request.payload,
                 )
-                frame = encode(header, request.tensors)
-                # A server may not have read yet what was posted.
-                wire.waiting += frame if channel.posted else wire.share(frame)
+                wire.waiting += encode(header, request.tensors)
                 if used and self.together:
                     yield _READY
                 answer: Header | None = None
@@ -622,7 +608,6 @@ class _Exchange(msgspec.Struct, eq=False):
             )
         elif isinstance(header, Hello):
             channel.heartbeat = min(max(header.heartbeat, 1e-3), 3600.0)
-            channel.wire.memory, channel.offered = channel.offered if channel.wire.shared else None, None
         elif not isinstance(header, Heartbeat):
             raise ProtocolError(f"a server sends no {type(header).__name__}")
         return None

@@ -4,11 +4,11 @@
 
     preamble, 28 bytes, little endian
     +-------+---------+------+-------+---------------+-------------+-------+-------+
-    | ANBR  | version | kind | flags | header length | body length | zeros | crc32 |
+    | ANBR  | version | kind | zeros | header length | body length | zeros | crc32 |
     |  4 s  |   u8    |  u8  |  u16  |      u32      |     u64     |  u32  |  u32  |
     +-------+---------+------+-------+---------------+-------------+-------+-------+
     header: msgpack of the kind's struct, an array; lists each tensor's dtype, shape, offset and bytes
-    body:   the tensors' memory, one after the other, nothing between; with flag 1 in memory that both sides share
+    body:   the tensors' memory, one after the other, nothing between
 
 The checksum covers the preamble before it and the header: CRC-32 as in Ethernet (polynomial 0x04C11DB7). TLS
 authenticates every record, and bytes through a Unix socket cross no wire, so bodies have none.
@@ -26,7 +26,7 @@ import math
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias, TypeVar, cast
 
@@ -36,7 +36,6 @@ from torch import Tensor
 
 from anabranch.errors import ProtocolError
 from anabranch.tensors.dtypes import DTYPE_CODES, DTYPES
-from anabranch.transport.memory import HALF, BodyMemory
 from anabranch.transport.streams import Stream
 
 MAGIC = b"ANBR"
@@ -50,7 +49,6 @@ _MOST_DIMENSIONS = 8
 MOST_TENSORS = 64
 """The most tensors in a frame."""
 _AHEAD = 16 << 10
-_SHARED = 1  # the flag of a frame whose body is in shared memory
 
 _Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MOST_BYTES)]
 # NaN and infinity are refused: both would make waits unbounded.
@@ -87,10 +85,7 @@ _Tensors: TypeAlias = Annotated[tuple[TensorHeader, ...], msgspec.Meta(max_lengt
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The first frame of each side: seconds between a server's beats, and the bytes that the side accepts in a body.
-
-    A server's has flag 1 if it has the memory for bodies that came with the client's.
-    """
+    """The first frame of each side: seconds between a server's beats, and the bytes that the side accepts in a body."""
 
     heartbeat: _Seconds = 0.0
     body: _Size = 0
@@ -157,8 +152,8 @@ _DECODERS: dict[int, msgspec.msgpack.Decoder[Header]] = {
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-def encode(header: _HeaderT, tensors: Sequence[Tensor] = (), *, shares: bool = False) -> list[memoryview]:
-    """Return the buffers of a frame, in order; tensors here are not copied. ``shares`` sets flag 1.
+def encode(header: _HeaderT, tensors: Sequence[Tensor] = ()) -> list[memoryview]:
+    """Return the buffers of a frame, in order; tensors here are not copied.
 
     >>> frame = encode(RequestHeader("pull", "emb"), [torch.zeros(2, 3)])
     >>> [len(buffer) for buffer in frame][1:]
@@ -190,13 +185,10 @@ def encode(header: _HeaderT, tensors: Sequence[Tensor] = (), *, shares: bool = F
     packed = _ENCODER.encode(header)
     if len(packed) > _MOST_HEADER:
         raise ValueError(f"the header is {len(packed)} bytes, over the {_MOST_HEADER} that a frame carries; send less")
-    return [_begin(_KINDS[type(header)], shares, packed, offset), *bodies]
-
-
-def _begin(kind: int, flags: int, packed: bytes | memoryview, body: int) -> memoryview:
-    start = _PREAMBLE.pack(MAGIC, VERSION, kind, flags, len(packed), body, 0)[:_CHECKED]
+    kind = _KINDS[type(header)]
+    start = _PREAMBLE.pack(MAGIC, VERSION, kind, 0, len(packed), offset, 0)[:_CHECKED]
     whole = zlib.crc32(packed, zlib.crc32(start))
-    return memoryview(b"".join((start, whole.to_bytes(4, "little"), packed)))
+    return [memoryview(start + whole.to_bytes(4, "little") + packed), *bodies]
 
 
 def frame_size(data: bytes | bytearray) -> int | None:
@@ -304,8 +296,6 @@ class Wire:
         waiting: the bytes to send that the stream has not taken yet.
         received: bytes since the wire was made: a sign of progress for timeouts.
         more: true after a frame if bytes of the next have come.
-        memory: for bodies, once both sides have it.
-        shared: the frame that is being received has flag 1.
     """
 
     def __init__(self, stream: Stream, limits: Limits) -> None:
@@ -313,14 +303,13 @@ class Wire:
         self.waiting: list[memoryview] = []
         self.received = 0
         self.more = False
-        self.memory: BodyMemory | None = None
         self._limits = limits
         # Bytes received and not yet parsed: a small frame takes one system call, not three.
         self._ahead = bytearray(0)
         self._view = memoryview(self._ahead)
         self._start = self._end = 0
         self._body = 0
-        self._inside = self.shared = False
+        self._inside = False
         self._empty: list[memoryview] = []
         self._skip = 0
 
@@ -345,13 +334,6 @@ class Wire:
                 waiting[0] = waiting[0][taken:]
         return total
 
-    def share(self, frame: list[memoryview], lend: Callable[[int], bool] | None = None) -> list[memoryview]:
-        """Return the frame with its body in the shared memory, if it fits there; see ``BodyMemory.put``."""
-        if len(frame) == 1 or self.memory is None or not self.memory.put(frame[1:], lend):
-            return frame
-        _, _, kind, _, _, body, _ = _PREAMBLE.unpack_from(frame[0])
-        return [_begin(kind, _SHARED, frame[0][_PREAMBLE.size :], body)]
-
     def idle(self) -> bool:
         """Return True between two frames, without bytes of the next."""
         return not self._inside and self._start == self._end
@@ -359,7 +341,6 @@ class Wire:
     def drop(self) -> None:
         """Free all memory, of frames in either direction."""
         self.waiting.clear()
-        self.memory = None
         self._empty = []
         self._view = memoryview(b"")
         self._ahead = bytearray(0)
@@ -376,10 +357,8 @@ class Wire:
         magic, version, kind, flags, length, body, checksum = _PREAMBLE.unpack_from(self._ahead, self._start)
         if magic != MAGIC or version != VERSION:
             self._check_version()
-        if kind not in _DECODERS or flags not in (0, _SHARED):
+        if kind not in _DECODERS or flags:
             raise ProtocolError(f"there is no frame of kind {kind} with flags {flags:#x}")
-        if flags and body and (self.memory is None or body > HALF):
-            raise ProtocolError(f"a body of {body} bytes cannot be in memory that both sides share")
         if length > _MOST_HEADER:
             raise ProtocolError(f"a header of {length} bytes is over the limit of {_MOST_HEADER}")
         if body > self._limits.body:
@@ -416,7 +395,7 @@ class Wire:
                 raise ProtocolError(f"shape {shape} has strides that are impossible for a tensor")
         if offset != body:
             raise ProtocolError(f"the tensors are {offset} bytes, the body {body}")
-        self._body, self._inside, self.shared = body, True, bool(flags)
+        self._body, self._inside = body, True
         return header
 
     def receive(self, tensors: Sequence[Tensor] | None) -> bool:
@@ -426,15 +405,7 @@ class Wire:
         """
         empty = self._empty
         if self._body:
-            if self.shared:
-                assert self.memory is not None
-                at = 0
-                for tensor in tensors or ():
-                    if tensor.numel():
-                        memory = bytes_of(tensor)
-                        self.memory.get(at, memory)
-                        at += len(memory)
-            elif tensors is None:
+            if tensors is None:
                 self._skip = self._body
             else:
                 for tensor in tensors:

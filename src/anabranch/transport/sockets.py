@@ -37,7 +37,6 @@ _UNIX_BUFFER = 1088 << 10
 _BACKLOG = 512
 _MOST_BUFFERS = 16
 _CREDENTIALS = struct.Struct("3i")
-_DESCRIPTOR = socket.CMSG_LEN(4)  # room for one, whatever a peer sends
 # OpenSSL's texts for the peer's refusal of our certificate, by its alert.
 _REFUSALS = (
     "ALERT_CERTIFICATE",
@@ -80,8 +79,6 @@ class SocketStream:
         self._accepted = not connecting
         self._connecting = connecting
         self._want: Literal["read", "write"] = "write" if connecting else "read"
-        self._passing = -1
-        self._may_come = False  # a descriptor
         self.descriptor = sock.fileno()
         self.ready_at = 0.0
         self.peer = NOBODY
@@ -128,7 +125,6 @@ class SocketStream:
                     ) from None
                 raise _explain(error, self._name) from None
         self.peer = self._recognise(self._sock)
-        self._may_come = self._accepted and self.peer.shares
         return True
 
     def send(self, buffers: Sequence[memoryview]) -> int:
@@ -138,11 +134,6 @@ class SocketStream:
                 return self._sock.send(buffers[0])
             if len(buffers) > _MOST_BUFFERS:
                 buffers = buffers[:_MOST_BUFFERS]
-            if self._passing >= 0:
-                rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", self._passing)
-                count = socket.socket.sendmsg(self._sock, buffers, [rights])
-                os.close(self.passed_descriptor())
-                return count
             return socket.socket.sendmsg(self._sock, buffers)
         except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
             return 0
@@ -152,7 +143,7 @@ class SocketStream:
     def receive_into(self, buffer: memoryview) -> int:
         """Receive what the kernel has."""
         try:
-            count = self._receive_with_descriptor(buffer) if self._may_come else self._sock.recv_into(buffer)
+            count = self._sock.recv_into(buffer)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return 0
         except ssl.SSLError as error:
@@ -160,25 +151,6 @@ class SocketStream:
         if not count:
             raise ConnectionResetError("the peer closed the connection")
         return count
-
-    def _receive_with_descriptor(self, buffer: memoryview) -> int:
-        count, control, _, _ = self._sock.recvmsg_into([buffer], _DESCRIPTOR, socket.MSG_CMSG_CLOEXEC)
-        for _, _, data in control:
-            (descriptor,) = struct.unpack("i", data)
-            if self._passing < 0:
-                self._passing = descriptor
-            else:
-                os.close(descriptor)
-        return count
-
-    def pass_descriptor(self, descriptor: int) -> None:
-        """Send a descriptor with the next bytes."""
-        self._passing = descriptor
-
-    def passed_descriptor(self) -> int:
-        """Return the descriptor that has come, or -1; no other will."""
-        descriptor, self._passing, self._may_come = self._passing, -1, False
-        return descriptor
 
     def abort(self) -> None:
         """Shuts the connection down, which wakes the thread that polls it."""
@@ -189,8 +161,6 @@ class SocketStream:
     def close(self) -> None:
         """Frees the descriptor."""
         self._sock.close()
-        if self._passing >= 0:
-            os.close(self.passed_descriptor())
 
     def finish(self) -> None:
         """Shut down our side."""
@@ -361,7 +331,7 @@ def _same_user(owner: int) -> Recognise:
         process, user = credentials(sock)
         if user != owner:
             raise Unauthorized(f"user {user} does not own the socket's directory, user {owner} does")
-        return Peer(f"process {process}", shares=True)
+        return Peer(f"process {process}")
 
     return recognise
 
@@ -378,7 +348,7 @@ def _trusted(users: frozenset[int]) -> Recognise:
         _, user = credentials(sock)
         if user not in users:
             raise Unauthorized(f"user {user} serves this socket, not this process's user {os.geteuid()}")
-        return Peer("this host", shares=True)
+        return Peer("this host")
 
     return recognise
 

@@ -23,7 +23,6 @@ class Peer:
             ``None`` without certificates.
         certificate: its certificate's SHA-256; ``None`` without one.
         plain: true over TCP without TLS.
-        shares: true if memory can be shared with it, over a stream that is a ``DescriptorStream``.
     """
 
     name: str
@@ -31,7 +30,6 @@ class Peer:
     job: str | None = None
     certificate: str | None = None
     plain: bool = False
-    shares: bool = False
 
     @property
     def on_this_host(self) -> bool:
@@ -78,18 +76,6 @@ class Stream(Protocol):
 
     def finish(self) -> None:
         """End our side: the peer reads what was sent to its end, and then finds the connection closed."""
-
-
-class DescriptorStream(Stream, Protocol):
-    """A stream to a process of this host, which can carry a descriptor beside the bytes."""
-
-    def pass_descriptor(self, descriptor: int) -> None:
-        """Send a descriptor with the next bytes; it is closed then."""
-
-    def passed_descriptor(self) -> int:
-        """Return the descriptor that has come with the bytes so far, which is the caller's now, or -1; later ones are
-        refused.
-        """
 
 
 class Listener(Protocol):

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -53,8 +53,7 @@ from anabranch.transport.frame import (
     allocate,
     encode,
 )
-from anabranch.transport.memory import BodyMemory
-from anabranch.transport.streams import DescriptorStream, Peer, Stream
+from anabranch.transport.streams import Peer, Stream
 
 # The longest deadline accepted from a client, in seconds.
 _LONGEST = 24 * 3600.0
@@ -147,7 +146,6 @@ class Admission:
         unknown: those that have not greeted.
         calls: being served.
         in_flight: bytes of the budget that are taken.
-        lent: bytes of answers' memory that is shared with clients.
         dropped: bytes of requests and answers freed because their clients have gone.
     """
 
@@ -175,8 +173,7 @@ class Admission:
         self.connections: dict[Connection, None] = {}
         self.unknown: dict[Connection, None] = {}
         self.draining = False
-        self.calls = self.in_flight = self.lent = self.dropped = 0
-        self.served = self.refused = self.received = self.sent = 0
+        self.calls = self.in_flight = self.served = self.refused = self.received = self.sent = self.dropped = 0
         self.requests: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
 
@@ -231,15 +228,6 @@ class Admission:
         """Free the bytes of an answer that was sent, or that will not be read."""
         with self.lock:
             self.in_flight -= nbytes
-
-    def lend(self, nbytes: int) -> bool:
-        """Reserve ``nbytes`` of memory that is shared with a client, until its connection ends; return True if there is
-        room: all of it is at most an eighth of the budget, beside that.
-        """
-        with self.lock:
-            fits = nbytes < 0 or self.lent + nbytes <= self._max_bytes // 8
-            self.lent += nbytes * fits
-            return fits
 
     def _make_room(self, nbytes: int) -> bool:
         """Cut off clients that do not read their answers, those first that have not for longest."""
@@ -413,7 +401,7 @@ class Connection:
 
     # --- called from any thread
 
-    def answer(self, call: Call, frame: list[memoryview], room: int) -> None:
+    def answer(self, call: Call, frame: Sequence[memoryview], room: int) -> None:
         """Write the answer, for which ``room`` is reserved, as far as the socket takes it; the loop does the rest."""
         with self._lock:
             if self._call is not call or self.closed:
@@ -423,7 +411,6 @@ class Connection:
             self._call = None
             # The client's time to read begins now, however long the call took; set before other threads see the answer.
             self._progress = time.monotonic()
-            frame = self.wire.share(frame, self._admission.lend)
             # The header is not counted.
             nbytes = sum(map(len, frame)) - len(frame[0])
             if nbytes <= _SMALL:
@@ -614,17 +601,7 @@ class Connection:
         admission.greeted(self)
         with self._lock:
             self._phase = _Phase.SERVING
-            shares = self.wire.stream.peer.shares and self._take_memory()
-            self._write(encode(Hello(admission.heartbeat, admission.limits.body), shares=shares))
-
-    def _take_memory(self) -> bool:
-        """Map the memory for bodies that came with the greeting; what is something else is not used."""
-        descriptor = cast("DescriptorStream", self.wire.stream).passed_descriptor()
-        if descriptor >= 0:
-            with suppress(OSError):
-                self.wire.memory = BodyMemory(descriptor, client=False)
-            os.close(descriptor)
-        return self.wire.memory is not None
+            self._write(encode(Hello(admission.heartbeat, admission.limits.body)))
 
     def _accept(self, header: Header) -> bool:
         """Give the body of a frame its memory; false if the request needs a loop of its own first."""
@@ -711,16 +688,11 @@ class Connection:
             self._phase, self._progress = _Phase.LEAVING, time.monotonic()
             with suppress(OSError, BoundaryError):
                 self.wire.send(encode(failure))
-            self._drop_wire()
+            self.wire.drop()
             # Its end is waited for: bytes of it that are not read would make the kernel discard ours.
             self.wire.stream.finish()
         if call is not None:
             call.leave(self)
-
-    def _drop_wire(self) -> None:
-        if self.wire.memory is not None:
-            self._admission.lend(-self.wire.memory.taken)
-        self.wire.drop()
 
     def _give_up(self) -> int:
         """Free the bytes of a request that is not served after all; returns their number."""
@@ -741,7 +713,7 @@ class Connection:
             call, self._call = self._call, None
             self.wire.stream.close()
             self._drop_answer()
-            self._drop_wire()
+            self.wire.drop()
             self._header = self._tensors = None
         if call is not None:
             call.leave(self)
