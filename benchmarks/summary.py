@@ -99,6 +99,9 @@ def all_reduce(results: Results) -> list[Row]:
 
 
 def embedding_step(results: Results) -> list[Row]:
+    """Where FBGEMM is installed: without it the page keeps the table that has it."""
+    if not results.rows("tables", side="FBGEMM"):
+        raise FileNotFoundError("FBGEMM")
     names = {"RowWiseAdagrad": "row-wise Adagrad"}
     heads = {"anabranch": "Anabranch", "FBGEMM": "FBGEMM 1.8.0", "torch EmbeddingBag": "torch's `EmbeddingBag`"}
     lines: dict[str, Row] = {}
