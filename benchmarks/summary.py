@@ -455,6 +455,8 @@ def rewritten(text: str, results: Results) -> str:
         try:
             rows = TABLES[match["name"]](results)
         except (KeyError, FileNotFoundError):
+            rows = []
+        if not rows:
             return match[0]
         return f"% {match['kind']} {match['name']}: {where(results)}\n{table(rows)}\n"
 

@@ -143,6 +143,7 @@ def test_tables_of_benchmarks_are_made_of_results(tmp_path: Path, monkeypatch: p
     machine = {"cores": 2, "processor": "example", "torch": "2.13.0"}
     (tmp_path / "parameter_server.json").write_text(json.dumps({"machine": machine, "rows": rows}))
     results = summary.Results(tmp_path)
+    assert summary.rewritten(text, summary.Results(tmp_path / "none")) == text
     made = summary.rewritten(text, results)
     assert "| 9.0 ms (1.0) | 2.0 ms (1.0) | 4.0 ms (1.0) | 1.50 |\n" in made
     assert re.search(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from itertools import product
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anabranch as ab
+from anabranch.executor.engines import engine
 from covering import pairwise
 from toys import distance, in_job, plain_window
 
@@ -416,6 +418,46 @@ def test_so_they_weigh_across_ranks_and_data_parallel_pipes(data: int, pipeline:
 def test_a_step_with_nan_is_passed_over_and_a_stop_seen_on_servers_and_all_stages():
     chosen = case(2, 2, [1, 6], mode="PS", skip_nonfinite=True)
     assert in_job(skip, 4, chosen, servers=1) == [[True, [False, True, True]]] * 4
+
+
+class Scaled(torch.autograd.Function):
+    factor = 1.0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * Scaled.factor
+
+
+class Overflow(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Scaled.apply(x)
+
+
+def overflow() -> tuple[list[bool], str]:
+    """Of a step that is not finite on the first stage alone: are parameters as before, and the error."""
+    engine.LATE = {"cpu"}  # as on a GPU, where a process alone does not wait
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5), Overflow(), nn.Linear(5, 5))
+    with ab.Pipe(model, [2, 1], chunks=2, process_group=dist.group.WORLD) as pipe:
+        step = ab.TrainStep(pipe, F.mse_loss, torch.optim.Adam(pipe.parameters(), fused=True), clip_grad_norm=1.0)
+        with ab.Executor(step, None, timeout=60.0) as executor:
+            executor.run(batch=(torch.ones(4, 5), torch.ones(4, 5)))
+            before = [parameter.detach().clone() for parameter in pipe.parameters()]
+            Scaled.factor = math.inf
+            with pytest.raises(ab.NonFinite) as caught:
+                executor.run(batch=(torch.ones(4, 5), torch.ones(4, 5)))
+            return list(map(torch.equal, before, pipe.parameters())), str(caught.value).partition(" hold")[0]
+
+
+def test_a_step_that_is_not_finite_on_one_stage_updates_no_other() -> None:
+    first, last = in_job(overflow, 2)
+    assert first == [[True, True], "the gradients of 0.weight, 0.bias"]
+    assert last == [[True, True], "the gradients of parameters on another rank (or their norm is too large)"]
 
 
 def test_each_stage_has_its_own_parameters_on_the_servers_and_shared_ones_stay_with_the_ranks():

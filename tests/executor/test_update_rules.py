@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import anabranch as ab
-from anabranch.executor.engines.gradients import all_finite, nonfinite_names
+from anabranch.executor.engines.gradients import LateCheck, all_finite, nonfinite_names
 from plain_loop import TrainingCase, check
 from toys import assert_same, plain_step
 
@@ -121,6 +121,92 @@ def test_a_step_on_a_gpu_raises_in_the_next_call_and_updates_nothing(
         executor.close()
     follow()
     assert not hasattr(mine, "found_inf"), "the optimizer is the user's own again"
+
+
+@pytest.fixture
+def _late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anabranch.executor.engines.engine.LATE", {"cpu"})
+
+
+@pytest.mark.usefixtures("_late")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_late_step_whose_optimizer_was_first_captured_behind_a_norm_updates_nothing(engine: Any) -> None:
+    model = model_of()
+    with ab.Executor(ab.TrainStep(model, loss_of, FUSED["adam"](model)), engine=engine) as executor:
+        for index in range(6):
+            executor.run(batch=batch_of(index), fetch=["grad_norm"] if index < 3 else None)
+        before = state_of(model)
+        executor.run(batch=batch_of(6, bad=True))
+        with pytest.raises(ab.NonFinite, match="after 6 optimizer steps"):
+            executor.run(batch=batch_of(7), fetch=["grad_norm"])
+        assert all(map(torch.equal, model.state_dict().values(), before.values()))
+
+
+@pytest.mark.usefixtures("_late")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_checkpoint_of_an_optimizer_that_was_not_fused_makes_steps_wait(engine: Any, tmp_path: Path) -> None:
+    model = model_of()
+    with ab.Executor(ab.TrainStep(model, loss_of, torch.optim.Adam(model.parameters())), engine=engine) as executor:
+        executor.run(batch=batch_of(0))
+        executor.save(tmp_path)
+    with ab.Executor(ab.TrainStep(model, loss_of, FUSED["adam"](model)), engine=engine) as executor:
+        for index in range(2):
+            executor.run(batch=batch_of(index))
+        executor.load(tmp_path)
+        for index in range(1, 4):
+            executor.run(batch=batch_of(index))
+        with pytest.raises(ab.NonFinite, match=r"0\.weight, .* after 4 optimizer steps"):
+            executor.run(batch=batch_of(4, bad=True))
+
+
+@pytest.mark.usefixtures("_late")
+def test_a_parameter_whose_first_step_is_not_finite_has_no_momentum_of_it() -> None:
+    model = model_of()
+    optimizer = SGD(model[0].parameters(), lr=0.01, momentum=0.9, fused=True)  # type: ignore[index]
+    model[2].requires_grad_(False)  # type: ignore[index]
+    with ab.Executor(ab.TrainStep(model, loss_of, optimizer)) as executor:
+        for index in range(2):
+            executor.run(batch=batch_of(index))
+        executor.run(batch=batch_of(2, bad=True))
+        optimizer.add_param_group({"params": [*model[2].requires_grad_().parameters()]})  # type: ignore[index]
+        with pytest.raises(ab.NonFinite, match="^gradients held .* after 2 optimizer steps"):
+            executor.run(batch=batch_of(3))
+        with pytest.raises(ab.NonFinite, match=r"2\.weight.* after 2 optimizer steps"):
+            executor.run(batch=batch_of(4, bad=True))
+
+
+@pytest.mark.usefixtures("_late")
+def test_a_late_step_that_an_error_interrupts_was_none() -> None:
+    model = model_of()
+    optimizer = FUSED["adam"](model)
+    with ab.Executor(ab.TrainStep(model, loss_of, optimizer)) as executor:
+        for index in range(2):
+            executor.run(batch=batch_of(index))
+
+        def fail(*_: object) -> None:
+            raise OSError("in a hook")
+
+        hook = optimizer.register_step_pre_hook(fail)
+        with pytest.raises(OSError, match="in a hook"):
+            executor.run(batch=batch_of(2, bad=True))
+        hook.remove()
+        before = state_of(model)
+        executor.run(batch=batch_of(3))
+        assert executor.step == 3
+        assert not torch.equal(before["0.weight"], model.state_dict()["0.weight"])
+
+
+def test_a_late_look_that_is_refused_leaves_nothing_behind() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([weight], fused=True)
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    late, before = LateCheck([optimizer], torch.device("cpu")), weight.detach().clone()
+    with late.heeded():
+        assert not late.look([torch.full((2,), torch.nan), torch.ones(1).expand(2)])
+        optimizer.step()
+    assert not torch.equal(weight, before)
+    assert not late.failed()
 
 
 @pytest.mark.quick_cases(3)

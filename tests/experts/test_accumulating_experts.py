@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -152,8 +153,10 @@ def test_an_update_that_fails_after_its_step_is_not_made_again() -> None:
     assert module.weight.grad is None
 
 
-@pytest.mark.parametrize("sparse", [False, True])
-def test_gradients_that_wait_survive_a_restart(tmp_path: Path, sparse: bool) -> None:
+@pytest.mark.parametrize(
+    ("sparse", "optimizer"), [(False, torch.optim.SGD), (True, torch.optim.SGD), (True, torch.optim.SparseAdam)]
+)
+def test_gradients_that_wait_survive_a_restart(tmp_path: Path, sparse: bool, optimizer: Any) -> None:
     class Rows(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -166,7 +169,7 @@ def test_gradients_that_wait_survive_a_restart(tmp_path: Path, sparse: bool) -> 
     def make() -> Patient:
         module = Rows()
         schema = [TensorSpec(dtype=torch.int64)]
-        return Patient("rows.0", module, sgd(module), args_schema=schema)
+        return Patient("rows.0", module, optimizer(module.parameters(), lr=0.1), args_schema=schema)
 
     first = make()
     for step, backend in enumerate((first, make())):
@@ -177,6 +180,6 @@ def test_gradients_that_wait_survive_a_restart(tmp_path: Path, sparse: bool) -> 
     here = Rows()
     for ids in ([1, 1, 2], [2, 3], [1]):
         here(torch.tensor(ids)).sum().backward()
-    sgd(here).step()
+    optimizer(here.parameters(), lr=0.1).step()
     assert torch.allclose(here.table.weight, backend.module.table.weight)  # type: ignore[union-attr]
     assert torch.equal(first.module.table.weight, Rows().table.weight)  # type: ignore[union-attr]

@@ -9,6 +9,7 @@ import torch
 from expert_modules import served
 from torch import nn
 
+from anabranch.errors import PeerLost
 from anabranch.experts import Directory, DirectoryServer, ExpertBackend, RemoteExpert
 from anabranch.experts.server import expert_server
 from anabranch.record.spans import Span, heard
@@ -54,3 +55,14 @@ def test_a_server_restarted_at_a_new_address_is_not_warned_of_its_old_one(
         ):
             server._warn_of_others({"ffn.0": gone, "ffn.1": alive.endpoint})
     assert not caplog.records
+
+
+def test_ctrl_c_while_a_directory_does_not_answer_ends_the_server_and_the_program() -> None:
+    class Pressed(Directory):
+        def withdraw(self, uids: object, endpoint: str) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), served(make("ffn.0"), directory=Pressed()) as server:
+        expert = RemoteExpert("ffn.0", server.endpoint)
+    with pytest.raises(PeerLost):
+        expert(torch.ones(1, 2))

@@ -235,8 +235,10 @@ def test_workers_share_the_cores_unless_the_user_says_otherwise(
     log = tmp_path / "worker-0.log"
     launch(path, workers=2, log_dir=tmp_path)
     assert log.read_text() == f"{max(1, len(os.sched_getaffinity(0)) // 2)}\n"
+    descriptors = len(os.listdir("/proc/self/fd"))
     launch(path, workers=1, log_dir=tmp_path)
     assert log.read_text() == "None\n"
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     launch(path, workers=2, log_dir=tmp_path)
     assert log.read_text() == "3\n"
+    assert len(os.listdir("/proc/self/fd")) == descriptors, "launching leaves none open"

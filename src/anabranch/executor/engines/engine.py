@@ -216,7 +216,8 @@ class Engine:
         owned = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         devices = {parameter.device for parameter in trained}
         fused = all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in optimizers)
-        if self._step.skip_nonfinite is not False or not fused or len(devices) != 1 or not owned.issuperset(trained):
+        waits = self.first_looks or self._step.skip_nonfinite is not False
+        if waits or not fused or len(devices) != 1 or not owned.issuperset(trained):
             return None
         return LateCheck(optimizers, device) if (device := devices.pop()).type in LATE else None
 

@@ -167,33 +167,40 @@ class LateCheck:
         self._optimizers, self._bad = optimizers, torch.zeros((), device=device)
         self._answer = torch.zeros((), device="cpu", pin_memory=on_gpu)
         self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
-        self._open = False
+        self._open = self._looked = False
 
     @contextmanager
     def heeded(self) -> Iterator[None]:
-        """Let the optimizers heed it in the block."""
+        """Let the optimizers heed it in the block; a look at a step that ends in an error is forgotten."""
+        self._looked = False
         for optimizer in self._optimizers:
-            optimizer.found_inf = self._bad  # type: ignore[attr-defined]
+            if all(group.get("fused") for group in optimizer.param_groups):  # a checkpoint may have brought others
+                optimizer.found_inf = self._bad  # type: ignore[attr-defined]
         try:
             yield
+        except BaseException:
+            if self._looked:
+                self.failed()  # the step was not counted
+            raise
         finally:
             for optimizer in self._optimizers:
                 vars(optimizer).pop("found_inf", None)
 
     def look(self, gradients: list[Tensor]) -> bool:
         """Look at the gradients; return False if this cannot be done without waiting."""
-        # Fused SGD would take what was in memory for its momentum, if it passed over its first step.
-        if not all(optimizer.state for optimizer in self._optimizers):
+        # Fused SGD would take what was in memory for a momentum, if it passed over a parameter's first step.
+        if not all("found_inf" in vars(optimizer) and _has_stepped(optimizer) for optimizer in self._optimizers):
             return False
         try:
             _, one = _scratch(self._bad.device, threading.get_ident())
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._bad, one)
         except RuntimeError:  # memory that overlaps itself, several dtypes or devices
+            self._bad.zero_()  # others may have been looked at before
             return False
         self._answer.copy_(self._bad, non_blocking=True)
         if self._copied is not None:
-            self._copied.record()
-        self._open = True
+            self._copied.record(torch.cuda.current_stream(self._bad.device))  # the current device may be another
+        self._open = self._looked = True
         return True
 
     def failed(self) -> bool:
@@ -207,6 +214,12 @@ class LateCheck:
             return False
         self._bad.zero_()
         return True
+
+
+def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if it has state of all its parameters that require a gradient."""
+    state = optimizer.state
+    return all(p in state for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
 
 
 def _values(gradient: Tensor) -> Tensor:

@@ -416,7 +416,7 @@ class StepRunner:
             NonFinite: see ``check_late``; what is loaded replaces what such a step left.
         """
         if operation == "load":
-            self.engine.late_failed()
+            self.steps -= self.engine.late_failed()
         self.check_late()
         if self._broken:
             raise BoundaryError(
@@ -469,6 +469,7 @@ class StepRunner:
                     "make a new TrainStep and Executor"
                 )
         if added:
+            self.check_late()
             self._known.update(parameter for _, parameter in added)
             self._layout = None
             vars(self).pop("_parameters", None)

@@ -844,15 +844,17 @@ class ParameterGradients:
                 self.stepped, self._left = True, [None] * len(self._parameters)
 
     def state_dict(self) -> dict[str, object]:
-        """Return the gradients by parameter, dense; empty if none waits."""
-        gradients = {name: parameter.grad for name, parameter in self._module.named_parameters()}
-        return {name: gradient.to_dense() for name, gradient in gradients.items() if gradient is not None}
+        """Return the gradients by parameter, dense, and how many dimensions were sparse; empty if none waits."""
+        named = self._module.named_parameters()
+        gradients = {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+        return {name: [one.to_dense(), one.is_sparse and one.sparse_dim()] for name, one in gradients.items()}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Load the gradients from ``state_dict``."""
         for name, parameter in self._module.named_parameters():
-            gradient = cast("Tensor | None", state.get(name))
-            parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype)
+            gradient, sparse = cast("tuple[Tensor | None, int]", state.get(name, (None, 0)))
+            gradient = None if gradient is None else gradient.to(parameter.device, parameter.dtype)
+            parameter.grad = gradient.to_sparse(sparse) if gradient is not None and sparse else gradient
 
     def _marks(self) -> tuple[list[int], list[float]]:
         """Return what changes when a parameter does: its version, or through ``.data`` only its values."""

@@ -64,7 +64,7 @@ from anabranch.transport import (
     pack,
     unpack,
 )
-from anabranch.transport.failures import note_failure
+from anabranch.transport.failures import ends_the_program, note_failure
 from anabranch.transport.frame import bytes_of
 
 _log = logging.getLogger("anabranch.experts")
@@ -585,7 +585,9 @@ def _noting(what: str, call: Callable[[], _T]) -> _T | None:
         return call()
     except (BoundaryError, CheckpointError) as error:
         mark(what, error=str(error))
-    except BaseException as error:  # noqa: BLE001 - also of a user's own directory, or module's state_dict
+    except BaseException as error:  # also of a user's own directory, or module's state_dict
+        if ends_the_program(error):
+            raise
         note_failure(what, error)
     return None
 

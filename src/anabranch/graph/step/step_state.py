@@ -98,7 +98,8 @@ class StepState:
         parameters = [self.parameters[name] for name in dense]
         if self.refused_update is not None or not has_state(self.optimizers, parameters):
             return None
-        key = (tuple(dense), self._group_numbers.current())
+        heeded = [id(vars(optimizer).get("found_inf")) for optimizer in self.optimizers]  # each held by its graph
+        key = (tuple(dense), self._group_numbers.current(), tuple(heeded))
         if key not in self._updates:
             self._state.note_optimizer_state()
             try:
