@@ -53,7 +53,7 @@ from anabranch.liveness.meeting import (
     reminder,
     set_world,
 )
-from anabranch.liveness.membership import Membership, own_place
+from anabranch.liveness.membership import Membership, own_place, published
 from anabranch.liveness.peers import Peers, end_without_waiting, peers_of_job
 from anabranch.record import spans
 
@@ -313,7 +313,13 @@ class Workers(Group):
         def done(seconds: float) -> bool:
             return bool(wait([answer], seconds).done) and answer.result(0) is not None
 
-        self.wait_for(done, Deadline.after(self.timeout), "meet", None, on_host=True)
+        def left() -> dict[int, str]:  # a newcomer of another host that has ended before it was heard
+            place, roll = own_place(), self.roll
+            now = {} if place is None else published(place.meeting).ranks
+            ranks = {} if roll is None or not now else roll.ranks
+            return {rank: "its process has ended" for process, rank in ranks.items() if process not in now}
+
+        self.wait_for(done, Deadline.after(self.timeout), "meet", None, on_host=True, noticed=left)
         self._own, self._group = answer.result(0)
         set_world(self._group, self.peers)
         return True
