@@ -124,7 +124,7 @@ def test_a_save_in_the_background_that_one_has_not_seen_begin_is_finished(tmp_pa
 
 @pytest.mark.slow
 def test_an_evaluation_s_result_is_taken_from_a_worker_that_has_it(tmp_path: Path) -> None:
-    misses = {1: (6, "evaluate", 4)}  # the last message of it
+    misses = {1: (6, "evaluate", 6)}  # the last message of it
     train(tmp_path, {0: [("behind an evaluation", 6)]}, evaluates=True, misses=misses)
 
 
