@@ -85,7 +85,7 @@ def test_a_newcomer_joins_between_windows_and_calls(
         ({1: [("forward", 4)]}, {1: [("forward", 4)]}),
         ({1: [("forward", 4)]}, {1: [("between", 7)]}),
         ({1: [("forward", 4)], 0: [("before it sends the state", 4)]}, {}),
-        ({0: [("forward", 4)], 2: [("before it sends the state", 4)]}, {}),
+        ({0: [("forward", 4)], 3: [("before it sends the state", 4)]}, {}),  # rank 0 by then
         ({1: [("forward", 4)], 2: [("in the sum", 4)]}, {}),
         ({3: [("forward", 4)], 0: [("between", 6)]}, {3: [("forward", 6)]}),
     ],
