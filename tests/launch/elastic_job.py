@@ -123,6 +123,7 @@ def die_where_workers_sum_meet_and_save() -> None:
     meeting = [lambda *_, when=when: dies_at(f"{when} a meeting") for when in ("before", "behind")]
     around(workers.Workers, "meet_again", *meeting)
     around(Peers, "become", lambda *_: dies_at("in a meeting"))
+    around(workers.Workers, "_made", lambda _, __, operation: dies_at(operation))
     around(Saver, "dense_state", lambda *_: dies_at("before it sends the state"))
     state = lambda *_: dies_at("before it takes the state"), lambda *_: dies_at("behind the state")
     around(Saver, "take_dense_state", *state)
