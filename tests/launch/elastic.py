@@ -145,6 +145,8 @@ def train(
     assert {end["size"] for end in ends} == {left}
     assert {end["restarts"] for end in ends if not end["joined"]} <= {"0"}
     assert {end["pid"] for end in ends} <= {one.pid for one in outcome.exits}
+    if deaths and not seed and least is None:  # else a newcomer may come too late to some place
+        assert sum(not end["joined"] for end in ends) == workers - len(deaths), "all have died where the plan says"
     seeds = [5 + process for process in range(workers)]
     for end in ends:
         assert end["steps"] == steps

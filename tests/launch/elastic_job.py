@@ -27,7 +27,7 @@ from anabranch.collectives import buckets, differentiable, shared_memory, worker
 from anabranch.deadline import Deadline
 from anabranch.errors import PeerLost
 from anabranch.executor.saving.saving import Saver
-from anabranch.liveness.peers import Identity
+from anabranch.liveness.peers import Identity, Peers
 
 FOLDER, PLAN = Path(sys.argv[1]), json.loads(sys.argv[2])
 PROCESS, JOINED = int(os.environ["ANABRANCH_MEMBER"]), ab.job().joined
@@ -122,6 +122,8 @@ def die_where_workers_sum_meet_and_save() -> None:
     around(workers.Pending, "finish", miss)
     meeting = [lambda *_, when=when: dies_at(f"{when} a meeting") for when in ("before", "behind")]
     around(workers.Workers, "meet_again", *meeting)
+    around(Peers, "become", lambda *_: dies_at("in a meeting"))
+    around(workers.Workers, "_made", lambda _, __, operation: dies_at(operation))
     around(Saver, "dense_state", lambda *_: dies_at("before it sends the state"))
     state = lambda *_: dies_at("before it takes the state"), lambda *_: dies_at("behind the state")
     around(Saver, "take_dense_state", *state)

@@ -204,3 +204,34 @@ def test_what_another_worker_writes_to_its_log_is_shown_from_then_on(
         log.write("the last")
     assert shown() == "rank 0\nas rank 0: 0\nas rank 0: 1\nas rank 0: 2\nthe last"
     assert (tmp_path / "worker-0.log").read_text() == "rank 0\n"
+
+
+def test_the_log_of_a_lost_rank_0_in_which_its_replacement_writes_is_shown_no_more(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[str] = []
+
+    def shown() -> str:
+        seen.append(capfd.readouterr().out)
+        return "".join(seen)
+
+    logs = [tmp_path / "worker-1.log", tmp_path / "worker-2.log"]
+    for log in logs:
+        log.touch()
+
+    def write(log: Path, line: str) -> None:
+        with log.open("a") as file:
+            file.write(line)
+
+    with Screen(tmp_path / "worker-0.log") as screen:
+        screen.follow(logs[1])
+        write(logs[1], "as rank 0\n")
+        wait_until(lambda: shown() == "as rank 0\n")
+        screen.follow(logs[0])
+        write(logs[0], "the next\n")
+        wait_until(lambda: shown().endswith("the next\n"))
+        write(logs[1], "as a newcomer\n")
+        screen.follow(logs[1])
+        write(logs[1], "rank 0 again\n")
+        wait_until(lambda: shown().endswith("again\n"))
+    assert shown() == "as rank 0\nthe next\nrank 0 again\n"

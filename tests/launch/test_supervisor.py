@@ -1,4 +1,4 @@
-"""The supervisor where a real worker cannot be brought to it: one that not even SIGKILL ends."""
+"""The supervisor where a real worker cannot be brought to it, such as one that not even SIGKILL ends."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from typing import cast
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from anabranch.launch.supervision import signals, supervisor
+from anabranch.launch.supervision.members import Members
 from anabranch.launch.supervision.signals import SignalBox
 from anabranch.launch.supervision.supervisor import Patience, Supervisor
 from anabranch.launch.supervision.worker import RoleProcess
+from anabranch.liveness.membership import OwnPlace
 
 
 class Undying:
@@ -79,3 +83,31 @@ def test_the_time_for_which_everything_is_stopped_does_not_count(
     Supervisor([cast(RoleProcess, worker)], box, patience=Patience(stop=0.0, drain=0.2), seconds=seconds).run()
     assert worker.sent == [signal.SIGINT if ends == "signal" else signal.SIGABRT, signal.SIGKILL]
     assert worker.times[-1] >= before + 0.5
+
+
+def test_workers_that_are_all_frozen_may_be_woken_though_a_server_runs(tmp_path: Path) -> None:
+    """Nobody would be left to go on with."""
+
+    class Process(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    def process(role: str, rank: int) -> Any:
+        return Process(
+            role=role, rank=rank, pid=rank, running=True, frozen=False, spec=SimpleNamespace(restarts=object())
+        )
+
+    workers, servers = [process("worker", rank) for rank in range(2)], [process("parameters", 0)]
+    meeting = tmp_path / "meeting-1"
+    members = Members(workers, 2, 1, meeting, lambda line: None)
+    OwnPlace(meeting, 0, joins=False).write_progress(3, 0)
+
+    def killed(*frozen: Any) -> list[Any]:
+        for one in (*workers, *servers):
+            one.frozen = one in frozen
+        members.frozen(servers)
+        return members.frozen(servers)
+
+    assert killed(*workers) == []
+    assert killed(*workers, *servers) == []
+    assert killed(workers[1]) == [workers[1]]
+    assert killed(*servers) == servers

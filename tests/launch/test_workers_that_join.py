@@ -52,6 +52,12 @@ def test_the_workers_of_a_whole_host_are_replaced(tmp_path: Path, least: int | N
 
 
 @pytest.mark.slow
+def test_a_newcomer_of_another_host_may_die_before_it_is_heard_there(tmp_path: Path) -> None:
+    joiners: Deaths = {1: [("in a meeting", 0)]}
+    train(tmp_path, {1: [("forward", 4)]}, least=None, restarts=2, left=3, joiners=joiners, hosts=True)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["forward", "backward", "in the sum"])
 def test_a_sum_in_the_loss_is_part_of_the_step(tmp_path: Path, place: str) -> None:
     train(tmp_path, {1: [(place, 4)]}, least=None, restarts=1, left=3, reduces=True)
@@ -79,7 +85,7 @@ def test_a_newcomer_joins_between_windows_and_calls(
         ({1: [("forward", 4)]}, {1: [("forward", 4)]}),
         ({1: [("forward", 4)]}, {1: [("between", 7)]}),
         ({1: [("forward", 4)], 0: [("before it sends the state", 4)]}, {}),
-        ({0: [("forward", 4)], 2: [("before it sends the state", 4)]}, {}),
+        ({0: [("forward", 4)], 3: [("before it sends the state", 4)]}, {}),  # rank 0 by then
         ({1: [("forward", 4)], 2: [("in the sum", 4)]}, {}),
         ({3: [("forward", 4)], 0: [("between", 6)]}, {3: [("forward", 6)]}),
     ],

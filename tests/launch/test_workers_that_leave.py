@@ -37,6 +37,11 @@ def test_the_others_on_two_hosts_do_the_step_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_first_worker_of_a_host_may_die_before_it_is_connected_with_those_of_others(tmp_path: Path) -> None:
+    train(tmp_path, {1: [("forward", 4)], 3: [("meet between hosts", 4)]}, workers=4, hosts=True)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "deaths", [{0: [("in the sum", 6)]}, {0: [("forward", 3)], 2: [("forward", 3)]}, {3: [("between", 5)]}], ids=str
 )
@@ -124,7 +129,7 @@ def test_a_save_in_the_background_that_one_has_not_seen_begin_is_finished(tmp_pa
 
 @pytest.mark.slow
 def test_an_evaluation_s_result_is_taken_from_a_worker_that_has_it(tmp_path: Path) -> None:
-    misses = {1: (6, "evaluate", 4)}  # the last message of it
+    misses = {1: (6, "evaluate", 6)}  # the last message of it
     train(tmp_path, {0: [("behind an evaluation", 6)]}, evaluates=True, misses=misses)
 
 

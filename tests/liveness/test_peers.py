@@ -1,7 +1,8 @@
-"""Liveness of peers of this host, by /proc; of those elsewhere, see ``test_lost_ranks.py``."""
+"""Liveness of peers of this host, by /proc, and elsewhere; more of those is in ``test_lost_ranks.py``."""
 
 from __future__ import annotations
 
+import math
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from time import monotonic
 import pytest
 from torch.distributed import HashStore
 
+from anabranch.liveness import watcher
 from anabranch.liveness.peers import Identity, Peers
 from anabranch.record.process import process_stat
 from waiting import wait_until
@@ -132,3 +134,36 @@ def test_a_peer_that_was_not_met_is_looked_up_once_it_is_there(child: subprocess
     store.set("anabranch/0/identity/1", identity_of(child.pid).encode())
     peers.look_up([1], 1.0)
     assert peers.lost([1], 1.0) == {1: "its process has ended"}
+
+
+class Silence:
+    """In place of the process that hears other hosts; ``seconds`` for which each has been silent."""
+
+    def __init__(self, seconds: Mapping[str, float]) -> None:
+        self.seconds = dict(seconds)
+
+    def silence(self, name: str, heartbeat: float) -> tuple[float, float]:
+        return self.seconds[name], 2 * heartbeat
+
+
+def test_while_one_peer_elsewhere_may_be_lost_another_that_ended_is_not_named_alone() -> None:
+    """It has ended because it missed the silent one's beats a moment earlier than this rank."""
+    peers, others = watching({}), [Identity(f"host-{rank}", rank, 1) for rank in range(3)]
+    peers._identities |= dict(enumerate(others))
+    heard = Silence({others[1].name: 1.8, others[2].name: math.inf, others[0].name: 0.4})
+    peers._watcher = heard  # type: ignore[assignment]
+    assert peers.lost([0, 1, 2], 1.0) == {}
+    assert peers.lost([0, 2], 1.0) == {2: "its process has ended"}
+    heard.seconds[others[1].name] = 2.3
+    assert peers.lost([0, 1, 2], 1.0) == {1: "sent no beat for 2.3 s"}
+    heard.seconds[others[1].name] = 0.1  # it was late
+    assert peers.lost([0, 1, 2], 1.0) == {2: "its process has ended"}
+
+
+def test_a_job_that_has_met_without_a_master_s_address_beats_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setattr(watcher, "_ANYWHERE", "127.0.0.1")
+    beats = watcher.own_socket.__wrapped__(1)
+    assert beats is not None
+    with beats[0]:
+        assert beats[1] == f"127.0.0.1:{beats[0].getsockname()[1]}"

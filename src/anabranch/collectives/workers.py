@@ -28,7 +28,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -53,10 +53,11 @@ from anabranch.liveness.meeting import (
     reminder,
     set_world,
 )
-from anabranch.liveness.membership import Membership, own_place
+from anabranch.liveness.membership import Membership, own_place, published
 from anabranch.liveness.peers import Peers, end_without_waiting, peers_of_job
 from anabranch.record import spans
 
+_T = TypeVar("_T")
 _log = logging.getLogger("anabranch.executor")
 _MOST_SHARING = 64
 _SHARING = f"2 to {_MOST_SHARING} processes of one user on one host"
@@ -308,15 +309,25 @@ class Workers(Group):
             own = dist.ProcessGroupGloo(own_store, rank, size, limit)
             return cast(dist.ProcessGroup, own), connect_world(number, store, rank, size, limit)
 
+        self._own, self._group = self._made(connect, "meet")
+        set_world(self._group, self.peers)
+        return True
+
+    def _made(self, connect: Callable[[], _T], operation: str) -> _T:
+        """Return ``connect()``, for which gloo waits for members that may be lost meanwhile."""
         answer = begin_call(connect, "anabranch-meeting")[1]
 
         def done(seconds: float) -> bool:
             return bool(wait([answer], seconds).done) and answer.result(0) is not None
 
-        self.wait_for(done, Deadline.after(self.timeout), "meet", None, on_host=True)
-        self._own, self._group = answer.result(0)
-        set_world(self._group, self.peers)
-        return True
+        def left() -> dict[int, str]:  # a newcomer of another host that has ended before it was heard
+            place, roll = own_place(), self.roll
+            now = {} if place is None else published(place.meeting).ranks
+            ranks = {} if roll is None or not now else roll.ranks
+            return {rank: "its process has ended" for process, rank in ranks.items() if process not in now}
+
+        self.wait_for(done, Deadline.after(self.timeout), operation, None, on_host=True, noticed=left)
+        return answer.result(0)
 
     def _keep_work(self) -> None:
         """Let nothing be freed: gloo's threads may still wait, and take the interpreter's lock to free a tensor."""
@@ -411,8 +422,9 @@ class Workers(Group):
             first = [numbers[0] for numbers in hosts.values()]
             if len(first) > 1 and self.rank in first:
                 assert self.store is not None
-                store = PrefixStore("between hosts", self.store)
-                self.between_hosts = self._connect(store, first.index(self.rank), len(first))
+                store, limit = PrefixStore("between hosts", self.store), timedelta(seconds=self.timeout + BACKEND_GRACE)
+                connect = partial(dist.ProcessGroupGloo, store, first.index(self.rank), len(first), limit)
+                self.between_hosts = cast(dist.ProcessGroup, self._made(connect, "meet between hosts"))
             return list(hosts.values())
         _log.info("gradients go through gloo's sockets: shared memory is for %s", _SHARING)
         return []

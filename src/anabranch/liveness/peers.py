@@ -85,7 +85,7 @@ class Identity:
 def _identity_of(pid: int) -> Identity:
     """Return the identity of the calling process, which has this number: a fork has another."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    beats = own_socket(pid)
+    beats = own_socket(pid) if "MASTER_ADDR" in os.environ or dist.is_initialized() else None  # else in no job
     where = "" if beats is None else beats[1]
     return Identity(f"{boot}/{os.readlink('/proc/self/ns/pid')}", pid, process_stat(pid)[1], where)
 
@@ -164,18 +164,20 @@ class Peers:
         """Return those of ``ranks`` that are known to be lost, each with the reason.
 
         If one is frozen, only that is reported: those that ended in the meantime may have ended because of it. While a
-        rank is stopped and may or may not have frozen, no rank is reported, for a heartbeat at most.
+        rank is stopped, or silent, and may or may not have frozen, no rank is reported, for a heartbeat at most.
         """
-        now, frozen, gone = self._clock(), {}, {}
+        now, frozen, gone, quiet = self._clock(), {}, {}, False
         with self._lock:
             for rank in self._identities.keys() & ranks:
                 who = self._identities[rank]
                 if who.host != self.identity.host:
-                    silence = 0.0 if self._watcher is None else self._watcher.silence(who.name, heartbeat)
-                    if silence == math.inf:
+                    silent, most = (0.0, 1.0) if self._watcher is None else self._watcher.silence(who.name, heartbeat)
+                    if silent == math.inf:
                         gone[rank] = "its process has ended"
-                    elif silence:
-                        frozen[rank] = f"sent no beat for {silence:.1f} s"
+                    elif silent > most:
+                        frozen[rank] = f"sent no beat for {silent:.1f} s"
+                    elif silent > most / 2:
+                        quiet = True
                     continue
                 state, started = process_stat(who.pid)
                 if state not in _STOPPED:
@@ -184,7 +186,7 @@ class Peers:
                     frozen[rank] = "its process is stopped"
                 if state in _GONE or started != who.started:
                     gone[rank] = "its process has ended"
-            if frozen or self._stopped_since.keys() & ranks:
+            if frozen or quiet or self._stopped_since.keys() & ranks:
                 return frozen
         return self._not_to_another(gone) if len(gone) > 1 else gone
 

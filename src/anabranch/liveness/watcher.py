@@ -29,11 +29,14 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
-_HEARD = struct.Struct("=dd")  # when, and how many seconds lie between two beats; the first is of this process itself
+# When, and how many seconds lie between two beats; the first is of this process itself. Native: written in one move.
+_HEARD = struct.Struct("dd")
 _BEAT = struct.Struct("=d")  # these seconds; the name of the worker follows
 _ENDED = -1.0  # in their place
 _STARTING = 2.5  # before the process of a busy host has started
 _MOST = 1 << 16
+_MOST_AT_ONCE = 1 << 12  # beats that are heard before its own is due
+_ANYWHERE = "192.0.2.1"  # an address that nobody has; the way there is that to other hosts
 _LONGEST = 0.5
 _END_SECONDS = 5.0
 _LAST_BEATS = 3  # one may be lost on its way
@@ -41,15 +44,14 @@ _LAST_BEATS = 3  # one may be lost on its way
 
 @functools.lru_cache(maxsize=1)
 def own_socket(pid: int) -> tuple[socket.socket, str] | None:
-    """Return the socket for beats to process ``pid``, the caller, and its address for others; ``None`` outside a job.
+    """Return the socket for beats to process ``pid``, the caller, and its address for others; ``None`` without network.
 
-    The address is the one from which the caller reaches ``MASTER_ADDR``. On that host itself it may be of no use to
-    others, where the host's name stands for 127.0.1.1: they answer to the source of what they hear.
+    The address is the one from which the caller reaches ``MASTER_ADDR``, or other hosts where a script has met in
+    another way. On that host itself it may be of no use to others, where the host's name stands for 127.0.1.1: they
+    answer to the source of what they hear.
     """
-    master = os.environ.get("MASTER_ADDR")
+    master = os.environ.get("MASTER_ADDR", _ANYWHERE)
     with suppress(OSError):
-        if master is None:
-            return None
         family, _, _, _, there = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(there)  # sends nothing
@@ -101,17 +103,15 @@ class Watcher:
         os.close(end)
         with suppress(BrokenPipeError):
             assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(table).encode())
+            self._process.stdin.write(json.dumps(table).encode() + b"\n")
             self._process.stdin.close()
 
-    def silence(self, name: str, heartbeat: float) -> float:
-        """Return for how many seconds one has been silent: 0 up to two heartbeats, or if never heard; inf: ended."""
+    def silence(self, name: str, heartbeat: float) -> tuple[float, float]:
+        """Return for how many seconds one has been silent (0: never heard; inf: ended), and for how many it may be."""
         looked, _ = _HEARD.unpack_from(self._heard)
         when, every = _HEARD.unpack_from(self._heard, self._slots.get(name, 0) * _HEARD.size)
-        if every == _ENDED:
-            return math.inf
-        silent = looked - when if when else 0.0
-        return silent if silent > 2 * max(heartbeat, 2 * every) else 0.0
+        silent = math.inf if every == _ENDED else looked - when if when else 0.0
+        return silent, 2 * max(heartbeat, 2 * every)
 
     def close(self) -> None:
         """End the process, for good."""
@@ -129,7 +129,7 @@ def main() -> None:
     """Beat for the worker that stdin names, and hear the others, until it ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the worker decides when it ends
         signal.signal(number, signal.SIG_IGN)
-    table = json.load(sys.stdin)
+    table = json.loads(sys.stdin.readline())  # not to the end, which a process forked meanwhile may hold open
     worker, name, every, end = table["worker"], table["name"], table["every"], table["end"]
     beats, heard = socket.socket(fileno=table["socket"]), mmap.mmap(table["memory"], _MOST * _HEARD.size)
     beats.setblocking(False)
@@ -153,7 +153,7 @@ def main() -> None:
             forgive(now)
         last = now
         with suppress(OSError):  # nothing more is there, or what was sent has come back
-            while True:
+            for _ in range(_MOST_AT_ONCE):
                 data, source = beats.recvfrom(1 << 12)
                 if (other := data[_BEAT.size :]) in slots:
                     where[other] = source

@@ -46,13 +46,14 @@ class _Stream:
         source: where its output is read.
         target: where it is shown; ``None`` once that has no reader.
         rest: the beginning of a line.
-        is_log: it is another worker's log, which grows.
+        is_log: it is another worker's log.
+        grows: that is rank 0's still, so that its end is not there yet.
     """
 
     def __init__(self, source: int, target: int, *, is_log: bool = False) -> None:
         os.set_blocking(source, False)
         self.source = source
-        self.is_log = is_log
+        self.is_log = self.grows = is_log
         self.target: int | None = target
         self.rest = b""
         self.ended = False
@@ -61,7 +62,7 @@ class _Stream:
         """Return what has come; nothing at the end."""
         try:
             data = b"" if self.ended else os.read(self.source, _READ)
-            self.ended = not data and not self.is_log
+            self.ended = not data and not self.grows
         except BlockingIOError:
             return b""
         except OSError:  # a terminal that no process has open
@@ -134,6 +135,8 @@ class Screen:
             except OSError:  # a FIFO
                 os.close(source)
                 return
+            for before in self._streams:
+                before.grows = False  # its worker is lost, and another may write there, or be rank 0 again
             self._streams = [*self._streams, _Stream(source, 1, is_log=True)]
             os.write(self._wake, b"\0")
 
@@ -155,7 +158,7 @@ class Screen:
                 if stream.ended:
                     with suppress(KeyError):
                         poller.unregister(stream.source)
-            grows = any(stream.is_log for stream in self._streams)
+            grows = any(stream.grows for stream in self._streams)
             for descriptor, _ in poller.poll(_LOG_SECONDS * 1000 if grows else None):
                 if descriptor == self._wakes:
                     os.read(self._wakes, _WRITE)

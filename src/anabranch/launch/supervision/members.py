@@ -167,16 +167,16 @@ class Members:
         self._show()
 
     def frozen(self, services: Sequence[RoleProcess]) -> list[RoleProcess]:
-        """Return the processes that were stopped at the last look, ``LOOK_SECONDS`` ago, too, while others were not.
+        """Return the processes that were stopped at the last look, ``LOOK_SECONDS`` ago, too, while a worker was not.
 
         None of those without which the job does not go on: they may be woken.
         """
         running = [one for one in self._workers if one.running]
-        running += [one for one in services if one.running and one.spec.restarts is not None]
-        frozen = {one for one in running if one.frozen}
+        restarted = [one for one in services if one.running and one.spec.restarts is not None]
+        frozen = {one for one in (*running, *restarted) if one.frozen}
         before, self._frozen = self._frozen, frozen
         awake, self._looked = time.monotonic() - self._looked < 2 * LOOK_SECONDS, time.monotonic()
-        if not awake or len(frozen) == len(running) or progress(self._meeting) is None:
+        if not awake or frozen.issuperset(running) or progress(self._meeting) is None:
             return []
         again = frozen & before
         return [one for one in again if one.role != "worker" or not has_closed(self._meeting, one.rank, one.pid)]
