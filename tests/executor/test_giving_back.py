@@ -153,7 +153,7 @@ def test_tables_on_a_job_s_servers_are_read_back_too(
     optimizer = adam(model)
     with job_servers(2, monkeypatch):
         for steps in (2, 4):
-            executor = executor_of(model, optimizer, mode, served="replace")
+            executor = executor_of(model, optimizer, mode)
             error = ending(executor, lambda executor: (trained(executor, 2), way and way(executor)))  # type: ignore[func-returns-value]
             assert isinstance(error, KeyError if way else type(None))
             assert_plain(model, optimizer, steps)

@@ -200,6 +200,46 @@ def test_an_executor_without_a_train_step_changes_nothing_and_does_not_disturb_t
         training.close()
 
 
+def test_what_an_executor_has_given_back_the_next_one_of_the_same_model_may_replace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a notebook: the cell that makes the Executor is run again, and that which makes the model is not."""
+
+    def linear(model: nn.Module, **options: Any) -> ab.Executor:
+        step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+        return ab.Executor(step, "PS", **options)
+
+    def train(model: nn.Module, **options: Any) -> Tensor:
+        with linear(model, **options) as executor:
+            return executor.run(batch=torch.ones(3, 2))["loss"]  # type: ignore[no-any-return]
+
+    model, other = nn.Linear(2, 1), nn.Sequential(nn.Linear(2, 1))
+    with job_servers(1, monkeypatch):
+        first = train(model)
+        with linear(model):  # opening drops nothing
+            pass
+        with ab.ParameterClient() as client:
+            assert client.steps() == {"weight": 1, "bias": 1}
+        train(other)  # under names of its own
+        second = train(model)
+        assert second < first
+        model.load_state_dict({"weight": torch.ones(1, 2), "bias": torch.ones(1)})
+        assert train(model) == 9.0
+        with pytest.raises(ValueError, match=r"hold bias \(step 1\), weight \(step 1\)"):
+            train(nn.Linear(2, 1))  # a new one would drop what was trained
+        assert train(nn.Linear(2, 1), served="adopt") < 9.0
+        with pytest.raises(ValueError, match=r"hold bias \(step 2\), weight \(step 2\)"):
+            train(model)
+        train(nn.Linear(2, 1), served="replace")  # as far as the first one
+        with pytest.raises(ValueError, match=r"weight \(step 1\)"):
+            train(model)
+        train(model, served="replace")
+        with ab.ParameterClient() as client:  # another process has trained it since
+            client.push("weight", torch.ones(1, 2))
+        with pytest.raises(ValueError, match=r"hold weight \(step 2\)"):
+            train(model)
+
+
 def test_two_open_executors_cannot_train_one_remote_embedding() -> None:
     model = Model()
     with executor_of(model) as first:

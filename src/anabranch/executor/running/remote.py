@@ -19,12 +19,13 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from anabranch.autodiff.hooks import before_load, before_state, hooks_of_step
 from anabranch.autodiff.moved_parameter import Move, MovedState, Ways, is_within
@@ -55,6 +56,12 @@ from anabranch.tables import Family, ParameterState, TableSpec, to_torch
 from anabranch.tables.row_block import Group
 
 _log = logging.getLogger("anabranch.executor")
+
+_Left = dict[tuple[tuple[str, ...], str], tuple[str, int]]
+"""Parameters that an Executor of this process has left on servers and given back, by endpoints and name: the client
+that had joined last, as another one may since have trained others as far, and their step."""
+_left: MutableMapping[Tensor, _Left] = WeakTensorKeyDictionary()  # by the parameters
+
 
 _PATIENCE = 10.0  # heartbeats for a server to answer, where an error ends the Executor
 
@@ -110,6 +117,7 @@ class RemotePart:
         self._read_at = self._as_of = 0  # this worker's pushes, and those of all workers, before the copies were read
         self._edges: dict[str, tuple[int, int]] = {}  # ids without a row and evicted rows, by table
         self._full: set[str] = set()  # tables without room for an id, of which a warning was given
+        self._before = ""  # the client that had joined the servers last
         self._replaced_later: set[str] = set()
         self._hooks = ExitStack()
         self.place = None
@@ -191,9 +199,20 @@ class RemotePart:
 
     def _on_servers(self) -> dict[str, int]:
         """Return what the servers hold under this executor's names, and its steps; every worker calls it."""
+        self._before = self.client.joined()
         steps = self.client.steps() if self._worker.rank == 0 else {}
         mine = [[name, str(step)] for name, step in steps.items() if name in self.served]
         return {name: int(step) for name, step in self.gather(mine)[0]}
+
+    def _given_back(self, steps: Mapping[str, int]) -> set[str]:
+        """Return those parameters on the servers that an earlier Executor gave back to these models as they are there.
+
+        Rows of a ``RemoteEmbedding`` are never among them. Every worker calls it.
+        """
+        where = self.client.endpoints
+        known = {one.name: _left.get(one.parameter, {}).get((where, one.name)) for one in self.moved}
+        mine = [name for name, last in known.items() if last == (self._before, steps.get(name))]
+        return {name for (names,) in self.gather([mine if self._worker.leads else []]) for name in names}
 
     def check_free(self) -> dict[str, int]:
         """Return what the servers hold, to be adopted or replaced; every worker calls it.
@@ -204,8 +223,9 @@ class RemotePart:
         if self.is_open or not self._trains:
             return {}
         steps = self._on_servers()
-        if steps and self._served_choice == "refuse":
-            names = [f"{name} (step {steps[name]})" for name in sorted(steps)]
+        unknown = steps.keys() - self._given_back(steps) if steps and self._served_choice == "refuse" else ()
+        if unknown:
+            names = [f"{name} (step {steps[name]})" for name in sorted(unknown)]
             raise ValueError(
                 f"the servers already hold {listed(names)}, which this Executor was to make; load or "
                 "resume a checkpoint first, which replaces them, or give served='adopt' to train on what is there, or "
@@ -651,6 +671,17 @@ class RemotePart:
                 error.add_note("this was seen as the Executor was closed: the model has the values of the servers")
             raise error
 
+    def _note_given_back(self, steps: Mapping[str, int], last: str) -> None:
+        """Let the next Executor of these models replace what they have again, unless it changes meanwhile."""
+        where = self.client.endpoints
+        for left in list(_left.values()):  # of other models: as they were there before this one joined
+            for (at, name), (client, step) in left.items():
+                if (at, client, step) == (where, self._before, steps.get(name)) and name not in self.served:
+                    left[at, name] = last, step
+        for moved in self.moved:
+            if moved.name in steps:
+                _left.setdefault(moved.parameter, {})[where, moved.name] = last, steps[moved.name]
+
     def wait_for_pushes(self) -> None:
         """Wait until the servers have applied what all workers have pushed in the steps that this one has run."""
         if self.is_open and self.consistency.merges and self.torn is None:
@@ -683,6 +714,8 @@ class RemotePart:
                     except BoundaryError:  # another worker is lost, and may not have released the last step
                         with suppress(BoundaryError):
                             self.client.settle()
+            notes = self._worker.leads and not self.client.in_process
+            read_at = (self.client.steps(), self.client.joined()) if notes else None  # before any of the values
             for moved in sorted(self.there, key=lambda moved: moved.parameter not in moves):
                 saved = self.client.read_state(moved.name, moved.rule(), until=until)
                 if state := to_torch(moved.rule(), saved):
@@ -694,6 +727,8 @@ class RemotePart:
                 else:
                     with torch.no_grad():
                         moved.parameter.copy_(values)
+            if read_at is not None:
+                self._note_given_back(*read_at)
         except BaseException as error:
             for move in moves.values():
                 move.lose(f"{type(error).__name__}: {error}")

@@ -446,6 +446,10 @@ class ParameterClient(KnownTables):
         """Create the dense parameter ``name`` from its saved state; an existing one is overwritten."""
         write_dense(self, name, state, rule)
 
+    def joined(self) -> str:
+        """Return which client was the last to join the first shard as worker 0, as no other is called."""
+        return str(self.calls.describe()[0]["joined"])
+
     # --- a step of several tables -----------------------------------------------------------------------------------
 
     def pull_many(

@@ -588,13 +588,13 @@ class Shard:
             return ShardStatistics(self.contents.statistics(), dict(self._refused_values), self._replayed, spills)
 
     def describe(self) -> dict[str, object]:
-        """Tables and parameters, their optimizers and steps, without the values; and how far the furthest worker is of
-        a job whose steps are held.
+        """Tables and parameters, their optimizers and steps, without the values; who has joined as worker 0, and how
+        far the furthest worker is of a job whose steps are held.
         """
         with self._state:
             merges = self._job is not None and self._job.consistency.merges
             turn = msgspec.msgpack.encode(self._job.turn) if self._job is not None and merges else b""
-            return {**self.contents.describe(), "turn": turn}
+            return {**self.contents.describe(), "joined": self.joined_as(0).hex(), "turn": turn}
 
     def clocks(self) -> dict[str, object]:
         """Return the steps that each worker has pushed, and the most that one may be behind; ``None`` for no limit."""
