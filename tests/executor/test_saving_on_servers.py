@@ -212,7 +212,7 @@ def test_a_save_beside_training_streams_what_is_on_servers(
             torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12)
 
 
-def test_a_save_that_fails_elsewhere_ends_its_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_fails_elsewhere_leaves_no_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with executor_of(new_model(), "sgd", "Hybrid") as executor:
         executor.run("train", batch_of(0))
         together = executor._saver._together
@@ -226,6 +226,7 @@ def test_a_save_that_fails_elsewhere_ends_its_snapshot(tmp_path: Path, monkeypat
         monkeypatch.setattr(executor._saver, "_together", failing)
         with pytest.raises(ab.CheckpointError, match="rank 1"):
             executor.save(tmp_path, wait=False)
+        executor.finish_saves()  # what had begun
         assert not [thread for thread in threading.enumerate() if thread.name == "anabranch-snapshot"]
 
 

@@ -55,6 +55,7 @@ class OneShard(RuleBasedStateMachine):
         self.begun = True
         self.pushed = [0, 0]  # acknowledged, less what was told lost
         self.maybe = [0, 0]  # pushes that were neither acknowledged nor refused
+        self.seen = [0, 0]  # of those counted as pushed the ones that only a pull has shown: damage takes them unsaid
         self.steps = 0
 
     def make(self, **options: bool) -> ParameterServer:
@@ -97,8 +98,10 @@ class OneShard(RuleBasedStateMachine):
             else:
                 break
             assert not nothing_lost
-        assert self.pushed[client] <= held <= self.pushed[client] + self.maybe[client]
-        self.maybe[client] -= held - self.pushed[client]
+        found = held - self.pushed[client]
+        assert -self.seen[client] * self.was_damaged <= found <= self.maybe[client]
+        self.maybe[client] -= max(found, 0)
+        self.seen[client] += found
         self.pushed[client] = held
         return held
 

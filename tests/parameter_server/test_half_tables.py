@@ -105,7 +105,7 @@ def test_a_dense_parameter_moves_as_in_the_plain_loop_that_rounds_each_step(name
         kept.push(grad)
         plain.step(grad)
         assert all(map(torch.equal, shared, before))  # whoever has them sees no step
-    rounding = {torch.float16: 0.0, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
+    rounding = {torch.float16: 0.01, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
     if name not in ("rmsprop", "ftrl") and (name, dtype) != ("row-wise adagrad", torch.float64):
         rounding = 0.0  # torch's roots are not exact, and float64 squares are summed in another order
     torch.testing.assert_close(kept.value, plain.weights, rtol=rounding, atol=rounding)

@@ -96,12 +96,12 @@ def check_alike(
         ValueError: on every worker, if parameters differ (sums of unlike buckets crash), or orders of
             ``GlobalBatches``, or if a forward writes each worker's own rows.
     """
-    _check_tables(steps)
     trains = [name for name in loaders if isinstance(steps.get(name), TrainStep)]
     whole = [line for name in trains for line in _read_whole(name, loaders[name].source)]
     orders = [f"loader of {name!r}: {loader.facts() or 'no GlobalBatches'}" for name, loader in loaders.items()]
     mine = [f"comm_mode={mode!r}", *_model_lines(steps), *sorted(orders)], whole
     programs, reads = zip(*exchange(workers, mine, tuple[list[str], list[str]], "meet"), strict=True)
+    _check_tables(steps)  # once all have met: one that leaves before would be lost to the others
     for rank, lines in enumerate(programs):
         for here, there in zip_longest(programs[0], lines, fillvalue="nothing"):
             if here != there:

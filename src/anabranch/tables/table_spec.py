@@ -98,7 +98,7 @@ def check_name(name: str) -> str:
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of an optimizer's state beside weights of ``dtype``, and of rows that come with it.
+    """Return the dtype of an optimizer's state beside weights of ``dtype``.
 
     The squares of ordinary gradients underflow in float16, whose state is float32.
 
