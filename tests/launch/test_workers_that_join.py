@@ -409,11 +409,11 @@ def test_a_stop_ends_the_wait_for_a_replacement(script: Script, tmp_path: Path) 
         one.save(sys.argv[2])
         print("stopped at", one.step)
     """
-    arguments = [str(os.getpid()), str(tmp_path / "saved")]
-    outcome = launch(script(TRAINS + source), arguments, workers=3, log_dir=tmp_path, seconds=120.0)
+    arguments, told = [str(os.getpid()), str(tmp_path / "saved")], list[str]()
+    outcome = launch(script(TRAINS + source), arguments, workers=3, log_dir=tmp_path, tell=told.append, seconds=120.0)
     texts = [log.read_text() for log in sorted(tmp_path.glob("worker-*.log"))]
     assert outcome.interrupted == signal.SIGTERM
-    assert outcome.seconds < 20.0
+    assert not any("did not stop in time" in line for line in told), told
     assert outcome.exit_code == 0, texts
     assert all("stopped at 4" in texts[rank] for rank in (0, 2)), texts
 
