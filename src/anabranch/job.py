@@ -27,6 +27,9 @@ JOB_VARIABLE = "ANABRANCH_JOB"
 JOINED_VARIABLE = "ANABRANCH_JOINED"
 """The environment variable of a worker that has joined a running job, in place of one that was lost."""
 
+RETURN_VARIABLE = "ANABRANCH_SERVERS_RETURN"
+"""The environment variable of a job whose launcher kills a frozen parameter server, and restarts it as it was."""
+
 
 class DirectoryLike(Protocol):
     """The interface of a directory of the job's services, wherever its table is."""

@@ -108,11 +108,12 @@ def train(
     steps: int = STEPS,
     seed: int = 0,
     durability: str = "none",
+    strikes: str | None = None,
 ) -> tuple[JobOutcome, list[str]]:
     """Train, and check that all have what the undisturbed run has; return the end and what was told.
 
     ``mode``: that of a job with two servers. ``left``: so many are there at the end; by default those that do not die.
-    ``joiners``: deaths of replacements.
+    ``joiners``: deaths of replacements. ``strikes``: the signal that who dies first sends a server.
     """
     plan = {"deaths": deaths, "misses": misses or {}, "gloo": gloo, "function": function, "accumulate": accumulate}
     plan |= {"freezes": freezes, "evaluates": evaluates, "joiners": joiners or {}, "waits": waits, "workers": workers}
@@ -125,8 +126,8 @@ def train(
         "cache": cache,
         "seed": seed,
     }
-    plan |= {"background": background}
     records, logs, told = folder / "records", folder / "logs", list[str]()
+    plan |= {"background": background, "strikes": strikes, "logs": str(logs)}
     records.mkdir()
     logs.mkdir()
     outcome = launch(

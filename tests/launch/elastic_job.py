@@ -46,6 +46,10 @@ def run_here() -> int:
 
 
 def die() -> None:
+    if PLAN["strikes"] is not None and not JOINED:
+        roles = json.loads((Path(PLAN["logs"]) / "job.json").read_text())["roles"]
+        server = next(one["pid"] for one in roles if one["role"] == "parameters")
+        os.kill(server, signal.Signals[PLAN["strikes"]])
     os.kill(os.getpid(), signal.SIGSTOP if PLAN["freezes"] else signal.SIGKILL)
 
 

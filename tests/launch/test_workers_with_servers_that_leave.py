@@ -13,6 +13,7 @@ from jobs import launch
 
 import anabranch as ab
 from anabranch.launch import RestartBudget
+from anabranch.launch.supervision import members, supervisor
 from covering import pairwise
 
 Script = Callable[[str], Path]
@@ -103,6 +104,44 @@ def test_a_frozen_server_is_killed_and_restarted_with_its_log(script: Script, tm
         script(FREEZES), [str(tmp_path)], workers=2, servers=1, durability="log", log_dir=tmp_path, seconds=120.0
     )
     assert outcome.exit_code == 0, [log.read_text() for log in tmp_path.glob("*.log")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strikes", ["SIGSTOP", "SIGKILL"])
+@pytest.mark.parametrize(("mode", "place"), [("PS", "half pushed"), ("Hybrid", "voted"), ("Hybrid", "in the sum")])
+def test_a_worker_and_a_server_may_go_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, place: str, strikes: str
+) -> None:
+    for module in (supervisor, members):  # a launcher that is late
+        monkeypatch.setattr(module, "LOOK_SECONDS", 2.2)
+    deaths: Deaths = {1: [(place, 4)]}
+    _, told = train(tmp_path, deaths, mode=mode, restarts=1, left=3, waits=7, durability="log", strikes=strikes)
+    assert any("parameters 0" in line and "restarted (1 of 3)" in line for line in told)
+
+
+REFUSES = """
+    import os, signal, torch, anabranch as ab
+    model = torch.nn.Linear(4, 1)
+    step = ab.TrainStep(model, lambda model, x: model(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.001))
+    loader = ab.loaders.GlobalBatches([torch.full((4,), float(index)) for index in range(24)], 6)
+    with ab.Executor(step, "PS", dataloaders={"default": loader}, timeout=60.0) as executor:
+        def frozen(*_):
+            raise ab.PeerLost("the server is frozen", peer="unix:/there")
+
+        executor._remote.client.begin_again = frozen
+        while executor.step < 6:
+            executor.run()
+            if executor.step == 3 and os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_server_that_is_lost_as_the_workers_meet_ends_the_job_and_is_named(script: Script, tmp_path: Path) -> None:
+    outcome = launch(script(REFUSES), workers=2, servers=1, min_workers=1, log_dir=tmp_path, seconds=120.0)
+    assert outcome.exit_code == 1
+    failure = outcome.first_failure
+    assert failure is not None
+    assert "PeerLost: the server is frozen" in failure.last_words().splitlines()[-1]
 
 
 # Pushes that are applied as they come: the numbers are others, and nobody waits for the one that is gone.

@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 
 from anabranch.deadline import Deadline
-from anabranch.errors import PeerLost
+from anabranch.errors import PeerLost, SchemaError
 from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
 from anabranch.parameter_server.client.shards import ShardCalls
-from anabranch.record.spans import Span, heard
+from anabranch.parameter_server.messages import JoinMessage, NormMessage
+from anabranch.parameter_server.server.shard import Shard
+from anabranch.record.spans import Span, heard, open_spans
 from anabranch.transport import Answer, Request
+from waiting import wait_until
 
 
 def test_a_worker_waits_for_a_shard_that_does_not_listen_yet(tmp_path: Path) -> None:
@@ -66,3 +69,15 @@ def test_a_long_wait_for_other_workers_looks_for_them_at_intervals_that_do_not_g
         calls.in_turn([Request("a shard", "pull")], Deadline(60.0))
     calls.over.set()
     assert calls.sent == 2, "the request is not repeated for each look"
+
+
+def test_nobody_waits_for_the_norm_of_a_job_that_another_has_replaced() -> None:
+    shard, first = Shard(), b"a" * 16
+    for rank in range(2):
+        shard.join(JoinMessage(rank, 2, "bsp"), first if rank == 0 else b"b" * 16)
+    with ThreadPoolExecutor(1) as pool:
+        norm = pool.submit(shard.squared_norm, NormMessage(0, 0), Deadline(600.0), first)
+        wait_until(lambda: bool(open_spans()))
+        shard.join(JoinMessage(0, 1, "bsp", number=1), b"c" * 16)
+        with pytest.raises(SchemaError, match="another client has joined"):
+            norm.result(timeout=60.0)

@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -186,6 +187,25 @@ def test_a_frozen_server_is_lost_and_used_again_when_it_resumes(server_process: 
     assert caught.value.elapsed >= 2.0
     process.send_signal(signal.SIGCONT)
     with Client(heartbeat=20.0) as client:
+        assert client.call(Request(endpoint, "echo", payload=b"x"), soon()).payload == b"x"
+
+
+def test_a_request_of_a_patient_client_is_sent_again_to_a_server_that_was_frozen(
+    server_process: tuple[Program, str],
+) -> None:
+    process, endpoint = server_process
+    with Client(heartbeat=20.0) as client:
+        client.patience = 100.0
+        client.call(Request(endpoint, "echo"), soon())
+        connect = client._transport.connect
+
+        def wake(endpoint: str) -> Any:  # behind the first silence
+            process.send_signal(signal.SIGCONT)
+            return connect(endpoint)
+
+        client._transport.connect = wake  # type: ignore[method-assign]
+        process.send_signal(signal.SIGSTOP)
+        process.wait_until_stopped()
         assert client.call(Request(endpoint, "echo", payload=b"x"), soon()).payload == b"x"
 
 

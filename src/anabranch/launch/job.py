@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from anabranch.held_error import HELD_ERROR_VARIABLE, move_held_error
-from anabranch.job import JOB_VARIABLE, JOINED_VARIABLE, MEETING_VARIABLE
+from anabranch.job import JOB_VARIABLE, JOINED_VARIABLE, MEETING_VARIABLE, RETURN_VARIABLE
 from anabranch.launch.environment import LINGER_SECONDS, LINGER_VARIABLE, LISTEN_VARIABLE, RUN_VARIABLE
 from anabranch.launch.job_status import JobFile
 from anabranch.launch.job_trace import traced
@@ -248,7 +248,7 @@ def _serve_parameters(spec: JobSpec, shard: int, endpoint: str, site: Site) -> P
 
 # The variables of members of the workers' process group, which experts are not.
 _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", MEETING_VARIABLE)
-_OF_A_JOB_AROUND = (MEETING_VARIABLE, MEMBERS_VARIABLE, MEMBER_VARIABLE, JOINED_VARIABLE)
+_OF_A_JOB_AROUND = (MEETING_VARIABLE, MEMBERS_VARIABLE, MEMBER_VARIABLE, JOINED_VARIABLE, RETURN_VARIABLE)
 
 
 def _environment_of(attempt: Attempt, site: Site, role: Role, rank: int) -> dict[str, str]:
@@ -302,6 +302,7 @@ def _environment_of(attempt: Attempt, site: Site, role: Role, rank: int) -> dict
             env[MEETING_VARIABLE] = str(site.meeting)
         if spec.may_lose_workers:
             env |= {MEMBER_VARIABLE: str(rank), MEMBERS_VARIABLE: str(site.members)}
+            env |= {RETURN_VARIABLE: "1"} if spec.durability == "log" else {}
     if (processes := spec.workers + spec.experts) > 1:
         env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
     return env

@@ -145,22 +145,28 @@ def meet_members(
     global _meetings
     place = own_place()
     assert place is not None, "only jobs that may lose workers meet again"
-    absent, store, names = list[int](), None, list[str]()
-    number, rank, deadline, awake = after, -1, Deadline.after(timeout), Deadline.after(_AWAKE_SECONDS)
+    absent, names = list[int](), list[str]()
+    store: Store | None = None
+    membership, rank = Membership(after, {}), -1
+    deadline, awake = Deadline.after(timeout), Deadline.after(_AWAKE_SECONDS)
 
     def facts() -> dict[str, object]:
         return {"peer": rank_names(absent) if store else "a newcomer", "operation": "meet", "limit": timeout}
 
+    def is_settled(outcome: str) -> bool:
+        """Settle for all whether this meeting has taken place, or one of them is at the next already."""
+        return store is None or store.compare_set("outcome", "", outcome).decode() == outcome
+
     with Lasting("wait", "wait", facts):
         while True:
-            membership = published(place.meeting)
-            if membership.over or not membership.ranks or (after >= 0 and place.process not in membership.ranks):
+            newest = published(place.meeting)
+            if newest.over or not newest.ranks or (after >= 0 and place.process not in newest.ranks):
                 return None
-            if membership.number > number and place.process in membership.ranks:
-                # The first, or one of those awaited has died meanwhile.
-                number, rank = membership.number, membership.ranks[place.process]
+            if newest.number > membership.number and place.process in newest.ranks and is_settled("left"):
+                # The first, or one of those awaited has died meanwhile, or nobody waits for newcomers any more.
+                membership, rank = newest, newest.ranks[place.process]
                 names = [f"{one}" for one in range(len(membership.ranks))]
-                store = _store(rank, timedelta(seconds=timeout), number)
+                store = _store(rank, timedelta(seconds=timeout), membership.number)
                 store.set(f"{rank}", Identity.of_this_process().encode())
             elif store is None and has_lost():
                 awake = Deadline.after(_AWAKE_SECONDS)
@@ -168,7 +174,7 @@ def meet_members(
                 return None
             if store is not None:
                 absent[:] = [other for other in range(len(names)) if not store.check([names[other]])]
-                if not absent:
+                if not absent and is_settled("met"):
                     break
             if deadline.expired():
                 if store is None:

@@ -222,9 +222,9 @@ def put_beside(meeting: Path, before: Mapping[str, bytes], files: Mapping[str, b
     """Publish on this host what is published on another; ``before``: what that was the last time."""
     for what in before.keys() - files:
         _beside(meeting, what).unlink(missing_ok=True)
-    for what, contents in files.items():
-        if before.get(what) != contents:
-            replace_text(_beside(meeting, what), contents)
+    for what in sorted(files, reverse=True):  # progress, which is read once that is there, before invites and members
+        if before.get(what) != files[what]:
+            replace_text(_beside(meeting, what), files[what])
 
 
 def for_workers(meeting: Path, *, joins: bool) -> dict[str, bytes]:

@@ -149,9 +149,12 @@ class Client:
         epoch: the 16 bytes that name this client in the requests it numbers.
         forked: true in a forked child of the process that has used the client: every request raises ``ForkedClient``.
         most_idle: unused connections kept open to each peer.
+        patience: seconds; until a server was silent for so long, a request is sent again after two beats of silence, as
+            after a lost connection: somebody may be about to kill and restart a frozen one.
     """
 
     most_idle = 16
+    patience = 0.0
 
     def __init__(
         self,
@@ -427,6 +430,7 @@ class _Exchange(msgspec.Struct, eq=False):
     channel: _Channel | None = None
     sequence: int = -1
     attempts: int = 0
+    silent: float = 0.0
     progress: float = 0.0
     excused: float = 0.0
     """Seconds since ``progress`` that do not count as silence: this process slept, and its server may have too."""
@@ -585,9 +589,9 @@ class _Exchange(msgspec.Struct, eq=False):
             # Nobody woke this process in time: all of this machine may have stood still. One more beat is waited for.
             self.excused = now - heartbeat - self.progress
             return
-        raise self._error(
-            PeerLost, f"no beat for {now - self.progress:.2f} s: the server is frozen, or not an anabranch server"
-        )
+        self.silent += now - self.progress
+        why = f"no beat for {self.silent:.2f} s: the server is frozen, or not an anabranch server"
+        raise TimeoutError(why) if self.silent < self.client.patience else self._error(PeerLost, why)
 
     def _note(self, header: Header, channel: _Channel) -> Exception | None:
         """Take a frame that is no answer; returns the error to raise if it is a failure."""

@@ -313,7 +313,7 @@ class Redo:
             if self.may_shrink:
                 error.add_note(f"the job does not go on without it: {self.fixed}")
             raise error
-        if error is not None and not (error.peer or "").startswith("rank"):  # a server or an expert
+        if error is not None and not _is_of_a_worker(error):
             raise error
         workers = self._workers
         before, number, meets = workers.peers.identities, -1 if workers.joins else workers.membership, True
@@ -326,6 +326,8 @@ class Redo:
                 if meets:
                     break
             except PeerLost as other:  # one more has died, or leaves: meet again
+                if not _is_of_a_worker(other):
+                    raise
                 awaited = awaited or other.operation == _COMPARISON
         else:
             if self._place.joins and (workers.roll is None or workers.roll.closed or workers.have_closed()):
@@ -424,3 +426,8 @@ class Redo:
                 buffer.copy_(value)
                 holder[name] = buffer  # a forward may have put another tensor in its place
         self._random.go_back()
+
+
+def _is_of_a_worker(error: PeerLost) -> bool:
+    """Return False if a server or an expert is lost, which nobody meets."""
+    return (error.peer or "").startswith("rank")

@@ -32,7 +32,7 @@ from anabranch import checkpoint
 from anabranch.checkpoint.tensor_file import Blocks
 from anabranch.deadline import Deadline, check_seconds
 from anabranch.errors import BoundaryError, NonFinite, NotFound, Overloaded, RolledBack, SchemaError, Unauthorized
-from anabranch.job import job
+from anabranch.job import RETURN_VARIABLE, job
 from anabranch.parameter_server.client.row_messages import Pull, Pulled, Push, VersionClock
 from anabranch.parameter_server.client.saved_tables import (
     CHUNK,
@@ -69,6 +69,7 @@ from anabranch.transport import Client, MemoryTransport, Request, Transport, pac
 REFUSALS = (NonFinite, NotFound, Overloaded, RolledBack, SchemaError, Unauthorized)
 """The errors of a shard that has not applied a push; after any other it may have."""
 
+_PATIENCE = 10.0  # seconds; the launcher kills a frozen server after two of its looks, which a busy machine delays
 _BLOCK_BYTES = 32 << 20  # of a table that is read a few rows at a time
 _T = TypeVar("_T")
 _ALONE = Merging()
@@ -193,6 +194,8 @@ class ParameterClient(KnownTables):
                 role="worker", keys=keys, insecure=insecure, heartbeat=heartbeat, transport=transport, retries=retries
             )
         )
+        if RETURN_VARIABLE in os.environ:
+            self._client.patience = _PATIENCE
         calls = ShardCalls(self._client, addresses, timeout, watch, heartbeat)
         super().__init__(calls, in_process=in_process)
         self.shards, self.endpoints, self.full = len(addresses), tuple(addresses), calls.full

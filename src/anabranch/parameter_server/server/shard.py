@@ -319,6 +319,7 @@ class Shard:
             self._hear(message.rank, message.turn, client)
 
             def late() -> list[int]:
+                self._check_client(message.rank, client)
                 job = self._joined(message.rank)
                 if max(job.released) > message.step:
                     return []
