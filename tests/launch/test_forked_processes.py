@@ -68,7 +68,7 @@ OWN = (
 
 
 def seen(script: Path, *arguments: str, spawn: bool, workers: int = 1) -> tuple[dict[str, object], ...]:
-    environment = {"TMPDIR": str(script.parent), "TZ": "Asia/Tokyo", "OMP_NUM_THREADS": "2"}
+    environment = {"TMPDIR": str(script.parent), "TZ": "Asia/Tokyo"}
     result = LocalJob(workers=workers, spawn=spawn, environment=environment).run(script, *arguments).check()
     assert all(found is not None and found["forked"] is not spawn for found in result.results), result.logs
     return result.results  # type: ignore[return-value]
@@ -130,6 +130,19 @@ def test_every_end_is_that_of_a_process_that_was_started(
     program = PythonProgram(str(script(ENDS[what])), ("--x",))
     forked, started = (end_and_words(program, tmp_path / "log", server) for server in (fork_server, None))
     assert forked == started
+
+
+def test_threads_are_as_many_as_the_environment_says(script: Script) -> None:
+    path = script(
+        """
+        import json, os, sys
+        assert "torch" in sys.modules, "forked"
+        import torch
+        print(json.dumps({"threads": torch.get_num_threads(), "variable": os.environ.get("OMP_NUM_THREADS")}))
+        """
+    )
+    (found,) = LocalJob(environment={"OMP_NUM_THREADS": "2"}).run(path).check().results
+    assert found == {"threads": min(2, len(os.sched_getaffinity(0))), "variable": "2"}
 
 
 @pytest.mark.parametrize(
