@@ -225,32 +225,6 @@ def test_a_loss_sums_over_any_group_in_shared_memory() -> None:
     assert in_job(summed_in_groups, 3) == [pair, alone, pair]
 
 
-def summed_again() -> list[float]:
-    """Rank 1 comes too late to one sum, and to another with a tensor of another size; the next ones are whole."""
-    dist.init_process_group("gloo")
-    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-
-    def total(size: int, timeout: float = 60.0) -> float:
-        return ab.all_reduce(torch.full((size,), rank + 1.0), timeout=timeout).sum().item()
-
-    sums = [total(1), total(3)]
-    if rank == 1:
-        store.wait(["over"])
-    with pytest.raises(PeerLost if rank else DeadlineExceeded):
-        total(3, 60.0 if rank else 0.3)
-    store.set("over", "yes")
-    sums += [total(3), total(100)]
-    with pytest.raises(BoundaryError):
-        total(3 + rank)
-    (group_sums,) = differentiable._sums.values()
-    sums += [total(3), total(5, 1000.0)]
-    return [*sums, group_sums._workers._own.options._timeout.total_seconds()]  # type: ignore[union-attr]
-
-
-def test_after_a_failed_sum_a_group_sums_again_with_the_time_of_each_call() -> None:
-    assert in_job(summed_again, 2) == [[3.0, 9.0, 9.0, 300.0, 9.0, 15.0, 1060.0]] * 2
-
-
 def test_rows_are_gathered_in_memory_that_grows_up_to_a_size() -> None:
     assert in_job(gathered, 2) == [[True] * 12] * 2
 

@@ -544,7 +544,6 @@ class GroupSums:
         _made[name] += 1  # a default group that is made again has the old one's name, and may have its store
         self._workers = Workers(ranks=ranks, name=f"{name}/{_made[name]}", timeout=timeout)
         self._sums: dict[torch.dtype, SharedSum] = {}
-        self._failed = False  # on this rank, and maybe not on all
         weakref.finalize(group, self._workers.close).atexit = False
 
     @property
@@ -560,13 +559,12 @@ class GroupSums:
             BoundaryError: the ranks' tensors differ in size.
         """
         workers, size, dtype = self._workers, min(tensor.numel(), _PIECE), tensor.dtype
-        if timeout != workers.timeout:
-            workers.set_timeout(timeout)
+        workers.timeout = timeout
         shared = self._sums.get(dtype)
         try:
-            if self._failed:
-                raise PeerLost("an earlier sum of this group has failed", peer=rank_names(workers.others))
             if shared is None or shared.room < size:
+                if workers.has_left_work or any(one.segment.gave_up() >= 0 for one in self._sums.values()):
+                    raise PeerLost("an earlier sum of this group has failed", peer=rank_names(workers.others))
                 room = 1 << max(size - 1, 1).bit_length()
                 (shared,) = shared_sums(workers, [FlatForm(room, dtype, tensor.device)])
                 if shared is None:
@@ -580,9 +578,7 @@ class GroupSums:
                 raise
         except BaseException as error:
             for one in self._sums.values():
-                one.give_up()  # so that it has failed on all ranks, which make memory anew for the next
-            self._sums.clear()
-            self._failed |= workers.has_left_work or not isinstance(error, BoundaryError)
+                one.give_up()  # the other ranks make no more memory, either
             if isinstance(error, BoundaryError):
                 error.operation = operation  # also where memory is made for it
             raise

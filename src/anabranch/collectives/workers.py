@@ -250,12 +250,6 @@ class Workers(Group):
             raise self.explain(error, "meet", deadline) from None
         return cast(dist.ProcessGroup, group)  # a backend, of which c10d's functions use what a group has, too
 
-    def set_timeout(self, seconds: float) -> None:
-        """Let one wait last so long, gloo's too."""
-        self.timeout = seconds
-        if self._own is not None:
-            cast(Any, self._own)._set_default_timeout(timedelta(seconds=seconds + BACKEND_GRACE))
-
     # Another membership.
 
     @property
