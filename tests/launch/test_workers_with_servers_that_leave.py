@@ -59,7 +59,7 @@ def test_one_and_then_another_may_die_at_any_moment(tmp_path: Path, seed: int, m
 @pytest.mark.parametrize("mode", ["PS", "Hybrid"])
 @pytest.mark.parametrize("deaths", [{0: [("between", 10)]}, {0: [("told", 9)]}, {2: [("voted", 9)]}], ids=str)
 def test_the_last_step_is_applied_too(tmp_path: Path, deaths: Deaths, mode: str) -> None:
-    train(tmp_path, deaths, mode=mode, durability="log")
+    train(tmp_path, deaths, mode=mode, durability="log", last=True)
 
 
 @pytest.mark.slow
