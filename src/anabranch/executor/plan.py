@@ -421,8 +421,8 @@ def _shortened(name: str, width: int) -> str:
     """Return ``name`` with its middle left out if it is too long."""
     if len(name) <= width:
         return name
-    kept = width - 3
-    return f"{name[: kept // 2]}...{name[len(name) - (kept - kept // 2) :]}"
+    before, after = (width - 3) // 2, (width - 2) // 2
+    return f"{name[:before]}...{name[-after:]}"
 
 
 def _seconds_in_words(seconds: float) -> str:

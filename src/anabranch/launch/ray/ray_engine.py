@@ -98,7 +98,7 @@ class _Site(Site):
         ray, spec, run_id = self._ray, self._attempt.spec, self._attempt.run_id
         self._gpus = ray.cluster_resources().get("GPU", 0) > 0
         places = [(role, rank) for role, count in spec.counts.items() for rank in range(count)]
-        bundles = [self._wants(role) for role, _ in places]
+        bundles = [self._resources_of(role) for role, _ in places]
         group = placement_group(bundles, strategy="SPREAD", name=f"anabranch-{run_id}")
         stack.callback(remove_placement_group, group)
         until = time.monotonic() + _PLACE_SECONDS
@@ -122,18 +122,18 @@ class _Site(Site):
         for role, rank in self._places:
             self._make_actor(role, rank)
 
-    def _wants(self, role: str) -> dict[str, float]:
+    def _resources_of(self, role: str) -> dict[str, float]:
         spec = self._attempt.spec
         return {} if role == "rendezvous" else resources_of(role, spec.resources, gpus=self._gpus)
 
     def _make_actor(self, role: str, rank: int) -> None:
         """Let Ray place an actor."""
-        wanted = self._wants(role)
+        resources = self._resources_of(role)
         own = {name: self._files[name] for name in ("authority.pem", f"{_KEYS[role]}.pem")}
         placed = self._ray.remote(RoleActor).options(
-            num_cpus=wanted.get("CPU", 0.0),
-            num_gpus=wanted.get("GPU", 0.0),
-            resources={name: amount for name, amount in wanted.items() if name not in ("CPU", "GPU")},
+            num_cpus=resources.get("CPU", 0.0),
+            num_gpus=resources.get("GPU", 0.0),
+            resources={name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")},
             max_restarts=0,
             max_concurrency=8,
             scheduling_strategy=self._places.get((role, rank), "SPREAD"),

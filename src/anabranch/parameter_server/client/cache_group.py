@@ -115,34 +115,34 @@ class CacheGroup:
         names, lookups = self._lookups(wanted)
         count, bound = lookups.ids.size, self._cache.pull_bound if training else -1
         slots, known = np.empty((2, count), np.int64)
-        room, leaving = self._asked(lookups), self._room(count, len(names))
+        room, leaving = self._room_for_requests(lookups), self._room(count, len(names))
         rows = torch.empty(count, self._width, dtype=self._dtype, device="cpu")
         caches.ask(self._arrays, lookups, step, bound, training, slots, known, room, rows.numpy(), leaving)
-        asked = _filled(room)
+        requests = _filled(room)
 
         def answer(pulled: Mapping[str, Pulled]) -> dict[str, Tensor]:
-            if asked.at.size:
-                came, constants = self._came(names, pulled), self._constants_of(step)
+            if requests.at.size:
+                received, constants = self._received(names, pulled), self._constants_of(step)
                 caches.answer(
-                    self._rule_number, self._arrays, lookups.members, step, slots, known, asked, came, constants,
+                    self._rule_number, self._arrays, lookups.members, step, slots, known, requests, received, constants,
                     rows.numpy(),
                 )  # fmt: skip
             return _parts(names, rows.to(self._read_as), lookups.starts, empty=True)
 
         left = self._left(names, lookups.members, leaving, step)
-        return CacheQuery(*self._parts_of(names, lookups, asked), left, answer)
+        return CacheQuery(*self._parts_of(names, lookups, requests), left, answer)
 
-    def _asked(self, lookups: caches.Lookups) -> caches.Asked:
+    def _room_for_requests(self, lookups: caches.Lookups) -> caches.Requests:
         """Room for what is asked of the servers."""
         at, versions = np.empty((2, lookups.ids.size), np.int64)
-        return caches.Asked(at, versions, np.zeros_like(lookups.starts))
+        return caches.Requests(at, versions, np.zeros_like(lookups.starts))
 
     def _parts_of(
-        self, names: list[str], lookups: caches.Lookups, asked: caches.Asked
+        self, names: list[str], lookups: caches.Lookups, requests: caches.Requests
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return, by table, the ids that are asked about, and the version known of each."""
-        ids, versions = torch.from_numpy(lookups.ids[asked.at]), torch.from_numpy(asked.versions)
-        return _parts(names, ids, asked.starts), _parts(names, versions, asked.starts)
+        ids, versions = torch.from_numpy(lookups.ids[requests.at]), torch.from_numpy(requests.versions)
+        return _parts(names, ids, requests.starts), _parts(names, versions, requests.starts)
 
     def _constants_of(self, step: int) -> Array:
         """Return the constants of each table's step, where gradients wait to be applied."""
@@ -152,17 +152,17 @@ class CacheGroup:
             self._constants = step, np.stack([numbers[rule] for rule in rules])
         return self._constants[1]
 
-    def _came(self, names: list[str], pulled: Mapping[str, Pulled]) -> caches.Came:
+    def _received(self, names: list[str], pulled: Mapping[str, Pulled]) -> caches.Received:
         """Return the received rows of all tables."""
-        came = [pulled.get(name) for name in names]
-        starts = np.append(0, np.cumsum([0 if one is None else len(one.positions) for one in came]))
-        there = [one for one in came if one is not None]
+        received = [pulled.get(name) for name in names]
+        starts = np.append(0, np.cumsum([0 if one is None else len(one.positions) for one in received]))
+        there = [one for one in received if one is not None]
         rows = side_by_side([one.rows.to(self._dtype) for one in there])
         positions = side_by_side([one.positions for one in there]).numpy()
         versions = side_by_side([one.versions for one in there]).numpy()
         assert len(positions) == len(versions) == starts[-1]
         assert not there or rows.shape == (starts[-1], self._wide)
-        return caches.Came(positions, starts, versions, rows.numpy())
+        return caches.Received(positions, starts, versions, rows.numpy())
 
     # --- reading ahead ----------------------------------------------------------------------------------------------
 
@@ -173,10 +173,10 @@ class CacheGroup:
         Rows that this step will push are left out: the answer would lack the push. Evaluation requests missing rows.
         """
         names, lookups = self._lookups(wanted)
-        room, bound = self._asked(lookups), self._cache.pull_bound if training else 0
+        room, bound = self._room_for_requests(lookups), self._cache.pull_bound if training else 0
         caches.start_prefetch(self._arrays, lookups, step, bound, room)
-        self._clock, asked = step, _filled(room)
-        requested = caches.Lookups(lookups.members, lookups.ids[asked.at], asked.starts)
+        self._clock, requests = step, _filled(room)
+        requested = caches.Lookups(lookups.members, lookups.ids[requests.at], requests.starts)
         admitted = lookups if training else requested  # evaluation does not count as a use of cached rows
 
         def store(pulled: Mapping[str, Pulled]) -> dict[str, Due]:
@@ -189,13 +189,13 @@ class CacheGroup:
             for at, pushed in self._sent:
                 if at >= step:
                     caches.mark(self._arrays, pushed)
-            came, constants = self._came(names, pulled), self._constants_of(step)
+            received, constants = self._received(names, pulled), self._constants_of(step)
             caches.finish_prefetch(
-                self._rule_number, self._arrays, requested, step, asked.versions, came, constants
+                self._rule_number, self._arrays, requested, step, requests.versions, received, constants
             )  # fmt: skip
             return left
 
-        return CacheQuery(*self._parts_of(names, lookups, asked), {}, store)
+        return CacheQuery(*self._parts_of(names, lookups, requests), {}, store)
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
@@ -268,9 +268,9 @@ class CacheGroup:
         return {name: (ids[name], grads[name], squares[name]) for name in ids}
 
 
-def _filled(asked: caches.Asked) -> caches.Asked:
-    count = asked.starts[-1]
-    return caches.Asked(asked.at[:count], asked.versions[:count], asked.starts)
+def _filled(requests: caches.Requests) -> caches.Requests:
+    count = requests.starts[-1]
+    return caches.Requests(requests.at[:count], requests.versions[:count], requests.starts)
 
 
 def _parts(names: list[str], whole: Tensor, starts: Array, *, empty: bool = False) -> dict[str, Tensor]:
@@ -303,7 +303,7 @@ def compile_cache_kernels(cache: Cache, rule: RowOptimizer, dtype: torch.dtype) 
     group = CacheGroup(names, small, _WIDTH, dtype, [lambda: rule] * 2)
     layout = Layout(dict.fromkeys(names, (Placement(_ROWS, 2, 7), dtype, _WIDTH)), [{}, {}])
 
-    def came(query: CacheQuery[Any]) -> dict[str, Pulled]:
+    def received(query: CacheQuery[Any]) -> dict[str, Pulled]:
         counts = {name: len(ids) for name, ids in query.ids.items()}
         return {
             name: Pulled(
@@ -321,9 +321,9 @@ def compile_cache_kernels(cache: Cache, rule: RowOptimizer, dtype: torch.dtype) 
         known = [torch.full((len(some),), WITH_STATE, device="cpu") for some in ids.values()]
         Pull(layout, list(ids.values()), known, [wide] * 2, [(0, 0)] * 2, None)
         query = group.ask(ids, step, training=step != 4)
-        query.answer(came(query))
+        query.answer(received(query))
         ahead = group.prefetch({name: some[::2].contiguous() for name, some in ids.items()}, step, training=True)
         group.write({name: (some, torch.ones(len(some), _WIDTH, device="cpu")) for name, some in ids.items()}, step)
-        ahead.answer(came(ahead))
+        ahead.answer(received(ahead))
     group.waiting()
     _done.add(kind)

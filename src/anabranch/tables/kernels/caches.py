@@ -58,7 +58,7 @@ class Lookups(NamedTuple):
     starts: Any
 
 
-class Asked(NamedTuple):
+class Requests(NamedTuple):
     """Room for the lookups to ask the servers about: where they are, and the version to ask with."""
 
     at: Any
@@ -66,7 +66,7 @@ class Asked(NamedTuple):
     starts: Any
 
 
-class Came(NamedTuple):
+class Received(NamedTuple):
     """Rows that came for those asked about, and where among them."""
 
     positions: Any
@@ -109,21 +109,21 @@ def _take(held: Any, t: int, slot: int, own: int, due: Any, at: int) -> None:
 
 @inline
 def _store(
-    rule: int, held: Any, t: int, slot: int, asked: int, step: int, came: Any, at: int, constants: Any
+    rule: int, held: Any, t: int, slot: int, known: int, step: int, received: Any, at: int, constants: Any
 ) -> None:  # fmt: skip
-    """Store row ``at`` of those that ``came``, which was asked about with the version ``asked``, in a slot.
+    """Store row ``at`` of the ``received`` ones, which was asked about with the version ``known``, in a slot.
 
     A gradient that waits there is applied to it.
     """
     whole = held.rows.shape[2]
     if not held.stateless:
-        if asked >= 0 and held.with_state[t, slot]:
+        if known >= 0 and held.with_state[t, slot]:
             whole = held.width  # its state is here already
         else:
-            held.with_state[t, slot] = asked == WITH_STATE
+            held.with_state[t, slot] = known == WITH_STATE
     for j in range(U(whole)):
-        held.rows[t, U(slot), j] = came.rows[U(at), j]
-    held.versions[t, slot], held.checked[t, slot] = came.versions[at], step
+        held.rows[t, U(slot), j] = received.rows[U(at), j]
+    held.versions[t, slot], held.checked[t, slot] = received.versions[at], step
     if held.due_at[t, slot] < NEVER:
         rows, waiting, wide = held.rows.reshape(held.rows.size), held.waiting.reshape(held.waiting.size), U(held.width)
         place = U(t) * U(held.rows.shape[1]) + U(slot)
@@ -135,7 +135,7 @@ def _store(
 
 
 @kernel
-def start_prefetch(held: Any, lookups: Any, step: int, bound: int, asked: Any) -> None:
+def start_prefetch(held: Any, lookups: Any, step: int, bound: int, requests: Any) -> None:
     """Choose ids of the next step to request, in the form of ``ask``."""
     members, ids, starts = lookups
     count = 0
@@ -161,25 +161,25 @@ def start_prefetch(held: Any, lookups: Any, step: int, bound: int, asked: Any) -
                     continue
                 held.coming[t, slot] = True
                 if not held.with_state[t, slot]:
-                    asked.at[count], asked.versions[count] = i, WITH_STATE
+                    requests.at[count], requests.versions[count] = i, WITH_STATE
                     count += 1
                     continue
             others[later], known[later] = i, version
             later += 1
         for n in range(later):
-            asked.at[count], asked.versions[count] = others[n], known[n]
+            requests.at[count], requests.versions[count] = others[n], known[n]
             count += 1
-        asked.starts[k + 1] = count
+        requests.starts[k + 1] = count
 
 
 @kernel
 def ask(
-    held: Any, lookups: Any, step: int, bound: int, training: bool, found: Any, known: Any, asked: Any, out: Any,
+    held: Any, lookups: Any, step: int, bound: int, training: bool, found: Any, known: Any, requests: Any, out: Any,
     leaving: Any,
 ) -> None:  # fmt: skip
     """Do the first half of ``read``: use the ids, copy cached rows into ``out``, and choose the ids to ask about.
 
-    ``found`` takes each id's slot, ``known`` its version; ``asked`` the ids to ask about, those that come with their
+    ``found`` takes each id's slot, ``known`` its version; ``requests`` the ids to ask about, those that come with their
     state first.
     """
     members, ids, starts = lookups
@@ -211,40 +211,40 @@ def ask(
                 others[later] = i
                 later += 1
             else:
-                asked.at[count], asked.versions[count] = i, WITH_STATE
+                requests.at[count], requests.versions[count] = i, WITH_STATE
                 count += 1
         for n in range(later):
-            asked.at[count], asked.versions[count] = others[n], known[others[n]]
+            requests.at[count], requests.versions[count] = others[n], known[others[n]]
             count += 1
-        asked.starts[k + 1] = count
+        requests.starts[k + 1] = count
         leaving.starts[k + 1] = left
-        held.counters[t, HITS] += end - begin - (count - asked.starts[k])
+        held.counters[t, HITS] += end - begin - (count - requests.starts[k])
 
 
 @kernel
 def answer(
-    rule: int, held: Any, members: Any, step: int, found: Any, known: Any, asked: Any, came: Any, constants: Any,
+    rule: int, held: Any, members: Any, step: int, found: Any, known: Any, requests: Any, received: Any, constants: Any,
     out: Any,
 ) -> None:  # fmt: skip
-    """Do the second half of ``read``: take in the rows that ``came``; a state that is cached already is kept."""
-    changed = np.zeros(asked.at.size, np.bool_)
+    """Do the second half of ``read``: take in the ``received`` rows; a state that is cached already is kept."""
+    changed = np.zeros(requests.at.size, np.bool_)
     for k in range(members.size):
-        t, first = U(members[k]), asked.starts[k]
-        for p in range(came.starts[k], came.starts[k + 1]):
-            at = first + came.positions[p]
+        t, first = U(members[k]), requests.starts[k]
+        for p in range(received.starts[k], received.starts[k + 1]):
+            at = first + received.positions[p]
             changed[at] = True
-            i = asked.at[at]
+            i = requests.at[at]
             slot = found[i]
             held.counters[t, MISSES] += 1
             if known[i] >= 0:
                 held.counters[t, REFRESHED] += 1
             if slot >= 0:
-                _store(rule, held, t, slot, asked.versions[at], step, came, p, constants)
+                _store(rule, held, t, slot, requests.versions[at], step, received, p, constants)
             for j in range(U(held.width)):
-                out[U(i), j] = held.rows[t, U(slot), j] if slot >= 0 else came.rows[U(p), j]
-        for at in range(first, asked.starts[k + 1]):
+                out[U(i), j] = held.rows[t, U(slot), j] if slot >= 0 else received.rows[U(p), j]
+        for at in range(first, requests.starts[k + 1]):
             if not changed[at]:
-                slot = found[asked.at[at]]
+                slot = found[requests.at[at]]
                 if slot >= 0:
                     held.checked[t, slot] = step
                 held.counters[t, HITS] += 1
@@ -276,14 +276,14 @@ def mark(held: Any, lookups: Any) -> None:
 
 
 @kernel
-def finish_prefetch(rule: int, held: Any, lookups: Any, step: int, asked: Any, came: Any, constants: Any) -> None:
-    """Store requested rows of ids that were admitted; ``asked`` are the versions that they were requested with."""
+def finish_prefetch(rule: int, held: Any, lookups: Any, step: int, known: Any, received: Any, constants: Any) -> None:
+    """Store requested rows of ids that were admitted; ``known`` are the versions that they were requested with."""
     members, ids, starts = lookups
     for k in range(members.size):
-        t, p = U(members[k]), came.starts[k]
+        t, p = U(members[k]), received.starts[k]
         for i in range(starts[k], starts[k + 1]):
             _look_ahead(held.keys[t], held.slots[t], ids, i)
-            here = p < came.starts[k + 1] and starts[k] + came.positions[p] == i
+            here = p < received.starts[k + 1] and starts[k] + received.positions[p] == i
             at = p
             p += here
             slot = held.slots[t, _place(held.keys[t], held.slots[t], ids[i])]
@@ -291,16 +291,16 @@ def finish_prefetch(rule: int, held: Any, lookups: Any, step: int, asked: Any, c
                 continue
             held.coming[t, slot] = False
             version = held.versions[t, slot]
-            if asked[i] == -1:
+            if known[i] == -1:
                 if not here or version >= 0:
                     continue
             elif version < 0 or held.pushed[t, slot]:
                 continue
             elif not here:
-                if version == asked[i]:
+                if version == known[i]:
                     held.checked[t, slot] = step
                 continue
-            _store(rule, held, t, slot, asked[i], step, came, at, constants)
+            _store(rule, held, t, slot, known[i], step, received, at, constants)
             held.counters[t, MISSES] += 1
             if version < 0:
                 if held.pushed[t, slot]:
