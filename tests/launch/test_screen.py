@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -183,15 +183,19 @@ def test_threads_that_write_at_once_do_not_break_each_others_lines(
     assert set(lines) == {"a" * 40, "b" * 40}
 
 
-def test_what_another_worker_writes_to_its_log_is_shown_from_then_on(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def shown(capfd: pytest.CaptureFixture[str]) -> Callable[[], str]:
+    """All that the screen has shown."""
     seen: list[str] = []
 
-    def shown() -> str:
+    def everything() -> str:
         seen.append(capfd.readouterr().out)
         return "".join(seen)
 
+    return everything
+
+
+def test_what_another_worker_writes_to_its_log_is_shown_from_then_on(tmp_path: Path, shown: Callable[[], str]) -> None:
     other = tmp_path / "worker-2.log"
     other.write_text("as rank 2\n")
     with Screen(tmp_path / "worker-0.log") as screen, other.open("a", buffering=1) as log:
@@ -207,14 +211,8 @@ def test_what_another_worker_writes_to_its_log_is_shown_from_then_on(
 
 
 def test_the_log_of_a_lost_rank_0_in_which_its_replacement_writes_is_shown_no_more(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, shown: Callable[[], str]
 ) -> None:
-    seen: list[str] = []
-
-    def shown() -> str:
-        seen.append(capfd.readouterr().out)
-        return "".join(seen)
-
     logs = [tmp_path / "worker-1.log", tmp_path / "worker-2.log"]
     for log in logs:
         log.touch()
