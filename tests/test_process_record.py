@@ -126,3 +126,22 @@ def test_a_process_leaves_its_last_facts_at_its_end_and_its_forks_nothing(tmp_pa
     with start(script, environment={STATUS_VARIABLE: str(tmp_path / "worker-0")}) as process:
         assert process.wait() == 0
     assert read(tmp_path) == {"pid": process.pid, "run": {"steps": 2}}
+
+
+_BAR = """
+import io, logging, sys
+from anabranch.record.process import process_record
+
+process_record()
+sys.stderr = io.StringIO()
+logging.getLogger("anabranch.executor").info("2 workers")
+print(sys.stderr.getvalue(), end="")
+"""
+
+
+def test_messages_go_where_a_progress_bar_has_put_stderr(tmp_path: Path) -> None:
+    """They began behind the bar and went on in the next line."""
+    script = tmp_path / "script.py"
+    script.write_text(_BAR)
+    with start(script, environment={STATUS_VARIABLE: str(tmp_path / "worker-0")}) as process:
+        assert process.communicate(timeout=200)[0] == "anabranch: 2 workers\n"

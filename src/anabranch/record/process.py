@@ -151,9 +151,19 @@ def _show_messages() -> None:
     log = logging.getLogger("anabranch")
     configured = logging.root.handlers or any(type(one) is not logging.NullHandler for one in log.handlers)
     if not configured and log.level == logging.NOTSET:
-        log.addHandler(handler := logging.StreamHandler(sys.stderr))
-        handler.setFormatter(logging.Formatter("anabranch: %(message)s"))
+        log.addHandler(_Messages())
         log.setLevel(logging.INFO)
+
+
+class _Messages(logging.Handler):
+    """Writes to the stderr of the moment: a progress bar puts one in its place that writes above the bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(f"anabranch: {self.format(record)}\n")
+            sys.stderr.flush()
+        except OSError:
+            self.handleError(record)
 
 
 def record_process() -> None:
