@@ -1,4 +1,4 @@
-"""Compiles the kernels of servers, cached tables and sums of workers, so that no first job and no test waits for them.
+"""Compiles the kernels of servers, clients and sums of workers, so that no first job and no test waits for them.
 
 Called by `tools/install.py` and `make` with a dtype, and `caches` for those of cached tables, too. Numba keeps what it
 made beside the sources, or in the user's cache where nothing can be written there. Whatever is missing is compiled when
@@ -13,7 +13,9 @@ from itertools import product
 import torch
 
 from anabranch.collectives.shared_memory import NUMBERS, load_kernels
+from anabranch.parameter_server import ParameterClient
 from anabranch.parameter_server.client.cache_group import compile_cache_kernels
+from anabranch.parameter_server.client.remote_weight import distinct_ids
 from anabranch.tables.cache import Cache
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
 from anabranch.tables.warming import compile_kernels
@@ -29,7 +31,11 @@ RULES = (
 if __name__ == "__main__":
     dtype = getattr(torch, sys.argv[1])
     compile_kernels(dtype)
-    if dtype in NUMBERS:
-        load_kernels(dtype)
+    for kind in {dtype, torch.float64} & NUMBERS.keys():  # evaluations are summed in float64
+        load_kernels(kind)
+    with ParameterClient() as client:
+        client.init("t", (4, 2), kind="rows")
+        client.sparse_pull("t", torch.arange(4))
+    distinct_ids({"t": torch.arange(4)}, {"t": 4})
     for rule, bound in product(RULES, (0, 1)) if "caches" in sys.argv else ():
         compile_cache_kernels(Cache(push_bound=bound), rule, dtype)
