@@ -310,20 +310,3 @@ def sgd(model: nn.Module, **keywords: Any) -> torch.optim.SGD:
 
 def mean_square(model: nn.Module, batch: Any) -> Tensor:
     return model(batch).square().mean()
-
-
-class Reader(nn.Module):
-    """Multiplies by the value of ``read()``."""
-
-    def __init__(self, read: Callable[[], Any]) -> None:
-        super().__init__()
-        self.layer, self.read = nn.Linear(4, 3), read
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * self.read()  # type: ignore[no-any-return]
-
-
-def reading_inside(read: Callable[[], Any], change: Callable[[int], None], **keywords: Any) -> TrainingCase:
-    """A model that multiplies by the value of ``read()`` in forward."""
-    model = Reader(read)
-    return TrainingCase(model, mean_square, sgd(model), change, **keywords)
