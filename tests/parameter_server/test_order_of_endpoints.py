@@ -89,10 +89,3 @@ def test_another_shard_at_a_known_address_is_noticed() -> None:
 def test_an_endpoint_that_is_named_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="endpoints names memory:s0 more than once; name each shard once"):
         ParameterClient(["memory:s0", "memory:s0"])
-
-
-def test_a_lone_server_and_a_client_without_servers_need_no_numbers(network: MemoryTransport) -> None:
-    with ParameterClient(["memory:alone"], transport=network, timeout=20) as client, ParameterClient() as inside:
-        for each in (client, inside):
-            each.init("bias", (1,), optimizer=SGD)
-            assert each.push_pull("bias", -torch.ones(1)).tolist() == [1.0]

@@ -10,7 +10,6 @@ import torch
 from plain_kernels import owners as owners_of
 from torch.nn import functional as F
 
-from anabranch.errors import NotFound
 from anabranch.tables import (
     FTRL,
     Constant,
@@ -176,19 +175,6 @@ def test_a_row_s_first_values_depend_neither_on_its_place_nor_on_its_first_use(i
     assert torch.equal(whole.pull(ids.flip(0)), whole.pull(ids).flip(0))
     other = Table(TableSpec("t", 100, 4, initial=initial, seed=4), rule)
     assert torch.equal(other.pull(ids), whole.pull(ids)) == isinstance(initial, Constant)
-
-
-@pytest.mark.parametrize("bad", [-1, ROWS, 2**53, -(2**63)])
-def test_an_id_outside_is_refused_by_name_and_changes_nothing(bad: int) -> None:
-    table = Table(TableSpec("users", ROWS, WIDTH), RowOptimizer(Family.SGD, lr=0.1))
-    before = table.pull(torch.arange(ROWS))
-    ids = torch.tensor([0, bad])
-    with pytest.raises(NotFound, match=rf"table users has ids 0 to {ROWS - 1}; ids\[1\] is {bad}"):
-        table.push(ids, torch.ones(2, WIDTH))
-    with pytest.raises(NotFound):
-        table.pull(ids)
-    assert torch.equal(table.pull(torch.arange(ROWS)), before)
-    assert table.step == 0
 
 
 def test_the_same_bits_come_from_one_thread_and_from_three() -> None:

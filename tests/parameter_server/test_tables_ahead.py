@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import threading
 from collections.abc import Iterator
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from remote_tables_models import OPTIMIZERS, ROWS, WIDTH, one_step, table_and_its_twin
-from torch import Tensor, nn
+from remote_tables_models import OPTIMIZERS, ROWS, one_step, table_and_its_twin
+from torch import nn
 
 from anabranch.parameter_server import (
     Merging,
@@ -25,60 +23,10 @@ from anabranch.parameter_server import (
     RemoteTables,
     Worker,
 )
-from anabranch.record.spans import Span, heard
 from anabranch.tables import Cache
 from anabranch.testing import MemoryTransport
 
 STEPS = 6
-
-
-@pytest.mark.parametrize("pull_bound", [0, 3])
-def test_the_next_batch_s_rows_are_requested_during_this_one_s_backward(pull_bound: int) -> None:
-    """The order of events shows it, and the results are those without prefetching."""
-    generator = torch.Generator().manual_seed(0)
-    batches = [torch.randint(0, ROWS, (6,), generator=generator) for _ in range(STEPS + 1)]
-    start = nn.Embedding(ROWS, WIDTH)
-    make = OPTIMIZERS["adagrad"]
-    plain = copy.deepcopy(start)
-    optimizer = make(plain.parameters())
-    model = nn.Sequential(copy.deepcopy(start))
-    log: list[str] = []
-    fetched = threading.Event()
-
-    def note(span: Span) -> None:
-        if span[0] == "tables.prefetch":
-            log.append("prefetch")
-            fetched.set()
-
-    class Wait(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: object, grad: Tensor) -> Tensor:
-            if "backward ends" not in log:  # later, the cache may hold all rows of the next batch
-                assert fetched.wait(timeout=60)
-            log.append("backward ends")
-            return grad
-
-    with ParameterClient() as client, heard(note):
-        cache = Cache(capacity=ROWS, pull_bound=pull_bound)
-        with RemoteTables(client, cache=cache) as tables:
-            tables.adopt(model, ["0.weight"], make(model.parameters()))
-            for step in range(STEPS):
-                tables.begin(step)
-                found, wanted = model(batches[step]), plain(batches[step])
-                assert torch.equal(found, wanted)
-                fetched.clear()
-                tables.prefetch({"0.weight": batches[step + 1]})
-                Wait.apply(found).square().sum().backward()
-                wanted.square().sum().backward()
-                tables.push()
-                optimizer.step()
-                optimizer.zero_grad()
-        first = log.index("prefetch")
-        assert log[first + 1] == "backward ends"
 
 
 def test_prefetching_needs_a_cache() -> None:
