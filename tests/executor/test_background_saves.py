@@ -173,25 +173,6 @@ def test_every_worker_hears_of_the_end_and_of_a_failure(tmp_path: Path) -> None:
         assert "could not be saved in the background: OSError: the disk is full; step 2 has been saved" in failure
 
 
-def test_rows_on_servers_are_those_of_the_moment(held: Held, tmp_path: Path) -> None:
-    def build() -> ab.Executor:
-        torch.manual_seed(0)
-        model = nn.Sequential(ab.RemoteEmbedding("rows", 10, 3), nn.Linear(3, 1))
-        step = ab.TrainStep(model, lambda m, ids: m(ids).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
-        return ab.Executor({"train": step}, comm_mode="Hybrid")
-
-    ids = torch.tensor([1, 2, 2, 7])
-    with build() as first:
-        first.run("train", ids)
-        first.save(tmp_path, wait=False)
-        after = [first.run("train", ids)["loss"].item() for _ in range(3)]
-        held.go.set()
-        first.finish_saves()
-    with build() as second:
-        second.load(tmp_path)
-        assert [second.run("train", ids)["loss"].item() for _ in range(3)] == after
-
-
 def test_the_end_of_the_process_reports_failed_saves(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     save = background_saves.BackgroundSave(1, tmp_path, 0.0, failing)
     for said in ("anabranch: a checkpoint could not be saved in the background: OSError: the disk is full\n", ""):

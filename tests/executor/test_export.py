@@ -353,10 +353,10 @@ def resident(name: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "rows"), [("remote", 8_000_000), ("moved", 2_000_000)])
-def test_an_export_of_two_gigabytes_needs_little_memory(kind: str, rows: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["remote", "moved"])
+def test_an_export_of_half_a_gigabyte_needs_little_memory(kind: str, tmp_path: Path) -> None:
     """Rows of a table that nothing had used were made as the export read them, and kept."""
-    width = 64
+    rows, width = 2_000_000, 64
     [[before, peak]] = in_job(exporting_a_large_table, 1, str(tmp_path), kind, rows, width, timeout=800.0)
     assert (tmp_path / "model.safetensors").stat().st_size > rows * width * 4
     assert peak - before < 300e6, f"{(peak - before) / 1e6:.0f} MB"

@@ -125,36 +125,6 @@ def newest_bodies(directory: Path) -> Path:
     return max(directory.glob("shard-*/log-bodies-*"))
 
 
-def damage(directory: Path) -> int:
-    """Flips a bit in the middle of the newest log file; returns how many bytes it has."""
-    path = newest_bodies(directory)
-    memory = bytearray(path.read_bytes())
-    memory[len(memory) // 2] ^= 1
-    path.write_bytes(memory)
-    return len(memory)
-
-
-def test_a_shard_with_a_damaged_log_does_not_start_and_a_repaired_one_reports_the_loss(tmp_path: Path) -> None:
-    shard = Shard(tmp_path, "log")
-    with shard.client() as client:
-        client.init_table(SPEC, SGD)
-        push(client, 100)
-        shard.die()
-        damage(tmp_path)
-        with pytest.raises(CheckpointError, match=r"the push log is damaged: .*log-bodies-\d at byte \d+.*--repair"):
-            shard.start()
-        shard.start(repair=True)
-        with pytest.raises(RolledBack) as told:
-            push(client)
-        kept = value(client)
-        assert kept + told.value.lost == 100
-        assert 30 < kept < 70
-        shard.die()
-        shard.start()  # repaired for good
-        assert value(client) == kept
-    shard.die()
-
-
 def two_shards(directory: Path) -> list[Path]:
     """The directories of two shards of one job, with three pushes each, after their servers died."""
     network = MemoryTransport()

@@ -308,22 +308,6 @@ def test_a_truncated_checkpoint_leaves_the_previous_one(durability: str, point: 
         assert same(state(client), expected(acknowledged))
 
 
-def test_leaving_the_block_commits_the_state(tmp_path: Path) -> None:
-    network = MemoryTransport()
-    for round_ in range(3):
-        with (
-            ParameterServer(transport=network, durability="checkpoint", checkpoint_dir=tmp_path) as server,
-            ParameterClient([server.endpoint], transport=network) as client,
-        ):
-            make(client)
-            push(client, round_)
-    with (
-        ParameterServer(transport=network, durability="checkpoint", checkpoint_dir=tmp_path) as server,
-        ParameterClient([server.endpoint], transport=network) as client,
-    ):
-        assert same(state(client), expected(3))
-
-
 def test_pushes_that_wait_for_another_worker_survive_a_checkpoint(tmp_path: Path) -> None:
     network = MemoryTransport()
     rule = RowOptimizer.from_factory(functools.partial(torch.optim.SGD, lr=1.0))

@@ -407,22 +407,6 @@ def test_a_save_does_not_wait_to_end_the_snapshot_of_a_shard_that_has_gone() -> 
     assert time.monotonic() - began < 30.0  # of a call's 60 s
 
 
-def test_pushes_that_wait_are_in_a_shard_s_snapshot() -> None:
-    shard, again = Shard(), Shard()
-    for rank in range(2):
-        shard.join(JoinMessage(rank, 2, "bsp"))
-    shard.init(InitMessage("t", RULE.to_dict(), TableSpec("t", 4, 1).to_dict()))
-    one = [torch.tensor([1]), torch.ones(1)]
-    shard.push(shard.request(PushMessage([PushPart("t", 1)], [], 0, 0), one))
-    snapshot = shard.snapshot_of_all()
-    again.load(snapshot.state, readers(snapshot))
-    for each in (shard, again):
-        assert each.clocks()["clocks"] == [1, 0]
-        each.push(each.request(PushMessage([PushPart("t", 1)], [], 1, 0), one))
-    pulls = (each.pull(each.request(PullMessage([PullPart("t", 1)]), [one[0]])) for each in (shard, again))
-    assert torch.equal(*(tensors[0] for _, tensors in pulls))
-
-
 def test_a_push_that_waits_since_an_older_membership_is_in_a_shard_s_snapshot() -> None:
     """One worker has begun again from a checkpoint, the other has not yet, and the shard restarts."""
     shard, again = Shard(), Shard()
