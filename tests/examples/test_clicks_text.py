@@ -130,28 +130,6 @@ def test_it_resumes_at_the_next_batch_wherever_it_stopped(form, block, tmp_path,
         assert all(map(same, second, whole)), "the next epoch begins at the first line"
 
 
-@pytest.mark.parametrize("workers", [2, 3, 5])
-def test_the_shares_of_all_workers_are_the_batch(workers, tmp_path):
-    path = made(tmp_path, 30)
-    whole = list(clicks(path, path.read_bytes(), batch=8))
-    shares = [list(clicks(path, path.read_bytes(), batch=8, rank=rank, workers=workers)) for rank in range(workers)]
-    assert {len(share) for share in shares} == {len(whole)}
-    for number, batch in enumerate(whole):
-        together = {name: torch.cat([share[number][name] for share in shares]) for name in batch}
-        assert same(together, batch)
-
-
-def test_a_file_is_cut_between_lines(tmp_path):
-    import _clicks
-
-    path = made(tmp_path, 40)
-    train, held_out = _clicks.split_file(path, path.stat().st_size // 4)
-    rows = [sum(len(b["clicked"]) for b in _clicks.Clicks(part, _clicks.FORMATS["criteo"], 7, rows=None))
-            for part in (train, held_out)]  # fmt: skip
-    assert sum(rows) == 40
-    assert 5 <= rows[1] <= 10
-
-
 # What a prediction is worth.
 
 

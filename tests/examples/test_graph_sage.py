@@ -43,24 +43,6 @@ def sampled(graph, seeds, key, **options):
 # The graph.
 
 
-def test_a_batch_has_each_node_once_and_edges_from_the_graph(graph):
-    seeds = np.array([5, 700, 13, 42])
-    batch = {n: values.numpy() for n, values in sampled(graph, seeds, key=1, padded=False).items()}
-    near = len(batch["near"])
-    nodes = np.concatenate([batch["near"], batch["far"]])
-    assert nodes[:4].tolist() == seeds.tolist()
-    assert len(np.unique(nodes)) == len(nodes)
-    assert batch["blocks"].tolist() == graph.block[seeds].tolist()
-    for name, targets in (("inner", 4), ("outer", near)):
-        source, target = batch[name]
-        assert target.max() < targets
-        assert source.max() < (near if name == "inner" else len(nodes))
-        for one, other in zip(nodes[source], nodes[target], strict=True):
-            assert one in graph.neighbours[graph.first[other] : graph.first[other + 1]]
-    shapes = {len(sampled(graph, seeds, key, padded=False)["far"]) for key in range(6)}
-    assert len(shapes) > 1, "a sample's size varies"
-
-
 @pytest.mark.parametrize("seeds", slow_except([30, 1], 1))
 def test_padding_makes_few_shapes_and_changes_nothing(graph, seeds):
     import graph_sage

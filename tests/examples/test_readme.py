@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -46,12 +44,6 @@ def test_it_prints_the_same_on_one_worker_and_on_four(script: Path) -> None:
     for workers in (1, 4):
         shutil.rmtree("runs", ignore_errors=True)
         assert losses(as_job(script, workers)) == pytest.approx(said, rel=0, abs=2e-6)
-
-
-@pytest.mark.slow
-def test_without_a_launcher_it_prints_the_same(script: Path) -> None:
-    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=400, check=True)
-    assert losses(ended.stdout) == pytest.approx(losses(TEXT), rel=0, abs=2e-6)
 
 
 @pytest.mark.slow
