@@ -5,15 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from anabranch.parameter_server import ParameterClient
-from anabranch.tables import FTRL, RowWiseAdagrad
+from anabranch.parameter_server import ParameterClient, RemoteTables
+from anabranch.tables import FTRL, Cache, RowWiseAdagrad
 
 ROWS, WIDTH = 20, 16
 
@@ -32,23 +31,6 @@ OPTIMIZERS = {
 }
 
 
-def table_and_its_twin(
-    make: Callable[..., torch.optim.Optimizer],
-) -> tuple[nn.Module, nn.Module, list[torch.optim.Optimizer]]:
-    plain = nn.Embedding(ROWS, WIDTH)
-    model = nn.Sequential(copy.deepcopy(plain))
-    return model, plain, [make(model.parameters()), make(plain.parameters())]
-
-
-def one_step(model: nn.Module, plain: nn.Module, own: torch.optim.Optimizer, ids: Tensor) -> None:
-    """Compares what both read, and has both go back; only the twin moves here."""
-    torch.testing.assert_close(model(ids), plain(ids), rtol=1e-5, atol=1e-6)
-    for one in (model, plain):
-        one(ids).square().sum().backward()
-    own.step()
-    own.zero_grad()
-
-
 class Gate:
     """A client whose pushes do not leave before they are let."""
 
@@ -63,3 +45,36 @@ class Gate:
         if self.failure is not None:
             raise self.failure
         self._push(*args, **options)
+
+
+class Cached:
+    """A table on the servers of ``client``, behind a cache, and its twin, which the plain loop trains."""
+
+    def __init__(self, client: ParameterClient, name: str, **cache: Any) -> None:
+        self.client, self.tables = client, RemoteTables(client, cache=Cache(**{**LARGE, **cache}))
+        self.plain = nn.Embedding(ROWS, WIDTH)
+        self.model = nn.Sequential(copy.deepcopy(self.plain))
+        self.optimizer, self.own = (OPTIMIZERS[name](one.parameters()) for one in (self.model, self.plain))
+        self.tables.adopt(self.model, ["0.weight"], self.optimizer)
+
+    def step(self, number: int, ids: Tensor) -> None:
+        """Compare what both read, and have both go back; only the twin moves here."""
+        self.tables.begin(number)
+        self.go_back(self.model(ids), ids)
+
+    def go_back(self, rows: Tensor, ids: Tensor) -> None:
+        torch.testing.assert_close(rows, self.plain(ids), rtol=1e-5, atol=1e-6)
+        for one in (rows, self.plain(ids)):
+            one.square().sum().backward()
+        self.own.step()
+        self.own.zero_grad()
+
+    def pushed(self) -> int:
+        return self.client.statistics()[0].tables["0.weight"].rows_pushed
+
+    def assert_alike(self) -> None:
+        torch.testing.assert_close(self.client.pull("0.weight"), self.plain.weight, rtol=1e-5, atol=1e-6)
+
+
+LARGE: dict[str, Any] = {"capacity": ROWS, "pull_bound": 50, "push_bound": 50}
+"""A cache that sends nothing by itself in a few steps."""

@@ -366,17 +366,3 @@ def test_a_row_in_the_place_of_a_requested_one_waits_for_nothing() -> None:
     cache.read([2], 1)
     ids, _, _ = cache.write([2], torch.ones(1, 2), 1)
     assert ids.tolist() == [2]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_rows_are_read_as_they_are_on_the_servers(dtype: torch.dtype) -> None:
-    group = CacheGroup(["t"], Cache(capacity=4), 2, dtype, [lambda: RowOptimizer(Family.SGD, lr=1.0)])
-    ids, rows = torch.tensor([1, 5]), torch.tensor([[0.1, 2.0], [-3e-4, 7.0]]).to(dtype)
-    for step in range(2):
-        query = group.ask({"t": ids}, step, training=True)
-        assert query.known["t"].tolist() == ([-1, -1], [4, 4])[step]
-        fresh = 2 - 2 * step  # unchanged, it does not come again
-        came = Pulled(torch.arange(fresh), torch.full((fresh,), 4), rows[:fresh])
-        read = query.answer({"t": came})["t"]
-        assert read.dtype == dtype
-        assert torch.equal(read, rows)

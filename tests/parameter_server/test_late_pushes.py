@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import pytest
 import torch
-from remote_tables_models import OPTIMIZERS, ROWS, Gate, one_step, table_and_its_twin
+from remote_tables_models import LARGE, ROWS, Cached, Gate
 
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, NonFinite, PeerLost
@@ -57,38 +56,29 @@ def test_waiting_gradients_are_weighted_by_their_worker_s_share_like_a_step_s_pu
 
 
 def test_a_push_is_on_its_way_while_the_next_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, plain, (theirs, own) = table_and_its_twin(OPTIMIZERS["sgd"])
     everyone = torch.arange(ROWS)
     with ParameterClient() as client:
-        tables = RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=1))
-        tables.adopt(model, ["0.weight"], theirs)
-        gate = Gate(client, monkeypatch)
-        tables.begin(0)
-        one_step(model, plain, own, everyone)
+        both, gate = Cached(client, "sgd", push_bound=1), Gate(client, monkeypatch)
+        both.step(0, everyone)
         gate.opened.set()
-        tables.push()  # of nothing yet
-        tables.begin(1)
-        one_step(model, plain, own, everyone)
-        tables.wait_until_quiet()
+        both.tables.push()  # of nothing yet
+        both.step(1, everyone)
+        both.tables.wait_until_quiet()
         gate.opened.clear()
-        tables.push()  # of both steps, which returns though nothing leaves
-        tables.begin(2)
-        one_step(model, plain, own, everyone)
-        assert client.statistics()[0].tables["0.weight"].rows_pushed == 0
+        both.tables.push()  # of both steps, which returns though nothing leaves
+        both.step(2, everyone)
+        assert both.pushed() == 0
         gate.opened.set()
-        tables.push()
-        assert client.statistics()[0].tables["0.weight"].rows_pushed == ROWS
-        tables.close()
-        torch.testing.assert_close(client.pull("0.weight"), plain.weight, rtol=1e-5, atol=1e-6)
+        both.tables.push()
+        assert both.pushed() == ROWS
+        both.tables.close()
+        both.assert_alike()
 
 
 def test_a_row_that_is_not_here_is_read_once_its_push_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
     """The push leaves when the read has begun to wait for it: who does not wait reads too early, or nothing."""
-    model, plain, (theirs, own) = table_and_its_twin(OPTIMIZERS["sgd"])
     with ParameterClient() as client:
-        tables = RemoteTables(client, cache=Cache("LFUOpt", capacity=1, pull_bound=50, push_bound=50))
-        tables.adopt(model, ["0.weight"], theirs)
-        gate = Gate(client, monkeypatch)
+        both, gate = Cached(client, "sgd", policy="LFUOpt", capacity=1), Gate(client, monkeypatch)
         wait_for = client.wait_for
 
         def let(*args: Any, **options: Any) -> object:
@@ -97,51 +87,28 @@ def test_a_row_that_is_not_here_is_read_once_its_push_has_arrived(monkeypatch: p
 
         monkeypatch.setattr(client, "wait_for", let)
         for step in range(4):
-            tables.begin(step)
-            one_step(model, plain, own, torch.tensor([1, 2, 3]))
+            both.step(step, torch.tensor([1, 2, 3]))
             gate.opened.clear()
-            tables.push()
-        tables.close()
+            both.tables.push()
+        both.tables.close()
 
 
 def test_a_failed_push_is_raised_at_the_next_call_that_depends_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, plain, (theirs, own) = table_and_its_twin(OPTIMIZERS["adagrad"])
     ids = torch.tensor([1, 2])
     with ParameterClient() as client:
-        tables = RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=50))
-        tables.adopt(model, ["0.weight"], theirs)
-        gate = Gate(client, monkeypatch)
+        both, gate = Cached(client, "adagrad"), Gate(client, monkeypatch)
         gate.opened.set()
         gate.failure = DeadlineExceeded("gone", peer="shard 0", operation="push", step=0)
-        tables.begin(0)
-        one_step(model, plain, own, ids)
-        tables.push()
-        for call in (tables.push, tables.flush, lambda: model(torch.tensor([5]))):
+        both.step(0, ids)
+        both.tables.push()
+        for call in (both.tables.push, both.tables.flush, lambda: both.model(torch.tensor([5]))):
             with pytest.raises(DeadlineExceeded, match="gone"):
                 call()
         gate.failure = None
-        tables.drop_caches()  # as after loading a checkpoint: what was on its way no longer counts
-        tables.begin(1)
-        assert torch.equal(model(ids), client.pull("0.weight")[ids])
-        tables.close()
-
-
-def test_nothing_is_forgotten_before_requests_in_flight_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a push from before would move what a checkpoint has put back."""
-    model, plain, (theirs, own) = table_and_its_twin(OPTIMIZERS["adagrad"])
-    with ParameterClient() as client, ThreadPoolExecutor(1) as thread:
-        tables = RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=50))
-        tables.adopt(model, ["0.weight"], theirs)
-        gate = Gate(client, monkeypatch)
-        tables.begin(0)
-        one_step(model, plain, own, torch.tensor([1, 2]))
-        tables.push()
-        dropped = thread.submit(tables.drop_caches)
-        assert not futures.wait([dropped], timeout=0.2).done
-        gate.opened.set()
-        dropped.result(timeout=60)
-        assert client.statistics()[0].tables["0.weight"].rows_pushed == 2
-        tables.close()
+        both.tables.drop_caches()  # as after loading a checkpoint: what was on its way no longer counts
+        both.tables.begin(1)
+        assert torch.equal(both.model(ids), client.pull("0.weight")[ids])
+        both.tables.close()
 
 
 def test_a_lost_worker_is_named_while_its_push_is_waited_for() -> None:
@@ -161,7 +128,7 @@ def test_a_lost_worker_is_named_while_its_push_is_waited_for() -> None:
             ParameterClient([server.endpoint], transport=network, worker=Worker(0, 2), watch=watch, heartbeat=1.0)
         )
         table = RemoteEmbedding("t", ROWS, 2, init=0.0, optimizer=functools.partial(torch.optim.SGD, lr=1.0))
-        tables = RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=50))
+        tables = RemoteTables(client, cache=Cache(**LARGE))
         tables.adopt_modules(table)
         tables.begin(0)
         table(torch.tensor([7])).sum().backward()
@@ -184,77 +151,63 @@ def test_a_push_that_overruns_its_deadline_is_reported(monkeypatch: pytest.Monke
         def __init__(self, seconds: float, _: object = None) -> None:
             super().__init__(seconds, clock)
 
-    model, plain, (theirs, own) = table_and_its_twin(OPTIMIZERS["adagrad"])
     with ParameterClient(watch=pass_time) as client:
-        tables = RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=50))
-        tables.adopt(model, ["0.weight"], theirs)
-        gate = Gate(client, monkeypatch)
-        tables.begin(0)
-        one_step(model, plain, own, torch.tensor([1]))
-        tables.push()
+        both, gate = Cached(client, "adagrad"), Gate(client, monkeypatch)
+        both.step(0, torch.tensor([1]))
+        both.tables.push()
         with monkeypatch.context() as patch:
             patch.setattr("anabranch.parameter_server.client.shards.Deadline", Told)
             with pytest.raises(DeadlineExceeded, match="push"):
-                tables.flush()
+                both.tables.flush()
             patch.setattr(ParameterClient, "timeout", 0.01)
             letting = threading.Timer(0.2, gate.opened.set)
             letting.start()
-            tables.abandon()
+            both.tables.abandon()
         assert not [thread.name for thread in threading.enumerate() if thread.name == "anabranch-push"]
         join(letting)
 
 
 def test_a_sum_too_large_is_refused_in_the_step_that_pushes_it() -> None:
     """A step later this worker would wait for the others in that step, and they for its push."""
-    model, _, (theirs, _) = table_and_its_twin(OPTIMIZERS["sgd"])
     with ParameterClient() as client:
-        tables = RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=1))
-        tables.adopt(model, ["0.weight"], theirs)
-        tables.begin(0)
-        (model(torch.tensor([1])) * 0.9e18).sum().backward()
-        tables.push()
-        tables.begin(1)
-        (model(torch.tensor([1])) * 0.9e18).sum().backward()
-        with pytest.raises(NonFinite, match="0.weight"):
-            tables.push()
-        tables.abandon()
+        both = Cached(client, "sgd", push_bound=1)
+        for step in range(2):
+            both.tables.begin(step)
+            (both.model(torch.tensor([1])) * 0.9e18).sum().backward()
+            with pytest.raises(NonFinite, match="0.weight") if step else nullcontext():
+                both.tables.push()
+        both.tables.abandon()
 
 
 @pytest.mark.parametrize("where", ["0.weight", "bias"])
 def test_a_push_with_nan_is_refused_and_takes_nothing_out_of_the_cache(where: str) -> None:
-    model, plain, (theirs, own) = table_and_its_twin(OPTIMIZERS["sgd"])
     ids, nothing = torch.tensor([1, 2]), torch.empty(0, dtype=torch.int64)
     with ParameterClient() as client:
-        with RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=2)) as tables:
-            tables.adopt(model, ["0.weight"], theirs)
-            rule = RowOptimizer.from_torch(theirs)
+        both = Cached(client, "sgd", push_bound=2)
+        with both.tables as tables:
+            rule = RowOptimizer.from_torch(both.optimizer)
             client.init_dense("bias", torch.zeros(2), rule)
             for step in range(3):
                 if step == 2:
                     tables.begin(step)
-                    (model(ids) * (math.nan if where == "0.weight" else 1.0)).sum().backward()
+                    (both.model(ids) * (math.nan if where == "0.weight" else 1.0)).sum().backward()
                     bad = torch.full((2,), math.nan if where == "bias" else 1.0)
                     with pytest.raises(NonFinite, match=where):
                         tables.push(beside={"bias": (nothing, bad, rule)})
-                tables.begin(step)
-                one_step(model, plain, own, ids)
+                both.step(step, ids)
                 tables.push(beside={"bias": (nothing, torch.ones(2), rule)})
         assert sum(client.statistics()[0].refused_values.values()) == 1
-        torch.testing.assert_close(client.pull("0.weight"), plain.weight, rtol=1e-5, atol=1e-6)
+        both.assert_alike()
 
 
 def test_closing_ends_the_threads_though_a_push_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, plain, (theirs, own) = table_and_its_twin(OPTIMIZERS["adagrad"])
     with ParameterClient() as client:
-        tables = RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=50))
-        tables.adopt(model, ["0.weight"], theirs)
-        gate = Gate(client, monkeypatch)
+        both, gate = Cached(client, "adagrad"), Gate(client, monkeypatch)
         gate.opened.set()
-        tables.begin(0)
-        one_step(model, plain, own, torch.tensor([1]))
-        tables.prefetch({"0.weight": torch.tensor([2])})
+        both.step(0, torch.tensor([1]))
+        both.tables.prefetch({"0.weight": torch.tensor([2])})
         gate.failure = DeadlineExceeded("gone", peer="shard 0", operation="push", step=0)
-        tables.push()
+        both.tables.push()
         with pytest.raises(DeadlineExceeded, match="gone"):
-            tables.close()
+            both.tables.close()
         assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("anabranch-p")]

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from remote_tables_models import OPTIMIZERS, ROWS, one_step, table_and_its_twin
-from torch import nn
+from remote_tables_models import LARGE, ROWS, Cached
 
 from anabranch.parameter_server import (
     Merging,
@@ -38,14 +37,13 @@ def test_prefetching_needs_a_cache() -> None:
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "row-wise adagrad"])
 def test_prefetched_rows_are_not_requested_again(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Over several rounds of both bounds: no step waits for the servers to answer, and its rows are what they are."""
-    model, plain, (theirs, own) = table_and_its_twin(OPTIMIZERS[name])
     draw = torch.Generator().manual_seed(0)
     batches = [torch.randint(0, ROWS, (3,), generator=draw).unique() for _ in range(60)]
     reads: list[int] = []
     step = -1
     with ParameterClient() as client:
-        with RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=9, push_bound=9)) as tables:
-            tables.adopt(model, ["0.weight"], theirs)
+        both = Cached(client, name, pull_bound=9, push_bound=9)
+        with both.tables as tables:
             pull = client.pull_many
 
             def noted(*args: Any, ahead: bool = False, **options: Any) -> dict[str, Pulled]:
@@ -55,40 +53,35 @@ def test_prefetched_rows_are_not_requested_again(monkeypatch: pytest.MonkeyPatch
             monkeypatch.setattr(client, "pull_many", noted)
             for step, ids in enumerate(batches[:-1]):
                 tables.begin(step)
-                found = model(ids)
+                found = both.model(ids)
                 tables.prefetch({"0.weight": batches[step + 1]})
                 if name == "sgd":  # of the others a sum of gradients is not a sum of steps
-                    torch.testing.assert_close(found, plain(ids), rtol=1e-4, atol=1e-5)
-                for rows in (found, plain(ids)):
+                    torch.testing.assert_close(found, both.plain(ids), rtol=1e-4, atol=1e-5)
+                for rows in (found, both.plain(ids)):
                     rows.sum().backward()
                 tables.push()
-                own.step()
-                own.zero_grad()
+                both.own.step()
+                both.own.zero_grad()
             assert reads == [0]
         if name == "sgd":
-            torch.testing.assert_close(client.pull("0.weight"), plain.weight, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(client.pull("0.weight"), both.plain.weight, rtol=1e-4, atol=1e-5)
 
 
 def test_gradients_of_a_row_wait_for_its_requested_state() -> None:
     """Else its first gradient is pushed, and the state that comes is too old to be of use."""
-    model, plain, (theirs, own) = table_and_its_twin(OPTIMIZERS["adagrad"])
     ids = torch.tensor([1, 2])
     with ParameterClient() as client:
-        with RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=50)) as tables:
-            tables.adopt(model, ["0.weight"], theirs)
+        both = Cached(client, "adagrad")
+        with both.tables as tables:
             for step in range(4):
                 tables.begin(step)
-                found = model(ids)
+                found = both.model(ids)
                 tables.prefetch({"0.weight": ids})
-                torch.testing.assert_close(found, plain(ids), rtol=1e-5, atol=1e-6)
-                for rows in (found, plain(ids)):
-                    rows.square().sum().backward()
+                both.go_back(found, ids)
                 tables.push()
-                own.step()
-                own.zero_grad()
             tables.begin(4)
-            assert client.statistics()[0].tables["0.weight"].rows_pushed == 0
-        assert client.statistics()[0].tables["0.weight"].rows_pushed == 2
+            assert both.pushed() == 0
+        assert both.pushed() == 2
 
 
 def test_prefetched_rows_are_as_of_the_requesting_step() -> None:
@@ -101,7 +94,7 @@ def test_prefetched_rows_are_as_of_the_requesting_step() -> None:
         for rank in range(2):
             client = enter(ParameterClient([server.endpoint], transport=network, worker=Worker(rank, 2)))
             table = RemoteEmbedding("t", ROWS, 2, init=0.0, optimizer=functools.partial(torch.optim.SGD, lr=1.0))
-            cache = Cache(capacity=ROWS, pull_bound=50, push_bound=50) if rank == 0 else None
+            cache = Cache(**LARGE) if rank == 0 else None
             sides.append((table, RemoteTables(client, cache=cache)))
             sides[-1][1].adopt_modules(table)
         (table, tables), (other, others) = sides
@@ -125,35 +118,32 @@ def test_prefetched_rows_are_as_of_the_requesting_step() -> None:
 
 
 @contextmanager
-def _row_1_left() -> Iterator[tuple[ParameterClient, RemoteTables, nn.Module, nn.Module, torch.optim.Optimizer]]:
+def _row_1_left() -> Iterator[Cached]:
     """In step 1 row 2 has been read in the place of row 1, whose gradient of step 0 waits."""
-    model, plain, (theirs, own) = table_and_its_twin(OPTIMIZERS["sgd"])
-    with (
-        ParameterClient() as client,
-        RemoteTables(client, cache=Cache(capacity=1, pull_bound=50, push_bound=50)) as tables,
-    ):
-        tables.adopt(model, ["0.weight"], theirs)
-        tables.begin(0)
-        one_step(model, plain, own, torch.tensor([1]))
-        tables.push()
-        tables.begin(1)
-        model(torch.tensor([2]))
-        yield client, tables, model, plain, own
+    with ParameterClient() as client:
+        both = Cached(client, "sgd", capacity=1)
+        with both.tables as tables:
+            both.step(0, torch.tensor([1]))
+            tables.push()
+            tables.begin(1)
+            both.model(torch.tensor([2]))
+            yield both
 
 
 def test_gradients_evicted_by_an_earlier_read_of_the_step_are_in_the_rows_of_a_later_read() -> None:
-    with _row_1_left() as (client, tables, model, plain, own):
-        one_step(model, plain, own, torch.tensor([1]))
-        tables.push()
-        tables.flush()
-        torch.testing.assert_close(client.pull("0.weight"), plain.weight, rtol=1e-5, atol=1e-6)
+    with _row_1_left() as both:
+        ids = torch.tensor([1])
+        both.go_back(both.model(ids), ids)
+        both.tables.push()
+        both.tables.flush()
+        both.assert_alike()
 
 
 def test_rows_evicted_before_a_restore_are_not_pushed_after_it() -> None:
-    with _row_1_left() as (client, tables, *_):
-        wanted = client.pull("0.weight")  # the step fails, so a checkpoint is loaded
-        tables.drop_caches()
-        tables.begin(1)
-        tables.push()
-        tables.flush()
-        assert torch.equal(client.pull("0.weight"), wanted)
+    with _row_1_left() as both:
+        wanted = both.client.pull("0.weight")  # the step fails, so a checkpoint is loaded
+        both.tables.drop_caches()
+        both.tables.begin(1)
+        both.tables.push()
+        both.tables.flush()
+        assert torch.equal(both.client.pull("0.weight"), wanted)
