@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import anabranch as ab
 from anabranch.parameter_server import ParameterServer
 from plain_loop import mean_square
+from toys import plain_step
 
 X = torch.ones(3, 2)
 
@@ -135,9 +136,7 @@ def test_a_run_that_fails_behind_a_held_push_changes_nothing() -> None:
         executor.run(batch=X)
     plain = nn.Linear(2, 2)
     plain.load_state_dict(before)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    mean_square(plain, X).backward()
-    optimizer.step()
+    plain_step(plain, mean_square, torch.optim.SGD(plain.parameters(), lr=0.1), X)
     assert all(torch.equal(value, plain.state_dict()[name]) for name, value in model.state_dict().items())
 
 

@@ -20,7 +20,7 @@ from anabranch.collectives.shared_memory import SharedSum
 from anabranch.executor.likeness import FirstBatches, check_alike
 from anabranch.executor.loaders.loading import BoundLoader
 from anabranch.executor.steps import Step
-from toys import in_job, run_in_job
+from toys import Tabled, in_job, run_in_job
 
 
 def executor(model: nn.Module) -> ab.Executor:
@@ -65,18 +65,8 @@ class OneAfterAnother:
         return self.everyone
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, 2)
-        self.head = nn.Linear(2, 1)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return cast(torch.Tensor, self.head(self.table(ids)))
-
-
 def test_workers_that_each_read_all_samples_are_warned_of_it(recwarn: pytest.WarningsRecorder) -> None:
-    model, data = Model(), range(6)
+    model, data = Tabled(5, 2), range(6)
     optimizer = SGD(model.parameters(), lr=0.1)
     steps: dict[str, Step] = {"train": ab.TrainStep(model, lambda m, b: m(b).mean(), optimizer)}
     parts = DataLoader(data, sampler=DistributedSampler(data, 2, 0))  # type: ignore[arg-type,var-annotated]

@@ -82,11 +82,7 @@ def test_a_step_on_a_gpu_raises_in_the_next_call_and_updates_nothing(
 
     def follow(*indices: int) -> None:
         for index in indices:
-            reference.zero_grad()
-            loss_of(plain, batch(index)).backward()  # type: ignore[no-untyped-call]
-            if clip is not None:
-                nn.utils.clip_grad_norm_(plain.parameters(), clip)
-            reference.step()
+            plain_step(plain, loss_of, reference, batch(index), clip)
         assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
 
     text = r"^gradients held NaN or an infinity after {} optimizer steps; nothing was updated by them"

@@ -22,20 +22,10 @@ from torch.testing._internal.generated.annotated_fn_args import annotated_args
 import anabranch as ab
 from anabranch.autodiff.moved_parameter import MovedParameter, from_within, is_within
 from plain_loop import mean_square
+from toys import Tabled
 
 ROWS, WIDTH = 5, 5  # square, so that most operators take the table with itself
 IDS = torch.tensor([0, 3, 3])
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.item = nn.Embedding(ROWS, WIDTH)
-        self.top = nn.Linear(WIDTH, 1)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.top(self.item(ids))  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -47,7 +37,7 @@ def opened(model: nn.Module, mode: str | None = "Hybrid", **options: Any) -> Ite
 
 def is_refused(error: object) -> bool:
     cured = any(cure in str(error) for cure in ("executor.", "Executor", "call the module", "outside of"))
-    return isinstance(error, ValueError) and "item.weight" in str(error) and "routes=" in str(error) and cured
+    return isinstance(error, ValueError) and "table.weight" in str(error) and "routes=" in str(error) and cured
 
 
 def outcome(use: Callable[[], Any]) -> Any:
@@ -65,7 +55,7 @@ def agrees(mine: Any, plain: Any, table: Tensor, twin: Tensor) -> bool:
     if isinstance(mine, MovedParameter):  # refuses all uses in its turn
         return plain is None or isinstance(plain, Tensor)
     if isinstance(mine, ab.SchemaError):  # ids that PyTorch refuses without the table's name
-        return isinstance(plain, RuntimeError) and "item.weight" in str(mine)
+        return isinstance(plain, RuntimeError) and "table.weight" in str(mine)
     if isinstance(mine, Exception):
         return type(mine) is type(plain)
     if isinstance(mine, Tensor) and isinstance(plain, Tensor):
@@ -75,11 +65,11 @@ def agrees(mine: Any, plain: Any, table: Tensor, twin: Tensor) -> bool:
 
 def disagreements(uses: dict[str, Callable[[Tensor], Any]]) -> tuple[list[str], int]:
     """The uses that are neither refused nor the plain program's, and how many are refused."""
-    model, plain = Model(), Model()
+    model, plain = Tabled(ROWS, WIDTH), Tabled(ROWS, WIDTH)
     bad, refused = [], 0
     with opened(model) as executor, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        table, twin = model.item.weight, plain.item.weight
+        table, twin = model.table.weight, plain.table.weight
         for name, use in uses.items():
             mine = outcome(lambda: use(table))  # noqa: B023 - called at once
             if is_refused(mine):
@@ -88,7 +78,7 @@ def disagreements(uses: dict[str, Callable[[Tensor], Any]]) -> tuple[list[str], 
             theirs = outcome(lambda: use(twin))  # noqa: B023
             if not agrees(mine, theirs, table, twin):
                 bad.append(f"{name}: {mine!r}, and plainly {theirs!r}")
-        assert model.item.weight is table
+        assert model.table.weight is table
         trained = table.requires_grad
         executor.run(batch=IDS)
     twin.requires_grad_(trained)
@@ -152,8 +142,8 @@ def test_every_function_that_can_be_overridden_is_right_or_refused_by_name() -> 
 def filled(method: Any) -> list[Any] | None:
     """Arguments for a method of a module, by their names; ``None`` if one of them is not known."""
     values: dict[str, Any] = {
-        "fn": lambda module: None, "mode": True, "name": "top", "module": nn.Identity(), "tensor": torch.ones(2),
-        "param": None, "target": "top", "state_dict": {}, "device": "cpu", "dtype": torch.float32,
+        "fn": lambda module: None, "mode": True, "name": "head", "module": nn.Identity(), "tensor": torch.ones(2),
+        "param": None, "target": "head", "state_dict": {}, "device": "cpu", "dtype": torch.float32,
         "dst_type": torch.float32, "ids": IDS, "input": IDS, "state": {}, "prefix": "", "strict": True,
     }  # fmt: skip
     try:
@@ -177,7 +167,7 @@ METHODS = [
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "compile")) for n in METHODS])
 def test_every_method_of_a_module_is_right_or_refused_and_training_goes_on_as_the_plain_one(name: str) -> None:
     """A method that changes the model changes the plain one, too: both train on, or the next run names the table."""
-    model, plain = Model(), Model()
+    model, plain = Tabled(ROWS, WIDTH), Tabled(ROWS, WIDTH)
     args = filled(getattr(model, name))
     kwargs = {"backend": "eager"} if name == "compile" else {}
     assert args is not None, f"how is {name} called?"
@@ -202,17 +192,17 @@ def test_every_method_of_a_module_is_right_or_refused_and_training_goes_on_as_th
 
 @pytest.mark.parametrize("assign", [False, True])
 def test_load_state_dict_is_refused_before_anything_was_copied(assign: bool) -> None:
-    model, other = Model(), Model()
+    model, other = Tabled(ROWS, WIDTH), Tabled(ROWS, WIDTH)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.fill_(0.5)
     with opened(model) as executor:
-        before = model.top.weight.detach().clone()
-        for owner, state in ((model, other.state_dict()), (model.item, other.item.state_dict())):
-            with pytest.raises(ValueError, match=r"item\.weight is on the servers.*executor\.load\(path\)"):
+        before = model.head.weight.detach().clone()
+        for owner, state in ((model, other.state_dict()), (model.table, other.table.state_dict())):
+            with pytest.raises(ValueError, match=r"table\.weight is on the servers.*executor\.load\(path\)"):
                 owner.load_state_dict(state, assign=assign)
-        assert torch.equal(model.top.weight, before)
-        model.load_state_dict({f"top.{k}": v for k, v in other.top.state_dict().items()}, strict=False)  # stays here
+        assert torch.equal(model.head.weight, before)
+        model.load_state_dict({f"head.{k}": v for k, v in other.head.state_dict().items()}, strict=False)  # stays here
         executor.run(batch=IDS)
     model.load_state_dict(other.state_dict())
     assert all(map(torch.equal, model.parameters(), other.parameters()))

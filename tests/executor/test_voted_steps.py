@@ -17,7 +17,7 @@ import anabranch as ab
 from anabranch.deadline import Deadline
 from anabranch.launch import Patience
 from anabranch.parameter_server.messages import ReleaseMessage
-from toys import in_job, job_servers, run_in_job
+from toys import in_job, job_servers, plain_step, run_in_job
 from waiting import wait_until
 
 ROWS, FATAL = 24, 3
@@ -61,11 +61,7 @@ def plainly(steps: int, clip: float | None = 0.5) -> Any:
     model = Model()
     step = step_of(model, clip)
     for number in range(steps):
-        step.optimizers[0].zero_grad()
-        loss(model, batch_of(number, 0, 1)).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        step.optimizers[0].step()
+        plain_step(model, loss, step.optimizers[0], batch_of(number, 0, 1), clip)
     return pytest.approx(numbers(model.state_dict()), rel=0, abs=1e-12)
 
 

@@ -16,27 +16,14 @@ from anabranch.errors import CaptureError
 from plain_loop import TrainingCase, check, linear, mean_square
 
 
-def trained(change: Callable[[Any], object] = lambda optimizer: None, make: Callable[[], nn.Module] = linear) -> str:
-    """The engine at the end of a training that is the plain loop's, whose optimizer is changed on the way."""
+def trained(make: Callable[[], nn.Module] = linear) -> str:
+    """The engine at the end of a training that is the plain loop's."""
 
     def build(patch: pytest.MonkeyPatch) -> TrainingCase:
         model = make()
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-        return TrainingCase(model, mean_square, optimizer, lambda k: change(optimizer))
+        return TrainingCase(model, mean_square, torch.optim.Adam(model.parameters(), lr=0.05))
 
     return check(build, "graph").engines[-1]
-
-
-CHANGES: dict[str, Callable[[Any], object]] = {
-    "the learning rate as a tensor": lambda o: o.param_groups[0].__setitem__("lr", torch.tensor(0.5)),
-    "the state cleared": lambda o: o.state.clear(),
-}
-
-
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("change", CHANGES)
-def test_changes_of_an_optimizer_are_noticed(change: str) -> None:
-    assert trained(CHANGES[change]) == "graph"
 
 
 def test_the_numbers_of_one_model_are_not_symbolic_in_another() -> None:

@@ -126,6 +126,7 @@ CHANGES: dict[str, tuple[str, Callable[[State, float], Any]]] = {
     "teacher": ("teacher", lambda s, v: setattr(s, "teacher", nn.Linear(4, 2).requires_grad_(False))),
     "teacher in place": ("teacher", lambda s, v: _fill(s.teacher.weight, v)),
     "rate": ("rate", lambda s, v: s.optimizer.param_groups[0].update(lr=0.01 * v)),
+    "rate as a tensor": ("norm", lambda s, v: s.optimizer.param_groups[0].update(lr=torch.tensor(0.01 * v))),
     "decay": ("counter", lambda s, v: s.optimizer.param_groups[0].update(weight_decay=0.01 * v)),
     "state cleared": ("norm", lambda s, v: s.optimizer.state.clear()),
     "frozen": ("norm", lambda s, v: s.model[0].weight.requires_grad_(v > 2)),

@@ -15,6 +15,7 @@ from anabranch.graph import StepProgram
 from anabranch.graph.crossings import crossing_of
 from anabranch.parameter_server import ParameterClient, RemoteEmbedding, RemoteTables
 from anabranch.tables import Cache
+from toys import plain_step
 
 ROWS, WIDTH, STEPS = 20, 8, 4
 NAMES = ["first.weight", "bag.weight"]
@@ -62,11 +63,7 @@ def train(start: Model, cache: Cache | None, *, graph: bool) -> tuple[list[Tenso
             if graph:
                 losses.append(program.run(ids)["loss"])
             else:
-                optimizer.zero_grad()
-                value = loss(model, ids)
-                value.backward()
-                optimizer.step()
-                losses.append(value.detach())
+                losses.append(plain_step(model, loss, optimizer, ids))
             tables.push()
             schedule.step()
         if graph:
