@@ -8,7 +8,7 @@ import shutil
 import sqlite3
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import msgspec
@@ -562,28 +562,24 @@ def test_a_start_that_was_killed_anywhere_is_gone_on_from(size: int | None, agai
     assert records(directory) == [*before, "second"]
 
 
-def change_schema(path: Path) -> None:
-    with sqlite3.connect(path) as database:
-        database.execute("ALTER TABLE record ADD COLUMN place INTEGER")
-    database.close()
+def run_script(script: str) -> Callable[[Path], None]:
+    def harm(path: Path) -> None:
+        with closing(sqlite3.connect(path)) as database:
+            database.executescript(script)
+
+    return harm
 
 
-def drop_tables(path: Path) -> None:
-    with sqlite3.connect(path) as database:
-        database.execute("DROP TABLE record")
-        database.execute("DROP TABLE state")
-    database.close()
+HARMS = {
+    "removed": Path.unlink,
+    "empty": lambda path: path.write_bytes(b""),
+    "overwritten": lambda path: path.write_bytes(b"no database " * 300),
+    "without tables": run_script("DROP TABLE record; DROP TABLE state"),
+    "of another schema": run_script("ALTER TABLE record ADD COLUMN place INTEGER"),
+}
 
 
-def overwrite(path: Path) -> None:
-    path.write_bytes(b"no database " * 300)
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-@pytest.mark.parametrize("harm", [Path.unlink, empty, overwrite, drop_tables, change_schema])
+@pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
 def test_a_database_that_is_not_the_bodies_index_is_refused(harm: Callable[[Path], None], tmp_path: Path) -> None:
     commit_four(tmp_path)
     harm(tmp_path / "log.db")
