@@ -35,7 +35,7 @@ if __name__ == "__main__":
         load_kernels(kind)
     with ParameterClient() as client:
         client.init("t", (4, 2), kind="rows")
-        client.sparse_pull("t", torch.arange(4))
+        client.pull_many({"t": torch.arange(4)}, known={"t": torch.full((4,), -1)})
     distinct_ids({"t": torch.arange(4)}, {"t": 4})
     for rule, bound in product(RULES, (0, 1)) if "caches" in sys.argv else ():
         compile_cache_kernels(Cache(push_bound=bound), rule, dtype)
