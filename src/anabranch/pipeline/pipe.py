@@ -23,10 +23,8 @@ from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.choices import choice
 from anabranch.job import job
-from anabranch.pipeline.description import describe
 from anabranch.pipeline.engine import StageEngine
-from anabranch.pipeline.links.connection import RankConnection
-from anabranch.pipeline.links.packet_codec import Facts
+from anabranch.pipeline.links.connection import Facts, RankConnection
 from anabranch.pipeline.microbatch import Batch, microbatch_sizes, scatter
 from anabranch.pipeline.parts.model_part import PartedModel
 from anabranch.pipeline.parts.part_program import SplitCall
@@ -44,14 +42,14 @@ from anabranch.pipeline.pipe_call import (
     open_portal,
     with_keywords,
 )
-from anabranch.pipeline.schedule.orders import PipeSchedules
-from anabranch.pipeline.schedule.schedule import Lowered, Schedule
+from anabranch.pipeline.schedule import Lowered, PipeSchedules, Schedule
 from anabranch.pipeline.stage.deferred_batch_norm import defer_batch_norms
 from anabranch.pipeline.stage.partition import Layer, flatten_layers, keywords_of, outline, refuse_changes, split_layers
 from anabranch.pipeline.stage.skips import verify_skippables
 from anabranch.pipeline.stage.stage import OUTSIDE, LooseLeaves, StagePlan, StageRun
 from anabranch.pipeline.stage.stage_placement import (
     count_places,
+    describe,
     describe_split,
     find_balance,
     find_ties,

@@ -24,7 +24,7 @@ from anabranch.autodiff.boundary.crossing import reaches
 from anabranch.autodiff.grad_sessions import boundary_entry
 from anabranch.pipeline.engine import EngineRun, StageEngine
 from anabranch.pipeline.microbatch import Batch, Part, gather
-from anabranch.pipeline.schedule.schedule import Action, Kind
+from anabranch.pipeline.schedule import Action, Kind
 from anabranch.pipeline.stage.packet import Gradients, Message, Packet
 from anabranch.pipeline.stage.partition import keywords_of
 from anabranch.pipeline.stage.stage import OUTSIDE, Head, Stage, StagePlan, StageRun

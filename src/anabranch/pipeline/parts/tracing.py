@@ -199,8 +199,7 @@ class _Recorder(TorchFunctionMode):
         return places
 
     def _run(self, signature: Signature) -> PartProgram:
-        self._cuts = _Cuts(self._at)
-        self._count = 0
+        self._part = self._count = 0
         self._slots: dict[int, Slot] = {}
         self._loose: dict[int, tuple[Tensor, int]] = {}
         self._parts: list[list[Instruction]] = [[] for _ in range(len(self._at) + 1)]
@@ -210,7 +209,8 @@ class _Recorder(TorchFunctionMode):
         with self.fake, self:
             output = self._called(args, kwargs)
         self._copy.check()
-        self._cuts.close()
+        if self._part != len(self._at):
+            raise ValueError(f"{self._at[self._part]!r} is not called by the model's forward, so no stage starts there")
         out_leaves, tree = flatten(output)
         named = tuple(self._named(leaf, "the model's output") for leaf in out_leaves)
         parts = tuple(map(tuple, self._parts))
@@ -258,7 +258,8 @@ class _Recorder(TorchFunctionMode):
         """Record a call of a module, or open it."""
         if self._depth:
             return run()
-        self._cuts.enter(path)
+        if path in self._at:
+            self._begin_part(path)
         if path in self._opened:
             if has_hooks(self._copy.originals[path]):
                 raise CaptureError(
@@ -268,6 +269,16 @@ class _Recorder(TorchFunctionMode):
             return run()
         self._copy.check(path)
         return self._record(path, functools.partial(self._returned, path), arguments)
+
+    def _begin_part(self, path: str) -> None:
+        following = self._at[self._part :]
+        if path not in following:
+            raise ValueError(
+                f"{path!r} is called twice, so no stage can start there; name a module that is called once"
+            )
+        if path != following[0]:
+            raise ValueError(f"at={self._at!r} are not in execution order: {path!r} runs before {following[0]!r}")
+        self._part += 1
 
     def _returned(self, path: str, leaves: Sequence[object], tree: PyTreeSpec, modes: ThreadModes) -> object:
         """Return a result of the form remembered, or that of a first run on tensors without memory."""
@@ -368,7 +379,7 @@ class _Recorder(TorchFunctionMode):
                 named = tuple(self._named(leaf, what) for leaf in leaves)
             out_leaves = tuple(self._put(leaf, place) if isinstance(leaf, Tensor) else leaf for leaf in results)
             differing = modes if modes != self._modes else None
-            part = self._parts[self._cuts.part]
+            part = self._parts[self._part]
             part.append(Instruction(target, tree, named, out_tree, out_leaves, differing, place))
         return result
 
@@ -675,31 +686,6 @@ def _contents(value: object) -> dict[object, object]:
 
 def _unchanged(before: object, now: object) -> bool:
     return before is now or (is_plain(before) and type(before) is type(now) and before == now)
-
-
-class WrongCut(ValueError):
-    """A name at which no part can begin."""
-
-
-class _Cuts:
-    """The part that runs, while modules are entered."""
-
-    def __init__(self, at: Sequence[str]) -> None:
-        self._at = list(at)
-        self.part = 0
-
-    def enter(self, path: str) -> None:
-        if path not in self._at:
-            return
-        if path in self._at[: self.part]:
-            raise WrongCut(f"{path!r} is called twice, so no stage can start there; name a module that is called once")
-        if path != self._at[self.part]:
-            raise WrongCut(f"at={self._at!r} are not in execution order: {path!r} runs before {self._at[self.part]!r}")
-        self.part += 1
-
-    def close(self) -> None:
-        if self.part != len(self._at):
-            raise WrongCut(f"{self._at[self.part]!r} is not called by the model's forward, so no stage starts there")
 
 
 # Types of arguments beside tensors and plain values that mean the same in every call.
