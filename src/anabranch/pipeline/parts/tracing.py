@@ -353,13 +353,6 @@ class _Recorder(TorchFunctionMode):
     def _record(self, target: str | Callable[..., object], run: _Run, arguments: object) -> object:
         if torch.initial_seed() != self._seed:  # here, too: torch.random.fork_rng puts it back
             raise _seeded(_place())
-        self._depth += 1
-        try:
-            return self._write_down(target, run, arguments)
-        finally:
-            self._depth -= 1
-
-    def _write_down(self, target: str | Callable[..., object], run: _Run, arguments: object) -> object:
         by_module = isinstance(target, str)
         with _DisableTorchFunction():  # reading a tensor's facts is no call of the code's
             place = _place()
@@ -369,7 +362,11 @@ class _Recorder(TorchFunctionMode):
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             before = [] if by_module else list(map(_version, tensors))
             modes = ThreadModes.take()
-        result = run(leaves, tree, modes)
+        self._depth += 1
+        try:
+            result = run(leaves, tree, modes)
+        finally:
+            self._depth -= 1
         with _DisableTorchFunction():
             results, out_tree = flatten(result)
             makes = any(isinstance(leaf, Tensor) for leaf in results)

@@ -20,7 +20,7 @@ Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -39,6 +39,9 @@ class _SplitPoint:
     node: Node
     leaves: list[Tensor]
     arrived: tuple[Tensor | None, ...] = ()
+
+    def note(self, grads: tuple[Tensor | None, ...]) -> None:
+        self.arrived = tuple(grads)
 
 
 @dataclass(slots=True)
@@ -77,7 +80,7 @@ class SplitBackward:
         if parts is None:
             return  # no input needs a gradient: W does all the work
         self._split_points, shared = parts
-        hooks = [watch_node(split_point.node, _noting(split_point)) for split_point in self._split_points]
+        hooks = [watch_node(split_point.node, split_point.note) for split_point in self._split_points]
         try:
             sweep(self.edges, self.grads, keep=True, inputs=[self.start, *shared])
         finally:
@@ -126,13 +129,6 @@ def _without_matrix(split_point: _SplitPoint) -> list[Tensor]:
     with torch.no_grad():
         weight.grad.addmm_(grad.t(), x)
     return left
-
-
-def _noting(split_point: _SplitPoint) -> Callable[[tuple[Tensor | None, ...]], None]:
-    def note(grads: tuple[Tensor | None, ...]) -> None:
-        split_point.arrived = tuple(grads)
-
-    return note
 
 
 def _split_points(
