@@ -510,24 +510,24 @@ class PipeSchedules:
                 "ranks or devices (CPU may be named several times), or a multiple for Interleaved1F1B and ZBV"
             )
         self._make = partial(make_schedule, name, stages, ranks=needed)
-        self._made = {} if own is None else {own.microbatches: own}
         first = own or self._make(1)
         self.rank_of = first.rank_of
         self.splits_backward = first.splits_backward
 
     def of(self, m: int) -> Schedule:
         """Return the schedule for ``m`` microbatches."""
-        if m not in self._made:
-            made = self._make(m) if self.name in SCHEDULES else None
-            own = self.schedule
-            if own and (made is None or (made.rank_of, made.splits_backward) != (self.rank_of, self.splits_backward)):
-                raise ValueError(
-                    f"the schedule {self.name!r} is for {own.microbatches} microbatches, but this batch makes {m}; "
-                    f"give batches of at least {own.microbatches} rows with chunks={own.microbatches}, or a "
-                    "schedule by name"
-                )
-            self._made[m] = cast(Schedule, made)
-        return self._made[m]
+        own = self.schedule
+        if own is not None and own.microbatches == m:
+            return own
+        made = self._make(m) if self.name in SCHEDULES else None
+        if made is None or (made.rank_of, made.splits_backward) != (self.rank_of, self.splits_backward):
+            assert own is not None
+            raise ValueError(
+                f"the schedule {self.name!r} is for {own.microbatches} microbatches, but this batch makes {m}; "
+                f"give batches of at least {own.microbatches} rows with chunks={own.microbatches}, or a "
+                "schedule by name"
+            )
+        return made
 
 
 _Rule = Callable[[int, Mapping[Kind, int], list[Action], int], Action | None]

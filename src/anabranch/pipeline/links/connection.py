@@ -118,10 +118,31 @@ def decode_header(first: Tensor, receive: Callable[[Tensor], None]) -> Header:
 def pack(value: Structure, leaves: Iterable[object] = ()) -> tuple[object, list[tuple[str, list[int]]], list[Tensor]]:
     """Pack a value: plain ones for the header, its tensors' dtypes and shapes, and their bytes, where they are.
 
+    Tags number the tensors; a sparse one is two.
+
     Raises:
         TypeError: a value, or one of these ``leaves`` of it, that is meaningless outside this process; names its type.
     """
-    tree, tensors = _encode(value, leaves)
+    tensors: list[Tensor] = []
+
+    def own(leaf: object, path: Path) -> object:
+        if isinstance(leaf, TensorForm):
+            return {"$form": [list(leaf.shape), dtype_name(leaf.dtype), leaf.requires_grad]}
+        if not isinstance(leaf, Tensor):
+            raise _refusal(leaf)
+        if leaf.layout is torch.sparse_coo and not leaf.requires_grad:
+            leaf = leaf.coalesce()
+            tensors.extend((leaf.indices(), leaf.values()))
+            return {"$sparse": [len(tensors) - 2, list(leaf.shape)]}
+        if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
+            kind_of = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else leaf.layout
+            raise TypeError(f"a {kind_of} tensor cannot cross ranks; make it dense, or keep it within a stage")
+        tensors.append(leaf)
+        return {"$tensor": len(tensors) - 1}
+
+    if sets := [leaf for leaf in leaves if isinstance(leaf, set | frozenset)]:  # a pipe sees no tensors in them
+        raise _refusal(sets[0])
+    tree = encode(value, own)
     return tree, [(dtype_name(tensor.dtype), list(tensor.shape)) for tensor in tensors], bytes_of(tensors)
 
 
@@ -154,30 +175,6 @@ def unpack_message(kind: Kind, tree: object, tensors: list[Tensor]) -> Message:
 def bytes_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the buffers to receive into, for those ``tensors`` that have bytes."""
     return [_as_bytes(tensor) for tensor in tensors if tensor.numel()]
-
-
-def _encode(value: Structure, leaves: Iterable[object]) -> tuple[object, list[Tensor]]:
-    """Return a tree of plain values, and the tensors that its tags number; a sparse tensor is two."""
-    tensors: list[Tensor] = []
-
-    def own(leaf: object, path: Path) -> object:
-        if isinstance(leaf, TensorForm):
-            return {"$form": [list(leaf.shape), dtype_name(leaf.dtype), leaf.requires_grad]}
-        if not isinstance(leaf, Tensor):
-            raise _refusal(leaf)
-        if leaf.layout is torch.sparse_coo and not leaf.requires_grad:
-            leaf = leaf.coalesce()
-            tensors.extend((leaf.indices(), leaf.values()))
-            return {"$sparse": [len(tensors) - 2, list(leaf.shape)]}
-        if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
-            kind_of = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else leaf.layout
-            raise TypeError(f"a {kind_of} tensor cannot cross ranks; make it dense, or keep it within a stage")
-        tensors.append(leaf)
-        return {"$tensor": len(tensors) - 1}
-
-    if sets := [leaf for leaf in leaves if isinstance(leaf, set | frozenset)]:  # a pipe sees no tensors in them
-        raise _refusal(sets[0])
-    return encode(value, own), tensors
 
 
 def class_name(kind: type) -> str:

@@ -19,9 +19,8 @@ from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, containe
 from anabranch.pipeline.pipe_call import Tie
 from anabranch.pipeline.schedule import PipeSchedules, Schedule
 from anabranch.pipeline.stage.balance import balance_by_size, balance_by_time
-from anabranch.pipeline.stage.partition import Layer, Route, route_skips, shared_skips
+from anabranch.pipeline.stage.partition import Layer, Route, declarations, route_skips
 from anabranch.pipeline.stage.random_streams import refuse_undrawable
-from anabranch.pipeline.stage.skips import declaration_of
 from anabranch.pipeline.stage.stage import OUTSIDE, Stage
 from anabranch.tensors import Structure
 
@@ -152,7 +151,9 @@ def place_stages(
         places = [_device_of([split[j] for j in here])] * (max(rank_of) + 1)
     else:
         places = _default_devices(split, max(rank_of) + 1)
-    routes, shared, common = route_skips(split), shared_skips(split), _common_tensors(split)
+    routes, common = route_skips(split), _common_tensors(split)
+    declared = [declarations(layers) for layers in split]
+    shared = frozenset(name for those in declared for one in those for name in one.shared)
     _check_devices({j: common[j] for j in here}, {j: places[rank_of[j]] for j in here})
     stages = []
     for j, layers in enumerate(split):
@@ -166,8 +167,7 @@ def place_stages(
             sources[OUTSIDE] = (None,)
         if j == len(split) - 1:
             targets[OUTSIDE] = (None,)
-        skips = any(declaration_of(child) for layer in layers for child in layer.module.modules())
-        stages.append(Stage(j, tuple(layers), device, sources, targets, shared, skips, common[j]))
+        stages.append(Stage(j, tuple(layers), device, sources, targets, shared, bool(declared[j]), common[j]))
     return stages
 
 
