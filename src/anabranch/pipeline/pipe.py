@@ -542,9 +542,7 @@ class Pipe(nn.Module):
             ValueError: a trained parameter whose state is missing while others have one.
         """
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        mine = {
-            name: parameter for parameter, name in PipeRanks(self).first_names().items() if id(parameter) in trained
-        }
+        mine = {name: p for p, name in PipeRanks(self).first_names().items() if id(p) in trained}
         missing = [name for name in mine if name not in state_dict]
         if state_dict and missing:
             raise ValueError(f"the optimizer's state of {missing} is missing; merge the states of all ranks that saved")
