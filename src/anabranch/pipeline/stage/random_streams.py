@@ -77,16 +77,6 @@ _PROCESS = [getattr(*place) for place in _PLACES]
 _STREAMS = [_get_state, _set_state, _get_device_states, _set_device_states]
 
 
-def _count(change: int) -> None:
-    """Count the blocks of all threads: the first sets PyTorch's functions aside, and the last puts them back."""
-    global _entered
-    with _entering:
-        before, _entered = _entered, _entered + change
-        if not (before and _entered):
-            for (module, name), function in zip(_PLACES, _STREAMS if _entered else _PROCESS, strict=True):
-                setattr(module, name, function)
-
-
 _DROPOUTS = "dropout alpha_dropout feature_alpha_dropout feature_dropout"
 _DRAWING_NAMES = (
     f"{_DROPOUTS} dropout1d dropout2d dropout3d native_dropout rrelu gumbel_softmax scaled_dot_product_attention "
@@ -139,15 +129,25 @@ class drawing_from(TorchFunctionMode):  # noqa: N801 - a context
         return self._generators[device]
 
     def __enter__(self) -> drawing_from:
-        _count(1)
+        global _entered
+        with _entering:
+            if not _entered:
+                for (module, name), function in zip(_PLACES, _STREAMS, strict=True):
+                    setattr(module, name, function)
+            _entered += 1
         self._outer, _here.stream = _here.stream, self
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: object) -> None:
+        global _entered
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         _here.stream = self._outer
-        _count(-1)
+        with _entering:
+            _entered -= 1
+            if not _entered:
+                for (module, name), function in zip(_PLACES, _PROCESS, strict=True):
+                    setattr(module, name, function)
 
     def __torch_function__(self, func: _Function, types_: object, args: _Args = (), kwargs: _Named = None) -> object:
         if type(func) is types.FunctionType:
