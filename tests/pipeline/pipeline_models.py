@@ -108,7 +108,7 @@ class Computes(nn.Module):
 
 def changing_model() -> nn.Sequential:
     """Changes in place what has been stashed: unsplit, that changes what is popped."""
-    layers = [nn.Linear(3, 3), StashSame(), nn.ReLU(inplace=True), PopSame(), nn.Identity()]
+    layers = [nn.Linear(4, 4), StashSame(), nn.ReLU(inplace=True), PopSame(), nn.Identity()]
     return nn.Sequential(*layers).double()
 
 

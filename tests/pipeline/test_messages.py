@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from anabranch.pipeline.links import connection
-from anabranch.pipeline.links.connection import Inbox
-from anabranch.pipeline.links.packet_codec import (
+from anabranch.pipeline.links.connection import (
     HEADER_BYTES,
     Header,
+    Inbox,
     decode_header,
     encode_header,
     pack,
@@ -27,7 +27,7 @@ from anabranch.pipeline.links.packet_codec import (
     unpack_message,
 )
 from anabranch.pipeline.links.shared_memory import MessageMemory
-from anabranch.pipeline.schedule.schedule import Kind
+from anabranch.pipeline.schedule import Kind
 from anabranch.pipeline.stage.packet import cut
 from anabranch.tensors import Structure
 

@@ -220,8 +220,10 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize(("checkpoint", "schedule"), [("always", "GPipe"), ("except_last", "1F1B")])
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    ("name", "checkpoint", "schedule"),
+    pairwise(MODULES, ("always", "except_last", "never"), ("GPipe", "1F1B", "Interleaved1F1B", "ZB1P")),
+)
 def test_modules_with_state_train_as_in_a_loop_over_the_microbatches(name: str, checkpoint: str, schedule: str):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3).double(), MODULES[name](), nn.Linear(3, 2).double())

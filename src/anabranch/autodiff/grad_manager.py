@@ -13,19 +13,20 @@ the sweep fails, none. The engine itself is torch's, unchanged: with no callback
 
 from __future__ import annotations
 
+import concurrent.futures
+import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self, cast
+from typing import Self, TypeGuard, cast
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from anabranch.autodiff import grad_sessions as sessions
-from anabranch.autodiff.futures import abandon, is_future, result_of
 from anabranch.autodiff.grad_sessions import check_differentiable, roots_on_tape, run_sweep
-from anabranch.autodiff.hooks import Callback, Sweep
+from anabranch.autodiff.hooks import Callback, GradientFuture, Sweep
 from anabranch.deadline import Deadline
 
 
@@ -231,7 +232,7 @@ class GradManager(sessions.Session):
             if version is None or version == _version(added):  # nothing was added yet
                 for tensor, earlier in before:
                     tensor.grad = earlier
-            abandon(sweep.values, error)
+            _abandon(sweep.values, error)
             raise
         finally:
             sweep.clear()
@@ -260,9 +261,9 @@ class GradManager(sessions.Session):
         def resolved(value: object) -> Tensor:
             if isinstance(value, Tensor):
                 return value
-            if not is_future(value):
+            if not _is_future(value):
                 raise TypeError(f"a callback returns a tensor, a future or None, got {value!r}")
-            return result_of(value, deadline, peer="a callback's future", operation="GradManager.backward")
+            return _result_of(value, deadline, peer="a callback's future", operation="GradManager.backward")
 
         return [*map(resolved, self._sweep.values)]
 
@@ -338,3 +339,53 @@ def _version(pairs: Sequence[tuple[Tensor, Tensor]]) -> int:
 def _remove(handles: dict[int, RemovableHandle]) -> None:
     for handle in handles.values():
         handle.remove()
+
+
+# Futures that callbacks returned: recognised, and waited for with a time limit.
+
+
+def _is_future(value: object) -> TypeGuard[GradientFuture]:
+    """Return True if ``value`` is a future of either kind."""
+    return isinstance(value, concurrent.futures.Future | torch._C.Future)
+
+
+def _result_of(future: GradientFuture, deadline: Deadline, *, peer: str, operation: str) -> Tensor:
+    """Return the future's result, or ``DeadlineExceeded`` naming ``peer`` when the deadline comes first."""
+    pause = 1e-5  # torch's futures have no timeout
+    while not future.done():
+        deadline.check(peer=peer, operation=operation)
+        time.sleep(pause)
+        pause = min(2 * pause, 1e-3)
+    if isinstance(future, concurrent.futures.Future):
+        return future.result(timeout=0)
+    # Done already: no thread waits, but the current streams for the future's.
+    (value,) = torch.futures.wait_all([cast("torch.futures.Future[Tensor]", future)])
+    return _only_tensor(value)
+
+
+def _only_tensor(value: object) -> Tensor:
+    """Return the tensor of a future's value; that of a collective is a list of its tensors, here of one."""
+    several = value if isinstance(value, list | tuple) else [value]
+    if len(several) == 1 and isinstance(several[0], Tensor):
+        return several[0]
+    raise TypeError(f"a callback's future returns a tensor, or a list of one tensor like collectives, got {value!r}")
+
+
+_GRACE = 1.0
+"""Seconds that a failed sweep waits for work its callbacks have begun: the remote side may be waiting for us too."""
+
+
+def _abandon(values: Iterable[object], error: BaseException) -> None:
+    """Cancel the futures among ``values``, give those that run a moment to end, and note on ``error`` which did not.
+
+    Their results are ignored: ``error`` came first.
+    """
+    futures = [value for value in values if _is_future(value)]
+    for future in futures:
+        if isinstance(future, concurrent.futures.Future):
+            future.cancel()
+    deadline = Deadline.after(_GRACE)
+    while (running := sum(not future.done() for future in futures)) and not deadline.expired():
+        time.sleep(1e-3)
+    if running:
+        error.add_note(f"{running} future(s) that callbacks returned are still running")

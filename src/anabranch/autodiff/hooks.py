@@ -18,6 +18,7 @@ its sweep weakly: callbacks lead back to the model, and the garbage collector do
 
 from __future__ import annotations
 
+import concurrent.futures
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -30,9 +31,10 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from anabranch.autodiff.futures import GradientFuture
 from anabranch.tensors import map_structure
 
+GradientFuture: TypeAlias = "concurrent.futures.Future[Tensor] | torch._C.Future[Any]"
+"""A gradient on its way: of ``concurrent.futures``, of torch, or ``get_future()`` of a collective's work."""
 Gradient: TypeAlias = "Tensor | GradientFuture"
 Callback: TypeAlias = "Callable[[Tensor, Any], Gradient | None]"
 """``callback(tensor, gradient)`` returns the gradient to continue with, a future of it, or ``None`` to keep it."""

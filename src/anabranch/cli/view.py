@@ -121,7 +121,7 @@ def planned(orders: Mapping[int, Sequence[Key]]) -> Mapping[Key, tuple[float, fl
     >>> planned(orders)[0, 0, "backward"]
     (4.0, 2.0)
     """
-    from anabranch.pipeline.schedule.schedule import PHASES, Action, Kind, SimulatedRun  # imports torch
+    from anabranch.pipeline.schedule import PHASES, Action, Kind, SimulatedRun  # imports torch
 
     kinds = {phase: kind for kind, phase in PHASES.items()}
     costs = {Kind.F: 1.0, Kind.B: 2.0, Kind.W: 1.0, Kind.R: 1.0}

@@ -30,7 +30,7 @@ from anabranch.executor.steps import Step, TrainStep, parameters_of
 from anabranch.job import job
 from anabranch.parameter_server import RemoteEmbedding, rule_of
 from anabranch.pipeline import Pipe
-from anabranch.pipeline.ranks import PipeRanks
+from anabranch.pipeline.pipe import PipeRanks
 from anabranch.tables import RowOptimizer
 
 CommMode = Literal["AllReduce", "PS", "Hybrid"]

@@ -6,15 +6,14 @@ connections are skips; ``split`` makes one from other models. Open ``pipe.py`` f
 and backward, ``links`` carry tensors between stages, ``parts`` makes layers of a model that is not a sequence.
 """
 
+from anabranch.pipeline.drawing import draw, save_picture
 from anabranch.pipeline.microbatch import NoChunk
 from anabranch.pipeline.parts.split import split
 from anabranch.pipeline.pipe import Pipe, StepResult
-from anabranch.pipeline.schedule.drawing import draw, save_picture
-from anabranch.pipeline.schedule.orders import make_schedule
-from anabranch.pipeline.schedule.schedule import Action, Interval, Kind, Schedule, Simulation, simulate
+from anabranch.pipeline.schedule import Action, Interval, Kind, Schedule, Simulation, make_schedule, simulate
 from anabranch.pipeline.stage.balance import balance_by_size, balance_by_time
-from anabranch.pipeline.stage.recomputing import is_recomputing
 from anabranch.pipeline.stage.skips import Namespace, isolate, pop, skippable, stash, verify_skippables
+from anabranch.pipeline.stage.stage import is_recomputing
 
 __all__ = [
     "Action",

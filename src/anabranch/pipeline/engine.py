@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
+from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 from typing import TypeAlias, cast
@@ -33,10 +34,17 @@ from torch import Tensor
 from anabranch.autodiff.thread_modes import ThreadModes, current_streams, on_streams
 from anabranch.deadline import LONGEST_SLEEP, Deadline
 from anabranch.errors import PipelineError
-from anabranch.pipeline.description import Observed
-from anabranch.pipeline.links.connection import Inbox, RankConnection
-from anabranch.pipeline.links.packet_codec import Facts, Header, PacketFault, class_name, pack, pack_message
-from anabranch.pipeline.schedule.schedule import PHASES, SENT_AS, Action, Kind
+from anabranch.pipeline.links.connection import (
+    Facts,
+    Header,
+    Inbox,
+    PacketFault,
+    RankConnection,
+    class_name,
+    pack,
+    pack_message,
+)
+from anabranch.pipeline.schedule import PHASES, SENT_AS, Action, Kind
 from anabranch.pipeline.stage.packet import Message, Packet, size_of
 from anabranch.pipeline.stage.stage import OUTSIDE, StageRun
 from anabranch.record import fault_points, spans
@@ -48,6 +56,19 @@ Outside: TypeAlias = Mapping[int, Sequence[Message]]
 
 _FAREWELL_SECONDS = 0.5
 _pipes = itertools.count()
+
+
+@dataclass(slots=True)
+class Observed:
+    """Measurements of the stages in the last call.
+
+    Attributes:
+        seconds: of computing, by (stage, phase), all microbatches together.
+        sent_bytes: of the largest microbatch, by (stage, target): activations forward, and gradients back.
+    """
+
+    seconds: dict[tuple[int, str], float] = field(default_factory=dict)
+    sent_bytes: dict[tuple[int, int], int] = field(default_factory=dict)
 
 
 class Aborted(Exception):

@@ -1,7 +1,7 @@
 """``Pipe``: a ``nn.Sequential`` split into stages, used like the original module.
 
-The file is long because it is the whole interface of a pipe: a module's methods, a step's, and the checks of user
-input; stages, schedules and messages are in other files.
+The file is long because it is the whole interface of a pipe: a module's methods, a step's, the checks of user input,
+and ``PipeRanks``, an Executor's operations; stages, schedules and messages are in other files.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.choices import choice
 from anabranch.job import job
-from anabranch.pipeline.description import describe
 from anabranch.pipeline.engine import StageEngine
-from anabranch.pipeline.links.connection import RankConnection
-from anabranch.pipeline.links.packet_codec import Facts
+from anabranch.pipeline.links.connection import Facts, RankConnection
 from anabranch.pipeline.microbatch import Batch, microbatch_sizes, scatter
 from anabranch.pipeline.parts.model_part import PartedModel
 from anabranch.pipeline.parts.part_program import SplitCall
@@ -44,14 +42,14 @@ from anabranch.pipeline.pipe_call import (
     open_portal,
     with_keywords,
 )
-from anabranch.pipeline.schedule.orders import PipeSchedules
-from anabranch.pipeline.schedule.schedule import Lowered, Schedule
+from anabranch.pipeline.schedule import Lowered, PipeSchedules, Schedule
 from anabranch.pipeline.stage.deferred_batch_norm import defer_batch_norms
 from anabranch.pipeline.stage.partition import Layer, flatten_layers, keywords_of, outline, refuse_changes, split_layers
 from anabranch.pipeline.stage.skips import verify_skippables
 from anabranch.pipeline.stage.stage import OUTSIDE, LooseLeaves, StagePlan, StageRun
 from anabranch.pipeline.stage.stage_placement import (
     count_places,
+    describe,
     describe_split,
     find_balance,
     find_ties,
@@ -60,6 +58,7 @@ from anabranch.pipeline.stage.stage_placement import (
     place_stages,
 )
 from anabranch.tensors import Structure
+from anabranch.tensors.dtypes import dtype_name, dtype_named
 
 _LEFT_OUT = cast("dist.ProcessGroup", object())
 """An argument was not passed: no process group, not even ``None``, which ``dist.group.WORLD`` is before it is
@@ -429,8 +428,8 @@ class Pipe(nn.Module):
                 f"the first stage's batch has {sum(facts.sizes)} rows, this rank's {rows}; the ranks of a pipeline "
                 "take the same batch"
             )
-        if inputs or facts.keywords:
-            self._check_inputs(facts, batch, len(args) if 0 in self._here else 0)
+        named = inputs or facts.keywords
+        taken = self._keywords_taken(facts, batch, len(args) if 0 in self._here else 0) if named else {}
         lowered, recompute = self._lowered(len(facts.sizes), self.checkpoint if records else "never")
         splits = self._schedules.splits_backward
         plan = StagePlan(modes, facts.seed, facts.step, facts.sizes, recompute, splits, LooseLeaves(), records, split)
@@ -441,8 +440,8 @@ class Pipe(nn.Module):
         runs = {}
         for j in self._here:
             stage, at_end = self._stages[j], None
-            if inputs:
-                stage = with_keywords(stage, inputs, len(args) if 0 in self._here else 0)
+            if taken:
+                stage = with_keywords(stage, taken)
             if head is not None and j == last:
                 finish = None if split is None else split.output
                 at_end = head(batch.target, facts.sizes, stage.device, finish, self.module)
@@ -466,10 +465,11 @@ class Pipe(nn.Module):
             kinds = split.prepare(mine, sizes, records=records, tells=self.process_group is not None)
         return Facts(self.calls, self.seed % 2**64, sizes, records, self.output, sorted(inputs), kinds)
 
-    def _check_inputs(self, facts: Facts, batch: Batch, args: int) -> None:
+    def _keywords_taken(self, facts: Facts, batch: Batch, args: int) -> dict[str, tuple[str, ...]]:
+        """Return for each layer the keyword inputs that it takes, those of this process checked."""
         inputs = {name: part for name, part in batch.inputs.items() if name is not None}
         layers = [layer for stage in self._stages for layer in stage.layers]
-        names = {*facts.keywords, *inputs}
+        names = dict.fromkeys([*inputs, *facts.keywords])
         taken = {layer.name: keywords_of(layer, names, 1 if i else args) for i, layer in enumerate(layers)}
         for name, part in inputs.items():
             if not any(name in names for names in taken.values()):
@@ -491,6 +491,7 @@ class Pipe(nn.Module):
             for name in taken[layer.name]:
                 if name not in inputs:
                     raise ValueError(f"layer {layer.name!r} takes the keyword input {name!r}: pass it on its rank too")
+        return taken
 
     def _lowered(self, m: int, checkpoint: Checkpoint) -> tuple[Lowered, frozenset[tuple[int, int]]]:
         """Return all actions for ``m`` microbatches, and the stages and microbatches that run forward again."""
@@ -500,24 +501,6 @@ class Pipe(nn.Module):
             recompute = frozenset((stage.index, i) for stage in self._stages for i in range(last))
             self._plans[m, checkpoint] = self._schedules.of(m).with_transfers(skips, recompute), recompute
         return self._plans[m, checkpoint]
-
-    def _grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """Return the norm of all stages' gradients, as of one vector, the same on every rank; every rank calls it."""
-        with self._engine.turn("clip_grad_norm", self.calls) as turn:
-            elsewhere = {id(parameter) for _, parameter, ranks in self._ties if ranks[0] != turn.rank}
-            values = [_values_of_gradient(p) for p in _with_gradients(self) if id(p) not in elsewhere]
-            norms = [torch.linalg.vector_norm(value, norm_type).cpu() for value in values]
-            shares = turn.share("norms", torch.stack(norms) if norms else torch.zeros(0, device="cpu"))
-        # The norm of all parameters' norms, in their order: bit for bit the norm of the unsplit module.
-        parts = [cast(Tensor, share) for share in shares if cast(Tensor, share).numel()]
-        return torch.linalg.vector_norm(torch.cat(parts), norm_type) if parts else torch.zeros((), device="cpu")
-
-    def _first_names(self) -> Mapping[Tensor, str]:
-        """Return this process's parameters and their names in the unsplit module; a tied one has its first name
-        there.
-        """
-        here = set(self.parameters())
-        return {parameter: name for name, parameter in self._roots[0].named_parameters() if parameter in here}
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0, *, elsewhere: float | None = None) -> Tensor:
         """Scale all stages' gradients so that their norm, as one vector, is at most ``max_norm``.
@@ -532,7 +515,7 @@ class Pipe(nn.Module):
         Returns:
             The norm before, a tensor of no dimensions, the same on every rank.
         """
-        total = self._grad_norm(norm_type)
+        total = PipeRanks(self).grad_norm(norm_type)
         if elsewhere is not None:
             total = (total.double().square() + elsewhere).sqrt()
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -548,7 +531,7 @@ class Pipe(nn.Module):
         It fits any other split: ``load_optimizer_state_dict`` takes the parts for its own parameters.
         """
         states = {id(parameter): state for parameter, state in optimizer.state.items()}
-        return {name: dict(states[id(p)]) for p, name in self._first_names().items() if id(p) in states}
+        return {name: dict(states[id(p)]) for p, name in PipeRanks(self).first_names().items() if id(p) in states}
 
     def load_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Mapping[str, object]]
@@ -559,7 +542,7 @@ class Pipe(nn.Module):
             ValueError: a trained parameter whose state is missing while others have one.
         """
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        mine = {name: parameter for parameter, name in self._first_names().items() if id(parameter) in trained}
+        mine = {name: p for p, name in PipeRanks(self).first_names().items() if id(p) in trained}
         missing = [name for name in mine if name not in state_dict]
         if state_dict and missing:
             raise ValueError(f"the optimizer's state of {missing} is missing; merge the states of all ranks that saved")
@@ -600,6 +583,79 @@ class Pipe(nn.Module):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+class PipeRanks:
+    """An Executor's operations on all ranks of ``pipe``, beside a module's calls and steps."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+
+    def step(
+        self, args: Args, inputs: Named, target: Structure, *, head: MakeHead, rows: int, word: object
+    ) -> tuple[Tensor, list[object]]:
+        """``Pipe.step`` for coordinated callers: every rank gets the loss, on the device of its last stage, and the
+        ``word`` of each, in the order of ranks.
+
+        Args:
+            args: positional inputs, as for ``Pipe.step``.
+            inputs: keyword inputs, as for ``Pipe.step``.
+            target: as for ``Pipe.step``.
+            head: ``make_head`` with the loss.
+            rows: the number of rows that this rank's caller expects.
+            word: a plain value for the others' callers.
+
+        Raises:
+            ValueError: as for ``Pipe.step``, or ranks that disagree in rows.
+            BaseException: as for ``Pipe.step``.
+        """
+        with self._pipe._turn("step"):
+            call = self._pipe._call(args, inputs, target, head, rows)
+            _, grads = call.step()
+            mine = call.loss()
+            note = [None if mine is None else [mine.item(), dtype_name(mine.dtype)], word]
+            notes = self._pipe._engine.share("note", note)
+        if call.plan.records:
+            deliver(call.leaves, grads)  # may take turns of its own: the inputs may be results of the pipe
+        if mine is None:
+            number, dtype = next(note[0] for note in notes if note[0] is not None)
+            mine = torch.tensor(number, dtype=dtype_named(dtype), device=self._pipe.devices[-1])
+        return mine, [note[1] for note in notes]
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Return the norm of all stages' gradients, as of one vector, the same on every rank; every rank calls it."""
+        pipe = self._pipe
+        with pipe._engine.turn("clip_grad_norm", pipe.calls) as turn:
+            elsewhere = {id(parameter) for _, parameter, ranks in pipe._ties if ranks[0] != turn.rank}
+            values = [_values_of_gradient(p) for p in _with_gradients(pipe) if id(p) not in elsewhere]
+            norms = [torch.linalg.vector_norm(value, norm_type).cpu() for value in values]
+            shares = turn.share("norms", torch.stack(norms) if norms else torch.zeros(0, device="cpu"))
+        # The norm of all parameters' norms, in their order: bit for bit the norm of the unsplit module.
+        parts = [cast(Tensor, share) for share in shares if cast(Tensor, share).numel()]
+        return torch.linalg.vector_norm(torch.cat(parts), norm_type) if parts else torch.zeros((), device="cpu")
+
+    def first_names(self) -> Mapping[Tensor, str]:
+        """Return this process's parameters and their names in the unsplit module; a tied one has its first name
+        there.
+        """
+        here = set(self._pipe.parameters())
+        named = self._pipe._roots[0].named_parameters()
+        return {parameter: name for name, parameter in named if parameter in here}
+
+    @property
+    def is_traced(self) -> bool:
+        """True if its stages run code that was traced from a model: parameters must be tensors with values here."""
+        return self._pipe._source is not None
+
+    def tied(self) -> frozenset[Tensor]:
+        """Return this process's parameters that stages on other ranks use too."""
+        return frozenset(parameter for _, parameter, _ in self._pipe._ties)
+
+    def align_ties(self) -> None:
+        """Give a parameter shared by several ranks the gradient of the first of them; all ranks call it."""
+        with self._pipe._engine.turn("align_ties", self._pipe.calls) as turn:
+            for index, parameter, ranks in self._pipe._ties:
+                parameter.grad = turn.share(index, parameter.grad, ranks)[0]
 
 
 def _with_gradients(pipe: Pipe) -> list[Tensor]:

@@ -13,8 +13,9 @@ so that hooks, accumulation and graphs before ``x`` behave as with the unsplit m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Literal, TypeAlias, cast
 
 import torch
@@ -24,9 +25,8 @@ from anabranch.autodiff.boundary.crossing import reaches
 from anabranch.autodiff.grad_sessions import boundary_entry
 from anabranch.pipeline.engine import EngineRun, StageEngine
 from anabranch.pipeline.microbatch import Batch, Part, gather
-from anabranch.pipeline.schedule.schedule import Action, Kind
+from anabranch.pipeline.schedule import Action, Kind
 from anabranch.pipeline.stage.packet import Gradients, Message, Packet
-from anabranch.pipeline.stage.partition import keywords_of
 from anabranch.pipeline.stage.stage import OUTSIDE, Head, Stage, StagePlan, StageRun
 from anabranch.tensors import Structure, flatten, paths, unflatten
 
@@ -40,11 +40,10 @@ Weigh: TypeAlias = Callable[[Sequence[int]], Sequence[float | Tensor]]
 """A function from the rows of the microbatches to the weight of each one's loss in the mean."""
 
 
-def with_keywords(stage: Stage, inputs: Iterable[str], args: int) -> Stage:
-    """Return the stage with the keyword inputs that its layers take."""
-    counts = [args if stage.index == 0 else 1, *[1] * len(stage.layers)]
-    keywords = {layer.name: keywords_of(layer, inputs, n) for layer, n in zip(stage.layers, counts, strict=False)}
-    names = dict.fromkeys(name for taken in keywords.values() for name in taken)
+def with_keywords(stage: Stage, taken: Mapping[str, tuple[str, ...]]) -> Stage:
+    """Return the stage with the keyword inputs that its layers, by name, take."""
+    keywords = {layer.name: taken[layer.name] for layer in stage.layers}
+    names = dict.fromkeys(chain.from_iterable(keywords.values()))
     if not names:
         return stage
     outside = (*stage.sources.get(OUTSIDE, ()), *names)

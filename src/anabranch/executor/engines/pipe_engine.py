@@ -30,8 +30,8 @@ from anabranch.executor.likeness import exchange
 from anabranch.executor.steps import Step, TrainStep
 from anabranch.pipeline import Pipe
 from anabranch.pipeline.microbatch import scatter
+from anabranch.pipeline.pipe import PipeRanks
 from anabranch.pipeline.pipe_call import Loss, make_head
-from anabranch.pipeline.ranks import PipeRanks
 from anabranch.tensors import Structure, count_rows, named_parts
 
 

@@ -22,7 +22,7 @@ from anabranch.checkpoint.state import Custom
 from anabranch.errors import CheckpointError
 from anabranch.executor.steps import parameters_of
 from anabranch.pipeline import Pipe
-from anabranch.pipeline.ranks import PipeRanks
+from anabranch.pipeline.pipe import PipeRanks
 from anabranch.tensors.tree_codec import Path, map_leaves
 
 

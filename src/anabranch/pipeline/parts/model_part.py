@@ -90,11 +90,8 @@ class PartedModel(nn.Sequential):
     """A model whose layers are parts, under the model's names."""
 
     def __init__(self, model: nn.Module, parts: Sequence[ModelPart]) -> None:
-        own = self.__dict__.copy()
         super().__init__()
-        self.__dict__.update(own)
-        self.__dict__["model"] = model
-        self.__dict__["_parts"] = list(parts)
+        self.__dict__.update(model=model, _parts=parts)
         for kind in ("_modules", "_parameters", "_buffers", "training"):
             self.__dict__[kind] = model.__dict__[kind]
         self.parts()

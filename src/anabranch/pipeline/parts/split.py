@@ -111,7 +111,8 @@ def split(
     if glue is not None:
         if at or example is not None:
             raise ValueError("glue= has the code of all parts; leave out at= and example=")
-        return GluedModel(model, glue)
+        _check_glue(model, glue)
+        return PartedModel(model, [_GluedPart(model, i, *pair) for i, pair in enumerate(glue)])
     return SplitModel(model, at, example)
 
 
@@ -119,8 +120,9 @@ class SplitModel(PartedModel):
     """A model in parts by its own code; see ``split``."""
 
     def __init__(self, model: nn.Module, at: Sequence[str], example: Example | None) -> None:
-        self.__dict__["source"] = source = SplitSource(model, _checked(model, at), example)
+        source = SplitSource(model, _checked(model, at), example)
         super().__init__(model, [SplitPart(source, index) for index in range(len(source.at) + 1)])
+        self.__dict__["source"] = source
 
     source: SplitSource
 
@@ -342,15 +344,9 @@ def _example_of(model: nn.Module, example: Example | None) -> _Inputs | None:
     return None
 
 
-class GluedModel(PartedModel):
-    """A model in parts by functions of the user; see ``split``."""
-
-    def __init__(self, model: nn.Module, glue: Sequence[Glue]) -> None:
-        _check_glue(model, glue)
-        super().__init__(model, [_GluedPart(model, i, *pair) for i, pair in enumerate(glue)])
-
-
 class _GluedPart(ModelPart):
+    """Modules of a model, and a function of the user that calls them; see ``split``."""
+
     def __init__(self, model: nn.Module, index: int, names: Sequence[str], function: Callable[..., object]) -> None:
         super().__init__(f"{getattr(function, '__name__', 'part')} {index}", model, list(names))
         self.function = function

@@ -199,8 +199,7 @@ class _Recorder(TorchFunctionMode):
         return places
 
     def _run(self, signature: Signature) -> PartProgram:
-        self._cuts = _Cuts(self._at)
-        self._count = 0
+        self._part = self._count = 0
         self._slots: dict[int, Slot] = {}
         self._loose: dict[int, tuple[Tensor, int]] = {}
         self._parts: list[list[Instruction]] = [[] for _ in range(len(self._at) + 1)]
@@ -210,7 +209,8 @@ class _Recorder(TorchFunctionMode):
         with self.fake, self:
             output = self._called(args, kwargs)
         self._copy.check()
-        self._cuts.close()
+        if self._part != len(self._at):
+            raise ValueError(f"{self._at[self._part]!r} is not called by the model's forward, so no stage starts there")
         out_leaves, tree = flatten(output)
         named = tuple(self._named(leaf, "the model's output") for leaf in out_leaves)
         parts = tuple(map(tuple, self._parts))
@@ -258,7 +258,8 @@ class _Recorder(TorchFunctionMode):
         """Record a call of a module, or open it."""
         if self._depth:
             return run()
-        self._cuts.enter(path)
+        if path in self._at:
+            self._begin_part(path)
         if path in self._opened:
             if has_hooks(self._copy.originals[path]):
                 raise CaptureError(
@@ -268,6 +269,16 @@ class _Recorder(TorchFunctionMode):
             return run()
         self._copy.check(path)
         return self._record(path, functools.partial(self._returned, path), arguments)
+
+    def _begin_part(self, path: str) -> None:
+        following = self._at[self._part :]
+        if path not in following:
+            raise ValueError(
+                f"{path!r} is called twice, so no stage can start there; name a module that is called once"
+            )
+        if path != following[0]:
+            raise ValueError(f"at={self._at!r} are not in execution order: {path!r} runs before {following[0]!r}")
+        self._part += 1
 
     def _returned(self, path: str, leaves: Sequence[object], tree: PyTreeSpec, modes: ThreadModes) -> object:
         """Return a result of the form remembered, or that of a first run on tensors without memory."""
@@ -342,13 +353,6 @@ class _Recorder(TorchFunctionMode):
     def _record(self, target: str | Callable[..., object], run: _Run, arguments: object) -> object:
         if torch.initial_seed() != self._seed:  # here, too: torch.random.fork_rng puts it back
             raise _seeded(_place())
-        self._depth += 1
-        try:
-            return self._write_down(target, run, arguments)
-        finally:
-            self._depth -= 1
-
-    def _write_down(self, target: str | Callable[..., object], run: _Run, arguments: object) -> object:
         by_module = isinstance(target, str)
         with _DisableTorchFunction():  # reading a tensor's facts is no call of the code's
             place = _place()
@@ -358,7 +362,11 @@ class _Recorder(TorchFunctionMode):
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             before = [] if by_module else list(map(_version, tensors))
             modes = ThreadModes.take()
-        result = run(leaves, tree, modes)
+        self._depth += 1
+        try:
+            result = run(leaves, tree, modes)
+        finally:
+            self._depth -= 1
         with _DisableTorchFunction():
             results, out_tree = flatten(result)
             makes = any(isinstance(leaf, Tensor) for leaf in results)
@@ -368,7 +376,7 @@ class _Recorder(TorchFunctionMode):
                 named = tuple(self._named(leaf, what) for leaf in leaves)
             out_leaves = tuple(self._put(leaf, place) if isinstance(leaf, Tensor) else leaf for leaf in results)
             differing = modes if modes != self._modes else None
-            part = self._parts[self._cuts.part]
+            part = self._parts[self._part]
             part.append(Instruction(target, tree, named, out_tree, out_leaves, differing, place))
         return result
 
@@ -675,31 +683,6 @@ def _contents(value: object) -> dict[object, object]:
 
 def _unchanged(before: object, now: object) -> bool:
     return before is now or (is_plain(before) and type(before) is type(now) and before == now)
-
-
-class WrongCut(ValueError):
-    """A name at which no part can begin."""
-
-
-class _Cuts:
-    """The part that runs, while modules are entered."""
-
-    def __init__(self, at: Sequence[str]) -> None:
-        self._at = list(at)
-        self.part = 0
-
-    def enter(self, path: str) -> None:
-        if path not in self._at:
-            return
-        if path in self._at[: self.part]:
-            raise WrongCut(f"{path!r} is called twice, so no stage can start there; name a module that is called once")
-        if path != self._at[self.part]:
-            raise WrongCut(f"at={self._at!r} are not in execution order: {path!r} runs before {self._at[self.part]!r}")
-        self.part += 1
-
-    def close(self) -> None:
-        if self.part != len(self._at):
-            raise WrongCut(f"{self._at[self.part]!r} is not called by the model's forward, so no stage starts there")
 
 
 # Types of arguments beside tensors and plain values that mean the same in every call.

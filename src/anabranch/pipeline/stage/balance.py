@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.pipeline.stage.packet import size_of
-from anabranch.pipeline.stage.partition import flatten_layers
+from anabranch.pipeline.stage.partition import declarations, flatten_layers
 from anabranch.pipeline.stage.random_streams import drawing_from
-from anabranch.pipeline.stage.skips import SkipName, SkipStore, declaration_of, using_store
+from anabranch.pipeline.stage.skips import SkipName, SkipStore, using_store
 from anabranch.tensors import Structure, flatten, map_structure
 
 _MEASURING_SECONDS = 1.0
@@ -107,7 +107,7 @@ def _look(n: int, module: nn.Module, sample: Structure) -> tuple[list[_Layer], l
     crossing = [0] * (len(layers) + 1)
     value, skips, reached = _leaf(sample), dict[SkipName, Structure](), dict[SkipName, int]()
     for index, one in enumerate(layers):
-        declared = [declaration for declaration in map(declaration_of, one.module.modules()) if declaration]
+        declared = declarations([one])
         popped = [name for declaration in declared for name in declaration.pops if name in skips]
         for name in popped:
             for cut in range(reached[name] + 1, index + 1):

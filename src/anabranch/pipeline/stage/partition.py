@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from anabranch.autodiff.moved_parameter import Switch
 from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, accepted_keywords
-from anabranch.pipeline.stage.skips import SkipName, declaration_of
+from anabranch.pipeline.stage.skips import Declaration, SkipName, declaration_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,27 +143,23 @@ Routes = dict[tuple[int, int], tuple[Route, ...]]
 """For each pair of stages the values that travel from the first to the second, in a fixed order."""
 
 
+def declarations(layers: Iterable[Layer]) -> list[Declaration]:
+    """Return what the modules of ``layers`` stash and pop, in the order in which they run."""
+    return list(filter(None, (declaration_of(child) for layer in layers for child in layer.module.modules())))
+
+
 def route_skips(stages: Sequence[Sequence[Layer]]) -> Routes:
     """Routes between stages: boundaries to the next stage, skips straight to the stages that pop them."""
     routes: dict[tuple[int, int], list[Route]] = {(j, j + 1): [None] for j in range(len(stages) - 1)}
     source: dict[SkipName, int] = {}
     for j, layers in enumerate(stages):
-        for declaration in map(declaration_of, (child for layer in layers for child in layer.module.modules())):
-            if declaration is None:
-                continue
+        for declaration in declarations(layers):
             for name in declaration.pops:
                 pair = (source[name], j)
                 if source[name] != j and name not in routes.setdefault(pair, []):
                     routes[pair].append(name)
             source.update(dict.fromkeys(declaration.stashes, j))
     return {pair: tuple(names) for pair, names in routes.items()}
-
-
-def shared_skips(stages: Sequence[Sequence[Layer]]) -> frozenset[SkipName]:
-    """Return the skips that some module of ``stages`` declares as shared."""
-    modules = (child for layers in stages for layer in layers for child in layer.module.modules())
-    declarations = filter(None, map(declaration_of, modules))
-    return frozenset().union(*(declaration.shared for declaration in declarations))
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""The stages of a pipe on devices and ranks: where each is, what ranks share, and which communicate."""
+"""The stages of a pipe on devices and ranks: where each is, what ranks share, which communicate; and their table."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from anabranch.autodiff.moved_parameter import Elsewhere, put_elsewhere
+from anabranch.autodiff.moved_parameter import Elsewhere, Switch, put_elsewhere
 from anabranch.errors import PipelineError
 from anabranch.liveness.meeting import interruptible
+from anabranch.pipeline.engine import Observed
 from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, container, join_parts
 from anabranch.pipeline.pipe_call import Tie
-from anabranch.pipeline.schedule.orders import PipeSchedules
-from anabranch.pipeline.schedule.schedule import Schedule
+from anabranch.pipeline.schedule import PipeSchedules, Schedule
 from anabranch.pipeline.stage.balance import balance_by_size, balance_by_time
-from anabranch.pipeline.stage.partition import Layer, Route, route_skips, shared_skips
+from anabranch.pipeline.stage.partition import Layer, Route, declarations, route_skips
 from anabranch.pipeline.stage.random_streams import refuse_undrawable
-from anabranch.pipeline.stage.skips import declaration_of
 from anabranch.pipeline.stage.stage import OUTSIDE, Stage
 from anabranch.tensors import Structure
 
@@ -152,7 +151,9 @@ def place_stages(
         places = [_device_of([split[j] for j in here])] * (max(rank_of) + 1)
     else:
         places = _default_devices(split, max(rank_of) + 1)
-    routes, shared, common = route_skips(split), shared_skips(split), _common_tensors(split)
+    routes, common = route_skips(split), _common_tensors(split)
+    declared = [declarations(layers) for layers in split]
+    shared = frozenset(name for those in declared for one in those for name in one.shared)
     _check_devices({j: common[j] for j in here}, {j: places[rank_of[j]] for j in here})
     stages = []
     for j, layers in enumerate(split):
@@ -166,8 +167,7 @@ def place_stages(
             sources[OUTSIDE] = (None,)
         if j == len(split) - 1:
             targets[OUTSIDE] = (None,)
-        skips = any(declaration_of(child) for layer in layers for child in layer.module.modules())
-        stages.append(Stage(j, tuple(layers), device, sources, targets, shared, skips, common[j]))
+        stages.append(Stage(j, tuple(layers), device, sources, targets, shared, bool(declared[j]), common[j]))
     return stages
 
 
@@ -216,3 +216,44 @@ def _default_devices(split: Sequence[Sequence[Layer]], count: int) -> list[torch
             )
         return [torch.device("cuda", index) for index in range(count)]
     return [torch.device("cpu")] * count
+
+
+_HEADINGS = ("stage", "rank", "device", "layers", "parameters", "forward", "backward", "to next", "skips")
+
+
+def describe(stages: Sequence[Stage], rank_of: Sequence[int], observed: Observed, title: str) -> str:
+    """Return the table; times and bytes are those of the last call, and missing before the first."""
+    rows = [_row(stage, rank, observed) for stage, rank in zip(stages, rank_of, strict=True)]
+    widths = [max(map(len, column)) for column in zip(_HEADINGS, *rows, strict=True)]
+    table = [_HEADINGS, *rows]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    return "\n".join([title, *lines])
+
+
+def _row(stage: Stage, rank: int, observed: Observed) -> tuple[str, ...]:
+    names, j = [layer.name for layer in stage.layers], stage.index
+    span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+    unique = {id(parameter): parameter for layer in stage.layers for parameter in layer.module.parameters()}
+    numbers = sum(parameter.numel() for parameter in unique.values() if type(parameter) is not Switch)
+    cells = [str(j), str(rank), str(stage.device), span, f"{numbers:,}"]
+    for phases in (("forward",), ("recompute", "backward", "weight")):
+        seconds = [observed.seconds[j, phase] for phase in phases if (j, phase) in observed.seconds]
+        cells.append(f"{1000 * sum(seconds):.1f} ms" if seconds else "-")
+    sent = Counter(
+        f"{route[1] if isinstance(route, tuple) else route} to stage {target}"
+        for target, routes in stage.targets.items()
+        for route in routes
+        if target != OUTSIDE and route is not None
+    )
+    skips = [text if count == 1 else f"{count} x {text}" for text, count in sent.items()]
+    return *cells, _show_bytes(observed.sent_bytes.get((j, j + 1)) or None), "; ".join(skips) or "-"
+
+
+def _show_bytes(size: float | None) -> str:
+    if size is None:
+        return "-"
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"

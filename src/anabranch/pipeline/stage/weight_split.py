@@ -20,7 +20,7 @@ Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -39,6 +39,9 @@ class _SplitPoint:
     node: Node
     leaves: list[Tensor]
     arrived: tuple[Tensor | None, ...] = ()
+
+    def note(self, grads: tuple[Tensor | None, ...]) -> None:
+        self.arrived = tuple(grads)
 
 
 @dataclass(slots=True)
@@ -72,13 +75,12 @@ class SplitBackward:
 
     def inputs(self) -> None:
         """B: accumulates into the inputs, and into the weights that cannot wait."""
-        graph = _Graph(self.edges, get_gradient_edge(self.start).node, self.hooked)
-        self._whole = not graph.reaches_start
-        if self._whole:
+        parts = _split_points(self.edges, get_gradient_edge(self.start).node, self.hooked)
+        self._whole = parts is None
+        if parts is None:
             return  # no input needs a gradient: W does all the work
-        shared: list[Tensor] = []
-        self._split_points, shared = graph.split_points()
-        hooks = [watch_node(split_point.node, _noting(split_point)) for split_point in self._split_points]
+        self._split_points, shared = parts
+        hooks = [watch_node(split_point.node, split_point.note) for split_point in self._split_points]
         try:
             sweep(self.edges, self.grads, keep=True, inputs=[self.start, *shared])
         finally:
@@ -129,54 +131,32 @@ def _without_matrix(split_point: _SplitPoint) -> list[Tensor]:
     return left
 
 
-def _noting(split_point: _SplitPoint) -> Callable[[tuple[Tensor | None, ...]], None]:
-    def note(grads: tuple[Tensor | None, ...]) -> None:
-        split_point.arrived = tuple(grads)
+def _split_points(
+    edges: Sequence[GradientEdge], start: Node, hooked: Collection[int]
+) -> tuple[list[_SplitPoint], list[Tensor]] | None:
+    """Return the nodes where the weight side joins, and the leaves that several of them, or an output, reach.
 
-    return note
-
-
-class _Graph:
-    """The nodes under some edges, split by whether they lead to ``start``."""
-
-    def __init__(self, edges: Sequence[GradientEdge], start: Node, hooked: Collection[int]) -> None:
-        self._hooked = hooked
-        self._roots = [edge.node for edge in edges]
-        self._order = _post_order(self._roots)
-        self._to_start: set[Node] = set()
-        self._leaves: dict[Node, dict[Node, Tensor]] = {}
-        for node in self._order:
-            after = [following for following, _ in node.next_functions if following is not None]
-            if node is start or any(following in self._to_start for following in after):
-                self._to_start.add(node)
-            elif hasattr(node, "variable"):
-                self._leaves[node] = {node: node.variable}
-            else:
-                self._leaves[node] = {key: leaf for f in after for key, leaf in self._leaves.get(f, {}).items()}
-        self.reaches_start = bool(self._to_start)
-
-    def split_points(self) -> tuple[list[_SplitPoint], list[Tensor]]:
-        """Return the nodes where the weight side joins, and the leaves that several of them, or an output, reach."""
-        sides = {node: dict(self._weight_side(node)) for node in self._order if node in self._to_start}
-        count = Counter(key for leaves in sides.values() for key in leaves)
-        shared = {
-            key: leaf
-            for node, leaves in sides.items()
-            for key, leaf in leaves.items()
-            if count[key] > 1 or self._runs_once(node)
-        }
-        for root in self._roots:
-            shared |= self._leaves.get(root, {})
-        alone = ((node, [leaf for key, leaf in leaves.items() if key not in shared]) for node, leaves in sides.items())
-        return [_SplitPoint(node, leaves) for node, leaves in alone if leaves], list(shared.values())
-
-    def _runs_once(self, node: Node) -> bool:
-        return isinstance(node, BackwardCFunction) or node._sequence_nr() in self._hooked
-
-    def _weight_side(self, node: Node) -> Iterator[tuple[Node, Tensor]]:
-        for following, _ in node.next_functions:
-            if following is not None and following not in self._to_start:
-                yield from self._leaves[following].items()
+    ``None`` if no edge leads to ``start``.
+    """
+    roots = [edge.node for edge in edges]
+    leaves: dict[Node, dict[Node, Tensor]] = {}  # of each node that does not lead to ``start``
+    sides: dict[Node, dict[Node, Tensor]] = {}  # of each other one the leaves on its weight side
+    for node in _post_order(roots):
+        after = [following for following, _ in node.next_functions if following is not None]
+        below = {key: leaf for following in after for key, leaf in leaves.get(following, {}).items()}
+        if node is start or any(following in sides for following in after):
+            sides[node] = below
+        else:
+            leaves[node] = {node: node.variable} if hasattr(node, "variable") else below
+    if not sides:
+        return None
+    count = Counter(key for side in sides.values() for key in side)
+    shared = {key: leaf for root in roots for key, leaf in leaves.get(root, {}).items()}
+    for node, side in sides.items():
+        runs_once = isinstance(node, BackwardCFunction) or node._sequence_nr() in hooked
+        shared |= {key: leaf for key, leaf in side.items() if runs_once or count[key] > 1}
+    alone = ((node, [leaf for key, leaf in side.items() if key not in shared]) for node, side in sides.items())
+    return [_SplitPoint(node, side) for node, side in alone if side], list(shared.values())
 
 
 def _post_order(roots: Sequence[Node]) -> list[Node]:

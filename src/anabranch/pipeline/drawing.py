@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from html import escape
 from pathlib import Path
 
-from anabranch.pipeline.schedule.schedule import Action, Kind, Lowered, Schedule, Simulation, simulate
+from anabranch.pipeline.schedule import Action, Kind, Lowered, Schedule, Simulation, simulate
 
 Costs = Mapping[Kind, float] | Callable[[Action], float] | None
 
