@@ -53,6 +53,16 @@ def test_tcp_without_certificates_is_refused_unless_spelled_out(monkeypatch: pyt
         assert client.call(Request(server.endpoint, "echo", tensors=[torch.ones(3)]), soon()).tensors
 
 
+def test_a_name_is_reached_where_its_server_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a resolver puts IPv6 first, as for localhost on many systems, every connection was refused."""
+    both = [(socket.AF_INET6, ("::1", 0, 0, 0)), (socket.AF_INET, ("127.0.0.1", 0))]
+    with Server([ECHO], listen="tcp://localhost:0", insecure=True) as server, Client(insecure=True) as client:
+        port = int(server.endpoint.rpartition(":")[2])
+        addresses = [(family, socket.SOCK_STREAM, 6, "", (host, port, *more)) for family, (host, _, *more) in both]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses)
+        assert client.call(Request(server.endpoint, "echo", tensors=[torch.ones(3)]), soon()).tensors
+
+
 @pytest.mark.parametrize("size", [1, 1_000_000])
 def test_certified_peers_speak_over_tls(keys: Path, size: int) -> None:
     tensor = torch.randn(size)

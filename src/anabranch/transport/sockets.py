@@ -310,7 +310,8 @@ class SocketTransport:
             addresses = socket.getaddrinfo(parsed.host, parsed.port, type=socket.SOCK_STREAM)
         except socket.gaierror as error:
             raise ConnectionRefusedError(f"{parsed.host} has no address: {error}") from None
-        family, _, _, _, address = addresses[0]
+        # A server at a name listens on its IPv4 address, where it has one; resolvers may put the other first.
+        family, _, _, _, address = min(addresses, key=lambda each: each[0] != socket.AF_INET)
         sock = socket.socket(family, socket.SOCK_STREAM)
         return SocketStream(sock, self._client_context, self._certified, endpoint, connecting=True).connect(address)
 
