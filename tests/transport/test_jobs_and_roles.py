@@ -62,15 +62,6 @@ def test_the_role_is_demanded_of_a_connection_that_is_used_again(keys: dict[str,
             client.call(Request(server.endpoint, "echo", role="directory"), soon())
 
 
-def test_a_unix_socket_served_by_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Server([ECHO]) as server, Client() as client:
-        monkeypatch.setattr("anabranch.transport.sockets._trusted_users", lambda: frozenset({os.geteuid() + 1}))
-        with pytest.raises(Unauthorized, match=f"user {os.geteuid()} serves this socket"):
-            client.call(Request(server.endpoint, "echo"), soon())
-        monkeypatch.undo()
-        assert client.call(Request(server.endpoint, "echo"), soon())
-
-
 # --- jobs --------------------------------------------------------------------------------------------------------
 
 

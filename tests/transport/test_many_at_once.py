@@ -38,7 +38,8 @@ def test_arriving_requests_are_read_before_any_is_served_up_to_a_limit(
             # Is in the server's buffer before this one's handler returns.
             other.sendall(b"".join(encode(RequestHeader("take", "second", seconds=60.0))))
 
-    def round_over() -> None:
+    def round_over(*, one_of_many: bool) -> None:
+        assert not one_of_many
         if calls:
             order.append("round")
         while calls:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from anabranch.errors import PeerLost, ProtocolError, Unauthorized
-from anabranch.transport import Call, Client, Request, Server, SocketTransport, Verb, make_keys
+from anabranch.transport import Call, Client, Request, Server, Verb, make_keys, sockets
 from anabranch.transport.frame import Hello, encode
 from programs import Programs
 from waiting import soon
@@ -247,20 +247,15 @@ def test_a_live_path_cannot_be_taken_and_a_dead_one_can(tmp_path: Path, programs
     assert list(folder.iterdir()) == []
 
 
-def test_a_unix_peer_of_another_user_is_rejected_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    from anabranch.transport import sockets
-
-    def stranger(owner: int) -> object:
-        return original(owner + 1)
-
-    original = sockets._same_user
-    monkeypatch.setattr(sockets, "_same_user", stranger)
-    with (
-        Server([ECHO], transport=SocketTransport()) as server,
-        Client() as client,
-        pytest.raises(Unauthorized, match="does not own"),
-    ):
-        client.call(Request(server.endpoint, "echo"), soon())
+@pytest.mark.parametrize("side", ["server", "client"])
+def test_another_user_on_a_unix_socket_is_refused_with_the_reason(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    known, me = sockets._of_users, os.geteuid()
+    if side == "server":
+        monkeypatch.setattr(sockets, "_of_users", lambda *users: known(me + 1))
+    with Server([ECHO]) as server, Client() as client:
+        monkeypatch.setattr(sockets, "_of_users", lambda *users: known(me if side == "server" else me + 1))
+        with pytest.raises(Unauthorized, match=f"user {me} is at the other end of the socket, not user {me + 1}"):
+            client.call(Request(server.endpoint, "echo"), soon())
 
 
 def test_the_owner_of_a_unix_socket_has_every_role() -> None:

@@ -395,7 +395,9 @@ class Connection:
         self._left = False
         self._last: RequestIdentity = (b"", -1)
         self._room = 0  # bytes of the budget that answers have which have not been read
-        self._began = self._progress = time.monotonic()
+        self._began = time.monotonic()
+        self.progress = self._began
+        """When a byte was last sent or received."""
         with admission.lock:
             admission.connections[self] = admission.unknown[self] = None
 
@@ -410,7 +412,7 @@ class Connection:
             # Before the first byte leaves: the client may send its next request as soon as it has the last one.
             self._call = None
             # The client's time to read begins now, however long the call took; set before other threads see the answer.
-            self._progress = time.monotonic()
+            self.progress = time.monotonic()
             # The header is not counted.
             nbytes = sum(map(len, frame)) - len(frame[0])
             if nbytes <= _SMALL:
@@ -428,7 +430,7 @@ class Connection:
 
     def unread_for(self, now: float) -> float:
         """Seconds since the client took the last byte of an answer that is counted; 0 if none waits."""
-        return now - self._progress if self._room and self.wire.waiting else 0.0
+        return now - self.progress if self._room and self.wire.waiting else 0.0
 
     def give_answer_up(self) -> None:
         """Cuts the connection and frees its answer at once, unless it is just being written."""
@@ -490,9 +492,7 @@ class Connection:
             with self._admission.lock:
                 self._admission.dropped += self._room
             self.wire.waiting.clear()
-        if self._room:
-            self._admission.release(self._room)
-            self._room = 0
+        self._free_room()
 
     # --- called on the loop's thread
 
@@ -507,19 +507,15 @@ class Connection:
     def rests_since(self) -> float:
         """Return since when nothing is in flight in either direction, nor being served; infinity if something is."""
         serving = self._phase is _Phase.SERVING and self._call is None and not self.wire.waiting
-        return self._progress if serving and self.wire.idle() else float("inf")
+        return self.progress if serving and self.wire.idle() else float("inf")
 
     def overdue(self, now: float) -> bool:
         """Return True if its client has stalled in the middle of a frame, has not greeted, or was told to leave."""
         if self._phase is _Phase.LEAVING:
-            return now > self._progress + _LINGER
+            return now > self.progress + _LINGER
         if self._phase is not _Phase.SERVING:
             return now > self._began + _GREETING
-        return now > self._progress + _STALLED and (bool(self.wire.waiting) or not self.wire.idle())
-
-    def quiet_for(self, now: float) -> float:
-        """Seconds since the client last sent something."""
-        return now - self._progress
+        return now > self.progress + _STALLED and (bool(self.wire.waiting) or not self.wire.idle())
 
     def turn_away(self, error: BoundaryError) -> None:
         """End the connection at once; a client that could have greeted gets the reason, if the socket allows."""
@@ -544,7 +540,7 @@ class Connection:
                     self.end()
                 return self.interest()
             if self._phase is _Phase.SHAKING:
-                self._progress = time.monotonic()
+                self.progress = time.monotonic()
                 if not wire.stream.handshake():
                     return self.interest()
                 # Bytes that came with the end of the handshake may be in the TLS layer already, invisible to poll.
@@ -564,7 +560,7 @@ class Connection:
                                 return ALONE
                             whole = wire.receive(self._tensors)
                     if sent or wire.received != received:
-                        self._progress = time.monotonic()
+                        self.progress = time.monotonic()
                 if not whole and self._left:
                     raise ConnectionResetError("the client has disconnected")
                 if not whole:
@@ -685,7 +681,7 @@ class Connection:
         with self._lock:
             call, self._call = self._call, None
             self._drop_answer()
-            self._phase, self._progress = _Phase.LEAVING, time.monotonic()
+            self._phase, self.progress = _Phase.LEAVING, time.monotonic()
             with suppress(OSError, BoundaryError):
                 self.wire.send(encode(failure))
             self.wire.drop()

@@ -130,7 +130,7 @@ class Server:
         one_job: serve the certificate's job alone: where that is every job, peers whose certificates name one are
             refused, because the objects they ask about would be shared with other jobs.
         after_round: called on the thread that has read requests, when all that had come were handed to their handlers:
-            work that handlers set aside can then run together.
+            work that handlers set aside can then run together. ``one_of_many``: it reads one connection alone.
         facts: returns what ``anabranch status`` shows of this server, as plain values.
 
     Raises:
@@ -157,7 +157,7 @@ class Server:
         drain_seconds: float = 5.0,
         healthy: Callable[[], bool] | None = None,
         one_job: bool = False,
-        after_round: Callable[[], None] | None = None,
+        after_round: Callable[..., None] | None = None,
         facts: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
         if not 0 < heartbeat < float("inf"):
@@ -288,10 +288,6 @@ class Server:
     def _tell_status(self, call: Call) -> None:
         facts = {"pid": os.getpid(), "now": time.monotonic(), "open": open_spans(), self._role: self._status()}
         call.reply(payload=json.dumps(facts).encode())
-
-    def on_loop(self) -> bool:
-        """Return True on the one thread that reads all connections without their own loop."""
-        return self.loop is not None and threading.get_ident() == self.loop.ident
 
     def _beat_all(self) -> None:
         frame = encode(Heartbeat())
@@ -444,7 +440,7 @@ class Loop:
         if self._server.after_round is None:
             return
         try:
-            self._server.after_round()
+            self._server.after_round(one_of_many=self._listener is None or threading.get_ident() != self.ident)
         except BaseException as error:  # noqa: BLE001 - a bug there must not end the loop
             note_failure("transport.connection_failed", error)
 
@@ -569,7 +565,7 @@ class Loop:
             crowd = list(admission.unknown) if len(admission.unknown) > self._server.max_unknown else []
         now = time.monotonic()
         for connection in crowd:
-            if connection.loop is self and connection.quiet_for(now) >= _QUIET:
+            if connection.loop is self and now - connection.progress >= _QUIET:
                 connection.turn_away(Overloaded("too many open connections without a greeting; try later"))
                 self._connections.pop(connection.wire.stream.descriptor, None)
                 return True
