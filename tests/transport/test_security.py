@@ -89,7 +89,7 @@ def refused(client: Client, endpoint: str) -> None:
     assert caught.value.peer == endpoint
 
 
-def test_a_foreign_certificate_is_rejected_at_once_with_the_reason(
+def test_a_foreign_or_expired_certificate_is_rejected_at_once_with_the_reason(
     keys: Path, foreign_keys: Path, tmp_path: Path
 ) -> None:
     # Its own authority, so it refuses the server; with ours beside its certificate, the server refuses it.
@@ -98,21 +98,13 @@ def test_a_foreign_certificate_is_rejected_at_once_with_the_reason(
     (mixed / "authority.pem").write_bytes((keys / "authority.pem").read_bytes())
     (mixed / "worker.pem").write_bytes((foreign_keys / "worker.pem").read_bytes())
     (mixed / "worker.pem").chmod(0o600)
+    make_keys(tmp_path / "expired", roles=["worker"], days=-0.01, authority=keys)
     with Server([ECHO], listen="tcp://127.0.0.1:0", keys=keys) as server:
-        for folder in (foreign_keys, mixed):
+        for folder in (foreign_keys, mixed, tmp_path / "expired"):
             with Client(keys=folder) as client:
                 refused(client, server.endpoint)
         with Client(keys=keys) as client:
             assert client.call(Request(server.endpoint, "echo"), soon())
-
-
-def test_an_expired_certificate_is_rejected_at_once_with_the_reason(keys: Path, tmp_path: Path) -> None:
-    for name in ("authority.pem", "authority.key"):
-        (tmp_path / name).write_bytes((keys / name).read_bytes())
-        (tmp_path / name).chmod(0o600)
-    make_keys(tmp_path, roles=["worker"], days=-0.01)
-    with Server([ECHO], listen="tcp://127.0.0.1:0", keys=keys) as server, Client(keys=tmp_path) as client:
-        refused(client, server.endpoint)
 
 
 def test_a_role_without_permission_is_refused_with_the_reason(keys: Path) -> None:

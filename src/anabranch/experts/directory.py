@@ -385,10 +385,8 @@ class _DirectoryVerbs:
 
     def _lookup(self, call: Call) -> None:
         uids = unpack(call.payload, list[str])
-        endpoints: dict[str, str] = {}
-        for table in self._seen_by(call.peer):
-            endpoints |= table.lookup(uids)
-        call.reply(payload=pack(endpoints))
+        endpoints = [table.lookup(uids) for table in self._seen_by(call.peer)]
+        call.reply(payload=pack(endpoints[0] | endpoints[-1]))
 
     def _active(self, call: Call) -> None:
         prefixes = unpack(call.payload, list[str])

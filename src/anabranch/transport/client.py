@@ -167,8 +167,9 @@ class Client:
         retries: int = 8,
     ) -> None:
         self._transport = transport if transport is not None else SocketTransport(role, keys=keys, insecure=insecure)
-        self._options = ClientOptions(role, None if keys is None else os.fspath(keys), insecure, heartbeat, retries)
-        self._plain = transport is None
+        self._options: ClientOptions | None = None
+        if transport is None:
+            self._options = ClientOptions(role, None if keys is None else os.fspath(keys), insecure, heartbeat, retries)
         self._heartbeat = heartbeat
         self._retries = retries
         self._limits = Limits()
@@ -195,7 +196,7 @@ class Client:
         Raises:
             TypeError: its transport belongs to this process.
         """
-        if not self._plain:
+        if self._options is None:
             raise TypeError(
                 f"a Client with {type(self._transport).__name__} cannot leave its process, and so "
                 "neither can a module that uses it; leave out client=, or give a client over sockets"

@@ -556,11 +556,7 @@ class RemoteMixtureOfExperts(RemoteModule):
             outputs = [its[number] for its in forward.answers.values() if its is not None]
             parts = [tensor for tensor in outputs if tensor is not None]
             if spec.varying and not parts:
-                raise BoundaryError(
-                    f"no expert answered, so the sizes of their outputs, {spec.describe()}, are not known",
-                    peer="experts",
-                    operation="mixture",
-                )
+                raise self._no_form(forward.deadline)
             sizes = spec.sizes_of(parts[0].shape) if spec.varying else ()
             joined = torch.cat([*parts, spec.zeros(1, sizes, device=device)])
             assert len(joined) == count + 1
@@ -638,7 +634,7 @@ class RemoteMixtureOfExperts(RemoteModule):
 
     def _no_form(self, deadline: Deadline) -> BoundaryError:
         return BoundaryError(
-            f"no expert has answered yet, so the shape of their outputs is not known ({self._nobody()})",
+            f"no expert has answered, so the shape of their outputs is not known ({self._nobody()})",
             peer="experts",
             operation="mixture",
             elapsed=deadline.elapsed(),
@@ -667,14 +663,6 @@ def scores_of(scores: Sequence[Tensor], choices: Choices) -> Tensor:
     """Of shape (rows, k): the sums of the chosen coordinates' scores, with their gradients."""
     coordinates = torch.from_numpy(choices.coordinates).to(scores[0].device)
     return torch.stack([grid.gather(1, coordinates[:, :, dimension]) for dimension, grid in enumerate(scores)]).sum(0)
-
-
-def check_fraction(name: str, value: float) -> None:
-    """Raise ``TypeError`` or ``ValueError`` unless ``value`` is a number in [0, 1)."""
-    if not isinstance(value, Real):
-        raise TypeError(f"{name} is a number in [0, 1), got {value!r}")
-    if not 0 <= value < 1:
-        raise ValueError(f"{name} lies in [0, 1), got {value!r}")
 
 
 def _select(tensor: Tensor, rows: Rows) -> Tensor:
@@ -792,7 +780,10 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
         insecure: bool = False,
     ) -> None:
         for name, value in (("utilization_alpha", utilization_alpha), ("jitter", jitter)):
-            check_fraction(name, value)
+            if not isinstance(value, Real):
+                raise TypeError(f"{name} is a number in [0, 1), got {value!r}")
+            if not 0 <= value < 1:
+                raise ValueError(f"{name} lies in [0, 1), got {value!r}")
         super().__init__(
             in_features,
             grid_size,

@@ -41,6 +41,7 @@ from anabranch.experts.server.scheduler import (
     join_padded,
     join_rows,
     make_mask,
+    rows_of,
     split_outputs,
     split_padded,
 )
@@ -508,8 +509,7 @@ class ExpertBackend:
         for task, entries in tasks:
             start = 0
             for entry in entries:
-                rows = slice(start, start + entry.rows)
-                its = [None if tensor is None else tensor[rows] for tensor in task.inputs[count:]]
+                its = rows_of(task.inputs[count:], start, entry.rows)
                 graphs.setdefault(id(entry.batch), []).append((entry, its))
                 start += entry.rows
         gradients: dict[int, list[Tensor | None]] = {}
@@ -520,13 +520,7 @@ class ExpertBackend:
         answers: dict[int, Sequence[Tensor | None]] = {}
         for task, entries in tasks:
             task.seen.changes = max(entry.batch.changes for entry in entries)
-            mine = [
-                [
-                    gradient if gradient is None else gradient[entry.start : entry.start + entry.rows]
-                    for gradient in gradients[id(entry.batch)]
-                ]
-                for entry in entries
-            ]
+            mine = [rows_of(gradients[id(entry.batch)], entry.start, entry.rows) for entry in entries]
             if self.schema.pads:  # such requests do not come together
                 mine[0] = list(map(cut, mine[0], self.schema.inputs, repeat(entries[0].length)))
             answers[id(task)] = mine[0] if len(mine) == 1 else join_rows(mine, [entry.rows for entry in entries])

@@ -41,7 +41,16 @@ from anabranch.experts import wire
 from anabranch.experts.directory import DirectoryLike, as_directory
 from anabranch.experts.server.backend import ExpertBackend
 from anabranch.experts.server.persistence import Persistence
-from anabranch.experts.server.scheduler import Apart, PoolStatistics, Runtime, StateSeen, Task, TaskPool, Unrepeatable
+from anabranch.experts.server.scheduler import (
+    Apart,
+    PoolStatistics,
+    Runtime,
+    StateSeen,
+    Task,
+    TaskPool,
+    Unrepeatable,
+    rows_of,
+)
 from anabranch.experts.server.sessions import Sessions, Step
 from anabranch.experts.wire import first_not_finite
 from anabranch.periodic import periodic
@@ -254,7 +263,7 @@ class ExpertVerbs:
                 _fail(call, outcome)
                 return
             if not rows:
-                outcome = [None if tensor is None else tensor[:0] for tensor in outcome]
+                outcome = rows_of(outcome, 0, 0)
             # A ticket in the answer is valid for a backward.
             valid = frozenset([part.ticket for part in parts if part.ticket in backend.kept] if keeps else ())
             sent = outcome if schema.gives_as_is else wire.to_wire(outcome, schema.output_specs)

@@ -720,6 +720,11 @@ def join_rows(requests: Sequence[Sequence[Tensor | None]], rows: Sequence[int]) 
     return joined
 
 
+def rows_of(tensors: Sequence[Tensor | None], start: int, rows: int) -> list[Tensor | None]:
+    """Return of each tensor the ``rows`` that begin at ``start``."""
+    return [None if tensor is None else tensor[start : start + rows] for tensor in tensors]
+
+
 def split_outputs(outputs: Sequence[Tensor | None], batch: Sequence[Task]) -> list[Sequence[Tensor | None]]:
     """Return the outputs of each task of a batch."""
     if len(batch) == 1:
@@ -758,7 +763,7 @@ def _split(task: Task, size: int, *, whole: bool = False) -> list[Task]:
     def part(start: int) -> Task:
         return msgspec.structs.replace(
             task,
-            inputs=[None if tensor is None else tensor[start : start + size] for tensor in task.inputs],
+            inputs=rows_of(task.inputs, start, size),
             rows=min(size, task.rows - start),
             finish=lambda outcome: finish(start, outcome),
             unwanted=lambda: bool(failed) or (not whole and task.unwanted()),

@@ -118,6 +118,33 @@ class Verb:
     quick: bool = False
 
 
+@dataclass(slots=True)
+class ServerStatistics:
+    """Counters of a server since it started, and its present load.
+
+    Attributes:
+        connections: open now.
+        calls: being served now.
+        bytes_in_flight: of those calls' requests, and of answers that clients have not read.
+        served: accepted requests that have ended.
+        refused: requests and connections that were rejected.
+        requests: accepted requests, by verb.
+        errors: answers that were errors, by kind.
+        bytes_received: of tensors.
+        bytes_sent: of tensors.
+    """
+
+    connections: int = 0
+    calls: int = 0
+    bytes_in_flight: int = 0
+    served: int = 0
+    refused: int = 0
+    requests: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    bytes_received: int = 0
+    bytes_sent: int = 0
+
+
 class Admitted(NamedTuple):
     """A request that may be served: its verb, what the check knows, and bytes of the budget for body and answer."""
 
@@ -144,8 +171,7 @@ class Admission:
         lock: of everything that is counted here.
         connections: all that are open.
         unknown: those that have not greeted.
-        calls: being served.
-        in_flight: bytes of the budget that are taken.
+        counts: all but the number of connections; ``bytes_in_flight`` are those of the budget that are taken.
         dropped: bytes of requests and answers freed because their clients have gone.
     """
 
@@ -173,9 +199,8 @@ class Admission:
         self.connections: dict[Connection, None] = {}
         self.unknown: dict[Connection, None] = {}
         self.draining = False
-        self.calls = self.in_flight = self.served = self.refused = self.received = self.sent = self.dropped = 0
-        self.requests: Counter[str] = Counter()
-        self.errors: Counter[str] = Counter()
+        self.counts = ServerStatistics()
+        self.dropped = 0
 
     def admit(self, peer: Peer, header: RequestHeader, nbytes: int) -> Admitted:
         """Admit a request with ``nbytes`` of tensors, if ``peer`` may ask it now; ``end_call`` frees its bytes."""
@@ -195,7 +220,7 @@ class Admission:
             if self.draining:
                 raise PeerLost("the server is shutting down")
             self.reserve(nbytes)
-            self.calls += 1
+            self.counts.calls += 1
         answer = 0
         try:
             checked = None if verb.check is None else verb.check(header)
@@ -205,29 +230,30 @@ class Admission:
         except BaseException:
             self.end_call(nbytes)
             raise
-        self.requests[verb.name] += 1
+        self.counts.requests[verb.name] += 1
         return Admitted(verb, checked, nbytes, answer)
 
     def end_call(self, nbytes: int) -> None:
         """Record that a call which has ``nbytes`` of the budget is over."""
         with self.lock:
-            self.calls -= 1
-            self.in_flight -= nbytes
+            self.counts.calls -= 1
+            self.counts.bytes_in_flight -= nbytes
 
     def reserve(self, nbytes: int) -> None:
         """Reserve ``nbytes`` for a request or an answer; ``Overloaded`` without room."""
         with self.lock:
-            if self.in_flight + nbytes > self._max_bytes and not self._make_room(nbytes):
+            if self.counts.bytes_in_flight + nbytes > self._max_bytes and not self._make_room(nbytes):
+                taken = self.counts.bytes_in_flight
                 raise Overloaded(
-                    f"no memory for a request or response of {nbytes} bytes: {self.in_flight} bytes of others are in "
-                    f"flight, also of responses to clients that do not read, and {self._max_bytes} are allowed"
+                    f"no memory for a request or response of {nbytes} bytes: {taken} bytes of others are in flight, "
+                    f"also of responses to clients that do not read, and {self._max_bytes} are allowed"
                 )
-            self.in_flight += nbytes
+            self.counts.bytes_in_flight += nbytes
 
     def release(self, nbytes: int) -> None:
         """Free the bytes of an answer that was sent, or that will not be read."""
         with self.lock:
-            self.in_flight -= nbytes
+            self.counts.bytes_in_flight -= nbytes
 
     def _make_room(self, nbytes: int) -> bool:
         """Cut off clients that do not read their answers, those first that have not for longest."""
@@ -235,15 +261,15 @@ class Admission:
         unread = [connection for connection in self.connections if connection.unread_for(now) >= _UNREAD]
         for connection in sorted(unread, key=lambda each: -each.unread_for(now)):
             connection.give_answer_up()
-            if self.in_flight + nbytes <= self._max_bytes:
+            if self.counts.bytes_in_flight + nbytes <= self._max_bytes:
                 return True
         return False
 
     def count(self, failure: FailureFrame, *, refused: bool = False) -> None:
         """Count an answer that was an error, or a request or connection that was refused."""
         with self.lock:
-            self.refused += refused
-            self.errors[failure.code] += 1
+            self.counts.refused += refused
+            self.counts.errors[failure.code] += 1
 
     def greeted(self, connection: Connection) -> None:
         """Register that ``connection`` has greeted, if there is room."""
@@ -344,9 +370,9 @@ class Call:
         elif self.once:
             admission.once.abandon(self.identity)
         with admission.lock:
-            admission.served += 1
-            admission.received += self._nbytes
-            admission.sent += answered
+            admission.counts.served += 1
+            admission.counts.bytes_received += self._nbytes
+            admission.counts.bytes_sent += answered
             admission.end_call(self._nbytes + self._room)
         if self._span:
             facts: dict[str, object] = {"peer": self.peer.name, "received_bytes": self._nbytes, "sent_bytes": answered}

@@ -26,10 +26,10 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 
@@ -40,7 +40,15 @@ from anabranch.record.spans import mark, open_spans
 from anabranch.transport.failures import note_failure
 from anabranch.transport.frame import Heartbeat, Limits, RequestHeader, encode
 from anabranch.transport.heap import give_memory_back
-from anabranch.transport.server.connection import ALONE, Admission, Call, Connection, OnceTable, Verb
+from anabranch.transport.server.connection import (
+    ALONE,
+    Admission,
+    Call,
+    Connection,
+    OnceTable,
+    ServerStatistics,
+    Verb,
+)
 from anabranch.transport.sockets import SocketTransport
 from anabranch.transport.streams import Listener, Transport
 
@@ -70,33 +78,6 @@ _ROUND = 0.002
 _AWAY = 0.1
 # Idle seconds after which a connection returns to the first loop and its thread ends.
 _REST = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class ServerStatistics:
-    """Counters of a server since it started, and its present load.
-
-    Attributes:
-        connections: open now.
-        calls: being served now.
-        bytes_in_flight: of the tensors of those calls.
-        served: accepted requests that have ended.
-        refused: requests and connections that were rejected.
-        requests: accepted requests, by verb.
-        errors: answers that were errors, by kind.
-        bytes_received: of tensors.
-        bytes_sent: of tensors.
-    """
-
-    connections: int
-    calls: int
-    bytes_in_flight: int
-    served: int
-    refused: int
-    requests: dict[str, int] = field(default_factory=dict)
-    errors: dict[str, int] = field(default_factory=dict)
-    bytes_received: int = 0
-    bytes_sent: int = 0
 
 
 class Server:
@@ -226,7 +207,7 @@ class Server:
         with admission.lock:
             admission.draining = True
         # Long answers are sent as fast as their clients read.
-        while admission.calls or any(map(Connection.busy, list(admission.connections))):
+        while admission.counts.calls or any(map(Connection.busy, list(admission.connections))):
             if until.expired() or self.closed:
                 return False
             self._stop.wait(timeout=_GLANCE)
@@ -260,19 +241,11 @@ class Server:
 
     def statistics(self) -> ServerStatistics:
         """Counters since the start, and the present load."""
-        now = self._admission
-        with now.lock:
-            return ServerStatistics(
-                len(now.connections),
-                now.calls,
-                now.in_flight,
-                now.served,
-                now.refused,
-                dict(now.requests),
-                dict(now.errors),
-                now.received,
-                now.sent,
-            )
+        admission = self._admission
+        with admission.lock:
+            now = admission.counts
+            requests, errors = Counter(now.requests), Counter(now.errors)
+            return replace(now, connections=len(admission.connections), requests=requests, errors=errors)
 
     def _status(self) -> dict[str, object]:
         counts = self.statistics()
