@@ -16,9 +16,10 @@ from anabranch.deadline import Deadline
 from anabranch.errors import NotFound, PeerLost, ProtocolError
 from anabranch.experts import wire
 from anabranch.experts.client.calls import ExpertCall
-from anabranch.experts.directory import DirectoryLike, ModuleClient, within
+from anabranch.experts.directory import DirectoryLike, within
 from anabranch.experts.wire import Schema
 from anabranch.transport import Answer, Client, Request
+from anabranch.transport.client import ModuleClient
 from anabranch.transport.failures import printable
 
 _log = logging.getLogger("anabranch.experts")

@@ -50,11 +50,12 @@ from anabranch.experts.client.calls import (
 )
 from anabranch.experts.client.finder import GONE, Choices, ExpertFinder, Phase, beam_search
 from anabranch.experts.client.remote_expert import RemoteModule
-from anabranch.experts.directory import Directory, DirectoryLike, ModuleClient, as_directory, within
+from anabranch.experts.directory import Directory, DirectoryLike, as_directory, within
 from anabranch.experts.wire import Nesting, Schema, outline, with_leading
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.transport import Client
 from anabranch.transport.announcements import check_prefix
+from anabranch.transport.client import ModuleClient
 from anabranch.transport.failures import printable
 
 _log = logging.getLogger("anabranch.experts")
