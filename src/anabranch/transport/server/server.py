@@ -271,7 +271,7 @@ class Server:
             try:
                 if loop.away(time.monotonic()):
                     # However long its handler takes, the other connections are read and answered.
-                    self._threads.append(loop.start())
+                    self._threads = [*filter(threading.Thread.is_alive, self._threads), loop.start()]
                 if self.healthy():
                     with admission.lock:
                         connections = list(admission.connections)
