@@ -82,7 +82,8 @@ def test_expired_entries_are_dropped_without_a_lookup() -> None:
     """Twenty thousand uids, each announced for a microsecond, were kept for good."""
     clock = FakeClock()
     directory = Directory(clock=clock)
-    table = directory._table
+    table = directory._memory
+    assert table is not None
     for number in range(20_000):
         directory.announce([f"e.{number}"], "unix:/x", ttl=1e-6)
         clock.advance(1.0)

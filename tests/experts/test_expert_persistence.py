@@ -100,6 +100,16 @@ def test_an_update_that_the_state_holds_is_not_applied_again_after_a_restart(tmp
         assert restarted.updates == 2
 
 
+def test_a_backward_without_rows_is_not_recorded_beside_those_of_the_devices_thread(tmp_path: Path) -> None:
+    """The thread that reads recorded it while the device's thread recorded another: that one's caller got an error."""
+    backend, x = make(), torch.ones(2, 4)
+    for served in (backend, make(seed=5)):
+        with ExpertServer([served], checkpoint_dir=tmp_path) as server:
+            assert push(server, backend, 0, x[:0]).payload == pack(wire.GradientsHeader([True], 0))
+            push(server, backend, 1, x)
+    assert served.updates == 1
+
+
 def test_a_checkpoint_of_another_module_is_refused(tmp_path: Path) -> None:
     with ExpertServer([make()], checkpoint_dir=tmp_path) as server:
         train(RemoteExpert("ffn.0", server.endpoint), 1, seed=0)

@@ -6,6 +6,7 @@ import copy
 import itertools
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -113,41 +114,38 @@ RAGGED = ("ffn.0.1", "ffn.0.2", "ffn.1.0", "ffn.1.1", "ffn.1.2", "ffn.2.2")
 
 
 @pytest.mark.parametrize(
-    ("sizes", "k", "missing"), [((5,), 2, ()), ((3, 4), 4, ()), ((2, 3, 2), 3, ()), ((3,), 8, ()), ((3, 3), 8, RAGGED)]
+    ("sizes", "k", "missing", "dead", "options"),
+    [
+        ((5,), 2, (), {}, {}),
+        ((3, 4), 4, (), {}, {}),
+        ((2, 3, 2), 3, (), {}, {}),
+        ((3,), 8, (), {}, {}),
+        ((3, 3), 8, RAGGED, {}, {}),
+        ((4,), 4, (), {"ffn.1": "RemoteError", "ffn.3": "NonFinite"}, {}),
+        ((4,), 1, (), {"ffn.2": "RemoteError"}, {"allow_zero_outputs": True}),  # zeros for rows without responders
+    ],
 )
-def test_a_mixture_is_the_manual_sum_in_outputs_and_gradients(
-    sizes: tuple[int, ...], k: int, missing: tuple[str, ...]
+def test_a_mixture_is_the_manual_sum_over_the_responders_in_outputs_and_gradients(
+    sizes: tuple[int, ...], k: int, missing: tuple[str, ...], dead: dict[str, str], options: dict[str, object]
 ) -> None:
     with grid(*sizes, missing=missing, servers=2) as (directory, experts, _):
-        moe = mixture(directory, sizes, k_best=k)
+        for uid, error in dead.items():
+            experts[uid].fault = RuntimeError("broken") if error == "RemoteError" else None
+            experts[uid].factor = float("nan")
+        moe = mixture(directory, sizes, k_best=k, **options)
         twin = copy.deepcopy(moe.gate)
-        x = torch.randn(9, 4, dtype=torch.float64)
+        x = torch.randn(30, 4, dtype=torch.float64)
         far, near = x.clone().requires_grad_(), x.clone().requires_grad_()
-        output, expected = moe(far), by_hand(twin, sizes, experts, near, k)
+        output, expected = moe(far), by_hand(twin, sizes, experts, near, k, dead=list(dead))
         assert close(output, expected)
+        assert (output == 0).all(dim=1).any() == bool(options)
         weights = torch.randn_like(output)
         (output * weights).sum().backward()
         (expected * weights).sum().backward()
         assert close(far.grad, near.grad)
+        assert moe.statistics().failed == Counter(dead.values())
         assert close(moe.gate.weight.grad, twin.weight.grad)
         assert close(moe.gate.bias.grad, twin.bias.grad)
-
-
-def test_failed_experts_are_left_out_of_the_sum_and_its_gradients() -> None:
-    with grid(4) as (directory, experts, _):
-        experts["ffn.1"].fault = RuntimeError("broken")
-        experts["ffn.3"].factor = float("nan")
-        moe = mixture(directory, (4,), k_best=4)
-        twin = copy.deepcopy(moe.gate)
-        x = torch.randn(6, 4, dtype=torch.float64)
-        far, near = x.clone().requires_grad_(), x.clone().requires_grad_()
-        output, expected = moe(far), by_hand(twin, (4,), experts, near, 4, dead=["ffn.1", "ffn.3"])
-        assert close(output, expected)
-        output.square().sum().backward()
-        expected.square().sum().backward()
-        assert close(far.grad, near.grad)
-        assert close(moe.gate.weight.grad, twin.weight.grad)
-        assert moe.statistics().failed == {"RemoteError": 1, "NonFinite": 1}
 
 
 def test_one_call_an_expert_however_many_rows() -> None:
@@ -159,23 +157,6 @@ def test_one_call_an_expert_however_many_rows() -> None:
         assert sum(statistics.rows.values()) == 32 * 4
         # Once forward; what the second run in backward adds is put back.
         assert all(expert.calls in (0, 1) for expert in experts.values())
-
-
-def test_rows_without_responders_are_zeros_where_that_is_allowed() -> None:
-    with grid(4) as (directory, experts, _):
-        moe = mixture(directory, (4,), k_best=1, allow_zero_outputs=True)
-        experts["ffn.2"].fault = RuntimeError("broken")
-        x = torch.randn(30, 4, dtype=torch.float64, requires_grad=True)
-        twin = copy.deepcopy(moe.gate)
-        near = x.detach().clone().requires_grad_()
-        output, expected = moe(x), by_hand(twin, (4,), experts, near, 1, dead=["ffn.2"])
-        assert (output == 0).all(dim=1).any()
-        assert close(output, expected)
-        output.sum().backward()
-        expected.sum().backward()
-        assert close(x.grad, near.grad)
-        assert moe.gate.weight.grad is not None
-        assert torch.isfinite(moe.gate.weight.grad).all()
 
 
 def test_stragglers_are_not_waited_for_once_every_row_has_its_answers() -> None:

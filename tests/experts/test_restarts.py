@@ -27,21 +27,13 @@ def backend() -> ExpertBackend:
     return ExpertBackend("ffn.0", nn.Linear(4, 4), args_schema=[TensorSpec(4)])
 
 
-def test_a_caller_outlives_its_servers_restart(tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
-    expert = RemoteExpert("ffn.0", f"unix:{tmp_path}/experts")
-    for _ in range(3):
-        with ExpertServer([backend()], listen=f"unix:{tmp_path}/experts"):
-            for _ in range(2):
-                expert(torch.ones(2, 4)).sum().backward()
-
-
 def test_the_schema_of_a_server_restarted_with_another_is_requested_again(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     endpoint = f"unix:{tmp_path}/experts"
     expert = RemoteExpert("ffn.0", endpoint)
-    with ExpertServer([backend()], listen=endpoint):
-        assert expert(torch.ones(2, 4)).shape == (2, 4)
+    for _ in range(2):
+        with ExpertServer([backend()], listen=endpoint):
+            expert(torch.ones(2, 4)).sum().backward()
     wider = ExpertBackend("ffn.0", nn.Linear(4, 6), args_schema=[TensorSpec(4)])
     with ExpertServer([wider], listen=endpoint):
         assert expert(torch.ones(2, 4)).shape == (2, 6)

@@ -1,4 +1,4 @@
-"""What a middlebox on plain TCP may do: repeat an answer or a request, or speak another protocol or version."""
+"""What a middlebox on plain TCP may do: repeat an answer or a request."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import cast
 import pytest
 import torch
 
-from anabranch.errors import ProtocolError
 from anabranch.testing import MemoryTransport
 from anabranch.transport import Call, Client, Request, RequestHeader, Server, Stream, Verb
 from anabranch.transport.frame import Header, Hello, ReplyHeader, encode, frame_size
-from frame_reading import Bytes, next_frame, wire_of
+from frame_reading import next_frame, wire_of
 from waiting import soon
 
 
@@ -107,17 +106,3 @@ def test_a_repeated_request_is_done_once_though_it_is_not_numbered_for_that(tmp_
 def read_frames(sock: socket.socket, count: int) -> list[Header]:
     wire = wire_of(sock)
     return [next_frame(wire).header for _ in range(count)]
-
-
-def test_bytes_of_another_protocol_are_rejected_before_a_whole_preamble_arrives() -> None:
-    with pytest.raises(ProtocolError, match="another protocol"):
-        next_frame(wire_of(Bytes(b"HTTP/1.1 400")))
-
-
-def test_another_version_is_refused_by_its_first_bytes() -> None:
-    """Every version has its number there; what follows may have another form."""
-    hello = bytearray(join(encode(Hello())))
-    hello[4] += 1
-    for length in (5, len(hello)):
-        with pytest.raises(ProtocolError, match="uses version 3 of the protocol, this side version 2; update one"):
-            next_frame(wire_of(Bytes(bytes(hello[:length]))))

@@ -143,7 +143,10 @@ def request_with(*tensors: TensorHeader) -> bytes:
     ("data", "says"),
     [
         (b"HTTP/1.1 200 OK\r\n" + bytes(20), "another protocol"),
-        (signed(5, b"\x91\x90", version=3), "version 3"),
+        (b"HTTP/1.1 400", "another protocol"),  # before a whole preamble has arrived
+        # Every version has its number there; what follows may have another form.
+        (signed(5, b"\x91\x90", version=3), "uses version 3 of the protocol, this side version 2; update one"),
+        (b"ANBR\x03", "version 3"),
         (signed(9, b""), "kind 9"),
         (signed(2, bytes((64 << 10) + 1)), "over the limit"),
         (signed(2, b"\xc1"), "does not decode"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 
 import pytest
 
@@ -16,7 +17,7 @@ from anabranch.transport import (
 )
 from anabranch.transport.frame import Hello, encode
 from anabranch.transport.server import server as drivers
-from waiting import soon
+from waiting import soon, wait_until
 
 GREETING = b"".join(encode(Hello()))
 
@@ -38,7 +39,8 @@ def test_arriving_requests_are_read_before_any_is_served_up_to_a_limit(
             # Is in the server's buffer before this one's handler returns.
             other.sendall(b"".join(encode(RequestHeader("take", "second", seconds=60.0))))
 
-    def round_over() -> None:
+    def round_over(*, one_of_many: bool) -> None:
+        assert not one_of_many
         if calls:
             order.append("round")
         while calls:
@@ -56,3 +58,21 @@ def test_arriving_requests_are_read_before_any_is_served_up_to_a_limit(
         asker.call(Request(server.endpoint, "take", "first"), soon())
         assert other.recv(1 << 16)
     assert order == expected
+
+
+def test_threads_that_were_replaced_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each round that took long left its thread in a list, for as long as the server ran."""
+    monkeypatch.setattr(drivers, "_AWAY", 0.0)
+    calls: list[Call] = []
+
+    def round_over(*, one_of_many: bool) -> None:
+        if calls:
+            call, mine = calls.pop(), threading.get_ident()
+            wait_until(lambda: server.loop is not None and server.loop.ident not in (None, mine))
+            call.reply()
+
+    with Server([Verb("take", calls.append, quick=True)], heartbeat=0.01, after_round=round_over) as server:
+        with Client() as client:
+            for _ in range(10):
+                client.call(Request(server.endpoint, "take"), soon())
+        assert len(server._threads) < 10

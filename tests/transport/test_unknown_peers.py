@@ -84,7 +84,7 @@ def test_who_has_not_greeted_has_ten_seconds_however_it_drips() -> None:
         (connection,) = server._admission.connections
         began = connection._began
         peers[0].sendall(b"".join(bytes(part) for part in encode(Hello()))[:10])
-        wait_until(lambda: connection._progress > began)
+        wait_until(lambda: connection.progress > began)
         assert not connection.overdue(began + 9.9)
         assert connection.overdue(began + 10.1)
 

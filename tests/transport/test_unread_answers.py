@@ -160,7 +160,7 @@ def test_an_answer_without_room_is_not_made() -> None:
         wait_until(lambda: server.statistics().connections == 1)
         for _ in range(3):
             assert float(client.call(Request(server.endpoint, "large"), soon()).tensors[0].sum()) == NUMBERS
-        wait_until(lambda: server._admission.in_flight == 0)
+        wait_until(lambda: server.statistics().bytes_in_flight == 0)
 
 
 @pytest.mark.parametrize("end", ["error", "leaves"])
@@ -169,13 +169,13 @@ def test_room_is_free_again_if_no_answer_comes(end: str) -> None:
     verb = Verb("large", calls.append, lambda header: Checked(answer_bytes=NBYTES), quick=True)
     with Server([verb]) as server, asker(server) as sock:
         wait_until(lambda: len(calls) == 1)
-        assert server._admission.in_flight == NBYTES
+        assert server.statistics().bytes_in_flight == NBYTES
         if end == "error":
             calls[0].fail(ValueError("no"))
         else:
             sock.close()
             wait_until(calls[0].drop)
-        wait_until(lambda: server._admission.in_flight == 0)
+        wait_until(lambda: server.statistics().bytes_in_flight == 0)
 
 
 def test_memory_of_unread_answers_is_returned_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:

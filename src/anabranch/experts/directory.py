@@ -10,6 +10,7 @@ and those of servers that serve every job.
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import time
@@ -36,7 +37,7 @@ from anabranch.transport.announcements import (
     prefixes_of,
 )
 from anabranch.transport.certificates import EVERY_JOB, resolve_keys
-from anabranch.transport.client import ClientOptions
+from anabranch.transport.client import ModuleClient
 from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint
 from anabranch.transport.redis_directory import RedisDirectory, is_redis_url, shown_url
 
@@ -64,6 +65,10 @@ class _Table:
         self._entries: dict[str, _Entry] = {}
         self._below: dict[str, dict[int, set[str]]] = {}
         self._sweep_at = _FEW
+
+    def __reduce__(self) -> tuple[Callable[[str], _Table | None], tuple[str]]:
+        _pickled[self.token] = self
+        return _unpickled, (self.token,)
 
     def announce(self, uids: Iterable[str], endpoint: str, ttl: float, owner: str | None = None) -> None:
         check_ttl(ttl)
@@ -142,7 +147,11 @@ class _Table:
 
 
 _pickled: weakref.WeakValueDictionary[str, _Table] = weakref.WeakValueDictionary()
-"""The tables of directories that were pickled in this process: unpickled here they are the same."""
+"""The tables that were pickled in this process: unpickled here they are the same."""
+
+
+def _unpickled(token: str) -> _Table | None:
+    return _pickled.get(token)
 
 
 class Directory:
@@ -192,7 +201,7 @@ class Directory:
         self.endpoint = endpoint
         self._timeout = timeout
         self._within: Deadline | None = None
-        self._memory: _Table | None = _Table(clock)
+        self._memory = _Table(clock) if endpoint is None else None
         self._module_client = (
             None if endpoint is None else ModuleClient(client, role=role, keys=keys, insecure=insecure)
         )
@@ -204,29 +213,13 @@ class Directory:
 
     def within(self, deadline: Deadline) -> Directory:
         """Return the same directory, with every wait ended by ``deadline``."""
-        same = Directory.__new__(type(self))
-        same.__dict__.update(self.__dict__)
+        same = copy.copy(self)
         same._within = deadline
         return same
 
     def __deepcopy__(self, memo: dict[int, object]) -> Directory:
         # A copied model calls the same experts.
         return self
-
-    def __reduce__(self) -> tuple[Callable[..., Directory], tuple[object, ...]]:
-        if self._memory is not None:
-            _pickled[self._memory.token] = self._memory
-        token = None if self._memory is None else self._memory.token
-        return _unpickled, (self.endpoint, self._timeout, self._module_client, token)
-
-    @property
-    def _table(self) -> _Table:
-        if self._memory is None:
-            raise ValueError(
-                "this directory was in the memory of the process that pickled it; create experts and mixtures that go "
-                "to other processes with the endpoint of a DirectoryServer"
-            )
-        return self._memory
 
     def announce(self, uids: Iterable[str], endpoint: str, ttl: float) -> None:
         """Announce that ``endpoint`` serves ``uids`` for the next ``ttl`` seconds; a later announcement of a uid
@@ -261,21 +254,18 @@ class Directory:
 
     def _ask(self, verb: str, *question: object, answer: Any = None) -> Any:
         """Return what the table, or the server, answers, of the type ``answer``."""
-        if self.endpoint is None:
-            return getattr(self._table, verb)(*question)
-        assert self._module_client is not None
+        if self._module_client is None or self.endpoint is None:
+            if self._memory is None:
+                raise ValueError(
+                    "this directory was in the memory of the process that pickled it; create experts and mixtures that "
+                    "go to other processes with the endpoint of a DirectoryServer"
+                )
+            return getattr(self._memory, verb)(*question)
         whole = self._within
         deadline = Deadline.after(self._timeout) if whole is None else whole.sooner(self._timeout)
         payload = pack(question[0] if len(question) == 1 else question)
         request = Request(self.endpoint, f"directory.{verb}", payload=payload, role="directory")
         return unpack(self._module_client.client.call(request, deadline).payload, answer)
-
-
-def _unpickled(endpoint: str | None, timeout: float, module_client: ModuleClient | None, token: str) -> Directory:
-    directory = Directory.__new__(Directory)
-    directory.__dict__.update(endpoint=endpoint, _timeout=timeout, _within=None, _module_client=module_client)
-    directory._memory = _pickled.get(token)
-    return directory
 
 
 def as_directory(directory: DirectoryLike | str, **client: object) -> DirectoryLike:
@@ -395,10 +385,8 @@ class _DirectoryVerbs:
 
     def _lookup(self, call: Call) -> None:
         uids = unpack(call.payload, list[str])
-        endpoints: dict[str, str] = {}
-        for table in self._seen_by(call.peer):
-            endpoints |= table.lookup(uids)
-        call.reply(payload=pack(endpoints))
+        endpoints = [table.lookup(uids) for table in self._seen_by(call.peer)]
+        call.reply(payload=pack(endpoints[0] | endpoints[-1]))
 
     def _active(self, call: Call) -> None:
         prefixes = unpack(call.payload, list[str])
@@ -422,84 +410,3 @@ class _DirectoryVerbs:
         every = self.tables[EVERY_JOB]
         own = self.tables.get(peer.job or EVERY_JOB, every)
         return [every] if own is every else [every, own]
-
-
-# --- one client for all modules of a process with the same role, so that they share connections
-#
-# A module holds a ``ModuleClient``, not a client: it pickles as the arguments of the client, and creates it at the
-# first use, also in a forked child, which must not use its parent's connections.
-
-_clients: weakref.WeakValueDictionary[ClientOptions, Client] = weakref.WeakValueDictionary()
-_making = threading.Lock()
-
-
-def shared_client(options: ClientOptions) -> Client:
-    """Return this process's client of these options; its connections close when its last user closes it."""
-    with _making:
-        client = _clients.get(options)
-        if client is None:
-            client = _clients[options] = options.make()
-        return client
-
-
-class ModuleClient:
-    """The client of a module, recreated in another process.
-
-    Args:
-        client: the client that the user gave, if any; a pickled module gets a new one with the same options.
-        role: of the shared client used otherwise, with ``keys``, ``insecure`` and ``retries``.
-
-    Raises:
-        ValueError: keys that are missing or damaged.
-    """
-
-    def __init__(
-        self,
-        client: Client | None = None,
-        *,
-        role: str = "worker",
-        keys: str | os.PathLike[str] | None = None,
-        insecure: bool = False,
-        retries: int = 8,
-    ) -> None:
-        self._shared = client is None
-        self._options: ClientOptions | None = None  # of the user's own, once it is pickled
-        if client is None:
-            folder = None if keys is None else os.fspath(keys)
-            self._options = ClientOptions(role, folder, insecure, heartbeat=1.0, retries=retries)
-            client = shared_client(self._options)
-        self._client: Client | None = client
-
-    @property
-    def client(self) -> Client:
-        """The client of this process."""
-        client = self._client
-        if client is None or client.forked:
-            # Without a lock that a thread of the parent may have held.
-            options = self._its_options()
-            client = self._client = shared_client(options) if self._shared else options.make()
-        return client
-
-    def _its_options(self) -> ClientOptions:
-        if self._options is None:
-            assert self._client is not None
-            return self._client.options
-        return self._options
-
-    def __deepcopy__(self, memo: dict[int, object]) -> ModuleClient:
-        # Copying a model copies no connection.
-        return self
-
-    def __getstate__(self) -> dict[str, object]:
-        # Created at the first use: where a model is only loaded, there may be no keys.
-        return {"_shared": self._shared, "_options": self._its_options(), "_client": None}
-
-
-def _forget_in_child() -> None:
-    """Forget the client in a forked child: a module made there gets a client of the child."""
-    global _making
-    _making = threading.Lock()
-    _clients.clear()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)

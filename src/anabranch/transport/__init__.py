@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from anabranch.transport.certificates import make_keys
     from anabranch.transport.client import Answer, Client, Outcome, Request
     from anabranch.transport.frame import Limits, RequestHeader, TensorHeader, allocate, pack, unpack
-    from anabranch.transport.server.connection import Call, Checked, Verb
-    from anabranch.transport.server.server import Server, ServerStatistics
+    from anabranch.transport.server.connection import Call, Checked, ServerStatistics, Verb
+    from anabranch.transport.server.server import Server
     from anabranch.transport.sockets import MemoryTransport, SocketTransport
     from anabranch.transport.streams import Listener, Peer, Stream, Transport
 

@@ -27,7 +27,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import filterfalse, repeat
 from operator import attrgetter
 from typing import TypeAlias
@@ -116,12 +116,6 @@ class ClientOptions:
     heartbeat: float
     retries: int
 
-    def make(self) -> Client:
-        """Create another client with the same arguments."""
-        return Client(
-            role=self.role, keys=self.keys, insecure=self.insecure, heartbeat=self.heartbeat, retries=self.retries
-        )
-
 
 class Client:
     """Sends requests to servers; safe to share between threads, each of which sends and receives its own requests.
@@ -167,8 +161,9 @@ class Client:
         retries: int = 8,
     ) -> None:
         self._transport = transport if transport is not None else SocketTransport(role, keys=keys, insecure=insecure)
-        self._options = ClientOptions(role, None if keys is None else os.fspath(keys), insecure, heartbeat, retries)
-        self._plain = transport is None
+        self._options: ClientOptions | None = None
+        if transport is None:
+            self._options = ClientOptions(role, None if keys is None else os.fspath(keys), insecure, heartbeat, retries)
         self._heartbeat = heartbeat
         self._retries = retries
         self._limits = Limits()
@@ -195,7 +190,7 @@ class Client:
         Raises:
             TypeError: its transport belongs to this process.
         """
-        if not self._plain:
+        if self._options is None:
             raise TypeError(
                 f"a Client with {type(self._transport).__name__} cannot leave its process, and so "
                 "neither can a module that uses it; leave out client=, or give a client over sockets"
@@ -377,9 +372,15 @@ def _close_idle(idle: dict[str, list[_Channel]]) -> None:
 
 
 _clients: weakref.WeakSet[Client] = weakref.WeakSet()
+_shared: weakref.WeakValueDictionary[ClientOptions, Client] = weakref.WeakValueDictionary()
+_making = threading.Lock()
 
 
 def _reset_clients_after_fork() -> None:
+    """Reset those of the parent; a module made in the child gets a client of the child."""
+    global _making
+    _making = threading.Lock()
+    _shared.clear()
     for client in list(_clients):
         client._after_fork()
 
@@ -727,3 +728,69 @@ def _nbytes(tensors: Sequence[Tensor], payload: bytes) -> int:
 def _wait_for(exchanges: Sequence[_Exchange]) -> dict[str, object]:
     peer = ", ".join(sorted({exchange.request.endpoint for exchange in exchanges}))
     return {"peer": peer, "operation": exchanges[0].operation()}
+
+
+# --- one client for all modules of a process with the same role, so that they share connections
+#
+# A module holds a ``ModuleClient``, not a client: it pickles as the arguments of the client, and creates it at the
+# first use, also in a forked child, which must not use its parent's connections.
+
+
+def shared_client(options: ClientOptions) -> Client:
+    """Return this process's client of these options; its connections close when its last user closes it."""
+    with _making:
+        client = _shared.get(options)
+        if client is None:
+            client = _shared[options] = Client(**asdict(options))
+        return client
+
+
+class ModuleClient:
+    """The client of a module, recreated in another process.
+
+    Args:
+        client: the client that the user gave, if any; a pickled module gets this process's shared one of its options.
+        role: of the shared client used otherwise, with ``keys``, ``insecure`` and ``retries``.
+
+    Raises:
+        ValueError: keys that are missing or damaged.
+    """
+
+    def __init__(
+        self,
+        client: Client | None = None,
+        *,
+        role: str = "worker",
+        keys: str | os.PathLike[str] | None = None,
+        insecure: bool = False,
+        retries: int = 8,
+    ) -> None:
+        self._options: ClientOptions | None = None  # of the user's own, once it is pickled
+        if client is None:
+            folder = None if keys is None else os.fspath(keys)
+            self._options = ClientOptions(role, folder, insecure, heartbeat=1.0, retries=retries)
+            client = shared_client(self._options)
+        self._client: Client | None = client
+
+    @property
+    def client(self) -> Client:
+        """The client of this process."""
+        client = self._client
+        if client is None or client.forked:
+            # Without a lock that a thread of the parent may have held.
+            client = self._client = shared_client(self._its_options())
+        return client
+
+    def _its_options(self) -> ClientOptions:
+        if self._options is None:
+            assert self._client is not None
+            return self._client.options
+        return self._options
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ModuleClient:
+        # Copying a model copies no connection.
+        return self
+
+    def __getstate__(self) -> dict[str, object]:
+        # Created at the first use: where a model is only loaded, there may be no keys.
+        return {"_options": self._its_options(), "_client": None}

@@ -278,7 +278,7 @@ class SocketTransport:
             sock.close()
             claim.release()
             raise
-        return SocketListener(sock, f"unix:{claim.path}", None, _same_user(claim.owner), claim.release)
+        return SocketListener(sock, f"unix:{claim.path}", None, _of_users(claim.owner), claim.release)
 
     def _listen_tcp(self, endpoint: TcpEndpoint) -> SocketListener:
         host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
@@ -303,14 +303,16 @@ class SocketTransport:
         parsed = parse_endpoint(endpoint)
         if isinstance(parsed, UnixEndpoint):
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            recognise = _trusted(_trusted_users())
+            # Root can read this process's memory anyway.
+            recognise = _of_users(os.geteuid(), 0)
             return SocketStream(sock, None, recognise, endpoint, connecting=True).connect(str(parsed.path))
         self._check_tcp(endpoint)
         try:
             addresses = socket.getaddrinfo(parsed.host, parsed.port, type=socket.SOCK_STREAM)
         except socket.gaierror as error:
             raise ConnectionRefusedError(f"{parsed.host} has no address: {error}") from None
-        family, _, _, _, address = addresses[0]
+        # A server at a name listens on its IPv4 address, where it has one; resolvers may put the other first.
+        family, _, _, _, address = min(addresses, key=lambda each: each[0] != socket.AF_INET)
         sock = socket.socket(family, socket.SOCK_STREAM)
         return SocketStream(sock, self._client_context, self._certified, endpoint, connecting=True).connect(address)
 
@@ -326,29 +328,14 @@ def _nothing() -> None:
     """Release nothing: a port is free again once its socket is closed."""
 
 
-def _same_user(owner: int) -> Recognise:
+def _of_users(*users: int) -> Recognise:
+    """Identify peers on a Unix socket that run as one of ``users``."""
+
     def recognise(sock: socket.socket) -> Peer:
         process, user = credentials(sock)
-        if user != owner:
-            raise Unauthorized(f"user {user} does not own the socket's directory, user {owner} does")
-        return Peer(f"process {process}")
-
-    return recognise
-
-
-def _trusted_users() -> frozenset[int]:
-    """Return the users that may serve a Unix socket to this process: its own, and root, who can read its memory
-    anyway.
-    """
-    return frozenset({os.geteuid(), 0})
-
-
-def _trusted(users: frozenset[int]) -> Recognise:
-    def recognise(sock: socket.socket) -> Peer:
-        _, user = credentials(sock)
         if user not in users:
-            raise Unauthorized(f"user {user} serves this socket, not this process's user {os.geteuid()}")
-        return Peer("this host")
+            raise Unauthorized(f"user {user} is at the other end of the socket, not user {users[0]}")
+        return Peer(f"process {process}")
 
     return recognise
 

@@ -16,9 +16,10 @@ from anabranch.deadline import Deadline
 from anabranch.errors import NotFound, PeerLost, ProtocolError
 from anabranch.experts import wire
 from anabranch.experts.client.calls import ExpertCall
-from anabranch.experts.directory import DirectoryLike, ModuleClient, within
+from anabranch.experts.directory import DirectoryLike, within
 from anabranch.experts.wire import Schema
 from anabranch.transport import Answer, Client, Request
+from anabranch.transport.client import ModuleClient
 from anabranch.transport.failures import printable
 
 _log = logging.getLogger("anabranch.experts")
@@ -43,19 +44,20 @@ class FailureBackoff:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._failures: dict[tuple[str, Phase], int] = {}
-        self._until: dict[tuple[str, Phase], float] = {}
+        # Failures in a row, and the moment until which the expert is avoided.
+        self._failures: dict[tuple[str, Phase], tuple[int, float]] = {}
         self._lock = threading.Lock()
 
     def failed(self, uid: str, phase: Phase = "forward", *, seconds: float = 0.0) -> None:
         """Count a failure of ``uid``: no answer, or an invalid one, after so many ``seconds``."""
         key = uid, phase
         with self._lock:
-            failures = self._failures[key] = self._failures.get(key, 0) + 1
-            if failures >= _PATIENCE or phase == "form":
+            failures, until = self._failures.get(key, (0, 0.0))
+            if failures + 1 >= _PATIENCE or phase == "form":
                 longest = max(_LONGEST_BREAK, 10 * seconds)
-                pause = max(_SHORTEST_BREAK, seconds) * 2 ** max(failures - _PATIENCE, 0)
-                self._until[key] = self._clock() + min(pause, longest)
+                pause = max(_SHORTEST_BREAK, seconds) * 2 ** max(failures + 1 - _PATIENCE, 0)
+                until = self._clock() + min(pause, longest)
+            self._failures[key] = failures + 1, until
 
     def answered(self, uid: str, phase: Phase = "forward") -> None:
         """Clear the failures of ``uid`` in ``phase``; a forward in time also those of a straggler."""
@@ -63,13 +65,12 @@ class FailureBackoff:
             cleared: tuple[Phase, ...] = (phase, "cut off", "form") if phase == "forward" else (phase,)
             for one in cleared:
                 self._failures.pop((uid, one), None)
-                self._until.pop((uid, one), None)
 
     def now(self) -> set[str]:
         """Return the uids that are avoided now."""
         with self._lock:
             now = self._clock()
-            return {uid for (uid, _), until in self._until.items() if until > now}
+            return {uid for (uid, _), (_, until) in self._failures.items() if until > now}
 
 
 class ExpertFinder:

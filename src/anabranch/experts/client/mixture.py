@@ -50,11 +50,12 @@ from anabranch.experts.client.calls import (
 )
 from anabranch.experts.client.finder import GONE, Choices, ExpertFinder, Phase, beam_search
 from anabranch.experts.client.remote_expert import RemoteModule
-from anabranch.experts.directory import Directory, DirectoryLike, ModuleClient, as_directory, within
+from anabranch.experts.directory import Directory, DirectoryLike, as_directory, within
 from anabranch.experts.wire import Nesting, Schema, outline, with_leading
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.transport import Client
 from anabranch.transport.announcements import check_prefix
+from anabranch.transport.client import ModuleClient
 from anabranch.transport.failures import printable
 
 _log = logging.getLogger("anabranch.experts")
@@ -556,11 +557,7 @@ class RemoteMixtureOfExperts(RemoteModule):
             outputs = [its[number] for its in forward.answers.values() if its is not None]
             parts = [tensor for tensor in outputs if tensor is not None]
             if spec.varying and not parts:
-                raise BoundaryError(
-                    f"no expert answered, so the sizes of their outputs, {spec.describe()}, are not known",
-                    peer="experts",
-                    operation="mixture",
-                )
+                raise self._no_form(forward.deadline)
             sizes = spec.sizes_of(parts[0].shape) if spec.varying else ()
             joined = torch.cat([*parts, spec.zeros(1, sizes, device=device)])
             assert len(joined) == count + 1
@@ -638,7 +635,7 @@ class RemoteMixtureOfExperts(RemoteModule):
 
     def _no_form(self, deadline: Deadline) -> BoundaryError:
         return BoundaryError(
-            f"no expert has answered yet, so the shape of their outputs is not known ({self._nobody()})",
+            f"no expert has answered, so the shape of their outputs is not known ({self._nobody()})",
             peer="experts",
             operation="mixture",
             elapsed=deadline.elapsed(),
@@ -667,14 +664,6 @@ def scores_of(scores: Sequence[Tensor], choices: Choices) -> Tensor:
     """Of shape (rows, k): the sums of the chosen coordinates' scores, with their gradients."""
     coordinates = torch.from_numpy(choices.coordinates).to(scores[0].device)
     return torch.stack([grid.gather(1, coordinates[:, :, dimension]) for dimension, grid in enumerate(scores)]).sum(0)
-
-
-def check_fraction(name: str, value: float) -> None:
-    """Raise ``TypeError`` or ``ValueError`` unless ``value`` is a number in [0, 1)."""
-    if not isinstance(value, Real):
-        raise TypeError(f"{name} is a number in [0, 1), got {value!r}")
-    if not 0 <= value < 1:
-        raise ValueError(f"{name} lies in [0, 1), got {value!r}")
 
 
 def _select(tensor: Tensor, rows: Rows) -> Tensor:
@@ -792,7 +781,10 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
         insecure: bool = False,
     ) -> None:
         for name, value in (("utilization_alpha", utilization_alpha), ("jitter", jitter)):
-            check_fraction(name, value)
+            if not isinstance(value, Real):
+                raise TypeError(f"{name} is a number in [0, 1), got {value!r}")
+            if not 0 <= value < 1:
+                raise ValueError(f"{name} lies in [0, 1), got {value!r}")
         super().__init__(
             in_features,
             grid_size,

@@ -29,13 +29,14 @@ from anabranch.experts.client.calls import (
     output_forms,
     sample_forms,
 )
-from anabranch.experts.directory import DirectoryLike, ModuleClient, within
+from anabranch.experts.directory import DirectoryLike, within
 from anabranch.experts.server.backend import ExpertInfo, info_of
 from anabranch.experts.wire import RowInputs, Schema, with_leading
 from anabranch.record.spans import mark
 from anabranch.tensors import Structure
 from anabranch.transport import Client, Request, pack
 from anabranch.transport.announcements import check_uid
+from anabranch.transport.client import ModuleClient
 
 _CURE = (
     "leave it out of what sums, counts, copies or averages parameters (`if not name.endswith('weights_there')`); "

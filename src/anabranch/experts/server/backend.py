@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import repeat
 from operator import attrgetter
 from typing import Literal, TypedDict, cast
 
@@ -39,8 +40,8 @@ from anabranch.experts.server.scheduler import (
     cut,
     join_padded,
     join_rows,
-    join_tasks,
     make_mask,
+    rows_of,
     split_outputs,
     split_padded,
 )
@@ -363,30 +364,53 @@ class ExpertBackend:
         return outputs if self.device.type == "cpu" else list(map(_here, outputs))
 
     def _run_backward(self, batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
-        """Return the gradients of each task's inputs, in the mode of their callers, and update the parameters."""
+        """Return the gradients of each task's inputs, in the mode of their callers, and update the parameters: through
+        kept graphs for tasks with tickets, by recomputation for the others.
+
+        Without updates the parameters' gradients are discarded, and the graphs stay for a backward that has them.
+        """
         if self.device.type != "cpu":
             self._bring(batch)
         changes = self._count_changes()
-        answers: Sequence[Sequence[Tensor | None]]
-        tickets = 0
+        plain: list[Task] = []
+        resumed: list[tuple[Task, list[KeptRows]]] = []
+        tickets: list[bytes] = []
         for task in batch:
             task.seen.changes = max(task.seen.changes, changes)
-            tickets += bool(task.tickets)
+            if task.tickets:
+                tickets += [ticket for _, ticket in task.tickets]
+                resumed.append((task, self._find_kept(task)))
+            else:
+                plain.append(task)
+        if len(set(tickets)) < len(tickets):
+            # The tasks then run one by one, and the first of the two finds the activations.
+            raise ActivationsGone(f"{self.uid} keeps activations for one backward only; send the inputs again")
+        answers: dict[int, Sequence[Tensor | None]] = {}
+        moved = False
         try:
-            with _evaluating(self.module) if batch[0].evaluating else _as_it_is:
-                if tickets < len(batch):
+            with _evaluating(self.module) if batch[0].evaluating else _as_it_is, self._gradients.of_batch():
+                if plain:
                     self._refuse_another_mask()
-                if not batch[0].updates or tickets:
-                    answers = self._backward_tasks(batch, updates=batch[0].updates)
-                elif len(batch) == 1 and not self.schema.pads:
-                    answers = [self.backward(*batch[0].inputs)]
-                else:
-                    with self._with_mask(batch) if self.schema.pads else _as_it_is:
-                        answers = self._split(self.backward(*self._join(batch)), batch, gradients=True)
-            return answers if self.device.type == "cpu" else list(map(_here, answers))
+                    with self._with_mask(plain) if self.schema.pads else _as_it_is:
+                        gradients, moved = self._recompute(self._join(plain))
+                    answers |= zip(map(id, plain), self._split(gradients, plain, gradients=True), strict=True)
+                if resumed:
+                    gradients_kept, moved_kept = self._backward_kept(resumed)
+                    answers |= gradients_kept
+                    moved |= moved_kept
+                    self._check_gradients(
+                        [output for _, entries in resumed for entry in entries for output in entry.batch.outputs]
+                    )
+                if batch[0].updates:
+                    for ticket in tickets:
+                        self.kept.drop(ticket)
+                    if moved:
+                        self._update()
         finally:
             # The update has been counted, and the rest of the state is what it was.
             self._marks = self._state.marks()
+        each = list(map(answers.__getitem__, map(id, batch)))
+        return each if self.device.type == "cpu" else list(map(_here, each))
 
     def _bring(self, batch: Sequence[Task]) -> None:
         """Copy a batch's tensors to the device before they are joined: from pinned memory without a wait."""
@@ -405,10 +429,11 @@ class ExpertBackend:
         """Return the inputs of a batch, and the gradients of its outputs if it is a backward's."""
         if len(batch) == 1:
             return batch[0].inputs
-        if not self.schema.pads:
-            return join_tasks(batch)
-        specs = [*self.schema.inputs, *self.schema.output_specs]
-        return join_tasks(batch, join_padded(batch, specs[: len(batch[0].inputs)]))
+        inputs: Sequence[Sequence[Tensor | None]] = [task.inputs for task in batch]
+        if self.schema.pads:
+            specs = [*self.schema.inputs, *self.schema.output_specs]
+            inputs = join_padded(batch, specs[: len(batch[0].inputs)])
+        return join_rows(inputs, [task.rows for task in batch])
 
     def _split(
         self, tensors: Sequence[Tensor | None], batch: Sequence[Task], *, gradients: bool = False
@@ -449,39 +474,6 @@ class ExpertBackend:
             start += task.rows
         return self._split([None if output is None else output.detach() for output in outputs], batch)
 
-    def _backward_tasks(self, batch: Sequence[Task], *, updates: bool) -> list[Sequence[Tensor | None]]:
-        """Return a backward through kept graphs for tasks with tickets, and by recomputation for the others.
-
-        Without ``updates`` the parameters' gradients are discarded, and the graphs stay for a backward that has them.
-        """
-        plain = [task for task in batch if not task.tickets]
-        tickets = [ticket for task in batch for _, ticket in task.tickets]
-        if len(set(tickets)) < len(tickets):
-            # The tasks then run one by one, and the first of the two finds the activations.
-            raise ActivationsGone(f"{self.uid} keeps activations for one backward only; send the inputs again")
-        resumed = [(task, self._find_kept(task)) for task in batch if task.tickets]
-        answers: dict[int, Sequence[Tensor | None]] = {}
-        moved = False
-        with self._gradients.of_batch():
-            if plain:
-                with self._with_mask(plain) if self.schema.pads else _as_it_is:
-                    gradients, moved = self._recompute(self._join(plain))
-                split = self._split(gradients, plain, gradients=True)
-                answers = {id(task): mine for task, mine in zip(plain, split, strict=True)}
-            if resumed:
-                gradients_kept, moved_kept = self._backward_kept(resumed)
-                answers |= gradients_kept
-                moved |= moved_kept
-                self._check_gradients(
-                    [output for _, entries in resumed for entry in entries for output in entry.batch.outputs]
-                )
-            if updates:
-                for ticket in tickets:
-                    self.kept.drop(ticket)
-                if moved:
-                    self._update()
-        return [answers[id(task)] for task in batch]
-
     def _refuse_another_mask(self) -> None:
         """Raise ``ValueError`` where forward would draw another mask of dropout than the one of the output."""
         for name, layer in self.module.named_modules():
@@ -517,8 +509,7 @@ class ExpertBackend:
         for task, entries in tasks:
             start = 0
             for entry in entries:
-                rows = slice(start, start + entry.rows)
-                its = [None if tensor is None else tensor[rows] for tensor in task.inputs[count:]]
+                its = rows_of(task.inputs[count:], start, entry.rows)
                 graphs.setdefault(id(entry.batch), []).append((entry, its))
                 start += entry.rows
         gradients: dict[int, list[Tensor | None]] = {}
@@ -529,18 +520,9 @@ class ExpertBackend:
         answers: dict[int, Sequence[Tensor | None]] = {}
         for task, entries in tasks:
             task.seen.changes = max(entry.batch.changes for entry in entries)
-            mine = [
-                [
-                    gradient if gradient is None else gradient[entry.start : entry.start + entry.rows]
-                    for gradient in gradients[id(entry.batch)]
-                ]
-                for entry in entries
-            ]
+            mine = [rows_of(gradients[id(entry.batch)], entry.start, entry.rows) for entry in entries]
             if self.schema.pads:  # such requests do not come together
-                mine[0] = [
-                    gradient if gradient is None or spec is None else cut(gradient, spec, entries[0].length)
-                    for gradient, spec in zip(mine[0], self.schema.inputs, strict=True)
-                ]
+                mine[0] = list(map(cut, mine[0], self.schema.inputs, repeat(entries[0].length)))
             answers[id(task)] = mine[0] if len(mine) == 1 else join_rows(mine, [entry.rows for entry in entries])
         return answers, moved
 

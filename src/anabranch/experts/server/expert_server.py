@@ -13,7 +13,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,7 +41,16 @@ from anabranch.experts import wire
 from anabranch.experts.directory import DirectoryLike, as_directory
 from anabranch.experts.server.backend import ExpertBackend
 from anabranch.experts.server.persistence import Persistence
-from anabranch.experts.server.scheduler import Apart, PoolStatistics, Runtime, StateSeen, Task, TaskPool, Unrepeatable
+from anabranch.experts.server.scheduler import (
+    Apart,
+    PoolStatistics,
+    Runtime,
+    StateSeen,
+    Task,
+    TaskPool,
+    Unrepeatable,
+    rows_of,
+)
 from anabranch.experts.server.sessions import Sessions, Step
 from anabranch.experts.wire import first_not_finite
 from anabranch.periodic import periodic
@@ -100,6 +108,13 @@ class ExpertServerStatistics:
     session_bytes: int = 0
 
 
+class _Round(threading.local):
+    """The tasks of the requests that a thread has read, by pool."""
+
+    def __init__(self) -> None:
+        self.tasks: dict[TaskPool, list[Task]] = {}
+
+
 class ExpertVerbs:
     """Answers requests for some experts, and runs them.
 
@@ -111,7 +126,6 @@ class ExpertVerbs:
         runtimes: the threads of the devices.
         not_finite: requests refused for NaN or Inf, by peer.
         persistence: records what was applied to an expert, with its state.
-        server: answers through it.
     """
 
     def __init__(self, backends: Mapping[str, ExpertBackend], sessions: Sessions) -> None:
@@ -121,9 +135,7 @@ class ExpertVerbs:
         self.persistence: Persistence | None = None
         self._sessions = sessions
         self._step_numbers = count()
-        self._round = threading.local()
-        # The server holds these verbs, so they do not hold it.
-        self.server: weakref.ref[Server] | None = None
+        self._round = _Round()
         by_device: dict[str, list[TaskPool]] = {}
         for backend in backends.values():
             by_device.setdefault(str(backend.device), []).extend(backend.get_pools())
@@ -215,10 +227,11 @@ class ExpertVerbs:
         self._check(header)
         return Checked(step)
 
-    def _not_finite(self, call: Call, name: str, hint: str = "") -> NonFinite:
-        """Return the error of a tensor that is not finite, and count it."""
-        self.not_finite[call.peer.name] += 1
-        return NonFinite(f"{call.target}: {name} holds NaN or Inf{hint}")
+    def _refuse_not_finite(self, call: Call, name: str, requests: int = 1, hint: str = "") -> None:
+        """Refuse a request with a tensor that is not finite, and count it; of several each is to come alone."""
+        if requests == 1:
+            self.not_finite[call.peer.name] += 1
+        _fail(call, Apart() if requests > 1 else NonFinite(f"{call.target}: {name} holds NaN or Inf{hint}"))
 
     # --- requests
 
@@ -230,13 +243,11 @@ class ExpertVerbs:
         assert call.checked is not None
         backend, header = self.backends[call.target], cast("wire.ForwardHeader", call.checked.message)
         schema, parts, rows = backend.schema, header.parts, call.tensors[0].shape[0]
-        together, most = len(parts) > 1, backend.forward_pool.max_batch_size
+        most = backend.forward_pool.max_batch_size
         inputs = call.tensors if schema.takes_as_is else wire.from_wire(call.tensors, schema.inputs)
         if (name := first_not_finite(inputs, schema.input_names)) is not None:
-            if together:
-                call.reply(payload=wire.APART)
-                return
-            raise self._not_finite(call, name)
+            self._refuse_not_finite(call, name, len(parts))
+            return
         seen, evaluating = StateSeen(), header.evaluating
         # A request that is split has no single graph.
         keeps = bool(parts[0].ticket) and rows <= most and 0 < min(parts).rows <= backend.kept.budget
@@ -252,7 +263,7 @@ class ExpertVerbs:
                 _fail(call, outcome)
                 return
             if not rows:
-                outcome = [None if tensor is None else tensor[:0] for tensor in outcome]
+                outcome = rows_of(outcome, 0, 0)
             # A ticket in the answer is valid for a backward.
             valid = frozenset([part.ticket for part in parts if part.ticket in backend.kept] if keeps else ())
             sent = outcome if schema.gives_as_is else wire.to_wire(outcome, schema.output_specs)
@@ -269,12 +280,11 @@ class ExpertVerbs:
         assert call.checked is not None
         backend, header = self.backends[call.target], cast("wire.BackwardHeader", call.checked.message)
         schema, parts, rows = backend.schema, header.parts, call.tensors[0].shape[0]
-        together, by_ticket = len(parts) > 1, bool(parts[0].ticket)
+        by_ticket = bool(parts[0].ticket)
         if by_ticket and any(part.ticket not in backend.kept for part in parts):
-            if together:
-                call.reply(payload=wire.APART)
-                return
-            raise ActivationsGone(f"{call.target} has not kept these activations; send the inputs again")
+            gone = ActivationsGone(f"{call.target} has not kept these activations; send the inputs again")
+            _fail(call, Apart() if len(parts) > 1 else gone)
+            return
         specs = schema.inputs
         tensors: Sequence[Tensor | None] = call.tensors
         if by_ticket or not (schema.takes_as_is and schema.gives_as_is and all(header.present)):
@@ -282,15 +292,15 @@ class ExpertVerbs:
             tensors = wire.from_wire(call.tensors, [*specs, *schema.output_specs], sent)
         inputs, gradients = tensors[: len(specs)], tensors[len(specs) :]
         if (name := first_not_finite(tensors, [*schema.input_names, *schema.gradient_names])) is not None:
-            if together:
-                call.reply(payload=wire.APART)
-                return
-            raise self._not_finite(call, name, ". If an output did too, the cause is the module, not the loss")
+            hint = ". If an output did too, the cause is the module, not the loss"
+            self._refuse_not_finite(call, name, len(parts), hint)
+            return
         seen = StateSeen()
 
         def finish(outcome: Sequence[Tensor | None] | BaseException) -> None:
             changed = not isinstance(outcome, BaseException) or isinstance(outcome, Unrepeatable)
-            if changed and self.persistence is not None:
+            # One without rows changes nothing, and this is not the thread that may write to the record.
+            if changed and rows and self.persistence is not None:
                 self.persistence.note_applied(call.target, call.identity, call.settled)
             if isinstance(outcome, BaseException):
                 _fail(call, outcome)
@@ -328,7 +338,8 @@ class ExpertVerbs:
         schema = backend.schema
         inputs = wire.from_wire(call.tensors, schema.inputs)
         if (name := first_not_finite(inputs, schema.input_names)) is not None:
-            raise self._not_finite(call, name)
+            self._refuse_not_finite(call, name)
+            return
         rows, length = call.tensors[0].shape[0], schema.length_of(inputs)
         if not rows or not length:
             raise SchemaError(f"{call.target}: a step has at least one row and one position, got {rows} and {length}")
@@ -358,20 +369,13 @@ class ExpertVerbs:
     def _put_aside(self, call: Call, pool: TaskPool, task: Task) -> None:
         """Queue the task once all requests received so far are read, so that they share a batch."""
         task.caller = call.peer.name
-        aside: dict[TaskPool, list[Task]] | None = getattr(self._round, "tasks", None)
-        if aside is None:
-            aside = self._round.tasks = {}
-        aside.setdefault(pool, []).append(task)
+        self._round.tasks.setdefault(pool, []).append(task)
 
-    def submit_round(self) -> None:
-        """Queue the tasks of all requests that this thread has read."""
-        aside: dict[TaskPool, list[Task]] | None = getattr(self._round, "tasks", None)
-        if not aside:
+    def submit_round(self, *, one_of_many: bool) -> None:
+        """Queue the tasks of all requests that this thread, perhaps ``one_of_many``, has read."""
+        if not (aside := self._round.tasks):
             return
-        self._round.tasks = None
-        server = None if self.server is None else self.server()
-        assert server is not None
-        one_of_many = not server.on_loop()
+        self._round.tasks = {}
         for runtime in self.runtimes:
             mine = aside if len(self.runtimes) == 1 else {pool: own for pool, own in aside.items() if pool in runtime}
             if mine:
@@ -475,7 +479,6 @@ class ExpertServer:
             after_round=self._verbs.submit_round,
             facts=self._verbs.facts,
         )
-        self._verbs.server = weakref.ref(self._server)
         self._stack = ExitStack()
 
     def __repr__(self) -> str:

@@ -34,7 +34,7 @@ from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from functools import partial
 from heapq import heapify, heappop, heappush
-from itertools import count
+from itertools import count, repeat
 
 import msgspec
 import torch
@@ -659,7 +659,9 @@ class Runtime:
 
 def _run_joined(process: Process | None, batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
     assert process is not None
-    return split_outputs(process(*(batch[0].inputs if len(batch) == 1 else join_tasks(batch))), batch)
+    if len(batch) == 1:
+        return [process(*batch[0].inputs)]
+    return split_outputs(process(*join_rows([task.inputs for task in batch], [task.rows for task in batch])), batch)
 
 
 def _finish(task: Task, outcome: Outcome) -> None:
@@ -698,11 +700,6 @@ def _future_of(task: Task) -> Future[Sequence[Tensor | None]]:
     return future
 
 
-def join_tasks(batch: Sequence[Task], inputs: Sequence[Sequence[Tensor | None]] | None = None) -> list[Tensor | None]:
-    """Return the inputs of a batch, each as one tensor; ``inputs`` instead of the tasks' own if given."""
-    return join_rows(inputs or [task.inputs for task in batch], [task.rows for task in batch])
-
-
 def join_rows(requests: Sequence[Sequence[Tensor | None]], rows: Sequence[int]) -> list[Tensor | None]:
     """Return each of the tensors that some requests of so many ``rows`` have in common as one tensor."""
     joined: list[Tensor | None] = []
@@ -721,6 +718,11 @@ def join_rows(requests: Sequence[Sequence[Tensor | None]], rows: Sequence[int]) 
             )
         )
     return joined
+
+
+def rows_of(tensors: Sequence[Tensor | None], start: int, rows: int) -> list[Tensor | None]:
+    """Return of each tensor the ``rows`` that begin at ``start``."""
+    return [None if tensor is None else tensor[start : start + rows] for tensor in tensors]
 
 
 def split_outputs(outputs: Sequence[Tensor | None], batch: Sequence[Task]) -> list[Sequence[Tensor | None]]:
@@ -761,7 +763,7 @@ def _split(task: Task, size: int, *, whole: bool = False) -> list[Task]:
     def part(start: int) -> Task:
         return msgspec.structs.replace(
             task,
-            inputs=[None if tensor is None else tensor[start : start + size] for tensor in task.inputs],
+            inputs=rows_of(task.inputs, start, size),
             rows=min(size, task.rows - start),
             finish=lambda outcome: finish(start, outcome),
             unwanted=lambda: bool(failed) or (not whole and task.unwanted()),
@@ -792,19 +794,21 @@ def _failed_later(error: BaseException, first: int, last: int) -> BaseException:
 # padding adds nothing to any gradient, if the module's outputs at values do not depend on masked positions.
 
 
-def fill(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return ``tensor`` padded with zeros at the ends to rows of ``shape``."""
-    if tuple(tensor.shape[1:]) == tuple(shape):
+def fill(tensor: Tensor | None, spec: TensorSpec | None, length: int) -> Tensor | None:
+    """Return ``tensor`` with the dimensions that vary padded with zeros at the ends to ``length``."""
+    if tensor is None or spec is None or all(size == length for size in spec.sizes_of(tensor.shape)):
         return tensor
+    shape = spec.with_sizes([length] * len(spec.varying))
     filled = tensor.new_zeros(len(tensor), *shape)
     filled[tuple(slice(size) for size in tensor.shape)] = tensor
     return filled
 
 
-def cut(tensor: Tensor, spec: TensorSpec, length: int) -> Tensor:
+def cut(tensor: Tensor | None, spec: TensorSpec | None, length: int) -> Tensor | None:
     """Return ``tensor`` with the dimensions that vary cut to ``length``."""
-    for dimension in spec.varying:
-        tensor = tensor.narrow(1 + dimension, 0, length)
+    if tensor is not None and spec is not None:
+        for dimension in spec.varying:
+            tensor = tensor.narrow(1 + dimension, 0, length)
     return tensor
 
 
@@ -819,16 +823,7 @@ def join_padded(batch: Sequence[Task], specs: Sequence[TensorSpec | None]) -> li
     """Return the inputs of each task of a batch, of the longest one's length; the tasks keep their own, to be run one
     by one if the batch fails.
     """
-    longest = _longest(batch)
-    return [
-        [
-            tensor
-            if tensor is None or spec is None or not spec.varying
-            else fill(tensor, spec.with_sizes([longest] * len(spec.varying)))
-            for tensor, spec in zip(task.inputs, specs, strict=True)
-        ]
-        for task in batch
-    ]
+    return [list(map(fill, task.inputs, specs, repeat(_longest(batch)))) for task in batch]
 
 
 def split_padded(
@@ -849,13 +844,7 @@ def split_padded(
                 f"{name}: expected length {longest}, as its inputs were padded to, got {tuple(output.shape)}; sizes of "
                 "outputs that vary must be those of the inputs"
             )
-    return [
-        [
-            output if output is None or spec is None else cut(output, spec, task.length)
-            for output, spec in zip(mine, specs, strict=True)
-        ]
-        for task, mine in zip(batch, outputs, strict=True)
-    ]
+    return [list(map(cut, mine, specs, repeat(task.length))) for task, mine in zip(batch, outputs, strict=True)]
 
 
 def _longest(batch: Sequence[Task]) -> int:

@@ -118,6 +118,33 @@ class Verb:
     quick: bool = False
 
 
+@dataclass(slots=True)
+class ServerStatistics:
+    """Counters of a server since it started, and its present load.
+
+    Attributes:
+        connections: open now.
+        calls: being served now.
+        bytes_in_flight: of those calls' requests, and of answers that clients have not read.
+        served: accepted requests that have ended.
+        refused: requests and connections that were rejected.
+        requests: accepted requests, by verb.
+        errors: answers that were errors, by kind.
+        bytes_received: of tensors.
+        bytes_sent: of tensors.
+    """
+
+    connections: int = 0
+    calls: int = 0
+    bytes_in_flight: int = 0
+    served: int = 0
+    refused: int = 0
+    requests: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    bytes_received: int = 0
+    bytes_sent: int = 0
+
+
 class Admitted(NamedTuple):
     """A request that may be served: its verb, what the check knows, and bytes of the budget for body and answer."""
 
@@ -144,8 +171,7 @@ class Admission:
         lock: of everything that is counted here.
         connections: all that are open.
         unknown: those that have not greeted.
-        calls: being served.
-        in_flight: bytes of the budget that are taken.
+        counts: all but the number of connections; ``bytes_in_flight`` are those of the budget that are taken.
         dropped: bytes of requests and answers freed because their clients have gone.
     """
 
@@ -173,9 +199,8 @@ class Admission:
         self.connections: dict[Connection, None] = {}
         self.unknown: dict[Connection, None] = {}
         self.draining = False
-        self.calls = self.in_flight = self.served = self.refused = self.received = self.sent = self.dropped = 0
-        self.requests: Counter[str] = Counter()
-        self.errors: Counter[str] = Counter()
+        self.counts = ServerStatistics()
+        self.dropped = 0
 
     def admit(self, peer: Peer, header: RequestHeader, nbytes: int) -> Admitted:
         """Admit a request with ``nbytes`` of tensors, if ``peer`` may ask it now; ``end_call`` frees its bytes."""
@@ -195,7 +220,7 @@ class Admission:
             if self.draining:
                 raise PeerLost("the server is shutting down")
             self.reserve(nbytes)
-            self.calls += 1
+            self.counts.calls += 1
         answer = 0
         try:
             checked = None if verb.check is None else verb.check(header)
@@ -205,29 +230,30 @@ class Admission:
         except BaseException:
             self.end_call(nbytes)
             raise
-        self.requests[verb.name] += 1
+        self.counts.requests[verb.name] += 1
         return Admitted(verb, checked, nbytes, answer)
 
     def end_call(self, nbytes: int) -> None:
         """Record that a call which has ``nbytes`` of the budget is over."""
         with self.lock:
-            self.calls -= 1
-            self.in_flight -= nbytes
+            self.counts.calls -= 1
+            self.counts.bytes_in_flight -= nbytes
 
     def reserve(self, nbytes: int) -> None:
         """Reserve ``nbytes`` for a request or an answer; ``Overloaded`` without room."""
         with self.lock:
-            if self.in_flight + nbytes > self._max_bytes and not self._make_room(nbytes):
+            if self.counts.bytes_in_flight + nbytes > self._max_bytes and not self._make_room(nbytes):
+                taken = self.counts.bytes_in_flight
                 raise Overloaded(
-                    f"no memory for a request or response of {nbytes} bytes: {self.in_flight} bytes of others are in "
-                    f"flight, also of responses to clients that do not read, and {self._max_bytes} are allowed"
+                    f"no memory for a request or response of {nbytes} bytes: {taken} bytes of others are in flight, "
+                    f"also of responses to clients that do not read, and {self._max_bytes} are allowed"
                 )
-            self.in_flight += nbytes
+            self.counts.bytes_in_flight += nbytes
 
     def release(self, nbytes: int) -> None:
         """Free the bytes of an answer that was sent, or that will not be read."""
         with self.lock:
-            self.in_flight -= nbytes
+            self.counts.bytes_in_flight -= nbytes
 
     def _make_room(self, nbytes: int) -> bool:
         """Cut off clients that do not read their answers, those first that have not for longest."""
@@ -235,15 +261,15 @@ class Admission:
         unread = [connection for connection in self.connections if connection.unread_for(now) >= _UNREAD]
         for connection in sorted(unread, key=lambda each: -each.unread_for(now)):
             connection.give_answer_up()
-            if self.in_flight + nbytes <= self._max_bytes:
+            if self.counts.bytes_in_flight + nbytes <= self._max_bytes:
                 return True
         return False
 
     def count(self, failure: FailureFrame, *, refused: bool = False) -> None:
         """Count an answer that was an error, or a request or connection that was refused."""
         with self.lock:
-            self.refused += refused
-            self.errors[failure.code] += 1
+            self.counts.refused += refused
+            self.counts.errors[failure.code] += 1
 
     def greeted(self, connection: Connection) -> None:
         """Register that ``connection`` has greeted, if there is room."""
@@ -344,9 +370,9 @@ class Call:
         elif self.once:
             admission.once.abandon(self.identity)
         with admission.lock:
-            admission.served += 1
-            admission.received += self._nbytes
-            admission.sent += answered
+            admission.counts.served += 1
+            admission.counts.bytes_received += self._nbytes
+            admission.counts.bytes_sent += answered
             admission.end_call(self._nbytes + self._room)
         if self._span:
             facts: dict[str, object] = {"peer": self.peer.name, "received_bytes": self._nbytes, "sent_bytes": answered}
@@ -395,7 +421,9 @@ class Connection:
         self._left = False
         self._last: RequestIdentity = (b"", -1)
         self._room = 0  # bytes of the budget that answers have which have not been read
-        self._began = self._progress = time.monotonic()
+        self._began = time.monotonic()
+        self.progress = self._began
+        """When a byte was last sent or received."""
         with admission.lock:
             admission.connections[self] = admission.unknown[self] = None
 
@@ -410,7 +438,7 @@ class Connection:
             # Before the first byte leaves: the client may send its next request as soon as it has the last one.
             self._call = None
             # The client's time to read begins now, however long the call took; set before other threads see the answer.
-            self._progress = time.monotonic()
+            self.progress = time.monotonic()
             # The header is not counted.
             nbytes = sum(map(len, frame)) - len(frame[0])
             if nbytes <= _SMALL:
@@ -428,7 +456,7 @@ class Connection:
 
     def unread_for(self, now: float) -> float:
         """Seconds since the client took the last byte of an answer that is counted; 0 if none waits."""
-        return now - self._progress if self._room and self.wire.waiting else 0.0
+        return now - self.progress if self._room and self.wire.waiting else 0.0
 
     def give_answer_up(self) -> None:
         """Cuts the connection and frees its answer at once, unless it is just being written."""
@@ -490,9 +518,7 @@ class Connection:
             with self._admission.lock:
                 self._admission.dropped += self._room
             self.wire.waiting.clear()
-        if self._room:
-            self._admission.release(self._room)
-            self._room = 0
+        self._free_room()
 
     # --- called on the loop's thread
 
@@ -507,19 +533,15 @@ class Connection:
     def rests_since(self) -> float:
         """Return since when nothing is in flight in either direction, nor being served; infinity if something is."""
         serving = self._phase is _Phase.SERVING and self._call is None and not self.wire.waiting
-        return self._progress if serving and self.wire.idle() else float("inf")
+        return self.progress if serving and self.wire.idle() else float("inf")
 
     def overdue(self, now: float) -> bool:
         """Return True if its client has stalled in the middle of a frame, has not greeted, or was told to leave."""
         if self._phase is _Phase.LEAVING:
-            return now > self._progress + _LINGER
+            return now > self.progress + _LINGER
         if self._phase is not _Phase.SERVING:
             return now > self._began + _GREETING
-        return now > self._progress + _STALLED and (bool(self.wire.waiting) or not self.wire.idle())
-
-    def quiet_for(self, now: float) -> float:
-        """Seconds since the client last sent something."""
-        return now - self._progress
+        return now > self.progress + _STALLED and (bool(self.wire.waiting) or not self.wire.idle())
 
     def turn_away(self, error: BoundaryError) -> None:
         """End the connection at once; a client that could have greeted gets the reason, if the socket allows."""
@@ -544,7 +566,7 @@ class Connection:
                     self.end()
                 return self.interest()
             if self._phase is _Phase.SHAKING:
-                self._progress = time.monotonic()
+                self.progress = time.monotonic()
                 if not wire.stream.handshake():
                     return self.interest()
                 # Bytes that came with the end of the handshake may be in the TLS layer already, invisible to poll.
@@ -564,7 +586,7 @@ class Connection:
                                 return ALONE
                             whole = wire.receive(self._tensors)
                     if sent or wire.received != received:
-                        self._progress = time.monotonic()
+                        self.progress = time.monotonic()
                 if not whole and self._left:
                     raise ConnectionResetError("the client has disconnected")
                 if not whole:
@@ -685,7 +707,7 @@ class Connection:
         with self._lock:
             call, self._call = self._call, None
             self._drop_answer()
-            self._phase, self._progress = _Phase.LEAVING, time.monotonic()
+            self._phase, self.progress = _Phase.LEAVING, time.monotonic()
             with suppress(OSError, BoundaryError):
                 self.wire.send(encode(failure))
             self.wire.drop()

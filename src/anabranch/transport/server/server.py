@@ -26,10 +26,10 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 
@@ -40,7 +40,15 @@ from anabranch.record.spans import mark, open_spans
 from anabranch.transport.failures import note_failure
 from anabranch.transport.frame import Heartbeat, Limits, RequestHeader, encode
 from anabranch.transport.heap import give_memory_back
-from anabranch.transport.server.connection import ALONE, Admission, Call, Connection, OnceTable, Verb
+from anabranch.transport.server.connection import (
+    ALONE,
+    Admission,
+    Call,
+    Connection,
+    OnceTable,
+    ServerStatistics,
+    Verb,
+)
 from anabranch.transport.sockets import SocketTransport
 from anabranch.transport.streams import Listener, Transport
 
@@ -70,33 +78,6 @@ _ROUND = 0.002
 _AWAY = 0.1
 # Idle seconds after which a connection returns to the first loop and its thread ends.
 _REST = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class ServerStatistics:
-    """Counters of a server since it started, and its present load.
-
-    Attributes:
-        connections: open now.
-        calls: being served now.
-        bytes_in_flight: of the tensors of those calls.
-        served: accepted requests that have ended.
-        refused: requests and connections that were rejected.
-        requests: accepted requests, by verb.
-        errors: answers that were errors, by kind.
-        bytes_received: of tensors.
-        bytes_sent: of tensors.
-    """
-
-    connections: int
-    calls: int
-    bytes_in_flight: int
-    served: int
-    refused: int
-    requests: dict[str, int] = field(default_factory=dict)
-    errors: dict[str, int] = field(default_factory=dict)
-    bytes_received: int = 0
-    bytes_sent: int = 0
 
 
 class Server:
@@ -130,7 +111,7 @@ class Server:
         one_job: serve the certificate's job alone: where that is every job, peers whose certificates name one are
             refused, because the objects they ask about would be shared with other jobs.
         after_round: called on the thread that has read requests, when all that had come were handed to their handlers:
-            work that handlers set aside can then run together.
+            work that handlers set aside can then run together. ``one_of_many``: it reads one connection alone.
         facts: returns what ``anabranch status`` shows of this server, as plain values.
 
     Raises:
@@ -157,7 +138,7 @@ class Server:
         drain_seconds: float = 5.0,
         healthy: Callable[[], bool] | None = None,
         one_job: bool = False,
-        after_round: Callable[[], None] | None = None,
+        after_round: Callable[..., None] | None = None,
         facts: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
         if not 0 < heartbeat < float("inf"):
@@ -226,7 +207,7 @@ class Server:
         with admission.lock:
             admission.draining = True
         # Long answers are sent as fast as their clients read.
-        while admission.calls or any(map(Connection.busy, list(admission.connections))):
+        while admission.counts.calls or any(map(Connection.busy, list(admission.connections))):
             if until.expired() or self.closed:
                 return False
             self._stop.wait(timeout=_GLANCE)
@@ -260,19 +241,11 @@ class Server:
 
     def statistics(self) -> ServerStatistics:
         """Counters since the start, and the present load."""
-        now = self._admission
-        with now.lock:
-            return ServerStatistics(
-                len(now.connections),
-                now.calls,
-                now.in_flight,
-                now.served,
-                now.refused,
-                dict(now.requests),
-                dict(now.errors),
-                now.received,
-                now.sent,
-            )
+        admission = self._admission
+        with admission.lock:
+            now = admission.counts
+            requests, errors = Counter(now.requests), Counter(now.errors)
+            return replace(now, connections=len(admission.connections), requests=requests, errors=errors)
 
     def _status(self) -> dict[str, object]:
         counts = self.statistics()
@@ -289,10 +262,6 @@ class Server:
         facts = {"pid": os.getpid(), "now": time.monotonic(), "open": open_spans(), self._role: self._status()}
         call.reply(payload=json.dumps(facts).encode())
 
-    def on_loop(self) -> bool:
-        """Return True on the one thread that reads all connections without their own loop."""
-        return self.loop is not None and threading.get_ident() == self.loop.ident
-
     def _beat_all(self) -> None:
         frame = encode(Heartbeat())
         admission, loop = self._admission, self.loop
@@ -302,7 +271,7 @@ class Server:
             try:
                 if loop.away(time.monotonic()):
                     # However long its handler takes, the other connections are read and answered.
-                    self._threads.append(loop.start())
+                    self._threads = [*filter(threading.Thread.is_alive, self._threads), loop.start()]
                 if self.healthy():
                     with admission.lock:
                         connections = list(admission.connections)
@@ -444,7 +413,7 @@ class Loop:
         if self._server.after_round is None:
             return
         try:
-            self._server.after_round()
+            self._server.after_round(one_of_many=self._listener is None or threading.get_ident() != self.ident)
         except BaseException as error:  # noqa: BLE001 - a bug there must not end the loop
             note_failure("transport.connection_failed", error)
 
@@ -569,7 +538,7 @@ class Loop:
             crowd = list(admission.unknown) if len(admission.unknown) > self._server.max_unknown else []
         now = time.monotonic()
         for connection in crowd:
-            if connection.loop is self and connection.quiet_for(now) >= _QUIET:
+            if connection.loop is self and now - connection.progress >= _QUIET:
                 connection.turn_away(Overloaded("too many open connections without a greeting; try later"))
                 self._connections.pop(connection.wire.stream.descriptor, None)
                 return True

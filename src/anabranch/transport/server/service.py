@@ -21,7 +21,7 @@ from typing import Protocol, Self, TypeVar
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError
 from anabranch.transport.heap import keep_one_heap
-from anabranch.transport.server.server import ServerStatistics
+from anabranch.transport.server.connection import ServerStatistics
 
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _GLANCE = 0.1  # seconds between two looks whether the last client has gone
