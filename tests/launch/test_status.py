@@ -117,7 +117,7 @@ def test_the_command_prints_a_table(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_not_finite_is_null_for_programs(tmp_path: Path) -> None:
     JobFile(tmp_path).began("worker", 0, os.getpid(), None)
-    told = {"pid": os.getpid(), "run": {"loss": float("nan"), "curve": [1.0, float("inf")]}}
+    told = {"pid": os.getpid(), "run": {"rank": 0, "steps": 2, "loss": float("nan"), "curve": [1.0, float("inf")]}}
     (tmp_path / "worker-0.status").write_text(json.dumps(told))
     done = run(tmp_path, "--json", command="status")
     found = json.loads(done.stdout, parse_constant=pytest.fail)
@@ -200,9 +200,21 @@ def test_of_many_that_are_waited_for_those_are_named_that_hold_the_others_up() -
     assert named((role(0), waiting(1)), (role(1), waiting(0))) == ["worker 1", "worker 0"]
 
 
+def test_the_loss_and_the_checkpoint_are_those_of_whoever_is_rank_0() -> None:
+    def report(
+        process: int, rank: int, steps: int, loss: float, state: str = "running"
+    ) -> tuple[RoleStatus, dict[str, object]]:
+        facts = {"rank": rank, "steps": steps, "loss": loss, "saved": f"saved by {process}"}
+        return RoleStatus("worker", process, 1, None, state), {"run": facts}  # type: ignore[arg-type]
+
+    for end in ("running", "gone"):
+        job = job_of([report(0, 0, 7, 0.7, "gone"), report(1, 1, 9, 0.8, end), report(2, 0, 9, 0.9, end)])
+        assert (job.loss, job.saved) == (0.9, "saved by 2")
+
+
 def test_a_file_of_an_earlier_process_is_ignored(tmp_path: Path) -> None:
     JobFile(tmp_path).began("worker", 0, os.getpid(), None)
-    told = {"pid": os.getpid() + 1, "run": {"loss": 0.5}}
+    told = {"pid": os.getpid() + 1, "run": {"rank": 0, "steps": 1, "loss": 0.5}}
     (tmp_path / "worker-0.status").write_text(json.dumps(told))
     assert status_of(tmp_path).loss is None
     (tmp_path / "worker-0.status").write_text(json.dumps({**told, "pid": os.getpid()}))

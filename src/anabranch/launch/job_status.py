@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from anabranch.record.process import process_stat, read_regular, read_status, replace_text
+from anabranch.record.process import process_stat, process_state, read_regular, read_status, replace_text
 from anabranch.record.words import ACTIVITIES
 
 State: TypeAlias = Literal["starting", "running", "waiting", "stopped", "restarting", "gone"]
@@ -265,8 +265,10 @@ def status_of(folder: Path) -> JobStatus:
 def job_of(reports: Sequence[tuple[RoleStatus, Mapping[str, Any]]]) -> JobStatus:
     """Return the job of these processes, each with its reported status."""
     roles = [_with_facts(role, facts) for role, facts in reports]
-    run: Mapping[str, Any] = next((facts.get("run", {}) for role, facts in reports if role.name == "worker 0"), {})
-    runs = any(role.name == "worker 0" and role.state == "running" for role in roles)
+    # One that has died as rank 0 has left its facts, too.
+    first = [(role, facts["run"]) for role, facts in reports if facts.get("run", {}).get("rank") == 0]
+    role, run = max(first, key=lambda one: (one[0].state != "gone", one[1]["steps"]), default=(None, {}))
+    runs = any(role is not None and one.name == role.name and one.state == "running" for one in roles)
     return JobStatus(
         tuple(_with_names(role, roles) for role in roles),
         progress=tuple(TrackedLoop(**loop) for loop in run.get("progress", ())),
@@ -308,19 +310,6 @@ def _read_role(folder: Path, process: _Process, *, ended: bool) -> tuple[RoleSta
         # One that has reported anything listens no longer, because the job ends.
         state = "running" if any(service in facts for service in _SERVICES) else "starting"
     return RoleStatus(role, rank, pid, endpoint, state, started=process.started), facts
-
-
-def process_state(pid: int, started: int | None = None) -> Literal["running", "stopped", "gone"]:
-    """Return the state of a process of this machine; ``"stopped"`` is frozen, by SIGSTOP or a debugger.
-
-    Args:
-        pid: its number.
-        started: the time of its start, if that is known: another process may have the number by now.
-    """
-    letter, at = process_stat(pid)
-    if letter in "ZXx" or started not in (None, at):
-        return "gone"
-    return "stopped" if letter in "Tt" else "running"
 
 
 def ahead(facts: Mapping[str, Any], seconds: float) -> dict[str, Any]:
