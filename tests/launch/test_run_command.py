@@ -140,7 +140,6 @@ def test_a_failure_is_shown_with_rank_and_traceback_and_its_log_is_kept(script: 
     ("number", "to_group", "code"),
     [
         pytest.param(signal.SIGINT, True, 130, id="ctrl-c"),
-        pytest.param(signal.SIGINT, False, 130, id="SIGINT to the launcher alone", marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, False, 143, id="SIGTERM"),
     ],
 )

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import launch
 
 import anabranch as ab
 from anabranch.launch import address_status
@@ -80,33 +79,6 @@ def test_a_service_that_listens_no_more_does_not_start(tmp_path: Path) -> None:
     assert status_of(tmp_path).roles[0].state == "starting"
     (tmp_path / "expert-0.status").write_text(json.dumps({"pid": os.getpid(), "experts": {"uptime": 3.0}}))
     assert status_of(tmp_path).roles[0].state == "running"
-
-
-def test_a_job_of_executors_reports_its_steps(tmp_path: Path, script: Callable[[str], Path]) -> None:
-    path = script(
-        """
-        import os, subprocess, sys, torch, anabranch as ab
-        model = torch.nn.Linear(2, 1)
-        step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
-        with ab.Executor(step, comm_mode="AllReduce") as executor:
-            for _ in range(3):
-                executor.run(batch=torch.full((2, 2), 1.0 + ab.job().rank))
-            if ab.job().rank == 0:
-                subprocess.run([sys.executable, "-m", "anabranch.cli", "status", sys.argv[1], "--json"], check=True)
-        """
-    )
-    found = launch(path, [str(tmp_path)], workers=2, log_dir=tmp_path, seconds=200)
-    said = (tmp_path / "worker-0.log").read_text()
-    assert found.exit_code == 0, said
-    seen = json.loads(said[said.index("{") :])
-    assert seen["ended"] is None
-    assert [(one["role"], one["rank"], one["pid"]) for one in seen["roles"]] == [
-        ("worker", 0, found.exits[0].pid),
-        ("worker", 1, found.exits[1].pid),
-    ]
-    assert seen["roles"][0]["steps"] == 3
-    assert seen["roles"][0]["state"] == "running"
-    assert {"waiting_for", "waiting_seconds"} <= set(seen["roles"][0])
 
 
 def test_the_command_prints_a_table(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ Collectives are matched by their order alone. So these have a gloo group of thei
 meet those of its forward on a worker that runs none.
 
 When a worker has died, the others become the workers of the next membership, in the same object. Their old connections
-stay open if a collective was in progress there: gloo's threads may wait for one another, and would be joined. A newcomer
+stay open if a collective is unfinished there: gloo's threads may wait for one another, and would be joined. A newcomer
 is alone until it joins one.
 """
 
@@ -327,7 +327,7 @@ class Workers(Group):
         return answer.result(0)
 
     def _keep_work(self) -> None:
-        """Let nothing be freed where gloo's threads may still wait: they take the interpreter's lock to free a tensor."""
+        """Let nothing be freed while gloo's threads may wait: they take the interpreter's lock to free a tensor."""
         for thing in (self._own, self.begun) if self.begun else ():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
