@@ -37,7 +37,7 @@ def test_it_lists_the_roles_in_order_and_when_they_began_and_ended(tmp_path: Pat
     assert read(tmp_path)["roles"] == [first, second, {**expert, "pid": None}]
     record.began("expert", 0, 14, "unix:/run/expert-0")
     assert read(tmp_path)["roles"] == [first, second, {**expert, "pid": 14}]
-    record.all_return()
+    record.returns()
     assert [role["pid"] for role in read(tmp_path)["roles"]] == [None] * 3  # type: ignore[attr-defined, index]
     now = 150.0
     record.ended()

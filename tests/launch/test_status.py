@@ -27,10 +27,7 @@ from waiting import wait_until
 
 def test_the_states_of_processes(tmp_path: Path) -> None:
     record = JobFile(tmp_path)
-    with (
-        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process,
-        ExitStack() as stack,
-    ):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process, ExitStack() as stack:
         stack.callback(process.kill)  # a frozen one would be waited for
         record.began("worker", 0, os.getpid(), None)
         record.began("worker", 1, process.pid, None)

@@ -142,7 +142,7 @@ def run_job(spec: JobSpec, sites: Sites, tell: Callable[[str], None]) -> JobOutc
         job_file.expects(spec.counts)
         for number in range(spec.max_restarts + 1):
             if number:
-                job_file.all_return()
+                job_file.returns()
             left = None if spec.seconds is None else max(spec.seconds - (time.monotonic() - started), 0.0)
             outcome = _run(sites, Attempt(replace(spec, seconds=left), number, base, job_file, tell))
             failure = outcome.first_failure

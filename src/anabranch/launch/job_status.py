@@ -105,16 +105,11 @@ class JobFile:
                 self._processes[role, rank] = _Process(role, rank, pid, endpoint, started, elsewhere=elsewhere)
                 self._write()
 
-    def returns(self, role: str, rank: int) -> None:
-        """Record that a process has ended and is to be restarted."""
-        if (process := self._processes.get((role, rank))) is not None:  # else it had not begun
-            process.pid = None
-            self._write()
-
-    def all_return(self) -> None:
-        """Record that the whole job is to be restarted."""
-        for process in self._processes.values():
-            process.pid = None
+    def returns(self, role: str | None = None, rank: int | None = None) -> None:
+        """Record that a process has ended and is to be restarted, or the whole job."""
+        for place, process in self._processes.items():
+            if role is None or place == (role, rank):
+                process.pid = None
         self._write()
 
     def services(self) -> dict[str, str]:

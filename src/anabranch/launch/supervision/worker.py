@@ -125,13 +125,7 @@ class RoleProcess:
                 return server.fork(name, spec.program, environment, stdin, stdout, stderr)
             tied = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), *spec.program.command]
             process = subprocess.Popen(
-                tied,
-                env=environment,
-                cwd=spec.cwd,
-                stdin=stdin,
-                stdout=stdout,
-                stderr=stderr,
-                start_new_session=True,
+                tied, env=environment, cwd=spec.cwd, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
             )
         process.returncode = 0  # reaped by `reap`, which has a pidfd; it need not be by this object
         return process.pid
