@@ -24,8 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from anabranch.job import JOINED_VARIABLE
-from anabranch.launch.environment import LISTEN_VARIABLE
+from anabranch.job import JOINED_VARIABLE, LISTEN_VARIABLE
 from anabranch.launch.job_status import ahead
 from anabranch.launch.meeting.addresses import held_port
 from anabranch.launch.meeting.rendezvous import Rendezvous
