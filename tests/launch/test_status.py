@@ -167,6 +167,8 @@ def test_of_many_that_are_waited_for_those_are_named_that_hold_the_others_up() -
     assert named((role(0), waiting(1, 2)), (role(1), waiting(0, 2)), (role(2), {})) == ["worker 2", "worker 2", None]
     assert named((role(0), waiting(1, 2)), (role(1, "stopped"), {}), (role(2), {})) == ["worker 1", None, None]
     assert named((role(0), waiting(1)), (role(1), waiting(0))) == ["worker 1", "worker 0"]
+    dead, heir = (role(1, "gone"), {"run": {"rank": 1, "steps": 3}}), (role(3), {"run": {"rank": 1, "steps": 3}})
+    assert named((role(0), waiting(1)), dead, (role(2), {}), heir) == ["worker 3", None, None, None]
 
 
 def test_the_loss_and_the_checkpoint_are_those_of_whoever_is_rank_0() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 import threading
 import time
@@ -264,8 +265,12 @@ def job_of(reports: Sequence[tuple[RoleStatus, Mapping[str, Any]]]) -> JobStatus
     first = [(role, facts["run"]) for role, facts in reports if facts.get("run", {}).get("rank") == 0]
     role, run = max(first, key=lambda one: (one[0].state != "gone", one[1]["steps"]), default=(None, {}))
     runs = any(role is not None and one.name == role.name and one.state == "running" for one in roles)
+    names = {one.endpoint: one.name for one in roles if one.endpoint}
+    # A worker has the rank that it was started with in its name, and may have another by now.
+    ranks = {role.name: facts["run"].get("rank") for role, facts in reports if "run" in facts and role.state != "gone"}
+    names |= {f"rank {rank}": name for name, rank in ranks.items()}
     return JobStatus(
-        tuple(_with_names(role, roles) for role in roles),
+        tuple(_with_names(role, roles, names) for role in roles),
         progress=tuple(TrackedLoop(**loop) for loop in run.get("progress", ())),
         loss=run.get("loss"),
         curve=tuple(run.get("curve", ())),
@@ -345,23 +350,15 @@ def _seconds_since(span: Mapping[str, Any]) -> float:
     return max(0.0, time.monotonic() - float(span["since"]))
 
 
-def _with_names(role: RoleStatus, roles: Sequence[RoleStatus]) -> RoleStatus:
+def _with_names(role: RoleStatus, roles: Sequence[RoleStatus], called: Mapping[str, str]) -> RoleStatus:
     """Return a waiting role with the names of those that hold it up, in place of how it calls its peers.
 
     They are those of its peers that do not run, or else those that do not wait, or else all.
     """
     if role.waiting_for is None:
         return role
-    names = [_called(peer, roles) for peer in role.waiting_for.split(", ")]
+    names = [called.get(peer, re.sub("^rank ", "worker ", peer)) for peer in role.waiting_for.split(", ")]
     absent = {role.name for role in roles if role.state not in ("running", "waiting")}
     waiting = {role.name for role in roles if role.state == "waiting"}
     holding_up = [name for name in names if name in absent] or [name for name in names if name not in waiting] or names
     return replace(role, waiting_for=", ".join(holding_up))
-
-
-def _called(peer: str, roles: Sequence[RoleStatus]) -> str:
-    """Return the name of ``peer`` in the job: an endpoint is a service's, a rank a worker's."""
-    kind, _, rank = peer.partition(" ")
-    if kind == "rank":
-        return f"worker {rank}"
-    return next((role.name for role in roles if role.endpoint == peer), peer)
