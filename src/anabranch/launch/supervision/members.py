@@ -187,8 +187,7 @@ class Members:
         """Let the members go on without newcomers: the job is to end soon."""
         waits, self._least = len(self._now.ranks) < self._now.least, 1
         self._now = msgspec.structs.replace(self._now, number=self._now.number + waits, least=1)
-        self._now.publish(self._meeting)
-        self._show()
+        self._publish()
 
     def end(self, process: RoleProcess) -> None:
         """Let nobody meet any more, because ``process`` has failed."""
@@ -196,5 +195,4 @@ class Members:
             self._last.forgiven = False
         now = self._now.without(process.rank) if process.role == "worker" else self._now
         self._now = msgspec.structs.replace(now, over=True)
-        self._now.publish(self._meeting)
-        self._show()
+        self._publish()

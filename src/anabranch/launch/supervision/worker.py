@@ -67,6 +67,13 @@ def open_log(path: Path, *, anew: bool) -> BinaryIO:
     return open(descriptor, "ab", buffering=0)
 
 
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write all of ``data``, as long as that takes."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
 class RoleProcess:
     """A running process of the job, the leader of its own session and process group.
 
