@@ -263,8 +263,9 @@ def job_of(reports: Sequence[tuple[RoleStatus, Mapping[str, Any]]]) -> JobStatus
     roles = [_with_facts(role, facts) for role, facts in reports]
     # One that has died as rank 0 has left its facts, too.
     first = [(role, facts["run"]) for role, facts in reports if facts.get("run", {}).get("rank") == 0]
-    role, run = max(first, key=lambda one: (one[0].state != "gone", one[1]["steps"]), default=(None, {}))
-    runs = any(role is not None and one.name == role.name and one.state == "running" for one in roles)
+    newest = max(first, key=lambda one: (one[0].state != "gone", one[1]["steps"]), default=None)
+    run: Mapping[str, Any] = {} if newest is None else newest[1]
+    runs = newest is not None and any(one.name == newest[0].name and one.state == "running" for one in roles)
     names = {one.endpoint: one.name for one in roles if one.endpoint}
     # A worker has the rank that it was started with in its name, and may have another by now.
     ranks = {role.name: facts["run"].get("rank") for role, facts in reports if "run" in facts and role.state != "gone"}

@@ -203,7 +203,7 @@ def set_world(group: dist.ProcessGroup, peers: Peers) -> None:
     """Let ``torch.distributed``'s default group be this one, of ``peers``; ``init_process_group`` makes only one."""
     old = dist.group.WORLD
     dist.distributed_c10d._update_default_pg(group)
-    if old is not None and old._get_sequence_number_for_group():  # a call of the script's may still wait there
+    if old is not None and cast(Any, old)._get_sequence_number_for_group():  # a call of the script's may wait there
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(old))
     elif old is not None:
         dist.destroy_process_group(old)
