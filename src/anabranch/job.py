@@ -30,6 +30,16 @@ JOINED_VARIABLE = "ANABRANCH_JOINED"
 RETURN_VARIABLE = "ANABRANCH_SERVERS_RETURN"
 """The environment variable of a job whose launcher kills a frozen parameter server, and restarts it as it was."""
 
+LINGER_VARIABLE = "ANABRANCH_LINGER"
+"""The environment variable with the seconds for which an expert process serves on after its first signal while workers
+are connected."""
+
+LISTEN_VARIABLE = "ANABRANCH_LISTEN"
+"""The environment variable that says where an expert process listens, where its script does not."""
+
+RUN_VARIABLE = "ANABRANCH_RUN"
+"""The environment variable that tells a job from others that use the same directory; unset where it has its own."""
+
 
 class DirectoryLike(Protocol):
     """The interface of a directory of the job's services, wherever its table is."""

@@ -227,7 +227,7 @@ def main() -> None:
             die_where_servers_are_asked(executor._remote)
         executor.on("membership", lambda record: write(
             "memberships", left=record.left, rank=record.rank, joined=record.joined, size=record.world_size,
-            job=[ab.job().rank, ab.job().world_size],
+            job=[ab.job().rank, ab.job().world_size], process=PROCESS, files=len(os.listdir("/proc/self/fd")),
         ))  # fmt: skip
         dies_at("before it joins")
         train(executor)

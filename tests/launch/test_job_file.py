@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jobs import launch
 
 from anabranch.launch.job_status import JobFile, status_of
 from anabranch.record.process import process_stat
@@ -39,7 +37,7 @@ def test_it_lists_the_roles_in_order_and_when_they_began_and_ended(tmp_path: Pat
     assert read(tmp_path)["roles"] == [first, second, {**expert, "pid": None}]
     record.began("expert", 0, 14, "unix:/run/expert-0")
     assert read(tmp_path)["roles"] == [first, second, {**expert, "pid": 14}]
-    record.all_return()
+    record.returns()
     assert [role["pid"] for role in read(tmp_path)["roles"]] == [None] * 3  # type: ignore[attr-defined, index]
     now = 150.0
     record.ended()
@@ -84,17 +82,3 @@ def test_a_file_that_cannot_be_written_ends_no_job(tmp_path: Path) -> None:
     record.began("worker", 0, 1, None)
     record.ended()
     assert told == [f"{tmp_path / 'gone' / 'job.json'} is not up to date: No such file or directory"]
-
-
-def test_services_are_listed_with_their_endpoints(tmp_path: Path, script: Callable[[str], Path]) -> None:
-    path = script(
-        """
-        import os, anabranch as ab
-        if ab.job().role == "worker":
-            print(ab.job().servers[0])
-        """
-    )
-    launch(path, servers=1, log_dir=tmp_path, seconds=200)
-    roles = read(tmp_path)["roles"]
-    (said,) = (tmp_path / "worker-0.log").read_text().split()
-    assert [role["endpoint"] for role in roles] == [None, said]  # type: ignore[index, attr-defined]

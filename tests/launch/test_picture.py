@@ -29,14 +29,7 @@ SERVER = RoleStatus(
     12,
     "unix:/run/p0",
     "running",
-    service={
-        "uptime": 10.0,
-        "bytes": 5_000_000,
-        "stored_bytes": 1,
-        "rows": 1_234_567,
-        "clocks": [412, 410],
-        "lag": 3,
-    },
+    service={"uptime": 10.0, "bytes": 5_000_000, "stored_bytes": 1, "rows": 1_234_567, "clocks": [412, 410], "lag": 3},
 )
 EXPERT = RoleStatus(
     "expert",

@@ -138,11 +138,7 @@ def test_a_failure_is_shown_with_rank_and_traceback_and_its_log_is_kept(script: 
 
 @pytest.mark.parametrize(
     ("number", "to_group", "code"),
-    [
-        pytest.param(signal.SIGINT, True, 130, id="ctrl-c"),
-        pytest.param(signal.SIGINT, False, 130, id="SIGINT to the launcher alone", marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, False, 143, id="SIGTERM"),
-    ],
+    [pytest.param(signal.SIGINT, True, 130, id="ctrl-c"), pytest.param(signal.SIGTERM, False, 143, id="SIGTERM")],
 )
 def test_a_signal_ends_the_job_and_leaves_nothing(
     script: Script, tmp_path: Path, temporary: Path, mark: str, number: signal.Signals, to_group: bool, code: int

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import launch
 
 import anabranch as ab
 from anabranch.launch import address_status
@@ -28,10 +27,7 @@ from waiting import wait_until
 
 def test_the_states_of_processes(tmp_path: Path) -> None:
     record = JobFile(tmp_path)
-    with (
-        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process,
-        ExitStack() as stack,
-    ):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process, ExitStack() as stack:
         stack.callback(process.kill)  # a frozen one would be waited for
         record.began("worker", 0, os.getpid(), None)
         record.began("worker", 1, process.pid, None)
@@ -82,33 +78,6 @@ def test_a_service_that_listens_no_more_does_not_start(tmp_path: Path) -> None:
     assert status_of(tmp_path).roles[0].state == "running"
 
 
-def test_a_job_of_executors_reports_its_steps(tmp_path: Path, script: Callable[[str], Path]) -> None:
-    path = script(
-        """
-        import os, subprocess, sys, torch, anabranch as ab
-        model = torch.nn.Linear(2, 1)
-        step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
-        with ab.Executor(step, comm_mode="AllReduce") as executor:
-            for _ in range(3):
-                executor.run(batch=torch.full((2, 2), 1.0 + ab.job().rank))
-            if ab.job().rank == 0:
-                subprocess.run([sys.executable, "-m", "anabranch.cli", "status", sys.argv[1], "--json"], check=True)
-        """
-    )
-    found = launch(path, [str(tmp_path)], workers=2, log_dir=tmp_path, seconds=200)
-    said = (tmp_path / "worker-0.log").read_text()
-    assert found.exit_code == 0, said
-    seen = json.loads(said[said.index("{") :])
-    assert seen["ended"] is None
-    assert [(one["role"], one["rank"], one["pid"]) for one in seen["roles"]] == [
-        ("worker", 0, found.exits[0].pid),
-        ("worker", 1, found.exits[1].pid),
-    ]
-    assert seen["roles"][0]["steps"] == 3
-    assert seen["roles"][0]["state"] == "running"
-    assert {"waiting_for", "waiting_seconds"} <= set(seen["roles"][0])
-
-
 def test_the_command_prints_a_table(tmp_path: Path) -> None:
     JobFile(tmp_path).began("worker", 0, os.getpid(), None)
     done = run(tmp_path, command="status")
@@ -117,7 +86,7 @@ def test_the_command_prints_a_table(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_not_finite_is_null_for_programs(tmp_path: Path) -> None:
     JobFile(tmp_path).began("worker", 0, os.getpid(), None)
-    told = {"pid": os.getpid(), "run": {"loss": float("nan"), "curve": [1.0, float("inf")]}}
+    told = {"pid": os.getpid(), "run": {"rank": 0, "steps": 2, "loss": float("nan"), "curve": [1.0, float("inf")]}}
     (tmp_path / "worker-0.status").write_text(json.dumps(told))
     done = run(tmp_path, "--json", command="status")
     found = json.loads(done.stdout, parse_constant=pytest.fail)
@@ -198,11 +167,25 @@ def test_of_many_that_are_waited_for_those_are_named_that_hold_the_others_up() -
     assert named((role(0), waiting(1, 2)), (role(1), waiting(0, 2)), (role(2), {})) == ["worker 2", "worker 2", None]
     assert named((role(0), waiting(1, 2)), (role(1, "stopped"), {}), (role(2), {})) == ["worker 1", None, None]
     assert named((role(0), waiting(1)), (role(1), waiting(0))) == ["worker 1", "worker 0"]
+    dead, heir = (role(1, "gone"), {"run": {"rank": 1, "steps": 3}}), (role(3), {"run": {"rank": 1, "steps": 3}})
+    assert named((role(0), waiting(1)), dead, (role(2), {}), heir) == ["worker 3", None, None, None]
+
+
+def test_the_loss_and_the_checkpoint_are_those_of_whoever_is_rank_0() -> None:
+    def report(
+        process: int, rank: int, steps: int, loss: float, state: str = "running"
+    ) -> tuple[RoleStatus, dict[str, object]]:
+        facts = {"rank": rank, "steps": steps, "loss": loss, "saved": f"saved by {process}"}
+        return RoleStatus("worker", process, 1, None, state), {"run": facts}  # type: ignore[arg-type]
+
+    for end in ("running", "gone"):
+        job = job_of([report(0, 0, 7, 0.7, "gone"), report(1, 1, 9, 0.8, end), report(2, 0, 9, 0.9, end)])
+        assert (job.loss, job.saved) == (0.9, "saved by 2")
 
 
 def test_a_file_of_an_earlier_process_is_ignored(tmp_path: Path) -> None:
     JobFile(tmp_path).began("worker", 0, os.getpid(), None)
-    told = {"pid": os.getpid() + 1, "run": {"loss": 0.5}}
+    told = {"pid": os.getpid() + 1, "run": {"rank": 0, "steps": 1, "loss": 0.5}}
     (tmp_path / "worker-0.status").write_text(json.dumps(told))
     assert status_of(tmp_path).loss is None
     (tmp_path / "worker-0.status").write_text(json.dumps({**told, "pid": os.getpid()}))

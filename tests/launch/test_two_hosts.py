@@ -14,11 +14,7 @@ from anabranch.transport import make_keys
 from two_hosts import Host, start_on, two_hosts, why_not
 
 _WHY_NOT = why_not()
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.slow,
-    pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT)),
-]
+pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))]
 LIMIT = 200.0
 STEPS, CUT_AT = 8, 4
 

@@ -32,6 +32,9 @@ def test_the_others_wait_for_the_replacement_of_rank_0(tmp_path: Path) -> None:
     ]  # fmt: skip
     ends = lines(tmp_path / "records", "end")
     assert [end["joined"] for end in sorted(ends, key=lambda end: end["rank"])] == [False, False, True]
+    files = {(one["process"], one["size"]): one["files"] for one in records}
+    for process in (1, 2):
+        assert files[process, 3] - files[process, 2] < 6, "a connection in each of two groups, whose former are closed"
 
 
 @pytest.mark.slow

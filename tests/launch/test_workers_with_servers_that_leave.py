@@ -106,6 +106,42 @@ def test_a_frozen_server_is_killed_and_restarted_with_its_log(script: Script, tm
     assert outcome.exit_code == 0, [log.read_text() for log in tmp_path.glob("*.log")]
 
 
+SAVES = """
+    import json, os, signal, sys, torch, anabranch as ab
+    from pathlib import Path
+    from anabranch.parameter_server.client.saved_tables import SavedTables
+
+    read, folder = SavedTables._part, Path(sys.argv[1])
+
+    def read_as_the_server_dies(self, shard, number):
+        roles = json.loads((folder / "job.json").read_text())["roles"]
+        os.kill(next(one["pid"] for one in roles if one["role"] == "parameters"), signal.SIGKILL)
+        SavedTables._part = read
+        return read(self, shard, number)
+
+    model = torch.nn.Linear(4, 1)
+    step = ab.TrainStep(model, lambda model, x: model(x).square().mean(), torch.optim.Adam(model.parameters(), lr=0.1))
+    with ab.Executor(step, "PS") as executor:
+        executor.run(batch=torch.ones(2, 4))
+        before, SavedTables._part = executor.state_dict(), read_as_the_server_dies
+        executor.save(folder / "saved")
+        executor.run(batch=torch.ones(2, 4))
+        executor.load(folder / "saved")
+        assert executor.step == 1
+        after = executor.state_dict()
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+"""
+
+
+def test_a_save_begins_again_if_a_server_is_restarted_meanwhile(script: Script, tmp_path: Path) -> None:
+    told = list[str]()
+    outcome = launch(
+        script(SAVES), [str(tmp_path)], servers=1, durability="log", log_dir=tmp_path, tell=told.append, seconds=120.0
+    )
+    assert outcome.exit_code == 0, [log.read_text() for log in tmp_path.glob("*.log")]
+    assert [line.partition("; ")[2] for line in told] == ["restarted (1 of 3)"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strikes", ["SIGSTOP", "SIGKILL"])
 @pytest.mark.parametrize(("mode", "place"), [("PS", "half pushed"), ("Hybrid", "voted"), ("Hybrid", "in the sum")])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from time import monotonic
 
 import pytest
@@ -167,3 +169,30 @@ def test_a_job_that_has_met_without_a_master_s_address_beats_too(monkeypatch: py
     assert beats is not None
     with beats[0]:
         assert beats[1] == f"127.0.0.1:{beats[0].getsockname()[1]}"
+
+
+def test_a_watcher_that_is_killed_beats_again_as_its_worker_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as beats,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other,
+    ):
+        monkeypatch.setattr(watcher, "own_socket", lambda pid: (beats, ""))
+        for one in (beats, other):
+            one.bind(("127.0.0.1", 0))
+            one.settimeout(60.0)
+        worker = watcher.Watcher("me")
+        worker.watch({"other": f"127.0.0.1:{other.getsockname()[1]}"}, 0.2)
+        process = worker._process
+        assert process is not None
+        while other.recv(64)[8:] != b"me":
+            pass
+        process.kill()
+        process.wait(60.0)
+        other.setblocking(False)
+        with suppress(BlockingIOError):
+            while other.recv(64):
+                pass
+        other.settimeout(60.0)
+        worker.silence("other", 0.2)
+        assert other.recv(64)[8:] == b"me"
+        worker.close()

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from saved_rows import readers
 
-from anabranch.errors import CheckpointError, NotFound, Overloaded
+from anabranch.errors import CheckpointError, Overloaded
 from anabranch.parameter_server import ParameterClient, ParameterServer, Shard
 from anabranch.parameter_server.client import saved_tables
 from anabranch.parameter_server.client.saved_tables import SavedTables
@@ -393,7 +393,7 @@ def test_a_reader_whose_shard_restarts_takes_no_part_in_the_snapshot_of_another(
                     ours = groups
                     next(ours)
                     continue
-                with pytest.raises(NotFound, match="has ended"):
+                with pytest.raises(CheckpointError, match="has ended"):
                     next(ours)
                 assert [name for name, _ in groups] == ["dense-0", "dense-1"]
 

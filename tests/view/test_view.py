@@ -46,6 +46,7 @@ def job(folder: Path, **more: object) -> Path:
     folder.mkdir()
     (folder / "job.json").write_text(json.dumps({"roles": roles, "started": 1.0, "ended": 61.0, **more}))
     run = {"bytes": {"table users": 4096}, "tables": {}, "loss": 0.25, "curve": [1.0, 0.5, 0.25], "pace": [10.0, 12.0]}
+    run |= {"rank": 0, "steps": 3}
     (folder / "worker-0.status").write_text(json.dumps({"pid": 4, "run": run}))
     (folder / "expert-0.status").write_text(json.dumps({"pid": 6, "experts": {"bytes": 512}}))
     return folder

@@ -251,7 +251,7 @@ _LOST = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.
 
 
 class Replaced(CheckpointError):
-    """The generation was removed while it was read, after newer ones had been saved."""
+    """The generation was removed while it was read, after newer ones had been saved; or a shard was restarted."""
 
 
 class Unreadable(CheckpointError):

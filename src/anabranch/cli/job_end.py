@@ -65,6 +65,6 @@ def _show_checkpoint(folder: Path) -> None:
         found = status_of(folder)
     except ValueError:  # the folder was removed, or the disk is full
         return
-    steps = next((role.steps for role in found.roles if role.name == "worker 0"), None)
+    steps = max((role.steps for role in found.roles if role.steps is not None), default=None)
     if found.saved is not None:
         tell(f"the last checkpoint: {found.saved}" + ("" if steps is None else f" (the job was at step {steps})"))

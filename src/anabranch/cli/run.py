@@ -119,14 +119,7 @@ def run(
 
     Exit code: 0 if all succeeded, 1 if one failed, 130 on Ctrl-C, 2 for wrong arguments.
     """
-    _check_engine(
-        engine,
-        address=address,
-        resources=resources,
-        host=host,
-        spawn=spawn,
-        directory=directory,
-    )
+    _check_engine(engine, address=address, resources=resources, host=host, spawn=spawn, directory=directory)
     with plain_errors():
         spec = JobSpec(
             program=PythonProgram(script, tuple(arguments or []), is_module=module, looks_here=module),

@@ -247,13 +247,7 @@ class GradientBuckets:
             part.clear()
 
     def start_run(
-        self,
-        weight: float,
-        *,
-        last: bool,
-        header: Tensor | None = None,
-        step: int | None = None,
-        divisor: float = 1.0,
+        self, weight: float, *, last: bool, header: Tensor | None = None, step: int | None = None, divisor: float = 1.0
     ) -> None:
         """Begins one run, whose gradients count ``weight`` times; the ``last`` of a window launches its buckets.
 

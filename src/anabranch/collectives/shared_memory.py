@@ -400,12 +400,7 @@ class SharedSum:
         return self._start(operation, step, 0, 1.0, between_hosts)
 
     def _start(
-        self,
-        operation: str,
-        step: int | None,
-        elements: int,
-        divisor: float,
-        then: Callable[[], object] | None = None,
+        self, operation: str, step: int | None, elements: int, divisor: float, then: Callable[[], object] | None = None
     ) -> Pending:
         self._number, self._stage = self._number + 1, _BEGUN
         self._elements, self._divisor = elements, self._own.dtype.type(divisor)
@@ -444,12 +439,7 @@ class _PendingSum(Pending):
     """A sum in progress, and what comes then; who does not wait for it to the end leaves the others without it."""
 
     def __init__(
-        self,
-        shared: SharedSum,
-        workers: Workers,
-        operation: str,
-        step: int | None,
-        then: Callable[[], object] | None,
+        self, shared: SharedSum, workers: Workers, operation: str, step: int | None, then: Callable[[], object] | None
     ) -> None:
         super().__init__(shared.ended_within, workers, operation, step, shared.flat)
         self._shared, self._then = shared, then

@@ -10,7 +10,8 @@ Collectives are matched by their order alone. So these have a gloo group of thei
 meet those of its forward on a worker that runs none.
 
 When a worker has died, the others become the workers of the next membership, in the same object. Their old connections
-stay open: gloo's threads may wait there for one another, and would be joined. A newcomer is alone until it joins one.
+stay open if a collective is unfinished there: gloo's threads may wait for one another, and would be joined. A newcomer
+is alone until it joins one.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class Pending:
         workers, step = self._workers, self._step
         comparison = _Comparison(workers, self._number, self._operation)
         workers.wait_for(self._done, self._deadline, self._operation, step, on_host=self._on_host, noticed=comparison)
+        workers.begun.discard(self)
         if self._began and workers.others:
             facts: dict[str, object] = {"peer": rank_names(workers.others), "bytes": self._nbytes}
             flow: spans.Flow = "meet", f"{workers.name}/{self._number}"
@@ -163,6 +165,7 @@ class Workers(Group):
         started: how many collectives have begun.
         store: of this group alone; ``None`` in a group of one.
         between_hosts: a group of the first worker of each of several ``hosts``, on these alone.
+        begun: collectives that are not finished.
         segments: memory that the workers share; ``give_up`` of each tells the others that this one has left.
         rowless: names the workers that have no rows; ``None`` in a group of one.
         joins: this is a newcomer, alone until it has joined the others.
@@ -210,7 +213,7 @@ class Workers(Group):
         self.store: PrefixStore | None = None
         self.rowless: Rowless | None = None
         self.segments: WeakSet[Any] = WeakSet()
-        self._begun: WeakSet[Pending] = WeakSet()  # of gloo
+        self.begun = set[Pending]()
         if self.joins:
             self._own = self._connect(HashStore(), 0, 1)
         elif self.size > 1:
@@ -291,7 +294,7 @@ class Workers(Group):
         self.peers.become(self.roll.number, rank, store, identities, self.heartbeat)
         self.set_members(range(len(identities)))
         self.started, self.has_left_work = 0, False
-        self.segments, self._begun = WeakSet(), WeakSet()
+        self.segments, self.begun = WeakSet(), set()
         self.between_hosts = None
         vars(self).pop("hosts", None)
         self.name = f"workers of membership {self.roll.number}"
@@ -324,8 +327,8 @@ class Workers(Group):
         return answer.result(0)
 
     def _keep_work(self) -> None:
-        """Let nothing be freed: gloo's threads may still wait, and take the interpreter's lock to free a tensor."""
-        for thing in (self._own, list(self._begun)):
+        """Let nothing be freed while gloo's threads may wait: they take the interpreter's lock to free a tensor."""
+        for thing in (self._own, self.begun) if self.begun else ():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
     def have_closed(self) -> bool:
@@ -342,7 +345,7 @@ class Workers(Group):
         work = collective(tensor=tensor, async_op=True, **more)
         pending = Pending(partial(ended_within, cast(dist.Work, work)), self, operation, step, tensor)
         pending.tensors = tensor, more
-        self._begun.add(pending)
+        self.begun.add(pending)
         return pending
 
     def start_all_reduce(

@@ -28,8 +28,15 @@ from pathlib import Path
 from typing import TypeAlias
 
 from anabranch.held_error import HELD_ERROR_VARIABLE, move_held_error
-from anabranch.job import JOB_VARIABLE, JOINED_VARIABLE, MEETING_VARIABLE, RETURN_VARIABLE
-from anabranch.launch.environment import LINGER_SECONDS, LINGER_VARIABLE, LISTEN_VARIABLE, RUN_VARIABLE
+from anabranch.job import (
+    JOB_VARIABLE,
+    JOINED_VARIABLE,
+    LINGER_VARIABLE,
+    LISTEN_VARIABLE,
+    MEETING_VARIABLE,
+    RETURN_VARIABLE,
+    RUN_VARIABLE,
+)
 from anabranch.launch.job_status import JobFile
 from anabranch.launch.job_trace import traced
 from anabranch.launch.output.long_waits import LongWaits
@@ -43,6 +50,8 @@ from anabranch.launch.supervision.supervisor import Supervisor
 from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
 from anabranch.liveness.membership import MEMBER_VARIABLE, MEMBERS_VARIABLE
 from anabranch.transport.certificates import KEYS_VARIABLE
+
+_LINGER_SECONDS = 25.0  # for which a service serves on after its first signal while workers are connected
 
 
 @dataclass(slots=True)
@@ -142,7 +151,7 @@ def run_job(spec: JobSpec, sites: Sites, tell: Callable[[str], None]) -> JobOutc
         job_file.expects(spec.counts)
         for number in range(spec.max_restarts + 1):
             if number:
-                job_file.all_return()
+                job_file.returns()
             left = None if spec.seconds is None else max(spec.seconds - (time.monotonic() - started), 0.0)
             outcome = _run(sites, Attempt(replace(spec, seconds=left), number, base, job_file, tell))
             failure = outcome.first_failure
@@ -239,7 +248,7 @@ def _role(attempt: Attempt, site: Site, role: Role, rank: int) -> ProcessSpec:
 
 
 def _serve_parameters(spec: JobSpec, shard: int, endpoint: str, site: Site) -> PythonProgram:
-    arguments = ["serve", "parameters", "--listen", endpoint, "--linger", str(LINGER_SECONDS)]
+    arguments = ["serve", "parameters", "--listen", endpoint, "--linger", str(_LINGER_SECONDS)]
     arguments += ["--shard", str(shard), "--shards", str(spec.servers), "--durability", spec.durability]
     if spec.durability != "none":
         arguments += ["--checkpoint-dir", site.state(shard), "--checkpoint-seconds", str(spec.checkpoint_seconds)]
@@ -275,7 +284,7 @@ def _environment_of(attempt: Attempt, site: Site, role: Role, rank: int) -> dict
     env |= {"RANK": str(rank), "WORLD_SIZE": count, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": count}
     if role == "expert":
         env |= {"ANABRANCH_ROLE": "expert", "ANABRANCH_WORKERS": str(spec.workers)}
-        env[LINGER_VARIABLE] = str(LINGER_SECONDS)
+        env[LINGER_VARIABLE] = str(_LINGER_SECONDS)
         if (listen := site.expert_listens(rank)) is not None:
             env[LISTEN_VARIABLE] = listen
         for name in _RENDEZVOUS:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 import threading
 import time
@@ -19,7 +20,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from anabranch.record.process import process_stat, read_regular, read_status, replace_text
+from anabranch.record.process import process_stat, process_state, read_regular, read_status, replace_text
 from anabranch.record.words import ACTIVITIES
 
 State: TypeAlias = Literal["starting", "running", "waiting", "stopped", "restarting", "gone"]
@@ -105,16 +106,11 @@ class JobFile:
                 self._processes[role, rank] = _Process(role, rank, pid, endpoint, started, elsewhere=elsewhere)
                 self._write()
 
-    def returns(self, role: str, rank: int) -> None:
-        """Record that a process has ended and is to be restarted."""
-        if (process := self._processes.get((role, rank))) is not None:  # else it had not begun
-            process.pid = None
-            self._write()
-
-    def all_return(self) -> None:
-        """Record that the whole job is to be restarted."""
-        for process in self._processes.values():
-            process.pid = None
+    def returns(self, role: str | None = None, rank: int | None = None) -> None:
+        """Record that a process has ended and is to be restarted, or the whole job."""
+        for place, process in self._processes.items():
+            if role is None or place == (role, rank):
+                process.pid = None
         self._write()
 
     def services(self) -> dict[str, str]:
@@ -265,10 +261,17 @@ def status_of(folder: Path) -> JobStatus:
 def job_of(reports: Sequence[tuple[RoleStatus, Mapping[str, Any]]]) -> JobStatus:
     """Return the job of these processes, each with its reported status."""
     roles = [_with_facts(role, facts) for role, facts in reports]
-    run: Mapping[str, Any] = next((facts.get("run", {}) for role, facts in reports if role.name == "worker 0"), {})
-    runs = any(role.name == "worker 0" and role.state == "running" for role in roles)
+    # One that has died as rank 0 has left its facts, too.
+    first = [(role, facts["run"]) for role, facts in reports if facts.get("run", {}).get("rank") == 0]
+    newest = max(first, key=lambda one: (one[0].state != "gone", one[1]["steps"]), default=None)
+    run: Mapping[str, Any] = {} if newest is None else newest[1]
+    runs = newest is not None and any(one.name == newest[0].name and one.state == "running" for one in roles)
+    names = {one.endpoint: one.name for one in roles if one.endpoint}
+    # A worker has the rank that it was started with in its name, and may have another by now.
+    ranks = {role.name: facts["run"].get("rank") for role, facts in reports if "run" in facts and role.state != "gone"}
+    names |= {f"rank {rank}": name for name, rank in ranks.items()}
     return JobStatus(
-        tuple(_with_names(role, roles) for role in roles),
+        tuple(_with_names(role, roles, names) for role in roles),
         progress=tuple(TrackedLoop(**loop) for loop in run.get("progress", ())),
         loss=run.get("loss"),
         curve=tuple(run.get("curve", ())),
@@ -310,19 +313,6 @@ def _read_role(folder: Path, process: _Process, *, ended: bool) -> tuple[RoleSta
     return RoleStatus(role, rank, pid, endpoint, state, started=process.started), facts
 
 
-def process_state(pid: int, started: int | None = None) -> Literal["running", "stopped", "gone"]:
-    """Return the state of a process of this machine; ``"stopped"`` is frozen, by SIGSTOP or a debugger.
-
-    Args:
-        pid: its number.
-        started: the time of its start, if that is known: another process may have the number by now.
-    """
-    letter, at = process_stat(pid)
-    if letter in "ZXx" or started not in (None, at):
-        return "gone"
-    return "stopped" if letter in "Tt" else "running"
-
-
 def ahead(facts: Mapping[str, Any], seconds: float) -> dict[str, Any]:
     """Return the status of a process whose clock is so far behind this one's, in times of this one's."""
     opened = [{**one, "since": one["since"] + seconds} for one in facts.get("open", ())]
@@ -361,23 +351,15 @@ def _seconds_since(span: Mapping[str, Any]) -> float:
     return max(0.0, time.monotonic() - float(span["since"]))
 
 
-def _with_names(role: RoleStatus, roles: Sequence[RoleStatus]) -> RoleStatus:
+def _with_names(role: RoleStatus, roles: Sequence[RoleStatus], called: Mapping[str, str]) -> RoleStatus:
     """Return a waiting role with the names of those that hold it up, in place of how it calls its peers.
 
     They are those of its peers that do not run, or else those that do not wait, or else all.
     """
     if role.waiting_for is None:
         return role
-    names = [_called(peer, roles) for peer in role.waiting_for.split(", ")]
+    names = [called.get(peer, re.sub("^rank ", "worker ", peer)) for peer in role.waiting_for.split(", ")]
     absent = {role.name for role in roles if role.state not in ("running", "waiting")}
     waiting = {role.name for role in roles if role.state == "waiting"}
     holding_up = [name for name in names if name in absent] or [name for name in names if name not in waiting] or names
     return replace(role, waiting_for=", ".join(holding_up))
-
-
-def _called(peer: str, roles: Sequence[RoleStatus]) -> str:
-    """Return the name of ``peer`` in the job: an endpoint is a service's, a rank a worker's."""
-    kind, _, rank = peer.partition(" ")
-    if kind == "rank":
-        return f"worker {rank}"
-    return next((role.name for role in roles if role.endpoint == peer), peer)

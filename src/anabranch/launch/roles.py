@@ -24,8 +24,7 @@ from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded
 from anabranch.experts import Directory, ExpertBackend, ExpertServer
 from anabranch.experts.directory import as_directory
-from anabranch.job import DirectoryLike, Job
-from anabranch.launch.environment import LINGER_VARIABLE, LISTEN_VARIABLE, RUN_VARIABLE
+from anabranch.job import LINGER_VARIABLE, LISTEN_VARIABLE, RUN_VARIABLE, DirectoryLike, Job
 from anabranch.transport.server.service import serve_until_stopped
 
 _MARK_TTL = 24 * 3600.0  # seconds; announced again with each renewal

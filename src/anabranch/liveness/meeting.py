@@ -201,9 +201,12 @@ def connect_world(number: int, store: Store, rank: int, size: int, limit: timede
 
 def set_world(group: dist.ProcessGroup, peers: Peers) -> None:
     """Let ``torch.distributed``'s default group be this one, of ``peers``; ``init_process_group`` makes only one."""
-    if (old := dist.group.WORLD) is not None:  # never freed, as that of Workers
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(old))
+    old = dist.group.WORLD
     dist.distributed_c10d._update_default_pg(group)
+    if old is not None and cast(Any, old)._get_sequence_number_for_group():  # a call of the script's may wait there
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(old))
+    elif old is not None:
+        dist.destroy_process_group(old)
     dist.distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
     take_place_of_peers(peers)
 

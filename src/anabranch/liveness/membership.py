@@ -20,6 +20,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -36,6 +37,10 @@ MEMBER_VARIABLE = "ANABRANCH_MEMBER"
 
 APART = -1
 """In place of the members' epoch, where they run apart (``ssp``, ``asp``), so that no newcomer can join them."""
+
+Word = Literal["waits", "leaves", "closes"]
+"""A worker to the launcher: it waits to be invited; it ends as its calls were not those of the others; it has closed
+its Executor, and trains in no other."""
 
 _PROGRESS, _NUMBER = struct.Struct("=qq"), struct.Struct("=q")  # optimizer steps, and epochs
 _PAUSE = 0.01
@@ -110,8 +115,11 @@ class OwnPlace:
 
     def __init__(self, meeting: Path, process: int, *, joins: bool) -> None:
         self.meeting, self.process, self.joins = meeting, process, joins
-        self._newcomers, self._closed = str(_beside(meeting, "newcomers")), _closes(meeting, process, os.getpid())
+        self._newcomers, self._closed = str(_beside(meeting, "newcomers")), self._word("closes")
         self._progress: mmap.mmap | None = None
+
+    def _word(self, what: Word) -> Path:
+        return _beside(self.meeting, f"{what}.{self.process}.{os.getpid()}")
 
     def invite(self, number: int) -> None:
         """Let the newcomers that wait be in the membership behind ``number``."""
@@ -123,7 +131,7 @@ class OwnPlace:
 
     def wait_here(self) -> None:
         """Let this newcomer be invited."""
-        _waits(self.meeting, self.process, os.getpid()).touch()
+        self._word("waits").touch()
 
     def wait_until_invited(self, deadline: Deadline) -> None:
         """Return when this newcomer is a member, or the others have ended; they wait for it then."""
@@ -135,7 +143,7 @@ class OwnPlace:
 
     def leave(self) -> None:
         """Let the launcher know that this process ends because its calls are not those of the others."""
-        _leaves(self.meeting, self.process, os.getpid()).touch()
+        self._word("leaves").touch()
 
     def close(self) -> None:
         """Let the launcher know that what this process does from now on is done by no other if it is killed."""
@@ -175,9 +183,9 @@ def progress(meeting: Path) -> tuple[int, int] | None:
 # The launcher's side.
 
 
-def waiting(meeting: Path, process: int, pid: int) -> bool:
-    """Return True if a newcomer waits to be invited."""
-    return _waits(meeting, process, pid).exists()
+def says(meeting: Path, process: int, pid: int, what: Word) -> bool:
+    """Return True if a worker has let the launcher know this."""
+    return _beside(meeting, f"{what}.{process}.{pid}").exists()
 
 
 def call_newcomers(meeting: Path, *, some: bool) -> None:
@@ -192,16 +200,6 @@ def call_newcomers(meeting: Path, *, some: bool) -> None:
 def invited(meeting: Path, number: int) -> bool:
     """Return True if a member of membership ``number`` has invited newcomers."""
     return _beside(meeting, f"{number}.invites").exists()
-
-
-def has_left(meeting: Path, process: int, pid: int) -> bool:
-    """Return True if a process has ended because its calls were not those of the others."""
-    return _leaves(meeting, process, pid).exists()
-
-
-def has_closed(meeting: Path, process: int, pid: int) -> bool:
-    """Return True if a process has closed its Executor, and trains in no other."""
-    return _closes(meeting, process, pid).exists()
 
 
 # Between the launcher's host and those of the workers.
@@ -239,18 +237,6 @@ def rank_variables(environment: Mapping[str, str], rank: int, size: int) -> dict
     inner = "LOCAL" if MEETING_VARIABLE in environment else "GROUP"
     ranks = dict.fromkeys(("RANK", "ROLE_RANK", f"{inner}_RANK"), f"{rank}")
     return ranks | dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE", f"{inner}_WORLD_SIZE"), f"{size}")
-
-
-def _closes(meeting: Path, process: int, pid: int) -> Path:
-    return _beside(meeting, f"closes.{process}.{pid}")
-
-
-def _waits(meeting: Path, process: int, pid: int) -> Path:
-    return _beside(meeting, f"waits.{process}.{pid}")
-
-
-def _leaves(meeting: Path, process: int, pid: int) -> Path:
-    return _beside(meeting, f"leaves.{process}.{pid}")
 
 
 def own_place() -> OwnPlace | None:

@@ -37,10 +37,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from anabranch.liveness.watcher import Watcher, own_socket
-from anabranch.record.process import flush, process_stat
-
-_STOPPED = frozenset("Tt")
-_GONE = frozenset("ZXx")
+from anabranch.record.process import flush, process_stat, process_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +74,7 @@ class Identity:
 
     def has_ended(self) -> bool:
         """Return True for a process of this host that has ended."""
-        state, started = process_stat(self.pid)
-        return self.host == Identity.of_this_process().host and (state in _GONE or started != self.started)
+        return self.host == Identity.of_this_process().host and process_state(self.pid, self.started) == "gone"
 
 
 @functools.lru_cache(maxsize=1)
@@ -179,12 +175,12 @@ class Peers:
                     elif silent > most / 2:
                         quiet = True
                     continue
-                state, started = process_stat(who.pid)
-                if state not in _STOPPED:
+                state = process_state(who.pid, who.started)
+                if state != "stopped":
                     self._stopped_since.pop(rank, None)
                 elif now - self._stopped_since.setdefault(rank, now) >= heartbeat:
                     frozen[rank] = "its process is stopped"
-                if state in _GONE or started != who.started:
+                if state == "gone":
                     gone[rank] = "its process has ended"
             if frozen or quiet or self._stopped_since.keys() & ranks:
                 return frozen

@@ -6,8 +6,9 @@ another process says that it lives, as the kernel sees it, and remembers who els
     worker ── Watcher ──> process ══ datagrams, every half heartbeat ══ process <── Watcher ── worker of another host
        └───── reads when each was heard last ─────┘
 
-The process beats while its worker is neither stopped nor gone, and ends with it. It starts in milliseconds, as it is
-this file, run by its path, and needs the standard library alone. Datagrams need no connection: where a firewall lets
+The process beats while its worker is neither stopped nor gone, and ends with it; one that is killed is started again as
+its worker next waits. It starts in milliseconds, as it is this file, run by its path, and needs the standard library
+alone. Datagrams need no connection: where a firewall lets
 none through nobody is heard, and nobody is lost by that. While its worker is stopped, as by Ctrl-Z, or itself was, or
 did not run for long, the others are forgiven their silence.
 """
@@ -89,9 +90,14 @@ class Watcher:
         for name in others:
             self._slots.setdefault(name, len(self._slots) + 1)
         _send(own[0], _STARTING, self._name, map(_address, others.values()))
-        end, beats, memory = os.pidfd_open(os.getpid()), own[0].fileno(), self._memory.fileno()
-        table = {"worker": os.getpid(), "name": self._name, "every": every, "end": end, "socket": beats}
-        table |= {"memory": memory, "others": {one: (self._slots[one], where) for one, where in others.items()}}
+        self._others = {one: (self._slots[one], where) for one, where in others.items()}
+        self._beats = own[0].fileno()
+        self._start()
+
+    def _start(self) -> None:
+        end, beats, memory = os.pidfd_open(os.getpid()), self._beats, self._memory.fileno()
+        table = {"worker": os.getpid(), "name": self._name, "every": self._every, "others": self._others}
+        table |= {"end": end, "socket": beats, "memory": memory}
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__],
             stdin=subprocess.PIPE,
@@ -108,6 +114,8 @@ class Watcher:
 
     def silence(self, name: str, heartbeat: float) -> tuple[float, float]:
         """Return for how many seconds one has been silent (0: never heard; inf: ended), and for how many it may be."""
+        if self._process is not None and self._process.poll() is not None:
+            self._start()  # it was killed
         looked, _ = _HEARD.unpack_from(self._heard)
         when, every = _HEARD.unpack_from(self._heard, self._slots.get(name, 0) * _HEARD.size)
         silent = math.inf if every == _ENDED else looked - when if when else 0.0
@@ -123,6 +131,7 @@ class Watcher:
             self._process.kill()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_END_SECONDS)
+            self._process = None
 
 
 def main() -> None:

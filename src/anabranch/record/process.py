@@ -24,7 +24,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from anabranch.periodic import periodic
 from anabranch.record import spans
@@ -224,6 +224,19 @@ def process_stat(pid: int) -> tuple[str, int]:
         return fields[0], int(fields[19])
     except (OSError, IndexError):
         return "X", 0
+
+
+def process_state(pid: int, started: int | None = None) -> Literal["running", "stopped", "gone"]:
+    """Return the state of a process of this machine; ``"stopped"`` is frozen, by SIGSTOP or a debugger.
+
+    Args:
+        pid: its number.
+        started: the time of its start, if that is known: another process may have the number by now.
+    """
+    letter, at = process_stat(pid)
+    if letter in "ZXx" or started not in (None, at):
+        return "gone"
+    return "stopped" if letter in "Tt" else "running"
 
 
 def replace_text(path: Path, text: str | bytes) -> None:

@@ -158,24 +158,18 @@ def test_a_killed_worker_is_replaced_by_its_actor(cluster: Any, tmp_path: Path, 
     assert "the job waits, with 1 worker; another takes its place (1 of 3)" in err
 
 
-def test_a_worker_whose_actor_is_lost_is_replaced_in_another(cluster: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", ["actor", "node"])
+def test_a_worker_whose_actor_or_node_is_lost_is_replaced_in_another(cluster: Any, tmp_path: Path, lost: str) -> None:
     def lose() -> None:
-        os.kill(_pids(tmp_path, 1)[1], signal.SIGKILL)
+        if lost == "actor":
+            os.kill(_pids(tmp_path, 1)[1], signal.SIGKILL)
+        else:
+            _kill_node_of_rank(cluster, tmp_path, 1)
         _wait_for_end_of_rank(tmp_path, 1)
 
     ends, err = _train(cluster, tmp_path, lose)
     _survived(tmp_path, ends)
     assert "rank 1 was lost with its Ray node; the job waits, with 1 worker; another takes its place (1 of 3)" in err
-
-
-def test_a_worker_whose_node_is_lost_is_replaced_on_another(cluster: Any, tmp_path: Path) -> None:
-    def lose() -> None:
-        _kill_node_of_rank(cluster, tmp_path, 1)
-        _wait_for_end_of_rank(tmp_path, 1)
-
-    ends, err = _train(cluster, tmp_path, lose)
-    _survived(tmp_path, ends)
-    assert "rank 1 was lost with its Ray node" in err
 
 
 def test_a_frozen_worker_is_killed_and_the_other_goes_on_alone(cluster: Any, tmp_path: Path) -> None:

@@ -56,38 +56,26 @@ def test_status_shows_the_reports_and_the_end_of_a_process_on_another_machine(tm
     assert (role.state, process.exit.code, process.log.read_text()) == ("gone", 0, "hello\n")
 
 
-def test_status_shows_that_a_process_on_another_machine_is_frozen_and_that_it_resumes(tmp_path: Path) -> None:
-    seen: list[str] = []
-
-    def look() -> None:
-        (role,) = status_of(tmp_path).roles
-        seen.append(role.state)
-
-    news = [RoleEvents([], None, stopped=stopped) for stopped in (False, True, True, False)]
-    process = _process(tmp_path, [*news, RoleEvents([], 0)], look)
-    process._follower.join(timeout=60.0)
-    assert seen == ["running", "running", "stopped", "stopped", "running"]
-    process.reap()
-    process._report("stopped")  # by a thread that comes late
-    look()
-    assert seen[-1] == "gone"
-
-
-def test_a_process_is_frozen_if_its_actor_has_seen_that_twice_in_a_row(tmp_path: Path) -> None:
-    frozen: list[bool] = []
+def test_a_process_on_another_machine_is_shown_as_stopped_and_counts_as_frozen_once_seen_twice(tmp_path: Path) -> None:
+    seen: list[tuple[str, bool]] = []
     processes: list[RemoteProcess] = []
-    news = [RoleEvents([], None, stopped=stopped) for stopped in (True, False, True, True, True)]
     ready = threading.Event()
 
     def look() -> None:
         assert ready.wait(60.0)
-        frozen.append(processes[0].frozen)
+        (role,) = status_of(tmp_path).roles
+        seen.append((role.state, processes[0].frozen))
 
+    news = [RoleEvents([], None, stopped=stopped) for stopped in (True, False, True, True, False)]
     processes.append(_process(tmp_path, [*news, RoleEvents([], 0)], look))
     ready.set()
     processes[0]._follower.join(timeout=60.0)
-    assert frozen == [False, False, False, False, True, True]
+    runs, stops = ("running", False), ("stopped", False)
+    assert seen == [runs, stops, runs, stops, ("stopped", True), runs]
     processes[0].reap()
+    processes[0]._report("stopped")  # by a thread that comes late
+    look()
+    assert seen[-1][0] == "gone"
 
 
 def test_what_a_process_publishes_is_there_for_the_launcher_before_its_end(tmp_path: Path) -> None:

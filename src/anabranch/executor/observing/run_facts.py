@@ -61,7 +61,12 @@ class RunFacts:
         progress: returns its loops in progress; called on any thread.
         losses: names of losses among the metrics.
         clock: seconds.
+
+    Attributes:
+        rank: this worker's, as of the last membership.
     """
+
+    rank = 0
 
     def __init__(
         self,
@@ -114,7 +119,7 @@ class RunFacts:
         return self._pace.points()
 
     def _facts(self) -> dict[str, object]:
-        return {**self._run, "steps": self._step, "progress": self._progress()}
+        return {**self._run, "rank": self.rank, "steps": self._step, "progress": self._progress()}
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Take the loss of a step."""

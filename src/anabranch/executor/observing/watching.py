@@ -197,6 +197,8 @@ class Watching:
     def begin(self, rank: int, facts: RunFacts | None) -> None:
         """Start to report to the sinks of this rank, and write ``facts`` if a launcher wants them."""
         self._feed.flush()
+        if facts is not None:
+            facts.rank = rank
         self._feed = SinkFeed(self._sinks if facts is None else (*self._sinks, facts), rank)
         self.facts, self.active = facts, self.active or not self._feed.idle
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar, cast
 
 import msgspec
 import safetensors.torch
@@ -197,6 +197,7 @@ class Saver:
         self._begin("save")
         if self.saving is not None and self._workers is not None:  # of this call, which begins again
             self.saving.wait(Deadline.after(self._workers.timeout))
+            self.saving = None
         for name, runner in self._runners.items():
             runner.check_window_closed(name)
         for runner in self._runners.values():
@@ -218,24 +219,30 @@ class Saver:
         def begin() -> None:
             if self._rank or part is None:
                 return
-            remote = self.remote
-            # One moment of every shard: all workers have settled, and none goes on before this has begun.
-            saved = reading.enter_context(remote.client.collect(remote.served)) if remote is not None else None
-            groups, state = self._collected(part, ranks, saved)
+            groups, state = self._collected(part, ranks)
             if not wait:
                 groups, state = copied(groups), copy.deepcopy(state)
 
-            def write() -> None:
+            def write(saved: SavedTables | None) -> None:
                 more = () if saved is None else ((f"servers.{name}", group) for name, group in saved.groups())
                 checkpoint.write(path, groups, state, more=more, step=step, check_newest=self._run.check)
 
-            if wait:
-                write()
-            else:  # before anybody knows that this call has ended
-                self.saving = BackgroundSave(step, path, began, partial(_close_after, write, reading.pop_all()))
+            def read_and_write() -> None:
+                with ExitStack() as reading:
+                    remote, saved = self.remote, None
+                    if remote is not None:
+                        # One moment of every shard: all workers have settled, and none goes on before this has begun.
+                        saved = reading.enter_context(remote.client.collect(remote.served))
+                        state["servers"] = saved.state
+                    if wait:
+                        write(saved)
+                    else:  # before anybody knows that this call has ended
+                        act = partial(_close_after, partial(write, saved), reading.pop_all())
+                        self.saving = BackgroundSave(step, path, began, act)
 
-        with ExitStack() as reading:
-            self._together(begin, f"could not save to {path}")
+            again(read_and_write)
+
+        self._together(begin, f"could not save to {path}")
         if not wait and self._rank:
             self.saving = BackgroundSave(step, path, began, None)
 
@@ -349,9 +356,7 @@ class Saver:
             moved=moved,
         )
 
-    def _collected(
-        self, part: _Part, ranks: list[_RankState], saved: SavedTables | None
-    ) -> tuple[dict[str, checkpoint.Group], object]:
+    def _collected(self, part: _Part, ranks: list[_RankState]) -> tuple[dict[str, checkpoint.Group], dict[str, Any]]:
         model, extra, modes, optimizers = part["model"], part["extra"], part["modes"], part["optimizers"]
         moved = part["moved"]
         for rank in ranks[1 : self._stages]:
@@ -375,7 +380,7 @@ class Saver:
             optimizers=optimizers,
             schedulers=self._schedulers(),
             ranks=ranks,
-            servers=None if saved is None else saved.state,
+            servers=None,
             moved=moved,
             extra=extra,
             modes=modes,
@@ -387,7 +392,7 @@ class Saver:
             "optimizer": {name: tensor for name, tensor in tensors.items() if name.startswith("optimizers.")},
             "state": {name: tensor for name, tensor in tensors.items() if not name.startswith("optimizers.")},
         }
-        return groups, state
+        return groups, cast(dict[str, Any], state)
 
     def _optimizers(self, elsewhere: Mapping[Tensor, dict[str, object]]) -> dict[str, list[OptimizerState]]:
         states: dict[str, list[OptimizerState]] = {}

@@ -32,12 +32,7 @@ from typing import Any
 
 from anabranch.held_error import hold_back_errors
 from anabranch.launch.forks.main_script import run_as_main
-from anabranch.launch.forks.process_state import (
-    keep_shared_libraries,
-    keep_shared_modules,
-    limit_threads,
-    set_title,
-)
+from anabranch.launch.forks.process_state import keep_shared_libraries, keep_shared_modules, limit_threads, set_title
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.socket_messages import receive, send
 from anabranch.launch.supervision.parent_death import prctl

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from anabranch.launch.supervision.worker import open_log
+from anabranch.launch.supervision.worker import open_log, write_all
 
 _OUTPUT_FLAGS = 1  # index in the list of tcgetattr
 _LOCAL_FLAGS = 3
@@ -188,7 +188,7 @@ class Screen:
         self._mid_line = not data.endswith(b"\n")
         try:
             if not stream.is_log:
-                _write_all(self._log.fileno(), data)
+                write_all(self._log.fileno(), data)
         except OSError as error:
             self._log.close()
             self._log = open_log(Path(os.devnull), anew=False)
@@ -241,12 +241,6 @@ class Screen:
         for descriptor in (self._wake, self._wakes, *(stream.source for stream in self._streams)):
             os.close(descriptor)
         self._log.close()
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
 
 
 def _pass_through(terminal: int) -> None:

@@ -24,16 +24,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from anabranch.job import JOINED_VARIABLE
-from anabranch.launch.environment import LISTEN_VARIABLE
-from anabranch.launch.job_status import ahead, process_state
+from anabranch.job import JOINED_VARIABLE, LISTEN_VARIABLE
+from anabranch.launch.job_status import ahead
 from anabranch.launch.meeting.addresses import held_port
 from anabranch.launch.meeting.rendezvous import Rendezvous
 from anabranch.launch.supervision.orphans import adopt_orphans, kill_orphans
 from anabranch.launch.supervision.outcome import Exit
-from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess, open_log
+from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess, open_log, write_all
 from anabranch.liveness.membership import MEMBERS_VARIABLE, files_beside, for_workers, put_beside
-from anabranch.record.process import TRACE_VARIABLE, replace_text
+from anabranch.record.process import TRACE_VARIABLE, process_state, replace_text
 from anabranch.transport.certificates import KEYS_VARIABLE
 from anabranch.transport.endpoints import PrivateFolder
 
@@ -405,9 +404,7 @@ class RemoteProcess(RoleProcess):
 
     def _write(self, stream: int, data: bytes) -> None:
         with suppress(OSError):
-            view = memoryview(data)
-            while view:
-                view = view[os.write(self._targets[stream - 1], view) :]
+            write_all(self._targets[stream - 1], data)
 
     def _news(self) -> RoleEvents:
         """Return what came since the last call; asks again if this process was stopped (Ctrl-Z) in between."""

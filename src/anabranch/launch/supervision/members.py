@@ -16,13 +16,12 @@ from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
 from anabranch.liveness.membership import (
     APART,
     Membership,
+    Word,
     call_newcomers,
-    has_closed,
-    has_left,
     invited,
     progress,
     rank_variables,
-    waiting,
+    says,
 )
 
 LOOK_SECONDS = 1.0
@@ -79,7 +78,7 @@ class Members:
     def may_leave(self, process: RoleProcess) -> bool:
         """Return True if the job goes on without a worker that has failed, or with another in its place."""
         done = progress(self._meeting)
-        if done is None or not self._members() or has_closed(self._meeting, process.rank, process.pid):
+        if done is None or not self._members() or self._says(process, "closes"):
             return False
         if process.exit_code in _CRASHES:
             if done[0] in self._crashed:
@@ -100,7 +99,7 @@ class Members:
         """Publish the membership without a worker that has ended; return what users should know of it."""
         self._last = process if process.forgiven else self._last
         ended = process.exit_code == 0
-        closed = ended and not has_left(self._meeting, process.rank, process.pid)
+        closed = ended and not self._says(process, "leaves")
         self._now = now = self._now.without(process.rank, ended=ended, closed=closed)
         self._publish()
         count = len(now.ranks)
@@ -158,7 +157,10 @@ class Members:
             self._show()
 
     def _waiting(self) -> list[int]:
-        return [one.rank for one in self.newcomers() if waiting(self._meeting, one.rank, one.pid)]
+        return [one.rank for one in self.newcomers() if self._says(one, "waits")]
+
+    def _says(self, process: RoleProcess, what: Word) -> bool:
+        return says(self._meeting, process.rank, process.pid, what)
 
     def _publish(self) -> None:
         # First: those who have met invite nobody who is there, or gone.
@@ -179,14 +181,13 @@ class Members:
         if not awake or frozen.issuperset(running) or progress(self._meeting) is None:
             return []
         again = frozen & before
-        return [one for one in again if one.role != "worker" or not has_closed(self._meeting, one.rank, one.pid)]
+        return [one for one in again if one.role != "worker" or not self._says(one, "closes")]
 
     def wait_no_longer(self) -> None:
         """Let the members go on without newcomers: the job is to end soon."""
         waits, self._least = len(self._now.ranks) < self._now.least, 1
         self._now = msgspec.structs.replace(self._now, number=self._now.number + waits, least=1)
-        self._now.publish(self._meeting)
-        self._show()
+        self._publish()
 
     def end(self, process: RoleProcess) -> None:
         """Let nobody meet any more, because ``process`` has failed."""
@@ -194,5 +195,4 @@ class Members:
             self._last.forgiven = False
         now = self._now.without(process.rank) if process.role == "worker" else self._now
         self._now = msgspec.structs.replace(now, over=True)
-        self._now.publish(self._meeting)
-        self._show()
+        self._publish()

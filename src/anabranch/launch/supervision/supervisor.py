@@ -241,6 +241,7 @@ class Supervisor:
             when = f" in {pause:g} s" if pause else ""
             self._tell(f"{exit_.describe()}; restarted{when} ({restarts.used} of {restarts.times})")
             self._returns(spec)
+            service.forgiven = True  # the workers may have ended before it is back
             self._timers.after(pause, partial(self._bring_back, service))
         elif spec.role == "expert" and served:
             service.forgiven = True

@@ -67,6 +67,13 @@ def open_log(path: Path, *, anew: bool) -> BinaryIO:
     return open(descriptor, "ab", buffering=0)
 
 
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write all of ``data``, as long as that takes."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
 class RoleProcess:
     """A running process of the job, the leader of its own session and process group.
 
@@ -125,13 +132,7 @@ class RoleProcess:
                 return server.fork(name, spec.program, environment, stdin, stdout, stderr)
             tied = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), *spec.program.command]
             process = subprocess.Popen(
-                tied,
-                env=environment,
-                cwd=spec.cwd,
-                stdin=stdin,
-                stdout=stdout,
-                stderr=stderr,
-                start_new_session=True,
+                tied, env=environment, cwd=spec.cwd, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
             )
         process.returncode = 0  # reaped by `reap`, which has a pidfd; it need not be by this object
         return process.pid

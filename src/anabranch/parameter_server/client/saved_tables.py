@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anabranch.checkpoint.generations import Replaced
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError, NotFound, Overloaded, SchemaError
 from anabranch.parameter_server.client.shards import LONGEST, KnownTables
@@ -95,7 +96,10 @@ class SavedTables:
         return self._calls.request(shard, "snapshot", pack(message), answer_bytes=most)
 
     def _part(self, shard: int, part: int) -> tuple[SnapshotPart | None, Sequence[Tensor]]:
-        (answer,) = self._calls.all([self._request(shard, part)])
+        try:
+            (answer,) = self._calls.all([self._request(shard, part)])
+        except NotFound as error:
+            raise Replaced(f"shard {shard}: {error}") from error
         return unpack(answer.payload, SnapshotPart) if answer.payload else None, answer.tensors
 
     def __enter__(self) -> SavedTables:

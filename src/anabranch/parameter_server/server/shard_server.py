@@ -329,7 +329,8 @@ class ParameterServer:
     def _reading(self, message: SnapshotMessage) -> ShardSnapshot:
         reading = self._readings.get(message.number)
         if reading is None:
-            raise NotFound(f"snapshot {message.number} has ended: nobody has read it for two heartbeats")
+            why = "nobody has read it for two heartbeats, or this shard was restarted"
+            raise NotFound(f"snapshot {message.number} has ended: {why}")
         return reading
 
     def _end_readings(self) -> None:
