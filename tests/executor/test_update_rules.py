@@ -66,6 +66,12 @@ FUSED = {
 }
 
 
+def schedule(optimizer: Optimizer) -> torch.optim.lr_scheduler.SequentialLR:
+    """Of schedulers whose rates depend on the ones before."""
+    grow, shrink = (torch.optim.lr_scheduler.ExponentialLR(optimizer, rate) for rate in (1.25, 0.5))
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [grow, shrink], [5])
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("optimizer", "clip"), [("adam", None), ("momentum", 0.1)])
@@ -76,6 +82,7 @@ def test_a_step_on_a_gpu_raises_in_the_next_call_and_updates_nothing(
     monkeypatch.setattr("anabranch.executor.engines.engine.LATE", {device})
     model, plain = model_of().to(device), model_of().to(device)
     mine, reference = map(FUSED[optimizer], (model, plain))
+    scheduler, expected = map(schedule, (mine, reference))
 
     def batch(index: int, *, bad: bool = False) -> dict[str, Tensor]:
         return {name: value.to(device) for name, value in batch_of(index, bad=bad).items()}
@@ -87,25 +94,26 @@ def test_a_step_on_a_gpu_raises_in_the_next_call_and_updates_nothing(
             if clip is not None:
                 nn.utils.clip_grad_norm_(plain.parameters(), clip)
             reference.step()
+            expected.step()
+        assert scheduler.get_last_lr() == expected.get_last_lr() == [mine.param_groups[0]["lr"]]
         assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
 
     text = r"^gradients held NaN or an infinity after {} optimizer steps; nothing was updated by them"
-    executor = ab.Executor(ab.TrainStep(model, loss_of, mine, clip_grad_norm=clip), engine=engine)
+    executor = ab.Executor(ab.TrainStep(model, loss_of, mine, scheduler=scheduler, clip_grad_norm=clip), engine=engine)
     with pytest.raises(ab.NonFinite, match=r"0\.weight, 0\.bias, 2\.weight, 2\.bias .* after 0 optimizer steps"):
         executor.run(batch=batch(0, bad=True))  # a fused optimizer without state would keep what was in memory
     for index in range(1, 5):
         executor.run(batch=batch(index))
     executor.run(batch=batch(5, bad=True))
-    follow(1, 2, 3, 4)
     with pytest.raises(ab.NonFinite, match=text.format(4)):
-        executor.run(batch=batch(6))
-    follow()
-    assert executor.step == 4
+        executor.run(batch=batch(6))  # its own step is taken, with the rate that the scheduler had for the other
+    follow(1, 2, 3, 4, 6)
+    assert executor.step == 5
     for index in (7, 8):
         executor.run(batch=batch(index))
     follow(7, 8)
     executor.run(batch=batch(9, bad=True))
-    with pytest.raises(ab.NonFinite, match=text.format(6)):
+    with pytest.raises(ab.NonFinite, match=text.format(7)):
         executor.save(tmp_path)
     executor.save(tmp_path)
     for index in (10, 11):
@@ -117,7 +125,7 @@ def test_a_step_on_a_gpu_raises_in_the_next_call_and_updates_nothing(
     follow(10, 11)
     assert executor.statistics().skipped_steps == 0
     executor.run(batch=batch(13, bad=True))
-    with pytest.raises(ab.NonFinite, match=text.format(8)):
+    with pytest.raises(ab.NonFinite, match=text.format(9)):
         executor.close()
     follow()
     assert not hasattr(mine, "found_inf"), "the optimizer is the user's own again"
@@ -137,9 +145,10 @@ def test_a_late_step_whose_optimizer_was_first_captured_behind_a_norm_updates_no
             executor.run(batch=batch_of(index), fetch=["grad_norm"] if index < 3 else None)
         before = state_of(model)
         executor.run(batch=batch_of(6, bad=True))
+        assert all(map(torch.equal, model.state_dict().values(), before.values()))
         with pytest.raises(ab.NonFinite, match="after 6 optimizer steps"):
             executor.run(batch=batch_of(7), fetch=["grad_norm"])
-        assert all(map(torch.equal, model.state_dict().values(), before.values()))
+        assert executor.step == 7
 
 
 @pytest.mark.usefixtures("_late")
@@ -169,10 +178,32 @@ def test_a_parameter_whose_first_step_is_not_finite_has_no_momentum_of_it() -> N
             executor.run(batch=batch_of(index))
         executor.run(batch=batch_of(2, bad=True))
         optimizer.add_param_group({"params": [*model[2].requires_grad_().parameters()]})  # type: ignore[index]
-        with pytest.raises(ab.NonFinite, match="^gradients held .* after 2 optimizer steps"):
-            executor.run(batch=batch_of(3))
         with pytest.raises(ab.NonFinite, match=r"2\.weight.* after 2 optimizer steps"):
-            executor.run(batch=batch_of(4, bad=True))
+            executor.run(batch=batch_of(3, bad=True))
+        before = state_of(model)
+        executor.run(batch=batch_of(4))
+        executor.run(batch=batch_of(5, bad=True))
+        with pytest.raises(ab.NonFinite, match="^gradients held .* after 3 optimizer steps"):
+            executor.run(batch=batch_of(6))
+        assert executor.step == 4
+        assert not torch.equal(before["2.weight"], model.state_dict()["2.weight"])
+
+
+@pytest.mark.usefixtures("_late")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_late_thawed_parameter_that_no_optimizer_has_keeps_no_gradient_that_is_not_finite(engine: Any) -> None:
+    model = model_of()
+    model[2].requires_grad_(False)  # type: ignore[index]
+    optimizer = torch.optim.Adam(model[0].parameters(), lr=0.01, fused=True)  # type: ignore[index]
+    with ab.Executor(ab.TrainStep(model, loss_of, optimizer), engine=engine) as executor:
+        for index in range(2):
+            executor.run(batch=batch_of(index))
+        model[2].requires_grad_()  # type: ignore[index]
+        executor.run(batch=batch_of(2))
+        with pytest.raises(ab.NonFinite, match=r"2\.weight"):
+            executor.run(batch=batch_of(3, bad=True))
+        executor.run(batch=batch_of(4))
+        assert all(bool(parameter.grad.isfinite().all()) for parameter in model.parameters())  # type: ignore[union-attr]
 
 
 @pytest.mark.usefixtures("_late")
@@ -197,13 +228,13 @@ def test_a_late_step_that_an_error_interrupts_was_none() -> None:
 
 
 def test_a_late_look_that_is_refused_leaves_nothing_behind() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.Adam([weight], fused=True)
-    weight.grad = torch.ones(2)
+    weight, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([weight, other], fused=True)
+    weight.grad, other.grad = torch.ones(2), torch.ones(2)
     optimizer.step()
     late, before = LateCheck([optimizer], torch.device("cpu")), weight.detach().clone()
     with late.heeded():
-        assert not late.look([torch.full((2,), torch.nan), torch.ones(1).expand(2)])
+        assert not late.look({weight: torch.full((2,), torch.nan), other: torch.ones(1).expand(2)})
         optimizer.step()
     assert not torch.equal(weight, before)
     assert not late.failed()

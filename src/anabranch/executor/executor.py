@@ -457,7 +457,8 @@ class Executor:
             ValueError: an unknown step or name to fetch, a batch whose tensors disagree in rows, a loss that is not a
                 scalar; no parameter has changed.
             NonFinite: a gradient holds NaN or an infinity, and the step does not skip it
-                (``TrainStep(skip_nonfinite=True)``); no parameter has changed, on any worker.
+                (``TrainStep(skip_nonfinite=True)``); it has changed no parameter, on any worker. On a GPU perhaps a
+                gradient of the run before, and this run's step has been taken.
             PeerLost, DeadlineExceeded: another worker died, froze or did not arrive.
             BoundaryError: a worker had no rows, and the model or the loss of the others waits for all workers.
             WorkersDiffer: parameters that are the same on all workers are not; see ``check_workers``.
