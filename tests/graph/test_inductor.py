@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from anabranch.errors import CaptureError
 from anabranch.graph import StepProgram, capture
 from anabranch.graph.operation_graph import OperationGraph
+from anabranch.graph.passes import lower
 from anabranch.graph.run import inductor
 from anabranch.graph.run.codegen import generate
-from anabranch.graph.run.lowering import lower
 
 
 def _losses_under_numbers(numbers: list[float], compile: bool) -> list[float]:  # noqa: A002

@@ -14,11 +14,11 @@ from torch import Tensor, fx, nn
 from anabranch.autodiff.boundary.whole_calls import learn_forms
 from anabranch.errors import CaptureError
 from anabranch.graph.dynamo.front import DynamoFront, TracedCall
+from anabranch.graph.dynamo.refusals import refuse_hooks
 from anabranch.graph.dynamo.traced_calls import run_calls
-from anabranch.graph.dynamo.unseen_hooks import refuse_hooks
 from anabranch.graph.graph import Graph
 from anabranch.graph.operation_graph import Entries, InputKind
-from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, build, free_name
+from anabranch.graph.trace import TraceRecorder, TraceSource, build, free_name
 from anabranch.tensors import Structure, flatten, map_structure, paths, unflatten
 
 if TYPE_CHECKING:

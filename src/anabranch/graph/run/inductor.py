@@ -13,9 +13,8 @@ from anabranch.errors import CaptureError
 from anabranch.graph.crossings import crossing_of
 from anabranch.graph.nodes import RECURRENT
 from anabranch.graph.operation_graph import OperationGraph
-from anabranch.graph.passes.dead_nodes import drop_handles
+from anabranch.graph.passes import drop_handles, lower
 from anabranch.graph.run.codegen import Program, generate
-from anabranch.graph.run.lowering import lower
 
 _MOST_KERNELS = 2  # of a graph, for other numbers
 
