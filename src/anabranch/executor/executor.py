@@ -385,8 +385,8 @@ class Executor:
         Args:
             name: of a training step; by default the first one.
             batch: this worker's shard of a usual batch; by default the next one of the step's loader, without consuming
-                it; at the end of an epoch the next epoch's first. Without a batch, compute time and lookups are not
-                included, and ``plan.notes`` says so.
+                it; at the end of an epoch there is none. Without a batch, compute time and lookups are not included,
+                and ``plan.notes`` says so.
 
         Returns:
             The plan: ``str`` of it is a table, ``step_seconds``, ``bytes`` by boundary, ``rows``, and ``modes``, the
