@@ -178,8 +178,9 @@ def test_a_parameter_whose_first_step_is_not_finite_has_no_momentum_of_it() -> N
             executor.run(batch=batch_of(index))
         executor.run(batch=batch_of(2, bad=True))
         optimizer.add_param_group({"params": [*model[2].requires_grad_().parameters()]})  # type: ignore[index]
-        with pytest.raises(ab.NonFinite, match=r"2\.weight.* after 2 optimizer steps"):
+        with pytest.raises(ab.NonFinite, match=r"2\.weight.* after 2 optimizer steps") as raised:
             executor.run(batch=batch_of(3, bad=True))
+        assert "before it, gradients held NaN" in raised.value.__notes__[0]
         before = state_of(model)
         executor.run(batch=batch_of(4))
         executor.run(batch=batch_of(5, bad=True))

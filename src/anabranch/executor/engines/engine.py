@@ -219,10 +219,6 @@ class Engine:
             return None
         return LateCheck(optimizers, device, self._step.schedulers)
 
-    def heeding(self) -> AbstractContextManager[None]:
-        """Let the optimizers heed the late check in the block, if there is one, also those that a graph captures."""
-        return nullcontext() if self.late_check is None else self.late_check.heeded()
-
     def settle(self) -> bool:
         """Set ``late_failed`` if the last step's gradients turn out not to have been finite, and return it."""
         late: LateCheck | None = vars(self).get("late_check")

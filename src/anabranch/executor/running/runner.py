@@ -390,7 +390,8 @@ class StepRunner:
         for parameter in self._held:
             parameter.grad = None
         engine = self.engine
-        with releasing_interrupts(), engine.heeding():
+        late = engine.late_check  # which optimizers heed, also those that a graph captures
+        with releasing_interrupts(), nullcontext() if late is None else late.heeded():
             ran = engine.step(batch, rows, fetch)
             if ran is None:
                 return None
@@ -616,6 +617,8 @@ class StepRunner:
             self._fail(nonfinite_error(names, self.steps))
 
     def _fail(self, error: Exception) -> None:
+        if self._error is not None:  # of the step before, see ``_uncount``
+            error.add_note(f"before it, {self._error}")
         self._error, self._failed = error, [type(error).__name__, str(error)]
 
     def _raise_at_end(self) -> None:
