@@ -232,7 +232,6 @@ def _in_place(op: OpOverload) -> OpOverload | None:
 # a CPU ``index_add_`` into zeros takes a third to a tenth of their time, and the sums are the same bits.
 
 
-_aten = torch.ops.aten
 _ROWS = _aten.embedding_dense_backward.default
 _BAGS = _aten._embedding_bag_backward.default
 
