@@ -62,6 +62,7 @@ def test_an_error_of_inductor_is_a_capture_error(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("no compiler here\nlong trace")
 
     monkeypatch.setattr(torch._inductor, "standalone_compile", refuse)
-    program = inductor.compiled(capture(lambda x: x + 1, torch.ones(2)))
+    graph = capture(lambda x: x + 1, torch.ones(2))
+    program = inductor.compiled(graph, graph.program)
     with pytest.raises(CaptureError, match=r"Inductor refuses the step \(RuntimeError: no compiler here\)"):
         program.run(torch.ones(2))

@@ -289,7 +289,7 @@ class Joint:
     def _apart(self) -> Program:
         if self._program is None:
             graph = self.backward.graph
-            self._program = compiled(graph) if self._step.compile else graph.program()
+            self._program = compiled(graph, graph.program) if self._step.compile else graph.program()
         return self._program
 
     def _join(self) -> None:
