@@ -132,7 +132,7 @@ def _traced(
 
     It takes the function's own inputs, then the state that it reads, each tensor once.
     """
-    held, kinds = _named_state(fn), dict[str, InputKind]()
+    state, kinds = _named_state(fn), dict[str, InputKind]()
     sources = [
         TraceSource(name, leaf if isinstance(leaf, Tensor) else float(leaf))  # type: ignore[arg-type]
         for name, leaf in zip(names, leaves, strict=True)
@@ -143,16 +143,16 @@ def _traced(
         if not isinstance(value, Tensor):
             return None
         if id(value) not in at:
-            name = free_name(held.get(value, shown), sources)
+            name = free_name(state.get(value, shown), sources)
             if value.is_conj():  # a trace shows it as a tensor like others
                 raise CaptureError(f"{name} is a conjugate that was never computed; keep tensor.conj().resolve_conj()")
-            kinds[name] = "buffer" if value in held else "constant"
+            kinds[name] = "buffer" if value in state else "constant"
             at[id(value)] = len(sources)
             sources.append(TraceSource(name, value, state=True))
         return at[id(value)]
 
     read = set(map(id, found.args))
-    for tensor in held:  # in the modules' own order
+    for tensor in state:  # in the modules' own order
         if id(tensor) in read:
             source_of("", tensor)
     place = list(map(source_of, found.call.names, found.args))
