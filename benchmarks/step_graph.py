@@ -27,8 +27,8 @@ import anabranch as ab
 from anabranch.graph import StepProgram
 from anabranch.graph.effects import is_view
 from anabranch.graph.nodes import evaluate, resolved
+from anabranch.graph.passes import lower
 from anabranch.graph.run.codegen import _fast_callable
-from anabranch.graph.run.lowering import lower
 from models import CASES, TRANSFORMERS, Case
 
 ALL = CASES | TRANSFORMERS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,12 @@ FUSED = {
 }
 
 
+def schedule(optimizer: Optimizer) -> torch.optim.lr_scheduler.SequentialLR:
+    """Of schedulers whose rates depend on the ones before."""
+    grow, shrink = (torch.optim.lr_scheduler.ExponentialLR(optimizer, rate) for rate in (1.25, 0.5))
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [grow, shrink], [5])
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("optimizer", "clip"), [("adam", None), ("momentum", 0.1)])
@@ -76,6 +83,7 @@ def test_a_step_on_a_gpu_raises_in_the_next_call_and_updates_nothing(
     monkeypatch.setattr("anabranch.executor.engines.engine.LATE", {device})
     model, plain = model_of().to(device), model_of().to(device)
     mine, reference = map(FUSED[optimizer], (model, plain))
+    scheduler, expected = map(schedule, (mine, reference))
 
     def batch(index: int, *, bad: bool = False) -> dict[str, Tensor]:
         return {name: value.to(device) for name, value in batch_of(index, bad=bad).items()}
@@ -83,25 +91,26 @@ def test_a_step_on_a_gpu_raises_in_the_next_call_and_updates_nothing(
     def follow(*indices: int) -> None:
         for index in indices:
             plain_step(plain, loss_of, reference, batch(index), clip)
+            expected.step()
+        assert scheduler.get_last_lr() == expected.get_last_lr() == [mine.param_groups[0]["lr"]]
         assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
 
     text = r"^gradients held NaN or an infinity after {} optimizer steps; nothing was updated by them"
-    executor = ab.Executor(ab.TrainStep(model, loss_of, mine, clip_grad_norm=clip), engine=engine)
+    executor = ab.Executor(ab.TrainStep(model, loss_of, mine, scheduler=scheduler, clip_grad_norm=clip), engine=engine)
     with pytest.raises(ab.NonFinite, match=r"0\.weight, 0\.bias, 2\.weight, 2\.bias .* after 0 optimizer steps"):
         executor.run(batch=batch(0, bad=True))  # a fused optimizer without state would keep what was in memory
     for index in range(1, 5):
         executor.run(batch=batch(index))
     executor.run(batch=batch(5, bad=True))
-    follow(1, 2, 3, 4)
     with pytest.raises(ab.NonFinite, match=text.format(4)):
-        executor.run(batch=batch(6))
-    follow()
-    assert executor.step == 4
+        executor.run(batch=batch(6))  # its own step is taken, with the rate that the scheduler had for the other
+    follow(1, 2, 3, 4, 6)
+    assert executor.step == 5
     for index in (7, 8):
         executor.run(batch=batch(index))
     follow(7, 8)
     executor.run(batch=batch(9, bad=True))
-    with pytest.raises(ab.NonFinite, match=text.format(6)):
+    with pytest.raises(ab.NonFinite, match=text.format(7)):
         executor.save(tmp_path)
     executor.save(tmp_path)
     for index in (10, 11):
@@ -113,7 +122,7 @@ def test_a_step_on_a_gpu_raises_in_the_next_call_and_updates_nothing(
     follow(10, 11)
     assert executor.statistics().skipped_steps == 0
     executor.run(batch=batch(13, bad=True))
-    with pytest.raises(ab.NonFinite, match=text.format(8)):
+    with pytest.raises(ab.NonFinite, match=text.format(9)):
         executor.close()
     follow()
     assert not hasattr(mine, "found_inf"), "the optimizer is the user's own again"
@@ -133,9 +142,10 @@ def test_a_late_step_whose_optimizer_was_first_captured_behind_a_norm_updates_no
             executor.run(batch=batch_of(index), fetch=["grad_norm"] if index < 3 else None)
         before = state_of(model)
         executor.run(batch=batch_of(6, bad=True))
+        assert all(map(torch.equal, model.state_dict().values(), before.values()))
         with pytest.raises(ab.NonFinite, match="after 6 optimizer steps"):
             executor.run(batch=batch_of(7), fetch=["grad_norm"])
-        assert all(map(torch.equal, model.state_dict().values(), before.values()))
+        assert executor.step == 7
 
 
 @pytest.mark.usefixtures("_late")
@@ -165,10 +175,16 @@ def test_a_parameter_whose_first_step_is_not_finite_has_no_momentum_of_it() -> N
             executor.run(batch=batch_of(index))
         executor.run(batch=batch_of(2, bad=True))
         optimizer.add_param_group({"params": [*model[2].requires_grad_().parameters()]})  # type: ignore[index]
-        with pytest.raises(ab.NonFinite, match="^gradients held .* after 2 optimizer steps"):
-            executor.run(batch=batch_of(3))
-        with pytest.raises(ab.NonFinite, match=r"2\.weight.* after 2 optimizer steps"):
-            executor.run(batch=batch_of(4, bad=True))
+        with pytest.raises(ab.NonFinite, match=r"2\.weight.* after 2 optimizer steps") as raised:
+            executor.run(batch=batch_of(3, bad=True))
+        assert "before it, gradients held NaN" in raised.value.__notes__[0]
+        before = state_of(model)
+        executor.run(batch=batch_of(4))
+        executor.run(batch=batch_of(5, bad=True))
+        with pytest.raises(ab.NonFinite, match="^gradients held .* after 3 optimizer steps"):
+            executor.run(batch=batch_of(6))
+        assert executor.step == 4
+        assert not torch.equal(before["2.weight"], model.state_dict()["2.weight"])
 
 
 @pytest.mark.usefixtures("_late")
@@ -193,13 +209,13 @@ def test_a_late_step_that_an_error_interrupts_was_none() -> None:
 
 
 def test_a_late_look_that_is_refused_leaves_nothing_behind() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.Adam([weight], fused=True)
-    weight.grad = torch.ones(2)
+    weight, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([weight, other], fused=True)
+    weight.grad, other.grad = torch.ones(2), torch.ones(2)
     optimizer.step()
     late, before = LateCheck([optimizer], torch.device("cpu")), weight.detach().clone()
     with late.heeded():
-        assert not late.look([torch.full((2,), torch.nan), torch.ones(1).expand(2)])
+        assert not late.look({weight: torch.full((2,), torch.nan), other: torch.ones(1).expand(2)})
         optimizer.step()
     assert not torch.equal(weight, before)
     assert not late.failed()
@@ -379,18 +395,26 @@ def test_a_short_window_at_the_end_of_an_epoch(tmp_path: Any, flush: Any, sized:
             torch.testing.assert_close(one, two)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(4)
+@pytest.mark.usefixtures("_late")
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("clip", [None, 1.0])
-def test_nonfinite_values_do_not_stay_in_uncleared_gradients(engine: Any, clip: float | None) -> None:
+@pytest.mark.parametrize(("skips", "clip"), [(False, None), (True, None), (True, 1.0)])
+def test_nonfinite_values_do_not_stay_in_uncleared_gradients(engine: Any, skips: bool, clip: float | None) -> None:
+    """Of parameters that no optimizer holds, thawed on the way: their step waits, also where others do not."""
     model = model_of()
-    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    step = ab.TrainStep(model, loss_of, optimizer, skip_nonfinite=True, clip_grad_norm=clip)
+    model[2].requires_grad_(False)  # type: ignore[index]
+    optimizer = torch.optim.Adam(model[0].parameters(), lr=0.01, fused=True)  # type: ignore[index]
+    step = ab.TrainStep(model, loss_of, optimizer, skip_nonfinite=skips, clip_grad_norm=clip)
     with ab.Executor(step, engine=engine) as executor:
         for index in range(8):
-            executor.run(batch=batch_of(index, bad=index == 4))
-        assert (executor.step, executor.statistics().skipped_steps) == (7, 1)
-    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+            if index == 2:
+                model[2].requires_grad_()  # type: ignore[index]
+            raised = pytest.raises(ab.NonFinite, match=r"2\.weight") if index == 4 and not skips else nullcontext()
+            with raised:
+                executor.run(batch=batch_of(index, bad=index == 4))
+        assert (executor.step, executor.statistics().skipped_steps) == (7, int(skips))
+    for parameter in model.parameters():
+        assert bool(parameter.isfinite().all() and parameter.grad.isfinite().all())  # type: ignore[union-attr]
 
 
 # Parameters that no optimizer holds

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from anabranch.graph import capture, gradients
-from anabranch.graph.passes.dead_nodes import drop_dead_nodes, drop_handles
-from anabranch.graph.passes.in_place import reuse_in_place
+from anabranch.graph.passes import drop_dead_nodes, drop_handles, reuse_in_place
 from covering import slow_except
 
 

@@ -21,7 +21,7 @@ from anabranch.autodiff.boundary.whole_calls import WholeCall
 from anabranch.errors import CaptureError, DeadlineExceeded, SchemaError
 from anabranch.graph import Graph, StepProgram, capture
 from anabranch.graph.crossings import crossing_of
-from anabranch.graph.passes.dead_nodes import drop_dead_nodes
+from anabranch.graph.passes import drop_dead_nodes
 
 
 def cross(boundary, *inputs: Tensor) -> Sequence[Tensor]:

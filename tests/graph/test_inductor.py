@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from anabranch.errors import CaptureError
 from anabranch.graph import StepProgram, capture
 from anabranch.graph.operation_graph import OperationGraph
+from anabranch.graph.passes import lower
 from anabranch.graph.run import inductor
 from anabranch.graph.run.codegen import generate
-from anabranch.graph.run.lowering import lower
 
 
 def _losses_under_numbers(numbers: list[float], compile: bool) -> list[float]:  # noqa: A002
@@ -62,6 +62,7 @@ def test_an_error_of_inductor_is_a_capture_error(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("no compiler here\nlong trace")
 
     monkeypatch.setattr(torch._inductor, "standalone_compile", refuse)
-    program = inductor.compiled(capture(lambda x: x + 1, torch.ones(2)))
+    graph = capture(lambda x: x + 1, torch.ones(2))
+    program = inductor.compiled(graph, graph.program)
     with pytest.raises(CaptureError, match=r"Inductor refuses the step \(RuntimeError: no compiler here\)"):
         program.run(torch.ones(2))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anabranch.graph import Graph, capture, gradients
-from anabranch.graph.passes.dead_nodes import drop_dead_nodes, drop_handles
+from anabranch.graph.passes import drop_dead_nodes, drop_handles
 from covering import pairwise
 
 

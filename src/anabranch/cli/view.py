@@ -152,7 +152,7 @@ def planned(orders: Mapping[int, Sequence[Key]]) -> Mapping[Key, tuple[float, fl
 def _graph(path: Path) -> str:
     from anabranch.errors import CheckpointError
     from anabranch.graph import Graph  # imports torch
-    from anabranch.graph.view.graph_page import graph_data
+    from anabranch.graph.view import graph_data
 
     try:
         graph = Graph.load(path)

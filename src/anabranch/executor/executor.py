@@ -385,8 +385,8 @@ class Executor:
         Args:
             name: of a training step; by default the first one.
             batch: this worker's shard of a usual batch; by default the next one of the step's loader, without consuming
-                it; at the end of an epoch the next epoch's first. Without a batch, compute time and lookups are not
-                included, and ``plan.notes`` says so.
+                it; at the end of an epoch there is none. Without a batch, compute time and lookups are not included,
+                and ``plan.notes`` says so.
 
         Returns:
             The plan: ``str`` of it is a table, ``step_seconds``, ``bytes`` by boundary, ``rows``, and ``modes``, the
@@ -457,7 +457,8 @@ class Executor:
             ValueError: an unknown step or name to fetch, a batch whose tensors disagree in rows, a loss that is not a
                 scalar; no parameter has changed.
             NonFinite: a gradient holds NaN or an infinity, and the step does not skip it
-                (``TrainStep(skip_nonfinite=True)``); no parameter has changed, on any worker.
+                (``TrainStep(skip_nonfinite=True)``); it has changed no parameter, on any worker. On a GPU perhaps a
+                gradient of the run before, and this run's step has been taken.
             PeerLost, DeadlineExceeded: another worker died, froze or did not arrive.
             BoundaryError: a worker had no rows, and the model or the loss of the others waits for all workers.
             WorkersDiffer: parameters that are the same on all workers are not; see ``check_workers``.

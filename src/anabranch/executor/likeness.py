@@ -271,7 +271,7 @@ class Drift:
         """
         names, ranks = self._differing()
         if self._everyone is not self._workers:
-            stages = self._gather(self._everyone, [names, ranks], tuple[list[str], list[int]])
+            stages = exchange(self._everyone, [names, ranks], tuple[list[str], list[int]], _COMPARISON)
             names = list(dict.fromkeys(name for stage, _ in stages for name in stage))
             ranks = sorted({rank for _, stage in stages for rank in stage})
         if names:
@@ -294,14 +294,14 @@ class Drift:
         """Return the parameters that differ by more than rounding from rank 0's, and on which ranks."""
         parameters = self._parameters()
         mine = [(name, f"{tuple(p.shape)} {p.dtype}", checksum(p)) for name, p in parameters.items()]
-        everyone = self._gather(self._workers, mine, list[tuple[str, str, int]])
+        everyone = exchange(self._workers, mine, list[tuple[str, str, int]], _COMPARISON)
         kinds = [[(name, kind) for name, kind, _ in lines] for lines in everyone]
         if any(other != kinds[0] for other in kinds):  # a worker may have another parameter in place of one
             names = sorted({name for other in kinds for name, _ in {*other} ^ {*kinds[0]}})
             return names, [rank for rank, other in zip(self._workers.ranks, kinds, strict=True) if other != kinds[0]]
         differing = [name for (name, *_), *lines in zip(mine, *everyone, strict=True) if len({*lines}) > 1]
         apart = [self._is_far_from_first(parameters[name].detach()) for name in differing]
-        table = self._gather(self._workers, apart, list[bool])
+        table = exchange(self._workers, apart, list[bool], _COMPARISON)
         if differing and not any(map(any, table)):
             _send_first(self._workers, [parameters[name] for name in differing])
             if not self._warned and self._workers.rank == 0:
@@ -319,9 +319,6 @@ class Drift:
         largest = max(float(one.abs().max()) for one in (tensor, first))
         rounding = _ROUNDING * largest if math.isfinite(largest) else 0.0
         return not torch.allclose(tensor, first, rtol=0.0, atol=rounding, equal_nan=True)
-
-    def _gather(self, group: Workers, value: object, kind: type[_T]) -> list[_T]:
-        return exchange(group, value, kind, _COMPARISON)
 
 
 def checksum(tensor: Tensor) -> int:

@@ -9,7 +9,7 @@ from anabranch.graph.capture import capture
 from anabranch.graph.gradients import gradients
 from anabranch.graph.graph import Graph, Node
 from anabranch.graph.operation_graph import Input
-from anabranch.graph.run.lifetimes import MemoryPlan
+from anabranch.graph.run.memory import MemoryPlan
 from anabranch.graph.step.lookups import SparseRows
 from anabranch.graph.step.program import StepProgram
 

@@ -14,11 +14,11 @@ from torch import Tensor, fx, nn
 from anabranch.autodiff.boundary.whole_calls import learn_forms
 from anabranch.errors import CaptureError
 from anabranch.graph.dynamo.front import DynamoFront, TracedCall
+from anabranch.graph.dynamo.refusals import refuse_hooks
 from anabranch.graph.dynamo.traced_calls import run_calls
-from anabranch.graph.dynamo.unseen_hooks import refuse_hooks
 from anabranch.graph.graph import Graph
 from anabranch.graph.operation_graph import Entries, InputKind
-from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, build, free_name
+from anabranch.graph.trace import TraceRecorder, TraceSource, build, free_name
 from anabranch.tensors import Structure, flatten, map_structure, paths, unflatten
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def capture(fn: Callable[..., Structure], *example_inputs: Structure) -> Graph:
     result = DynamoFront(seen, make, what="the function", settings=settings).run((), *given)
     if not found:
         raise CaptureError("the function computes nothing from tensors; there is no graph to capture")
-    graph, treedef = _Capture(fn, found[-1], given, leaves, names).graph(result)
+    graph, treedef = _traced(fn, found[-1], given, leaves, names, result)
     fixed = {name: leaf for name, leaf in zip(names, leaves, strict=True) if not isinstance(leaf, (Tensor, float))}
     entries = _entries(fn, {tensor for _, tensor in graph.shared()})
     inputs = [replace(one, fixed=fixed.get(one.name), entries=entries) for one in graph.bindings]
@@ -120,66 +120,61 @@ def _stand_ins(call: TracedCall) -> list[object]:
     return [torch.empty(0, device="cpu") if isinstance(result, fx.Node) else result for result in results]  # type: ignore[union-attr]
 
 
-class _Capture:
-    """The sources of the trace: the function's own inputs, then the state that it reads, each tensor once."""
+def _traced(
+    fn: Callable[..., Structure],
+    found: _Found,
+    given: tuple[Structure, ...],
+    leaves: Sequence[object],
+    names: Sequence[str],
+    result: Structure,
+) -> tuple[Graph, PyTreeSpec]:
+    """Return the graph, and the nesting of its outputs.
 
-    def __init__(
-        self,
-        fn: Callable[..., Structure],
-        found: _Found,
-        given: tuple[Structure, ...],
-        leaves: Sequence[object],
-        names: Sequence[str],
-    ) -> None:
-        self._held = _named_state(fn)
-        self._sources = [TraceSource(name, _as_source(leaf)) for name, leaf in zip(names, leaves, strict=True)]
-        self._kinds: dict[str, InputKind] = {}
-        given_leaves, _ = flatten(given)
-        self._at = {id(leaf): index for index, leaf in enumerate(given_leaves) if isinstance(leaf, Tensor)}
-        numbers = {i for i, leaf in enumerate(leaves) if isinstance(leaf, float)}
-        wanted = {id(value) for value in found.args}
-        for tensor in self._held:  # in the modules' own order
-            if id(tensor) in wanted:
-                self._source_of("", tensor)
-        self._place = [self._source_of(name, value) for name, value in zip(found.call.names, found.args, strict=True)]
-        self._call = replace(found.call, numbers=frozenset(i for i, at in enumerate(self._place) if at in numbers))
-        self._found = found
-        tensors = {source.name: source.value for source in self._sources if isinstance(source.value, Tensor)}
-        refuse_hooks({}, tensors)
+    It takes the function's own inputs, then the state that it reads, each tensor once.
+    """
+    state, kinds = _named_state(fn), dict[str, InputKind]()
+    sources = [
+        TraceSource(name, leaf if isinstance(leaf, Tensor) else float(leaf))  # type: ignore[arg-type]
+        for name, leaf in zip(names, leaves, strict=True)
+    ]
+    at = {id(leaf): index for index, leaf in enumerate(flatten(given)[0]) if isinstance(leaf, Tensor)}
 
-    def _source_of(self, shown: str, value: object) -> int | None:
+    def source_of(shown: str, value: object) -> int | None:
         if not isinstance(value, Tensor):
             return None
-        if id(value) not in self._at:
-            name = free_name(self._held.get(value, shown), self._sources)
+        if id(value) not in at:
+            name = free_name(state.get(value, shown), sources)
             if value.is_conj():  # a trace shows it as a tensor like others
                 raise CaptureError(f"{name} is a conjugate that was never computed; keep tensor.conj().resolve_conj()")
-            parameter = isinstance(value, nn.Parameter)
-            self._kinds[name] = "parameter" if parameter else "buffer" if value in self._held else "constant"
-            self._at[id(value)] = len(self._sources)
-            self._sources.append(TraceSource(name, value, state=True))
-        return self._at[id(value)]
+            kinds[name] = "buffer" if value in state else "constant"
+            at[id(value)] = len(sources)
+            sources.append(TraceSource(name, value, state=True))
+        return at[id(value)]
 
-    def graph(self, result: Structure) -> tuple[Graph, PyTreeSpec]:
-        """Return the graph, and the nesting of its outputs."""
-        call, args = self._call, self._found.args
-        order, treedef = flatten(result)
-        outputs = [f"output.{path}" if path else "output" for path in paths(result)]
-        of_result = {id(value): index for index, value in enumerate(self._found.results)}
+    read = set(map(id, found.args))
+    for tensor in state:  # in the modules' own order
+        if id(tensor) in read:
+            source_of("", tensor)
+    place = list(map(source_of, found.call.names, found.args))
+    floats = {index for index, leaf in enumerate(leaves) if isinstance(leaf, float)}
+    call = replace(found.call, numbers=frozenset(i for i, index in enumerate(place) if index in floats))
+    refuse_hooks({}, {source.name: source.value for source in sources if isinstance(source.value, Tensor)})
+    order, treedef = flatten(result)
+    of_result = {id(value): index for index, value in enumerate(found.results)}
 
-        def body(values: Sequence[Tensor | float], recorder: TraceRecorder) -> Sequence[object]:
-            given = [args[i] if at is None else values[at] for i, at in enumerate(self._place)]
-            results, _ = run_calls(call, given, recorder)
-            found: list[object] = []
-            for leaf in order:
-                if id(leaf) in of_result:
-                    found.append(results[of_result[id(leaf)]])
-                else:  # an input that is returned unchanged, or a constant
-                    at = self._at.get(id(leaf))
-                    found.append(leaf if at is None else values[at])
-            return found
+    def body(values: Sequence[Tensor | float], recorder: TraceRecorder) -> Sequence[object]:
+        args = [found.args[i] if index is None else values[index] for i, index in enumerate(place)]
+        results, _ = run_calls(call, args, recorder)
+        outputs: list[object] = []
+        for leaf in order:
+            if id(leaf) in of_result:
+                outputs.append(results[of_result[id(leaf)]])
+            else:  # an input that is returned unchanged, or a constant
+                outputs.append(values[at[id(leaf)]] if id(leaf) in at else leaf)
+        return outputs
 
-        return build(body, self._sources, outputs, kinds=self._kinds), treedef
+    named = [f"output.{path}" if path else "output" for path in paths(result)]
+    return build(body, sources, named, kinds=kinds), treedef
 
 
 def _named_state(fn: Callable[..., Structure]) -> dict[Tensor, str]:
@@ -240,10 +235,6 @@ def _recapture(fn: Callable[..., Structure], inputs: tuple[Structure, ...]) -> C
         return capture(fn, *unflatten(structure, examples))
 
     return capture_for
-
-
-def _as_source(leaf: object) -> Tensor | float:
-    return leaf if isinstance(leaf, Tensor) else float(leaf)  # type: ignore[arg-type]
 
 
 def _input_names(fn: Callable[..., Structure], inputs: tuple[Structure, ...]) -> list[str]:

@@ -13,7 +13,7 @@ from anabranch.graph.graph import Graph
 from anabranch.graph.nodes import evaluate
 from anabranch.graph.operation_graph import Input
 from anabranch.graph.step.lookups import Lookup, SparseLookups
-from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, UserMistake, build
+from anabranch.graph.trace import TraceRecorder, TraceSource, UserMistake, build
 from anabranch.tensors import flatten
 
 if TYPE_CHECKING:

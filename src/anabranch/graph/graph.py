@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, fx
 
-from anabranch.errors import SchemaError
+from anabranch.errors import CaptureError, SchemaError
 from anabranch.graph.operation_graph import Input, OperationGraph
-from anabranch.graph.passes.shapes import infer_shapes
+from anabranch.graph.passes import lower
 from anabranch.graph.run.codegen import Program, generate
-from anabranch.graph.run.lifetimes import MemoryPlan, plan_memory
-from anabranch.graph.run.lowering import lower
-from anabranch.graph.run.recompute import recompute
+from anabranch.graph.run.memory import MemoryPlan, plan_memory, recompute
 from anabranch.tensors import Structure, flatten, unflatten
 
 
@@ -113,14 +112,38 @@ class Graph(OperationGraph):
         Raises:
             ValueError: if the operations do not work on these shapes; names the first that fails.
         """
-        return infer_shapes(self, input_shapes)
+        pairs = list(zip(self.placeholders, self.bindings, strict=True))
+        free = [
+            (node, binding.name)
+            for node, binding in pairs
+            if binding.bound is None and isinstance(node.meta.get("val"), Tensor) and binding.fixed is None
+        ]
+        if input_shapes and len(input_shapes) != len(free):
+            names = ", ".join(name for _, name in free)
+            raise ValueError(f"infer_shapes takes a shape for each of {names}, or none; got {len(input_shapes)}")
+        others = [torch.Size(shape) for shape in input_shapes]
+        if any(node.meta["val"].shape != shape for (node, _), shape in zip(free, others, strict=False)):
+            return self._captured_again(others).infer_shapes()
+        named = [(binding.name, node) for node, binding in pairs]
+        named += [(node.name, node) for node in self.fx.nodes if node.op == "call_function"]
+        named += [(name, r) for name, r in zip(self.outputs, self.results, strict=True) if isinstance(r, fx.Node)]
+        values = {name: node.meta.get("val") for name, node in named}
+        return {name: torch.Size(value.shape) for name, value in values.items() if isinstance(value, Tensor)}
+
+    def _captured_again(self, shapes: list[torch.Size]) -> Graph:
+        if self.origin is None:
+            raise ValueError("a graph from a file knows no shapes but its own; capture the function again")
+        try:
+            return cast(Graph, self.origin(shapes))
+        except CaptureError as error:
+            raise ValueError(f"the captured function does not work on {[tuple(s) for s in shapes]}: {error}") from error
 
     def to_html(self, path: str | Path) -> None:
         """Write one self-contained page: the operations by module, boundaries coloured, shapes and bytes on edges.
 
         Forward reads downwards, backward upwards beside it. The page can be searched and zoomed.
         """
-        from anabranch.graph.view.graph_page import to_html
+        from anabranch.graph.view import to_html
 
         to_html(self, path)
 
@@ -160,7 +183,7 @@ class Graph(OperationGraph):
 
     def to_dot(self) -> str:
         """Return the graph in Graphviz's language, with a cluster per module."""
-        from anabranch.graph.view.dot import to_dot
+        from anabranch.graph.view import to_dot
 
         return to_dot(self)
 

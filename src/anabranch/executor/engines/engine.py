@@ -52,13 +52,11 @@ class StepOutput:
         loss: a tensor of no dimensions.
         returned: the step's other results.
         nonfinite: the parameters with gradients that are not finite; nothing was updated.
-        late: gradients of the step before were not finite, by which nothing was updated, nor by these.
     """
 
     loss: Tensor
     returned: Mapping[str, Tensor]
     nonfinite: Sequence[str] = ()
-    late: bool = False
 
 
 class Fetch:
@@ -174,6 +172,7 @@ class Engine:
 
     Attributes:
         stopping: all processes that run one model together know that one of them was asked to stop.
+        late_failed: gradients of an earlier step were not finite, by which nothing was updated; its reader resets it.
         passed_on: where not ``None``, a copy of each gradient that ``differentiate`` passes on is kept here.
     """
 
@@ -182,7 +181,7 @@ class Engine:
 
     def __init__(self, step: TrainStep, sinks: Sequence[GradientSink] = ()) -> None:
         self._step, self._sinks = step, sinks
-        self.stopping = False
+        self.stopping = self.late_failed = False
         self.passed_on: dict[Tensor, Tensor] | None = None
         self._manager = GradManager()
         self._takers: dict[Tensor, GradientSink] = {}
@@ -212,23 +211,20 @@ class Engine:
     @cached_property
     def late_check(self) -> LateCheck | None:
         """The check that a lone worker's step on a GPU does not wait for, or None where it has to."""
-        optimizers, trained = self._step.optimizers, [p for p in self.parameters.values() if p.requires_grad]
-        owned = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        devices = {parameter.device for parameter in trained}
+        optimizers = self._step.optimizers
+        devices = {parameter.device for parameter in self.parameters.values() if parameter.requires_grad}
         fused = all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in optimizers)
         waits = self.first_looks or self._step.skip_nonfinite is not False
-        if waits or not fused or len(devices) != 1 or not owned.issuperset(trained):
+        if waits or not fused or len(devices) != 1 or (device := devices.pop()).type not in LATE:
             return None
-        return LateCheck(optimizers, device) if (device := devices.pop()).type in LATE else None
+        return LateCheck(optimizers, device, self._step.schedulers)
 
-    def heeding(self) -> AbstractContextManager[None]:
-        """Let the optimizers heed the late check in the block, if there is one, also those that a graph captures."""
-        return nullcontext() if self.late_check is None else self.late_check.heeded()
-
-    def late_failed(self) -> bool:
-        """Return True, once, if the last step's gradients turn out not to have been finite."""
+    def settle(self) -> bool:
+        """Set ``late_failed`` if the last step's gradients turn out not to have been finite, and return it."""
         late: LateCheck | None = vars(self).get("late_check")
-        return late is not None and late.failed()
+        if late is not None and late.failed():
+            self.late_failed = True
+        return self.late_failed
 
     def ask_to_stop(self) -> None:
         """Let them know, with the next run at the latest; may be called from a signal handler."""
@@ -300,10 +296,11 @@ class Engine:
 
     def _finish(self, ran: StepOutput, update: Callable[[], None]) -> StepOutput:
         """Check and clip the gradients, and step the optimizers on them."""
-        late = self.late_check
-        if late is not None and late.failed():
-            return StepOutput(ran.loss, ran.returned, late=True)
-        looked = late is not None and late.look([p.grad for p in self.parameters.values() if p.grad is not None])
+        looked = False
+        if (late := self.late_check) is not None:
+            self.settle()
+            reached = {p: p.grad for p in self.parameters.values() if p.grad is not None}
+            looked = late.look(reached)
         if not looked and self._step.skip_nonfinite is not None and (names := self.nonfinite()):
             return StepOutput(ran.loss, ran.returned, names)
         if self._step.clip_grad_norm is not None:

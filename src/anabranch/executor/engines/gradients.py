@@ -7,12 +7,15 @@ Functions on a list of gradients: the tape calls them on what is in ``.grad``, a
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from anabranch.choices import listed
 from anabranch.errors import NonFinite
@@ -143,7 +146,10 @@ def nonfinite_error(names: Iterable[str], step: int, *, late: bool = False) -> N
         late: a later call found it out.
     """
     whose = "gradients held" if late else f"the gradients of {listed(list(names))} hold"
-    again = "; an optimizer without fused=True waits for the GPU in the step itself, and names the parameters"
+    again = (
+        "; the steps after it were taken. An optimizer without fused=True waits for the GPU in the step itself, and "
+        "names the parameters"
+    )
     return NonFinite(
         f"{whose} NaN or an infinity after {step} optimizer steps; nothing was updated by them. Look at the batch and "
         "the loss (torch.autograd.set_detect_anomaly(True) names the operation), lower the learning rate, or give the "
@@ -160,14 +166,20 @@ class LateCheck:
     Args:
         optimizers: whose kernels do so, all with ``fused=True``.
         device: of their parameters and gradients.
+        schedulers: of the optimizers; they step with every step, and go back behind one that has updated nothing.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
+    def __init__(
+        self, optimizers: Sequence[Optimizer], device: torch.device, schedulers: Sequence[LRScheduler] = ()
+    ) -> None:
         on_gpu = device.type == "cuda"
-        self._optimizers, self._bad = optimizers, torch.zeros((), device=device)
+        self._optimizers, self._schedulers = optimizers, schedulers
+        self._bad = torch.zeros((), device=device)
         self._answer = torch.zeros((), device="cpu", pin_memory=on_gpu)
         self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         self._open = self._looked = False
+        self._rates: list[tuple[dict[str, Any], dict[str, Any]]] = []  # groups, and their values before the step
+        self._schedules: list[dict[str, Any]] = []
 
     @contextmanager
     def heeded(self) -> Iterator[None]:
@@ -186,14 +198,16 @@ class LateCheck:
             for optimizer in self._optimizers:
                 vars(optimizer).pop("found_inf", None)
 
-    def look(self, gradients: list[Tensor]) -> bool:
-        """Look at the gradients; return False if this cannot be done without waiting."""
-        # Fused SGD would take what was in memory for a momentum, if it passed over a parameter's first step.
-        if not all("found_inf" in vars(optimizer) and _has_stepped(optimizer) for optimizer in self._optimizers):
+    def look(self, gradients: Mapping[Tensor, Tensor]) -> bool:
+        """Look at the gradients of some parameters; return False if this cannot be done without waiting."""
+        # Fused SGD would take what was in memory for a momentum, if it passed over a parameter's first step; a gradient
+        # that no optimizer clears would stay.
+        stepped = set().union(*(optimizer.state for optimizer in self._optimizers))
+        if not stepped.issuperset(gradients) or not all("found_inf" in vars(one) for one in self._optimizers):
             return False
         try:
             _, one = _scratch(self._bad.device, threading.get_ident())
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._bad, one)
+            torch._amp_foreach_non_finite_check_and_unscale_([*gradients.values()], self._bad, one)
         except RuntimeError:  # memory that overlaps itself, several dtypes or devices
             self._bad.zero_()  # others may have been looked at before
             return False
@@ -201,10 +215,14 @@ class LateCheck:
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._bad.device))  # the current device may be another
         self._open = self._looked = True
+        if self._schedulers:
+            self._schedules = [scheduler.state_dict() for scheduler in self._schedulers]
+            groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+            self._rates = [(group, {key: _copy(group[key]) for key in group if key != "params"}) for group in groups]
         return True
 
     def failed(self) -> bool:
-        """Return True, once, if the gradients last looked at were not finite."""
+        """Return True, once, if the gradients last looked at were not finite; the schedulers are then back before."""
         if not self._open:
             return False
         if self._copied is not None:
@@ -213,13 +231,19 @@ class LateCheck:
         if not self._answer.item():
             return False
         self._bad.zero_()
+        for scheduler, schedule in zip(self._schedulers, self._schedules, strict=True):
+            scheduler.load_state_dict(schedule)
+        for group, before in self._rates:
+            for key, value in before.items():
+                if isinstance(value, Tensor):  # a rate that is a tensor is filled in place
+                    group[key].copy_(value)
+                else:
+                    group[key] = value
         return True
 
 
-def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if it has state of all its parameters that require a gradient."""
-    state = optimizer.state
-    return all(p in state for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+def _copy(value: object) -> object:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _values(gradient: Tensor) -> Tensor:

@@ -81,7 +81,6 @@ class GraphEngine(Engine):
         super().__init__(step, sinks)
         self._compile, self._what, self._in_parts = compile, f"step {name!r}", False
         self._nonfinite: list[str] = []
-        self._found_late = False
 
     @cached_property
     def _program(self) -> StepProgram:
@@ -212,9 +211,11 @@ class GraphEngine(Engine):
         self, dense: list[Tensor], names: Sequence[str], sparse: Mapping[str, Sequence[SparseRows]], own: bool
     ) -> bool:
         if (late := self.late_check) is not None:
-            self._found_late = late.failed()
-            if self._found_late or (own and not sparse and late.look(dense)):
-                return not self._found_late
+            if self.settle():
+                self._program.rates.refresh()  # the schedulers have gone back
+            reached = {self.parameters[name]: gradient for name, gradient in zip(names, dense, strict=True)}
+            if own and not sparse and late.look(reached):
+                return True
         if not sparse and all_finite(dense, own=own):
             return True
         self._nonfinite = nonfinite_names(zip(names, dense, strict=True), own=own)
@@ -243,14 +244,13 @@ class GraphEngine(Engine):
 
     def _sort(self, outputs: Mapping[str, Structure], fetch: Fetch) -> StepOutput:
         nonfinite, self._nonfinite = self._nonfinite, []
-        late, self._found_late = self._found_late, False
         recorded = {*fetch.modules, *fetch.gradients, "loss"}
         returned = cast("Mapping[str, Tensor]", {key: one for key, one in outputs.items() if key not in recorded})
         if fetch.names is not None:
             gradients = {name: outputs[name] for name in fetch.gradients if self._is_whole(name, outputs)}
             fetch.record({**gradients, **{name: outputs[name] for name in fetch.modules}})
             fetch.check(returned)
-        return StepOutput(cast(Tensor, outputs["loss"]), returned, nonfinite, late)
+        return StepOutput(cast(Tensor, outputs["loss"]), returned, nonfinite)
 
 
 def _clipping(max_norm: float) -> Between:

@@ -18,7 +18,6 @@ import copy
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Final, cast
 
 import torch
@@ -145,44 +144,21 @@ class BoundLoader:
 
     def peek(self) -> Structure | None:
         """Return the next batch without consuming it, or ``None`` if fetching it now could change results."""
-        if self.closed or self._ended or self._iterator is None or not self._looks_ahead:
+        if self._iterator is None or not self._looks_ahead:
             return None
         try:
-            batch = self._look()
+            return self.first()
         except Exception:  # noqa: BLE001 - it is next_batch's to raise
             return None
-        return None if batch is ENDED or batch is NOTHING else batch
 
     def first(self) -> Structure | None:
-        """Return the next batch without consuming it, and fetch it now if necessary.
-
-        At the end of an epoch it is the next epoch's first, for which the loader is iterated once more; ``None`` if it
-        has none.
+        """Return the epoch's next batch without consuming it, fetched now if necessary; ``None`` if there is none.
 
         Raises:
             Exception: raised by the loader.
         """
-        if self.closed:
-            return None
-        batch = ENDED if self._ended else self._look()
-        batch = self._first_of_next_epoch() if batch is ENDED else batch
-        return None if batch is NOTHING else batch
-
-    def _first_of_next_epoch(self) -> Structure | None:
-        if self._reader is not None:
-            asked, again = self.source.asked, self.source.reader(self._worker)
-            again.start(asked[1] if asked[0] != self._asked else self._number + 1, 0)
-            return next(again, None)
-        random, attributes = random_state(), dict(vars(self))
-        here = {"start": self._before_epoch(), "state": self._own_state()}
-        with self._epochs.unchanged():
-            try:
-                self._epochs.next()
-                return next(self._begin(), None)
-            finally:
-                vars(self).update(attributes)
-                self._put_back(here)
-                restore_random_state(random)
+        batch = ENDED if self.closed or self._ended else self._look()
+        return None if batch is ENDED or batch is NOTHING else batch
 
     def _look(self) -> Structure:
         """Fetch the next batch, if it is not there."""
@@ -456,15 +432,6 @@ class _Epochs:
         self.begun = list(epochs)
         for part, epoch in zip(self._parts, epochs, strict=False):
             part.set_epoch(epoch)
-
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        begun, now = self.begun, self._now()
-        try:
-            yield
-        finally:
-            self.restore(now)
-            self.begun = begun
 
 
 def samplers_of(loader: object) -> list[object]:

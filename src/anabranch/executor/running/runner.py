@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property, partial
 from types import FunctionType, MethodType
 from typing import Any, TypeAlias, TypeGuard, cast
@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from anabranch.autodiff.moved_parameter import Switch, from_within, parameters_here
 from anabranch.choices import listed
 from anabranch.collectives import GradientBuckets, Workers
-from anabranch.errors import BoundaryError, WorkersDiffer
+from anabranch.errors import BoundaryError, NonFinite, WorkersDiffer
 from anabranch.executor.engines.engine import Engine, Fetch, StepOutput
 from anabranch.executor.engines.gradients import LossScale, clip_scale, clip_values, elements, nonfinite_error
 from anabranch.executor.likeness import Drift, FirstBatches, exchange
@@ -390,24 +390,34 @@ class StepRunner:
         for parameter in self._held:
             parameter.grad = None
         engine = self.engine
-        with releasing_interrupts(), engine.heeding():
+        late = engine.late_check  # which optimizers heed, also those that a graph captures
+        with releasing_interrupts(), nullcontext() if late is None else late.heeded():
             ran = engine.step(batch, rows, fetch)
             if ran is None:
                 return None
             self.runs += 1
             self.stop_seen = engine.stopping
-            if ran.nonfinite or ran.late:
-                self._pass_over(list(ran.nonfinite), late=ran.late)
-                self._raise_at_end()
+            if engine.late_failed:
+                self._uncount()
+            if ran.nonfinite:
+                self._pass_over(list(ran.nonfinite))
             else:
                 self._step_schedulers()
+        if self._error is not None:
+            self._raise_at_end()
         return ran
+
+    def _uncount(self) -> None:
+        """Let the run end in an error: a step before it, which was counted, has updated nothing."""
+        self.engine.late_failed = False
+        self.steps -= 1
+        self._error = nonfinite_error([], self.steps, late=True)
 
     def check_late(self) -> None:
         """Raise ``NonFinite`` if the last step turns out to have updated nothing."""
-        if self.engine.late_failed():
-            self.steps -= 1
-            raise nonfinite_error([], self.steps, late=True)
+        if self.engine.settle():
+            self._uncount()
+            self._raise_at_end()
 
     def check_known(self, operation: str) -> None:
         """Raise ``BoundaryError`` if an earlier run ended where nobody knows what the others, or the servers, have.
@@ -415,9 +425,12 @@ class StepRunner:
         Raises:
             NonFinite: see ``check_late``; what is loaded replaces what such a step left.
         """
-        if operation == "load":
-            self.steps -= self.engine.late_failed()
-        self.check_late()
+        if operation == "run":
+            if self.engine.settle():
+                self._uncount()
+        else:
+            with suppress(NonFinite) if operation == "load" else nullcontext():
+                self.check_late()
         if self._broken:
             raise BoundaryError(
                 "an earlier run failed in the middle of its communication, so this worker no longer knows the state "
@@ -469,7 +482,8 @@ class StepRunner:
                     "make a new TrainStep and Executor"
                 )
         if added:
-            self.check_late()
+            if self.engine.settle():
+                self._uncount()
             self._known.update(parameter for _, parameter in added)
             self._layout = None
             vars(self).pop("_parameters", None)
@@ -589,8 +603,8 @@ class StepRunner:
                 names = sorted({name for (theirs,) in servers.part.gather([names]) for name in theirs})
         return names
 
-    def _pass_over(self, names: list[str], *, late: bool = False) -> None:
-        """Skip the step, or let it end in an error, perhaps of the step before."""
+    def _pass_over(self, names: list[str]) -> None:
+        """Skip the step, or let it end in an error."""
         named, held = self.engine.parameters, set(self._held)
         for name in names:
             if name in named and named[name] not in held:
@@ -600,10 +614,11 @@ class StepRunner:
             self.skipped += 1
             self._failed = []
         else:
-            self.steps -= late  # which was counted, since nobody had waited for it
-            self._fail(nonfinite_error(names, self.steps, late=late))
+            self._fail(nonfinite_error(names, self.steps))
 
     def _fail(self, error: Exception) -> None:
+        if self._error is not None:  # of the step before, see ``_uncount``
+            error.add_note(f"before it, {self._error}")
         self._error, self._failed = error, [type(error).__name__, str(error)]
 
     def _raise_at_end(self) -> None:

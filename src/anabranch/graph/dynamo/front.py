@@ -40,8 +40,7 @@ from anabranch.autodiff.boundary.crossing import Tracer, traced_by
 from anabranch.autodiff.boundary.whole_calls import keep_whole
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.dynamo.refusals import refusal_of, user_line, user_line_of
-from anabranch.graph.trace.make_fx import one_at_a_time
-from anabranch.graph.trace.undisturbed import random_states_untouched, silent, undisturbed
+from anabranch.graph.trace import one_at_a_time, random_states_untouched, silent, undisturbed
 from anabranch.record.spans import Lasting
 
 _MOST_VARIANTS = 8

@@ -18,7 +18,7 @@ from torch._ops import HigherOrderOperator
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.dynamo.front import TracedCall, mark, plain_name
 from anabranch.graph.dynamo.refusals import reason_of_call, user_line_of
-from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, free_name
+from anabranch.graph.trace import TraceRecorder, TraceSource, free_name
 
 _CONTROL_FLOW = ("cond", "while_loop", "map_impl", "scan", "associative_scan")
 

@@ -13,14 +13,13 @@ from anabranch.errors import CaptureError
 from anabranch.graph.crossings import crossing_of
 from anabranch.graph.nodes import RECURRENT
 from anabranch.graph.operation_graph import OperationGraph
-from anabranch.graph.passes.dead_nodes import drop_handles
-from anabranch.graph.run.codegen import Program, generate
-from anabranch.graph.run.lowering import lower
+from anabranch.graph.passes import drop_handles
+from anabranch.graph.run.codegen import Program
 
 _MOST_KERNELS = 2  # of a graph, for other numbers
 
 
-def compiled(graph: OperationGraph) -> Program:
+def compiled(graph: OperationGraph, plain: Callable[[], Program]) -> Program:
     """Return the program of ``graph`` with kernels that Inductor makes at the first run.
 
     Inductor writes Python numbers into its kernels. So there are kernels for each of the first numbers that the program
@@ -28,6 +27,7 @@ def compiled(graph: OperationGraph) -> Program:
 
     Args:
         graph: without optimizer nodes, which Inductor refuses in their fused form.
+        plain: returns its program without the compiler.
 
     Raises:
         CaptureError: for a graph that crosses a boundary; from the first run, before it computes anything, if Inductor
@@ -37,7 +37,6 @@ def compiled(graph: OperationGraph) -> Program:
     if crossing is not None:
         raise CaptureError(f"Inductor compiles no step that crosses to {crossing.label}; use compile=False")
     made: dict[tuple[str, ...], Callable[..., tuple[object, ...]]] = {}
-    uncompiled: list[Program] = []
 
     def run(*leaves: object) -> tuple[object, ...]:
         # By their texts, in which zeros differ by their sign, and NaN does not.
@@ -45,12 +44,7 @@ def compiled(graph: OperationGraph) -> Program:
         kernels = made.get(numbers)
         if kernels is None and len(made) < _MOST_KERNELS:
             kernels = made[numbers] = _compile(graph, leaves)
-        if kernels is not None:
-            return kernels(*leaves)
-        if not uncompiled:
-            lowered = lower(graph)
-            uncompiled.append(generate(lowered.fx, dict(lowered.shared())))
-        return uncompiled[0].run(*leaves)
+        return plain().run(*leaves) if kernels is None else kernels(*leaves)
 
     return Program("compiled by Inductor", run)
 

@@ -15,7 +15,7 @@ from anabranch.graph.dynamo.traced_calls import Arguments, run_calls
 from anabranch.graph.graph import Graph
 from anabranch.graph.operation_graph import InputKind
 from anabranch.graph.step.lookups import Lookup, SparseLookups, SparseRows
-from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, build, free_name
+from anabranch.graph.trace import TraceRecorder, TraceSource, build, free_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from anabranch.autodiff.hooks import hooks_registered
 from anabranch.autodiff.moved_parameter import parameters_here
-from anabranch.graph.dynamo.unseen_hooks import refuse_hooks
+from anabranch.graph.dynamo.refusals import refuse_hooks
 
 
 class BoundState:

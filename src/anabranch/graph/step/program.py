@@ -35,7 +35,7 @@ from anabranch.graph.step.backward import Gradients, Report
 from anabranch.graph.step.joint import Joint, JointKey
 from anabranch.graph.step.step_state import Between, Gate, StepState
 from anabranch.graph.step.update import containers_of
-from anabranch.graph.trace.undisturbed import undisturbed
+from anabranch.graph.trace import undisturbed
 from anabranch.tensors import Structure, flatten
 from anabranch.tensors.rows import tensors_of
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from anabranch.errors import CaptureError
-from anabranch.graph.dynamo.unseen_hooks import refuse_hooks
+from anabranch.graph.dynamo.refusals import refuse_hooks
 from anabranch.graph.graph import Graph
 from anabranch.graph.step.bound_state import LearningRates, without_tensors
-from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, build
+from anabranch.graph.trace import TraceRecorder, TraceSource, build
 from anabranch.tensors import flatten, map_structure
 
 

@@ -1,18 +1,4 @@
-"""Recomputes values instead of keeping them, chosen by minimum cut, until a run fits a budget.
-
-At the peak the graph consists of operations that have run (F) and those that will run (B). Without recomputation
-every value of F that B needs is kept. A cut between the values that exist anyway and those that B needs is a set from
-which the rest can be recomputed; the cut of fewest bytes is kept. Its capacities: a value's bytes to keep it, 0 to
-recompute it if that is allowed (no random numbers, no writes, no inputs that are written), infinity otherwise. ::
-
-    source --infinity--> values that may not be recomputed
-    value_in --bytes--> value_out --infinity--> its readers in F
-    value_out --infinity--> sink                         if B reads it
-
-First only elementwise operations and views are recomputed. If that does not fit, whole segments of F are, each from the
-values that cross into it: with that number of segments with which the fewest operations run twice. B walks the segments
-backwards, so that one segment's values are alive at a time.
-"""
+"""The memory of a run: the number of bytes alive at once, and a graph that recomputes values to fit a budget."""
 
 from __future__ import annotations
 
@@ -20,6 +6,8 @@ import bisect
 import math
 import operator
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor, fx
@@ -28,8 +16,74 @@ from torch._ops import OpOverload
 from anabranch.graph.effects import Effects, is_view
 from anabranch.graph.nodes import bytes_of
 from anabranch.graph.operation_graph import AnyGraph, OperationGraph
-from anabranch.graph.passes.dead_nodes import drop_dead_nodes, drop_handles
-from anabranch.graph.run.lifetimes import plan_memory
+from anabranch.graph.passes import drop_dead_nodes, drop_handles, lower
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The memory of one run.
+
+    Attributes:
+        peak_bytes: most bytes that the run has allocated at once; inputs and state are the caller's and not counted.
+        peak: the operation during which the peak is reached.
+        intervals: for each value that owns memory, the indices of the operations that make it and that use it last; a
+            returned value is alive to the end.
+        alive: the bytes that are allocated at each operation.
+        reused: operations done in place, with the value whose memory they reuse.
+    """
+
+    peak_bytes: int
+    peak: str
+    intervals: dict[str, tuple[int, int]]
+    alive: list[int]
+    reused: dict[str, str]
+
+
+def plan_memory(graph: OperationGraph) -> MemoryPlan:
+    """Return the plan of the program that ``graph`` runs as."""
+    lowered = lower(graph)
+    effects = lowered.effects()
+    nodes = [node for node in lowered.fx.nodes if node.op == "call_function"]
+    index = {node: position for position, node in enumerate(nodes)}
+    first: dict[fx.Node, int] = {}
+    last: dict[fx.Node, int] = {}
+    sizes: dict[fx.Node, int] = {}
+    for node in nodes:
+        if effects.root[node] is node and (size := bytes_of(node.meta.get("val"))):
+            first[node], sizes[node] = index[node], size
+        for source in (node, *node.all_input_nodes):
+            last[effects.root[source]] = index[node]
+    for result in lowered.fx.output_node().all_input_nodes:
+        last[effects.root[result]] = len(nodes)
+    change = [0] * (len(nodes) + 2)
+    for root, start in first.items():
+        change[start] += sizes[root]
+        change[last[root] + 1] -= sizes[root]
+    alive = list(accumulate(change[:-1]))
+    peak = max(alive)
+    return MemoryPlan(
+        peak_bytes=peak,
+        peak=nodes[min(alive.index(peak), len(nodes) - 1)].name if nodes else "",
+        intervals={root.name: (first[root], last[root]) for root in first},
+        alive=alive,
+        reused={node.name: node.meta["reused"].name for node in nodes if "reused" in node.meta},
+    )
+
+
+# Recomputing: chosen by minimum cut, until a run fits a budget.
+#
+# At the peak the graph consists of operations that have run (F) and those that will run (B). Without recomputation
+# every value of F that B needs is kept. A cut between the values that exist anyway and those that B needs is a set from
+# which the rest can be recomputed; the cut of fewest bytes is kept. Its capacities: a value's bytes to keep it, 0 to
+# recompute it if that is allowed (no random numbers, no writes, no inputs that are written), infinity otherwise.
+#
+#     source --infinity--> values that may not be recomputed
+#     value_in --bytes--> value_out --infinity--> its readers in F
+#     value_out --infinity--> sink                         if B reads it
+#
+# First only elementwise operations and views are recomputed. If that does not fit, whole segments of F are, each from
+# the values that cross into it: with that number of segments with which the fewest operations run twice. B walks the
+# segments backwards, so that one segment's values are alive at a time.
 
 
 def recompute(graph: AnyGraph, budget_bytes: int) -> AnyGraph:

@@ -1,4 +1,4 @@
-"""A graph as one self-contained page: a block per module, boundaries coloured, shapes and bytes on the edges."""
+"""Views of a graph: one self-contained page, a block per module, shapes and bytes on the edges; Graphviz's language."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from anabranch.graph.crossings import crossing_of
 from anabranch.graph.effects import is_collective, is_wait
 from anabranch.graph.nodes import bytes_of
 from anabranch.graph.operation_graph import OperationGraph
-from anabranch.graph.run.lifetimes import plan_memory
+from anabranch.graph.run.memory import plan_memory
 from anabranch.tensors.dtypes import dtype_name
 from anabranch.view.page import page_of
 
@@ -91,3 +91,26 @@ def _transfer(node: fx.Node) -> str:
     assert isinstance(node.args[0], fx.Node)
     source = node.args[0].meta.get("val")
     return f"{source.device} -> {device}" if isinstance(source, Tensor) and source.device != device else ""
+
+
+def to_dot(graph: OperationGraph) -> str:
+    """``graph`` as a ``digraph``: a box per operation, a cluster per module, shapes on edges, boundaries coloured."""
+    records, arrows = records_of(graph), list[str]()
+    clusters: dict[str, list[str]] = {}
+    for record in records:
+        name, boundary = _quoted(record["name"]), record["boundary"]
+        shape = ", shape=ellipse" if record["phase"] in ("input", "output") else ""
+        colour = f', style=filled, fillcolor="#ffd34d", tooltip={_quoted(boundary)}' if boundary else ""
+        box = f"  {name} [label={_quoted(record['label'])}{shape}{colour}];"
+        clusters.setdefault(record["scope"], []).append(box)
+        for source in (records[index] for index in record["inputs"]):
+            arrows.append(f"  {_quoted(source['name'])} -> {name} [label={_quoted(source['shape'])}];")
+    lines = ["digraph graph_ {", "  rankdir=TB; node [shape=box, fontname=Helvetica];"]
+    for index, (scope, boxes) in enumerate(clusters.items()):
+        lines += [f"  subgraph cluster_{index} {{ label={_quoted(scope)};", *boxes, "  }"] if scope else boxes
+    return "\n".join([*lines, *arrows, "}"])
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
