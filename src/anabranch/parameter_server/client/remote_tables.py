@@ -33,7 +33,7 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from anabranch.autodiff.moved_parameter import Move
-from anabranch.errors import NotFound
+from anabranch.errors import NotFound, SchemaError
 from anabranch.liveness.meeting import begin_call
 from anabranch.parameter_server.client.cache_group import CacheGroup, CacheQuery
 from anabranch.parameter_server.client.parameter_client import ParameterClient
@@ -188,18 +188,30 @@ class RemoteTables:
         """Connect all ``RemoteEmbedding`` in ``model`` to these tables; ``optimizer`` updates those without their
         own.
         """
-        for module in model.modules():
-            if isinstance(module, RemoteEmbedding) and module.name not in self._sources:
-                if self.is_trained_elsewhere(module):
-                    raise ValueError(
-                        f"RemoteEmbedding {module.name} is trained by another Executor that is open; close that one "
-                        "before this one trains it"
-                    )
-                rule = module.rule or (None if optimizer is None else _first_numbers_of(optimizer))
-                if rule is None:
-                    raise ValueError(f"RemoteEmbedding {module.name} has no optimizer; give it one with optimizer=")
+        modules = [module for module in model.modules() if isinstance(module, RemoteEmbedding)]
+        rules: dict[str, Callable[[], RowOptimizer]] = {}
+        for module in modules:  # before any of them is connected
+            if self.is_trained_elsewhere(module):
+                raise ValueError(
+                    f"RemoteEmbedding {module.name} is trained by another Executor that is open; close that one "
+                    "before this one trains it"
+                )
+            rule = module.rule or (None if optimizer is None else _first_numbers_of(optimizer))
+            if rule is not None:
+                rules.setdefault(module.name, rule)
+            elif module.name not in self._sources:
+                raise ValueError(f"RemoteEmbedding {module.name} has no optimizer; give it one with optimizer=")
+            module.check_new(self._client)
+        for module in modules:
+            source = self._sources.get(module.name)
+            if source is None:
+                rule = rules[module.name]
                 module.attach(self._add(module.spec, rule))
                 module.put_back(self._client, rule())
+            elif source.spec != module.spec:
+                raise SchemaError(f"table {module.name} is {source.spec} in this model, and {module.spec}")
+            elif source is not module.source:
+                module.attach(source)
 
     def release_modules(self, model: nn.Module) -> None:
         """Disconnect all ``RemoteEmbedding`` in ``model`` from these tables, before the client is closed."""
@@ -217,9 +229,11 @@ class RemoteTables:
             if isinstance(module, RemoteEmbedding) and not self.is_trained_elsewhere(module):
                 self._training = False  # admits no ids
                 self._client.expect_table(module.spec)
-                source = self._sources[module.name] = _Source(module.name, self, _no_rule, module.spec, 0)
-                module.attach(source)
+                module.attach(
+                    self._sources.setdefault(module.name, _Source(module.name, self, _no_rule, module.spec, 0))
+                )
                 if self._client.in_process and (rule := module.last_rule) is not None:
+                    module.check_new(self._client)
                     self._client.init_table(module.spec, rule)
                     module.put_back(self._client, rule)
 
