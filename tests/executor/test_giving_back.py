@@ -360,6 +360,7 @@ def test_modules_of_one_name_have_one_table_also_in_another_model_of_the_executo
         "look": ab.EvalStep(twin, lambda m, ids: {"rows": m.table(ids[:, None])}),
     }
     with ab.Executor(steps, "Hybrid", engine="tape") as executor:
+        model.table.close()  # it has no client of its own
         executor.run("train", batch=SMALL)
         assert torch.equal(executor.run("look", batch=SMALL)["rows"], model.table(SMALL[:, None]))
     other = copy.deepcopy(model)

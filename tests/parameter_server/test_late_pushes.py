@@ -89,13 +89,13 @@ def test_a_row_that_is_not_here_is_read_once_its_push_has_arrived(monkeypatch: p
         tables = RemoteTables(client, cache=Cache("LFUOpt", capacity=1, pull_bound=50, push_bound=50))
         tables.adopt(model, ["0.weight"], theirs)
         gate = Gate(client, monkeypatch)
-        wait_for = client.wait_for
+        wait_for = client.calls.wait_for
 
         def let(*args: Any, **options: Any) -> object:
             gate.opened.set()
             return wait_for(*args, **options)
 
-        monkeypatch.setattr(client, "wait_for", let)
+        monkeypatch.setattr(client.calls, "wait_for", let)
         for step in range(4):
             tables.begin(step)
             one_step(model, plain, own, torch.tensor([1, 2, 3]))

@@ -17,7 +17,7 @@ from anabranch.choices import choice
 from anabranch.job import job
 from anabranch.parameter_server.client.parameter_client import ParameterClient
 from anabranch.parameter_server.client.remote_weight import WeightSource, look_up, unique_of
-from anabranch.parameter_server.client.saved_tables import for_optimizer
+from anabranch.parameter_server.client.saved_tables import for_optimizer, restore_some
 from anabranch.tables.optimizers.row_optimizers import OptimizerFactory, RowOptimizer
 from anabranch.tables.table_spec import Constant, Eviction, Initial, Normal, TableSpec
 
@@ -138,7 +138,7 @@ class RemoteEmbedding(nn.Module):
         (entry,), groups = self._link.kept
         if not RowOptimizer.from_dict(entry["rule"]).same_layout(rule):
             groups, entry = for_optimizer(entry, groups, rule), {**entry, "rule": rule.to_dict(), "step": 0}
-        client.restore_some({"tables": [entry], "dense": []}, groups)
+        restore_some(client, {"tables": [entry], "dense": []}, groups)
         self._link.kept = None
 
     def leave(self, client: ParameterClient, rule: RowOptimizer | None) -> None:
@@ -198,15 +198,16 @@ class RemoteEmbedding(nn.Module):
 
     def close(self) -> None:
         """Close the client that the module made for itself, if any; rows that end with it are kept here."""
-        link = self._link
-        client, link.source = link.client, None
-        if client is not None and link.owned:
+        client = self._link.client
+        if client is None:
+            return
+        if self._link.owned:
             kept = _rows_of(self.name, client)
-            for other in link.alike:
-                if other.client is client:
-                    other.client, other.source, other.kept = None, None, kept
+            for link in self._link.alike:
+                if link.client is client:
+                    link.client, link.source, link.kept = None, None, kept
             client.close()
-        link.client, link.owned = None, False
+        self._link.client, self._link.source, self._link.owned = None, None, False
 
     def extra_repr(self) -> str:
         """Return the table, for ``repr``."""

@@ -46,6 +46,7 @@ from anabranch.parameter_server.client.remote_weight import (
     unique_of,
 )
 from anabranch.parameter_server.client.row_messages import Pulled
+from anabranch.parameter_server.client.saved_tables import write_rows
 from anabranch.parameter_server.messages import Merging
 from anabranch.record.spans import mark
 from anabranch.tables.cache import Cache, CacheStatistics, Due
@@ -172,7 +173,7 @@ class RemoteTables:
         """
         self._add(spec_of(name, parameter, rule(), sparse=sparse), rule)
         if self._client.leads and not adopt:
-            self._client.write_rows(name, from_torch(rule(), parameter.detach(), state or {}), rule())
+            write_rows(self._client, name, from_torch(rule(), parameter.detach(), state or {}), rule())
         self._taken[name] = parameter
 
     def move(self, models: Sequence[nn.Module]) -> None:
@@ -529,7 +530,7 @@ class RemoteTables:
 
     def _wait_for(self, aside: _Aside[_T], operation: str) -> _T:
         try:
-            answer = self._client.wait_for(aside.answer, operation, step=self._step)
+            answer = self._client.calls.wait_for(aside.answer, operation, step=self._step)
         except BaseException as error:
             if not isinstance(error, Exception):  # Ctrl-C: the process does not wait for it either when it ends
                 aside.leave()
