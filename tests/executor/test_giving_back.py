@@ -296,13 +296,77 @@ def test_a_remote_embedding_keeps_its_rows_after_its_executor(
             one.table.close()
 
 
-def test_a_module_pickled_within_its_executor_says_that_its_rows_are_not_with_it() -> None:
+LOADED = """
+import pickle, sys
+import torch
+import anabranch as ab
+
+with open(sys.argv[1], "rb") as file:
+    table = pickle.load(file)
+model = torch.nn.Sequential(table, torch.nn.Linear(4, 1))
+step = ab.TrainStep(model, lambda m, ids: m(ids).square().mean(), torch.optim.SGD(model[1].parameters(), lr=0.1))
+try:
+    ab.Executor(step, "Hybrid").run(batch=torch.tensor([[1], [2]]))
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_a_module_pickled_within_its_executor_says_elsewhere_that_its_rows_are_not_with_it(
+    programs: Programs, tmp_path: Any
+) -> None:
+    model, path = Users(), tmp_path / "table"
+    with executor_of(model, adam(model), "Hybrid") as executor:
+        executor.run(batch=SMALL)
+        path.write_bytes(pickle.dumps(model.table))
+    here = pickle.loads(path.read_bytes())
+    assert torch.equal(here(SMALL[:, None]), model.table(SMALL[:, None]))
+    done = programs.run(LOADED, path)
+    assert "the rows of RemoteEmbedding places were in the memory of the process" in done.stdout, done.stderr
+    for one in (here, model.table):
+        one.close()
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_rows_trained_without_servers_are_not_replaced_in_silence_by_a_new_table_of_servers(
+    pickled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = Users()
     with executor_of(model, adam(model), "Hybrid") as executor:
         executor.run(batch=SMALL)
-        text = pickle.dumps(model.table)
-    with pytest.raises(ValueError, match="RemoteEmbedding places"):
-        pickle.loads(text)(SMALL[:, None])
+    trained = model(SMALL)
+    for table in (model.ids, model.table):
+        table.close()
+    if pickled:
+        model = pickle.loads(pickle.dumps(model))
+    with job_servers(1, monkeypatch) as (server,):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="RemoteEmbedding users were trained without servers"):
+                executor_of(model, adam(model), "Hybrid")
+            with pytest.raises(ValueError, match="RemoteEmbedding users were trained without servers"):
+                model(SMALL)
+        assert not server.statistics().tables
+    monkeypatch.undo()
+    assert torch.equal(model(SMALL), trained)
+    for table in (model.ids, model.table):
+        table.close()
+
+
+def test_modules_of_one_name_have_one_table_also_in_another_model_of_the_executor() -> None:
+    model = Users()
+    twin = copy.deepcopy(model)
+    steps = {
+        "train": ab.TrainStep(model, mean_square, adam(model)),
+        "look": ab.EvalStep(twin, lambda m, ids: {"rows": m.table(ids[:, None])}),
+    }
+    with ab.Executor(steps, "Hybrid", engine="tape") as executor:
+        model.table.close()  # it has no client of its own
+        executor.run("train", batch=SMALL)
+        assert torch.equal(executor.run("look", batch=SMALL)["rows"], model.table(SMALL[:, None]))
+    other = copy.deepcopy(model)
+    other.table = ab.RemoteEmbedding("users", None, 4, seed=1)
+    with pytest.raises(ab.SchemaError, match="table users is .* in this model, and"):
+        executor_of(other, adam(other), "Hybrid")
 
 
 # Which tables move.

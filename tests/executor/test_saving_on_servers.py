@@ -201,7 +201,8 @@ def test_a_save_beside_training_streams_what_is_on_servers(
     with job_servers(3, monkeypatch), executor_of(model, optimizer, mode) as executor:
         looks, pieces = list[int](), row_block.pieces
         with monkeypatch.context() as patch:
-            patch.setattr(ab.ParameterClient, "write_rows", None)  # which has the whole table
+            for user in ("executor.running.remote", "parameter_server.client.remote_tables"):
+                patch.setattr(f"anabranch.{user}.write_rows", None)  # which has the whole table
             patch.setattr(row_block, "pieces", lambda group: looks.append(0) or pieces(group))
             executor.load(tmp_path)
         assert len(looks) == 2 * sum("rows" in name for name in names)  # to check it, and to send it

@@ -136,6 +136,7 @@ def test_another_process_reaches_experts_and_servers_and_not_what_was_in_memory(
             "mixture": (RemoteMixtureOfExperts(4, [1], names.endpoint, "same", k_best=1), x),
             "memory": (RemoteMixtureOfExperts(4, [1], directory, "same", k_best=1), x),
             "table": (table, ids),
+            "new": (alone, ids),  # where the job has servers, which have trained no such table
             "alone": (alone, ids),
         }
         for module, given in modules.values():
@@ -151,7 +152,8 @@ def test_another_process_reaches_experts_and_servers_and_not_what_was_in_memory(
     assert float(lines["mixture"]) == pytest.approx(8.0)
     assert lines["table"] == "-2.0"
     assert "ValueError this directory was in the memory of the process that pickled it" in lines["memory"]
-    assert "the rows of RemoteEmbedding alone were in the memory of the process that pickled it" in lines["alone"]
+    for name in ("new", "alone"):
+        assert "the rows of RemoteEmbedding alone were in the memory of the process that pickled it" in lines[name]
     assert backend.updates == 3
 
 
@@ -238,6 +240,10 @@ def test_a_remote_embedding_travels_and_reads_the_same_table(way: Way, used: boo
             assert torch.equal(other(ids), table(ids))
             other.close()  # type: ignore[operator]
             assert table(ids).shape == (3, 2)
+            another = way(way(table))
+            table.close()
+            assert torch.equal(another(ids), table(ids))  # each goes on with the rows as they were
+            another.close()  # type: ignore[operator]
         else:
             assert other(ids).shape == (3, 2)
             other.close()  # type: ignore[operator]

@@ -237,4 +237,4 @@ def test_acknowledged_pushes_are_present_or_reported_lost() -> None:
 
 @pytest.mark.slow
 def test_acknowledged_pushes_are_present_or_reported_lost_through_many_faults() -> None:
-    run(150, 40)
+    run(250, 40)

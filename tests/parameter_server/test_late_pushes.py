@@ -79,13 +79,13 @@ def test_a_row_that_is_not_here_is_read_once_its_push_has_arrived(monkeypatch: p
     """The push leaves when the read has begun to wait for it: who does not wait reads too early, or nothing."""
     with ParameterClient() as client:
         both, gate = Cached(client, "sgd", policy="LFUOpt", capacity=1), Gate(client, monkeypatch)
-        wait_for = client.wait_for
+        wait_for = client.calls.wait_for
 
         def let(*args: Any, **options: Any) -> object:
             gate.opened.set()
             return wait_for(*args, **options)
 
-        monkeypatch.setattr(client, "wait_for", let)
+        monkeypatch.setattr(client.calls, "wait_for", let)
         for step in range(4):
             both.step(step, torch.tensor([1, 2, 3]))
             gate.opened.clear()

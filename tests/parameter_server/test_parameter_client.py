@@ -17,7 +17,8 @@ import torch
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, NonFinite, NotFound, ProtocolError, SchemaError
 from anabranch.parameter_server import Merging, ParameterClient, ParameterServer, Worker
-from anabranch.parameter_server.client.shards import KnownTables
+from anabranch.parameter_server.client import saved_tables
+from anabranch.parameter_server.client.saved_tables import write_rows
 from anabranch.tables import Constant, Normal, RowOptimizer, TableSpec
 from anabranch.transport import MemoryTransport, client, frame
 
@@ -44,7 +45,7 @@ def test_dense_parameters_and_rows_move_as_in_the_plain_loop(shards: int) -> Non
     with cluster(shards) as (network, endpoints), ParameterClient(endpoints, transport=network) as client:
         client.init("bias", (48,), init=bias.detach(), optimizer=ADAM)
         client.init_table(TableSpec("table", 40, 16, every_row_moves=True), RowOptimizer.from_factory(ADAM))
-        client.write_rows("table", table.detach(), RowOptimizer.from_factory(ADAM))
+        write_rows(client, "table", table.detach(), RowOptimizer.from_factory(ADAM))
         for _ in range(5):
             ids = torch.randint(0, 40, (3, 4))
             bias.grad, row_grads = torch.randn(48), torch.randn(3, 4, 16)
@@ -81,13 +82,13 @@ def test_first_values_of_a_table_take_no_push_back(monkeypatch: pytest.MonkeyPat
     values = torch.ones(4, 1)
     with cluster(2) as (network, endpoints), ParameterClient(endpoints, transport=network) as first:
         first.init("t", (4, 1), kind="rows", init=values, optimizer=SGD)
-        write = KnownTables.restore_rows
+        write = saved_tables._restore_rows
 
         def push_before(*arguments: Any) -> None:
             first.sparse_push("t", torch.tensor([1]), -values[:1])
             write(*arguments)
 
-        monkeypatch.setattr(KnownTables, "restore_rows", push_before)
+        monkeypatch.setattr(saved_tables, "_restore_rows", push_before)
         with ParameterClient(endpoints, transport=network) as second:
             second.init("t", (4, 1), kind="rows", init=values, optimizer=SGD)
         assert first.pull("t").flatten().tolist() == [1.0, 1.5, 1.0, 1.0]
@@ -172,13 +173,16 @@ def test_ids_from_the_wire_are_checked_again_by_the_shard(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("verb", ["pull", "barrier"])
 def test_an_answer_of_more_than_was_requested_takes_no_memory(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer, taken = getattr(ParameterServer, f"_{verb}"), list[int]()
+    answer, taken = ParameterServer._answer, list[int]()
 
-    def swollen(*arguments: Any) -> Any:
-        payload, tensors = answer(*arguments)
-        return payload, [*tensors, torch.zeros(1 << 20)]
+    def swollen(server: ParameterServer, run: Any, call: Any) -> None:
+        def more(*arguments: Any) -> Any:
+            payload, tensors = run(*arguments) or (None, ())
+            return payload, [*tensors, torch.zeros(1 << 20)]
 
-    monkeypatch.setattr(ParameterServer, f"_{verb}", swollen)
+        answer(server, more if call.verb == verb else run, call)
+
+    monkeypatch.setattr(ParameterServer, "_answer", swollen)
     with cluster(1) as (network, endpoints), ParameterClient(endpoints, worker=Worker(0, 1), transport=network) as one:
         one.init("t", (4, 2), kind="rows", init=1.0, optimizer=SGD)
         monkeypatch.setattr(client, "allocate", lambda some: taken.append(len(some)) or frame.allocate(some))
@@ -238,7 +242,7 @@ def test_under_bsp_workers_on_unequal_shards_are_one_worker_on_the_whole_batch(s
     def body(client: ParameterClient, rank: int) -> None:
         client.init_table(TableSpec("t", 30, 16, torch.float64, every_row_moves=True), rules[0])
         if rank == 0:
-            client.write_rows("t", start, rules[0])
+            write_rows(client, "t", start, rules[0])
         client.barrier()
         for step, (ids, target) in enumerate(zip(batches, targets, strict=True)):
             mine = slice(edges[rank], edges[rank + 1])

@@ -52,6 +52,7 @@ from anabranch.parameter_server import (
 from anabranch.parameter_server.client.cache_group import compile_cache_kernels
 from anabranch.parameter_server.client.parameter_client import REFUSALS
 from anabranch.parameter_server.client.remote_tables import is_sparse, spec_of
+from anabranch.parameter_server.client.saved_tables import restore_some, write_dense, write_rows
 from anabranch.tables import Family, ParameterState, TableSpec, to_torch
 from anabranch.tables.row_block import Group
 
@@ -585,15 +586,15 @@ class RemotePart:
         """
         if names:
             assert state is not None
-            self.client.restore_some(state, groups, names)
+            restore_some(self.client, state, groups, names)
         for moved in self.moved:
             if moved.name in names:
                 continue
             if (spec := self.spec(moved)) is None:
-                self.client.write_dense(moved.name, kept[moved.parameter], moved.rule())
+                write_dense(self.client, moved.name, kept[moved.parameter], moved.rule())
             else:
                 self.client.init_table(spec, moved.rule())
-                self.client.write_rows(moved.name, kept[moved.parameter], moved.rule())
+                write_rows(self.client, moved.name, kept[moved.parameter], moved.rule())
 
     def continue_from(self, clock: int) -> None:
         """Continue after ``clock`` pushes with the servers' current state."""

@@ -17,12 +17,11 @@ import operator
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
-from typing import Any, Literal, SupportsIndex, TypeVar
+from typing import Literal, SupportsIndex
 
 import numpy as np
 import torch
@@ -34,16 +33,7 @@ from anabranch.deadline import Deadline, check_seconds
 from anabranch.errors import BoundaryError, NonFinite, NotFound, Overloaded, RolledBack, SchemaError, Unauthorized
 from anabranch.job import RETURN_VARIABLE, job
 from anabranch.parameter_server.client.row_messages import Pull, Pulled, Push, VersionClock
-from anabranch.parameter_server.client.saved_tables import (
-    CHUNK,
-    SavedTables,
-    chunks,
-    gathered,
-    restore,
-    restore_some,
-    write_dense,
-    write_rows,
-)
+from anabranch.parameter_server.client.saved_tables import CHUNK, SavedTables, chunks, gathered, restore, write_rows
 from anabranch.parameter_server.client.shards import KnownTables, ShardCalls
 from anabranch.parameter_server.messages import (
     BarrierMessage,
@@ -61,7 +51,6 @@ from anabranch.parameter_server.server.contents import ShardStatistics
 from anabranch.parameter_server.server.shard_server import ParameterServer
 from anabranch.tables.kernels.caches import WITH_STATE
 from anabranch.tables.optimizers.row_optimizers import OptimizerFactory, ParameterState, RowOptimizer
-from anabranch.tables.row_block import Group
 from anabranch.tables.table_spec import Constant, Initial, TableSpec
 from anabranch.tensors.packing import Compression, acceptable, check_compression
 from anabranch.transport import Client, MemoryTransport, Request, Transport, pack, unpack
@@ -71,7 +60,6 @@ REFUSALS = (NonFinite, NotFound, Overloaded, RolledBack, SchemaError, Unauthoriz
 
 _PATIENCE = 10.0  # seconds; the launcher kills a frozen server after two of its looks, which a busy machine delays
 _BLOCK_BYTES = 32 << 20  # of a table that is read a few rows at a time
-_T = TypeVar("_T")
 _ALONE = Merging()
 _SGD: OptimizerFactory = functools.partial(torch.optim.SGD, lr=0.01)
 
@@ -382,7 +370,7 @@ class ParameterClient(KnownTables):
         spec = TableSpec(name, shape[0], int(np.prod(shape[1:], dtype=np.int64)), dtype, drawn)
         self.init_table(spec, rule, row_shape=shape[1:])
         if isinstance(init, Tensor) or (callable(init) and not isinstance(init, Initial)):
-            self.write_rows(name, _first_value(init, shape, dtype), rule)
+            write_rows(self, name, _first_value(init, shape, dtype), rule)
 
     def read_state(self, name: str, rule: RowOptimizer, *, until: Deadline | None = None) -> ParameterState:
         """Return a fixed table or a dense parameter with its optimizer's state, with every row up to date.
@@ -440,14 +428,6 @@ class ParameterClient(KnownTables):
         """Let no call that begins now take longer than ``until``; the client is closed next."""
         if until is not None:
             self.calls.timeout = max(until.remaining(), 1e-3)
-
-    def write_rows(self, name: str, state: ParameterState | Tensor, rule: RowOptimizer) -> None:
-        """Set all rows of a fixed table that has not been trained here yet, a few at a time."""
-        write_rows(self, name, state, rule)
-
-    def write_dense(self, name: str, state: ParameterState, rule: RowOptimizer) -> None:
-        """Create the dense parameter ``name`` from its saved state; an existing one is overwritten."""
-        write_dense(self, name, state, rule)
 
     def joined(self) -> str:
         """Return which client was the last to join the first shard as worker 0, as no other is called."""
@@ -755,12 +735,6 @@ class ParameterClient(KnownTables):
         self.check_whole()
         return SavedTables(self, names)
 
-    def restore_some(
-        self, state: Mapping[str, Any], groups: Mapping[str, Group], names: Collection[str] | None = None
-    ) -> None:
-        """Load the groups of ``collect``, of ``names`` only if given; others stay in place."""
-        restore_some(self, state, groups, names)
-
     def _rank_at(self, step: int | None) -> int:
         """Return what a message of ``step`` says of who sends it: this worker's rank, or -1 without a step."""
         if step is None:
@@ -769,15 +743,6 @@ class ParameterClient(KnownTables):
             raise ValueError("a client without a worker has no steps; give ParameterClient a worker")
         self.check_whole()
         return self.worker.rank
-
-    def wait_for(self, future: Future[_T], operation: str, *, step: int | None = None) -> _T:
-        """Wait for a call of this client on another thread, checking meanwhile that all workers are alive.
-
-        Raises:
-            PeerLost: another worker is gone.
-            DeadlineExceeded: the call has overrun its own deadline.
-        """
-        return self.calls.wait_for(future, operation, step=step)
 
 
 def check_plain(tensor: Tensor, what: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import uuid
 import weakref
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from anabranch.choices import choice
 from anabranch.job import job
 from anabranch.parameter_server.client.parameter_client import ParameterClient
 from anabranch.parameter_server.client.remote_weight import WeightSource, look_up, unique_of
-from anabranch.parameter_server.client.saved_tables import for_optimizer
+from anabranch.parameter_server.client.saved_tables import for_optimizer, restore_some
 from anabranch.tables.optimizers.row_optimizers import OptimizerFactory, RowOptimizer
 from anabranch.tables.table_spec import Constant, Eviction, Initial, Normal, TableSpec
 
@@ -120,6 +121,16 @@ class RemoteEmbedding(nn.Module):
         self.close()
         self._link.source = source
 
+    def check_new(self, client: ParameterClient) -> None:
+        """Raise ``ValueError`` if its table, not there yet, would begin without the rows that this module had."""
+        link = self._link
+        if (link.lost or (link.kept is not None and not client.in_process)) and not client.steps().get(self.name):
+            where = "in the memory of the process that pickled it" if link.lost else "trained without servers"
+            raise ValueError(
+                f"the rows of RemoteEmbedding {self.name} were {where}, and its table would begin anew here; save "
+                "them there with executor.save, and load that into a RemoteEmbedding made anew with executor.load"
+            )
+
     def put_back(self, client: ParameterClient, rule: RowOptimizer) -> None:
         """Set the rows that were kept here, where they are to be read from now on."""
         if self._link.kept is None or not client.in_process:
@@ -127,7 +138,7 @@ class RemoteEmbedding(nn.Module):
         (entry,), groups = self._link.kept
         if not RowOptimizer.from_dict(entry["rule"]).same_layout(rule):
             groups, entry = for_optimizer(entry, groups, rule), {**entry, "rule": rule.to_dict(), "step": 0}
-        client.restore_some({"tables": [entry], "dense": []}, groups)
+        restore_some(client, {"tables": [entry], "dense": []}, groups)
         self._link.kept = None
 
     def leave(self, client: ParameterClient, rule: RowOptimizer | None) -> None:
@@ -138,7 +149,7 @@ class RemoteEmbedding(nn.Module):
         kept, source = _rows_of(self.name, client), self._link.source
         if rule is None and kept is not None:
             rule = RowOptimizer.from_dict(kept[0][0]["rule"])
-        for link in (self._link, *self._link.copies):
+        for link in self._link.alike:
             if link.source is source:
                 link.source, link.rule, link.kept = None, rule or link.rule, kept
 
@@ -175,24 +186,28 @@ class RemoteEmbedding(nn.Module):
 
     def _connect(self, rule: RowOptimizer) -> ParameterClient:
         client = ParameterClient()
-        if client.in_process and self._link.lost:
+        try:
+            self.check_new(client)
+            client.init_table(self.spec, rule)
+            self.put_back(client, rule)
+        except BaseException:
             client.close()
-            raise ValueError(
-                f"the rows of RemoteEmbedding {self.name} were in the memory of the process that pickled it; "
-                "modules that go to other processes need a job with servers"
-            )
-        client.init_table(self.spec, rule)
-        self.put_back(client, rule)
+            raise
         self._link.client, self._link.owned = client, True
         return client
 
     def close(self) -> None:
         """Close the client that the module made for itself, if any; rows that end with it are kept here."""
-        link = self._link
-        client, link.client, link.source = link.client, None, None
-        if client is not None and link.owned:
-            link.kept = _rows_of(self.name, client)
+        client = self._link.client
+        if client is None:
+            return
+        if self._link.owned:
+            kept = _rows_of(self.name, client)
+            for link in self._link.alike:
+                if link.client is client:
+                    link.client, link.source, link.kept = None, None, kept
             client.close()
+        self._link.client, self._link.source, self._link.owned = None, None, False
 
     def extra_repr(self) -> str:
         """Return the table, for ``repr``."""
@@ -221,48 +236,47 @@ class _Link:
         owned: the module created the client, and so closes it.
         rule: the optimizer of the executor that it was in.
         kept: rows that were in this process's memory, until they are looked up again.
-        copies: links of copied modules.
+        alike: this link, that of the module that it was copied from, and those of other copies.
         lost: the rows were in the memory of another process.
     """
 
-    def __init__(self, *, lost: bool = False) -> None:
+    def __init__(self) -> None:
         self.source: WeightSource | None = None
         self.client: ParameterClient | None = None
-        self.owned = False
+        self.owned = self.lost = False
         self.rule: RowOptimizer | None = None
         self.kept: _Rows | None = None
-        self.copies: weakref.WeakSet[_Link] = weakref.WeakSet()
-        self.lost = lost
+        self.alike = weakref.WeakSet([self])
 
     def __deepcopy__(self, memo: dict[int, object]) -> _Link:
         """Return a link to the same table."""
-        copied = _Link(lost=self.lost)
-        copied.client, copied.rule, copied.kept = self.client, self.rule, self.kept
+        copied = _Link()
+        copied.client, copied.rule, copied.kept, copied.lost = self.client, self.rule, self.kept, self.lost
         if self.client is None:
             copied.source = self.source
-            self.copies.add(copied)
+        copied.alike = self.alike
+        copied.alike.add(copied)
         return copied
 
     def __reduce__(self) -> tuple[Callable[..., _Link], tuple[object, ...]]:
-        if self.client is None or not self.client.in_process:
-            lost = self.lost or (self.source is not None and not job().servers)
-            return _link_again, ("" if lost else None, self.rule, self.kept)
-        token = uuid.uuid4().hex
-        _clients[token] = self.client
-        return _link_again, (token, self.rule)
+        here = self.client.in_process if self.client is not None else self.source is not None and not job().servers
+        if here:
+            token = uuid.uuid4().hex
+            _links[token] = self
+            return _link_again, (self.rule, None, token)
+        return _link_again, (self.rule, self.kept, "" if self.lost else None)
 
 
-_clients: weakref.WeakValueDictionary[str, ParameterClient] = weakref.WeakValueDictionary()
-"""The clients whose table is in this process's memory, of modules that were pickled."""
+_links: weakref.WeakValueDictionary[str, _Link] = weakref.WeakValueDictionary()
+"""The links to tables in this process's memory, of modules that were pickled."""
 
 
-def _link_again(token: str | None, rule: RowOptimizer | None = None, kept: _Rows | None = None) -> _Link:
+def _link_again(rule: RowOptimizer | None, kept: _Rows | None, token: str | None) -> _Link:
     """Return the link of an unpickled module, to the same table if that is in this process's memory."""
+    if token is not None and (there := _links.get(token)) is not None:
+        return copy.deepcopy(there)
     link = _Link()
-    link.rule, link.kept = rule, kept
-    if token is not None:
-        link.client = _clients.get(token)
-        link.lost = link.client is None
+    link.rule, link.kept, link.lost = rule, kept, token is not None
     return link
 
 

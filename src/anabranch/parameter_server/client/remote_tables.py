@@ -33,7 +33,7 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from anabranch.autodiff.moved_parameter import Move
-from anabranch.errors import NotFound
+from anabranch.errors import NotFound, SchemaError
 from anabranch.liveness.meeting import begin_call
 from anabranch.parameter_server.client.cache_group import CacheGroup, CacheQuery
 from anabranch.parameter_server.client.parameter_client import ParameterClient
@@ -46,6 +46,7 @@ from anabranch.parameter_server.client.remote_weight import (
     unique_of,
 )
 from anabranch.parameter_server.client.row_messages import Pulled
+from anabranch.parameter_server.client.saved_tables import write_rows
 from anabranch.parameter_server.messages import Merging
 from anabranch.record.spans import mark
 from anabranch.tables.cache import Cache, CacheStatistics, Due
@@ -172,7 +173,7 @@ class RemoteTables:
         """
         self._add(spec_of(name, parameter, rule(), sparse=sparse), rule)
         if self._client.leads and not adopt:
-            self._client.write_rows(name, from_torch(rule(), parameter.detach(), state or {}), rule())
+            write_rows(self._client, name, from_torch(rule(), parameter.detach(), state or {}), rule())
         self._taken[name] = parameter
 
     def move(self, models: Sequence[nn.Module]) -> None:
@@ -188,18 +189,30 @@ class RemoteTables:
         """Connect all ``RemoteEmbedding`` in ``model`` to these tables; ``optimizer`` updates those without their
         own.
         """
-        for module in model.modules():
-            if isinstance(module, RemoteEmbedding) and module.name not in self._sources:
-                if self.is_trained_elsewhere(module):
-                    raise ValueError(
-                        f"RemoteEmbedding {module.name} is trained by another Executor that is open; close that one "
-                        "before this one trains it"
-                    )
-                rule = module.rule or (None if optimizer is None else _first_numbers_of(optimizer))
-                if rule is None:
-                    raise ValueError(f"RemoteEmbedding {module.name} has no optimizer; give it one with optimizer=")
+        modules = [module for module in model.modules() if isinstance(module, RemoteEmbedding)]
+        rules: dict[str, Callable[[], RowOptimizer]] = {}
+        for module in modules:  # before any of them is connected
+            if self.is_trained_elsewhere(module):
+                raise ValueError(
+                    f"RemoteEmbedding {module.name} is trained by another Executor that is open; close that one "
+                    "before this one trains it"
+                )
+            rule = module.rule or (None if optimizer is None else _first_numbers_of(optimizer))
+            if rule is not None:
+                rules.setdefault(module.name, rule)
+            elif module.name not in self._sources:
+                raise ValueError(f"RemoteEmbedding {module.name} has no optimizer; give it one with optimizer=")
+            module.check_new(self._client)
+        for module in modules:
+            source = self._sources.get(module.name)
+            if source is None:
+                rule = rules[module.name]
                 module.attach(self._add(module.spec, rule))
                 module.put_back(self._client, rule())
+            elif source.spec != module.spec:
+                raise SchemaError(f"table {module.name} is {source.spec} in this model, and {module.spec}")
+            elif source is not module.source:
+                module.attach(source)
 
     def release_modules(self, model: nn.Module) -> None:
         """Disconnect all ``RemoteEmbedding`` in ``model`` from these tables, before the client is closed."""
@@ -217,9 +230,11 @@ class RemoteTables:
             if isinstance(module, RemoteEmbedding) and not self.is_trained_elsewhere(module):
                 self._training = False  # admits no ids
                 self._client.expect_table(module.spec)
-                source = self._sources[module.name] = _Source(module.name, self, _no_rule, module.spec, 0)
-                module.attach(source)
+                module.attach(
+                    self._sources.setdefault(module.name, _Source(module.name, self, _no_rule, module.spec, 0))
+                )
                 if self._client.in_process and (rule := module.last_rule) is not None:
+                    module.check_new(self._client)
                     self._client.init_table(module.spec, rule)
                     module.put_back(self._client, rule)
 
@@ -515,7 +530,7 @@ class RemoteTables:
 
     def _wait_for(self, aside: _Aside[_T], operation: str) -> _T:
         try:
-            answer = self._client.wait_for(aside.answer, operation, step=self._step)
+            answer = self._client.calls.wait_for(aside.answer, operation, step=self._step)
         except BaseException as error:
             if not isinstance(error, Exception):  # Ctrl-C: the process does not wait for it either when it ends
                 aside.leave()

@@ -17,6 +17,7 @@ from torch import Tensor
 from anabranch.checkpoint.generations import Replaced
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError, NotFound, Overloaded, SchemaError
+from anabranch.parameter_server.client.row_messages import Routed
 from anabranch.parameter_server.client.shards import LONGEST, KnownTables
 from anabranch.parameter_server.messages import RestoreMessage, SnapshotMessage, SnapshotPart
 from anabranch.periodic import periodic
@@ -39,17 +40,17 @@ class SavedTables:
     heard nothing about for long, so a thread says a word while the reader is busy.
 
     Args:
-        tables: of the client.
+        client: of the shards.
         names: those that are read; ``None``: all.
 
     Attributes:
         state: plain values.
     """
 
-    def __init__(self, tables: KnownTables, names: Iterable[str] | None = None) -> None:
-        self._calls = tables.calls
+    def __init__(self, client: KnownTables, names: Iterable[str] | None = None) -> None:
+        self._calls = client.calls
         self._shards: dict[int, dict[str, Any]] = {}
-        self._begin([pack(SnapshotMessage(names=one)) for one in tables.by_shard(names)])
+        self._begin([pack(SnapshotMessage(names=one)) for one in _names_by_shard(client, names)])
         entries: dict[str, dict[str, Any]] = {}
         for begun in self._shards.values():
             for table in begun["tables"]:
@@ -150,12 +151,12 @@ class SavedTables:
                 yield Piece(indices, part.counts, replace(block, stamps=(block.stamps + shift).clamp(min=1)))
 
 
-def restore(tables: KnownTables, state: object, groups: Mapping[str, Group]) -> None:
+def restore(client: KnownTables, state: object, groups: Mapping[str, Group]) -> None:
     """Load the groups of ``SavedTables``, in place of everything on the shards."""
     check(state, groups)
-    tables.drop_some(None)
+    client.drop_some(None)
     try:
-        restore_some(tables, cast("Mapping[str, Any]", state), groups)
+        restore_some(client, cast("Mapping[str, Any]", state), groups)
     except Exception as error:
         error.add_note("the servers now hold only part of the checkpoint: load it again, or load another one")
         raise
@@ -189,29 +190,29 @@ def check(state: object, groups: Mapping[str, Group]) -> None:
 
 
 def restore_some(
-    tables: KnownTables, state: Mapping[str, Any], groups: Mapping[str, Group], names: Collection[str] | None = None
+    client: KnownTables, state: Mapping[str, Any], groups: Mapping[str, Group], names: Collection[str] | None = None
 ) -> None:
     """As ``restore``, of ``names`` only if there are any; leaves others in place, and checks nothing."""
     made = {}
     for k, entry in enumerate(state["tables"]):
         spec, rule = TableSpec.from_dict(entry["spec"]), RowOptimizer.from_dict(entry["rule"])
         if names is None or spec.name in names:
-            own = next((made for made, _ in reversed(tables.made) if made.name == spec.name), spec)
-            tables.init_table(replace(spec, memory_map=own.memory_map), rule)
-            tables.resume(spec.name, entry["step"], _history(groups, k))
+            own = next((made for made, _ in reversed(client.made) if made.name == spec.name), spec)
+            client.init_table(replace(spec, memory_map=own.memory_map), rule)
+            client.calls.everywhere("restore", pack(RestoreMessage(spec.name, entry["step"])), [_history(groups, k)])
             made[k] = spec.name, entry["step"]
     for k, block in rows_of(groups, made):
         name, step = made[k]
-        tables.restore_rows(name, block.tensors(), step)
+        _restore_rows(client, name, block.tensors(), step)
     for k, entry in enumerate(state["dense"]):
         if names is None or entry["name"] in names:
             parts, rule = parts_of(groups, f"dense-{k}"), RowOptimizer.from_dict(entry["rule"])
-            _restore_dense(tables, entry["name"], parts, entry["step"], rule)
+            _restore_dense(client, entry["name"], parts, entry["step"], rule)
 
 
-def _restore_dense(tables: KnownTables, name: str, parts: list[Tensor], step: int, rule: RowOptimizer) -> None:
-    tables.init_dense(name, torch.zeros_like(parts[0]), rule)  # trained ones may have overflowed, first values may not
-    tables.calls.call(tables.home(name), "restore", pack(RestoreMessage(name, step)), parts)
+def _restore_dense(client: KnownTables, name: str, parts: list[Tensor], step: int, rule: RowOptimizer) -> None:
+    client.init_dense(name, torch.zeros_like(parts[0]), rule)  # trained ones may have overflowed, first values may not
+    client.calls.call(client.home(name), "restore", pack(RestoreMessage(name, step)), parts)
 
 
 def whole(
@@ -287,13 +288,13 @@ def for_optimizer(
     return {f"rows-{number}": dict(group) for number, group in enumerate(files(map(anew, every)))}
 
 
-def write_rows(tables: KnownTables, name: str, state: ParameterState | Tensor, rule: RowOptimizer) -> None:
+def write_rows(client: KnownTables, name: str, state: ParameterState | Tensor, rule: RowOptimizer) -> None:
     """Set all rows of a fixed table that has not been trained here yet, a few at a time.
 
     A push meanwhile ends it: a shard takes no rows that are older than its table.
     """
-    entry = tables.entry(name, rows=True)
-    there = _described(tables, name)
+    entry = client.entry(name, rows=True)
+    there = _described(client, name)
     if there["step"]:
         return
     if isinstance(state, Tensor):
@@ -301,7 +302,8 @@ def write_rows(tables: KnownTables, name: str, state: ParameterState | Tensor, r
     # Every row is up to date, so earlier steps will not be replayed.
     if state.step:
         steps = state.step if there["spec"]["every_row_moves"] else 0
-        tables.resume(name, state.step, torch.zeros(steps, CONSTANTS, dtype=torch.float64, device="cpu"))
+        history = torch.zeros(steps, CONSTANTS, dtype=torch.float64, device="cpu")
+        client.calls.everywhere("restore", pack(RestoreMessage(name, state.step)), [history])
     numbers, kind = rule.state_form(entry.width, entry.dtype)
     for ids in chunks(len(state.values)):
         some, count = slice(int(ids[0]), int(ids[-1]) + 1), len(ids)
@@ -311,24 +313,47 @@ def write_rows(tables: KnownTables, name: str, state: ParameterState | Tensor, r
             states.copy_(torch.cat([one[some].reshape(count, -1) for one in state.states], 1))
         stamps, usage = torch.full_like(ids, state.step + 1), torch.empty(0, 2, dtype=torch.int64, device="cpu")
         try:
-            tables.restore_rows(name, [ids, weights, states, stamps, usage], state.step)
+            _restore_rows(client, name, [ids, weights, states, stamps, usage], state.step)
         except SchemaError:
-            if _described(tables, name)["step"] > state.step:
+            if _described(client, name)["step"] > state.step:
                 return
             raise
 
 
-def _described(tables: KnownTables, name: str) -> dict[str, Any]:
+def _described(client: KnownTables, name: str) -> dict[str, Any]:
     """Return what the first shard says about a table."""
-    return next(table for table in tables.calls.describe()[0]["tables"] if table["spec"]["name"] == name)
+    return next(table for table in client.calls.describe()[0]["tables"] if table["spec"]["name"] == name)
 
 
-def write_dense(tables: KnownTables, name: str, state: ParameterState, rule: RowOptimizer) -> None:
+def write_dense(client: KnownTables, name: str, state: ParameterState, rule: RowOptimizer) -> None:
     """Create the dense parameter ``name`` from its state; an existing one is overwritten."""
     if not state.step:
-        tables.init_dense(name, state.values, rule)
+        client.init_dense(name, state.values, rule)
         return
     kind = rule.state_form(1, state.values.dtype)[1]
     states = [one.to(kind) for one in state.states]
     parts = [part.detach().cpu().contiguous() for part in (state.values, *states)]
-    _restore_dense(tables, name, parts, state.step, rule)
+    _restore_dense(client, name, parts, state.step, rule)
+
+
+def _names_by_shard(client: KnownTables, names: Iterable[str] | None) -> list[list[str] | None]:
+    """Return for each shard those of ``names`` that it may have, as a header has room for some; ``None``: all."""
+    if names is None:
+        return [None] * client.calls.shards
+    names, dense = list(names), {name for name, entry in client.entries.items() if entry.placement is None}
+    shards = range(client.calls.shards)
+    return [[name for name in names if name not in dense or client.home(name) == shard] for shard in shards]
+
+
+def _restore_rows(client: KnownTables, name: str, parts: Sequence[Tensor], step: int) -> None:
+    """Set rows of a table at this step, their state and stamps, on the shards that hold them."""
+    routed = Routed(client.layout([name]), parts[:1], client.calls.shards)
+    routed.arrange(np.zeros(routed.flat.size, np.int64), 1)
+    message = pack(RestoreMessage(name, step))
+    requests = []
+    for shard in range(client.calls.shards):
+        where = torch.from_numpy(routed.order[routed.of[shard]])
+        mine = [part[where] if len(part) == len(parts[0]) else part for part in parts]
+        if where.numel():
+            requests.append(client.calls.request(shard, "restore", message, mine))
+    client.calls.all(requests)

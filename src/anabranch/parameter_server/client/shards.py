@@ -11,21 +11,19 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, NotFound, PeerLost, ProtocolError, RolledBack, SchemaError
 from anabranch.liveness.meeting import begin_call
-from anabranch.parameter_server.client.row_messages import Layout, Routed
+from anabranch.parameter_server.client.row_messages import Layout
 from anabranch.parameter_server.messages import (
     AcknowledgedPushes,
     DropMessage,
     ExpectedState,
     InitMessage,
     PushReply,
-    RestoreMessage,
 )
 from anabranch.record import spans
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
@@ -100,9 +98,12 @@ class ShardCalls:
         """Send a request to one shard, and return the answer."""
         return self.all([self.request(shard, verb, payload, tensors, answer_bytes=answer_bytes)])[0]
 
-    def everywhere(self, verb: str, payload: bytes = b"", *, answer_bytes: int = 0) -> list[Answer]:
+    def everywhere(
+        self, verb: str, payload: bytes = b"", tensors: Sequence[Tensor] = (), *, answer_bytes: int = 0
+    ) -> list[Answer]:
         """Send the same request to every shard."""
-        return self.all([self.request(shard, verb, payload, answer_bytes=answer_bytes) for shard in range(self.shards)])
+        shards = range(self.shards)
+        return self.all([self.request(shard, verb, payload, tensors, answer_bytes=answer_bytes) for shard in shards])
 
     def all(self, requests: Sequence[Request], deadline: Deadline | None = None) -> list[Answer]:
         """Send ``requests`` at once, under the client's timeout by default; raises the first error."""
@@ -216,7 +217,7 @@ class Entry:
 
 
 class KnownTables:
-    """The tables and parameters of a client.
+    """The tables and parameters of a client: what ``saved_tables.py`` needs of one, which is built on that.
 
     Args:
         calls: sends the requests.
@@ -291,15 +292,6 @@ class KnownTables:
         """Return the shard of a dense parameter."""
         return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") % self.calls.shards
 
-    def by_shard(self, names: Iterable[str] | None) -> list[list[str] | None]:
-        """Return for each shard those of ``names`` that it may have, as a header has room for some; ``None``: all."""
-        if names is None:
-            return [None] * self.calls.shards
-        names = list(names)
-        known = {name: self.entries[name] for name in names if name in self.entries}
-        dense = {name: self.home(name) for name, entry in known.items() if entry.placement is None}
-        return [[name for name in names if dense.get(name, shard) == shard] for shard in range(self.calls.shards)]
-
     def every_id(self, name: str, entry: Entry) -> Tensor:
         """Return the ids of a fixed table."""
         if entry.shape[0] < 0:
@@ -353,21 +345,3 @@ class KnownTables:
             del self.entries[name]
         self._layouts.clear()
         return dropped
-
-    def resume(self, name: str, step: int, history: Tensor) -> None:
-        """Set a table's step, and the constants of its steps so far, on every shard."""
-        message = pack(RestoreMessage(name, step))
-        self.calls.all([self.calls.request(shard, "restore", message, [history]) for shard in range(self.calls.shards)])
-
-    def restore_rows(self, name: str, parts: Sequence[Tensor], step: int) -> None:
-        """Set rows of a table at this step, their state and stamps, on the shards that hold them."""
-        routed = Routed(self.layout([name]), parts[:1], self.calls.shards)
-        routed.arrange(np.zeros(routed.flat.size, np.int64), 1)
-        message = pack(RestoreMessage(name, step))
-        requests = []
-        for shard in range(self.calls.shards):
-            where = torch.from_numpy(routed.order[routed.of[shard]])
-            mine = [part[where] if len(part) == len(parts[0]) else part for part in parts]
-            if where.numel():
-                requests.append(self.calls.request(shard, "restore", message, mine))
-        self.calls.all(requests)

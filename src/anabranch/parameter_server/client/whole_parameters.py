@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from anabranch.autodiff.moved_parameter import Ways
 from anabranch.parameter_server.client.parameter_client import ParameterClient
 from anabranch.parameter_server.client.remote_tables import Beside, spec_of
+from anabranch.parameter_server.client.saved_tables import write_dense, write_rows
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer, from_torch
 from anabranch.tables.table_spec import TableSpec
 
@@ -94,11 +95,11 @@ class WholeParameters:
             spec = spec_of(name, parameter, numbers, sparse=sparse)
             self._client.init_table(spec, numbers)
             if self._client.leads and not adopt:
-                self._client.write_rows(name, state_here, numbers)
+                write_rows(self._client, name, state_here, numbers)
         elif adopt:
             self._client.init_dense(name, parameter, numbers)  # which compares shapes, and leaves the values there
         elif self._client.leads:
-            self._client.write_dense(name, state_here, numbers)
+            write_dense(self._client, name, state_here, numbers)
         else:
             self._client.expect_dense(name, parameter)
         self._copies[name] = _Copy(parameter, rule, spec, ways)

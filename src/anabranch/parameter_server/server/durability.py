@@ -24,7 +24,6 @@ import logging
 import os
 import re
 import secrets
-import struct
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -68,7 +67,7 @@ _REFUSED = (ValueError, TypeError, ArithmeticError)
 _REFUSED_PULL = (*_REFUSED, MemoryError, RuntimeError, OSError)
 # Under "checkpoint": changes that are not in the log may be acknowledged from here on.
 _UNLOGGED = "unlogged"
-_FORMAT = 3  # of a checkpoint
+_FORMAT = 4  # of a checkpoint
 
 
 @dataclass(slots=True)
@@ -180,7 +179,7 @@ class ShardPersistence:
                 "here, or this one with another --checkpoint-dir"
             )
         self._shard.load(cast(Mapping[str, object], state["shard"]), newest.readers())
-        self._applied.load(state)
+        self._applied.load(cast("Mapping[bytes, tuple[int, dict[int, int]]]", state["applied"]))
         self._changes = cast(int, state["changes"])
         self.incarnation = cast(int, state["incarnation"])
         self._saved_touched = 0
@@ -304,7 +303,7 @@ class ShardPersistence:
         snapshot = self._shard.snapshot_of_all()
         snapshot.state = {
             "format": _FORMAT, "of": log.directory.name, "shard": snapshot.state, "log": list(position),
-            "incarnation": self.incarnation, "changes": self._changes, **self._applied.state(),
+            "incarnation": self.incarnation, "changes": self._changes, "applied": self._applied.state(),
         }  # fmt: skip
         return snapshot
 
@@ -330,10 +329,6 @@ def _new_incarnation() -> int:
 
 
 # --- applied requests -------------------------------------------------------------------------------------------------
-
-
-_COUNT = struct.Struct("<16sQ")
-_REQUEST = struct.Struct("<16sQQ")
 
 
 @dataclass(slots=True)
@@ -387,22 +382,13 @@ class AppliedRequests:
             for sequence in client.numbers:
                 yield epoch, sequence
 
-    def state(self) -> dict[str, object]:
+    def state(self) -> dict[bytes, tuple[int, dict[int, int]]]:
         """Plain values for a checkpoint."""
-        clients = self._clients.items()
-        return {
-            "pushes": b"".join(_COUNT.pack(epoch, client.pushes) for epoch, client in clients),
-            "applied": b"".join(
-                _REQUEST.pack(epoch, *one) for epoch, client in clients for one in client.numbers.items()
-            ),
-        }
+        return {epoch: (client.pushes, dict(client.numbers)) for epoch, client in self._clients.items()}
 
-    def load(self, state: Mapping[str, object]) -> None:
+    def load(self, state: Mapping[bytes, tuple[int, dict[int, int]]]) -> None:
         """Load the result of ``state``."""
-        for epoch, pushes in _COUNT.iter_unpack(cast(bytes, state["pushes"])):
-            self._clients[epoch].pushes = pushes
-        for epoch, sequence, number in _REQUEST.iter_unpack(cast(bytes, state["applied"])):
-            self._clients[epoch].numbers[sequence] = number
+        self._clients.update((epoch, _Client(*one)) for epoch, one in state.items())
 
 
 # --- the directory of a shard -----------------------------------------------------------------------------------------

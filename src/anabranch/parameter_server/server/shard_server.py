@@ -216,13 +216,13 @@ class ParameterServer:
             "restore": lambda request, call: shard.restore(request.message, call.tensors),
             "drop": lambda request, call: shard.drop(request.message),
         }
-        answers: dict[str, Callable[[Any, Call], _Answer]] = {
+        answers: dict[str, Callable[[Any, Call], _Answer | None]] = {
             "pull": self._pull,
-            "release": self._release,
+            "release": lambda request, call: shard.release(request.message, request.client),
             "norm": lambda request, call: (shard.squared_norm(request.message, call.deadline, request.client), ()),
             "export": lambda request, call: shard.export(request.message),
             "snapshot": self._snapshot,
-            "barrier": self._barrier,
+            "barrier": lambda request, call: shard.barrier(request.message, call.deadline, request.client),
             "describe": lambda request, call: (None, _at_length(shard.describe())),
             "incarnation": lambda request, call: (self._persistence.incarnation, ()),
             "statistics": lambda request, call: (None, _at_length(shard.statistics())),
@@ -283,9 +283,9 @@ class ParameterServer:
         self._persistence.commit(change, call.deadline)
         call.reply(payload=pack(PushReply(change.number, full or [])))
 
-    def _answer(self, run: Callable[[Any, Call], _Answer], call: Call) -> None:
+    def _answer(self, run: Callable[[Any, Call], _Answer | None], call: Call) -> None:
         try:
-            payload, tensors = run(call.checked, call)
+            payload, tensors = run(call.checked, call) or (None, ())
         except MemoryError as error:
             raise _without_memory(call, error) from error
         if call.verb in _SHOWING:
@@ -300,15 +300,7 @@ class ParameterServer:
         request.take(call.tensors)
         return self._shard.pull(request, call.deadline)
 
-    def _release(self, request: ShardRequest, call: Call) -> _Answer:
-        self._shard.release(request.message, request.client)
-        return None, ()
-
-    def _barrier(self, request: ShardRequest, call: Call) -> _Answer:
-        self._shard.barrier(request.message, call.deadline, request.client)
-        return None, ()
-
-    def _snapshot(self, request: ShardRequest, _: Call) -> _Answer:
+    def _snapshot(self, request: ShardRequest, _: Call) -> _Answer | None:
         message = request.message
         if not message.number:
             reading, seconds = self._shard.snapshot(message.names, 2 * self._heartbeat), 2 * self._heartbeat
@@ -322,9 +314,9 @@ class ParameterServer:
             reading.rows.close()
         elif message.part == -1:
             reading.rows.touch()
-        elif (part := reading.part(message.part)) is not None:
-            return part
-        return None, ()
+        else:
+            return reading.part(message.part)
+        return None
 
     def _reading(self, message: SnapshotMessage) -> ShardSnapshot:
         reading = self._readings.get(message.number)
