@@ -136,6 +136,11 @@ process_record()
 sys.stderr = io.StringIO()
 logging.getLogger("anabranch.executor").info("2 workers")
 print(sys.stderr.getvalue(), end="")
+sys.stderr.close()
+logging.getLogger("anabranch.executor").info("nobody reads this, and training goes on")
+sys.stderr = None
+logging.getLogger("anabranch.executor").info("nor this")
+print("ends")
 """
 
 
@@ -144,4 +149,4 @@ def test_messages_go_where_a_progress_bar_has_put_stderr(tmp_path: Path) -> None
     script = tmp_path / "script.py"
     script.write_text(_BAR)
     with start(script, environment={STATUS_VARIABLE: str(tmp_path / "worker-0")}) as process:
-        assert process.communicate(timeout=200)[0] == "anabranch: 2 workers\n"
+        assert process.communicate(timeout=200)[0] == "anabranch: 2 workers\nends\n"

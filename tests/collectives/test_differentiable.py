@@ -115,6 +115,17 @@ def a_chain_of_two_ranks_equals_one_process() -> None:
 
 
 @check
+def a_single_value_without_a_stride_of_its_own_is_sent_and_comes_back() -> None:
+    """What ``sum`` sends back to a tensor of one value is an expanded number."""
+    x = torch.tensor([2.0], requires_grad=True)
+    if RANK == 0:
+        ab.send(x, 1).backward()
+        assert x.grad.tolist() == [1.0]
+    else:
+        ab.recv(0).sum().backward()
+
+
+@check
 def a_tensor_there_and_back_passes_its_gradient_through_the_token() -> None:
     """Without a session: the token that recv is given leads a backward on to the send before it."""
     x = torch.tensor([2.0, 3.0], requires_grad=True)

@@ -179,7 +179,8 @@ def test_the_loss_and_the_checkpoint_are_those_of_whoever_is_rank_0() -> None:
         return RoleStatus("worker", process, 1, None, state), {"run": facts}  # type: ignore[arg-type]
 
     for end in ("running", "gone"):
-        job = job_of([report(0, 0, 7, 0.7, "gone"), report(1, 1, 9, 0.8, end), report(2, 0, 9, 0.9, end)])
+        expert = RoleStatus("expert", 0, 1, None, "running"), report(0, 0, 99, 0.1)[1]
+        job = job_of([report(0, 0, 7, 0.7, "gone"), report(1, 1, 9, 0.8, end), report(2, 0, 9, 0.9, end), expert])
         assert (job.loss, job.saved) == (0.9, "saved by 2")
 
 

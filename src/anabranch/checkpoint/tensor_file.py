@@ -36,7 +36,7 @@ from anabranch.checkpoint.generations import open_regular
 from anabranch.checkpoint.manifest import FileRecord, TensorRecord
 from anabranch.errors import CheckpointError
 from anabranch.record.fault_points import fault_point
-from anabranch.tensors.dtypes import SAFETENSORS_NAMES
+from anabranch.tensors.dtypes import SAFETENSORS_NAMES, as_bytes
 
 
 class Blocks(NamedTuple):
@@ -148,7 +148,7 @@ def load(path: Path, record: FileRecord, device: torch.device | str) -> dict[str
         for name in _checked_header(file, path, record):
             expected = record.tensors[name]
             tensor = torch.empty(expected.shape, dtype=_FROM_NAME[expected.dtype], device="cpu")
-            _read(file, path, f"tensor {name!r}", [_flat(tensor).numpy().data], expected.crc32)
+            _read(file, path, f"tensor {name!r}", [as_bytes(tensor).numpy().data], expected.crc32)
             tensors[name] = tensor.to(device)
         return {name: tensors[name] for name in record.tensors}
 
@@ -201,10 +201,4 @@ def _read(file: BinaryIO, path: Path, what: str, parts: Iterable[memoryview], ex
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     values = tensor.detach().resolve_conj().resolve_neg().to("cpu", memory_format=torch.contiguous_format)
-    return _flat(values.contiguous()).numpy().data
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    # One value, or none, counts as contiguous whatever its strides, 0 among them, which no view as bytes accepts.
-    flat = tensor.reshape(-1) if tensor.numel() > 1 else tensor.as_strided((tensor.numel(),), (1,))
-    return flat.view(torch.uint8)
+    return as_bytes(values.contiguous()).numpy().data

@@ -31,7 +31,7 @@ from anabranch.collectives.messages import move_message, wait_until_reduced
 from anabranch.collectives.shared_memory import NUMBERS, GroupSums
 from anabranch.errors import CaptureError, ProtocolError
 from anabranch.job import job
-from anabranch.tensors.dtypes import DTYPE_CODES, DTYPES
+from anabranch.tensors.dtypes import DTYPE_CODES, DTYPES, as_bytes
 
 _TIMEOUT = 600.0
 _sums: WeakKeyDictionary[dist.ProcessGroup, GroupSums] = WeakKeyDictionary()
@@ -255,7 +255,7 @@ class _PeerChannel:
         if tensor is not None and tensor.numel():
             # A conjugate is computed before its bytes are read.
             values = tensor.detach().resolve_conj().resolve_neg()
-            parts.append(_as_bytes(values.to(_device()).contiguous()))
+            parts.append(as_bytes(values.to(_device()).contiguous()))
 
         def move() -> None:
             for part in parts:
@@ -277,17 +277,12 @@ class _PeerChannel:
             return None
         tensor = torch.empty(sizes[:ndim], dtype=DTYPES[dtype], device=_device())
         if tensor.numel():
-            self._complete(dist.irecv(_as_bytes(tensor), self.rank))
+            self._complete(dist.irecv(as_bytes(tensor), self.rank))
         return tensor, bool(wants_gradient)
 
     def _complete(self, work: dist.Work | None) -> None:
         assert work is not None  # this rank is a member of the group
         work.wait(timedelta(seconds=self.timeout))
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return the same memory as numbers that every backend moves."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 def _device() -> torch.device:

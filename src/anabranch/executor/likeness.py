@@ -37,6 +37,7 @@ from anabranch.executor.spec import Spec
 from anabranch.executor.steps import Step, TrainStep
 from anabranch.liveness.group import rank_names
 from anabranch.tensors import Structure, flatten
+from anabranch.tensors.dtypes import as_bytes
 
 _log = logging.getLogger("anabranch.executor")
 
@@ -219,7 +220,7 @@ def digest_of(batch: Structure) -> int:
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_meta:
             some = True
             plain = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+            digest.update(as_bytes(plain).numpy().data)
     return int.from_bytes(digest.digest()) if some else 0
 
 
@@ -325,5 +326,5 @@ def checksum(tensor: Tensor) -> int:
     """Return the CRC-32 of a tensor's numbers in the order of its dimensions; 0 for a sparse one."""
     if tensor.layout is not torch.strided:
         return 0
-    numbers = tensor.detach().cpu().resolve_conj().contiguous().reshape(-1)
-    return zlib.crc32(numbers.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    numbers = tensor.detach().cpu().resolve_conj().contiguous()
+    return zlib.crc32(as_bytes(numbers).numpy())  # type: ignore[arg-type]

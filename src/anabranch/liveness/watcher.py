@@ -8,9 +8,9 @@ another process says that it lives, as the kernel sees it, and remembers who els
 
 The process beats while its worker is neither stopped nor gone, and ends with it; one that is killed is started again as
 its worker next waits. It starts in milliseconds, as it is this file, run by its path, and needs the standard library
-alone. Datagrams need no connection: where a firewall lets
-none through nobody is heard, and nobody is lost by that. While its worker is stopped, as by Ctrl-Z, or itself was, or
-did not run for long, the others are forgiven their silence.
+alone. Datagrams need no connection: where a firewall lets none through nobody is heard, and nobody is lost by that.
+While its worker is stopped, as by Ctrl-Z, or itself was, or did not run for long, the others are forgiven their
+silence.
 """
 
 from __future__ import annotations

@@ -159,11 +159,9 @@ class _Messages(logging.Handler):
     """Writes to the stderr of the moment: a progress bar puts one in its place that writes above the bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:
+        with suppress(Exception):  # a script may have closed it, or put what it likes in its place
             sys.stderr.write(f"anabranch: {self.format(record)}\n")
             sys.stderr.flush()
-        except OSError:
-            self.handleError(record)
 
 
 def record_process() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
+from torch import Tensor
 
 # Dtype, number on the wire, name in a safetensors file. A number is never given to another dtype.
 _TABLE: tuple[tuple[torch.dtype, int | None, str | None], ...] = (
@@ -43,6 +44,18 @@ SAFETENSORS_NAMES: dict[torch.dtype, str] = {dtype: name for dtype, _, name in _
 """The names of those that a safetensors file may hold."""
 
 _BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype, _, _ in _TABLE}
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor.
+
+    One value, or none, counts as contiguous whatever its strides, 0 among them, which no view as bytes accepts.
+
+    >>> as_bytes(torch.ones(()).expand(1)).tolist()
+    [0, 0, 128, 63]
+    """
+    flat = tensor.reshape(-1) if tensor.numel() > 1 else tensor.as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

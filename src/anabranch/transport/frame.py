@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import ProtocolError
-from anabranch.tensors.dtypes import DTYPE_CODES, DTYPES
+from anabranch.tensors.dtypes import DTYPE_CODES, DTYPES, as_bytes
 from anabranch.transport.streams import Stream
 
 MAGIC = b"ANBR"
@@ -276,9 +276,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     """
     if tensor.dtype in _PLAIN and tensor.numel() > 1:
         return tensor.numpy().data.cast("B")
-    # A tensor of one value or none counts as contiguous whatever its strides, even 0, which no view as bytes accepts.
-    flat = tensor.reshape(-1) if tensor.numel() > 1 else tensor.as_strided((tensor.numel(),), (1,))
-    return flat.view(torch.uint8).numpy().data
+    return as_bytes(tensor).numpy().data
 
 
 class Wire:

@@ -55,7 +55,7 @@ from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError
 from anabranch.record.fault_points import fault_point
 from anabranch.record.spans import mark
-from anabranch.tensors.dtypes import dtype_name, dtype_named
+from anabranch.tensors.dtypes import as_bytes, dtype_name, dtype_named
 
 _log = logging.getLogger("anabranch.parameter_server")
 _SCHEMA = [
@@ -526,8 +526,7 @@ def frames(record: Record, tensors: Sequence[Tensor], number: int) -> list[bytes
     """Return the bytes of a record: its frame, its head, and the memory of its tensors."""
     described = tuple((dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in tensors)
     head = msgspec.msgpack.encode(msgspec.structs.replace(record, tensors=described))
-    flat = (tensor.detach().contiguous().reshape(-1) for tensor in tensors if tensor.numel())
-    memory = [tensor.view(torch.uint8).numpy().data for tensor in flat]
+    memory = [as_bytes(tensor.detach().contiguous()).numpy().data for tensor in tensors if tensor.numel()]
     body: list[bytes | memoryview] = [_SIZE.pack(len(head)) + head, *memory]
     return [_sealed(_FRAME.pack(_MARK, number, sum(map(len, body)), 0)[:-4], body), *body]
 

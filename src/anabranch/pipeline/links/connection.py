@@ -37,7 +37,7 @@ from anabranch.pipeline.parts.part_program import TensorForm
 from anabranch.pipeline.schedule import Kind
 from anabranch.pipeline.stage.packet import Gradients, Message, Packet
 from anabranch.tensors import Structure, flatten
-from anabranch.tensors.dtypes import dtype_name, dtype_named
+from anabranch.tensors.dtypes import as_bytes, dtype_name, dtype_named
 from anabranch.tensors.tree_codec import Path, decode, encode
 
 HEADER_BYTES = 1024
@@ -206,7 +206,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
-    return flat.view(torch.uint8)
+    return as_bytes(flat)
 
 
 # Inboxes, threads and the connection.
