@@ -225,7 +225,8 @@ class Server:
         if self.loop is not None:
             self.loop.stop()
         patience = Deadline.after(10.0)
-        for thread in self._threads:
+        # Looked up anew each time: while the beat lives, it may replace the thread of the loop.
+        while (thread := next(filter(threading.Thread.is_alive, self._threads), None)) and not patience.expired():
             thread.join(timeout=patience.remaining())
         # The loop starts no more threads now; the running ones see that the server stops.
         for connection in list(admission.connections):
