@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -245,7 +245,7 @@ class Server:
         admission = self._admission
         with admission.lock:
             now = admission.counts
-            requests, errors = Counter(now.requests), Counter(now.errors)
+            requests, errors = dict(now.requests), dict(now.errors)
             return replace(now, connections=len(admission.connections), requests=requests, errors=errors)
 
     def _status(self) -> dict[str, object]:
