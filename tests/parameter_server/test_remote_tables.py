@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.errors import NotFound
 from anabranch.parameter_server import ParameterClient, RemoteEmbedding, RemoteTables
+from anabranch.parameter_server.client.remote_weight import distinct_ids
 from anabranch.tables import Cache, RowWiseAdagrad
 
 pytestmark = pytest.mark.usefixtures("compiled_for_all_dtypes")
@@ -175,6 +176,20 @@ def test_a_parameter_that_is_not_a_table_of_the_model_is_refused() -> None:
             tables.adopt(model, ["bias"], optimizer)
         with pytest.raises(ValueError, match="does not have weight"):
             tables.adopt(model, ["weight"], torch.optim.SGD([model.bias], lr=0.1))
+
+
+def test_the_distinct_ids_of_all_tables_at_once_are_those_of_each() -> None:
+    draw = torch.Generator().manual_seed(0)
+    rows = {str(limit): limit for limit in (1, 2, 100, 5000, 10**7, 2**40)}
+    wanted = {name: (torch.rand(99, generator=draw).double() ** 3 * limit).long() for name, limit in rows.items()}
+    wanted["100"][:3] = torch.tensor([-1, 100, 2**62])
+    wanted["5000"] = wanted["5000"].int()
+    for name, found in distinct_ids(wanted, rows).items():
+        ids = wanted[name].long()
+        assert torch.equal(found.ids, ids[(ids >= 0) & (ids < rows[name])].unique())
+        places = found.of(wanted[name])
+        assert (places is None) == (name == "100")
+        assert places is None or torch.equal(found.ids[places], ids)
 
 
 def test_ids_changed_in_place_after_they_were_expected_read_and_train_their_own_rows() -> None:

@@ -125,12 +125,13 @@ def test_a_bad_id_in_one_table_is_named_and_no_table_changes(shards: int) -> Non
     ids = draw(tables, 0)
     grads = torch.ones(ids.numel(), WIDTH)
     before = group.pull(ids.reshape(-1), counts)
-    bad = ids.clone()
-    bad[1, 2] = ROWS[1]
-    with pytest.raises(NotFound, match=r"table t1 has ids 0 to 6; ids\[2\] is 7"):
-        group.push(bad.reshape(-1), grads, counts)
-    with pytest.raises(NotFound, match="t1"):
-        group.pull(bad.reshape(-1), counts)
+    for outside in (7, -1, 2**53, -(2**63)):
+        bad = ids.clone()
+        bad[1, 2] = outside
+        with pytest.raises(NotFound, match=rf"table t1 has ids 0 to 6; ids\[2\] is {outside}"):
+            group.push(bad.reshape(-1), grads, counts)
+        with pytest.raises(NotFound, match="t1"):
+            group.pull(bad.reshape(-1), counts)
     for number in (2, 3) if shards == 2 else ():
         everyone = torch.arange(60)
         bad = ids.clone()

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -360,7 +361,10 @@ def test_bytes_in_flight_are_bounded_and_released() -> None:
         gate.calls[0].reply()
         thread.join(timeout=60)
         assert client.call(Request(server.endpoint, "echo", tensors=[torch.zeros(1000)]), soon()).tensors
-        assert server.statistics().bytes_in_flight == 0
+        counts = asdict(server.statistics())
+    assert counts["bytes_in_flight"] == 0
+    assert counts["requests"] == {"gate": 1, "echo": 2}
+    assert counts["errors"] == {"overloaded": 2}
 
 
 def test_a_draining_server_finishes_its_requests_and_declines_new_ones() -> None:

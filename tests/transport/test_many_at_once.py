@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 
 import pytest
 
@@ -76,3 +77,23 @@ def test_threads_that_were_replaced_are_forgotten(monkeypatch: pytest.MonkeyPatc
             for _ in range(10):
                 client.call(Request(server.endpoint, "take"), soon())
         assert len(server._threads) < 10
+
+
+def test_closing_waits_for_a_thread_that_replaced_another_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It polled descriptors that were closed, or another file's by then."""
+    server, run, asked = Server([], heartbeat=0.01), drivers.Loop.run, threading.Event()
+
+    def away(loop: drivers.Loop, now: float) -> bool:
+        asked.set()
+        wait_until(lambda: server.closed)
+        return True
+
+    def run_late(loop: drivers.Loop) -> None:
+        time.sleep(0.2)
+        run(loop)
+
+    monkeypatch.setattr(drivers.Loop, "away", away)
+    with server:
+        assert asked.wait(timeout=60.0)
+        monkeypatch.setattr(drivers.Loop, "run", run_late)
+    assert not any(map(threading.Thread.is_alive, server._threads))

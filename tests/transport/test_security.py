@@ -242,10 +242,14 @@ def test_a_live_path_cannot_be_taken_and_a_dead_one_can(tmp_path: Path, programs
 @pytest.mark.parametrize("side", ["server", "client"])
 def test_another_user_on_a_unix_socket_is_refused_with_the_reason(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
     known, me = sockets._of_users, os.geteuid()
+
+    def others(*users: int) -> sockets.Recognise:
+        return known(*(user + 1 for user in users))
+
     if side == "server":
-        monkeypatch.setattr(sockets, "_of_users", lambda *users: known(me + 1))
+        monkeypatch.setattr(sockets, "_of_users", others)
     with Server([ECHO]) as server, Client() as client:
-        monkeypatch.setattr(sockets, "_of_users", lambda *users: known(me if side == "server" else me + 1))
+        monkeypatch.setattr(sockets, "_of_users", known if side == "server" else others)
         with pytest.raises(Unauthorized, match=f"user {me} is at the other end of the socket, not user {me + 1}"):
             client.call(Request(server.endpoint, "echo"), soon())
 

@@ -139,8 +139,8 @@ class ServerStatistics:
     bytes_in_flight: int = 0
     served: int = 0
     refused: int = 0
-    requests: Counter[str] = field(default_factory=Counter)
-    errors: Counter[str] = field(default_factory=Counter)
+    requests: dict[str, int] = field(default_factory=Counter)
+    errors: dict[str, int] = field(default_factory=Counter)
     bytes_received: int = 0
     bytes_sent: int = 0
 

@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -225,7 +225,8 @@ class Server:
         if self.loop is not None:
             self.loop.stop()
         patience = Deadline.after(10.0)
-        for thread in self._threads:
+        # Looked up anew each time: while the beat lives, it may replace the thread of the loop.
+        while (thread := next(filter(threading.Thread.is_alive, self._threads), None)) and not patience.expired():
             thread.join(timeout=patience.remaining())
         # The loop starts no more threads now; the running ones see that the server stops.
         for connection in list(admission.connections):
@@ -244,7 +245,7 @@ class Server:
         admission = self._admission
         with admission.lock:
             now = admission.counts
-            requests, errors = Counter(now.requests), Counter(now.errors)
+            requests, errors = dict(now.requests), dict(now.errors)
             return replace(now, connections=len(admission.connections), requests=requests, errors=errors)
 
     def _status(self) -> dict[str, object]:
