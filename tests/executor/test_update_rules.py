@@ -233,6 +233,27 @@ def test_a_late_step_that_an_error_interrupts_was_none() -> None:
         assert not torch.equal(before["0.weight"], model.state_dict()["0.weight"])
 
 
+@pytest.mark.usefixtures("_late")
+@pytest.mark.parametrize("fetch", [None, ["grad_norm"]])
+def test_a_late_step_is_raised_by_a_save_behind_a_run_that_failed(fetch: list[str] | None, tmp_path: Path) -> None:
+    model = model_of()
+
+    def fail(*_: object) -> None:
+        raise OSError("in a hook")
+
+    with ab.Executor(ab.TrainStep(model, loss_of, FUSED["adam"](model)), engine="tape") as executor:
+        for index in range(3):
+            executor.run(batch=batch_of(index, bad=index == 2))
+        hook = model.register_forward_pre_hook(fail)
+        with pytest.raises(OSError, match="in a hook"):
+            executor.run(batch=batch_of(3), fetch=fetch)
+        hook.remove()
+        with pytest.raises(ab.NonFinite, match="after 2 optimizer steps"):
+            executor.save(tmp_path)
+        executor.save(tmp_path)
+        assert executor.step == 2
+
+
 def test_a_late_look_that_is_refused_leaves_nothing_behind() -> None:
     weight, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     optimizer = torch.optim.Adam([weight, other], fused=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -108,6 +108,20 @@ def test_a_failed_push_is_raised_at_the_next_call_that_depends_on_it(monkeypatch
         both.tables.drop_caches()  # as after loading a checkpoint: what was on its way no longer counts
         both.tables.begin(1)
         assert torch.equal(both.model(ids), client.pull("0.weight")[ids])
+        both.tables.close()
+
+
+def test_nothing_is_forgotten_before_requests_in_flight_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a push from before would move what a checkpoint has put back."""
+    with ParameterClient() as client, ThreadPoolExecutor(1) as thread:
+        both, gate = Cached(client, "adagrad"), Gate(client, monkeypatch)
+        both.step(0, torch.tensor([1, 2]))
+        both.tables.push()
+        dropped = thread.submit(both.tables.drop_caches)
+        assert not wait([dropped], timeout=0.2).done
+        gate.opened.set()
+        dropped.result(timeout=60)
+        assert both.pushed() == 2
         both.tables.close()
 
 
