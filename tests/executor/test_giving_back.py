@@ -369,6 +369,41 @@ def test_modules_of_one_name_have_one_table_also_in_another_model_of_the_executo
         executor_of(other, adam(other), "Hybrid")
 
 
+def test_rows_follow_their_module_into_executors_that_fail_and_beside_ones_that_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Users()
+    with executor_of(model, adam(model), "Hybrid") as executor:
+        executor.run(batch=SMALL)
+    trained = model(SMALL)
+    other = nn.ModuleList([model, copy.deepcopy(model)])  # a copy of one with a client of its own
+    other[1].table = ab.RemoteEmbedding("places", 6, 4)
+    for servers in (0, 1):
+        with job_servers(servers, monkeypatch):
+            with pytest.raises((ab.SchemaError, ValueError), match="table places is|were trained without servers"):
+                executor_of(other, adam(other), "Hybrid")
+            if servers:
+                with ab.Executor(ab.EvalStep(model, lambda m, ids: {}), "Hybrid"):
+                    pass
+                with pytest.raises(ValueError, match="were trained without servers"):
+                    executor_of(model, adam(model), "Hybrid")
+        monkeypatch.undo()
+        assert torch.equal(model(SMALL), trained)
+    twin = copy.deepcopy(model)
+    for one in (model, twin):
+        look = ab.EvalStep(one, lambda m, ids: {"rows": m(ids)})
+        with ab.Executor(look, "Hybrid", engine="tape") as reader:
+            assert torch.equal(reader.run(batch=SMALL)["rows"], trained)
+            with executor_of(one, adam(one), "Hybrid") as executor:
+                assert torch.equal(one(SMALL), trained)
+                executor.run(batch=SMALL)
+                after = one(SMALL)
+            assert torch.equal(reader.run(batch=SMALL)["rows"], after)
+        assert torch.equal(one(SMALL), after)
+        one.ids.close()
+        one.table.close()
+
+
 # Which tables move.
 
 

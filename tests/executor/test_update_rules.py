@@ -188,6 +188,31 @@ def test_a_parameter_whose_first_step_is_not_finite_has_no_momentum_of_it() -> N
 
 
 @pytest.mark.usefixtures("_late")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_late_step_leaves_rates_set_by_hand_and_counts_a_scheduler_of_two_steps_once(engine: Any) -> None:
+    model = model_of()
+    optimizer = FUSED["adam"](model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    steps = {name: ab.TrainStep(model, loss_of, optimizer, scheduler=scheduler) for name in ("one", "two")}
+    with ab.Executor(steps, engine=engine) as executor:
+        for index in range(4):
+            executor.run(("one", "two")[index % 2], batch=batch_of(index))
+        executor.run("one", batch=batch_of(4, bad=True))
+        executor.run("two", batch=batch_of(5))
+        rate = 0.5 * optimizer.param_groups[0]["lr"]
+        with pytest.raises(ab.NonFinite, match="after 2 optimizer steps"):
+            executor.run("one", batch=batch_of(6))
+        assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"]) == (6, rate)
+        executor.run("one", batch=batch_of(7, bad=True))
+        optimizer.param_groups[0]["lr"] = 0.0
+        before = state_of(model)
+        with pytest.raises(ab.NonFinite, match="^gradients held"):
+            executor.run("one", batch=batch_of(8))
+        assert scheduler.last_epoch == 7
+        assert all(map(torch.equal, model.state_dict().values(), before.values()))
+
+
+@pytest.mark.usefixtures("_late")
 def test_a_late_step_that_an_error_interrupts_was_none() -> None:
     model = model_of()
     optimizer = FUSED["adam"](model)
@@ -206,6 +231,27 @@ def test_a_late_step_that_an_error_interrupts_was_none() -> None:
         executor.run(batch=batch_of(3))
         assert executor.step == 3
         assert not torch.equal(before["0.weight"], model.state_dict()["0.weight"])
+
+
+@pytest.mark.usefixtures("_late")
+@pytest.mark.parametrize("fetch", [None, ["grad_norm"]])
+def test_a_late_step_is_raised_by_a_save_behind_a_run_that_failed(fetch: list[str] | None, tmp_path: Path) -> None:
+    model = model_of()
+
+    def fail(*_: object) -> None:
+        raise OSError("in a hook")
+
+    with ab.Executor(ab.TrainStep(model, loss_of, FUSED["adam"](model)), engine="tape") as executor:
+        for index in range(3):
+            executor.run(batch=batch_of(index, bad=index == 2))
+        hook = model.register_forward_pre_hook(fail)
+        with pytest.raises(OSError, match="in a hook"):
+            executor.run(batch=batch_of(3), fetch=fetch)
+        hook.remove()
+        with pytest.raises(ab.NonFinite, match="after 2 optimizer steps"):
+            executor.save(tmp_path)
+        executor.save(tmp_path)
+        assert executor.step == 2
 
 
 def test_a_late_look_that_is_refused_leaves_nothing_behind() -> None:

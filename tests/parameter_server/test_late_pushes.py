@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from concurrent import futures
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -119,7 +118,7 @@ def test_nothing_is_forgotten_before_requests_in_flight_have_ended(monkeypatch: 
         both.step(0, torch.tensor([1, 2]))
         both.tables.push()
         dropped = thread.submit(both.tables.drop_caches)
-        assert not futures.wait([dropped], timeout=0.2).done
+        assert not wait([dropped], timeout=0.2).done
         gate.opened.set()
         dropped.result(timeout=60)
         assert both.pushed() == 2

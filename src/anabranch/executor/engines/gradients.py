@@ -7,10 +7,11 @@ Functions on a list of gradients: the tape calls them on what is in ``.grad``, a
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -166,7 +167,8 @@ class LateCheck:
     Args:
         optimizers: whose kernels do so, all with ``fused=True``.
         device: of their parameters and gradients.
-        schedulers: of the optimizers; they step with every step, and go back behind one that has updated nothing.
+        schedulers: of the optimizers; they step with every step, and go back behind one that has updated nothing, with
+            the numbers that nobody else has changed since.
     """
 
     def __init__(
@@ -177,9 +179,11 @@ class LateCheck:
         self._bad = torch.zeros((), device=device)
         self._answer = torch.zeros((), device="cpu", pin_memory=on_gpu)
         self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
-        self._open = self._looked = False
-        self._rates: list[tuple[dict[str, Any], dict[str, Any]]] = []  # groups, and their values before the step
+        self._open = self._looked = self._failed = False
+        self._before: _Numbers = []  # at the step, and behind it
+        self._behind: _Numbers = []
         self._schedules: list[dict[str, Any]] = []
+        _checks.add(self)
 
     @contextmanager
     def heeded(self) -> Iterator[None]:
@@ -188,13 +192,15 @@ class LateCheck:
         for optimizer in self._optimizers:
             if all(group.get("fused") for group in optimizer.param_groups):  # a checkpoint may have brought others
                 optimizer.found_inf = self._bad  # type: ignore[attr-defined]
+        whole = False
         try:
             yield
-        except BaseException:
-            if self._looked:
-                self.failed()  # the step was not counted
-            raise
+            whole = True
         finally:
+            if self._looked:
+                self._behind = self._numbers()
+                if not whole:
+                    self.failed()  # the step was not counted
             for optimizer in self._optimizers:
                 vars(optimizer).pop("found_inf", None)
 
@@ -215,35 +221,59 @@ class LateCheck:
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._bad.device))  # the current device may be another
         self._open = self._looked = True
-        if self._schedulers:
-            self._schedules = [scheduler.state_dict() for scheduler in self._schedulers]
-            groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-            self._rates = [(group, {key: _copy(group[key]) for key in group if key != "params"}) for group in groups]
+        self._schedules, self._before = [one.state_dict() for one in self._schedulers], self._numbers()
         return True
 
+    def _numbers(self) -> _Numbers:
+        """Return the optimizers' groups, and what schedulers may change of them."""
+        groups = [group for one in self._optimizers for group in one.param_groups] if self._schedulers else []
+        return [(group, {key: _copy(group[key]) for key in group if key != "params"}) for group in groups]
+
     def failed(self) -> bool:
-        """Return True, once, if the gradients last looked at were not finite; the schedulers are then back before."""
+        """Return True, once, if the gradients last looked at were not finite; the schedulers are then back before.
+
+        So are those that it shares with other steps, before this one steps them.
+        """
+        for check in list(_checks):
+            if check is self or not set(check._schedulers).isdisjoint(self._schedulers):
+                check._settle()
+        failed, self._failed = self._failed, False
+        return failed
+
+    def _settle(self) -> None:
         if not self._open:
-            return False
+            return
         if self._copied is not None:
             self._copied.synchronize()
         self._open = False
         if not self._answer.item():
-            return False
+            return
         self._bad.zero_()
+        self._failed = True
         for scheduler, schedule in zip(self._schedulers, self._schedules, strict=True):
             scheduler.load_state_dict(schedule)
-        for group, before in self._rates:
+        for (group, before), (_, behind) in zip(self._before, self._behind, strict=False):
             for key, value in before.items():
+                if not _same(group.get(key), behind.get(key)):
+                    continue
                 if isinstance(value, Tensor):  # a rate that is a tensor is filled in place
                     group[key].copy_(value)
                 else:
                     group[key] = value
-        return True
+
+
+_Numbers: TypeAlias = "list[tuple[dict[str, Any], dict[str, Any]]]"
+_checks: weakref.WeakSet[LateCheck] = weakref.WeakSet()
 
 
 def _copy(value: object) -> object:
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and one == other
 
 
 def _values(gradient: Tensor) -> Tensor:

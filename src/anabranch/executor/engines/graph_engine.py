@@ -211,8 +211,8 @@ class GraphEngine(Engine):
         self, dense: list[Tensor], names: Sequence[str], sparse: Mapping[str, Sequence[SparseRows]], own: bool
     ) -> bool:
         if (late := self.late_check) is not None:
-            if self.settle():
-                self._program.rates.refresh()  # the schedulers have gone back
+            self.settle()
+            self._program.rates.refresh()  # schedulers may have gone back
             reached = {self.parameters[name]: gradient for name, gradient in zip(names, dense, strict=True)}
             if own and not sparse and late.look(reached):
                 return True

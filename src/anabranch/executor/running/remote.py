@@ -144,9 +144,9 @@ class RemotePart:
             compression=spec.row_compression,
             watch=None if self._workers is None else self._look,
         )
+        self.tables = RemoteTables(self.client)
         try:
             self.client.wait_until_served()
-            self.tables = RemoteTables(self.client)
             self.whole = WholeParameters(self.client)
             everyone = self.gather([[moved.name for moved in self.moved], self.embeddings])
             self.embeddings = sorted({name for _, embeddings in everyone for name in embeddings})
@@ -161,6 +161,9 @@ class RemotePart:
         except BaseException as error:
             if self.there:
                 self.close(error)  # gives back what has moved
+            for model in self._models.values():
+                with suppress(Exception):
+                    self.tables.release_modules(model)
             self.client.close()
             raise
 

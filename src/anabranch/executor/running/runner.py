@@ -414,9 +414,10 @@ class StepRunner:
         self._error = nonfinite_error([], self.steps, late=True)
 
     def check_late(self) -> None:
-        """Raise ``NonFinite`` if the last step turns out to have updated nothing."""
+        """Raise ``NonFinite`` if the last step turns out to have updated nothing, or did so in a run that failed."""
         if self.engine.settle():
             self._uncount()
+        if self._alone:
             self._raise_at_end()
 
     def check_known(self, operation: str) -> None:

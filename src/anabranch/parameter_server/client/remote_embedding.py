@@ -118,7 +118,6 @@ class RemoteEmbedding(nn.Module):
 
     def attach(self, source: WeightSource) -> None:
         """Read from ``source`` from now on, and send gradients there."""
-        self.close()
         self._link.source = source
 
     def check_new(self, client: ParameterClient) -> None:
@@ -146,12 +145,14 @@ class RemoteEmbedding(nn.Module):
 
         ``rule`` is ``None`` where they were only read.
         """
-        kept, source = _rows_of(self.name, client), self._link.source
-        if rule is None and kept is not None:
-            rule = RowOptimizer.from_dict(kept[0][0]["rule"])
-        for link in self._link.alike:
-            if link.source is source:
-                link.source, link.rule, link.kept = None, rule or link.rule, kept
+        kept, source = None if rule is not None or client.in_process else self._link.kept, self._link.source
+        try:
+            if (rows := _rows_of(self.name, client)) is not None:
+                kept, rule = rows, rule or RowOptimizer.from_dict(rows[0][0]["rule"])
+        finally:
+            for link in self._link.alike:
+                if link.source is source:
+                    link.source, link.rule, link.kept = None, rule or link.rule, kept
 
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Rows of ``ids``, or with a ``mode`` one row a bag."""
@@ -198,16 +199,15 @@ class RemoteEmbedding(nn.Module):
 
     def close(self) -> None:
         """Close the client that the module made for itself, if any; rows that end with it are kept here."""
-        client = self._link.client
+        client, owned = self._link.client, self._link.owned
         if client is None:
             return
-        if self._link.owned:
-            kept = _rows_of(self.name, client)
-            for link in self._link.alike:
-                if link.client is client:
-                    link.client, link.source, link.kept = None, None, kept
+        kept = _rows_of(self.name, client)
+        for link in self._link.alike if owned else (self._link,):
+            if link.client is client:
+                link.client, link.source, link.kept, link.owned = None, None, kept, False
+        if owned:
             client.close()
-        self._link.client, self._link.source, self._link.owned = None, None, False
 
     def extra_repr(self) -> str:
         """Return the table, for ``repr``."""

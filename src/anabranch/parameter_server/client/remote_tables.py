@@ -207,12 +207,21 @@ class RemoteTables:
             source = self._sources.get(module.name)
             if source is None:
                 rule = rules[module.name]
-                module.attach(self._add(module.spec, rule))
-                module.put_back(self._client, rule())
+                self._attach(module, self._add(module.spec, rule), rule())
             elif source.spec != module.spec:
                 raise SchemaError(f"table {module.name} is {source.spec} in this model, and {module.spec}")
             elif source is not module.source:
-                module.attach(source)
+                self._attach(module, source)
+
+    def _attach(self, module: RemoteEmbedding, source: _Source, rule: RowOptimizer | None = None) -> None:
+        """Connect it to its table, with ``rule`` with the rows that it has; they stay there if this fails."""
+        before = module.source
+        if isinstance(before, _Source) and before.tables._client is not self._client:  # of one that only reads
+            module.leave(before.tables._client, None)
+        module.close()
+        if rule is not None:
+            module.put_back(self._client, rule)
+        module.attach(source)
 
     def release_modules(self, model: nn.Module) -> None:
         """Disconnect all ``RemoteEmbedding`` in ``model`` from these tables, before the client is closed."""
@@ -230,13 +239,12 @@ class RemoteTables:
             if isinstance(module, RemoteEmbedding) and not self.is_trained_elsewhere(module):
                 self._training = False  # admits no ids
                 self._client.expect_table(module.spec)
-                module.attach(
-                    self._sources.setdefault(module.name, _Source(module.name, self, _no_rule, module.spec, 0))
-                )
-                if self._client.in_process and (rule := module.last_rule) is not None:
+                rule = module.last_rule if self._client.in_process else None
+                if rule is not None:
                     module.check_new(self._client)
                     self._client.init_table(module.spec, rule)
-                    module.put_back(self._client, rule)
+                new = _Source(module.name, self, _no_rule, module.spec, 0)
+                self._attach(module, self._sources.setdefault(module.name, new), rule)
 
     def is_trained_elsewhere(self, module: RemoteEmbedding) -> bool:
         """Return True for a module that an open executor with other tables trains."""
