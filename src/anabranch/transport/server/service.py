@@ -61,7 +61,7 @@ def serve_until_stopped(
 ) -> None:
     """Print ``listening on ENDPOINT``, and serve until SIGTERM, SIGINT or SIGHUP, in the main thread.
 
-    A signal that is ignored, as ``nohup`` has it with SIGHUP, stays so.
+    A signal that is ignored, as ``nohup`` has it with SIGHUP, stays so. Behind it all are: the process ends.
 
     Args:
         make: makes the server; no thread was started before.
@@ -99,11 +99,12 @@ def _signals() -> Iterator[socket.socket]:
     tells.setblocking(False)
     with come, tells:
         stops = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, lambda number, frame: None) for number in stops}
+        for number in stops:
+            signal.signal(number, lambda number, frame: None)
         told = signal.set_wakeup_fd(tells.fileno(), warn_on_full_buffer=False)
         try:
             yield come
         finally:
             signal.set_wakeup_fd(told)
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for number in stops:  # the process ends now, saved: another signal would only spoil its exit code
+                signal.signal(number, signal.SIG_IGN)
