@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from elastic import Deaths, train
 from jobs import launch, lines
-from test_workers_that_leave import GIVEN
 
 from anabranch.launch import RestartBudget
 
@@ -180,6 +179,18 @@ def test_a_newcomer_is_alone_until_its_first_run(
     assert outcome.exit_code == 0, texts
     assert "began in 1 5" in texts[1]
     assert ["best 3 2" in texts[0], "best 3 0" in texts[1]] == [True, True]
+
+
+GIVEN = """
+    import os, signal, torch, anabranch as ab
+    model = torch.nn.Linear(4, 1)
+    step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.SGD(model.parameters(), lr=0.001))
+    with ab.Executor(step) as executor:
+        for number in range(10**9):
+            executor.run(batch=torch.full((8, 4), 1.0 + ab.job().rank))
+            if number == 2 and ab.job().rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 def test_a_job_that_is_not_elastic_ends_with_a_killed_worker(script: Script, tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ None is replaced here; see ``test_workers_that_join.py``.
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from elastic import Deaths, train
 from jobs import launch, lines
 
@@ -142,27 +144,64 @@ def test_a_frozen_worker_is_killed_and_leaves(tmp_path: Path, place: str, victim
     assert any("is frozen; killing it" in line for line in told)
 
 
-GIVEN = """
-    import os, signal, torch, anabranch as ab
-    model = torch.nn.Linear(4, 1)
-    step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.SGD(model.parameters(), lr=0.001))
-    with ab.Executor(step) as executor:
-        for number in range(10**9):
-            executor.run(batch=torch.full((8, 4), 1.0 + ab.job().rank))
-            if number == 2 and ab.job().rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
+OWN_ROWS = """
+    import json, os, signal, sys, torch, anabranch as ab
+    way, accumulate, dies_at = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    me = int(os.environ["RANK"])  # of the start
+    batches = [torch.full((2 + me, 4), 1.0 + me + number / 8, dtype=torch.float64) for number in range(4)]
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1).double()
+
+    def loss(model, batch):
+        if len(seen) == dies_at and me == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return model(batch).square().mean()
+
+    step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.01), accumulate=accumulate)
+    seen = []
+    with ab.Executor({"train": step}, dataloaders={"train": batches} if way == "loader" else None) as executor:
+        while len(seen) < 10:
+            run = executor.run("train") if way == "loader" else executor.run("train", batches[len(seen) % 4])
+            seen.append(run["loss"].item())
+        dropped = executor.statistics().dropped_rows
+    print(json.dumps([model.weight.tolist()[0], seen, dropped, executor.epoch]))
 """
 
 
-def test_a_job_that_cannot_go_on_ends_and_says_why(script: Script, tmp_path: Path) -> None:
-    outcome = launch(script(GIVEN), workers=3, min_workers=1, log_dir=tmp_path)
-    assert outcome.exit_code == 1
-    failure = outcome.first_failure
-    assert failure is not None
-    assert (failure.rank, failure.code) == (1, -signal.SIGKILL), "it, and not those that have lost it"
-    text = (tmp_path / "worker-0.log").read_text()
-    assert "PeerLost: rank 1 is lost" in text
-    assert "the job does not go on without it: run('default', ...) was given a batch" in text
+@pytest.mark.parametrize("dies_at", [pytest.param(3, marks=pytest.mark.slow), 6])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("way", ["loader", "given"])
+def test_a_worker_with_rows_of_its_own_takes_them_with_it(
+    script: Script, tmp_path: Path, way: str, accumulate: int, dies_at: int
+) -> None:
+    job = [way, f"{accumulate}", f"{dies_at}"]
+    outcome = launch(script(OWN_ROWS), job, workers=3, min_workers=2, log_dir=tmp_path)
+    assert outcome.exit_code == 0
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses, count = list[float](), 0
+    for number in range(10):
+        everyone = [torch.full((2 + one, 4), 1.0 + one + number % 4 / 8, dtype=torch.float64) for one in range(3)]
+        rows = everyone if number < dies_at - dies_at % accumulate else [everyone[0], everyone[2]]  # from its window on
+        model(torch.cat(rows)).square().sum().backward()
+        count += sum(map(len, rows))
+        losses.append(model(torch.cat(everyone if number < dies_at else rows)).square().mean().item())
+        if number % accumulate == accumulate - 1:
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad /= count
+            optimizer.step()
+            optimizer.zero_grad()
+            count = 0
+    for rank in (0, 2):
+        text = (tmp_path / f"worker-{rank}.log").read_text()
+        weight, seen, dropped, epoch = json.loads(next(line for line in text.splitlines() if line.startswith("[")))
+        assert weight == pytest.approx(model.weight.tolist()[0], rel=1e-12)
+        assert seen == pytest.approx(losses, rel=1e-12)
+        assert dropped == (2 + rank) * (10 - dies_at)
+        assert epoch == (2 if way == "loader" else 0)
+        assert ("its rows are dropped: " in text) == (rank == 0)
 
 
 EARLY = """

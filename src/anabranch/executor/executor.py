@@ -522,7 +522,9 @@ class Executor:
                         redo.agree(name)
                     bound = batch is None
                     taken = batch(job()) if is_share(batch) else batch
-                    taken = self._batches.next(name, runner.end_epoch) if bound else taken
+                    if bound:
+                        next_batch = partial(self._batches.next, name, runner.end_epoch)
+                        taken = next_batch() if redo is None else redo.take(next_batch)
                     length = self._batches.length(name) if bound else None
                     if bound and (before := self._batches.runs_before(name)) is not None:
                         runner.epoch_runs = before
@@ -561,7 +563,8 @@ class Executor:
         self._read_applied(runner)
         assert ran is not None
         self._rows += rows
-        self._dropped += rows * (0 if self._remote is None else self._remote.end_run(self.step))
+        lost = 0 if redo is None else redo.dropped
+        self._dropped += rows * (lost if self._remote is None else lost + self._remote.end_run(self.step))
         values = {"loss": ran.loss}
         if ran.returned or fetch.names is not None:
             values = values | fetch.collect(ran.returned) | values

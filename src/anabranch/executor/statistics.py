@@ -53,8 +53,8 @@ class Statistics:
         load_seconds: of these, seconds spent waiting for batches.
         memberships: how many there were of the job; 1 until a worker has left.
         repeated_steps: optimizer steps that were interrupted by the loss of a worker, and done again.
-        dropped_rows: rows of lost workers that nobody has trained on, where workers run apart (``ssp``, ``asp``): as
-            many in each run as this worker has had.
+        dropped_rows: rows of lost workers that nobody has trained on, where workers run apart (``ssp``, ``asp``) or
+            have batches of their own: as many in each run as this worker has had.
         tables: the tables and parameters on the servers, by name.
     """
 

@@ -36,7 +36,7 @@ MEMBER_VARIABLE = "ANABRANCH_MEMBER"
 """The environment variable with the rank that a worker was started with; of jobs that may lose workers only."""
 
 APART = -1
-"""In place of the members' epoch, where they run apart (``ssp``, ``asp``), so that no newcomer can join them."""
+"""In place of the members' epoch, where they run apart (``ssp``, ``asp``) or have their own batches: nobody joins."""
 
 Word = Literal["waits", "leaves", "closes"]
 """A worker to the launcher: it waits to be invited; it ends as its calls were not those of the others; it has closed

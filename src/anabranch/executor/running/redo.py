@@ -48,7 +48,7 @@ from anabranch.executor.running.runner import ShareOf, StepRunner, is_share
 from anabranch.executor.saving.saving import Saver
 from anabranch.executor.spec import Spec
 from anabranch.liveness.group import rank_names
-from anabranch.liveness.membership import OwnPlace, progress, published
+from anabranch.liveness.membership import APART, OwnPlace, progress, published
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
 
@@ -91,6 +91,7 @@ class Redo:
     Attributes:
         fixed: as given, or seen since: in a run, or as the script opened another Executor beside this one.
         may_shrink: the job may go on with fewer workers (``--min-workers``).
+        own_rows: nobody else can compute the rows of a lost worker, so the others go on without them, and nobody joins.
         repeated: how many steps were interrupted.
         calls: in a ``call``, which begins again as a whole.
     """
@@ -115,14 +116,16 @@ class Redo:
         _open.add(self)
         _made[form] += 1
         self._form = zlib.crc32(f"{_made[form]} {form}".encode())  # a script may train in one after the other
-        self._look_at, self.repeated, self.calls = 0.0, 0, False
+        self._look_at, self.repeated, self.calls, self.own_rows, self._all = 0.0, 0, False, False, workers.size
         self._random = RandomMoment()
         models = {runner.step.model for runner in runners.values()}
         self._holders = [module._buffers for model in models for module in model.modules()]
         self._buffers: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
         self._values: list[torch.Tensor] = []  # theirs
-        self._window: list[ShareOf | None] = []
-        self._owed: list[ShareOf | None] = []
+        self._window: list[Structure | ShareOf | None] = []
+        self._owed: list[Structure | ShareOf | None] = []
+        self._taken: list[Structure] = []  # in the window, from a loader that cannot go back
+        self._again = 0  # how many of these the present doing has had
         self._called, self._answer = 0, cast(object, None)  # calls that have ended, and the last one's answer
         self._facts: SharedSum | None = None  # of the members' calls, see ``agree``
 
@@ -132,17 +135,26 @@ class Redo:
 
     def begin(self, name: str, batch: Structure | ShareOf | None) -> None:
         """Remember where everything stands, if a run of the step ``name`` begins a window."""
-        runner, loader = self._runners[name], self._loaders.get(name)
+        runner, loader, own = self._runners[name], self._loaders.get(name), ""
         if batch is None and loader is not None and loader.kind != "global":
-            self.fixed = f"step {name!r} reads a loader that is not ab.loaders.GlobalBatches"
+            own = f"step {name!r} reads a loader that is not ab.loaders.GlobalBatches"
         elif batch is not None and not is_share(batch):
-            self.fixed = f"run({name!r}, ...) was given a batch, and not a function that returns each worker's share"
+            own = f"run({name!r}, ...) was given a batch, and not a function that returns each worker's share"
+        if own and not self.may_shrink:
+            self.fixed = own
+        elif own and self.fixed is None and not self.own_rows:
+            self.own_rows = True
+            if self._workers.rank == 0:
+                _log.warning("a worker that dies is not replaced, and its rows are dropped: %s", own)
         if self.fixed is not None:
             self._place.end_progress()
             return
         if runner.in_window:
             return
         self._window.clear()
+        if self._again == len(self._taken):  # else they are taken again
+            self._again = 0
+            self._taken.clear()
         self._counts = runner.counts()
         self._loader = loader if loader is not None and loader.kind == "global" else None
         self._position = None if self._loader is None else self._loader.moment()
@@ -164,15 +176,31 @@ class Redo:
             with torch.no_grad():
                 torch._foreach_copy_(self._values, now)
 
-    def ended(self, batch: ShareOf | None) -> None:
+    def take(self, next_batch: Callable[[], Structure | None]) -> Structure | None:
+        """Return the batch of a run from its loader: the one of its first doing, where a loader cannot go back."""
+        if not self.own_rows or self._loader is not None:
+            return next_batch()
+        if self._again == len(self._taken):
+            if (batch := next_batch()) is None:  # which an ended loader returns again
+                return None
+            self._taken.append(batch)
+        self._again += 1
+        return self._taken[self._again - 1]
+
+    @property
+    def dropped(self) -> int:
+        """The number of workers whose rows nobody has trained on in the last run."""
+        return self._all - self._workers.size if self.own_rows else 0
+
+    def ended(self, batch: Structure | ShareOf | None) -> None:
         """Remember a run that has ended, in case that its window does not, and note how far this worker is."""
         if self.fixed is None:
             self._window.append(batch)
             if self._steps:
-                self._place.write_progress(self._steps)
+                self._place.write_progress(self._steps, APART if self.own_rows else None)
         self._answer = None  # all have it: a run waits for everyone
 
-    def owed(self) -> list[ShareOf | None]:
+    def owed(self) -> list[Structure | ShareOf | None]:
         """Return the runs of the open window that are to be done again before the next."""
         owed, self._owed = self._owed, []
         return owed
@@ -183,7 +211,7 @@ class Redo:
         if self._runners:
             self._place.close()
 
-    def meet(self, error: PeerLost, name: str) -> tuple[bool, list[ShareOf | None], MembershipRecord]:
+    def meet(self, error: PeerLost, name: str) -> tuple[bool, list[Structure | ShareOf | None], MembershipRecord]:
         """Meet the others after an interrupted run of the step ``name``, and settle which window was the last.
 
         Returns:
@@ -208,7 +236,7 @@ class Redo:
         workers, runners = self._workers, self._runners
         if workers.joins:
             self._wait_here()
-        elif self.fixed is not None:
+        elif self.fixed is not None or self.own_rows:
             return None
         else:
             if (now := time.monotonic()) >= self._look_at:
@@ -421,6 +449,7 @@ class Redo:
     def _go_back(self) -> None:
         if self._loader is not None and self._position is not None:
             self._loader.go_back(self._position)
+        self._again = 0
         with torch.no_grad():
             for (holder, name, buffer), value in zip(self._buffers, self._values, strict=True):
                 buffer.copy_(value)
