@@ -52,7 +52,13 @@ for _ in range(ROUNDS):
     for number in STOPS:  # as the process ends
         os.kill(os.getpid(), number)
 thread.join()
-print(len(left))
+for number in STOPS:
+    signal.signal(number, signal.SIG_DFL)
+try:
+    serve_until_stopped(lambda: 1 / 0)
+except ZeroDivisionError:  # of one that was not served it is for the caller what ends the process
+    assert {signal.getsignal(number) for number in STOPS} == {signal.SIG_DFL}
+    print(len(left))
 """
 
 

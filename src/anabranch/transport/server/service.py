@@ -16,7 +16,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError
@@ -61,7 +61,7 @@ def serve_until_stopped(
 ) -> None:
     """Print ``listening on ENDPOINT``, and serve until SIGTERM, SIGINT or SIGHUP, in the main thread.
 
-    A signal that is ignored, as ``nohup`` has it with SIGHUP, stays so. Behind it all are: the process ends.
+    A signal that is ignored, as ``nohup`` has it with SIGHUP, stays so. Once it has served, all are: the process ends.
 
     Args:
         make: makes the server; no thread was started before.
@@ -99,12 +99,12 @@ def _signals() -> Iterator[socket.socket]:
     tells.setblocking(False)
     with come, tells:
         stops = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]
-        for number in stops:
-            signal.signal(number, lambda number, frame: None)
+        handlers: dict[signal.Signals, Any] = {n: signal.signal(n, lambda number, frame: None) for n in stops}
         told = signal.set_wakeup_fd(tells.fileno(), warn_on_full_buffer=False)
         try:
             yield come
+            handlers = dict.fromkeys(stops, signal.SIG_IGN)  # saved: another signal would only spoil the exit code
         finally:
             signal.set_wakeup_fd(told)
-            for number in stops:  # the process ends now, saved: another signal would only spoil its exit code
-                signal.signal(number, signal.SIG_IGN)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
