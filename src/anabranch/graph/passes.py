@@ -219,11 +219,11 @@ def _in_place(op: OpOverload) -> OpOverload | None:
     if namespace != "aten" or torch.Tag.pointwise not in op.tags or name.endswith("_"):
         return None
     packet = getattr(torch.ops.aten, f"{name}_", None)
-    found = getattr(packet, op._overloadname, None) if packet is not None else None
-    if not isinstance(found, OpOverload):
+    writes = getattr(packet, op._overloadname, None) if packet is not None else None
+    if not isinstance(writes, OpOverload):
         return None
-    theirs = [(a.name, str(a.type)) for a in found._schema.arguments]
-    return found if theirs == [(a.name, str(a.type)) for a in op._schema.arguments] else None
+    theirs = [(a.name, str(a.type)) for a in writes._schema.arguments]
+    return writes if theirs == [(a.name, str(a.type)) for a in op._schema.arguments] else None
 
 
 # Dense gradients of tables, summed by the faster of two kernels that add the same numbers in the same order.

@@ -262,14 +262,14 @@ def job_of(reports: Sequence[tuple[RoleStatus, Mapping[str, Any]]]) -> JobStatus
     """Return the job of these processes, each with its reported status."""
     roles = [_with_facts(role, facts) for role, facts in reports]
     # An expert may have an Executor of its own, and one that has died as rank 0 has left its facts, too.
-    told = [(role, facts["run"]) for role, facts in reports if role.role == "worker" and "run" in facts]
-    first = [one for one in told if one[1].get("rank") == 0]
+    reported = [(role, facts["run"]) for role, facts in reports if role.role == "worker" and "run" in facts]
+    first = [one for one in reported if one[1].get("rank") == 0]
     newest = max(first, key=lambda one: (one[0].state != "gone", one[1]["steps"]), default=None)
     run: Mapping[str, Any] = {} if newest is None else newest[1]
     runs = newest is not None and any(one.name == newest[0].name and one.state == "running" for one in roles)
     names = {one.endpoint: one.name for one in roles if one.endpoint}
     # A worker has the rank that it was started with in its name, and may have another by now.
-    names |= {f"rank {run.get('rank')}": role.name for role, run in told if role.state != "gone"}
+    names |= {f"rank {run.get('rank')}": role.name for role, run in reported if role.state != "gone"}
     return JobStatus(
         tuple(_with_names(role, roles, names) for role in roles),
         progress=tuple(TrackedLoop(**loop) for loop in run.get("progress", ())),

@@ -123,7 +123,7 @@ class RemoteEmbedding(nn.Module):
     def check_new(self, client: ParameterClient) -> None:
         """Raise ``ValueError`` if its table, not there yet, would begin without the rows that this module had."""
         link = self._link
-        if (link.lost or (link.kept is not None and not client.in_process)) and not client.steps().get(self.name):
+        if (link.lost or (link.rows is not None and not client.in_process)) and not client.steps().get(self.name):
             where = "in the memory of the process that pickled it" if link.lost else "trained without servers"
             raise ValueError(
                 f"the rows of RemoteEmbedding {self.name} were {where}, and its table would begin anew here; save "
@@ -132,27 +132,27 @@ class RemoteEmbedding(nn.Module):
 
     def put_back(self, client: ParameterClient, rule: RowOptimizer) -> None:
         """Set the rows that were kept here, where they are to be read from now on."""
-        if self._link.kept is None or not client.in_process:
+        if self._link.rows is None or not client.in_process:
             return
-        (entry,), groups = self._link.kept
+        (entry,), groups = self._link.rows
         if not RowOptimizer.from_dict(entry["rule"]).same_layout(rule):
             groups, entry = for_optimizer(entry, groups, rule), {**entry, "rule": rule.to_dict(), "step": 0}
         restore_some(client, {"tables": [entry], "dense": []}, groups)
-        self._link.kept = None
+        self._link.rows = None
 
     def leave(self, client: ParameterClient, rule: RowOptimizer | None) -> None:
         """Read no longer through ``client``, which is closed next: rows that end with it are kept here.
 
         ``rule`` is ``None`` where they were only read.
         """
-        kept, source = None if rule is not None or client.in_process else self._link.kept, self._link.source
+        rows, source = None if rule is not None or client.in_process else self._link.rows, self._link.source
         try:
-            if (rows := _rows_of(self.name, client)) is not None:
-                kept, rule = rows, rule or RowOptimizer.from_dict(rows[0][0]["rule"])
+            if (theirs := _rows_of(self.name, client)) is not None:
+                rows, rule = theirs, rule or RowOptimizer.from_dict(theirs[0][0]["rule"])
         finally:
             for link in self._link.alike:
                 if link.source is source:
-                    link.source, link.rule, link.kept = None, rule or link.rule, kept
+                    link.source, link.rule, link.rows = None, rule or link.rule, rows
 
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Rows of ``ids``, or with a ``mode`` one row a bag."""
@@ -202,10 +202,10 @@ class RemoteEmbedding(nn.Module):
         client, owned = self._link.client, self._link.owned
         if client is None:
             return
-        kept = _rows_of(self.name, client)
+        rows = _rows_of(self.name, client)
         for link in self._link.alike if owned else (self._link,):
             if link.client is client:
-                link.client, link.source, link.kept, link.owned = None, None, kept, False
+                link.client, link.source, link.rows, link.owned = None, None, rows, False
         if owned:
             client.close()
 
@@ -235,7 +235,7 @@ class _Link:
         client: created by the module for itself, or by the module that it was copied from.
         owned: the module created the client, and so closes it.
         rule: the optimizer of the executor that it was in.
-        kept: rows that were in this process's memory, until they are looked up again.
+        rows: those that were in this process's memory, until they are looked up again.
         alike: this link, that of the module that it was copied from, and those of other copies.
         lost: the rows were in the memory of another process.
     """
@@ -245,13 +245,13 @@ class _Link:
         self.client: ParameterClient | None = None
         self.owned = self.lost = False
         self.rule: RowOptimizer | None = None
-        self.kept: _Rows | None = None
+        self.rows: _Rows | None = None
         self.alike = weakref.WeakSet([self])
 
     def __deepcopy__(self, memo: dict[int, object]) -> _Link:
         """Return a link to the same table."""
         copied = _Link()
-        copied.client, copied.rule, copied.kept, copied.lost = self.client, self.rule, self.kept, self.lost
+        copied.client, copied.rule, copied.rows, copied.lost = self.client, self.rule, self.rows, self.lost
         if self.client is None:
             copied.source = self.source
         copied.alike = self.alike
@@ -264,19 +264,19 @@ class _Link:
             token = uuid.uuid4().hex
             _links[token] = self
             return _link_again, (self.rule, None, token)
-        return _link_again, (self.rule, self.kept, "" if self.lost else None)
+        return _link_again, (self.rule, self.rows, "" if self.lost else None)
 
 
 _links: weakref.WeakValueDictionary[str, _Link] = weakref.WeakValueDictionary()
 """The links to tables in this process's memory, of modules that were pickled."""
 
 
-def _link_again(rule: RowOptimizer | None, kept: _Rows | None, token: str | None) -> _Link:
+def _link_again(rule: RowOptimizer | None, rows: _Rows | None, token: str | None) -> _Link:
     """Return the link of an unpickled module, to the same table if that is in this process's memory."""
     if token is not None and (there := _links.get(token)) is not None:
         return copy.deepcopy(there)
     link = _Link()
-    link.rule, link.kept, link.lost = rule, kept, token is not None
+    link.rule, link.rows, link.lost = rule, rows, token is not None
     return link
 
 
