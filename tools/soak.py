@@ -49,6 +49,7 @@ MORE_DESCRIPTORS = 8
 MORE_THREADS = 4
 MORE_MEMORY = 0.10  # and so many bytes:
 MORE_BYTES = 16 << 20
+A_MEMBERSHIP = 16  # descriptors and threads of a worker: groups with an unfinished collective are kept
 LARGEST_DIFFERENCE = 1e-12
 
 _NAME = re.compile(rf"({'|'.join(ROLES)})-(\d+)")
@@ -73,10 +74,10 @@ class Reading:
         except (OSError, KeyError):  # it has just ended
             return None
 
-    def has_grown_since(self, first: Reading) -> bool:
+    def has_grown_since(self, first: Reading, memberships: int) -> bool:
         return (
-            self.descriptors > first.descriptors + MORE_DESCRIPTORS
-            or self.threads > first.threads + MORE_THREADS
+            self.descriptors > first.descriptors + MORE_DESCRIPTORS + A_MEMBERSHIP * memberships
+            or self.threads > first.threads + MORE_THREADS + A_MEMBERSHIP * memberships
             or self.memory > first.memory * (1 + MORE_MEMORY) + MORE_BYTES
         )
 
@@ -102,9 +103,9 @@ class Life:
             self.last = reading
             self.seconds = now - self.since - SETTLED_SECONDS
 
-    def has_grown(self) -> bool:
+    def has_grown(self, memberships: int) -> bool:
         watched = self.first is not None and self.last is not None and self.seconds >= SHORTEST_WATCHED_SECONDS
-        return watched and self.last.has_grown_since(self.first)
+        return watched and self.last.has_grown_since(self.first, memberships if self.role == "worker" else 0)
 
 
 class Job:
@@ -292,7 +293,7 @@ class Result:
             lines.append(f"a step took {self.longest:.1f} s")
         if self.gap > RECOVERY_SECONDS:
             lines.append(f"{self.gap:.1f} s without a step, more than {RECOVERY_SECONDS:.0f}")
-        grown = [life for life in self.lives if life.has_grown()]
+        grown = [life for life in self.lives if life.has_grown(self.memberships)]
         lines += [f"{life.name} grew in {life.seconds:.0f} s: {life.first} -> {life.last}" for life in grown]
         return [f"{self.name}: {line}" for line in lines]
 
