@@ -183,6 +183,7 @@ def wait_for_newcomers(executor: ab.Executor) -> None:
     while not runner.newcomers_seen and not place.newcomers_wait() and ab.job().world_size < PLAN["workers"]:
         assert time.monotonic() < until
         time.sleep(0.001)
+    executor._redo._look_at = 0.0  # type: ignore[union-attr]  # as the next run would, 0.05 s later
 
 
 def train(executor: ab.Executor) -> None:

@@ -43,7 +43,7 @@ def test_the_others_go_on_until_the_newcomer_is_there(tmp_path: Path, gloo: bool
     joined = [one for one in lines(tmp_path / "records", "memberships") if one["joined"]]
     assert [(one["left"], one["joined"], one["size"]) for one in joined] == [([], [2], 3)] * 3
     runs = [one["run"] for one in lines(tmp_path / "records", "losses") if one["number"] == 3]
-    assert min(runs) == 8, "the header of run 7 says that it waits"
+    assert 4 < min(runs) <= 8, "the header of run 7, or of an earlier one, says that it waits"
 
 
 @pytest.mark.slow
