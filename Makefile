@@ -27,12 +27,13 @@ $(STAMP)-%: $(STAMP)
 # Once for each dtype, and again where a source of the kernels has changed: or every process of the tests waits for them.
 $(STAMP)-kernels: $(STAMP)-test $(shell find src/anabranch/tables -name '*.py') src/anabranch/collectives/shared_memory.py
 	@echo "compiling kernels (about a minute)"
-	@for which in "float32 caches" "float64 caches" "bfloat16 caches" float16; do $(BIN)/python tools/compile_kernels.py $$which & done; wait
+	@for which in "float32 caches" "float64 caches" "bfloat16 caches" float16; do \
+		$(BIN)/python tools/compile_kernels.py $$which others tables & done; wait
 	@touch $@
 
 # It kills a process of experts and a worker of its own, once.
 DEMO := $(BIN)/anabranch run --workers 2 --servers 1 --experts 2
-MODEL := examples/language_model.py --steps 600
+MODEL := examples/language_model.py --steps 420
 
 demo: $(STAMP)
 	@$(DEMO) --log-dir runs/demo/logs $(MODEL) --out runs/demo --kill

@@ -11,12 +11,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import IO
 
 LOG = Path(sys.prefix, "install.log")
 PIP = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "-c", "constraints.txt"]
 MEGABYTE = 1 << 20
 LARGE = 50 * MEGABYTE
 SHOWN_LINES = 30
+PARTS = "tables", "others"  # of the kernels
 
 
 class Display:
@@ -56,7 +58,21 @@ def steps_of(group: str) -> list[list[str]]:
     own = [*PIP, "--progress-bar", "raw", "--group", group]
     if group != "demo":
         return [own]
-    return [[*PIP, "--upgrade", "pip>=25.1"], [*own, "--editable", "."]]  # the first pip that knows dependency groups
+    # The first pip that knows dependency groups. Modules are compiled where they are imported: pip compiles all, on one
+    # core, for half a minute.
+    return [[*PIP, "--upgrade", "pip>=25.1"], [*own, "--no-compile", "--editable", "."]]
+
+
+def compile_kernels(log: IO[str]) -> None:
+    """Compile kernels, and the modules that are imported for it, which are kept also where the environment forbids it.
+
+    What cannot be compiled is when it is needed, or fails there with its reason.
+    """
+    command = [sys.executable, "tools/compile_kernels.py", "float32"]
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": ""}
+    parts = [subprocess.Popen([*command, part], stdout=log, stderr=log, env=environment) for part in PARTS]
+    for process in parts:
+        process.wait()
 
 
 def main(group: str) -> None:
@@ -80,8 +96,7 @@ def main(group: str) -> None:
                 sys.exit("\n".join(lines[-SHOWN_LINES:]))
         if group == "demo":
             display.take("compiling kernels (half a minute)")
-            # What it cannot compile is compiled when it is needed, or fails there with its reason.
-            subprocess.run([sys.executable, "tools/compile_kernels.py", "float32"], stdout=log, stderr=log, check=False)
+            compile_kernels(log)
     display.finish(f"installed in {time.monotonic() - started:.0f} s")
 
 
