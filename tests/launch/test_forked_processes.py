@@ -164,7 +164,7 @@ def test_a_directory_or_an_archive_is_run_by_a_plain_process(tmp_path: Path) -> 
 
 
 def test_the_fork_server_has_one_thread_and_nothing_open_but_its_channel(fork_server: ForkServer) -> None:
-    fork_server.wait_until_ready()
+    fork_server._meet()
     here = Path("/proc", str(fork_server.pid))
     assert len(list((here / "task").iterdir())) == 1
     sockets = [path.name for path in (here / "fd").iterdir() if os.readlink(path).startswith("socket:")]

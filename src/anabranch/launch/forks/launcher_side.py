@@ -64,7 +64,7 @@ class ForkServerError(Exception):
 class ForkServer:
     """A fork server of this process; a context manager.
 
-    It starts in the background: ``wait_until_ready`` returns when it is ready, and ``fork`` waits for it.
+    It starts in the background; ``fork`` waits until it is ready.
 
     Args:
         environment: its own; those of its forks may differ as far as ``why_not_forked`` allows.
@@ -96,15 +96,6 @@ class ForkServer:
     def running(self) -> bool:
         """True while its process lives."""
         return self._process.poll() is None
-
-    def wait_until_ready(self) -> None:
-        """Return when it has imported what its forks need.
-
-        Raises:
-            ForkServerError: it could not, or not in time.
-        """
-        with self._lock:
-            self._meet()
 
     def fork(
         self, name: str, program: PythonProgram, environment: Mapping[str, str], stdin: int, stdout: int, stderr: int
