@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-from anabranch.launch.forks.main_script import run_as_main
+from anabranch.launch.forks.fork_server import run_as_main
 from anabranch.launch.python_program import PythonProgram as Runnable
 from programs import PIPE, Program, start
 

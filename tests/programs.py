@@ -22,8 +22,7 @@ from typing import TextIO
 
 from anabranch.launch import python_program as program
 from anabranch.launch.forks import launcher_side
-from anabranch.launch.forks.conditions import why_no_fork_server
-from anabranch.launch.forks.launcher_side import ForkServer, kept_fork_server
+from anabranch.launch.forks.launcher_side import ForkServer, kept_fork_server, why_no_fork_server
 from anabranch.launch.meeting.addresses import held_port
 from anabranch.launch.supervision.orphans import adopt_orphans
 

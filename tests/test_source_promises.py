@@ -63,11 +63,9 @@ def unbounded_waits(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, f".{node.func.attr}()"
 
 
-# The one file that forks: a process that has exactly one thread, looks before each fork, and has opened nothing.
+# The one file that forks: a process that has exactly one thread, looks before each fork, and has opened nothing. In a
+# fork it runs text as code: the script of the user, as the interpreter does.
 FORKS = "launch/forks/fork_server.py"
-
-# The one file that runs text as code: the script of the user, as the interpreter does.
-SCRIPT = "launch/forks/main_script.py"
 
 # The one file that sets hooks on a user's tensors and modules.
 HOOKS = "autodiff/hooks.py"
@@ -112,7 +110,7 @@ PRINTS = {
     "cli/__init__.py",  # Ctrl-C before the command line has been imported
     "executor/saving/background_saves.py",  # at the end of the process, where nobody is left to raise to
     "executor/executor.py",
-    "launch/forks/main_script.py",
+    "launch/forks/fork_server.py",
     "transport/server/service.py",
 }
 
@@ -187,7 +185,7 @@ def test_the_sources_keep_their_promises() -> None:
     assert dates == DATES, "every deadline is on a clock that nobody sets"
     assert printing == PRINTS, "the library says nothing by itself"
     assert placed == ON_DEFAULT_DEVICE, "tensors of the library's own do not follow the user's default device"
-    assert forbidden == {FORKS: ["os.fork"] * 2, SCRIPT: ["exec"]}, "nothing unpickles or evaluates bytes"
+    assert forbidden == {FORKS: ["exec", "os.fork", "os.fork"]}, "nothing unpickles or evaluates bytes"
     assert waits == {}, "no wait is without a bound"
     assert asked == {}, "docstrings say the thing itself"
     assert [name for name, times in classes.items() if times > 1] == [], "no two classes share a name"

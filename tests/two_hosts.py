@@ -21,7 +21,7 @@ from typing import IO
 
 import torch
 
-from anabranch.launch.forks.main_script import run_as_main
+from anabranch.launch.forks.fork_server import run_as_main
 from anabranch.launch.python_program import PythonProgram as Runnable
 from anabranch.tensors import TensorSpec
 from programs import Program, start

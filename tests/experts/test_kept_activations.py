@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-import threading
 
 import pytest
 import torch
-from expert_modules import calling
+from expert_modules import calling, together
 from torch import Tensor, nn
 
 from anabranch.errors import RemoteError
 from anabranch.experts import ExpertBackend, ExpertServer, RemoteExpert
 from anabranch.tensors import TensorSpec
 from anabranch.transport import Client, Deadline, Outcome, Request
-from waiting import join
 
 
 class Counted(nn.Module):
@@ -103,21 +101,6 @@ def test_a_backward_that_would_draw_another_mask_is_refused() -> None:
         assert backend.updates == 4
 
 
-def test_updates_between_forward_and_backward_leave_the_kept_graph_as_it_was() -> None:
-    module = nn.Linear(4, 4)
-    start = copy.deepcopy(module)
-    backend = backend_of(module, keep=100)
-    with calling(backend) as expert:
-        first = torch.randn(3, 4, requires_grad=True)
-        early = expert(first)
-        expert(torch.randn(3, 4)).sum().backward()
-        early.sum().backward()
-    assert backend.updates == 2
-    twin = first.detach().clone().requires_grad_()
-    start(twin).sum().backward()
-    assert torch.equal(first.grad, twin.grad)  # type: ignore[arg-type]
-
-
 def test_activations_dropped_for_the_budget_are_recomputed() -> None:
     module = nn.Linear(4, 4)
     backend = backend_of(module, keep=4)
@@ -130,48 +113,6 @@ def test_activations_dropped_for_the_budget_are_recomputed() -> None:
         expert(large).sum().backward()
         assert all(x.grad is not None for x in [*inputs, large])
     assert backend.updates == 6
-
-
-@pytest.mark.parametrize("keep", [0, 100])
-def test_requests_batched_together_get_their_own_gradients(keep: int) -> None:
-    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
-    start = copy.deepcopy(module)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    backend = ExpertBackend(
-        "kept.0",
-        module,
-        optimizer,
-        args_schema=[TensorSpec(4, dtype=torch.float64)],
-        keep_activations=keep,
-        min_batch_size=10,
-        timeout=60.0,
-    )
-    inputs = [torch.randn(rows, 4, dtype=torch.float64, requires_grad=True) for rows in (1, 2, 3, 4)]
-    outputs: dict[int, Tensor] = {}
-    with calling(backend) as expert:
-        expert.get_info()
-
-        def forward(index: int) -> None:
-            outputs[index] = expert(inputs[index])
-
-        def backward(index: int) -> None:
-            outputs[index].square().sum().backward()
-
-        for work in (forward, backward):
-            threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-            for thread in threads:
-                thread.start()
-            join(*threads)
-    assert backend.updates == 1
-    reference = torch.optim.SGD(start.parameters(), lr=0.1)
-    for x in inputs:
-        twin = x.detach().clone().requires_grad_()
-        start(twin).square().sum().backward()
-        assert x.grad is not None
-        assert torch.allclose(x.grad, twin.grad, rtol=0, atol=1e-12)  # type: ignore[arg-type]
-    reference.step()
-    for a, b in zip(start.parameters(), module.parameters(), strict=True):
-        assert torch.allclose(a, b, rtol=0, atol=1e-12)
 
 
 class Shared(nn.Module):
@@ -211,10 +152,7 @@ def test_two_backwards_of_one_forward_in_a_batch_both_count() -> None:
         output = RemoteExpert("kept.0", server.endpoint)(x).sum()
         expected = module.weight.detach().sum(0).expand(2, 4)
         x.register_hook(lambda gradient: gradients.append(gradient.clone()))
-        threads = [threading.Thread(target=lambda: output.backward(retain_graph=True)) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        join(*threads)
+        assert together(2, lambda _: output.backward(retain_graph=True)) == [None, None]
     assert backend.updates == 2
     assert len(gradients) == 2
     assert any(torch.allclose(gradient, expected) for gradient in gradients)

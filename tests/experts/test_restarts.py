@@ -1,15 +1,20 @@
-"""Servers and directories that come back at the same place are used again, without anybody being told."""
+"""Servers and directories that come back, are there twice, or want the same folder."""
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
+import socket
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
+from expert_modules import served
 from torch import nn
 
-from anabranch.errors import BoundaryError, NotFound
+from anabranch.errors import BoundaryError, CheckpointError, NotFound, PeerLost
 from anabranch.experts import (
     Directory,
     DirectoryServer,
@@ -18,8 +23,12 @@ from anabranch.experts import (
     RemoteExpert,
     RemoteMixtureOfExperts,
 )
+from anabranch.experts.server import expert_server
+from anabranch.experts.server.persistence import lock
+from anabranch.record.spans import Span, heard
 from anabranch.tensors import TensorSpec
 from anabranch.transport import Client
+from programs import Programs
 from waiting import wait_until
 
 
@@ -75,3 +84,115 @@ def test_a_directory_that_lost_its_table_learns_it_again_from_the_servers(tmp_pa
         wait_until(lambda: directory.lookup(["ffn.0"]))
         wait_until(lambda: directory.active(["ffn"]) == {"ffn": [0]})
         wait_until(served)
+
+
+# --- an expert that another live server has announced already: the new server says so, and serves
+
+
+def make(uid: str = "ffn.0") -> ExpertBackend:
+    module = nn.Linear(2, 2)
+    return ExpertBackend(uid, module, torch.optim.SGD(module.parameters(), lr=0.1), args_schema=[TensorSpec(2)])
+
+
+def test_a_uid_that_another_live_server_announced_is_warned_of_once_and_served(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_server, "_GLANCE", 60.0)
+    events: list[Span] = []
+    directory = Directory()
+    with (
+        heard(lambda span: events.append(span) if span[0] == "experts.announced_twice" else None),
+        served(make("ffn.0"), make("ffn.1"), directory=directory, ttl=3000.0) as first,
+        served(make("ffn.0"), make("ffn.2"), directory=directory, ttl=3000.0) as second,
+    ):
+        wait_until(lambda: events)
+        assert directory.lookup(["ffn.0"]) == {"ffn.0": second.endpoint}
+        assert RemoteExpert("ffn.0", directory)(torch.ones(1, 2)).shape == (1, 2)
+        assert events[0][6] == {"uids": ["ffn.0"], "other": first.endpoint, "endpoint": second.endpoint}
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(events) == len(warnings) == 1
+    assert warnings[0].startswith("ffn.0 was listed at another live server")
+    assert first.endpoint in warnings[0]
+    assert "stop one of them" in warnings[0]
+
+
+def test_a_server_restarted_at_a_new_address_is_not_warned_of_its_old_one(
+    caplog: pytest.LogCaptureFixture, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    gone = f"unix:{tmp_path_factory.mktemp('gone')}/socket"
+    with DirectoryServer() as names:
+        names.directory.announce(["ffn.0"], gone, ttl=30.0)
+        with (
+            served(make("other.0")) as alive,  # answers, but has no such expert any more
+            served(make("ffn.0"), make("ffn.1"), directory=names.endpoint) as server,
+        ):
+            server._warn_of_others({"ffn.0": gone, "ffn.1": alive.endpoint})
+    assert not caplog.records
+
+
+def test_ctrl_c_while_a_directory_does_not_answer_ends_the_server_and_the_program() -> None:
+    class Pressed(Directory):
+        def withdraw(self, uids: object, endpoint: str) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), served(make("ffn.0"), directory=Pressed()) as server:
+        expert = RemoteExpert("ffn.0", server.endpoint)
+    with pytest.raises(PeerLost):
+        expert(torch.ones(1, 2))
+
+
+# --- one server saves an expert in a directory: a second would overwrite the training of the first
+
+
+def test_a_second_server_of_an_expert_in_one_directory_is_refused_and_the_first_serves_on(tmp_path: Path) -> None:
+    first = make()
+    with served(first, checkpoint_dir=tmp_path) as server:
+        with (
+            pytest.raises(CheckpointError, match=r"saves ffn\.0 here \(process \d+ on .*--checkpoint-dir"),
+            served(make("ffn.1"), make(), checkpoint_dir=tmp_path),
+        ):
+            pass
+        with served(make("ffn.1"), checkpoint_dir=tmp_path):  # nothing of the refused one stays behind
+            RemoteExpert("ffn.0", server.endpoint)(torch.ones(1, 2)).sum().backward()
+    second = make()
+    with served(second, checkpoint_dir=tmp_path):  # the lock is held until the last state is saved, and no longer
+        assert second.updates == 1
+        assert torch.equal(second.module.weight, first.module.weight)
+
+
+def test_the_holder_is_named_and_a_killed_one_blocks_no_other(tmp_path: Path, programs: Programs) -> None:
+    text = """
+import sys, time
+from pathlib import Path
+from anabranch.experts.server.persistence import lock
+
+mine = lock(Path(sys.argv[1]), "ffn.0")
+print("locked", flush=True)
+time.sleep(600)
+"""
+    directory = tmp_path / "ffn.0"
+    with programs.start(text, directory) as holder:
+        assert holder.stdout.readline() == "locked\n"
+        with pytest.raises(CheckpointError, match=rf"process {holder.pid} on {socket.gethostname()}"):
+            lock(directory, "ffn.0")
+        holder.kill()
+    with lock(directory, "ffn.0"):
+        pass
+
+
+def test_a_directory_that_may_only_be_read_is_served_from_without_a_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(make(), checkpoint_dir=tmp_path) as server:
+        RemoteExpert("ffn.0", server.endpoint)(torch.ones(1, 2)).sum().backward()
+    plain = os.open
+
+    def refused(path: str | Path, *arguments: int, **options: int) -> int:
+        if Path(path).name == "lock":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return plain(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refused)
+    first, second = make(), make()
+    with served(first, checkpoint_dir=tmp_path), served(second, checkpoint_dir=tmp_path):
+        assert first.updates == second.updates == 1

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from jobs import launch
 
-from anabranch.launch.forks.conditions import why_no_fork_server, why_not_forked
-from anabranch.launch.forks.launcher_side import ForkServer, ForkServerError
+from anabranch.launch.forks import launcher_side
+from anabranch.launch.forks.launcher_side import ForkServer, ForkServerError, why_no_fork_server, why_not_forked
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.supervision.orphans import adopt_orphans
 from anabranch.testing import LocalJob
@@ -164,7 +164,7 @@ def test_a_directory_or_an_archive_is_run_by_a_plain_process(tmp_path: Path) -> 
 
 
 def test_the_fork_server_has_one_thread_and_nothing_open_but_its_channel(fork_server: ForkServer) -> None:
-    fork_server.wait_until_ready()
+    fork_server._meet()
     here = Path("/proc", str(fork_server.pid))
     assert len(list((here / "task").iterdir())) == 1
     sockets = [path.name for path in (here / "fd").iterdir() if os.readlink(path).startswith("socket:")]
@@ -179,10 +179,8 @@ def test_a_fork_server_with_a_second_thread_forks_nothing(tmp_path: Path) -> Non
         "import threading, time; threading.Thread(target=time.sleep, args=(60,)).start()"
     )
     code = "import anabranch.launch.forks.fork_server as f; f._IMPORTED = ('numpy',); f.main()"
-    import anabranch.launch.forks.launcher_side as forks
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forks, "_CODE", code)
+        patch.setattr(launcher_side, "_CODE", code)
         path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
         with ForkServer({**os.environ, "PYTHONPATH": path}) as server, adopt_orphans():
             with pytest.raises(ForkServerError, match="has 2 threads"):
@@ -249,13 +247,11 @@ def test_the_launcher_and_the_command_line_import_neither_torch_nor_ray() -> Non
 
 
 def test_a_gpu_makes_plain_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from anabranch.launch.forks import conditions
-
-    assert conditions.why_no_fork_server({}) is None
-    monkeypatch.setattr(conditions, "_DRIVERS", (tmp_path,))
-    assert conditions.why_no_fork_server({}) is not None
-    assert conditions.why_no_fork_server({"CUDA_VISIBLE_DEVICES": "0"}) is not None
-    assert conditions.why_no_fork_server({"CUDA_VISIBLE_DEVICES": ""}) is None
+    assert why_no_fork_server({}) is None
+    monkeypatch.setattr(launcher_side, "_DRIVERS", (tmp_path,))
+    assert why_no_fork_server({}) is not None
+    assert why_no_fork_server({"CUDA_VISIBLE_DEVICES": "0"}) is not None
+    assert why_no_fork_server({"CUDA_VISIBLE_DEVICES": ""}) is None
 
 
 def test_a_lost_rendezvous_ends_the_job_and_is_named(script: Script, tmp_path: Path) -> None:

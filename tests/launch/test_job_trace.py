@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from anabranch.launch.job_trace import traced
+from anabranch.launch.job import traced
 from launched import run, start_run
 from traces import Trace, check_valid
 
@@ -147,7 +147,7 @@ def test_a_full_disk_is_reported_and_does_not_change_the_job_s_outcome(
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("anabranch.launch.job_trace.write_trace", full)
+    monkeypatch.setattr("anabranch.launch.job.write_trace", full)
     told: list[str] = []
     with traced(tmp_path / "out.json", tmp_path, dict, told.append) as environment:
         part = Path(next(iter(environment.values()))) / "worker-0.1.spans"

@@ -141,7 +141,7 @@ def run(
             trace=trace,
         )
         if resources is not None:
-            from anabranch.launch.ray.cluster import parse_resources
+            from anabranch.launch.ray.ray_engine import parse_resources
 
             spec = replace(spec, resources=parse_resources(resources))
         if directory is not None and is_redis_url(directory):

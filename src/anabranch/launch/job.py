@@ -22,7 +22,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -38,7 +38,6 @@ from anabranch.job import (
     RUN_VARIABLE,
 )
 from anabranch.launch.job_status import JobFile
-from anabranch.launch.job_trace import traced
 from anabranch.launch.output.long_waits import LongWaits
 from anabranch.launch.output.screen import Screen
 from anabranch.launch.python_program import PythonProgram
@@ -49,6 +48,8 @@ from anabranch.launch.supervision.signals import Stopped, collect_signals
 from anabranch.launch.supervision.supervisor import Supervisor
 from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
 from anabranch.liveness.membership import MEMBER_VARIABLE, MEMBERS_VARIABLE
+from anabranch.record.process import TRACE_VARIABLE
+from anabranch.record.trace import ProcessTrace, read_part, write_trace
 from anabranch.transport.certificates import KEYS_VARIABLE
 
 _LINGER_SECONDS = 25.0  # for which a service serves on after its first signal while workers are connected
@@ -315,3 +316,42 @@ def _environment_of(attempt: Attempt, site: Site, role: Role, rank: int) -> dict
     if (processes := spec.workers + spec.experts) > 1:
         env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
     return env
+
+
+@contextmanager
+def traced(
+    path: Path, log_dir: Path, names: Callable[[], Mapping[str, str]], tell: Callable[[str], None]
+) -> Iterator[Mapping[str, str]]:
+    """Make the processes of a job record spans until the block ends; then write the trace.
+
+    Args:
+        path: where the trace goes.
+        log_dir: where processes write their records, in a folder that is removed at the end.
+        names: returns the names of the job's services, by their endpoints.
+        tell: called with a line about the file, or the reason why there is none.
+
+    Yields:
+        The environment variables for each process of the job.
+    """
+    path = path.absolute()
+    with tempfile.TemporaryDirectory(prefix=".spans-", dir=log_dir, ignore_cleanup_errors=True) as name:
+        folder = Path(name).absolute()
+        try:
+            yield {TRACE_VARIABLE: str(folder)}
+        finally:
+            parts = [read_part(file.read_bytes()) for file in sorted(folder.glob("*.spans"))]
+            tell(_write_trace(path, [part for part in parts if part is not None], names()))
+
+
+def _write_trace(path: Path, parts: list[ProcessTrace], names: Mapping[str, str]) -> str:
+    if not parts:
+        return f"no trace was written to {path}: no process recorded anything"
+    try:
+        wrote = write_trace(path, parts, names=names)
+    except OSError as error:
+        return f"no trace was written to {path}: {error.strerror}"
+    missing = f" ({wrote.dropped} more were dropped)" if wrote.dropped else ""
+    return (
+        f"the trace: {path}, {wrote.spans} spans of {wrote.processes} processes{missing}; open it at "
+        "https://ui.perfetto.dev"
+    )

@@ -6,7 +6,7 @@
         └── rendezvous, parameters, experts, workers
 
 ``meeting.addresses`` says where the services listen. All are plain processes where they cannot be forked, see
-``conditions.py``.
+``forks/launcher_side.py``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
-from anabranch.launch.forks.conditions import why_no_fork_server, why_not_forked
-from anabranch.launch.forks.launcher_side import ForkServer, ForkServerError
+from anabranch.launch.forks.launcher_side import ForkServer, ForkServerError, why_no_fork_server, why_not_forked
 from anabranch.launch.job import Attempt, Site, run_job
 from anabranch.launch.meeting.addresses import private_place, tcp_place
 from anabranch.launch.meeting.rendezvous import PROGRAM, Rendezvous

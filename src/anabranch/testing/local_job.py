@@ -15,8 +15,7 @@ from typing import Any
 from anabranch.deadline import check_seconds
 from anabranch.errors import DeadlineExceeded, RemoteError
 from anabranch.launch import Durability, JobOutcome, JobSpec, Patience, PythonProgram, launch
-from anabranch.launch.forks.conditions import why_no_fork_server
-from anabranch.launch.forks.launcher_side import kept_fork_server
+from anabranch.launch.forks.launcher_side import kept_fork_server, why_no_fork_server
 
 
 @dataclass(frozen=True, slots=True)

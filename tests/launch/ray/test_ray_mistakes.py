@@ -16,8 +16,7 @@ from anabranch.launch.job import Attempt
 from anabranch.launch.job_status import JobFile
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.ray import RayError, run
-from anabranch.launch.ray.cluster import connected, import_ray, parse_resources, resources_of
-from anabranch.launch.ray.ray_engine import _Site
+from anabranch.launch.ray.ray_engine import _Site, connected, import_ray, parse_resources, resources_of
 from anabranch.launch.ray.role_actor import RoleEvents
 from anabranch.launch.supervision.signals import Stopped
 from anabranch.launch.supervision.worker import ProcessSpec

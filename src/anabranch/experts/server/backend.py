@@ -339,7 +339,7 @@ class ExpertBackend:
         """Return the outputs of each task, in the mode of their callers."""
         if self.device.type != "cpu":
             self._bring(batch)
-        changes = self._count_changes()
+        changes, before = self._count_changes(), self._marks
         with (
             _evaluating(self.module) if batch[0].evaluating else _as_it_is,
             self._with_mask(batch) if self.schema.pads else _as_it_is,
@@ -351,13 +351,9 @@ class ExpertBackend:
                 outputs = [self.forward(*batch[0].inputs)]
             else:
                 outputs = self._split(self.forward(*self._join(batch)), batch)
-        marks = self._state.marks()
-        changed = marks != self._marks
-        if changed:
-            pairs = enumerate(zip(self._marks, marks, strict=False))
-            self._written |= {place for place, (before, after) in pairs if before != after}
-            self._marks = marks
-            self.changes += 1
+        if changed := self._count_changes() != changes:
+            pairs = enumerate(zip(before, self._marks, strict=False))
+            self._written |= {place for place, (old, new) in pairs if old != new}
         for task in batch:
             task.seen.changes = max(task.seen.changes, changes)
             task.seen.changed |= changed

@@ -1,4 +1,9 @@
-"""The launcher's side of the fork server: starting it, requesting processes, and ending it."""
+"""The launcher's side of the fork server: starting it, requesting processes, and ending it.
+
+A fork has the fork server's interpreter, libraries and everything that those read from the environment when they were
+loaded. So a process whose environment differs there is started without forking, like all processes of a job with a GPU:
+a CUDA driver does not survive a fork.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +16,8 @@ import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 
-from anabranch.launch.forks.process_state import ARGUMENTS_ROOM, ENVIRONMENT_ROOM
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.socket_messages import Message, receive, send
 from anabranch.record.process import STATUS_VARIABLE, TRACE_VARIABLE
@@ -25,8 +30,31 @@ _START_SECONDS = 120.0  # importing torch from a cold disk, while other jobs run
 _FORK_SECONDS = 60.0
 _END_SECONDS = 5.0
 _LONGEST_REPORT = 4096
+# Bytes of arguments that the server is started with so that its forks can show theirs; what is longer is cut. And how
+# much larger than the server's a fork's environment may be.
+_ARGUMENTS_ROOM, _ENVIRONMENT_ROOM = 1 << 12, 1 << 14
 # Left to each fork: the server has values from which every fork can be set.
 _LEFT_OPEN = ("OMP_NUM_THREADS", "PYTHONFAULTHANDLER", STATUS_VARIABLE, TRACE_VARIABLE)
+
+# Each of these exists if a driver is loaded: NVIDIA's, NVIDIA's under WSL, AMD's.
+_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
+
+# Read when the interpreter, the C library, torch, NumPy or numba is loaded.
+_READ_AT_START = (
+    *("PYTHON", "LD_", "GLIBC_", "MALLOC_", "LC_", "LANG", "VIRTUAL_ENV"),
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "NPY_", "NUMPY_", "NUMBA_"),
+    *("TORCH", "PYTORCH", "ATEN_", "DNNL_", "ONEDNN_", "CUDA", "NVIDIA_", "NCCL_", "HIP_", "ROCR_", "ASAN_", "TSAN_"),
+)
+# ... except for these, which are read when they are needed, or which a fork sets itself.
+_READ_LATER = (
+    *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PYTHONFAULTHANDLER", "PYTHONUNBUFFERED"),
+    *("TORCHELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHINDUCTOR_CACHE_DIR", "TORCH_HOME"),
+    # Set by importing scikit-learn: a second copy of Intel's OpenMP may be loaded, and none is set up again in a fork.
+    # Neither makes a started process differ from a fork.
+    *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),
+)
+# If these are set at all, each process is bound to processors, or monitored, from its start.
+_FROM_THE_START = ("OMP_", "GOMP_", "KMP_", "COVERAGE_PROCESS_", "COV_CORE_")
 
 
 class ForkServerError(Exception):
@@ -36,10 +64,10 @@ class ForkServerError(Exception):
 class ForkServer:
     """A fork server of this process; a context manager.
 
-    It starts in the background: ``wait_until_ready`` returns when it is ready, and ``fork`` waits for it.
+    It starts in the background; ``fork`` waits until it is ready.
 
     Args:
-        environment: its own; those of its forks may differ as far as ``conditions.py`` allows.
+        environment: its own; those of its forks may differ as far as ``why_not_forked`` allows.
 
     Attributes:
         environment: the same.
@@ -49,11 +77,11 @@ class ForkServer:
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.environment = dict(environment)
         settled = {name: value for name, value in environment.items() if name not in _LEFT_OPEN}
-        settled |= {"OPENBLAS_NUM_THREADS": "1", "ANABRANCH_ROOM": "x" * ENVIRONMENT_ROOM}
+        settled |= {"OPENBLAS_NUM_THREADS": "1", "ANABRANCH_ROOM": "x" * _ENVIRONMENT_ROOM}
         self._channel, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", _CODE, " " * ARGUMENTS_ROOM],
+                [sys.executable, "-u", "-c", _CODE, " " * _ARGUMENTS_ROOM],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env=settled,
@@ -68,15 +96,6 @@ class ForkServer:
     def running(self) -> bool:
         """True while its process lives."""
         return self._process.poll() is None
-
-    def wait_until_ready(self) -> None:
-        """Return when it has imported what its forks need.
-
-        Raises:
-            ForkServerError: it could not, or not in time.
-        """
-        with self._lock:
-            self._meet()
 
     def fork(
         self, name: str, program: PythonProgram, environment: Mapping[str, str], stdin: int, stdout: int, stderr: int
@@ -155,3 +174,30 @@ def kept_fork_server(environment: Mapping[str, str]) -> ForkServer:
             _kept = ForkServer(environment)
             atexit.register(_kept.close)
         return _kept
+
+
+def why_no_fork_server(environment: Mapping[str, str]) -> str | None:
+    """Return the reason why no process of a job with ``environment`` can be forked; ``None`` if they can."""
+    if environment.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and any(path.exists() for path in _DRIVERS):
+        return "a GPU is visible, and its driver does not survive a fork"
+    for name in environment:
+        if name.startswith(_FROM_THE_START) and not name.startswith(_READ_LATER):
+            return f"{name} is set, which is read at process start"
+    return None
+
+
+def why_not_forked(program: PythonProgram, environment: Mapping[str, str], server: Mapping[str, str]) -> str | None:
+    """Return the reason why ``program`` cannot be forked by a fork server with another environment; ``None`` if it
+    can.
+    """
+    for name in sorted(environment.keys() | server.keys()):
+        settled = name.startswith(_READ_AT_START) and not name.startswith(_READ_LATER)
+        if settled and environment.get(name) != server.get(name):
+            return f"{name} differs from the fork server's and is read at process start"
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        text = environment.get(name)
+        if text is not None and not (text.isascii() and text.isdecimal() and int(text) > 0):
+            return f"{name}={text!r} is not a plain number"
+    if not program.is_source:
+        return f"{os.fspath(program.target)!r} is not a file of Python source"
+    return None

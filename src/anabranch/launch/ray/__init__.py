@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from anabranch.launch.python_program import PythonProgram
-from anabranch.launch.ray.cluster import RayError, check_resources
-from anabranch.launch.ray.ray_engine import launch_on_ray
+from anabranch.launch.ray.ray_engine import RayError, check_resources, launch_on_ray
 from anabranch.launch.spec import JobSpec, Resources
 from anabranch.launch.supervision.budget import RestartBudget
 
