@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from pipeline_models import LAYERS, Computes, StashSame, skipping_model
+from pipeline_models import LAYERS, Computes, skipping_model, stash_same
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -154,7 +154,7 @@ def test_balance_counts_children_or_the_layers_inside_them():
 
 def test_a_pipe_refuses_skips_that_do_not_match():
     with pytest.raises(SkipError, match="'same' is stashed by '0' but no later module pops it"):
-        Pipe(nn.Sequential(StashSame(), nn.Tanh()), [1, 1])
+        Pipe(nn.Sequential(stash_same(), nn.Tanh()), [1, 1])
 
 
 def test_a_pipe_describes_stages_skips_and_after_a_call_times_and_bytes():
