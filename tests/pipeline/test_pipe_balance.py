@@ -261,7 +261,6 @@ def test_every_rank_runs_its_schedule_in_order_on_its_own_thread_and_holds_what_
     with pipe, heard(look):
         pipe.step(x, x, loss=F.mse_loss)
     again = {(j, i) for j in range(stages) for i in range(m)} if checkpoint == "always" else set()
-    lowered = make_schedule(name, stages, m, ranks=ranks).with_transfers(recompute=again)
-    assert tuple(most) == simulate(lowered).peak_activations
-    planned = [[action for action in actions if action.kind.computes] for actions in lowered.actions]
-    assert sorted(map(str, ran.values())) == sorted(map(str, planned))
+    schedule = make_schedule(name, stages, m, ranks=ranks).recomputing(again)
+    assert tuple(most) == simulate(schedule).peak_activations
+    assert sorted(map(str, ran.values())) == sorted(str(list(actions)) for actions in schedule.actions)
