@@ -323,11 +323,11 @@ class Pipe(nn.Module):
                 outputs = open_portal(call)
             else:
                 outputs, _ = call.forward()
-            if not (call.has_output or call.output_rank is not None):
-                call.check()
-                return outputs[0] if outputs else torch.empty(0, device="cpu")
-            output = call.output(outputs)
-            refuse_hidden_gradients(output)
+            if call.has_output or call.output_rank is not None:
+                output = call.output(outputs)
+                refuse_hidden_gradients(output)
+            else:
+                output = outputs[0] if outputs else torch.empty(0, device="cpu")
             call.check()
             return output
 
