@@ -10,89 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anabranch import Pipe, pop, skippable, stash
-
-
-@skippable(stash=["long"])
-class StashLong(nn.Module):
-    """Hands out a tuple of a tensor with gradient, an int tensor and None."""
-
-    def forward(self, x: Tensor):
-        yield stash("long", (torch.sin(x), torch.arange(1, x.shape[1] + 1), None))
-        return x
-
-
-@skippable(pop=["long"])
-class PopLong(nn.Module):
-    def forward(self, x: Tensor):
-        value, factors, nothing = yield pop("long")
-        assert nothing is None
-        return x + value * factors
-
-
-@skippable(stash=["both"], shared=["both"])
-class StashBoth(nn.Module):
-    def forward(self, x: Tensor):
-        yield stash("both", x)
-        return torch.cos(x)
-
-
-@skippable(pop=["both"])
-class PopBoth(nn.Module):
-    def __init__(self, used: bool = True) -> None:
-        super().__init__()
-        self.used = used
-
-    def forward(self, x: Tensor):
-        value = yield pop("both")
-        return x * value if self.used else x
-
-
-class Structured(nn.Module):
-    """Turns a tensor into a dict of a non-contiguous tensor, an int tensor, None and a number."""
-
-    def forward(self, x: Tensor) -> dict:
-        return {"x": x.t().contiguous().t(), "ids": (x.detach() * 10).long(), "none": None, "scale": 2.0}
-
-
-class Unstructured(nn.Module):
-    def forward(self, parts: dict) -> Tensor:
-        assert not parts["x"].requires_grad or parts["x"].dtype == torch.float64
-        assert parts["none"] is None
-        return parts["x"] * parts["scale"] + parts["ids"]
-
-
-@skippable(stash=["same"])
-class StashSame(nn.Module):
-    """Hands out what it returns."""
-
-    def forward(self, x: Tensor):
-        yield stash("same", x)
-        return x
-
-
-@skippable(pop=["same"])
-class PopSame(nn.Module):
-    def forward(self, x: Tensor):
-        return x * (yield pop("same"))
-
-
-@skippable(stash=["columns"])
-class StashColumns(nn.Module):
-    def __init__(self, stashed: slice, returned: slice) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 8)
-        self.stashed, self.returned = stashed, returned
-
-    def forward(self, x: Tensor):
-        x = self.linear(x)
-        yield stash("columns", x[:, self.stashed])
-        return x[:, self.returned]
-
-
-@skippable(pop=["columns"])
-class PopColumns(nn.Module):
-    def forward(self, x: Tensor):
-        return x.sum(1, keepdim=True) + 3 * (yield pop("columns")).sum(1, keepdim=True)
+from anabranch.tensors import Structure
 
 
 class Computes(nn.Module):
@@ -106,9 +24,68 @@ class Computes(nn.Module):
         return self.function(x)
 
 
+def stashing(name: str, make: Callable[[Tensor], tuple[Structure, Tensor]], *, shared: bool = False) -> nn.Module:
+    """A layer that stashes the first of two results, and returns the second."""
+
+    @skippable(stash=[name], shared=[name] if shared else [])
+    class Stashes(Computes):
+        def forward(self, x: Tensor):
+            value, x = self.function(x)
+            yield stash(name, value)
+            return x
+
+    return Stashes(make)
+
+
+def popping(name: str, join: Callable[[Tensor, Structure], Tensor]) -> nn.Module:
+    """A layer that takes what was stashed as its second input."""
+
+    @skippable(pop=[name])
+    class Pops(Computes):
+        def forward(self, x: Tensor):
+            value = yield pop(name)
+            return self.function(x, value)
+
+    return Pops(join)
+
+
+def stash_same() -> nn.Module:
+    """Hands out what it returns."""
+    return stashing("same", lambda x: (x, x))
+
+
+def pop_same() -> nn.Module:
+    return popping("same", torch.mul)
+
+
+def stash_columns(stashed: slice, returned: slice) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), stashing("columns", lambda x: (x[:, stashed], x[:, returned])))
+
+
+def pop_columns() -> nn.Module:
+    return popping("columns", lambda x, columns: x.sum(1, keepdim=True) + 3 * columns.sum(1, keepdim=True))
+
+
+def several(x: Tensor) -> dict:
+    """A non-contiguous tensor, an int tensor, None and a number."""
+    return {"x": x.t().contiguous().t(), "ids": (x.detach() * 10).long(), "none": None, "scale": 2.0}
+
+
+def one(parts: dict) -> Tensor:
+    assert not parts["x"].requires_grad or parts["x"].dtype == torch.float64
+    assert parts["none"] is None
+    return parts["x"] * parts["scale"] + parts["ids"]
+
+
+def add_long(x: Tensor, long: tuple[Tensor, Tensor, None]) -> Tensor:
+    value, factors, nothing = long
+    assert nothing is None
+    return x + value * factors
+
+
 def changing_model() -> nn.Sequential:
     """Changes in place what has been stashed: unsplit, that changes what is popped."""
-    layers = [nn.Linear(4, 4), StashSame(), nn.ReLU(inplace=True), PopSame(), nn.Identity()]
+    layers = [nn.Linear(4, 4), stash_same(), nn.ReLU(inplace=True), pop_same(), nn.Identity()]
     return nn.Sequential(*layers).double()
 
 
@@ -116,14 +93,14 @@ def skipping_model(width: int = 5) -> nn.Sequential:
     """Nine layers with a long skip of mixed values, a shared skip, structures between layers and a tied weight."""
     model = nn.Sequential(
         nn.Linear(width, width),
-        StashLong(),
-        StashBoth(),
-        Structured(),
-        Unstructured(),
-        nn.Sequential(nn.Linear(width, width), PopBoth()),
+        stashing("long", lambda x: ((torch.sin(x), torch.arange(1, x.shape[1] + 1), None), x)),
+        stashing("both", lambda x: (x, torch.cos(x)), shared=True),
+        Computes(several),
+        Computes(one),
+        nn.Sequential(nn.Linear(width, width), popping("both", torch.mul)),
         nn.ReLU(inplace=True),
-        PopLong(),
-        PopBoth(used=False),
+        popping("long", add_long),
+        popping("both", lambda x, _: x),
         nn.Linear(width, width),
     ).double()
     model[9].weight = model[0].weight

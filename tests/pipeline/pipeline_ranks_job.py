@@ -34,6 +34,7 @@ from anabranch.pipeline import make_schedule, split
 from anabranch.pipeline.pipe import PipeRanks
 from anabranch.record.fault_points import on_fault_point
 from anabranch.record.spans import Span, heard
+from anabranch.tensors import flatten
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 ALONE = False
@@ -82,13 +83,12 @@ def exact(cases: str = "") -> dict:
     The weight is tied.
     """
     everything = cases == "all"
-    done = 0
     chance = random.Random(WORLD)
     modes = ["always", "except_last", "never"]
     cases = list(product(SCHEDULES, modes)) if everything else list(zip(SCHEDULES, modes * 2, strict=False))
     sizes = (7, chance.randint(1, 6), 1, 8) if everything else (7, 1)
-    for schedule, checkpoint in cases:
-        torch.manual_seed(done)
+    for seed, (schedule, checkpoint) in enumerate(cases):
+        torch.manual_seed(seed)
         width = chance.randint(1, 6)
         model = skipping_model(width)
         plain = reference(model)
@@ -117,23 +117,15 @@ def exact(cases: str = "") -> dict:
                     y = pipe(x if RANK == 0 else None)
                     assert not y.requires_grad
                     assert close(y, plain(x)) if here else y.numel() == 0
-                done += 1
         assert pipe.calls == 3 * len(sizes), "every rank counts"
         lines = pipe.describe().splitlines()[2:]
         assert all(line.count(" ms") == 2 for line in lines), "every rank knows all times"
-    return {
-        "done": done,
-        **keywords(),
-        **output_on_all_ranks(),
-        **padded(),
-        **(split_model() if WORLD > 1 else {}),  # one rank has no cut
-        **(what_only_others_train() | changes_of_the_model() if WORLD > 1 and not ALONE else {}),
-        **ties_of_some(),
-        **changes_in_place(),
-        **evaluates_first(),
-        **arrows(),
-        **sparse_gradients(),
-    }
+    checks = [keywords, output_on_all_ranks, padded, ties_of_some, changes_in_place, evaluates_first, sparse_gradients]
+    checks += [split_model, every_value] if WORLD > 1 else []  # one rank has no cut
+    checks += [what_only_others_train, changes_of_the_model] if WORLD > 1 and not ALONE else []
+    for check in checks:
+        check()
+    return arrows()
 
 
 def rows_of_layers() -> nn.Sequential:
@@ -150,7 +142,7 @@ def refused(
     assert message in str(caught), caught
 
 
-def what_only_others_train() -> dict:
+def what_only_others_train() -> None:
     """A penalty on parameters is right on the last rank's own and those tied to it; others are refused by name."""
     x, target = torch.randn(2, 6, 3, dtype=torch.float64)
     model, last = rows_of_layers(), WORLD - 1
@@ -184,7 +176,6 @@ def what_only_others_train() -> dict:
         for _ in range(2):
             refused(lambda: step(pipe, x, target), "0.weight is on rank 0, in stage 0 of its Pipe", last)
     of_the_whole_model(x, [*balance[:-1], 3])
-    return {}
 
 
 def of_the_whole_model(x: Tensor, balance: list[int]) -> None:
@@ -219,7 +210,7 @@ def of_the_whole_model(x: Tensor, balance: list[int]) -> None:
     refused(another, "is on rank 1, in stage 1 of its Pipe")
 
 
-def changes_of_the_model() -> dict:
+def changes_of_the_model() -> None:
     """A layer replaced in the model or in this rank's part is refused; a tied weight that thaws is trained as one."""
     x, target = torch.randn(2, 6, 3, dtype=torch.float64)
     balance = [2] * (WORLD - 1) + [3]
@@ -249,17 +240,15 @@ def changes_of_the_model() -> dict:
         # The first and the last rank see it; either may hear of it from the other before it has looked.
         assert isinstance(caught, (ValueError, ab.PipelineError) if RANK in (0, WORLD - 1) else ab.PipelineError)
         assert "0.weight was tied or untied after Pipe(...); make a new Pipe" in str(caught), caught
-    return {}
 
 
-def sparse_gradients() -> dict:
+def sparse_gradients() -> None:
     """A table on the first rank and what compares with its rows on the last: a sparse and a dense share, summed."""
     model = nn.Sequential(*tied_table(), *(nn.Identity() for _ in range(max(0, WORLD - 4))))
     plain = reference(model)
     ids = torch.tensor([1, 2, 1, 9, 0, 2])
     with make(model, balance=[len(model) - WORLD + 1] + [1] * (WORLD - 1), chunks=3) as pipe:
         trains_alike(pipe, plain, ids, ids.flip(0), F.cross_entropy)
-    return {}
 
 
 def arrows() -> dict:
@@ -271,12 +260,43 @@ def arrows() -> dict:
     return {"arrows": [span[7] for span in spans if span[7] is not None]}
 
 
+def everything(_: object = None) -> dict:
+    """Values of each kind that may cross, one of them longer than a header."""
+    x = torch.arange(15.0).view(3, 5)
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8]
+    tensors = [(y, y.t(), y[:0], y[0, 0]) for y in map(x.to, dtypes)]
+    plain = [None, True, -(2**63), 2**80, math.inf, "ä", "x" * 4000, {}, (), {"a": [1, (None,)], 2: {None: 0.5}}]
+    sparse = torch.sparse_coo_tensor([[0, 2, 2]], [1.0, 2.0, 3.0], (4,), check_invariants=True)
+    return {"tensors": tensors, "plain": plain, "sparse": sparse}
+
+
+def is_everything(value: dict) -> Tensor:
+    (leaves, tree), (expected, expected_tree) = flatten(value), flatten(everything())
+    assert tree == expected_tree
+    for one, other in zip(leaves, expected, strict=True):
+        assert type(one) is type(other)
+        if isinstance(one, Tensor):
+            assert (one.dtype, one.is_sparse) == (other.dtype, other.is_sparse)
+            assert torch.equal(one.to_dense(), other.to_dense())
+        else:
+            assert one == other
+    return torch.zeros(1)
+
+
+def every_value() -> None:
+    """Values arrive as they were sent."""
+    layers = [Computes(everything), *(nn.Identity() for _ in range(WORLD - 2)), Computes(is_everything)]
+    with make(nn.Sequential(*layers), balance=[1] * WORLD) as pipe, torch.no_grad():
+        for _ in range(2):
+            pipe(torch.zeros(1))
+
+
 class Scale(nn.Module):
     def forward(self, x: Tensor, factor: Tensor | None = None) -> Tensor:
         return x * factor
 
 
-def keywords() -> dict:
+def keywords() -> None:
     """A keyword input reaches the layers that name it on every rank; one that requires gradients is refused."""
     model = nn.Sequential(*(layer for _ in range(2 * WORLD) for layer in (nn.Linear(3, 3), Scale()))).double()
     plain = reference(model)
@@ -296,10 +316,9 @@ def keywords() -> dict:
         x = layer(x, factor) if isinstance(layer, Scale) else layer(x)
     x.sum().backward()
     same_gradients(pipe, plain)
-    return {}
 
 
-def output_on_all_ranks() -> dict:
+def output_on_all_ranks() -> None:
     """Every rank evaluates, generates and trains by the same lines as one process."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Embedding(9, 4), *(nn.Linear(4, 4) for _ in range(2 * WORLD)), nn.Linear(4, 9)).double()
@@ -322,10 +341,9 @@ def output_on_all_ranks() -> dict:
             assert "pipe.output is 'all' on the first" in str(raised_by(lambda: pipe(ids)))
         pipe.output = "last"
         assert pipe(ids).numel() == (ids.numel() * 9 if pipe.output_rank == RANK else 0)
-    return {}
 
 
-def padded() -> dict:
+def padded() -> None:
     """A mean over tokens: each microbatch weighs by its tokens, one of padding alone by none; a batch's mean is NaN."""
     torch.manual_seed(2)
     model = nn.Sequential(
@@ -354,7 +372,6 @@ def padded() -> dict:
                 "rows= gave",
                 None if ALONE else WORLD - 1,
             )
-    return {}
 
 
 def several(x: Tensor) -> dict:
@@ -368,10 +385,10 @@ def change_one(parts: dict) -> Tensor:
     return y + parts["changed"] + parts["turned"].imag
 
 
-def ties_of_some() -> dict:
+def ties_of_some() -> None:
     """One weight is tied over the first and the last rank, another over the last two."""
     if WORLD < 3:
-        return {}
+        return
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(2 * WORLD))).double()
     model[2 * WORLD - 1].weight = model[0].weight
     model[2 * WORLD - 2].weight = model[2 * WORLD - 3].weight
@@ -381,10 +398,9 @@ def ties_of_some() -> dict:
         trains_alike(pipe, plain, x, target)
         PipeRanks(pipe).align_ties()
         same_gradients(pipe, plain)
-    return {}
 
 
-def split_model() -> dict:
+def split_model() -> None:
     """A model that is not an nn.Sequential, embeddings tied over the ranks, a mask and a skip that cross all cuts."""
     torch.manual_seed(1)
     model = Language(layers=2 * WORLD, dropout=0.0).double()
@@ -420,10 +436,10 @@ def split_model() -> dict:
                 pipe.train()
             for module in (model, plain):
                 module.zero_grad()
-    return modes_differ(plain, ids)
+    modes_differ(plain, ids)
 
 
-def modes_differ(model: nn.Module, ids: Tensor) -> dict:
+def modes_differ(model: nn.Module, ids: Tensor) -> None:
     """A rank whose model would take another way says so."""
     if WORLD > 1 and not ALONE:
         model.dropout = 0.5 if RANK == WORLD - 1 else 0.0
@@ -431,14 +447,12 @@ def modes_differ(model: nn.Module, ids: Tensor) -> dict:
         with make(split(model, at), balance=[1] * WORLD) as pipe:
             message = f"calls something else on rank {WORLD - 1} than"
             refused(lambda: pipe(ids), message, WORLD - 1, ab.CaptureError)
-    return {}
 
 
-def code_between() -> dict:
+def code_between() -> None:
     """What the code between the modules reads is what it is at each call, and must be the same on all ranks."""
     for change in CHANGES.values():
         contextvars.copy_context().run(changed_code, change)
-    return {}
 
 
 def changed_code(change: Change) -> None:
@@ -474,10 +488,10 @@ def mean_square(output: Tensor, _: object) -> Tensor:
     return output.square().mean()
 
 
-def changes_in_place() -> dict:
+def changes_in_place() -> None:
     """A change in place of one tensor that arrived leaves its neighbours alone; of one on two ways it is refused."""
     if WORLD == 1:
-        return {}
+        return
     model = nn.Sequential(nn.Linear(4, 4), Computes(several), Computes(change_one)).double()
     plain = reference(model)
     x, target = torch.randn(2, 4, 4, dtype=torch.float64)
@@ -488,10 +502,9 @@ def changes_in_place() -> dict:
     with make(model, balance={2: [2, 3], 3: [2, 1, 2], 4: [2, 1, 1, 1]}[WORLD]) as pipe:
         caught = raised_by(partial(step, pipe, x, target))
     assert "which is also sent to another stage" in str(caught)
-    return {}
 
 
-def evaluates_first() -> dict:
+def evaluates_first() -> None:
     """Memory for messages that an evaluation made in inference mode serves the training after it, too."""
     model = skipping_model()
     plain = reference(model)
@@ -506,14 +519,13 @@ def evaluates_first() -> dict:
         pipe(x).square().sum().backward()
     plain(x).square().sum().backward()
     same_gradients(pipe, plain)
-    return {}
 
 
 def noisy(x: Tensor) -> Tensor:
     return F.dropout(x, 0.5) + torch.rand_like(x)
 
 
-def random_numbers() -> dict:
+def random_numbers() -> None:
     """The same numbers are drawn as in one process, in layers and between the modules of a split model."""
     torch.manual_seed(3)
     layers = nn.Linear(4, 4), Computes(noisy), nn.Linear(4, 4), nn.RReLU(), Computes(noisy)
@@ -535,7 +547,6 @@ def random_numbers() -> dict:
                 for each in (pipe, other):
                     each.step(batch, loss=lambda y, _: (y["logits"] if isinstance(y, dict) else y).square().mean())
         same_gradients(pipe, alone)
-    return {}
 
 
 def gathered(value: object) -> list:
@@ -546,7 +557,7 @@ def gathered(value: object) -> list:
     return everyone
 
 
-def clipping_and_checkpoints() -> dict:
+def clipping_and_checkpoints() -> None:
     """Clipping over all stages; state saved under one split and loaded under another, optimizer's included."""
     torch.manual_seed(0)
     model = skipping_model()
@@ -586,7 +597,6 @@ def clipping_and_checkpoints() -> dict:
     for name, parameter in again.named_parameters():
         assert close(parameter, expected_parameters[name]), name
     again.close()
-    return {}
 
 
 def step(pipe: ab.Pipe, x: Tensor, target: Tensor) -> None:
@@ -605,7 +615,7 @@ def raised_by(call: Callable[[], object]) -> BaseException:
     raise AssertionError("nothing was raised")
 
 
-def on_cuda() -> dict:
+def on_cuda() -> None:
     """Every schedule, with both ranks' stages on one GPU: tensors go over the host."""
     for schedule in SCHEDULES:
         model = skipping_model()
@@ -617,7 +627,6 @@ def on_cuda() -> dict:
             expected = {name: p.grad for name, p in plain.named_parameters(remove_duplicate=False)}
             for name, parameter in pipe.named_parameters():
                 assert close(None if parameter.grad is None else parameter.grad.cpu(), expected[name]), name
-    return {}
 
 
 class Stop(BaseException):
@@ -668,7 +677,7 @@ def failures(schedules: str) -> dict:
     return {"longest": longest, "tried": tried}
 
 
-def mistakes() -> dict:
+def mistakes() -> None:
     """Mistakes of one rank's caller reach the others too, and the pipe works afterwards."""
     pipe = make(skipping_model(), timeout=20.0)
     x, target = torch.randn(2, 4, 5, dtype=torch.float64)
@@ -728,7 +737,6 @@ def mistakes() -> dict:
         step(pipe, x, target)
     leaves_at_once(x)
     cannot_meet(x, target)
-    return {}
 
 
 def cannot_meet(x: Tensor, target: Tensor) -> None:
@@ -818,7 +826,7 @@ def killed() -> dict:
     raise AssertionError("nothing was raised")
 
 
-def left_open() -> dict:
+def left_open() -> None:
     """Ends without closing its pipes, one of them collected."""
     pipe = make(skipping_model())
     x, target = torch.randn(2, 4, 5, dtype=torch.float64)
@@ -827,7 +835,6 @@ def left_open() -> dict:
     for schedule in SCHEDULES:
         _OPEN.append(make(skipping_model(), schedule))
         step(_OPEN[-1], x, target)
-    return {}
 
 
 _OPEN: list[ab.Pipe] = []
@@ -840,7 +847,7 @@ if __name__ == "__main__":
     for what in sys.argv[1:]:
         name, _, argument = what.partition(":")
         torch.manual_seed(0)
-        found |= globals()[name](*filter(None, [argument]))
+        found |= globals()[name](*filter(None, [argument])) or {}
     print(json.dumps(found), flush=True)
     if sys.argv[1:] != ["killed"]:
         dist.barrier()

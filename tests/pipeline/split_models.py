@@ -142,31 +142,15 @@ class Reads(nn.Module):
         return self.c(self.function(x) * scale + self.shift) * self.gain + self.offset
 
 
-def change_the_array(model: Reads, patch: pytest.MonkeyPatch) -> None:
-    model.array[0] = 2.0
-
-
-def change_the_tensor(model: Reads, patch: pytest.MonkeyPatch) -> None:
-    model.shift.mul_(2.0)
-
-
-def change_deep_inside(model: Reads, patch: pytest.MonkeyPatch) -> None:
-    model.deep["a"]["b"]["c"]["d"]["e"] = 2.0
-
-
-def set_the_variable(model: Reads, patch: pytest.MonkeyPatch) -> None:
-    VARIABLE.set(2.0)
-
-
-Change = Callable[[Reads, pytest.MonkeyPatch], None]
+Change = Callable[[Reads, pytest.MonkeyPatch], object]
 CHANGES: dict[str, Change] = {
     "class attribute by self": lambda model, patch: patch.setattr(Reads, "factor", 2.0),
     "class attribute by type": lambda model, patch: patch.setattr(Reads, "other", 2.0),
     "attribute of a class of settings": lambda model, patch: patch.setattr(Config, "scale", 2.0),
     "attribute of an object of settings": lambda model, patch: patch.setattr(model.settings, "scale", 2.0),
     "attribute": lambda model, patch: patch.setattr(model, "number", 2.0),
-    "NumPy array": change_the_array,
-    "dict five deep": change_deep_inside,
+    "NumPy array": lambda model, patch: model.array.fill(2.0),
+    "dict five deep": lambda model, patch: model.deep["a"]["b"]["c"]["d"].update(e=2.0),
     "method replaced on its class": lambda model, patch: patch.setattr(Reads, "method", lambda self: 2.0),
     "method replaced on the class of a child": lambda model, patch: patch.setattr(Child, "factor", lambda self: 2.0),
     "forward replaced on the class of a child": lambda model, patch: patch.setattr(
@@ -175,8 +159,8 @@ CHANGES: dict[str, Change] = {
     "helper replaced": lambda model, patch: patch.setitem(globals(), "helper", lambda: 2.0),
     "global": lambda model, patch: patch.setitem(globals(), "NUMBER", 2.0),
     "environment": lambda model, patch: patch.setenv("ANABRANCH_TEST_SCALE", "2"),
-    "context variable": set_the_variable,
-    "tensor changed in place": change_the_tensor,
+    "context variable": lambda model, patch: VARIABLE.set(2.0),
+    "tensor changed in place": lambda model, patch: model.shift.mul_(2.0),
     "tensor replaced": lambda model, patch: setattr(model, "shift", model.shift * 2),
     "buffer replaced": lambda model, patch: setattr(model, "offset", model.offset * 2),
     "parameter replaced": lambda model, patch: setattr(

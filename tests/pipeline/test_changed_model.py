@@ -62,22 +62,13 @@ def doubled(_: nn.Module, __: object, output: Tensor) -> Tensor:
     return output * 2
 
 
-def remove_the_last(model: nn.Module) -> None:
-    del model.h[2]
-
-
 AROUND: list[tuple[str, Callable[[], tuple[nn.Module, nn.Sequential]], Change, str]] = [
     ("replaced", in_layers, lambda m: m.__setitem__(3, nn.Linear(3, 2)), "'3' was replaced"),
     ("replaced inside", in_layers, lambda m: m[2].__setitem__(0, nn.Linear(3, 3)), "'2.0' was replaced"),
     ("appended", in_layers, lambda m: m.append(nn.Tanh()), "'4' was added"),
     ("removed", in_layers, lambda m: m.__delitem__(3), "'3' was removed"),
     ("hooked", in_layers, lambda m: m[2].register_forward_hook(doubled), "'2' was replaced, hooked"),
-    (
-        "hooked before",
-        in_layers,
-        lambda m: m.register_forward_pre_hook(lambda *_: None),
-        "the model was replaced, hook",
-    ),
+    ("hooked before", in_layers, lambda m: m.register_forward_pre_hook(print), "the model was replaced, hook"),
     ("wrapped", in_layers, lambda m: setattr(m[2], "forward", torch.relu), "'2' was replaced, hooked or wrapped"),
     *(
         (f"{name} of parts", make, change, message)
@@ -85,7 +76,7 @@ AROUND: list[tuple[str, Callable[[], tuple[nn.Module, nn.Sequential]], Change, s
         for name, change, message in [
             ("replaced", lambda m: setattr(m, "a", nn.Linear(3, 3)), "'a' was replaced"),
             ("appended", lambda m: m.h.append(nn.Linear(3, 3)), "'h.3' was added"),
-            ("removed", remove_the_last, "'h.2' was removed"),
+            ("removed", lambda m: m.h.__delitem__(2), "'h.2' was removed"),
             ("hooked", lambda m: m.register_forward_hook(doubled), "the model was replaced, hooked"),
         ]
     ),
@@ -108,14 +99,6 @@ def test_a_change_around_the_layers_is_refused_with_its_name_and_the_cure(
             pipe.step(x, target=None, loss=lambda y, _: y.sum())
 
 
-def with_dtype_and_back(model: nn.Module) -> None:
-    model.to(torch.float32).to(torch.float64)
-
-
-def pruned(layer: nn.Linear) -> None:
-    prune.l1_unstructured(layer, "weight", amount=0.5)
-
-
 INSIDE: dict[str, Change] = {
     "hook": lambda m: m[0].register_forward_hook(doubled),
     "hook before": lambda m: m[3].register_forward_pre_hook(lambda _, args: (args[0] * 2,)),
@@ -123,14 +106,14 @@ INSIDE: dict[str, Change] = {
     "forward": lambda m: setattr(m[1], "forward", torch.sigmoid),
     "class": lambda m: setattr(m[1], "__class__", nn.Sigmoid),
     "load with assign": lambda m: m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}, assign=True),
-    "to": with_dtype_and_back,
+    "to": lambda m: m.float().double(),
     "frozen": lambda m: m[0].requires_grad_(False),
     "unfrozen": lambda m: m[3].requires_grad_(True),
     "tied": lambda m: setattr(m[2][0], "weight", m[0].weight),
     "untied": lambda m: setattr(m[2][0], "weight", nn.Parameter(m[2][0].weight.detach() * 2)),
     "weight norm": lambda m: parametrizations.weight_norm(m[0]),
     "orthogonal": lambda m: parametrizations.orthogonal(m[2][0]),
-    "pruned": lambda m: pruned(m[3]),
+    "pruned": lambda m: prune.l1_unstructured(m[3], "weight", amount=0.5),
     "eval": lambda m: m.eval(),
 }
 

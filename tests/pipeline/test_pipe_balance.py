@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from pipeline_models import LAYERS, Computes, StashSame, skipping_model
+from pipeline_models import LAYERS, Computes, skipping_model, stash_same
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -154,7 +154,7 @@ def test_balance_counts_children_or_the_layers_inside_them():
 
 def test_a_pipe_refuses_skips_that_do_not_match():
     with pytest.raises(SkipError, match="'same' is stashed by '0' but no later module pops it"):
-        Pipe(nn.Sequential(StashSame(), nn.Tanh()), [1, 1])
+        Pipe(nn.Sequential(stash_same(), nn.Tanh()), [1, 1])
 
 
 def test_a_pipe_describes_stages_skips_and_after_a_call_times_and_bytes():
@@ -261,7 +261,6 @@ def test_every_rank_runs_its_schedule_in_order_on_its_own_thread_and_holds_what_
     with pipe, heard(look):
         pipe.step(x, x, loss=F.mse_loss)
     again = {(j, i) for j in range(stages) for i in range(m)} if checkpoint == "always" else set()
-    lowered = make_schedule(name, stages, m, ranks=ranks).with_transfers(recompute=again)
-    assert tuple(most) == simulate(lowered).peak_activations
-    planned = [[action for action in actions if action.kind.computes] for actions in lowered.actions]
-    assert sorted(map(str, ran.values())) == sorted(map(str, planned))
+    schedule = make_schedule(name, stages, m, ranks=ranks).recomputing(again)
+    assert tuple(most) == simulate(schedule).peak_activations
+    assert sorted(map(str, ran.values())) == sorted(str(list(actions)) for actions in schedule.actions)

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from pipeline_models import (
     Computes,
-    PopColumns,
-    StashColumns,
     assert_same_gradients,
     assert_trains_alike,
+    pop_columns,
     reference,
     skipping_model,
+    stash_columns,
 )
 from torch import Tensor, nn
 
@@ -133,7 +133,7 @@ MODELS: dict[str, Callable[[], list[nn.Module]]] = {
         linear(),
     ],
     "halves of a tensor, one changed in place": lambda: [
-        StashColumns(slice(4), slice(4, 8)), nn.ReLU(inplace=True), PopColumns(),
+        stash_columns(slice(4), slice(4, 8)), nn.ReLU(inplace=True), pop_columns(),
     ],
     "a value passed on and changed in place": lambda: [
         linear(),

@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from pipeline_models import (
     Computes,
-    PopColumns,
-    PopSame,
-    StashColumns,
-    StashSame,
     assert_same_gradients,
     changing_model,
     close,
+    pop_columns,
+    pop_same,
     reference,
+    stash_columns,
+    stash_same,
 )
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -166,7 +166,7 @@ def test_a_change_of_the_batch_is_noticed_on_both_sides_of_the_pipe(checkpoint: 
 
 
 def changing_a_view(stashed: slice, returned: slice) -> nn.Sequential:
-    return nn.Sequential(StashColumns(stashed, returned), nn.ReLU(inplace=True), PopColumns()).double()
+    return nn.Sequential(stash_columns(stashed, returned), nn.ReLU(inplace=True), pop_columns()).double()
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
@@ -364,7 +364,7 @@ class Keeps(nn.Module):
 def test_a_skip_is_freed_after_its_last_use_before_backward():
     keeps, alive = Keeps(lambda x: x.detach() + 0.0), []  # no gradient of what follows keeps it
     look = Computes(lambda x: alive.append(keeps.alive()) or x)
-    model = nn.Sequential(nn.Linear(3, 3), keeps, StashSame(), nn.Tanh(), PopSame(), look)
+    model = nn.Sequential(nn.Linear(3, 3), keeps, stash_same(), nn.Tanh(), pop_same(), look)
     with Pipe(model, [3, 1, 1, 1], chunks=2, checkpoint="never") as pipe:
         pipe(torch.randn(4, 3))
     assert len(keeps.kept) == 2

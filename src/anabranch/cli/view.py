@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -126,21 +125,7 @@ def planned(orders: Mapping[int, Sequence[Key]]) -> Mapping[Key, tuple[float, fl
     kinds = {phase: kind for kind, phase in PHASES.items()}
     costs = {Kind.F: 1.0, Kind.B: 2.0, Kind.W: 1.0, Kind.R: 1.0}
     stages = sorted(orders)
-    after = dict(itertools.pairwise(stages))
-    before = {other: stage for stage, other in after.items()}
-    links = {Kind.F: (Kind.RECV_F, before, Kind.SEND_F, after), Kind.B: (Kind.RECV_B, after, Kind.SEND_B, before)}
-    known = {key for order in orders.values() for key in order}
-    rows: list[list[Action]] = []
-    for stage in stages:
-        rows.append([])
-        for _, microbatch, phase in orders[stage]:
-            kind = kinds.get(phase, Kind.W)
-            receive, source, send, target = links.get(kind, (kind, {}, kind, {}))
-            if (source.get(stage), microbatch, phase) in known:
-                rows[-1].append(Action(receive, stage, microbatch, source[stage]))
-            rows[-1].append(Action(kind, stage, microbatch))
-            if (target.get(stage), microbatch, phase) in known:
-                rows[-1].append(Action(send, stage, microbatch, target[stage]))
+    rows = [[Action(kinds.get(phase, Kind.W), stage, i) for _, i, phase in orders[stage]] for stage in stages]
     run = SimulatedRun(rows, lambda action: costs.get(action.kind, 0.0))
     return {
         key: (interval.start, interval.end - interval.start)

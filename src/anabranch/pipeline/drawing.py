@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from html import escape
 from pathlib import Path
 
-from anabranch.pipeline.schedule import Action, Kind, Lowered, Schedule, Simulation, simulate
+from anabranch.pipeline.schedule import Action, Kind, Schedule, Simulation, simulate
 
 Costs = Mapping[Kind, float] | Callable[[Action], float] | None
 
 
-def draw(schedule: Schedule | Lowered, costs: Costs = None) -> str:
+def draw(schedule: Schedule, costs: Costs = None) -> str:
     """Return the schedule as text: a letter and a microbatch for each unit of time, dots where a rank is idle.
 
     >>> from anabranch.pipeline import make_schedule
@@ -23,12 +23,12 @@ def draw(schedule: Schedule | Lowered, costs: Costs = None) -> str:
     With several stages a rank the stage comes first: ``2F0``. Times that are not whole numbers are rounded; where some
     action takes less than one, the shortest is the unit.
     """
-    simulation, plain = simulate(schedule, costs), _plain(schedule)
+    simulation = simulate(schedule, costs)
     every = [interval for row in simulation.intervals for interval in row]
     unit = min([1.0, *(length for one in every if (length := one.end - one.start) > 0)])
-    several = plain.stages > plain.ranks
+    several = schedule.stages > schedule.ranks
     longest = max(len(_label(one.action, several)) for one in every)
-    lines = [_title(plain, simulation)]
+    lines = [_title(schedule, simulation)]
     for rank, row in enumerate(simulation.intervals):
         cells = ["." * longest] * round(simulation.makespan / unit)
         for one in row:
@@ -38,16 +38,12 @@ def draw(schedule: Schedule | Lowered, costs: Costs = None) -> str:
     return "\n".join(lines)
 
 
-def save_picture(schedule: Schedule | Lowered, path: str | Path, costs: Costs = None) -> None:
+def save_picture(schedule: Schedule, path: str | Path, costs: Costs = None) -> None:
     """Write the schedule to ``path`` as an SVG picture, which any browser shows.
 
     Forwards are light, backwards darker, weights darkest; hovering over an action names it and its time.
     """
-    Path(path).write_text(_svg(_plain(schedule), simulate(schedule, costs)))
-
-
-def _plain(schedule: Schedule | Lowered) -> Schedule:
-    return schedule.schedule if isinstance(schedule, Lowered) else schedule
+    Path(path).write_text(_svg(schedule, simulate(schedule, costs)))
 
 
 def _title(schedule: Schedule, simulation: Simulation) -> str:

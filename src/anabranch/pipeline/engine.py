@@ -26,7 +26,7 @@ from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import TypeAlias, cast
+from typing import Literal, TypeAlias
 
 import msgspec
 from torch import Tensor
@@ -44,7 +44,7 @@ from anabranch.pipeline.links.connection import (
     pack,
     pack_message,
 )
-from anabranch.pipeline.schedule import PHASES, SENT_AS, Action, Kind
+from anabranch.pipeline.schedule import PHASES, Action, Kind
 from anabranch.pipeline.stage.packet import Message, Packet, size_of
 from anabranch.pipeline.stage.stage import OUTSIDE, StageRun
 from anabranch.record import fault_points, spans
@@ -328,36 +328,33 @@ class StageEngine:
             for inbox in self._inboxes.values():
                 inbox.fail()
 
-    def send(self, action: Action, message: Message) -> None:
-        """Hand over the message of a sending action; do not wait for its arrival."""
-        assert action.peer is not None
-        rank = self._rank_of[action.peer]
+    def send(self, action: Action, peer: int, message: Message) -> None:
+        """Hand over what comes of an action to another stage; do not wait for its arrival."""
+        rank, where = self._rank_of[peer], (action.stage, peer, action.microbatch)
         if rank in self._inboxes:
-            self._inboxes[rank].put((action.kind, action.stage, action.peer, action.microbatch), message)
+            self._inboxes[rank].put((action.kind, *where), message)
             return
         spec, described, parts = pack_message(message)
-        where = action.stage, action.peer, action.microbatch
         self._send(rank, Header(self._number, self._operation, action.kind.value, *where, spec, described), parts)
 
-    def receive(self, action: Action) -> Message:
-        """Wait for the message of a receiving action."""
-        assert action.peer is not None
+    def receive(self, action: Action, peer: int) -> Message:
+        """Wait for what another stage sends to an action: the message of its own of that kind and microbatch."""
         inbox = self._inboxes[self._rank_of[action.stage]]
-        key = (SENT_AS[action.kind], action.peer, action.stage, action.microbatch)
-        data = inbox.data
+        key, data = (action.kind, peer, action.stage, action.microbatch), inbox.data
         if self._connection is not None:
-            self._wait(lambda: key in data, str(action), [self._rank_of[action.peer]])
+            self._wait(lambda: key in data, f"R{action}<{peer}", [self._rank_of[peer]])
         with inbox.changed:
             if key not in data:
                 began = spans.begin()
                 inbox.changed.wait_for(lambda: key in data or bool(inbox.fault), self._deadline.remaining())
                 if began:
-                    facts: dict[str, object] = {"peer": f"stage {action.peer}", "operation": str(action)}
+                    facts: dict[str, object] = {"peer": f"stage {peer}", "operation": f"R{action}<{peer}"}
                     spans.complete(began, "wait", "wait", facts=facts)
             if inbox.fault:
                 raise Aborted
             if key not in data:
-                raise self._deadline.error(peer=f"stage {action.peer}", operation=f"pipeline {action}", step=self._step)
+                what = f"pipeline R{action}<{peer}"
+                raise self._deadline.error(peer=f"stage {peer}", operation=what, step=self._step)
             return data.pop(key)
 
     def close(self) -> None:
@@ -379,9 +376,6 @@ class EngineRun:
 
     def __init__(self, engine: StageEngine, runs: Runs, outside: Outside, keep: bool) -> None:
         self._engine, self._runs, self._outside, self._keep = engine, runs, outside, keep
-        # By the computing action that the messages go to or come from, and the stage at the other end.
-        self._in: dict[tuple[Kind, int, int], dict[int, Message]] = {}
-        self._out: dict[tuple[Kind, int, int], dict[int, Message]] = {}
         self.outputs: dict[int, Message] = {}
         self.input_gradients: dict[tuple[int, int], Message] = {}
 
@@ -392,80 +386,73 @@ class EngineRun:
             BaseException: the error of a stage, with a note of the place.
             Aborted: a stage of another rank has failed.
         """
-        engine, inbox = self._engine, self._engine._inboxes[rank]
-        seconds, sent_bytes = engine.seen.seconds, engine.seen.sent_bytes
+        inbox = self._engine._inboxes[rank]
         for action in actions:
             if inbox.fault:
                 raise Aborted
-            computing = _COMPUTING.get(action.kind)
-            if computing is None:
-                started = perf_counter()
-                self._compute(action)
-                place = action.stage, PHASES[action.kind]
-                seconds[place] = seconds.get(place, 0.0) + perf_counter() - started
-                continue
-            key = computing, action.stage, action.microbatch
+            self._take(action)
+
+    def _take(self, action: Action) -> None:
+        """Run a stage on what others send to it, and send on what comes of it."""
+        engine, stage, arrived = self._engine, self._runs[action.stage].stage, dict[int, Message]()
+        for peer in {Kind.F: [*stage.sources], Kind.B: [*stage.targets]}.get(action.kind, []):
+            if peer != OUTSIDE:
+                began = spans.begin()
+                arrived[peer] = engine.receive(action, peer)
+                if began:
+                    self._record(began, "receive", action, peer, arrived[peer])
+        started, seconds, place = perf_counter(), engine.seen.seconds, (action.stage, PHASES[action.kind])
+        answers = self._compute(action, arrived)
+        seconds[place] = seconds.get(place, 0.0) + perf_counter() - started
+        sent_bytes = engine.seen.sent_bytes
+        for peer, message in answers.items():
             began = spans.begin()
-            if action.kind in SENT_AS:
-                message = engine.receive(action)
-                self._in.setdefault(key, {})[cast(int, action.peer)] = message
-            else:
-                message = self._out[key].pop(cast(int, action.peer))
-                link = action.stage, cast(int, action.peer)
-                sent_bytes[link] = max(sent_bytes.get(link, 0), _bytes(message))
-                engine.send(action, message)
+            sent_bytes[action.stage, peer] = max(sent_bytes.get((action.stage, peer), 0), _bytes(message))
+            engine.send(action, peer, message)
             if began:
-                self._record(began, action, message)
+                self._record(began, "send", action, peer, message)
 
-    def _record(self, began: int, action: Action, message: Message) -> None:
+    def _record(self, began: int, way: Literal["receive", "send"], action: Action, peer: int, message: Message) -> None:
         """Record a transfer for a trace."""
-        receives = action.kind in SENT_AS
-        stages = (action.peer, action.stage) if receives else (action.stage, action.peer)
-        way = "activations" if action.kind in (Kind.SEND_F, Kind.RECV_F) else "gradients"
+        what = "activations" if action.kind is Kind.F else "gradients"
+        source, target = (peer, action.stage) if way == "receive" else (action.stage, peer)
         turn = f"{self._engine._name}/{self._engine._number}"
-        name = f"{turn}/{way} {stages[0]}>{stages[1]}.{action.microbatch}"
         facts: dict[str, object] = {"stage": action.stage, "microbatch": action.microbatch}
-        facts |= {"peer": f"stage {action.peer}", "bytes": _bytes(message)}
-        flow: spans.Flow = ("receive", name) if receives else ("send", name)
-        spans.complete(began, f"{flow[0]} {way}", "crossing", flow=flow, facts=facts)
+        facts |= {"peer": f"stage {peer}", "bytes": _bytes(message)}
+        flow: spans.Flow = (way, f"{turn}/{what} {source}>{target}.{action.microbatch}")
+        spans.complete(began, f"{way} {what}", "crossing", flow=flow, facts=facts)
 
-    def _compute(self, action: Action) -> None:
-        """Run a stage; an exception gets the place."""
-        run, i, key = self._runs[action.stage], action.microbatch, (action.kind, action.stage, action.microbatch)
-        phase = PHASES[action.kind]
+    def _compute(self, action: Action, arrived: dict[int, Message]) -> Mapping[int, Message]:
+        """Run a stage; return its messages to others. An exception gets the place."""
+        run, i, phase = self._runs[action.stage], action.microbatch, PHASES[action.kind]
         try:
             if fault_points.installed is not None:
                 fault_points.installed(f"pipeline.{phase}.{action.stage}.{i}")
             with spans.span(phase, "compute", stage=action.stage, microbatch=i):
+                answers: dict[int, Message] = {}
                 match action.kind:
                     case Kind.F:
-                        inputs = self._in.pop(key, {})
                         if OUTSIDE in run.stage.sources:
-                            inputs[OUTSIDE] = self._outside[action.stage][i]
-                        self._out[key] = outputs = run.forward(i, inputs)  # type: ignore[arg-type, assignment]
-                        if OUTSIDE in outputs:
-                            output = outputs.pop(OUTSIDE)
-                            if run.head is None or run.head.keeps_outputs:
-                                self.outputs[i] = output
+                            arrived[OUTSIDE] = self._outside[action.stage][i]
+                        answers = run.forward(i, arrived)  # type: ignore[arg-type, assignment]
+                        output = answers.pop(OUTSIDE, None)
+                        if output is not None and (run.head is None or run.head.keeps_outputs):
+                            self.outputs[i] = output
                     case Kind.R:
                         run.recompute(i)
                     case Kind.B:
-                        gradients = self._in.pop(key, {})
                         if OUTSIDE in run.stage.targets and run.head is None:
-                            gradients[OUTSIDE] = self._outside[action.stage][i]
-                        answers = run.backward(i, gradients, keep=self._keep)  # type: ignore[arg-type]
-                        self._out[key] = answers  # type: ignore[assignment]
+                            arrived[OUTSIDE] = self._outside[action.stage][i]
+                        answers = run.backward(i, arrived, keep=self._keep)  # type: ignore[arg-type, assignment]
                         if OUTSIDE in answers:
                             self.input_gradients[action.stage, i] = answers.pop(OUTSIDE)
                     case Kind.W:
                         run.weights(i, keep=self._keep)
+                return answers
         except BaseException as error:
             error.add_note(f"in stage {action.stage}, microbatch {i}, {phase}")
             self._engine._fail(error, action)
             raise
-
-
-_COMPUTING = {Kind.SEND_F: Kind.F, Kind.RECV_F: Kind.F, Kind.SEND_B: Kind.B, Kind.RECV_B: Kind.B}
 
 
 def _bytes(message: Message) -> int:

@@ -115,7 +115,7 @@ class Part:
         return ", ".join(f"{name or self.what} {tuple(leaf.shape)}" for name, leaf in named)
 
     def cut(self, sizes: Sequence[int]) -> list[list[object]]:
-        """Return for each microbatch the leaves that it gets."""
+        """Return for each microbatch the leaves that it gets, those that require gradients on their graph."""
         if len(sizes) == 1:
             return [list(self.leaves)]
         columns = [
@@ -123,6 +123,20 @@ class Part:
             for leaf, whole in zip(self.leaves, self.whole, strict=True)
         ]
         return [[column[i] for column in columns] for i in range(len(sizes))]
+
+    def packets(self, cut: Sequence[Sequence[object]]) -> list[Packet]:
+        """Return its value for each microbatch as it enters a stage, of what ``cut`` has returned."""
+        needs_grad = tuple([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self.leaves])
+        shared = tuple([index for index, whole in enumerate(self.whole) if whole]) if len(cut) > 1 else ()
+        packets: list[Packet] = []
+        for i, leaves in enumerate(cut):
+            detached = list(leaves)
+            for index, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor):
+                    alone = i and leaf.requires_grad and not self.whole[index]  # see cut_rows
+                    detached[index] = leaf.data if alone else leaf.detach()
+            packets.append(Packet(self.treedef, detached, needs_grad, shared))
+        return packets
 
     def structures(self, sizes: Sequence[int]) -> list[Structure]:
         """Return its value for each microbatch."""
@@ -135,7 +149,6 @@ class Batch:
     Attributes:
         inputs: the parts, keyword inputs by their names, and the positional ones, a tuple, under ``None``.
         target: of the loss.
-        leaves: of the inputs those that require gradients.
     """
 
     def __init__(self, args: tuple[Structure, ...], keywords: Mapping[str, Structure], target: Structure) -> None:
@@ -154,9 +167,6 @@ class Batch:
             start = end
         self.target = parts.pop()
         self.inputs: dict[str | None, Part] = dict(zip([None, *keywords], parts, strict=True))
-        self.leaves = [
-            leaf for part in parts for leaf in part.leaves if isinstance(leaf, Tensor) and leaf.requires_grad
-        ]
 
     def rows(self) -> int:
         """Return the rows of the batch; keyword inputs are compared with those of the positional ones later.
@@ -172,15 +182,6 @@ class Batch:
         raise ValueError(
             f"the tensors of the batch have no rows (dim 0) to split into microbatches: {shapes or 'there are none'}"
         )
-
-    def packets(self, name: str | None, sizes: Sequence[int]) -> list[Packet]:
-        """Return an input for each microbatch, as it enters a stage."""
-        part = self.inputs[name]
-        needs_grad = tuple([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in part.leaves])
-        detached: list[object] = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in part.leaves]
-        shared = tuple([index for index, whole in enumerate(part.whole) if whole]) if len(sizes) > 1 else ()
-        cut = Part(part.what, part.treedef, detached, part.whole).cut(sizes)
-        return [Packet(part.treedef, leaves, needs_grad, shared) for leaves in cut]
 
 
 def microbatch_sizes(rows: int, chunks: int) -> list[int]:

@@ -40,13 +40,14 @@ from anabranch.pipeline.pipe_call import (
     deliver,
     make_head,
     open_portal,
+    refuse_hidden_gradients,
     with_keywords,
 )
-from anabranch.pipeline.schedule import Lowered, PipeSchedules, Schedule
+from anabranch.pipeline.schedule import PipeSchedules, Schedule
 from anabranch.pipeline.stage.deferred_batch_norm import defer_batch_norms
 from anabranch.pipeline.stage.partition import Layer, flatten_layers, keywords_of, outline, refuse_changes, split_layers
 from anabranch.pipeline.stage.skips import verify_skippables
-from anabranch.pipeline.stage.stage import OUTSIDE, LooseLeaves, StagePlan, StageRun
+from anabranch.pipeline.stage.stage import LooseLeaves, StagePlan, StageRun
 from anabranch.pipeline.stage.stage_placement import (
     count_places,
     describe,
@@ -216,7 +217,7 @@ class Pipe(nn.Module):
             raise TypeError(f"seed is a whole number, got {seed!r}")
         self.seed = torch.initial_seed() if seed is None else operator.index(seed)
         self.calls = 0
-        self._plans: dict[tuple[int, str], tuple[Lowered, frozenset[tuple[int, int]]]] = {}
+        self._plans: dict[tuple[int, str], tuple[Schedule, frozenset[tuple[int, int]]]] = {}
         self._anchor = None if process_group is None else torch.empty(0, requires_grad=True, device="cpu")
         self._ties: list[Tie] = []
         connection = None
@@ -319,13 +320,16 @@ class Pipe(nn.Module):
             call = self._call(args, inputs)
             if call.differentiable:
                 self._warn_if_alone()
-                output = open_portal(call)
+                outputs = open_portal(call)
             else:
-                output, _ = call.forward()
-            call.check()
+                outputs, _ = call.forward()
             if call.has_output or call.output_rank is not None:
-                return call.finish(output)
-            return output if call.differentiable else torch.empty(0, device="cpu")
+                output = call.output(outputs)
+                refuse_hidden_gradients(output)
+            else:
+                output = outputs[0] if outputs else torch.empty(0, device="cpu")
+            call.check()
+            return output
 
     def train(self, mode: bool = True) -> Pipe:
         """Set the mode of the layers, and of the model that was split into them, whose code may read it."""
@@ -383,7 +387,7 @@ class Pipe(nn.Module):
         # Only after every rank has done its part: a step that fails on any rank leaves no gradient.
         if call.plan.records:
             deliver(call.leaves, grads)
-        return StepResult(call.loss(), outputs, lambda parts: call.finish(call.join(parts, call.plan.sizes)))
+        return StepResult(call.loss(), outputs, call.output)
 
     def _warn_if_alone(self) -> None:
         """Warn once that other workers have pipes of their own, whose gradients an Executor would share."""
@@ -422,7 +426,7 @@ class Pipe(nn.Module):
         facts = self._engine.agree(lambda: self._facts(batch, args, inputs, records, split))
         self.calls = facts.step + 1
         if split is not None and 0 not in self._here:
-            split.learn(facts.kinds, self._engine.rank)
+            split.learn(facts.kinds, facts.sizes, self._engine.rank)
         if rows not in (None, sum(facts.sizes)):
             raise ValueError(
                 f"the first stage's batch has {sum(facts.sizes)} rows, this rank's {rows}; the ranks of a pipeline "
@@ -430,7 +434,7 @@ class Pipe(nn.Module):
             )
         named = inputs or facts.keywords
         taken = self._keywords_taken(facts, batch, len(args) if 0 in self._here else 0) if named else {}
-        lowered, recompute = self._lowered(len(facts.sizes), self.checkpoint if records else "never")
+        schedule, recompute = self._planned(len(facts.sizes), self.checkpoint if records else "never")
         splits = self._schedules.splits_backward
         plan = StagePlan(modes, facts.seed, facts.step, facts.sizes, recompute, splits, LooseLeaves(), records, split)
         if records != facts.records:
@@ -443,8 +447,7 @@ class Pipe(nn.Module):
             if taken:
                 stage = with_keywords(stage, taken)
             if head is not None and j == last:
-                finish = None if split is None else split.output
-                at_end = head(batch.target, facts.sizes, stage.device, finish, self.module)
+                at_end = head(batch.target, facts.sizes, stage.device, self.module)
             runs[j] = StageRun(stage, plan, at_end)
         if self._others and records:
             here = set(self.parameters())
@@ -454,7 +457,7 @@ class Pipe(nn.Module):
                 raise ValueError(f"{self._names[changed.pop()]} was tied or untied after Pipe(...); make a new Pipe")
         to_all = self.output == "all" and head is None and self.process_group is not None
         output_rank = self.output_rank if to_all else None
-        return PipeCall(self._engine, runs, lowered.actions, batch, plan, self._ties, self._anchor, output_rank)
+        return PipeCall(self._engine, runs, schedule.actions, batch, plan, self._ties, self._anchor, output_rank)
 
     def _facts(self, batch: Batch, args: Args, inputs: Named, records: bool, split: SplitCall | None) -> Facts:
         sizes = microbatch_sizes(batch.rows(), operator.index(self.chunks))
@@ -493,13 +496,12 @@ class Pipe(nn.Module):
                     raise ValueError(f"layer {layer.name!r} takes the keyword input {name!r}: pass it on its rank too")
         return taken
 
-    def _lowered(self, m: int, checkpoint: Checkpoint) -> tuple[Lowered, frozenset[tuple[int, int]]]:
-        """Return all actions for ``m`` microbatches, and the stages and microbatches that run forward again."""
+    def _planned(self, m: int, checkpoint: Checkpoint) -> tuple[Schedule, frozenset[tuple[int, int]]]:
+        """Return the schedule for ``m`` microbatches, and the stages and microbatches that run forward again."""
         if (m, checkpoint) not in self._plans:
-            skips = [(stage.index, target) for stage in self._stages for target in stage.targets if target != OUTSIDE]
             last = {"always": m, "except_last": m - 1, "never": 0}[checkpoint]
             recompute = frozenset((stage.index, i) for stage in self._stages for i in range(last))
-            self._plans[m, checkpoint] = self._schedules.of(m).with_transfers(skips, recompute), recompute
+            self._plans[m, checkpoint] = self._schedules.of(m).recomputing(recompute), recompute
         return self._plans[m, checkpoint]
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0, *, elsewhere: float | None = None) -> Tensor:

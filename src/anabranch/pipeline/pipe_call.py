@@ -1,10 +1,10 @@
-"""One call of a pipeline: its inputs cut into microbatches, its halves run, its outputs and gradients put together.
+"""One call of a pipeline: its halves run on the microbatches of its inputs, gradients put together.
 
-``Portal`` makes a call one differentiable operation of the caller's graph::
+``Portal`` makes a call one differentiable operation of the caller's graph, in which inputs are cut and outputs joined::
 
-    x, keyword inputs, parameters ──> Portal ──> outputs
-                                        │
-                   forward: the F half of the schedule; backward: its B and W half
+    x ──split──> microbatches, parameters ──> Portal ──> microbatches ──cat──> output
+                                                │
+                           forward: the F half of the schedule; backward: its B and W half
 
 ``deliver`` gives the gradients of a scheduled step to parameters and inputs the same way: as an operation's backward,
 so that hooks, accumulation and graphs before ``x`` behave as with the unsplit module.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, product
 from typing import Literal, TypeAlias, cast
 
 import torch
@@ -50,18 +50,14 @@ def with_keywords(stage: Stage, taken: Mapping[str, tuple[str, ...]]) -> Stage:
     return replace(stage, sources={**stage.sources, OUTSIDE: outside}, keywords=keywords)
 
 
-MakeHead: TypeAlias = Callable[
-    [Part, Sequence[int], torch.device, "Callable[[Structure], Structure] | None", nn.Module], Head
-]
-"""Makes the head of a call from its target, its microbatches' sizes, the last stage's device, what finishes the output,
-and the model."""
+MakeHead: TypeAlias = Callable[[Part, Sequence[int], torch.device, nn.Module], Head]
+"""Makes the head of a call from its target, its microbatches' sizes, the last stage's device and the model."""
 
 
 def make_head(
     target: Part,
     sizes: Sequence[int],
     device: torch.device,
-    finish: Callable[[Structure], Structure] | None,
     model: nn.Module,
     *,
     loss: Loss,
@@ -88,7 +84,7 @@ def make_head(
         layers = set(model.modules())
         own = [module for module in loss.modules() if module not in layers]
     targets = replace(target, leaves=leaves).structures(sizes)
-    return Head(loss, targets, weights, keeps_outputs, finish, seed, own)
+    return Head(loss, targets, weights, keeps_outputs, seed, own)
 
 
 Tie: TypeAlias = tuple[int, Tensor, Sequence[int]]
@@ -132,19 +128,23 @@ class PipeCall:
     output_rank: int | None = None
     switches: list[Tensor] = field(default_factory=list)
     _parameters: dict[int, Tensor] = field(init=False)
+    _cut: dict[str | None, list[list[object]]] = field(init=False)
+    _pieces: list[Tensor] = field(default_factory=list)
     _open: bool = True
-    _outputs: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._parameters = {id(p): p for _, run in sorted(self.runs.items()) for p in run.parameters()}
+        self._cut = {name: part.cut(self.plan.sizes) for name, part in self.batch.inputs.items()}
         if self.plan.records:
+            every = chain.from_iterable(chain.from_iterable(self._cut.values()))
+            self._pieces = [leaf for leaf in every if isinstance(leaf, Tensor) and leaf.requires_grad]
             self.switches += [boundary_entry(p) for run in self.runs.values() for p in run.switches if p.requires_grad]
 
     @property
     def leaves(self) -> list[Tensor]:
-        """The call's differentiable inputs: the inputs that require grad, the parameters, switches, and the anchor."""
+        """The call's differentiable inputs: those that require grad, cut, the parameters, switches, and the anchor."""
         ends = self.switches if self.anchor is None else [*self.switches, self.anchor]
-        return [*self.batch.leaves, *self._parameters.values(), *ends]
+        return [*self._pieces, *self._parameters.values(), *ends]
 
     @property
     def differentiable(self) -> bool:
@@ -156,13 +156,9 @@ class PipeCall:
         """True if the last stage is in this process."""
         return any(OUTSIDE in run.stage.targets for run in self.runs.values())
 
-    def join(self, parts: Sequence[Structure], sizes: Sequence[int]) -> Structure:
-        """Return the last stage's output from those of microbatches of ``sizes`` rows."""
-        return gather(parts, sizes) if self.plan.split is None else self.plan.split.join(parts, sizes)
-
-    def finish(self, output: Structure) -> Structure:
-        """Return the model's output, from that of the last stage."""
-        return output if self.plan.split is None else self.plan.split.output(output)
+    def output(self, parts: Sequence[Structure]) -> Structure:
+        """Return the model's output from those of the last stage for all microbatches."""
+        return (gather if self.plan.split is None else self.plan.split.join)(parts, self.plan.sizes)
 
     def check(self) -> None:
         """Refuse a call whose modules changed what the code between them reads."""
@@ -173,26 +169,20 @@ class PipeCall:
         """Return the sum of the microbatches' losses; ``None`` without a loss here."""
         return _sum([run.losses[i] for run in self.runs.values() if run.head for i in range(len(self.plan.sizes))])
 
-    def forward(self) -> tuple[Structure, list[bool]]:
-        """Run the F half. Returns the output, and for each of its leaves whether it is differentiable.
+    def forward(self) -> tuple[list[Structure], list[bool]]:
+        """Run the F half. Returns the microbatches' outputs, and for each of their leaves whether it needs a gradient.
 
-        Where all ranks have the output, gradients of it count on the last stage's rank.
+        Where all ranks have the outputs, gradients of them count on the last stage's rank.
         """
         packets = self._collect(self.engine.run(self.runs, self._half(forward=True), self._outside()))
-        output: Structure = None
-        needs_grad: list[bool] = []
-        if packets:
-            output = self.join([packet.structure() for packet in packets], self.plan.sizes)
-            _refuse_hidden_gradients(output)
-            self._outputs = [[_rows(leaf) for leaf in packet.leaves] for packet in packets]
-            needs_grad = [any(needs) for needs in zip(*(packet.needs_grad for packet in packets), strict=True)]
+        outputs, needs_grad = [packet.structure() for packet in packets], [n for p in packets for n in p.needs_grad]
         if self.output_rank is not None:
-            everywhere = self.engine.spread((output, needs_grad), self.output_rank)
-            output, needs_grad = cast("tuple[Structure, list[bool]]", everywhere)
-        return output, needs_grad
+            everywhere = self.engine.spread((outputs, needs_grad), self.output_rank)
+            outputs, needs_grad = cast("tuple[list[Structure], list[bool]]", everywhere)
+        return outputs, needs_grad
 
     def backward(self, grads: Sequence[Tensor | None], *, keep: bool) -> list[Tensor | None]:
-        """Run the B and W half from the gradients of the output's leaves. Returns those of ``leaves``."""
+        """Run the B and W half from the gradients of the outputs' leaves. Returns those of ``leaves``."""
         if not self._open:
             raise RuntimeError(
                 "second backward through the pipeline: its activations are freed; use retain_graph=True the first time"
@@ -219,17 +209,15 @@ class PipeCall:
         return outputs, grads
 
     def _half(self, *, forward: bool) -> list[list[Action]]:
-        kinds = {Kind.F, Kind.SEND_F, Kind.RECV_F}
-        return [[action for action in actions if (action.kind in kinds) is forward] for actions in self.actions]
+        return [[action for action in actions if (action.kind is Kind.F) is forward] for actions in self.actions]
 
     def _outside(self) -> dict[int, Sequence[Message]]:
         messages: dict[int, Sequence[Message]] = {}
         for j, run in self.runs.items():
             if OUTSIDE in run.stage.sources:
-                routes = [
-                    self.batch.packets(cast("str | None", name), self.plan.sizes) for name in run.stage.sources[OUTSIDE]
-                ]
-                messages[j] = [[packets[i] for packets in routes] for i in range(len(self.plan.sizes))]
+                names = cast("tuple[str | None, ...]", run.stage.sources[OUTSIDE])
+                routes = [self.batch.inputs[name].packets(self._cut[name]) for name in names]
+                messages[j] = list(map(list, zip(*routes, strict=True)))
         return messages
 
     def _collect(self, outcome: EngineRun) -> list[Packet]:
@@ -239,13 +227,8 @@ class PipeCall:
         if not self.has_output:
             return {}
         last = [j for j, run in self.runs.items() if OUTSIDE in run.stage.targets]
-        cut_up = [
-            [None] * len(self._outputs) if grad is None
-            else [grad] if len(self._outputs) == 1
-            else torch.split(grad, [rows[index] for rows in self._outputs])
-            for index, grad in enumerate(grads)
-        ]  # fmt: skip
-        return {last[0]: [[[pieces[i] for pieces in cut_up]] for i in range(len(self._outputs))]}
+        n = len(grads) // len(self.plan.sizes)
+        return {last[0]: [[list(grads[start : start + n])] for start in range(0, len(grads), n)]}
 
     def _gradients(self, outcome: EngineRun) -> list[Tensor | None]:
         gathered: dict[int, list[Tensor | None]] = {}
@@ -264,36 +247,21 @@ class PipeCall:
 
     def _of_inputs(self, answers: Mapping[tuple[int, int], Message]) -> list[Tensor | None]:
         """Return the gradients of the inputs that require them, from those that stages returned by microbatch."""
-        if not self.batch.leaves:
+        if not self._pieces:
             return []
         grads: list[Tensor | None] = []
         for name, part in self.batch.inputs.items():
             routes = [(j, run.stage.sources.get(OUTSIDE, ())) for j, run in sorted(self.runs.items())]
             places = [(j, names.index(name)) for j, names in routes if name in names]
-            for index, (leaf, whole) in enumerate(zip(part.leaves, part.whole, strict=True)):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    by_stage = [
-                        [cast("list[Gradients]", answers[j, i])[at][index] for i in range(len(self.plan.sizes))]
-                        for j, at in places
-                    ]
-                    grads.append(_sum([_sum(parts) if whole else self._joined(leaf, parts) for parts in by_stage]))
+            needs = [(n, x.device) for n, x in enumerate(part.leaves) if isinstance(x, Tensor) and x.requires_grad]
+            for i, (index, device) in product(range(len(self.plan.sizes)), needs):
+                grad = _sum([cast("list[Gradients]", answers[j, i])[at][index] for j, at in places])
+                grads.append(None if grad is None else grad.to(device))
         return grads
 
-    def _joined(self, leaf: Tensor, pieces: Sequence[Tensor | None]) -> Tensor | None:
-        if all(piece is None for piece in pieces):
-            return None
-        whole = [
-            leaf.new_zeros(size, *leaf.shape[1:]) if piece is None else piece.to(leaf.device)
-            for size, piece in zip(self.plan.sizes, pieces, strict=True)
-        ]
-        return torch.cat(whole)
 
-
-def _rows(leaf: object) -> int:
-    return leaf.shape[0] if isinstance(leaf, Tensor) and leaf.ndim else 0
-
-
-def _refuse_hidden_gradients(output: Structure) -> None:
+def refuse_hidden_gradients(output: Structure) -> None:
+    """Raise ``TypeError`` for an object whose tensors a pipe does not see."""
     for path, leaf in zip(paths(output), flatten(output)[0], strict=True):
         inside = getattr(leaf, "__dict__", {}).values()
         if not isinstance(leaf, Tensor) and any(isinstance(part, Tensor) and part.requires_grad for part in inside):
@@ -309,10 +277,10 @@ class _Portal(torch.autograd.Function):
     def forward(
         ctx: torch.autograd.function.FunctionCtx, call: PipeCall, box: list[Structure], *_: Tensor
     ) -> tuple[Tensor, ...]:
-        output, needs_grad = call.forward()
-        if not call.has_output and call.output_rank is None:
-            output, needs_grad = torch.empty(0, device="cpu"), [True]
-        leaves, treedef = flatten(output)
+        outputs, needs_grad = call.forward()
+        if not outputs:  # whoever is on another rank starts its backward from this
+            outputs, needs_grad = [torch.empty(0, device="cpu")], [True]
+        leaves, treedef = flatten(outputs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         plain = [leaf for leaf, needs in zip(leaves, needs_grad, strict=True) if isinstance(leaf, Tensor) and not needs]
         ctx.mark_non_differentiable(*plain)
@@ -338,13 +306,14 @@ class _Portal(torch.autograd.Function):
         return None, None, *ctx.call.backward(by_leaf, keep=keep)  # type: ignore[attr-defined]
 
 
-def open_portal(call: PipeCall) -> Structure:
-    """Run the call's forward half now, and its backward half in the backward of the returned tensors."""
+def open_portal(call: PipeCall) -> list[Structure]:
+    """Run the call's forward half now, and its backward half in the backward of the tensors returned: the outputs."""
     box: list[Structure] = []
     tensors = iter(_Portal.apply(call, box, *call.leaves))  # type: ignore[no-untyped-call]
     treedef, leaves = box
     assert isinstance(leaves, list)
-    return unflatten(treedef, [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+    outputs = unflatten(treedef, [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+    return cast("list[Structure]", outputs)
 
 
 class _Deliver(torch.autograd.Function):

@@ -1,8 +1,8 @@
 """A schedule: for each rank, the list of actions it runs in a step. Plain data: checked, drawn, saved and read back.
 
-A new schedule holds only computing actions; it is simulated to check that it ends. ``with_transfers`` adds the further
-actions of a given pipeline: sends and receives between neighbours and along skips, and the second forward of
-microbatches that keep no activations. A rank executes that list unchanged.
+It holds computing actions alone: a stage waits for what its neighbours send before it computes, and sends on what comes
+of it. A new schedule is simulated to check that it ends. ``recomputing`` adds the second forward of microbatches that
+keep no activations. A rank executes that list unchanged.
 
 ``simulate`` tells its time, its idle part, and the activations held at once: a pipeline of stages that take these times
 behaves as the clock shows there.
@@ -25,14 +25,14 @@ Index letters, here and in the whole package: ``i`` of ``m`` microbatches, ``j``
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import msgspec
 
@@ -40,51 +40,38 @@ from anabranch.choices import choice
 
 
 class Kind(StrEnum):
-    """The kinds of action on a stage and microbatch.
+    """The kinds of action on a stage and microbatch; of sends, which follow from them, ``simulate`` takes the costs.
 
-    >>> Kind.F.value, Kind.SEND_F.computes
-    ('F', False)
+    >>> Kind.F.value, Kind.SEND_F.value
+    ('F', 'SF')
     """
 
     F = "F"  # forward
     B = "B"  # backward: of inputs and weights at once, or of the inputs alone where the schedule splits it
     W = "W"  # backward of the weights, where the schedule splits it
     R = "R"  # forward again, for a stage and microbatch that kept no activations
-    SEND_F = "SF"  # an output, or skips, to a later stage
-    RECV_F = "RF"
-    SEND_B = "SB"  # their gradients, to the stage they came from
-    RECV_B = "RB"
-
-    @property
-    def computes(self) -> bool:
-        """True if it runs a stage rather than moving values between two."""
-        return self in PHASES
+    SEND_F = "SF"  # an output, to the next stage
+    SEND_B = "SB"  # its gradient, back
 
 
 class Action(NamedTuple):
     """One action of a rank.
 
-    >>> str(Action(Kind.F, 1, 0)), str(Action(Kind.SEND_F, 1, 0, 3))
-    ('F1.0', 'SF1.0>3')
+    >>> str(Action(Kind.F, 1, 0))
+    'F1.0'
 
     Attributes:
         kind: the kind of action.
         stage: its stage.
         microbatch: its microbatch.
-        peer: the stage at the other end, for actions that send or receive.
     """
 
     kind: Kind
     stage: int
     microbatch: int
-    peer: int | None = None
 
     def __str__(self) -> str:
-        text = f"{self.kind.value}{self.stage}.{self.microbatch}"
-        if self.peer is None:
-            return text
-        arrow = ">" if self.kind in (Kind.SEND_F, Kind.SEND_B) else "<"
-        return f"{text}{arrow}{self.peer}"
+        return f"{self.kind.value}{self.stage}.{self.microbatch}"
 
 
 PHASES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight", Kind.R: "recompute"}
@@ -100,13 +87,16 @@ class Interval:
     end: float
 
 
-SENT_AS = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}
+_FROM = {Kind.F: -1, Kind.B: 1}
+"""The neighbour, by the distance of its number, whose result an action starts from."""
+_SENDS = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B}
 
 
 class SimulatedRun:
-    """One run of every rank's ``actions``: each runs its own in order, a receive after its send has arrived.
+    """One run of every rank's ``actions``: each runs its own in order, each when its neighbour's result has arrived.
 
-    A pipeline follows the same two rules: lists that end here end there.
+    A pipeline follows the same two rules: lists that end here end there. A skip arrives before the output of the stage
+    between, which has waited for the same one.
 
     >>> clock = SimulatedRun([[Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)]], lambda action: 1.0)
     >>> clock.times, clock.stuck
@@ -125,24 +115,23 @@ class SimulatedRun:
     def __init__(self, actions: Sequence[Sequence[Action]], cost: Callable[[Action], float]) -> None:
         self.times = [0.0] * len(actions)
         self.intervals: list[list[Interval]] = [[] for _ in actions]
-        arrivals: dict[tuple[Kind, int, int | None, int], float] = {}
+        known, arrivals = set(chain.from_iterable(actions)), dict[Action, float]()
         todo = list(map(deque, actions))
         moves = True
         while moves:
             moves = False
             for rank, waiting in enumerate(todo):
                 while waiting:
-                    kind, stage, i, peer = action = waiting[0]
-                    now = self.times[rank]
-                    if kind.computes:
-                        self.times[rank] = now + cost(action)
-                        self.intervals[rank].append(Interval(action, now, self.times[rank]))
-                    elif kind not in SENT_AS:
-                        arrivals[kind, stage, peer, i] = now + cost(action)
-                    elif (arrival := arrivals.get((SENT_AS[kind], cast(int, peer), stage, i))) is not None:
-                        self.times[rank] = max(now, arrival)
-                    else:
-                        break
+                    kind, stage, i = action = waiting[0]
+                    start, source = self.times[rank], Action(kind, stage + _FROM.get(kind, 0), i)
+                    if kind in _FROM and source in known:
+                        if source not in arrivals:
+                            break
+                        start = max(start, arrivals[source])
+                    self.times[rank] = end = start + cost(action)
+                    self.intervals[rank].append(Interval(action, start, end))
+                    if kind in _SENDS:
+                        arrivals[action] = end + cost(Action(_SENDS[kind], stage, i))
                     waiting.popleft()
                     moves = True
         self.stuck = [f"rank {rank} at {waiting[0]}" for rank, waiting in enumerate(todo) if waiting]
@@ -180,7 +169,7 @@ class Schedule:
             raise ValueError(
                 f"{self.name} is not a schedule of {self.stages} stages x {self.microbatches}: {faults[0]}"
             )
-        stuck = SimulatedRun(self.with_transfers().actions, lambda action: 0.0).stuck
+        stuck = SimulatedRun(self.actions, lambda action: 0.0).stuck
         if stuck:
             raise ValueError(
                 f"{self.name} never ends because its ranks wait for each other: {stuck}; change their order"
@@ -196,36 +185,20 @@ class Schedule:
         """True if gradients of the weights have separate actions."""
         return any(action.kind is Kind.W for action in chain.from_iterable(self.actions))
 
-    def with_transfers(
-        self, skips: Iterable[tuple[int, int]] = (), recompute: Collection[tuple[int, int]] = ()
-    ) -> Lowered:
-        """Return the full list of actions for a pipeline.
+    def recomputing(self, those: Collection[tuple[int, int]]) -> Schedule:
+        """Return the schedule in which ``those`` (stage, microbatch) run forward again before backward, and no others.
 
-        Args:
-            skips: the (from, to) stages of its skips; neighbours need not be given.
-            recompute: the (stage, microbatch) that keep no activations and run forward again before backward.
+        They do so ahead of the wait for the gradient, which has arrived by the time that it is done.
         """
-        after: dict[int, list[int]] = {j: [j + 1] for j in range(self.stages - 1)}
-        for source, target in sorted(set(skips)):
-            if target not in (source, source + 1):
-                after.setdefault(source, []).append(target)
 
-        def lowered(action: Action) -> Iterator[Action]:
-            kind, j, i, _ = action
-            sources, targets = [source for source in sorted(after) if j in after[source]], after.get(j, [])
-            if kind is Kind.F:
-                yield from (Action(Kind.RECV_F, j, i, source) for source in sources)
-            elif kind is Kind.B:
-                if (j, i) in recompute:  # ahead of the wait: it is done by the time that the gradient arrives
-                    yield Action(Kind.R, j, i)
-                yield from (Action(Kind.RECV_B, j, i, target) for target in targets)
-            yield action
-            if kind is Kind.F:
-                yield from (Action(Kind.SEND_F, j, i, target) for target in targets)
-            elif kind is Kind.B:
-                yield from (Action(Kind.SEND_B, j, i, source) for source in sources)
+        def again(action: Action) -> Iterator[Action]:
+            if action.kind is Kind.B and action[1:] in those:
+                yield action._replace(kind=Kind.R)
+            if action.kind is not Kind.R:
+                yield action
 
-        return Lowered(self, tuple(tuple(chain.from_iterable(map(lowered, actions))) for actions in self.actions))
+        actions = tuple(tuple(chain.from_iterable(map(again, actions))) for actions in self.actions)
+        return replace(self, actions=actions)
 
     def save(self, path: str | Path) -> None:
         """Write the schedule to ``path`` as JSON."""
@@ -244,39 +217,34 @@ class Schedule:
             raise ValueError(f"{path} does not hold a schedule: {error}") from None
 
 
-@dataclass(frozen=True, slots=True)
-class Lowered:
-    """A schedule together with a pipeline's full list of actions, including transfers and recomputation."""
-
-    schedule: Schedule
-    actions: tuple[tuple[Action, ...], ...]
-
-
 def _faults(schedule: Schedule) -> Iterator[str]:
     if len(schedule.rank_of) != schedule.stages:
         yield f"rank_of names the ranks of {len(schedule.rank_of)} stages"
         return
-    seen: set[tuple[Kind, int, int]] = set()
-    split = schedule.splits_backward
+    seen: set[Action] = set()
     for rank, actions in enumerate(schedule.actions):
         for action in actions:
-            key = (action.kind, action.stage, action.microbatch)
             if not (0 <= action.stage < schedule.stages and 0 <= action.microbatch < schedule.microbatches):
                 yield f"{action} is out of range"
                 return
-            if action.kind not in (Kind.F, Kind.B, Kind.W):
-                yield f"{action} is not an F, B or W; transfers are added by with_transfers"
+            if action.kind not in PHASES:
+                yield f"{action} is not an F, B, W or R; sends follow from these"
             if schedule.rank_of[action.stage] != rank:
                 yield f"{action} is on rank {rank}, but its stage is on rank {schedule.rank_of[action.stage]}"
-            if key in seen:
+            if action in seen:
                 yield f"{action} appears twice"
-            needed = {Kind.B: Kind.F, Kind.W: Kind.B}.get(action.kind)
-            if needed is not None and (needed, *key[1:]) not in seen:
+            needed = _NEEDED.get(action.kind)
+            if needed is not None and action._replace(kind=needed) not in seen:
                 yield f"{action} comes before its {needed.value}"
-            seen.add(key)
-    expected = schedule.stages * schedule.microbatches * (3 if split else 2)
-    if len(seen) != expected:
-        yield f"it has {len(seen)} of {expected} actions"
+            seen.add(action)
+    count = sum(action.kind is not Kind.R for action in seen)
+    expected = schedule.stages * schedule.microbatches * (3 if schedule.splits_backward else 2)
+    if count != expected:
+        yield f"it has {count} of {expected} actions"
+
+
+_NEEDED = {Kind.B: Kind.F, Kind.W: Kind.B, Kind.R: Kind.F}
+"""The kind of action on the same stage and microbatch that comes before."""
 
 
 # Built at import: constructing a msgspec decoder is not thread-safe.
@@ -300,33 +268,25 @@ class Simulation:
     peak_activations: tuple[int, ...]
 
 
-def simulate(
-    schedule: Schedule | Lowered, costs: Mapping[Kind, float] | Callable[[Action], float] | None = None
-) -> Simulation:
+def simulate(schedule: Schedule, costs: Mapping[Kind, float] | Callable[[Action], float] | None = None) -> Simulation:
     """Simulate ``schedule``.
 
     >>> simulate(make_schedule("1F1B", 2, 4)).makespan
     15.0
 
     Args:
-        schedule: as made, or as lowered for a pipeline.
+        schedule: as made.
         costs: the time of each kind of action, or of each action; 0 for those left out. A send's cost is the
             time until it arrives, its rank goes on at once. By default F takes 1, B 2, or B and W 1 each, R 1.
-
-    Raises:
-        ValueError: it never ends; names the actions that wait for one another.
     """
-    lowered = schedule.with_transfers() if isinstance(schedule, Schedule) else schedule
-    clock = SimulatedRun(lowered.actions, _as_function(costs, lowered.schedule))
-    if clock.stuck:
-        raise ValueError(f"{lowered.schedule.name} never ends because its ranks wait for each other: {clock.stuck}")
+    clock = SimulatedRun(schedule.actions, _as_function(costs, schedule))
     makespan = max(clock.times)
     busy = sum(interval.end - interval.start for row in clock.intervals for interval in row)
     return Simulation(
         tuple(map(tuple, clock.intervals)),
         makespan,
         1.0 - busy / (makespan * len(clock.times)) if makespan else 0.0,
-        tuple(map(_peak, lowered.actions)),
+        tuple(map(_peak, schedule.actions)),
     )
 
 
@@ -344,7 +304,7 @@ def _peak(actions: Sequence[Action]) -> int:
     frees = Kind.W if any(action.kind is Kind.W for action in actions) else Kind.B
     recomputed = {(action.stage, action.microbatch) for action in actions if action.kind is Kind.R}
     count = peak = 0
-    for kind, stage, i, _ in actions:
+    for kind, stage, i in actions:
         if kind is Kind.R or (kind is Kind.F and (stage, i) not in recomputed):
             count += 1
             peak = max(peak, count)
@@ -557,14 +517,14 @@ def _try_to_arrange(
     n, ranks = len(rank_of), range(max(rank_of) + 1)
     lists: list[list[Action]] = [[] for _ in ranks]
     counts: list[Counter[Kind]] = [Counter() for _ in ranks]
-    done: set[Action] = set()
+    done = {Action(kind, j, i) for kind, j in ((Kind.F, -1), (Kind.B, n)) for i in range(m)}  # the caller's
     # A stage takes microbatches in order, so of each kind only the next one can be ready.
     nexts = [{(kind, j): 0 for kind in kinds for j in range(n - 1, -1, -1) if rank_of[j] == r} for r in ranks]
     while any(nexts):
         chosen = []
         for r in ranks:
             following = sorted((Action(kind, j, i) for (kind, j), i in nexts[r].items()), key=itemgetter(2))
-            ready = [action for action in following if done.issuperset(_needs(action, n))]
+            ready = [action for action in following if done.issuperset(_needs(action))]
             if (action := rule(r, counts[r], ready, extra)) is not None:
                 chosen.append((r, action))
         if not chosen:
@@ -581,10 +541,7 @@ def _try_to_arrange(
     return lists
 
 
-def _needs(action: Action, n: int) -> list[Action]:
-    kind, j, i, _ = action
-    if kind is Kind.F:
-        return [Action(Kind.F, j - 1, i)] if j else []
-    if kind is Kind.B:
-        return [Action(Kind.F, j, i), *([Action(Kind.B, j + 1, i)] if j < n - 1 else [])]
-    return [Action(Kind.B, j, i)]
+def _needs(action: Action) -> list[Action]:
+    kind, j, i = action
+    neighbour = [Action(kind, j + _FROM[kind], i)] if kind in _FROM else []
+    return [*neighbour, action._replace(kind=_NEEDED[kind])] if kind in _NEEDED else neighbour

@@ -474,16 +474,20 @@ class Answers:
 class FirstForward:
     """The answers of experts in a forward that will run again: in the second one experts would have changed, by their
     own statistics at least, so that it is given the answers of the first, in their order.
+
+    Attributes:
+        again: the second one runs.
     """
 
     def __init__(self) -> None:
         self._crossed: list[Crossed] = []
-        self._left: list[Crossed] | None = None
+        self._left: list[Crossed] = []
+        self.again = False
 
     @contextmanager
     def current(self, *, again: bool) -> Iterator[None]:
         """Keep the answers to this thread's calls in the block, or answer them ``again``."""
-        self._left = list(self._crossed) if again else None
+        self.again, self._left = again, list(self._crossed) if again else []
         before, _own.first = _own.first, self
         try:
             yield
@@ -492,7 +496,7 @@ class FirstForward:
 
     def note(self, crossed: Crossed) -> None:
         """Keep an answer."""
-        if self._left is None:
+        if not self.again:
             self._crossed.append(_with_copies(crossed))
 
     def answer(self) -> Crossed | None:
@@ -527,6 +531,11 @@ def current_answers() -> Answers | None:
 def current_first_forward() -> FirstForward | None:
     """Return that of the calling thread; ``None`` without any, and in the middle of a boundary."""
     return None if _own.depth else _own.first
+
+
+def runs_again() -> bool:
+    """Return True in the second run of such a forward on the calling thread."""
+    return _own.first is not None and _own.first.again
 
 
 @contextmanager

@@ -73,7 +73,7 @@ class PacketFault(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Header(msgspec.Struct, array_like=True, frozen=True):
-    """A message's header: a sending action's data, a value that all ranks are given, or a turn's end.
+    """A message's header: what comes of an action, a value that all ranks are given, or a turn's end.
 
     The bytes of ``tensors`` follow it, or are in ``slot`` of shared memory.
     """
@@ -152,7 +152,7 @@ def unpack(tree: object, tensors: Sequence[Tensor]) -> Structure:
 
 
 def pack_message(message: Message) -> tuple[object, list[tuple[str, list[int]]], list[Tensor]]:
-    """Pack the message of a sending action, like ``pack``."""
+    """Pack what comes of an action, like ``pack``."""
     parts = [
         [part.structure(), list(part.needs_grad), list(part.doubled)] if isinstance(part, Packet) else part
         for part in message
@@ -161,9 +161,9 @@ def pack_message(message: Message) -> tuple[object, list[tuple[str, list[int]]],
 
 
 def unpack_message(kind: Kind, tree: object, tensors: list[Tensor]) -> Message:
-    """Return the message of a sending action of ``kind``."""
+    """Return the message that came of an action of ``kind``."""
     parts = unpack(tree, tensors)
-    if kind is Kind.SEND_B:
+    if kind is Kind.B:
         return cast("list[Gradients]", parts)
     packets: list[Packet] = []
     for structure, needs_grad, doubled in parts:
@@ -212,7 +212,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 # Inboxes, threads and the connection.
 
 Key = tuple[Kind, int, int, int]
-"""Of a message: the kind of the action that sends it, the stages from which and to which, and the microbatch."""
+"""Of a message: the kind of the action that it comes of, the stages from which and to which, and the microbatch."""
 
 
 class Inbox:
@@ -463,7 +463,8 @@ class RankConnection:
         tag = next(_tags.setdefault(group, itertools.count(_FIRST_TAG)))
         self.name = f"pipe {','.join(map(str, self.names))}/{tag}"
         shares = shared_memory and len({identity.host for identity in identities}) == 1
-        self.channel = Channel(group, tag, self.inbox, MessageMemory.meet(self._gather) if shares else None)
+        memory = MessageMemory.meet([identity.pid for identity in identities], self._gather) if shares else None
+        self.channel = Channel(group, tag, self.inbox, memory)
         # Nothing that holds this object: the channel's threads end when the last reference to it goes.
         self._noticed = partial(_noticed, self.names, self.inbox)
         leave = partial(_exit_without_lost_ranks, self.channel)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-import secrets
 import weakref
 from collections.abc import Callable, Sequence
 from math import prod
@@ -106,25 +105,23 @@ class MessageMemory:
         self._theirs: dict[tuple[int, int], _Slot] = {}
 
     @classmethod
-    def meet(cls, gather: Callable[[str], list[str]]) -> MessageMemory | None:
+    def meet(cls, processes: Sequence[int], gather: Callable[[str], list[str]]) -> MessageMemory | None:
         """Return this rank's; ``None`` on all of them if one cannot open another's memory. A collective.
 
         Args:
+            processes: the id of each rank's process, all on this host.
             gather: returns the strings of all ranks.
         """
-        descriptor, token, problem = -1, secrets.token_hex(8), None
+        descriptor, problem = -1, None
         try:
             descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-            os.write(descriptor, token.encode())
         except OSError as error:
             problem = error
         try:
-            texts = gather(f"{os.getpid()} {descriptor} {token}")  # even after a failure: the other ranks gather too
+            numbers = gather(str(descriptor))  # even after a failure: the other ranks gather too
             try:
-                for process, number, word in map(str.split, texts):
-                    with open(_opened(int(process), int(number)), "rb") as file:
-                        if file.read() != word.encode():  # in another container a process has the same id
-                            raise FileNotFoundError(f"process {process} is another one here")
+                for process, number in zip(processes, numbers, strict=True):
+                    os.close(_opened(process, int(number)))
             except OSError as error:
                 problem = problem or error
             if problem is not None:
@@ -133,7 +130,7 @@ class MessageMemory:
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
-        return cls([int(text.split()[0]) for text in texts]) if agreed else None
+        return cls(processes) if agreed else None
 
     def put(self, peer: int, parts: Sequence[Tensor]) -> Slot:
         """Write the bytes of a message's tensors for ``peer``; return where they are, for its header."""

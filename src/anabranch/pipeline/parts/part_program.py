@@ -264,17 +264,19 @@ def _fits(expected: object, result: object, whole: bool) -> bool:
 
 
 class SplitCall:
-    """One call's programs, numbered; the values that one part passes to the next begin with the number."""
+    """One call's programs, by the rows of the microbatches that they are for."""
 
     def __init__(self, trace: Callable[[Sequence[Signature]], list[PartProgram]]) -> None:
         self._trace = trace
-        self._programs: dict[Signature, PartProgram] = {}
+        self._programs: dict[int, PartProgram] = {}
+        self._signatures: list[Signature] = []
 
-    def add(self, signatures: Sequence[Signature]) -> list[PartProgram]:
-        """Run the code for inputs of these forms."""
-        new = [one for one in dict.fromkeys(signatures) if one not in self._programs]
-        self._programs.update(zip(new, self._trace(new), strict=True))
-        return [self._programs[one] for one in signatures]
+    def add(self, forms: Mapping[int, Signature]) -> list[PartProgram]:
+        """Run the code for inputs of these forms, by the rows of the microbatches that have them."""
+        self._signatures = list(forms.values())
+        programs = self._trace(self._signatures)
+        self._programs = dict(zip(forms, programs, strict=True))
+        return programs
 
     def prepare(
         self, inputs: Structure, sizes: Sequence[int], *, records: bool, tells: bool
@@ -282,26 +284,26 @@ class SplitCall:
         """Run the code for microbatches of these sizes; return the data that other ranks need to do the same."""
         opened, whole = open_whole(inputs)
         signature = signature_of(*cast("tuple[tuple[object, ...], dict[str, object]]", opened))
-        forms: list[Signature] = []
-        for size in dict.fromkeys(sizes):
+        forms: dict[int, Signature] = {}
+        for size in sizes:
             leaves = list(signature.leaves)
             for index, (leaf, is_whole) in enumerate(zip(signature.leaves, whole, strict=True)):
                 if isinstance(leaf, TensorForm):
                     shape = leaf.shape if is_whole else (size, *leaf.shape[1:])
                     leaves[index] = TensorForm(shape, leaf.dtype, leaf.requires_grad and records)
-            forms.append(Signature(signature.tree, tuple(leaves)))
-        programs = self.add(forms)
-        pairs = zip(programs, forms, strict=True) if tells else ()
-        return [(program.digest(), unflatten(form.tree, form.leaves)) for program, form in pairs]
+            forms[size] = Signature(signature.tree, tuple(leaves))
+        pairs = zip(self.add(forms), self._signatures, strict=True)
+        return [(program.digest(), unflatten(form.tree, form.leaves)) for program, form in pairs] if tells else []
 
-    def learn(self, kinds: Sequence[tuple[str, Structure]], rank: int) -> None:
+    def learn(self, kinds: Sequence[tuple[str, Structure]], sizes: Sequence[int], rank: int) -> None:
         """Run the code as the first stage's rank has.
 
         Raises:
             CaptureError: it takes another way on this one, number ``rank``.
         """
         inputs = [flatten(structure) for _, structure in kinds]
-        programs = self.add([Signature(tree, tuple(leaves)) for leaves, tree in inputs])
+        forms = [Signature(tree, tuple(leaves)) for leaves, tree in inputs]
+        programs = self.add(dict(zip(dict.fromkeys(sizes), forms, strict=True)))
         for (digest, _), program in zip(kinds, programs, strict=True):
             if program.digest() != digest:
                 raise CaptureError(
@@ -316,50 +318,37 @@ class SplitCall:
         Raises:
             CaptureError: it takes another way now, because a module changed what the code reads.
         """
-        signature, program = next(iter(self._programs.items()))
-        place = program.place_of_difference(self._trace([signature])[0])
+        program = next(iter(self._programs.values()))
+        place = program.place_of_difference(self._trace(self._signatures[:1])[0])
         if place is not None:
             raise CaptureError(
                 f"while the parts ran, a module changed what the code between the modules reads ({place}), so that "
                 "a microbatch would see another one's; return it from the module"
             )
 
-    def start(self, signature: Signature) -> tuple[int, PartProgram]:
-        """Return the number of the program for inputs of this form, and the program."""
-        return list(self._programs).index(signature), self._programs[signature]
-
-    def program(self, number: object) -> PartProgram:
-        """Return the program that an earlier part ran."""
-        return list(self._programs.values())[cast(int, number)]
-
     def join(self, values: Sequence[Structure], sizes: Sequence[int]) -> Structure:
-        """Return the value of the last part from those of microbatches of ``sizes`` rows."""
-        numbers = [value[0] for value in values]
-        gather([self.program(number).constants() for number in numbers], sizes, lists=True)
-        return (numbers[0], *gather([value[1:] for value in values], sizes, lists=True))
-
-    def output(self, value: object) -> object:
-        """Return the model's output from the value of the last part."""
-        number, *tensors = cast("tuple[object, ...]", value)
-        return self.program(number).output(tensors)
+        """Return the model's output from the values of the last part for microbatches of ``sizes`` rows."""
+        programs = [self._programs[size] for size in sizes]
+        gather([program.constants() for program in programs], sizes, lists=True)
+        return programs[0].output(cast("tuple[object, ...]", gather(values, sizes, lists=True)))
 
     @contextmanager
-    def current(self) -> Iterator[None]:
-        """Let the parts that this thread runs belong to this call."""
-        _current.call, before = self, _current.call
+    def current(self, size: int) -> Iterator[None]:
+        """Let the parts that this thread runs be those for a microbatch of this size."""
+        _current.program, before = self._programs[size], _current.program
         try:
             yield
         finally:
-            _current.call = before
+            _current.program = before
 
 
 class _Current(threading.local):
-    call: SplitCall | None = None
+    program: PartProgram | None = None
 
 
 _current = _Current()
 
 
-def current_call() -> SplitCall | None:
-    """Return the call that this thread runs parts of."""
-    return _current.call
+def current_program() -> PartProgram | None:
+    """Return the program that this thread runs parts of."""
+    return _current.program

@@ -32,7 +32,7 @@ from anabranch.pipeline.parts.part_program import (
     PartProgram,
     Signature,
     SplitCall,
-    current_call,
+    current_program,
     signature_of,
 )
 from anabranch.pipeline.parts.tracing import Form, Uses, opened_by, trace
@@ -130,14 +130,14 @@ class SplitModel(PartedModel):
         """Run the parts one after the other."""
         call = SplitCall(self.source.trace)
         try:
-            call.add([signature_of(args, kwargs)])
-            with call.current():
+            call.add({0: signature_of(args, kwargs)})
+            with call.current(0):
                 value = super().forward(*args, **kwargs)
             call.check()
         except BaseException:
             self.source.forget_forms()
             raise
-        return call.output(value)
+        return call.join([value], [0])
 
 
 def _checked(model: nn.Module, at: Sequence[str]) -> list[str]:
@@ -167,7 +167,7 @@ class SplitSource:
         self.units: list[list[str]] = [[] for _ in range(len(at) + 1)]
         self.held: list[list[HeldTensor]] = [[] for _ in range(len(at) + 1)]
         self.forms: dict[object, Form] = {}
-        self.alone: SplitCall | None = None
+        self.alone: PartProgram | None = None  # of the parts that run one by one
         self._assign(_example_of(model, example))
 
     def __getstate__(self) -> dict[str, object]:
@@ -299,19 +299,12 @@ class SplitPart(ModelPart):
     def forward(self, *args: object, **kwargs: object) -> tuple[object, ...]:
         """Run this part's share of the model's forward; the first one takes the model's inputs."""
         source = self.source
-        call = current_call()
-        if call is None:  # one part alone, or the parts one by one
-            call = source.alone = source.alone if self.index and source.alone else SplitCall(source.trace)
-        if self.index:
-            number, *values = cast("tuple[object, ...]", args[0])
-            program = call.program(number)
-        else:
-            signature = signature_of(args, kwargs)
-            if call is source.alone:
-                call.add([signature])
-            number, program = call.start(signature)
-            values = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        return number, *program.run(self.index, values, source.model, self._look_up)
+        program = current_program()
+        if program is None:
+            program = source.alone = source.alone if self.index else source.trace([signature_of(args, kwargs)])[0]
+            assert program is not None
+        values = args[0] if self.index else [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        return program.run(self.index, cast("Sequence[object]", values), source.model, self._look_up)
 
     def _look_up(self, tensor: HeldTensor) -> object:
         holder = self.holders.get(tensor.module)

@@ -26,7 +26,6 @@ import gc
 import operator
 import random
 import sys
-import threading
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -50,6 +49,7 @@ from torch.utils._pytree import tree_map_only
 from anabranch.autodiff.moved_parameter import Elsewhere, Switch
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.errors import CaptureError
+from anabranch.liveness.meeting import begin_call
 from anabranch.pipeline.parts.part_program import (
     HeldTensor,
     Instruction,
@@ -94,20 +94,12 @@ def trace(
     recorder = _Recorder(model, at, modes, forms)
     fake = recorder.fake
     references = sys.getrefcount(fake) - 1  # that of the recorder goes
-    result: list[PartProgram] = []
-    error: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            result.extend(recorder.run(signatures))
-        except BaseException as caught:  # noqa: BLE001 - raised again in the caller's thread
-            error.append(caught)
-
     # In its own thread, where no mode of the caller's is on; its context variables are read by the model's code.
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name="anabranch-split")
-    thread.start()
+    run = functools.partial(contextvars.copy_context().run, recorder.run, signatures)
+    thread, answer = begin_call(run, "anabranch-split")
     while thread.is_alive():  # the caller's own work, done there; looked at so that an interrupt comes through
         thread.join(0.5)
+    error = answer.exception(timeout=0)
     place_of = recorder.close()
     if not error and sys.getrefcount(fake) > references:
         gc.collect(1)  # young cycles of PyTorch's own dispatch lead to it; a look at all objects takes half a second
@@ -124,9 +116,7 @@ def trace(
                 "functools.lru_cache), where it would have no values; call the model itself once with inputs of this "
                 "shape, so that it is there before, make it a buffer, or give the code of the parts as glue="
             )
-    if error:
-        raise error[0]
-    return result
+    return answer.result(timeout=0)
 
 
 def _take_out(left: Sequence[object]) -> None:
@@ -185,7 +175,7 @@ class _Recorder(TorchFunctionMode):
 
     def run(self, signatures: Sequence[Signature]) -> list[PartProgram]:
         """Return the programs: of one copy of the model, which a run that is not refused leaves as it is."""
-        with _none_drawn_elsewhere(), self._modes.entered(), using_store(SkipStore()):
+        with torch.inference_mode(False), _none_drawn_elsewhere(), self._modes.entered(), using_store(SkipStore()):
             self._modes = ThreadModes.take()
             self._copy = _Copy(self._model, self._opened, self._device, self.fake, self._listen)
             return list(map(self._run, signatures))

@@ -18,7 +18,6 @@ behind.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import Context, copy_context
@@ -30,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from anabranch.autodiff.boundary.crossing import FirstForward
+from anabranch.autodiff.boundary.crossing import FirstForward, runs_again
 from anabranch.autodiff.layer_state import LayerState, StateValues
 from anabranch.autodiff.moved_parameter import Elsewhere, Switch
 from anabranch.autodiff.thread_modes import ThreadModes
@@ -91,15 +90,13 @@ class Stage:
 class Head:
     """The part after the last layer in ``step``: the loss, its weight for each microbatch, and the targets.
 
-    ``finish`` makes the model's output from the result of the last layer; backward starts from ``seed``. ``modules``
-    are the loss's own: what it holds of the model belongs to the stages.
+    Backward starts from ``seed``. ``modules`` are the loss's own: what it holds of the model belongs to the stages.
     """
 
     loss: Callable[[Structure, Structure], Structure]
     targets: Sequence[Structure]
     weights: Sequence[float]
     keeps_outputs: bool
-    finish: Callable[[Structure], Structure] | None = None
     seed: float = 1.0
     modules: Sequence[nn.Module] = ()
 
@@ -281,7 +278,7 @@ class StageRun:
         inputs = _kept(here.inputs)  # another backward, with retain_graph, starts from them
         first = here.fingerprints
         assert self._state is not None
-        with self._state.restored(here.state), recomputing():
+        with self._state.restored(here.state):
             self.plan.context.copy().run(self._run, i, inputs, here, again=True)
         if not same(first, here.fingerprints):
             raise RuntimeError(
@@ -302,7 +299,7 @@ class StageRun:
             if store is not None:
                 stack.enter_context(using_store(store))
             if plan.split is not None:
-                stack.enter_context(plan.split.current())
+                stack.enter_context(plan.split.current(plan.sizes[i]))
             value, keywords, watched = self._enter_all(inputs, here, store)
             positional = cast("tuple[Structure, ...]", value) if stage.index == 0 else (value,)
             with self._drawing(i) as drawing:
@@ -319,7 +316,8 @@ class StageRun:
             outputs = self._cut_all(value, store, here)
             if head is not None:
                 with drawing:
-                    loss = self._loss(head, value, here.target if again else head.targets[i], head.weights[i])
+                    result = value if plan.split is None else plan.split.join([value], [plan.sizes[i]])
+                    loss = self._loss(head, result, here.target if again else head.targets[i], head.weights[i])
                 self.losses[i] = loss.detach()
                 if loss.requires_grad:
                     here.loss_edge = get_gradient_edge(loss)
@@ -384,7 +382,7 @@ class StageRun:
 
     def _loss(self, head: Head, output: Structure, target: Structure, weight: float) -> Tensor:
         try:
-            loss = head.loss(output if head.finish is None else head.finish(output), target)
+            loss = head.loss(output, target)
         except Exception as error:
             without = "; this step has no target" if target is None else ""
             error.add_note(f"a Pipe's loss is called as loss(output, target){without}")
@@ -529,13 +527,6 @@ def _copied(leaf: object) -> object:
 # The second forward of a microbatch: whether this is one, and whether it returned the same values.
 
 
-class _Current(threading.local):
-    again = False
-
-
-_current = _Current()
-
-
 def is_recomputing() -> bool:
     """Return True in a layer whose forward a pipe recomputes, because it kept no activations of the microbatch.
 
@@ -546,17 +537,7 @@ def is_recomputing() -> bool:
 
     Source: ``is_recomputing`` of torchgpipe (Kim et al., 2020).
     """
-    return _current.again
-
-
-@contextmanager
-def recomputing() -> Iterator[None]:
-    """Make this thread's forwards second ones until the block ends."""
-    _current.again = True
-    try:
-        yield
-    finally:
-        _current.again = False
+    return runs_again()
 
 
 def fingerprints(leaves: Sequence[object]) -> Fingerprints:
