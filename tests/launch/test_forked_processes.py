@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jobs import launch
+from jobs import HURRIED, launch
 
+from anabranch.launch.forks import launcher_side
 from anabranch.launch.forks.conditions import why_no_fork_server, why_not_forked
 from anabranch.launch.forks.launcher_side import ForkServer, ForkServerError
 from anabranch.launch.python_program import PythonProgram
@@ -179,10 +180,8 @@ def test_a_fork_server_with_a_second_thread_forks_nothing(tmp_path: Path) -> Non
         "import threading, time; threading.Thread(target=time.sleep, args=(60,)).start()"
     )
     code = "import anabranch.launch.forks.fork_server as f; f._IMPORTED = ('numpy',); f.main()"
-    import anabranch.launch.forks.launcher_side as forks
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forks, "_CODE", code)
+        patch.setattr(launcher_side, "_CODE", code)
         path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
         with ForkServer({**os.environ, "PYTHONPATH": path}) as server, adopt_orphans():
             with pytest.raises(ForkServerError, match="has 2 threads"):
@@ -213,7 +212,8 @@ def test_a_fork_server_ends_with_its_process_also_while_it_starts() -> None:
     wait_until(lambda: not Path(f"/proc/{pid}").exists())
 
 
-def test_a_fork_server_that_still_imports_is_not_waited_for() -> None:
+def test_a_fork_server_that_still_imports_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher_side, "_CODE", "import time; time.sleep(600)")
     server = ForkServer(os.environ)
     server.close()
     assert server._process.returncode == -signal.SIGKILL
@@ -273,7 +273,7 @@ def test_a_lost_rendezvous_ends_the_job_and_is_named(script: Script, tmp_path: P
         time.sleep(600)
         """
     )
-    outcome = launch(path, log_dir=tmp_path)
+    outcome = launch(path, log_dir=tmp_path, patience=HURRIED)
     assert outcome.exit_code == 1
     assert outcome.first_failure is not None
     assert outcome.first_failure.describe().startswith("rendezvous 0 (pid ")
