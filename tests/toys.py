@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import anabranch as ab
+from anabranch.launch import Patience
 from anabranch.parameter_server import ParameterServer
 from anabranch.testing import JobResult, LocalJob
 
@@ -192,12 +193,15 @@ print(json.dumps({{"returned": module.{function}(*{arguments})}}))
 
 
 def run_in_job(function: Callable[..., Any], workers: int, *arguments: object, **options: Any) -> JobResult:
-    """Run a test module's function in each worker of a job; arguments and results are JSON's."""
+    """Run a test module's function in each worker of a job; arguments and results are JSON's.
+
+    Where one fails, the others end by themselves.
+    """
     folders = [str(Path(inspect.getfile(function)).parent), str(Path(__file__).parent)]
     source = _IN_JOB.format(
         folders=folders, module=function.__module__, function=function.__name__, arguments=arguments
     )
-    return LocalJob(workers, **options).run_source(source)
+    return LocalJob(workers, patience=Patience(failure=60.0), **options).run_source(source)
 
 
 def in_job(function: Callable[..., Any], workers: int, *arguments: object, **options: Any) -> list[Any]:

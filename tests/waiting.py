@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from anabranch.deadline import Deadline
 
-PATIENCE = 60.0
+PATIENCE = 120.0
 """Seconds after which a test counts as hanging; far more than a busy machine needs."""
 
 

@@ -64,7 +64,7 @@ except ab.BoundaryError as error:
 )
 def test_a_stopped_rank_is_named_and_the_others_end(operation: str, world: int, where: str, tmp_path: Path) -> None:
     """A frozen process keeps its sockets open, and gloo alone waits for it until the deadline."""
-    with start_ranks(tmp_path, where + RANK, world, operation, 0.5) as started:
+    with start_ranks(tmp_path, where + RANK, world, operation, 1.0 if where else 0.5) as started:
         started[1].send_signal(signal.SIGSTOP)  # the others wait in the collective by now or soon
         for other in (started[0], *started[2:]):
             out, err = other.communicate(60)
@@ -101,7 +101,7 @@ with Workers(timeout=60.0, heartbeat=1.0) as workers:
         if workers.rank == 1 and turn == 0:
             print("ready", flush=True)
             if sys.argv[1] == "holds the lock":
-                ctypes.PyDLL(None).usleep(5_000_000)  # no thread of Python runs meanwhile
+                ctypes.PyDLL(None).usleep(3_000_000)  # no thread of Python runs meanwhile
             else:
                 sys.stdin.readline()
 """
@@ -113,7 +113,7 @@ def test_ranks_of_other_hosts_are_waited_for(why: str, tmp_path: Path) -> None:
         if why == "is stopped with all others":
             for one in started:
                 one.send_signal(signal.SIGSTOP)
-            time.sleep(4.0)  # four heartbeats
+            time.sleep(3.0)  # three heartbeats
             for one in started:
                 one.send_signal(signal.SIGCONT)
         for one in reversed(started):

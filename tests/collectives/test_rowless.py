@@ -13,6 +13,7 @@ from anabranch.testing import LocalJob
 
 JOB = """
 import json, os, sys, time
+from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,7 +21,7 @@ import anabranch as ab
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
-EMPTY, HOW, MODE, TIMEOUT = {empty}, {how!r}, {mode!r}, 4.0
+EMPTY, HOW, MODE = {empty}, {how!r}, {mode!r}
 
 def loss(model, batch):
     output = model(batch)
@@ -39,8 +40,10 @@ said, losses = "", []
 default = dist.group.WORLD._get_backend(torch.device("cpu"))
 before = default.options._timeout
 try:
-    with ab.Executor(step, MODE, engine="tape", timeout=TIMEOUT, heartbeat=0.2) as executor:
+    with ab.Executor(step, MODE, engine="tape", timeout=60.0, heartbeat=0.2) as executor:
         for run in range(3):
+            if run == 1:  # a wait that ends soon, once all have met
+                executor._workers.timeout, executor._workers.rowless._limit = 3.0, timedelta(seconds=1.5)
             rows = 0 if run == 1 and rank == EMPTY else 4
             losses.append(executor.run(batch=torch.ones(rows, 3))["loss"].item())
 except ab.BoundaryError as error:

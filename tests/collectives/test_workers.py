@@ -49,8 +49,8 @@ def one_failing_at_first() -> list[Any]:
         else:
             store.wait([f"late {len(results)}"])
         began = time.monotonic()
-        with Workers(group, timeout=20) as workers:
-            results += [workers.all_reduce(torch.ones(1)).item(), time.monotonic() - began < 15]
+        with Workers(group, timeout=60) as workers:
+            results += [workers.all_reduce(torch.ones(1)).item(), time.monotonic() - began < 30]
     return results
 
 

@@ -264,7 +264,7 @@ def freezing_later() -> list[str]:
         model = nn.Sequential(nn.Embedding(6, 2), nn.Flatten(), nn.Linear(4, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), optimizer)
-        with ab.Executor(step, "Hybrid", timeout=20, **options) as executor:
+        with ab.Executor(step, "Hybrid", timeout=60, **options) as executor:
             freeze(model)
             executor.run(batch=IDS + rank)
 

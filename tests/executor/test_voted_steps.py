@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch.deadline import Deadline
-from anabranch.launch import Patience
 from anabranch.parameter_server.messages import ReleaseMessage
 from toys import in_job, job_servers, plain_step, run_in_job
 from waiting import wait_until
@@ -137,7 +136,7 @@ def test_what_run_has_returned_for_is_on_all_servers_whenever_a_worker_dies(
     point: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with job_servers(2, monkeypatch) as servers:
-        lost = run_in_job(lose_one, 2, mode, point, patience=Patience(failure=20.0))
+        lost = run_in_job(lose_one, 2, mode, point)
         assert lost.exit_codes[1] == -9
         assert lost.results[0] is not None, lost.logs[0]
         survivor: Any = lost.results[0]["returned"]
@@ -175,7 +174,7 @@ def test_a_job_that_takes_over_what_servers_hold_applies_what_one_has_heard_of(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with job_servers(2, monkeypatch) as servers:
-        lost = run_in_job(die_together, 2, mode, patience=Patience(failure=20.0))
+        lost = run_in_job(die_together, 2, mode)
         assert lost.exit_codes == (-9, -9)
         jobs = [server._shard._job for server in servers]
         assert [job.applied for job in jobs if job is not None] == [FATAL, FATAL]

@@ -126,7 +126,7 @@ def test_expired_requests_are_dropped_before_compute() -> None:
 def test_a_stuck_device_stops_the_beats_so_that_callers_learn_of_it() -> None:
     module = Slow()
     backend = ExpertBackend("slow.0", module, args_schema=[TensorSpec(2)], max_batch_size=1)
-    with served(backend, heartbeat=2.0) as server:
+    with served(backend, heartbeat=1.0) as server:
         hasty = RemoteExpert("slow.0", server.endpoint, forward_timeout=0.2)
         patient = RemoteExpert("slow.0", server.endpoint)
         patient.get_info()

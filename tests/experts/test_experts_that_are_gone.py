@@ -90,9 +90,10 @@ def test_a_forward_waits_for_experts_that_are_gone_and_says_so_once(
 
 def test_experts_that_stay_away_are_an_error_at_the_deadline_that_names_the_cure() -> None:
     directory = Directory()
-    mixture = RemoteMixtureOfExperts(4, [2], directory, "ffn", k_best=2, k_min=2, forward_timeout=1.0)
+    mixture = RemoteMixtureOfExperts(4, [2], directory, "ffn", k_best=2, k_min=2)
     with serving(directory, "ffn.0", "ffn.1") as server:
         mixture(torch.ones(3, 4))
+    mixture.forward_timeout = 1.0
     directory.announce(["ffn.0", "ffn.1"], server.endpoint, 60.0)
     with pytest.raises(BoundaryError, match="3 rows have fewer than 2 experts") as caught:
         mixture(torch.ones(3, 4))

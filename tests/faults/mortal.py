@@ -35,7 +35,7 @@ class Shard:
         self.server.__exit__(None, None, None)
 
     def client(self, **options: object) -> ParameterClient:
-        return ParameterClient([HERE], transport=self.network, timeout=20, **options)
+        return ParameterClient([HERE], transport=self.network, timeout=60, **options)
 
     def __enter__(self) -> ParameterClient:
         self._client = self.client()

@@ -29,7 +29,7 @@ def pushed(directory: Path, shards: int, durability: str = "log") -> Sequence[fl
             )
             for shard in range(shards)
         ]  # fmt: skip
-        client = stack.enter_context(ParameterClient([s.endpoint for s in servers], transport=network, timeout=20))
+        client = stack.enter_context(ParameterClient([s.endpoint for s in servers], transport=network, timeout=60))
         client.init("t", (4, 1), kind="rows", optimizer=SGD)
         client.sparse_push("t", torch.arange(4), -torch.ones(4, 1))
         return client.pull("t").flatten().tolist()

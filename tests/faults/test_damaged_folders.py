@@ -30,7 +30,7 @@ class Pushed:
     def __init__(self, folder: Path, durability: str, stack: ExitStack) -> None:
         self.network, self.durability = MemoryTransport(), durability
         self.clients = [
-            stack.enter_context(ParameterClient([HERE], transport=self.network, timeout=20, retries=0))
+            stack.enter_context(ParameterClient([HERE], transport=self.network, timeout=60, retries=0))
             for _ in range(2)
         ]
         self.folders: list[Path] = []

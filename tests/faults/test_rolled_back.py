@@ -134,7 +134,7 @@ def two_shards(directory: Path) -> list[Path]:
         ).__enter__()
         for index in range(2)
     ]
-    with ParameterClient(["memory:0", "memory:1"], transport=network, timeout=20) as client:
+    with ParameterClient(["memory:0", "memory:1"], transport=network, timeout=60) as client:
         client.init_table(SPEC, SGD)
         for _ in range(3):
             client.sparse_push("t", torch.arange(8), -torch.ones(8, 2))

@@ -32,7 +32,7 @@ def shards() -> Iterator[tuple[MemoryTransport, list[str]]]:
 
 def client_of(shards: tuple[MemoryTransport, list[str]], **options: Any) -> ParameterClient:
     network, endpoints = shards
-    return ParameterClient(endpoints, transport=network, timeout=20, **options)
+    return ParameterClient(endpoints, transport=network, timeout=60, **options)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_a_shard_that_does_not_answer_counts_for_more_than_one_that_refuses(
             server.__enter__()
         stack.callback(servers[refuses].__exit__, None, None, None)
         endpoints = [server.endpoint for server in servers]
-        client = stack.enter_context(ParameterClient(endpoints, transport=network, timeout=20, retries=0))
+        client = stack.enter_context(ParameterClient(endpoints, transport=network, timeout=60, retries=0))
         client.init("t", (8, 1), "rows", optimizer=SGD)
         servers[lost].__exit__(None, None, None)
         monkeypatch.setattr(Shard, "push", push)
@@ -108,7 +108,7 @@ def test_an_executor_does_not_save_half_a_step(
             torch.optim.SGD(model.parameters(), lr=10.0),
             reduction="sum",
         )
-        executor = stack.enter_context(ab.Executor(step, "Hybrid", engine="tape", timeout=20, consistency=consistency))
+        executor = stack.enter_context(ab.Executor(step, "Hybrid", engine="tape", timeout=60, consistency=consistency))
         executor.run(batch=IDS)
         full.add(1)
         with pytest.raises(ab.Overloaded):

@@ -8,12 +8,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from anabranch.launch import JobOutcome, JobSpec, PythonProgram
+from anabranch.launch import JobOutcome, JobSpec, Patience, PythonProgram
 from anabranch.launch import launch as launch_job
 from anabranch.launch.forks.launcher_side import ForkServer
 
 MARK = "ANABRANCH_TEST_MARK"
 """In the environment of all that a test starts."""
+HURRIED = Patience(failure=0.3, stop=0.3, drain=0.5)
+"""For processes that do not end by themselves."""
+PATIENT = Patience(failure=60.0, stop=60.0, drain=60.0)
+"""For those that do, however busy the machine is."""
 
 
 def launch(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jobs import launch
+from jobs import HURRIED, launch
 
 from anabranch.launch.forks import launcher_side
 from anabranch.launch.forks.launcher_side import ForkServer, ForkServerError, why_no_fork_server, why_not_forked
@@ -211,7 +211,8 @@ def test_a_fork_server_ends_with_its_process_also_while_it_starts() -> None:
     wait_until(lambda: not Path(f"/proc/{pid}").exists())
 
 
-def test_a_fork_server_that_still_imports_is_not_waited_for() -> None:
+def test_a_fork_server_that_still_imports_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher_side, "_CODE", "import time; time.sleep(600)")
     server = ForkServer(os.environ)
     server.close()
     assert server._process.returncode == -signal.SIGKILL
@@ -269,7 +270,7 @@ def test_a_lost_rendezvous_ends_the_job_and_is_named(script: Script, tmp_path: P
         time.sleep(600)
         """
     )
-    outcome = launch(path, log_dir=tmp_path)
+    outcome = launch(path, log_dir=tmp_path, patience=HURRIED)
     assert outcome.exit_code == 1
     assert outcome.first_failure is not None
     assert outcome.first_failure.describe().startswith("rendezvous 0 (pid ")

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jobs import launch, marked_processes
+from jobs import HURRIED, PATIENT, launch, marked_processes
 
 from anabranch.launch import Patience
 
 Script = Callable[[str], Path]
-HURRIED = Patience(failure=0.3, stop=0.3, drain=0.3)
-PATIENT = Patience(failure=60.0, stop=60.0, drain=60.0)
 
 # Starts a child in the worker's group and one in a session of its own, as daemons are.
 GRANDCHILDREN = """
@@ -125,9 +122,7 @@ def test_a_worker_that_ignores_signals_or_is_frozen_is_killed(script: Script, tm
         """
     )
     logs = [str(tmp_path / f"worker-{rank}.log") for rank in range(2)]
-    started = time.monotonic()
     outcome = launch(path, logs, workers=3, log_dir=tmp_path, patience=HURRIED)
-    assert time.monotonic() - started < 60  # of 600
     assert [exit_.code for exit_ in outcome.exits] == [-signal.SIGKILL, -signal.SIGKILL, 1]
 
 
@@ -155,15 +150,14 @@ while True:
 """
     )
     before = signal.getsignal(number)
-    patience = Patience(stop=60.0)
     outcome = launch(
-        path, [str(tmp_path / "worker-1.log"), str(int(number))], workers=2, log_dir=tmp_path, patience=patience
+        path, [str(tmp_path / "worker-1.log"), str(int(number))], workers=2, log_dir=tmp_path, patience=PATIENT
     )
     assert outcome.interrupted == number
     assert outcome.exit_code == code
     assert all(exit_.stopped for exit_ in outcome.exits)
+    assert all(exit_.code != -signal.SIGKILL for exit_ in outcome.exits)
     assert outcome.first_failure is None
-    assert outcome.seconds < 30
     assert signal.getsignal(number) is before
 
 
@@ -204,10 +198,9 @@ def test_the_same_signal_again_kills_at_once(script: Script, tmp_path: Path, mon
         """
     )
     told: list[str] = []
-    outcome = launch(path, log_dir=tmp_path, patience=Patience(stop=60.0), tell=told.append)
+    outcome = launch(path, log_dir=tmp_path, patience=PATIENT, tell=told.append)
     assert outcome.exit_code == 130
     assert outcome.exits[0].code == -signal.SIGKILL
-    assert outcome.seconds < 30
     assert told[1:] == ["SIGINT again: killing the workers", "rank 0 did not stop; killing it"]
 
 

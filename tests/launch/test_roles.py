@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jobs import launch, marked_processes
+from jobs import HURRIED, PATIENT, launch, marked_processes
 
 from anabranch.errors import RemoteError
 from anabranch.launch import Patience, RestartBudget
@@ -25,8 +25,6 @@ from launched import start_run
 from waiting import wait_until
 
 Script = Callable[[str], Path]
-HURRIED = Patience(failure=0.3, stop=0.3, drain=0.5)
-PATIENT = Patience(failure=0.3, stop=60.0, drain=60.0)
 LIMIT = 200.0
 
 # An expert process without experts: it says that it is there, and that it was told to stop.
@@ -238,15 +236,6 @@ def pid_of(role, rank):
     jobs = json.loads(pathlib.Path(os.environ["ANABRANCH_STATUS"]).with_name("job.json").read_text())
     return next(one["pid"] for one in jobs["roles"] if (one["role"], one["rank"]) == (role, rank))
 """
-
-
-@pytest.fixture(autouse=True)
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the launcher makes its temporary files, to see what it leaves."""
-    path = tmp_path / "temporary"
-    path.mkdir()
-    monkeypatch.setenv("TMPDIR", str(path))
-    return path
 
 
 @pytest.mark.parametrize(

@@ -34,15 +34,6 @@ time.sleep(600)
 """
 
 
-@pytest.fixture(autouse=True)
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the launcher makes its temporary files, to see what it leaves."""
-    path = tmp_path / "temporary"
-    path.mkdir()
-    monkeypatch.setenv("TMPDIR", str(path))
-    return path
-
-
 def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["anabranch", *arguments])
     with pytest.raises(SystemExit) as caught:

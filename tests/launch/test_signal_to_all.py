@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,15 +48,13 @@ with ab.Executor(step, comm_mode="Hybrid") as executor:
 def test_workers_save_with_their_servers(script: Script, tmp_path: Path, number: signal.Signals, to_all: bool) -> None:
     path = script(TRAINS.format(folder=str(tmp_path), number=int(number)))
     logs = tmp_path / "logs"
-    with start_run("--workers", 2, "--servers", 1, "--experts", 1, "--log-dir", logs, path) as launcher:
+    with start_run("--workers", 2, "--servers", 1, "--experts", 1, "--log-dir", logs, path, patient=True) as launcher:
         wait_until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(2)))
         tasks = Path(f"/proc/{launcher.pid}/task").glob("*/children") if to_all else ()
         pids = [int(pid) for task in tasks for pid in task.read_text().split()]  # the fork server's, too
-        began = time.monotonic()
         for pid in [launcher.pid, *pids]:
             os.kill(pid, number)
-        _, err = launcher.communicate(60.0)
-    assert time.monotonic() - began < 12.0, err
+        _, err = launcher.communicate(120.0)
     assert launcher.returncode == (130 if number == signal.SIGINT else 0), err
     assert (tmp_path / "saved").exists(), err
     assert all((tmp_path / f"steps-{rank}").exists() for rank in range(2)), err

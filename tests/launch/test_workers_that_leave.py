@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from elastic import Deaths, train
-from jobs import launch, lines
+from jobs import PATIENT, launch, lines
 
 from anabranch.launch import RestartBudget
 from covering import pairwise
@@ -214,7 +214,7 @@ EARLY = """
 
 
 def test_a_worker_that_dies_before_it_has_an_executor_is_not_waited_for(script: Script, tmp_path: Path) -> None:
-    outcome = launch(script(EARLY), workers=3, min_workers=1, log_dir=tmp_path, seconds=120.0)
+    outcome = launch(script(EARLY), workers=3, min_workers=1, log_dir=tmp_path, patience=PATIENT, seconds=120.0)
     assert not outcome.timed_out
     assert outcome.exit_code == 1
     assert "PeerLost: its process has ended (peer rank 1" in (tmp_path / "worker-0.log").read_text()
@@ -252,7 +252,7 @@ TWO = """
 def test_a_save_in_the_background_is_lost_with_its_worker_and_a_job_of_two_executors_ends(
     script: Script, tmp_path: Path, executors: str
 ) -> None:
-    options = {"min_workers": 1, "worker_restarts": RestartBudget(0)}
+    options = {"min_workers": 1, "worker_restarts": RestartBudget(0), "patience": PATIENT}
     outcome = launch(script(TWO), [executors], workers=3, log_dir=tmp_path, seconds=120.0, **options)
     assert not outcome.timed_out
     text = (tmp_path / "worker-1.log").read_text()
@@ -270,7 +270,7 @@ ENDS = """
     import json, os, sys, time
     from pathlib import Path
     from anabranch.liveness.membership import own_place
-    rank, ends = os.environ["RANK"], dict(one.split(":") for one in sys.argv[1:])
+    folder, rank, ends = Path(sys.argv[1]), os.environ["RANK"], dict(one.split(":") for one in sys.argv[2:])
     own_place().write_progress(1, 0)  # as a job whose training goes on does
     if number := int(ends.get(rank, 0)):
         if number < 0:
@@ -281,6 +281,9 @@ ENDS = """
             now = json.load(file)
         if now["over"] or now["number"] == len(ends):
             break
+        time.sleep(0.005)
+    (folder / f"seen-{rank}").touch()  # the end of any that is left makes another membership
+    while not now["over"] and len(list(folder.glob("seen-*"))) < 3 - len(ends):
         time.sleep(0.005)
 """
 
@@ -301,7 +304,7 @@ ENDS = """
 def test_an_exit_code_ends_the_job_and_a_kill_does_not(
     script: Script, tmp_path: Path, ends: dict[int, int], least: int, code: int
 ) -> None:
-    arguments = [f"{rank}:{int(end)}" for rank, end in ends.items()]
+    arguments = [str(tmp_path), *(f"{rank}:{int(end)}" for rank, end in ends.items())]
     options = {"min_workers": least, "worker_restarts": RestartBudget(0)}
     told: list[str] = []
     outcome = launch(script(ENDS), arguments, workers=3, log_dir=tmp_path, tell=told.append, **options)
@@ -317,7 +320,8 @@ def test_the_screen_shows_the_log_of_whoever_is_rank_0(
     says = "\n    print(f'process {rank} is rank {now[\"ranks\"][rank]}')\n"
     options = {"min_workers": 1, "worker_restarts": RestartBudget(0), "log_dir": tmp_path, "live": True}
     told: list[str] = []
-    outcome = launch(script(ENDS + says), [f"0:{-signal.SIGKILL:d}"], workers=3, tell=told.append, **options)
+    arguments = [str(tmp_path), f"0:{-signal.SIGKILL:d}"]
+    outcome = launch(script(ENDS + says), arguments, workers=3, tell=told.append, **options)
     assert outcome.exit_code == 0
     assert [line.endswith("goes on with 2 workers, whose rank 0 writes to worker-2.log") for line in told] == [True]
     assert capfd.readouterr().out == "process 2 is rank 0\n"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -32,7 +34,7 @@ def late(folder: str) -> list[str | None]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("anabranch").addHandler(handler)
     if ab.job().rank == 0:
-        meeting.SAID_AFTER = 0.0
+        meeting.SAID_AFTER, meeting.LOOK_SECONDS = 0.0, 0.01
         with pytest.raises(DeadlineExceeded, match="meet.*rank 1|rank 1.*meet") as caught:
             executor(timeout=0.6)
         assert caught.value.elapsed is not None
@@ -52,14 +54,37 @@ def test_a_rank_says_whom_it_waits_for_until_its_timeout_and_meets_them_later(tm
     assert not any("waiting" in line for line in second[1:])
 
 
+class GivesUp:
+    """A deadline that is over once these files are there, in turn, and this rank has looked for the others since."""
+
+    def __init__(self, here: Path, *awaited: Path) -> None:
+        self._here, self._awaited, self._there = here, list(awaited), False
+
+    def expired(self) -> bool:
+        self._here.touch()  # as what says that this rank has come is by now
+        if self._there:
+            Path(f"{self._awaited.pop(0)} was seen").touch()
+        self._there = bool(self._awaited) and self._awaited[0].exists()
+        return not self._awaited
+
+    def elapsed(self) -> float:
+        return 0.0
+
+
 def gone_again(folder: str) -> str | None:
-    """Rank 0 gives up where rank 1 has seen it; rank 2 comes behind that."""
-    marker = Path(folder) / "given up"
-    if ab.job().rank == 2:
-        wait_until(marker.exists)
-    with pytest.raises(DeadlineExceeded, match="not all ranks arrived") as caught:
-        executor(timeout=0.8 if ab.job().rank == 0 else 3.0)
-    marker.touch()
+    """Rank 0 gives up once rank 1 has seen it; rank 2 comes behind that, and rank 1 gives up once it has seen that."""
+    came, gone = ([Path(folder, f"{one} {what}") for one in range(3)] for what in ("came", "gone"))
+    rank = ab.job().rank
+    if rank == 2:
+        wait_until(gone[0].exists)
+    awaited = [[Path(f"{came[0]} was seen")], [came[0], came[2]], [gone[1]]][rank]
+    deadline = SimpleNamespace(after=lambda seconds: GivesUp(came[rank], *awaited))
+    with (
+        patch.object(meeting, "Deadline", deadline),
+        pytest.raises(DeadlineExceeded, match="not all ranks arrived") as caught,
+    ):
+        executor()
+    gone[rank].touch()
     return caught.value.peer
 
 

@@ -22,7 +22,7 @@ from programs import Programs
 
 def fetch(url: str) -> dict[str, float]:
     """The samples of a page, by name and labels."""
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line and line[0] != "#"}
 

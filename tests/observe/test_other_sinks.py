@@ -23,7 +23,7 @@ DASHBOARD = Path(__file__).parents[2] / "examples/cluster/grafana.json"
 
 
 def page(url: str) -> dict[str, float]:
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line and line[0] != "#"}
 

@@ -43,12 +43,12 @@ def test_endpoints_that_are_other_shards_are_refused_and_nothing_is_changed(
     endpoints: str, said: str, network: MemoryTransport
 ) -> None:
     """Clients with the endpoints in two orders each had parameters of their own under one name, unnoticed."""
-    with ParameterClient(["memory:s0", "memory:s1"], transport=network, timeout=20) as right:
+    with ParameterClient(["memory:s0", "memory:s1"], transport=network, timeout=60) as right:
         for name in NAMES:
             right.init(name, (1,), optimizer=SGD)
         right.init("rows", (10, 1), kind="rows", optimizer=SGD)
         wrong_endpoints = [f"memory:{name}" for name in endpoints.split()]
-        with ParameterClient(wrong_endpoints, transport=network, timeout=20) as wrong:
+        with ParameterClient(wrong_endpoints, transport=network, timeout=60) as wrong:
             refused = pytest.raises(SchemaError, match=said)
             for name in NAMES:
                 with refused:
@@ -61,21 +61,21 @@ def test_endpoints_that_are_other_shards_are_refused_and_nothing_is_changed(
                 wrong.statistics()
         assert right.pull("rows").flatten().tolist() == [0.0] * 10
     with pytest.raises(SchemaError, match=said):  # a job's worker, at its start
-        ParameterClient(wrong_endpoints, worker=Worker(0, 1), transport=network, timeout=20)
+        ParameterClient(wrong_endpoints, worker=Worker(0, 1), transport=network, timeout=60)
 
 
 def test_dense_parameters_are_made_only_on_the_shard_that_their_name_belongs_to(network: MemoryTransport) -> None:
-    with ParameterClient(["memory:s1", "memory:s0"], transport=network, timeout=20) as client:
+    with ParameterClient(["memory:s1", "memory:s0"], transport=network, timeout=60) as client:
         for name in NAMES:
             with pytest.raises(SchemaError, match="name the endpoints in the order of their shards"):
                 client.init(name, (1,), optimizer=SGD)
-    with ParameterClient(["memory:s0", "memory:s1"], transport=network, timeout=20) as client:
+    with ParameterClient(["memory:s0", "memory:s1"], transport=network, timeout=60) as client:
         assert [described["dense"] for described in client.calls.describe()] == [[], []]
 
 
 def test_another_shard_at_a_known_address_is_noticed() -> None:
     network = MemoryTransport()
-    with ParameterClient(["memory:here"], transport=network, timeout=20) as client:
+    with ParameterClient(["memory:here"], transport=network, timeout=60) as client:
         with ParameterServer(0, 1, "memory:here", transport=network):
             client.init("bias", (1,), optimizer=SGD)
             client.push("bias", torch.ones(1))

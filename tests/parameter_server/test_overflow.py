@@ -64,8 +64,8 @@ def test_under_bsp_a_worker_with_a_number_too_large_is_refused_and_may_push_anot
     network = MemoryTransport()
     with (
         ParameterServer(transport=network) as server,
-        ParameterClient([server.endpoint], transport=network, worker=Worker(0, 2), timeout=20) as first,
-        ParameterClient([server.endpoint], transport=network, worker=Worker(1, 2), timeout=20) as second,
+        ParameterClient([server.endpoint], transport=network, worker=Worker(0, 2), timeout=60) as first,
+        ParameterClient([server.endpoint], transport=network, worker=Worker(1, 2), timeout=60) as second,
     ):
         sgd = RowOptimizer.from_factory(functools.partial(torch.optim.SGD, lr=1.0))
         first.init_table(TableSpec("t", 4, 2, initial=Constant(0.0)), sgd)

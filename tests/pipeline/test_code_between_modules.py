@@ -268,6 +268,7 @@ def tensors_without_memory() -> set[int]:
     return {id(one) for one in gc.get_objects() if type(one) is FakeTensor}
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("mask", MEMOS)
 def test_a_mask_kept_outside_the_model_is_refused_and_taken_out_there(mask: Callable[[int], Tensor]):
     forget_masks()
@@ -289,6 +290,7 @@ def test_a_mask_kept_outside_the_model_is_refused_and_taken_out_there(mask: Call
     forget_masks()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("mask", MEMOS)
 def test_a_mask_kept_by_a_whole_module_is_a_real_one(mask: Callable[[int], Tensor]):
     forget_masks()

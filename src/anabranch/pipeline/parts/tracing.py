@@ -104,12 +104,15 @@ def trace(
     if not error and sys.getrefcount(fake) > references:
         gc.collect(1)  # young cycles of PyTorch's own dispatch lead to it; a look at all objects takes half a second
     if error or sys.getrefcount(fake) > references:  # each of its tensors has a reference to it
+        frozen = gc.get_freeze_count()
         gc.unfreeze()  # what is frozen is not looked at below
         gc.collect()
         left = [it for it in gc.get_objects() if type(it) is FakeTensor and it.fake_mode is fake]
         places = [place_of[id(tensor)] for tensor in left if id(tensor) in place_of]
         _take_out(left)
         left.clear()  # of an error's frame
+        if frozen:
+            gc.freeze()
         if places and not error:
             raise CaptureError(
                 f"{places[0]} makes a tensor that is kept outside the model (in a global dictionary or by "
