@@ -47,6 +47,16 @@ def test_the_others_go_on_until_the_newcomer_is_there(tmp_path: Path, gloo: bool
 
 
 @pytest.mark.slow
+def test_a_group_whose_sum_a_death_has_interrupted_is_freed_once_that_has_failed(tmp_path: Path) -> None:
+    deaths: Deaths = {1: [("in the sum", 3)], 2: [("in the sum", 6)]}
+    joiners: Deaths = {1: [("in the sum", 9)], 2: [("in the sum", 12)]}
+    train(tmp_path, deaths, least=None, restarts=4, left=3, joiners=joiners, gloo=True, steps=16)
+    records = [one for one in lines(tmp_path / "records", "memberships") if one["process"] == 0]
+    files = [one["files"] for one in records]
+    assert max(files[2:]) <= max(files[:2]) + 2, files
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("least", [None, 2])
 def test_the_workers_of_a_whole_host_are_replaced(tmp_path: Path, least: int | None) -> None:
     deaths: Deaths = {0: [("in the sum", 4)], 2: [("in the sum", 4)]}
