@@ -23,7 +23,6 @@ If it has looked at the epoch before, it has waited there until the members met,
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
 import operator
 import time
@@ -38,14 +37,14 @@ import torch
 from anabranch.collectives import Workers
 from anabranch.collectives.shared_memory import NUMBERS, FlatForm, SharedSum, load_kernels, shared_sums
 from anabranch.deadline import Deadline
-from anabranch.errors import BoundaryError, DeadlineExceeded, PeerLost
+from anabranch.errors import DeadlineExceeded, PeerLost
 from anabranch.executor.likeness import exchange
 from anabranch.executor.loaders.loading import BoundLoader
 from anabranch.executor.observing.watching import MembershipRecord
 from anabranch.executor.randomness import RandomMoment
 from anabranch.executor.running.remote import RemotePart
 from anabranch.executor.running.runner import ShareOf, StepRunner, is_share
-from anabranch.executor.saving.saving import Saver
+from anabranch.executor.saving.saving import Saver, send_state
 from anabranch.executor.spec import Spec
 from anabranch.liveness.group import rank_names
 from anabranch.liveness.membership import APART, OwnPlace, progress, published
@@ -412,17 +411,12 @@ class Redo:
             counts = {name: self._counts if one is runner else counts[name] | servers for name, one in runners.items()}
             self._go_back()
         if min(everyone) < highest:
-            source, state = everyone.index(highest), b""
+            source, state = everyone.index(highest), None
             if workers.rank == source:
                 more = self._saver.newcomers_state() if min(everyone) < 0 else None
                 state = self._saver.dense_state([counts, self._called, self._answer, more])
-            digest = workers.broadcast_bytes(hashlib.blake2b(state).digest(), source, operation="state")
-            state = workers.broadcast_bytes(state, source, operation="state")
+            state = send_state(workers, state, source, takes=mine < highest)
             if mine < highest:
-                if hashlib.blake2b(state).digest() != digest:
-                    raise BoundaryError(
-                        "the state of training has arrived otherwise than it was sent", operation="state"
-                    )
                 counts, self._called, self._answer, more = self._saver.take_dense_state(state)
                 if workers.joins:
                     self._saver.take_newcomers_state(more)
