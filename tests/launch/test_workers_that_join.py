@@ -208,9 +208,12 @@ def test_a_job_that_is_not_elastic_ends_with_a_killed_worker(script: Script, tmp
     outcome = launch(script(GIVEN), workers=3, log_dir=tmp_path, tell=told.append, seconds=120.0)
     assert outcome.exit_code == 1
     assert not any("takes its place" in line for line in told)
-    text = (tmp_path / "worker-0.log").read_text()
-    assert "PeerLost: rank 1 is lost" in text
-    assert "does not go on without it" not in text, "nobody has asked for that"
+    texts = [(tmp_path / f"worker-{rank}.log").read_text() for rank in (0, 2)]
+    why = "run('default', ...) was given a batch, and not a function that returns each worker's share"
+    says = f"the job ends with the first worker that is killed or freezes: {why}"
+    assert [text.count(says) for text in texts] == [1, 0]
+    assert all("PeerLost: rank 1 is lost" in text for text in texts)
+    assert all(f"the job does not go on without it: {why}" in text for text in texts)
 
 
 @pytest.mark.slow

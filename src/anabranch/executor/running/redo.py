@@ -39,7 +39,6 @@ from anabranch.collectives.shared_memory import NUMBERS, FlatForm, SharedSum, lo
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, PeerLost
 from anabranch.executor.likeness import exchange
-from anabranch.executor.loaders.loading import BoundLoader
 from anabranch.executor.observing.watching import MembershipRecord
 from anabranch.executor.randomness import RandomMoment
 from anabranch.executor.running.remote import RemotePart
@@ -53,6 +52,7 @@ from anabranch.tensors import Structure
 
 _T = TypeVar("_T")
 _log = logging.getLogger("anabranch.executor")
+ENDS = "the job ends with the first worker that is killed or freezes"
 _COMPARISON = "comparison of calls"
 _LOOK_SECONDS = 0.05  # between two looks for newcomers
 _CURE = (
@@ -81,10 +81,9 @@ class Redo:
         place: this one's in the job.
         epochs: returns how many this worker has done.
         runners: of the training steps.
-        loaders: of these and others.
-        saver: reads and sets the state that all workers have alike.
+        saver: reads and sets the state that all workers have alike; it has the loaders of these and others.
         form: what is the same of the executor on all workers, also on a newcomer.
-        fixed: the reason why these do not go on without one of them.
+        fixed: the reason why these do not go on without one of them, which is said.
         apart: what these have on servers, if they do not make their steps together, but only other calls.
 
     Attributes:
@@ -101,17 +100,19 @@ class Redo:
         place: OwnPlace,
         epochs: Callable[[], int],
         runners: Mapping[str, StepRunner],
-        loaders: Mapping[str, BoundLoader],
         saver: Saver,
         form: str,
         fixed: str | None,
         apart: RemotePart | None = None,
     ) -> None:
-        self._workers, self._runners, self._loaders, self._saver, self.fixed = workers, runners, loaders, saver, fixed
+        self._workers, self._runners, self._loaders, self._saver = workers, runners, saver.loaders, saver
         self._place, self._epochs, self.apart = place, epochs, apart
+        self.fixed: str | None = None
         self.may_shrink = published(place.meeting).least < workers.size
         for other in _open:  # whose workers meet at other calls, and on each worker at another of them
-            self.fixed = other.fixed = "the script has two Executors open at once"
+            fixed = other.fixed = "the script has two Executors open at once"
+        if fixed is not None:
+            self._fix(fixed)
         _open.add(self)
         _made[form] += 1
         self._form = zlib.crc32(f"{_made[form]} {form}".encode())  # a script may train in one after the other
@@ -139,8 +140,8 @@ class Redo:
             own = f"step {name!r} reads a loader that is not ab.loaders.GlobalBatches"
         elif batch is not None and not is_share(batch):
             own = f"run({name!r}, ...) was given a batch, and not a function that returns each worker's share"
-        if own and not self.may_shrink:
-            self.fixed = own
+        if own and self.fixed is None and not self.may_shrink:
+            self._fix(own)
         elif own and self.fixed is None and not self.own_rows:
             self.own_rows = True
             if self._workers.rank == 0:
@@ -159,6 +160,11 @@ class Redo:
         self._position = None if self._loader is None else self._loader.moment()
         self._remember_buffers()
         self._random.remember()
+
+    def _fix(self, why: str) -> None:
+        self.fixed = why
+        if self._workers.rank == 0:
+            _log.log(logging.WARNING if self.may_shrink else logging.INFO, "%s: %s", ENDS, why)
 
     def _remember_buffers(self) -> None:
         buffers = []
@@ -336,35 +342,32 @@ class Redo:
 
     def _meet(self, error: PeerLost | None, runner: StepRunner | None, *, called: bool) -> MembershipRecord:
         """Meet the others under the next membership, because of ``error``, or since newcomers are invited."""
-        if error is not None and self.fixed is not None:
-            if self.may_shrink:
-                error.add_note(f"the job does not go on without it: {self.fixed}")
-            raise error
         if error is not None and not _is_of_a_worker(error):
             raise error
+        if error is not None and self.fixed is not None:
+            error.add_note(f"the job does not go on without it: {self.fixed}")
+            raise error
         workers = self._workers
-        before, number, meets = workers.peers.identities, -1 if workers.joins else workers.membership, True
+        before, number = workers.peers.identities, -1 if workers.joins else workers.membership
         awaited = error is None or error.operation == _COMPARISON
         if self.apart is not None:
             self.apart.tables.wait_until_quiet()  # what is on its way is of the last number, and is not done again
-        while meets:
+        while True:
             try:
-                meets = workers.meet_again(awaited=awaited) and self._settle(runner, called=called)
-                if meets:
-                    break
+                met = workers.meet_again(awaited=awaited) and self._settle(runner, called=called)
+                break
             except PeerLost as other:  # one more has died, or leaves: meet again
                 if not _is_of_a_worker(other):
                     raise
                 awaited = awaited or other.operation == _COMPARISON
-        else:
-            if self._place.joins and (workers.roll is None or workers.roll.closed or workers.have_closed()):
-                self._end(f"the other workers have ended, and so does this one, which has joined them; {_CURE}")
+        roll = workers.roll
+        closed = roll is None or roll.closed or (not met and workers.have_closed())
+        if self._place.joins and closed and (not met or (roll and roll.since.keys() == roll.ranks.keys())):
+            self._end(f"the other workers have ended, and so does this one, which has joined them; {_CURE}")
+        if not met:
             why = "the job ends: too few workers are left, or none that has the state of training"
             raise error or PeerLost(why, peer="the others", operation="meet")
-        roll = workers.roll
         assert roll is not None
-        if self._place.joins and roll.closed and roll.since.keys() == roll.ranks.keys():
-            self._end(f"the other workers have ended, and so does this one, which has joined them; {_CURE}")
         self.repeated += error is not None
         now = {*workers.peers.identities.values()}
         left = tuple(rank for rank, who in sorted(before.items()) if who not in now)
