@@ -218,7 +218,8 @@ def test_a_job_that_is_not_elastic_ends_with_a_killed_worker(script: Script, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("freezes", [False, True])
-def test_ten_random_kills(tmp_path: Path, freezes: bool) -> None:
+@pytest.mark.parametrize(("mode", "cache"), [(None, False), ("PS", False), ("Hybrid", True)])
+def test_ten_random_kills(tmp_path: Path, mode: str | None, cache: bool, freezes: bool) -> None:
     """One or two of four workers at a time, sometimes a newcomer before it has joined."""
     seed = random.randrange(10**6)
     print("seed", seed)
@@ -240,7 +241,7 @@ def test_ten_random_kills(tmp_path: Path, freezes: bool) -> None:
 
     def workers() -> dict[int, int]:
         roles = json.loads((logs / "job.json").read_text())["roles"]
-        return {one["rank"]: one["pid"] for one in roles if one["pid"] is not None}
+        return {one["rank"]: one["pid"] for one in roles if one["role"] == "worker" and one["pid"] is not None}
 
     def kill() -> None:
         wait_until(lambda: records.exists() and number_of("losses") > 8)
@@ -265,7 +266,7 @@ def test_ten_random_kills(tmp_path: Path, freezes: bool) -> None:
     killer = threading.Thread(target=kill)
     killer.start()
     try:
-        train(tmp_path, {}, workers=4, least=None, restarts=20, left=4, steps=10**6)
+        train(tmp_path, {}, mode=mode, cache=cache, workers=4, least=None, restarts=20, left=4, steps=10**6)
     finally:
         over.set()
         killer.join()
