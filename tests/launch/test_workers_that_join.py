@@ -13,9 +13,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 from elastic import Deaths, train
 from jobs import launch, lines
+from torch import nn
 
+import anabranch as ab
 from anabranch.launch import RestartBudget
 
 Script = Callable[[str], Path]
@@ -271,6 +274,49 @@ def test_ten_random_kills(tmp_path: Path, mode: str | None, cache: bool, freezes
         over.set()
         killer.join()
     assert not failures
+
+
+PIPED = """
+    import json, os, signal, torch, anabranch as ab
+    from torch import nn
+
+    torch.manual_seed(0)
+    x, y = torch.randn(44, 4, dtype=torch.float64), torch.randn(44, 1, dtype=torch.float64)
+    pipe = ab.Pipe(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double(), [2, 1], chunks=2)
+
+    def loss(output, target):
+        if pipe.calls == 5 and os.environ["ANABRANCH_MEMBER"] == "1" and not ab.job().joined:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return nn.functional.mse_loss(output, target)
+
+    step = ab.TrainStep(pipe, loss, torch.optim.Adam(pipe.parameters(), lr=0.02))
+    loader = ab.loaders.GlobalBatches(torch.utils.data.TensorDataset(x, y), 12)
+    with pipe, ab.Executor(step, dataloaders={"default": loader}) as executor:
+        while executor.step < 9:
+            executor.run()
+        repeated = executor.statistics().repeated_steps
+    print(json.dumps([repeated, pipe.calls, [value.tolist() for value in pipe.parameters()]]))
+"""
+
+
+def test_a_step_of_a_pipe_in_one_process_is_done_again(script: Script, tmp_path: Path) -> None:
+    outcome = launch(script(PIPED), workers=3, log_dir=tmp_path, seconds=120.0)
+    texts = [log.read_text() for log in sorted(tmp_path.glob("worker-*.log"))]
+    assert outcome.exit_code == 0, texts
+    torch.manual_seed(0)
+    x, y = torch.randn(44, 4, dtype=torch.float64), torch.randn(44, 1, dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    optimizer, loader = torch.optim.Adam(model.parameters(), lr=0.02), ab.loaders.GlobalBatches(range(44), 12)
+    orders = [order for epoch in range(3) for order in torch.as_tensor(loader.order(epoch)).split(12)]
+    for chosen in orders[:9]:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x[chosen]), y[chosen]).backward()
+        optimizer.step()
+    for text in texts:
+        repeated, calls, parameters = json.loads(next(line for line in text.splitlines() if line.startswith("[")))
+        assert (repeated, calls) == (text is not texts[1], 9)
+        for here, there in zip(parameters, model.parameters(), strict=True):
+            torch.testing.assert_close(torch.tensor(here, dtype=torch.float64), there.detach(), rtol=0.0, atol=1e-12)
 
 
 # What a newcomer cannot join, and what no other does for a lost worker.

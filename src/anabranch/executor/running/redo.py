@@ -66,8 +66,8 @@ _open = WeakSet["Redo"]()
 def why_fixed(spec: Spec, workers: Workers) -> str | None:
     """Return the reason why an executor does not go on without one of its workers; ``None`` if it does."""
     windows = [step.accumulate for step in spec.training.values()]
-    if any(isinstance(model, Pipe) for model in spec.models.values()):
-        return "a model is a Pipe"
+    if any(isinstance(model, Pipe) and model.process_group for model in spec.models.values()):
+        return "a model is a Pipe across ranks"
     if len(windows) > 1 and max(windows) > 1:
         return "one of several training steps accumulates gradients"
     return workers.why_fixed
@@ -119,6 +119,7 @@ class Redo:
         self._look_at, self.repeated, self.calls, self.own_rows, self._all = 0.0, 0, False, False, workers.size
         self._random = RandomMoment()
         models = {runner.step.model for runner in runners.values()}
+        self._pipes = {model: 0 for model in models if isinstance(model, Pipe)}  # places in their random streams
         self._holders = [module._buffers for model in models for module in model.modules()]
         self._buffers: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
         self._values: list[torch.Tensor] = []  # theirs
@@ -159,6 +160,7 @@ class Redo:
         self._loader = loader if loader is not None and loader.kind == "global" else None
         self._position = None if self._loader is None else self._loader.moment()
         self._remember_buffers()
+        self._pipes = {pipe: pipe.calls for pipe in self._pipes}
         self._random.remember()
 
     def _fix(self, why: str) -> None:
@@ -447,6 +449,8 @@ class Redo:
         if self._loader is not None and self._position is not None:
             self._loader.go_back(self._position)
         self._again = 0
+        for pipe, calls in self._pipes.items():
+            pipe.calls = calls
         with torch.no_grad():
             for (holder, name, buffer), value in zip(self._buffers, self._values, strict=True):
                 buffer.copy_(value)

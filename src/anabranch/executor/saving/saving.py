@@ -472,17 +472,20 @@ class Saver:
         """Return what a newcomer needs besides: all else that a checkpoint has of rank 0."""
         values = self._buffers() | self._extra()
         loaders = {name: loader.state() for name, loader in self.loaders.items() if loader.kind == "global"}
-        return [values, loaders, self._objects(), self._modes(), self._run.known()]
+        calls = {prefix: pipe.calls for prefix, pipe in self._pipes.items()}
+        return [values, loaders, self._objects(), self._modes(), calls, self._run.known()]
 
     @torch.inference_mode(False)
     def take_newcomers_state(self, state: Any) -> None:
         """Put it in place of this newcomer's."""
-        values, loaders, objects, modes, run = state
+        values, loaders, objects, modes, calls, run = state
         self._load_models(values)
         for name, position in loaders.items():
             self.loaders[name].restore([position])
         self._load_objects(objects)
         self._restore_modes(modes, Path("the other workers' state"))
+        for prefix, pipe in self._pipes.items():
+            pipe.calls = calls[prefix]
         self._run.know(run)
 
     # What the workers tell one another.
