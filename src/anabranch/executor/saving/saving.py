@@ -839,8 +839,8 @@ def send_state(workers: Workers, state: object, source: int, *, takes: bool) -> 
         piece = torch.cat([part.cpu() for part in parts]) if sends else torch.empty(sum(sizes), dtype=torch.uint8)
         workers.broadcast([piece], source=source, operation="state")
         if sends or takes:
-            digest.update(piece.numpy())
-        for part, values in zip(parts, piece.split(sizes), strict=True) if takes else ():
+            digest.update(piece.numpy().data)
+        for part, values in zip(parts, torch.split(piece, sizes), strict=True) if takes else ():
             part.copy_(values)
     if workers.broadcast_bytes(digest.digest(), source, operation="state") != digest.digest() and takes:
         raise BoundaryError("the state of training has arrived otherwise than it was sent", operation="state")
@@ -851,7 +851,7 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield the memory of the tensors, in parts that are one piece together."""
     parts, room = list[Tensor](), _PIECE_BYTES
     for tensor in tensors:
-        for part in as_bytes(tensor.detach().contiguous()).split(_PIECE_BYTES):
+        for part in torch.split(as_bytes(tensor.detach().contiguous()), _PIECE_BYTES):
             if len(part) > room:
                 yield parts
                 parts, room = [], _PIECE_BYTES
