@@ -836,7 +836,9 @@ def send_state(workers: Workers, state: object, source: int, *, takes: bool) -> 
     digest = hashlib.blake2b(head)
     for parts in _pieces(tensors):
         sizes = [len(part) for part in parts]
-        piece = torch.cat([part.cpu() for part in parts]) if sends else torch.empty(sum(sizes), dtype=torch.uint8)
+        piece = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+        if sends:
+            torch.cat([part.cpu() for part in parts], out=piece)
         workers.broadcast([piece], source=source, operation="state")
         if sends or takes:
             digest.update(piece.numpy().data)
