@@ -49,7 +49,7 @@ MORE_DESCRIPTORS = 8
 MORE_THREADS = 4
 MORE_MEMORY = 0.10  # and so many bytes:
 MORE_BYTES = 16 << 20
-A_MEMBERSHIP = 16  # descriptors and threads of a worker: groups with an unfinished collective are kept
+FORMER_GROUPS = 16  # descriptors and threads of a worker whose last memberships' collectives have not ended yet
 LARGEST_DIFFERENCE = 1e-12
 
 _NAME = re.compile(rf"({'|'.join(ROLES)})-(\d+)")
@@ -74,10 +74,10 @@ class Reading:
         except (OSError, KeyError):  # it has just ended
             return None
 
-    def has_grown_since(self, first: Reading, memberships: int) -> bool:
+    def has_grown_since(self, first: Reading, more: int) -> bool:
         return (
-            self.descriptors > first.descriptors + MORE_DESCRIPTORS + A_MEMBERSHIP * memberships
-            or self.threads > first.threads + MORE_THREADS + A_MEMBERSHIP * memberships
+            self.descriptors > first.descriptors + MORE_DESCRIPTORS + more
+            or self.threads > first.threads + MORE_THREADS + more
             or self.memory > first.memory * (1 + MORE_MEMORY) + MORE_BYTES
         )
 
@@ -103,9 +103,10 @@ class Life:
             self.last = reading
             self.seconds = now - self.since - SETTLED_SECONDS
 
-    def has_grown(self, memberships: int) -> bool:
+    @property
+    def has_grown(self) -> bool:
         watched = self.first is not None and self.last is not None and self.seconds >= SHORTEST_WATCHED_SECONDS
-        return watched and self.last.has_grown_since(self.first, memberships if self.role == "worker" else 0)
+        return watched and self.last.has_grown_since(self.first, FORMER_GROUPS if self.role == "worker" else 0)
 
 
 class Job:
@@ -293,7 +294,7 @@ class Result:
             lines.append(f"a step took {self.longest:.1f} s")
         if self.gap > RECOVERY_SECONDS:
             lines.append(f"{self.gap:.1f} s without a step, more than {RECOVERY_SECONDS:.0f}")
-        grown = [life for life in self.lives if life.has_grown(self.memberships)]
+        grown = [life for life in self.lives if life.has_grown]
         lines += [f"{life.name} grew in {life.seconds:.0f} s: {life.first} -> {life.last}" for life in grown]
         return [f"{self.name}: {line}" for line in lines]
 

@@ -96,7 +96,7 @@ def test_a_stable_process_violates_no_guarantee() -> None:
     lives = [
         life(replace(READING, descriptors=21, memory=310 << 20)),
         life(replace(READING, threads=99), seconds=1.0),
-        life(replace(READING, descriptors=40), name="worker-1"),  # of two memberships
+        life(replace(READING, descriptors=40), name="worker-1"),  # a group is not freed yet
     ]
     assert result(lives=lives).broken() == []
     assert "expert" in soak.table([result(lives=lives)])

@@ -107,7 +107,6 @@ def train(
     left: int | None = None,
     last: bool = False,
     steps: int = STEPS,
-    seed: int = 0,
     durability: str = "none",
     strikes: str | None = None,
 ) -> tuple[JobOutcome, list[str]]:
@@ -126,7 +125,6 @@ def train(
         "mode": mode,
         "clip": clip,
         "cache": cache,
-        "seed": seed,
     }
     records, logs, told = folder / "records", folder / "logs", list[str]()
     plan |= {"background": background, "strikes": strikes, "logs": str(logs)}
@@ -143,14 +141,14 @@ def train(
     steps = ends[0]["steps"]
     expected = Undisturbed(function=function, accumulate=accumulate, clip=clip, steps=steps)
     if left is None:
-        left = len(ends) if seed else workers - len(deaths)
+        left = workers - len(deaths)
     assert len(ends) == left
     if not last:
         assert sorted(end["rank"] for end in ends) == list(range(left))
         assert {end["size"] for end in ends} == {left}
     assert {end["restarts"] for end in ends if not end["joined"]} <= {"0"}
     assert {end["pid"] for end in ends} <= {one.pid for one in outcome.exits}
-    if deaths and not seed and least is None:  # else a newcomer may come too late to some place
+    if deaths and least is None:  # else a newcomer may come too late to some place
         assert sum(not end["joined"] for end in ends) == workers - len(deaths), "all have died where the plan says"
     seeds = [5 + process for process in range(workers)]
     for end in ends:

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -87,8 +85,6 @@ def loss(model: Any, batch: Any) -> Tensor:
     executor = EXECUTORS[0]
     IN_LOSS[0] = run = run_here()
     write("doings", number=executor.statistics().memberships, run=run, ids=batch["id"].tolist())
-    if ["at random", run] in MOMENTS:
-        threading.Timer(random.Random(PLAN["seed"] + PROCESS).uniform(0.0, 0.02), die).start()
     dies_at("forward")
     model.calls = model.calls + 1
     output = model(batch["ids"])

@@ -71,7 +71,8 @@ def test_ctrl_c_shows_no_traceback_and_where_the_checkpoint_lies(fails: Path, tm
         _, told = job.communicate(60.0)
         assert job.wait() == 130
     assert "Traceback" not in told
-    said, stops, checkpoint = told.splitlines()
+    why, said, stops, checkpoint = told.splitlines()
+    assert why.startswith("anabranch: the job ends with the first worker that is killed or freezes: run(")
     assert said == "anabranch: default: 2 workers x 8 rows = 16 rows a step"
     assert stops == "anabranch: SIGINT: stopping the workers (send it again to kill them)"
     assert checkpoint.startswith(f"anabranch: the last checkpoint: {tmp_path / 'saved'} (the job was at step ")

@@ -204,6 +204,31 @@ def test_a_worker_with_rows_of_its_own_takes_them_with_it(
         assert ("its rows are dropped: " in text) == (rank == 0)
 
 
+OUTSIDE = """
+    import os, signal, torch, anabranch as ab
+    model = torch.nn.Linear(4, 1)
+    step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.001))
+    with ab.Executor(step, timeout=60.0) as executor:
+        executor.run(batch=lambda job: torch.ones(12 // job.world_size, 4))
+        if os.environ["ANABRANCH_MEMBER"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            ab.all_reduce(torch.ones(1))
+        except ab.PeerLost as error:
+            print("lost", error.peer)
+        executor.run(batch=lambda job: torch.ones(12 // job.world_size, 4))
+        print("now", ab.all_reduce(torch.ones(1)).item())
+"""
+
+
+def test_a_sum_outside_of_a_step_is_not_done_again(script: Script, tmp_path: Path) -> None:
+    options = {"min_workers": 1, "worker_restarts": RestartBudget(0)}
+    outcome = launch(script(OUTSIDE), workers=3, log_dir=tmp_path, seconds=120.0, **options)
+    texts = [(tmp_path / f"worker-{rank}.log").read_text() for rank in (0, 2)]
+    assert outcome.exit_code == 0, texts
+    assert all("\nlost rank 1\n" in text and text.endswith("\nnow 2.0\n") for text in texts), texts
+
+
 EARLY = """
     import os, signal, torch, anabranch as ab
     if os.environ["RANK"] == "1":

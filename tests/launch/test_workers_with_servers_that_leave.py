@@ -49,14 +49,6 @@ def test_a_worker_whose_push_was_refused_may_die(tmp_path: Path, victim: int, cl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["PS", "Hybrid"])
-@pytest.mark.parametrize("seed", range(1, 11))
-def test_one_and_then_another_may_die_at_any_moment(tmp_path: Path, seed: int, mode: str) -> None:
-    deaths: Deaths = {seed % 4: [("at random", 2)], (seed + 1) % 4: [("at random", 2 + seed % 3)]}
-    train(tmp_path, deaths, mode=mode, workers=4, seed=seed, cache=seed % 2 == 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["PS", "Hybrid"])
 @pytest.mark.parametrize("deaths", [{0: [("between", 10)]}, {0: [("told", 9)]}, {2: [("voted", 9)]}], ids=str)
 def test_the_last_step_is_applied_too(tmp_path: Path, deaths: Deaths, mode: str) -> None:
     train(tmp_path, deaths, mode=mode, durability="log", last=True)

@@ -155,6 +155,8 @@ def test_workers_of_a_job_say_what_they_do_unless_the_script_has_configured_logg
     first, *others = run_in_job(speaking, workers, False).check().logs
     lines = [line for line in first.splitlines() if line.startswith("anabranch: ")]
     assert lines[0] == f"anabranch: comm_mode is {mode} (workers: {workers}, servers: 0)"
+    if workers > 1:
+        assert lines.pop(1).startswith("anabranch: the job ends with the first worker that is killed or freezes: run(")
     assert lines[1:] == ["anabranch: default: 2 workers x 2 rows = 4 rows a step"][: workers - 1]
     assert not any("anabranch: " in log for log in others)
     assert not any("comm_mode is" in log for log in run_in_job(speaking, workers, True).check().logs)

@@ -70,6 +70,18 @@ def test_a_stopped_peer_is_lost_once_seen_stopped_for_a_heartbeat(child: subproc
     assert peers.lost([1], 5.0) == {}  # in a group that is more patient
 
 
+def test_a_peer_that_was_stopped_with_this_process_is_not_lost(child: subprocess.Popen[bytes]) -> None:
+    clock = Clock()
+    peers = watching({1: identity_of(child.pid)}, clock=clock)
+    child.send_signal(signal.SIGSTOP)
+    wait_for_state(child.pid, "Tt")
+    assert peers.lost([1], 1.0) == {}
+    clock.now = 75.0  # this one was stopped, too, and was woken first
+    assert peers.lost([1], 1.0) == {}
+    clock.now = 76.0
+    assert peers.lost([1], 1.0) == {1: "its process is stopped"}
+
+
 def test_a_peer_that_resumes_in_time_is_not_lost(child: subprocess.Popen[bytes]) -> None:
     clock = Clock()
     peers = watching({1: identity_of(child.pid)}, clock=clock)

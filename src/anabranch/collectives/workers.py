@@ -10,8 +10,9 @@ Collectives are matched by their order alone. So these have a gloo group of thei
 meet those of its forward on a worker that runs none.
 
 When a worker has died, the others become the workers of the next membership, in the same object. Their old connections
-stay open if a collective is unfinished there: gloo's threads may wait for one another, and would be joined. A newcomer
-is alone until it joins one.
+stay open while a collective is unfinished there: gloo's threads may wait for one another, and would be joined. It fails
+once those are gone that it waits for: the dead, or living workers that have freed theirs. A newcomer is alone until it
+joins one.
 """
 
 from __future__ import annotations
@@ -67,10 +68,10 @@ _SHARING = f"2 to {_MOST_SHARING} processes of one user on one host"
 class Pending:
     """A collective in progress; ``finish`` returns when its tensors hold the result.
 
-    ``done(seconds)`` waits at most that long, and returns whether it is complete. ``tensors`` are gloo's until then.
+    ``done(seconds)`` waits at most that long, and returns whether it is complete. ``work`` is gloo's, and what it uses.
     """
 
-    tensors: object = None
+    work: tuple[dist.Work, object, object]
 
     def __init__(
         self, done: Callable[[float], bool], workers: Workers, operation: str, step: int | None, tensor: Tensor
@@ -327,9 +328,9 @@ class Workers(Group):
         return answer.result(0)
 
     def _keep_work(self) -> None:
-        """Let nothing be freed while gloo's threads may wait: they take the interpreter's lock to free a tensor."""
-        for thing in (self._own, self.begun) if self.begun else ():
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+        """Keep the groups of unfinished collectives, and free those of earlier memberships that have ended since."""
+        _unfinished.update(self.begun)
+        _unfinished.difference_update([one for one in [*_unfinished] if one.work[0].is_completed()])
 
     def have_closed(self) -> bool:
         """Return True if all others have closed theirs."""
@@ -342,9 +343,9 @@ class Workers(Group):
     ) -> Pending:
         self.bytes_sent += tensor.nbytes
         more.setdefault("group", self._own if self._own is not None and tensor.is_cpu else self._group)
-        work = collective(tensor=tensor, async_op=True, **more)
-        pending = Pending(partial(ended_within, cast(dist.Work, work)), self, operation, step, tensor)
-        pending.tensors = tensor, more
+        work = cast(dist.Work, collective(tensor=tensor, async_op=True, **more))
+        pending = Pending(partial(ended_within, work), self, operation, step, tensor)
+        pending.work = work, tensor, more
         self.begun.add(pending)
         return pending
 
@@ -477,18 +478,22 @@ class Workers(Group):
         self.wait_seconds += time.monotonic() - began
 
     def _end(self) -> None:
-        if self.has_left_work and self.membership != self.peers.membership:
-            self._keep_work()  # with those who are lost since: the job has gone on without them
-        elif self.has_left_work:
-            end_without_waiting()
         self.close()
+        if self._waits_for_lost:
+            end_without_waiting()
+
+    @property
+    def _waits_for_lost(self) -> bool:
+        """True if gloo waits for workers that are lost, and the job has not gone on without them."""
+        return self.has_left_work and self.membership == self.peers.membership
 
     def close(self) -> None:
         """Let go of the connections, and destroy the process group if it was initialised here."""
         for segment in self.segments:
             segment.give_up()  # as a closed connection would tell the others
-        if self.has_left_work:
+        if self._waits_for_lost:
             return
+        self._keep_work()
         if self.roll is not None and self.store is not None:
             self.store.set(f"closed/{self.peers.rank}", "yes")
         atexit.unregister(self._end)
@@ -511,6 +516,11 @@ class Workers(Group):
 def _cut(rows: Sequence[Tensor], lengths: Sequence[int]) -> list[bytes]:
     return [row.cpu().numpy()[:length].tobytes() for row, length in zip(rows, lengths, strict=False)]
 
+
+# Collectives of earlier memberships, with their groups. Not freed at the end either: gloo's threads take the
+# interpreter's lock to free a tensor.
+_unfinished = set[Pending]()
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_unfinished))
 
 # Meetings that not all ranks have come to. The others will meet these, so a later construction goes on with them.
 _unmet: WeakKeyDictionary[dist.ProcessGroup, tuple[Tensor, dist.Work]] = WeakKeyDictionary()

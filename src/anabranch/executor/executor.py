@@ -52,7 +52,7 @@ from anabranch.executor.observing.watching import (
 from anabranch.executor.own_state import OwnState
 from anabranch.executor.plan import Plan, plan_step
 from anabranch.executor.routes import Routes
-from anabranch.executor.running.redo import Redo, why_fixed
+from anabranch.executor.running.redo import ENDS, Redo, why_fixed
 from anabranch.executor.running.remote import RemotePart
 from anabranch.executor.running.runner import ShareOf, StepRunner, is_share, rows_of
 from anabranch.executor.running.window import HEADER_SIZE, RemoteWindow
@@ -339,25 +339,25 @@ class Executor:
             between=partial(self._ask_for_next, name) if asks_ahead else None,
         )
 
-    def _make_redo(self, workers: Workers | None) -> Redo | None:
+    def _make_redo(self, acting: Workers | None) -> Redo | None:
         """Return what goes on with those that are left, in a job that may lose workers."""
-        if workers is None and self._workers is not None and self._workers.joins:
+        workers, place, apart = self._workers, own_place(), self._remote if acting is None else None
+        if workers is None or not workers.several:
+            return None
+        if acting is None and workers.joins:
             _log.warning("the other workers run apart, so that this one cannot join them, and ends")
             raise SystemExit(0)
-        if workers is None and self._remote is not None and (place := self._remote.place) is not None:
-            assert self._workers is not None
-            fixed = self._workers.why_fixed
-            loaders, apart = self._batches.loaders, self._remote
-            return Redo(self._workers, place, lambda: 0, self._runners, loaders, self._saver, "", fixed, apart=apart)
-        if workers is None or not workers.several or (place := own_place()) is None:
+        fixed = why_fixed(self._spec, workers) if apart is None else workers.why_fixed
+        if apart is not None and apart.place is None:
+            place, name = None, self._spec.consistency.name
+            fixed = fixed or f"under {name!r} they run apart; with --min-workers the others go on, and nobody joins"
+        if place is None:
+            if workers.rank == 0:
+                _log.info("%s: %s", ENDS, fixed)
             return None
-        fixed = why_fixed(self._spec, workers)
         loaders, names = self._batches.loaders, [route.parameter for route in self._spec.routes]
         form = f"{list(self._steps)} {names} {[(name, one.facts()) for name, one in loaders.items()]}"
-        redo = Redo(workers, place, lambda: self.epoch, self._runners, loaders, self._saver, form, fixed)
-        if redo.fixed is not None and workers.rank == 0 and redo.may_shrink:
-            _log.warning("the job ends with the first worker that dies, despite --min-workers: %s", redo.fixed)
-        return redo
+        return Redo(workers, place, lambda: self.epoch, self._runners, self._saver, form, fixed, apart)
 
     def _ask_for_next(self, name: str) -> None:
         runner, batch = self._runners[name], self._batches.loaders[name].peek()

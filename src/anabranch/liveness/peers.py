@@ -8,7 +8,8 @@ watch each other outside the collectives::
                              heartbeats is lost, and so is one that says that its worker has ended
 
 A peer that merely holds its interpreter's lock (a long import, a compilation) counts as running and is waited for until
-the deadline; if it is stopped in two checks, one heartbeat apart, it is lost. Two ranks share a host if they have the
+the deadline; if it is stopped in two checks, one heartbeat apart, between which the one that checks was awake, it is
+lost. Two ranks share a host if they have the
 same kernel boot id and pid namespace; names are not compared.
 
 The process group is ended before the interpreter is. Gloo's threads take the interpreter's lock to free a tensor. One
@@ -111,6 +112,7 @@ class Peers:
         self._clock = clock
         self._identities = {rank: self.identity}
         self._stopped_since: dict[int, float] = {}
+        self._looked = clock()
         self._lock = threading.Lock()
         self._watcher: Watcher | None = None
         store().set(self._key("identity", rank), self.identity.encode())
@@ -164,6 +166,9 @@ class Peers:
         """
         now, frozen, gone, quiet = self._clock(), {}, {}, False
         with self._lock:
+            if now - self._looked > max(2 * heartbeat, 1.0):  # stopped itself, perhaps, and woken before the others
+                self._stopped_since.clear()
+            self._looked = now
             for rank in self._identities.keys() & ranks:
                 who = self._identities[rank]
                 if who.host != self.identity.host:

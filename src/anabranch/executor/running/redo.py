@@ -23,7 +23,6 @@ If it has looked at the epoch before, it has waited there until the members met,
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
 import operator
 import time
@@ -38,14 +37,13 @@ import torch
 from anabranch.collectives import Workers
 from anabranch.collectives.shared_memory import NUMBERS, FlatForm, SharedSum, load_kernels, shared_sums
 from anabranch.deadline import Deadline
-from anabranch.errors import BoundaryError, DeadlineExceeded, PeerLost
+from anabranch.errors import DeadlineExceeded, PeerLost
 from anabranch.executor.likeness import exchange
-from anabranch.executor.loaders.loading import BoundLoader
 from anabranch.executor.observing.watching import MembershipRecord
 from anabranch.executor.randomness import RandomMoment
 from anabranch.executor.running.remote import RemotePart
 from anabranch.executor.running.runner import ShareOf, StepRunner, is_share
-from anabranch.executor.saving.saving import Saver
+from anabranch.executor.saving.saving import Saver, send_state
 from anabranch.executor.spec import Spec
 from anabranch.liveness.group import rank_names
 from anabranch.liveness.membership import APART, OwnPlace, progress, published
@@ -54,6 +52,7 @@ from anabranch.tensors import Structure
 
 _T = TypeVar("_T")
 _log = logging.getLogger("anabranch.executor")
+ENDS = "the job ends with the first worker that is killed or freezes"
 _COMPARISON = "comparison of calls"
 _LOOK_SECONDS = 0.05  # between two looks for newcomers
 _CURE = (
@@ -67,8 +66,8 @@ _open = WeakSet["Redo"]()
 def why_fixed(spec: Spec, workers: Workers) -> str | None:
     """Return the reason why an executor does not go on without one of its workers; ``None`` if it does."""
     windows = [step.accumulate for step in spec.training.values()]
-    if any(isinstance(model, Pipe) for model in spec.models.values()):
-        return "a model is a Pipe"
+    if any(isinstance(model, Pipe) and model.process_group for model in spec.models.values()):
+        return "a model is a Pipe across ranks"
     if len(windows) > 1 and max(windows) > 1:
         return "one of several training steps accumulates gradients"
     return workers.why_fixed
@@ -82,10 +81,9 @@ class Redo:
         place: this one's in the job.
         epochs: returns how many this worker has done.
         runners: of the training steps.
-        loaders: of these and others.
-        saver: reads and sets the state that all workers have alike.
+        saver: reads and sets the state that all workers have alike; it has the loaders of these and others.
         form: what is the same of the executor on all workers, also on a newcomer.
-        fixed: the reason why these do not go on without one of them.
+        fixed: the reason why these do not go on without one of them, which is said.
         apart: what these have on servers, if they do not make their steps together, but only other calls.
 
     Attributes:
@@ -102,23 +100,26 @@ class Redo:
         place: OwnPlace,
         epochs: Callable[[], int],
         runners: Mapping[str, StepRunner],
-        loaders: Mapping[str, BoundLoader],
         saver: Saver,
         form: str,
         fixed: str | None,
         apart: RemotePart | None = None,
     ) -> None:
-        self._workers, self._runners, self._loaders, self._saver, self.fixed = workers, runners, loaders, saver, fixed
+        self._workers, self._runners, self._loaders, self._saver = workers, runners, saver.loaders, saver
         self._place, self._epochs, self.apart = place, epochs, apart
+        self.fixed: str | None = None
         self.may_shrink = published(place.meeting).least < workers.size
         for other in _open:  # whose workers meet at other calls, and on each worker at another of them
-            self.fixed = other.fixed = "the script has two Executors open at once"
+            fixed = other.fixed = "the script has two Executors open at once"
+        if fixed is not None:
+            self._fix(fixed)
         _open.add(self)
         _made[form] += 1
         self._form = zlib.crc32(f"{_made[form]} {form}".encode())  # a script may train in one after the other
         self._look_at, self.repeated, self.calls, self.own_rows, self._all = 0.0, 0, False, False, workers.size
         self._random = RandomMoment()
         models = {runner.step.model for runner in runners.values()}
+        self._pipes = {model: 0 for model in models if isinstance(model, Pipe)}  # places in their random streams
         self._holders = [module._buffers for model in models for module in model.modules()]
         self._buffers: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
         self._values: list[torch.Tensor] = []  # theirs
@@ -140,8 +141,8 @@ class Redo:
             own = f"step {name!r} reads a loader that is not ab.loaders.GlobalBatches"
         elif batch is not None and not is_share(batch):
             own = f"run({name!r}, ...) was given a batch, and not a function that returns each worker's share"
-        if own and not self.may_shrink:
-            self.fixed = own
+        if own and self.fixed is None and not self.may_shrink:
+            self._fix(own)
         elif own and self.fixed is None and not self.own_rows:
             self.own_rows = True
             if self._workers.rank == 0:
@@ -159,7 +160,13 @@ class Redo:
         self._loader = loader if loader is not None and loader.kind == "global" else None
         self._position = None if self._loader is None else self._loader.moment()
         self._remember_buffers()
+        self._pipes = {pipe: pipe.calls for pipe in self._pipes}
         self._random.remember()
+
+    def _fix(self, why: str) -> None:
+        self.fixed = why
+        if self._workers.rank == 0:
+            _log.log(logging.WARNING if self.may_shrink else logging.INFO, "%s: %s", ENDS, why)
 
     def _remember_buffers(self) -> None:
         buffers = []
@@ -337,35 +344,32 @@ class Redo:
 
     def _meet(self, error: PeerLost | None, runner: StepRunner | None, *, called: bool) -> MembershipRecord:
         """Meet the others under the next membership, because of ``error``, or since newcomers are invited."""
-        if error is not None and self.fixed is not None:
-            if self.may_shrink:
-                error.add_note(f"the job does not go on without it: {self.fixed}")
-            raise error
         if error is not None and not _is_of_a_worker(error):
             raise error
+        if error is not None and self.fixed is not None:
+            error.add_note(f"the job does not go on without it: {self.fixed}")
+            raise error
         workers = self._workers
-        before, number, meets = workers.peers.identities, -1 if workers.joins else workers.membership, True
+        before, number = workers.peers.identities, -1 if workers.joins else workers.membership
         awaited = error is None or error.operation == _COMPARISON
         if self.apart is not None:
             self.apart.tables.wait_until_quiet()  # what is on its way is of the last number, and is not done again
-        while meets:
+        while True:
             try:
-                meets = workers.meet_again(awaited=awaited) and self._settle(runner, called=called)
-                if meets:
-                    break
+                met = workers.meet_again(awaited=awaited) and self._settle(runner, called=called)
+                break
             except PeerLost as other:  # one more has died, or leaves: meet again
                 if not _is_of_a_worker(other):
                     raise
                 awaited = awaited or other.operation == _COMPARISON
-        else:
-            if self._place.joins and (workers.roll is None or workers.roll.closed or workers.have_closed()):
-                self._end(f"the other workers have ended, and so does this one, which has joined them; {_CURE}")
+        roll = workers.roll
+        closed = roll is None or roll.closed or (not met and workers.have_closed())
+        if self._place.joins and closed and (not met or (roll and roll.since.keys() == roll.ranks.keys())):
+            self._end(f"the other workers have ended, and so does this one, which has joined them; {_CURE}")
+        if not met:
             why = "the job ends: too few workers are left, or none that has the state of training"
             raise error or PeerLost(why, peer="the others", operation="meet")
-        roll = workers.roll
         assert roll is not None
-        if self._place.joins and roll.closed and roll.since.keys() == roll.ranks.keys():
-            self._end(f"the other workers have ended, and so does this one, which has joined them; {_CURE}")
         self.repeated += error is not None
         now = {*workers.peers.identities.values()}
         left = tuple(rank for rank, who in sorted(before.items()) if who not in now)
@@ -412,17 +416,12 @@ class Redo:
             counts = {name: self._counts if one is runner else counts[name] | servers for name, one in runners.items()}
             self._go_back()
         if min(everyone) < highest:
-            source, state = everyone.index(highest), b""
+            source, state = everyone.index(highest), None
             if workers.rank == source:
                 more = self._saver.newcomers_state() if min(everyone) < 0 else None
                 state = self._saver.dense_state([counts, self._called, self._answer, more])
-            digest = workers.broadcast_bytes(hashlib.blake2b(state).digest(), source, operation="state")
-            state = workers.broadcast_bytes(state, source, operation="state")
+            state = send_state(workers, state, source, takes=mine < highest)
             if mine < highest:
-                if hashlib.blake2b(state).digest() != digest:
-                    raise BoundaryError(
-                        "the state of training has arrived otherwise than it was sent", operation="state"
-                    )
                 counts, self._called, self._answer, more = self._saver.take_dense_state(state)
                 if workers.joins:
                     self._saver.take_newcomers_state(more)
@@ -450,6 +449,8 @@ class Redo:
         if self._loader is not None and self._position is not None:
             self._loader.go_back(self._position)
         self._again = 0
+        for pipe, calls in self._pipes.items():
+            pipe.calls = calls
         with torch.no_grad():
             for (holder, name, buffer), value in zip(self._buffers, self._values, strict=True):
                 buffer.copy_(value)

@@ -18,9 +18,10 @@ a worker without stages is a row of its own.
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -43,7 +44,7 @@ from anabranch.checkpoint.storage import Place, as_place
 from anabranch.checkpoint.tensor_file import Blocks
 from anabranch.collectives import Workers
 from anabranch.deadline import Deadline
-from anabranch.errors import CheckpointError, DeadlineExceeded
+from anabranch.errors import BoundaryError, CheckpointError, DeadlineExceeded
 from anabranch.executor.likeness import exchange, together
 from anabranch.executor.loaders.loading import BoundLoader
 from anabranch.executor.own_state import OwnState
@@ -70,10 +71,12 @@ from anabranch.parameter_server import RemoteEmbedding
 from anabranch.parameter_server.client.saved_tables import SavedTables, check, whole
 from anabranch.pipeline import Pipe
 from anabranch.tables import ParameterState, RowOptimizer, TableSpec, from_torch, to_torch
+from anabranch.tensors.dtypes import as_bytes, dtype_name, dtype_named
 
 _log = logging.getLogger("anabranch.executor")
 
 _FORMAT = 6
+_PIECE_BYTES = 16 << 20  # of the state that workers have alike, on its way
 _ON_SERVERS = "on servers"  # in place of a parameter's state in its optimizer: its name there
 
 _T = TypeVar("_T")
@@ -437,10 +440,10 @@ class Saver:
 
     # The state that all workers have alike, from one that is a step ahead.
 
-    def dense_state(self, more: object) -> bytes:
+    def dense_state(self, more: object) -> object:
         """Return it: parameters that are not on servers, optimizers, schedulers, the background save, and ``more``."""
         saving = None if self.saving is None else [self.saving.step, _name_of(self.saving.path)]
-        return _pack([self._parameters_here(), self._optimizers({}), self._schedulers(), saving, more])
+        return [self._parameters_here(), self._optimizers({}), self._schedulers(), saving, more]
 
     def _parameters_here(self) -> dict[str, dict[str, Tensor]]:
         there = {entry.parameter for entry in self._moved}
@@ -452,9 +455,9 @@ class Saver:
         }
 
     @torch.inference_mode(False)
-    def take_dense_state(self, state: bytes) -> Any:
+    def take_dense_state(self, state: Any) -> Any:
         """Put it in place of this worker's, and return the rest."""
-        parameters, optimizers, schedulers, saving, more = _unpack(state)
+        parameters, optimizers, schedulers, saving, more = state
         plans, scheduler_plans = self._plan_optimizers(optimizers), self._plan_schedulers(schedulers)
         with torch.no_grad():
             for name, here in self._parameters_here().items():
@@ -469,17 +472,20 @@ class Saver:
         """Return what a newcomer needs besides: all else that a checkpoint has of rank 0."""
         values = self._buffers() | self._extra()
         loaders = {name: loader.state() for name, loader in self.loaders.items() if loader.kind == "global"}
-        return [values, loaders, self._objects(), self._modes(), self._run.known()]
+        calls = {prefix: pipe.calls for prefix, pipe in self._pipes.items()}
+        return [values, loaders, self._objects(), self._modes(), calls, self._run.known()]
 
     @torch.inference_mode(False)
     def take_newcomers_state(self, state: Any) -> None:
         """Put it in place of this newcomer's."""
-        values, loaders, objects, modes, run = state
+        values, loaders, objects, modes, calls, run = state
         self._load_models(values)
         for name, position in loaders.items():
             self.loaders[name].restore([position])
         self._load_objects(objects)
         self._restore_modes(modes, Path("the other workers' state"))
+        for prefix, pipe in self._pipes.items():
+            pipe.calls = calls[prefix]
         self._run.know(run)
 
     # What the workers tell one another.
@@ -812,6 +818,49 @@ def _unpack(data: bytes) -> Any:
     header = msgspec.json.decode(data[8 : 8 + int.from_bytes(data[:8], "little")], type=dict[str, Any])
     text = header["__metadata__"]["state"]
     return decode(msgspec.json.decode(text), [numbered[str(number)] for number in range(len(numbered))])
+
+
+@torch.inference_mode(False)
+def send_state(workers: Workers, state: object, source: int, *, takes: bool) -> Any:
+    """Return the ``state`` of rank ``source`` to those that take it; all call it, and hold a piece of it beside it."""
+    tensors: list[Tensor] = []
+    sends, head = workers.rank == source, b""
+    if sends:
+        encoded = encode(state, tensors)
+        head = msgspec.json.encode([encoded, [(dtype_name(one.dtype), list(one.shape)) for one in tensors]])
+    head = workers.broadcast_bytes(head, source, operation="state")
+    encoded, forms = msgspec.json.decode(head, type=tuple[Any, list[tuple[str, list[int]]]])
+    if not sends:
+        device = "cpu" if takes else "meta"
+        tensors = [torch.empty(shape, dtype=dtype_named(name), device=device) for name, shape in forms]
+    digest = hashlib.blake2b(head)
+    for parts in _pieces(tensors):
+        sizes = [len(part) for part in parts]
+        piece = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+        if sends:
+            torch.cat([part.cpu() for part in parts], out=piece)
+        workers.broadcast([piece], source=source, operation="state")
+        if sends or takes:
+            digest.update(piece.numpy().data)
+        for part, values in zip(parts, torch.split(piece, sizes), strict=True) if takes else ():
+            part.copy_(values)
+    if workers.broadcast_bytes(digest.digest(), source, operation="state") != digest.digest() and takes:
+        raise BoundaryError("the state of training has arrived otherwise than it was sent", operation="state")
+    return decode(encoded, tensors) if takes else None
+
+
+def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the memory of the tensors, in parts that are one piece together."""
+    parts, room = list[Tensor](), _PIECE_BYTES
+    for tensor in tensors:
+        for part in torch.split(as_bytes(tensor.detach().contiguous()), _PIECE_BYTES):
+            if len(part) > room:
+                yield parts
+                parts, room = [], _PIECE_BYTES
+            parts.append(part)
+            room -= len(part)
+    if room < _PIECE_BYTES:
+        yield parts
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
