@@ -35,6 +35,7 @@ Array = NDArray[Any]
 _STATED, _UNKNOWN, _KNOWN = range(3)  # kinds of requested ids, in the order in which they are sent
 _ONE = 0x3F80  # the bits of 1 in bfloat16
 _SHORT = 1 << 31  # the most rows of a table for ids of 32 bits
+_COMPRESSIONS: tuple[Compression | None, ...] = (None, "bfloat16", "int8")
 _NOWHERE = np.empty(0, np.int64)
 _NO_POSITIONS = torch.empty(0, dtype=torch.int64, device="cpu")
 _Run: TypeAlias = tuple[torch.dtype, int, int | None, int, int]
@@ -92,6 +93,7 @@ class Layout:
             ``Placement`` calls half and key.
         kinds: dtype and width of each table's rows.
         row_bytes, dense_bytes: of a row of each table, and of each shard's parameters.
+        row_sizes: bytes of a row of each table on the way, not whole ones where rows share a scale; by compression.
         runs: the tables of each kind.
         ids_travel_as: int32, if no table has an id that needs more.
     """
@@ -109,17 +111,12 @@ class Layout:
         self.row_bytes = np.array([dtype.itemsize * width for dtype, width in self.kinds], np.int64)
         self.dense_bytes = [sum(share.bytes(None) for share in own.values()) for own in dense]
         self.runs = _runs(self.kinds, [None] * len(self.kinds))
-        self._row_sizes: dict[Compression | None, Array] = {}
+        self.row_sizes: dict[Compression | None, Array] = {}
+        for compression in _COMPRESSIONS:
+            many = [Share(dtype, (16, width), "rows").bytes(compression) for dtype, width in self.kinds]
+            self.row_sizes[compression] = np.array(many) / 16
         short = all(0 <= rows <= _SHORT for rows in self.limits.tolist())
         self.ids_travel_as = torch.int32 if short else torch.int64
-
-    def row_sizes(self, compression: Compression | None) -> Array:
-        """Return the bytes of a row of each table on the way; not whole ones where rows share a scale."""
-        sizes = self._row_sizes.get(compression)
-        if sizes is None:
-            many = [Share(dtype, (16, width), "rows").bytes(compression) for dtype, width in self.kinds]
-            sizes = self._row_sizes[compression] = np.array(many) / 16
-        return sizes
 
 
 def _runs(kinds: Sequence[tuple[torch.dtype, int]], wide: Sequence[int | None]) -> list[_Run]:
@@ -356,13 +353,15 @@ class Pull:
         """For each table and parameter the number of bytes of ids, ages, marks and rows sent and received."""
         layout, counts = self._routed.layout, self._routed.counts.sum(0)
         known = counts[:, _KNOWN]
-        rows = np.ceil((counts[:, _UNKNOWN] + self._changed) * layout.row_sizes(self._compression))
+        rows = np.ceil((counts[:, _UNKNOWN] + self._changed) * layout.row_sizes[self._compression])
         sizes = counts.sum(1) * layout.ids_travel_as.itemsize + known * torch.int16.itemsize + -(-known // 8) + rows
         for k in np.flatnonzero(counts[:, _STATED]).tolist():
             kind, whole = working_dtype(layout.kinds[k][0]), self._wide[k] or 0
             sizes[k] += Share(kind, (int(counts[k, _STATED]), whole), "states").bytes(self._compression)
-        dense = {name: value.nbytes for name, value in self._parameters.items()}
-        return dict(zip(layout.tables, map(int, sizes), strict=True)) | dense
+        each = dict(zip(layout.tables, map(int, sizes), strict=True))
+        for name, value in self._parameters.items():
+            each[name] = value.nbytes
+        return each
 
 
 class Push:
@@ -397,10 +396,11 @@ class Push:
         routed.arrange(kinds, 2)
         self._blocks: list[Tensor] = []  # the gradients of each run
         for dtype, width, _, first, last in layout.runs:
-            some = [gradients[name][1] for name in layout.tables[first:last]]
-            block = side_by_side([grads.detach().reshape(-1, width).to("cpu", dtype) for grads in some])
-            assert len(block) == routed.starts[last] - routed.starts[first]
-            self._blocks.append(block)
+            some = [
+                gradients[name][1].detach().reshape(-1, width).to("cpu", dtype) for name in layout.tables[first:last]
+            ]
+            self._blocks.append(side_by_side(some))
+            assert len(self._blocks[-1]) == routed.starts[last] - routed.starts[first]
 
     def message(self, shard: int, rules: Mapping[str, int]) -> tuple[list[PushPart], list[Tensor]]:
         """Return a shard's message, and its tensors, with those of parameters after those of the tables.
@@ -436,10 +436,13 @@ class Push:
         """For each table and parameter the number of bytes of ids, squares and gradients in the messages."""
         layout, counts = self._routed.layout, self._routed.counts.sum(0)
         ids, sums = counts.sum(1), counts[:, 1]
-        rows = np.ceil(ids * layout.row_sizes(self._compression))
-        sizes = map(int, ids * layout.ids_travel_as.itemsize + sums * torch.bfloat16.itemsize + rows)
-        dense = {name: share.bytes(None) for some in layout.dense for name, share in some.items()}
-        return dict(zip(layout.tables, sizes, strict=True)) | dense
+        rows = np.ceil(ids * layout.row_sizes[self._compression])
+        sizes = ids * layout.ids_travel_as.itemsize + sums * torch.bfloat16.itemsize + rows
+        each = dict(zip(layout.tables, map(int, sizes), strict=True))
+        for dense in layout.dense:
+            for name, share in dense.items():
+                each[name] = share.bytes(None)
+        return each
 
 
 def _of(block: Tensor, where: Array) -> Tensor:

@@ -39,6 +39,7 @@ Described = tuple[torch.dtype, tuple[int, ...]]
 """A tensor's dtype and shape."""
 
 _NAME, _COUNT, _WEIGHT = attrgetter("name"), attrgetter("count"), attrgetter("message.merging.weight")
+_COUNTS, _MARKED = attrgetter("counts"), attrgetter("marked")
 
 
 @dataclass(slots=True)
@@ -130,7 +131,8 @@ def check(
 
 
 def _check_pull(request: RowRequest, message: PullMessage) -> None:
-    request.answer_bytes = sum(share.bytes(None) for share in request.shares)
+    for share in request.shares:
+        request.answer_bytes += share.bytes(None)
     for part, holder in zip(message.parts, request.parts.holders, strict=True):
         special = part.with_state + part.known
         if special > part.count:
@@ -392,8 +394,8 @@ def merged(
     """Return all workers' gradients, times share in the mean and ``scale``; of a table in the order of the pushes."""
     if total is None:
         total = sum(map(_WEIGHT, pushes))
-    pushes = [push for push in pushes if push.counts] or pushes[:1]
-    marked, own = any(push.marked for push in pushes), dict[str, list[tuple[Tensor, ...]]]()
+    pushes = list(filter(_COUNTS, pushes)) or pushes[:1]
+    marked, own = any(map(_MARKED, pushes)), dict[str, list[tuple[Tensor, ...]]]()
     for push in pushes:
         merging, ids = push.message.merging, push.tensors[0]
         grads = push.gradients(scale * ((merging.weight / total if total else 0.0) if merging.mean else 1.0))
