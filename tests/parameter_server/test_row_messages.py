@@ -54,6 +54,10 @@ def shards(count: int) -> Iterator[ParameterClient]:
         yield stack.enter_context(ParameterClient(endpoints, transport=network))
 
 
+def versions(client: ParameterClient, ids: Tensor) -> Tensor:
+    return client.pull_many({"t": ids}, known={"t": torch.full_like(ids, -1)})["t"].versions
+
+
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("which", TABLES)
@@ -146,8 +150,8 @@ def test_a_shard_that_lost_changes_treats_all_rows_as_unknown(tmp_path: Path) ->
             shutil.copytree(tmp_path / "state", tmp_path / "aside")
             for _ in range(3):
                 client.push_many({"t": (ids[1:2], ones)})
-            first = client.pull_many({"t": ids})["t"]
-            same = client.pull_many({"t": ids}, known={"t": first.versions})["t"]
+            first = versions(client, ids)
+            same = client.pull_many({"t": ids}, known={"t": first})["t"]
             assert not len(same.rows)
         shutil.rmtree(tmp_path / "state")
         shutil.move(tmp_path / "aside", tmp_path / "state")
@@ -156,14 +160,14 @@ def test_a_shard_that_lost_changes_treats_all_rows_as_unknown(tmp_path: Path) ->
                 for _ in range(5):  # beyond where it was
                     other.push_many({"t": (ids[2:3], ones)})
             with pytest.raises(RolledBack, match="3 pushes of this client are lost"):
-                client.pull_many({"t": ids}, known={"t": first.versions})
-            again = client.pull_many({"t": ids}, known={"t": first.versions})["t"]
+                client.pull_many({"t": ids}, known={"t": first})
+            again = client.pull_many({"t": ids}, known={"t": first})["t"]
             assert again.positions.tolist() == [0, 1, 2, 3]
             assert again.rows[:, 0].tolist() == [-0.5, 0.0, -2.5, 0.0]
-            assert (again.versions > first.versions).all()
-            mixed = torch.tensor([int(again.versions[0]), int(first.versions[1]), -1, int(again.versions[3])])
+            assert (again.versions > first).all()
+            mixed = torch.tensor([int(again.versions[0]), int(first[1]), -1, int(again.versions[3])])
             assert client.pull_many({"t": ids}, known={"t": mixed})["t"].positions.tolist() == [1, 2]
-            assert len(client.pull_many({"t": ids}, known={"t": first.versions})["t"].rows) == 4
+            assert len(client.pull_many({"t": ids}, known={"t": first})["t"].rows) == 4
 
 
 @pytest.mark.parametrize("how", ["drop", "restore"])
@@ -175,13 +179,13 @@ def test_rows_of_a_table_that_was_replaced_are_not_known(how: str, tmp_path: Pat
         client.save(tmp_path / "saved")
         for _ in range(3):
             client.push_many({"t": (ids, ones)})
-        first = client.pull_many({"t": ids})["t"]
+        first = versions(client, ids)
         if how == "drop":
             client.drop("t")
             client.init_table(TableSpec("t", 3, 2, initial=Constant(5.0)), SGD)
         else:
             client.load(tmp_path / "saved")
-        found = client.pull_many({"t": ids}, known={"t": first.versions})["t"]
+        found = client.pull_many({"t": ids}, known={"t": first})["t"]
         assert found.rows.tolist() == [[5.0 if how == "drop" else -0.5] * 2] * 3
 
 
@@ -194,7 +198,7 @@ def test_steps_of_any_size_and_age(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
             state, groups = saved.state, {name: dict(group) for name, group in saved.groups()}
         state["tables"][0]["step"] = (1 << 32) + 5
         restore(client, state, groups)
-        held = client.pull_many({"t": ids})["t"].versions
+        held = versions(client, ids)
         assert held.tolist() == [(1 << 32) + 5] * 4
         for _ in range(5):
             client.push_many({"t": (ids[:1], torch.ones(1, 2))})
@@ -240,11 +244,11 @@ def test_an_id_costs_only_the_bytes_that_its_kind_needs(monkeypatch: pytest.Monk
         assert bytes_of(known={"t": torch.full((10,), -1)}) == [40, 10 * row]
         states = {"t": torch.full((10,), WITH_STATE)}
         assert bytes_of(known=states, widths={"t": 6}) == [40, 10 * 2 * row]
-        held = client.pull_many({"t": ids})["t"].versions
+        held = versions(client, ids)
         client.push_many({"t": (ids[:2], torch.ones(2, 3))})
         held[5], held[6] = WITH_STATE, -1
-        # Eight known ones have an age, the two of them that have changed a place.
-        assert bytes_of(known={"t": held}, widths={"t": 6}) == [40 + 8 * 2, 2 * 4 + 2 * row + 3 * row]
+        # Eight known ones have an age, and a bit that says whether they have changed.
+        assert bytes_of(known={"t": held}, widths={"t": 6}) == [40 + 8 * 2, 1 + 2 * row + 3 * row]
         squares = torch.ones(10)
         assert bytes_of(squares={"t": squares}) == [40 + 10 * row]
         squares[3], squares[4] = 0.5, 1 + 2.0**-10  # rounded, it is 1
@@ -319,29 +323,30 @@ def test_answers_that_do_not_fit_are_refused() -> None:
     table = Table(placement, SGD)
     layout = Layout({"t": (table.placement, torch.float32, 2)})
 
-    def take(reply: PullReply, *places: Tensor, rows: int = 1) -> None:
+    def take(reply: PullReply, *bits: Tensor, rows: int = 1) -> list[list[int]]:
         pull = Pull(layout, [torch.arange(4)], [torch.tensor([3, 3, 3, -1])], None, [(5, 0)], None)
-        pull.take(0, reply, [*places, torch.zeros(2 * rows)] if places else [], 0)
+        pull.take(0, reply, [*bits, torch.zeros(2 * rows)] if bits else [], 0)
+        return [pull.pulled()["t"].positions.tolist(), pull.pulled()["t"].versions.tolist()]
 
-    def said(*places: int) -> Tensor:
-        return torch.tensor(places, dtype=torch.int32)
+    def said(*bits: int) -> Tensor:
+        return torch.tensor(bits, dtype=torch.uint8)
 
-    take(PullReply(5, [4], [2]), said(0, 2), rows=3)
-    for reply, places in [
-        (PullReply(5, [4], [4]), said(0, 1, 2, 3)),
-        (PullReply(5, [4, 4], [1, 0]), said(0)),
-        (PullReply(5, [4], [2]), said(0)),
-        (PullReply(5, [4], [1]), said(3)),
-        (PullReply(5, [4], [1]), said(-1)),
-        (PullReply(5, [4], [2]), said(2, 0)),
-        (PullReply(5, [4], [2]), said(1, 1)),
-        (PullReply(5, [4], [1]), said(0).long()),
+    assert take(PullReply(5, [4]), said(0b10100000), rows=3) == [[0, 2, 3], [4, 4, 4]]
+    assert take(PullReply(5, [4]), said(0b10111111), rows=3) == [[0, 2, 3], [4, 4, 4]]  # there are three bits
+    for reply, bits in [
+        (PullReply(5, [4, 4]), said(0)),
+        (PullReply(5, []), said(0)),
+        (PullReply(5, [4]), said()),
+        (PullReply(5, [4]), said(0, 0)),
+        (PullReply(5, [4]), said(0).long()),
+        (PullReply(5, [4]), said(0).view(1, 1)),
     ]:
         with pytest.raises(ProtocolError):
-            take(reply, places, rows=1 + reply.changed[0])
+            take(reply, bits)
     with pytest.raises(ProtocolError):
-        take(PullReply(5, [4], [1]))  # without any tensor
-    with pytest.raises(SchemaError):
-        take(PullReply(5, [4], [1]), said(0), rows=5)
+        take(PullReply(5, [4]))  # without any tensor
+    for rows in (0, 2, 5):
+        with pytest.raises(SchemaError):
+            take(PullReply(5, [4]), said(0), rows=rows)
     with pytest.raises(NotFound, match=r"ids\[1\] is 10"):
         Routed(layout, [torch.tensor([1, 10])], 1)

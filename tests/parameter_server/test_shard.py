@@ -119,6 +119,27 @@ def of_two_workers() -> Shard:
     return shard
 
 
+def test_pushes_of_a_step_may_name_different_tables_or_none() -> None:
+    shard = of_two_workers()
+    for name in "ab":
+        shard.init(InitMessage(name, SGD.to_dict(), TableSpec(name, 9, 2, initial=Constant(0.0)).to_dict()))
+    ids = torch.tensor([1, 2])
+    pushes = [
+        ([PushPart("a", 2), PushPart("p")], [ids, torch.tensor([1.0, 1, 2, 2, 3, 3])]),
+        ([PushPart("b", 1), PushPart("a", 1)], [ids, torch.tensor([4.0, 4, 5, 5])]),
+        ([], [ids[:0]]),
+    ]
+    for step, both in enumerate([(0, 1), (0, 2), (2, 2)]):
+        for rank, which in enumerate(both):
+            parts, tensors = pushes[which]
+            shard.push(shard.request(PushMessage(parts, [], rank, step, Merging(mean=False)), tensors))
+    pull = PullMessage([PullPart("b", 1), PullPart("p"), PullPart("a", 2)])
+    _, (numbers,) = shard.pull(shard.request(pull, [torch.tensor([1, 1, 2])]))
+    assert numbers.view(-1, 2).tolist() == [[-4, -4], [-6, -6], [-2, -2], [-9, -9]]
+    assert shard.statistics().tables["a"].pushes == 3
+    assert shard.statistics().tables["a"].rows_pushed == 5
+
+
 def test_members_may_drop_a_step_that_one_who_is_gone_had_released() -> None:
     shard = of_two_workers()
     shard.release(ReleaseMessage(1, WorkerProgress(0, 2, 1, 0)))  # step 0 of the older membership is to be applied

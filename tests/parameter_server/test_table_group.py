@@ -72,16 +72,16 @@ def same_answers(group: TableGroup, alone: list[Table], seed: int) -> None:
     since = [
         torch.randint(-1, table.step + 1, (few,), generator=chance) for table, few in zip(alone, known, strict=True)
     ]
-    states, rows, places, counts = group.answer(torch.cat(ids), [12] * len(alone), with_state, known, torch.cat(since))
+    states, rows, new, counts = group.answer(torch.cat(ids), [12] * len(alone), with_state, known, torch.cat(since))
     for table, some, first, few, then in zip(alone, ids, with_state, known, since, strict=True):
-        changed = torch.nonzero(table.versions(some)[12 - few :] > then)[:, 0]
+        changed = table.versions(some)[12 - few :] > then
         come = torch.cat([some[first : 12 - few], some[12 - few :][changed]])
-        assert counts.pop(0) == len(changed)
-        assert torch.equal(places[: len(changed)], changed)
+        assert counts.pop(0) == len(come)
+        assert torch.equal(new[:few], changed)
         assert torch.equal(states[:first], table.pull_with_state(some[:first]))
         assert torch.equal(rows[: len(come)], table.pull(come))
-        places, states, rows = places[len(changed) :], states[first:], rows[len(come) :]
-    assert len(places) == len(states) == len(rows) == 0
+        new, states, rows = new[few:], states[first:], rows[len(come) :]
+    assert len(new) == len(states) == len(rows) == 0
 
 
 @pytest.mark.quick_cases(12)

@@ -202,18 +202,17 @@ class PullMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 
 
 class PullReply(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The shard's generation, and of each part the step of its rows, and the number of known ones that have changed.
+    """The shard's generation, and of each part the step of its rows.
 
     ``pushed`` is the number of steps that every worker of the job has pushed.
 
-    Tensors: if any ids were known, the positions of those that have changed among the known ones of their part, int32,
-    ascending. Then numbers: of each part with any, the rows that come with their state; then of each part the rows that
-    come without, in the order of their ids, or the parameter.
+    Tensors: if any ids were known, a bit for each that is, in their order, set if it has changed; eight in a byte, the
+    first the highest. Then numbers: of each part with any, the rows that come with their state; then of each part the
+    rows that come without, in the order of their ids, or the parameter.
     """
 
     generation: _Count
     steps: list[_Count]
-    changed: list[_Count]
     pushed: _Count = 0
 
 

@@ -376,7 +376,8 @@ class TableGroup:
             training: as in ``pull``.
 
         Returns:
-            Rows with state; those without; places among each table's known ones; and each table's number of these.
+            Rows with state; those without; of each known one, whether it has changed; and each table's number of rows
+            without state.
         """
         flat, starts = self._lookups(ids, counts)
         versions = np.empty(flat.size, np.int64)
@@ -397,15 +398,10 @@ class TableGroup:
         out = torch.empty(int(edges[-1]), self.arena.width, dtype=self.arena.dtype, device="cpu")
         visit, _ = self._visits(slice(None), flat[come], edges, as_array(out), _NONE, training=False)
         self.arena.pool.run(partial(visit, rows[come]), int(edges[-1]))
-        places = (lookups - np.repeat(ends - many, many))[changed]
-        groups = np.repeat(np.arange(len(self.tables)), many)[changed]
         states = []
         for table, first, some in zip(self.tables, starts.tolist(), with_state, strict=False):
             states.append(self._with_state(table, flat[first : first + some], rows[first : first + some]))
-        return (
-            torch.cat(states), out, torch.from_numpy(places),
-            np.bincount(groups, minlength=len(self.tables)).tolist(),
-        )  # fmt: skip
+        return torch.cat(states), out, torch.from_numpy(changed), np.diff(edges).tolist()
 
     def _with_state(self, table: Table, ids: Array, rows: Array) -> Tensor:
         """Weights and states of rows of ``table``."""

@@ -17,6 +17,7 @@ import operator
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -164,7 +165,7 @@ class ParameterClient(KnownTables):
         self.worker: Worker | None = None
         self.rank, self.leads = 0, True
         self._barriers = 0
-        self._traffic: dict[str, Traffic] = {}
+        self._traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
         self._counting = threading.Lock()  # rows may be requested ahead, in a thread
         self._uncounted: int | None = None
         in_process = not addresses
@@ -453,7 +454,7 @@ class ParameterClient(KnownTables):
             training: admits ids to dynamic tables.
             step: the worker's step; the read waits until it may start. ``None`` reads the present values.
             known: for each table the version known of each id, from ``Pulled``, -1 for none; a row with a version is
-                sent only if it has changed since.
+                sent only if it has changed since. Without it rows come without their positions and versions.
             widths: rows known as ``WITH_STATE`` are sent with their optimizer's state, and this is the number of values
                 of such a row; the state of the others is left zero.
             ahead: true if no caller waits for the answer yet.
@@ -507,7 +508,7 @@ class ParameterClient(KnownTables):
             return
         with self._counting:
             for name, size in sizes.items():
-                traffic = self._traffic.setdefault(name, Traffic())
+                traffic = self._traffic[name]
                 traffic.pulls += pulls
                 traffic.pushes += pushes
                 traffic.bytes += size
@@ -567,7 +568,7 @@ class ParameterClient(KnownTables):
                 turn = None if step is None else self._turn_for(shard)
                 message = PushMessage(parts, numbers, rank, at, merging, self.compression, turn)
                 requests.append(self.calls.request(shard, "push", pack(message), tensors, step=step))
-                if not acceptable(tensors):
+                if self.shards > 1 and not acceptable(tensors):
                     refused.append(requests[-1])
         # A shard whose part has no NaN would apply it although the whole is refused, so only the others are asked.
         outcomes = self.calls.outcomes(refused or requests, deadline)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import Any, TypeAlias
 
@@ -34,6 +35,7 @@ Array = NDArray[Any]
 _STATED, _UNKNOWN, _KNOWN = range(3)  # kinds of requested ids, in the order in which they are sent
 _ONE = 0x3F80  # the bits of 1 in bfloat16
 _SHORT = 1 << 31  # the most rows of a table for ids of 32 bits
+_COMPRESSIONS: tuple[Compression | None, ...] = (None, "bfloat16", "int8")
 _NOWHERE = np.empty(0, np.int64)
 _NO_POSITIONS = torch.empty(0, dtype=torch.int64, device="cpu")
 _Run: TypeAlias = tuple[torch.dtype, int, int | None, int, int]
@@ -46,9 +48,11 @@ class Pulled:
     """Rows of one table as received.
 
     Attributes:
-        positions: the positions of these rows among the ids requested, ascending; int64.
-        versions: the version of each row, to be given as ``known`` in the next request for it; int64, at least 0.
-        rows: ``[len(positions), width]``.
+        positions: the positions of these rows among the ids requested, ascending; int64. Empty of a request without
+            known versions, which all rows answer.
+        versions: the version of each row, to be given as ``known`` in the next request for it; int64, at least 0. Empty
+            as the positions are.
+        rows: ``[number of rows, width]``.
     """
 
     positions: Tensor
@@ -89,6 +93,7 @@ class Layout:
             ``Placement`` calls half and key.
         kinds: dtype and width of each table's rows.
         row_bytes, dense_bytes: of a row of each table, and of each shard's parameters.
+        row_sizes: bytes of a row of each table on the way, not whole ones where rows share a scale; by compression.
         runs: the tables of each kind.
         ids_travel_as: int32, if no table has an id that needs more.
     """
@@ -106,6 +111,10 @@ class Layout:
         self.row_bytes = np.array([dtype.itemsize * width for dtype, width in self.kinds], np.int64)
         self.dense_bytes = [sum(share.bytes(None) for share in own.values()) for own in dense]
         self.runs = _runs(self.kinds, [None] * len(self.kinds))
+        self.row_sizes: dict[Compression | None, Array] = {}
+        for compression in _COMPRESSIONS:
+            many = [Share(dtype, (16, width), "rows").bytes(compression) for dtype, width in self.kinds]
+            self.row_sizes[compression] = np.array(many) / 16
         short = all(0 <= rows <= _SHORT for rows in self.limits.tolist())
         self.ids_travel_as = torch.int32 if short else torch.int64
 
@@ -131,7 +140,6 @@ class Routed:
         flat: all ids, one table after the other.
         starts: where each table's ids begin, and their end.
         owners: the shard of each id.
-        tables: the table of each.
         order, kinds: once arranged, the order of the ids, and the kind of each in that order.
         of: the part of the order that holds the ids of each shard.
         as_is: once arranged, there is one shard and one kind, so the order is that of the ids.
@@ -155,7 +163,11 @@ class Routed:
             t = int(np.searchsorted(self.starts, bad, "right")) - 1
             last, at = layout.limits[t] - 1, bad - self.starts[t]
             raise NotFound(f"table {layout.tables[t]} has ids 0 to {last}; ids[{at}] is {self.flat[bad]}")
-        self.tables = np.repeat(np.arange(len(ids)), sizes[1:])
+
+    @cached_property
+    def tables(self) -> Array:
+        """The table of each id."""
+        return np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
 
     def arrange(self, kinds: Array | int, count: int) -> None:
         """Order the ids by shard, table and kind, otherwise in their order.
@@ -189,7 +201,8 @@ class Pull:
     Args:
         layout: of the tables.
         ids: of each, the ids that are requested.
-        known: of each table, the known versions, as in ``ParameterClient.pull_many``; ``None`` if none are.
+        known: of each table, the known versions, as in ``ParameterClient.pull_many``; ``None``: all rows come, without
+            their positions and versions.
         wide: of each table the number of values of a row with its state, or ``None`` if no row comes with it.
         clocks: generation and base of each shard's clock.
     """
@@ -203,47 +216,40 @@ class Pull:
         clocks: Sequence[tuple[int, int]],
         compression: Compression | None,
     ) -> None:
+        assert known is not None or wide is None
         routed = self._routed = Routed(layout, ids, len(clocks))
-        tables = len(ids)
         self._compression = compression
-        self._wide = [None] * tables if wide is None else wide
+        self._wide = [None] * len(ids) if wide is None else wide
         self._runs = layout.runs if wide is None else _runs(layout.kinds, wide)
-        self._since = np.zeros((len(clocks), tables), np.int64)
-        self._ages = np.empty(0, np.int16)
-        if known is None or not tables:
+        self._since = np.zeros((len(clocks), len(ids)), np.int64)
+        if known is None or not ids:
+            self._ages = self._versions = _NOWHERE
             routed.arrange(_UNKNOWN, 3)
         else:
-            self._sort(side_by_side(known).numpy(), np.array([base for _, base in clocks]))
-        # Of each run the rows that came, their positions among all ids, and their versions.
-        self._came: list[tuple[list[Tensor], list[Array], list[Array]]] = [([], [], []) for _ in self._runs]
+            self._versions = np.full(routed.flat.size, -1)
+            kinds, ages = self._sort(side_by_side(known).numpy(), np.array([base for _, base in clocks]))
+            routed.arrange(kinds, 3)
+            self._ages = ages[routed.order[routed.kinds == _KNOWN]].astype(np.int16)
+        # Of each run the rows of all ids, with room for the state where some come with it.
+        self._rows: list[Tensor] = []
+        for dtype, width, whole, first, last in self._runs:
+            kind = dtype if whole is None else working_dtype(dtype)
+            count = 0 if routed.as_is else int(routed.starts[last] - routed.starts[first])
+            self._rows.append(torch.zeros(count, whole or width, dtype=kind, device="cpu"))
         self._parameters: dict[str, Tensor] = {}
-        # Rows that came with their state, without it, and of those that were known before.
-        self._stated_rows, self._other_rows, self._changed_rows = np.zeros((3, tables), np.int64)
+        self._changed = np.zeros(len(ids), np.int64)  # of the known rows those that came
 
-    def _sort(self, known: Array, bases: Array) -> None:
-        """Find the kind of each id, and the step of each known one."""
+    def _sort(self, known: Array, bases: Array) -> tuple[Array, Array]:
+        """Return the kind of each id, and how many steps before the last one of its table here each known one is."""
         routed = self._routed
         assert known.size == routed.flat.size
-        steps = known - bases[routed.owners]
-        kinds = np.where(known == WITH_STATE, _STATED, np.where((known < 0) | (steps < 0), _UNKNOWN, _KNOWN))
-        if None in self._wide:
-            without = np.array([whole is None for whole in self._wide])
-            kinds[(kinds == _STATED) & without[routed.tables]] = _UNKNOWN
-        while True:
-            routed.arrange(kinds, 3)
-            mine = routed.order[routed.kinds == _KNOWN]
-            if not mine.size:
-                return
-            sizes = routed.counts[:, :, _KNOWN].reshape(-1)
-            firsts = np.cumsum(sizes) - sizes
-            since = np.zeros_like(sizes)
-            since[sizes > 0] = np.maximum.reduceat(steps[mine], firsts[sizes > 0])
-            ages = np.repeat(since, sizes) - steps[mine]
-            old = ages > OLDEST
-            if not old.any():
-                break
-            kinds[mine[old]] = _UNKNOWN
-        self._since, self._ages = since.reshape(self._since.shape), ages.astype(np.int16)
+        part, steps = routed.owners * len(self._wide) + routed.tables, known - bases[routed.owners]
+        is_known = (known >= 0) & (steps >= 0)
+        newest = self._since.reshape(-1)
+        np.maximum.at(newest, part[is_known], steps[is_known])
+        ages = newest[part] - steps
+        stated = (known == WITH_STATE) & np.array([whole is not None for whole in self._wide])[routed.tables]
+        return np.where(stated, _STATED, np.where(is_known & (ages <= OLDEST), _KNOWN, _UNKNOWN)), ages
 
     def message(self, shard: int) -> tuple[list[PullPart], list[Tensor]]:
         """Return a shard's message: one part for each table that has ids there and each parameter; and its tensors."""
@@ -265,7 +271,7 @@ class Pull:
         """Return the bytes of a shard's answer in which all known rows have changed, and nothing was rounded."""
         layout, counts = self._routed.layout, self._routed.counts[shard]
         with_state, known = counts[:, _STATED], counts[:, _KNOWN]
-        most = layout.dense_bytes[shard] + int((counts[:, _UNKNOWN] + known) @ layout.row_bytes) + 4 * int(known.sum())
+        most = layout.dense_bytes[shard] + int((counts[:, _UNKNOWN] + known) @ layout.row_bytes + known.sum())
         if with_state.any():
             wide = zip(layout.kinds, self._wide, strict=True)
             most += int(with_state @ np.array([(whole or 0) * working_dtype(kind[0]).itemsize for kind, whole in wide]))
@@ -279,91 +285,83 @@ class Pull:
         """
         routed = self._routed
         counts, dense = routed.counts[shard], routed.layout.dense[shard]
+        stated, rest = counts[:, _STATED], counts[:, _UNKNOWN]
         concerned = np.flatnonzero(counts.sum(1))
-        parts = len(concerned) + len(dense)
-        changed, known = np.array(reply.changed[: len(concerned)], np.int64), counts[concerned, _KNOWN]
-        if len(reply.steps) != parts or len(reply.changed) != parts or (changed > known).any():
-            raise ProtocolError(f"shard {shard} answers {parts} parts with {reply.steps} and {reply.changed}")
-        if routed.as_is:
-            with_state, others = _NOWHERE, np.arange(routed.flat.size)
-        else:
+        if len(reply.steps) != len(concerned) + len(dense):
+            raise ProtocolError(f"shard {shard} answers {len(concerned) + len(dense)} parts with {reply.steps}")
+        with_state = others = _NOWHERE  # the positions of the rows that come
+        if not routed.as_is:
             where, kinds = routed.order[routed.of[shard]], routed.kinds[routed.of[shard]]
-            comes = kinds == _UNKNOWN
-            if known.any():
-                positions, *tensors = tensors or [_NO_POSITIONS]  # which are refused
-                comes[np.flatnonzero(kinds == _KNOWN)[_checked(positions, changed, known, shard)]] = True
+            comes, known = kinds == _UNKNOWN, np.flatnonzero(kinds == _KNOWN)
+            if known.size:
+                bits, *tensors = tensors or [_NO_POSITIONS]  # which are refused
+                changed = known[_set_bits(bits, known.size, shard)]
+                comes[changed] = True
+                new = np.bincount(routed.tables[where[changed]], minlength=len(counts))
+                self._changed += new
+                rest = rest + new
             with_state, others = where[kinds == _STATED], where[comes]
-        as_of, new = np.zeros((2, len(counts)), np.int64)
-        as_of[concerned] = reply.steps[: len(concerned)]
-        new[concerned] = changed
-        stated, rest = counts[:, _STATED], counts[:, _UNKNOWN] + new
-        self._stated_rows += stated
-        self._other_rows += rest
-        self._changed_rows += new
+        if self._versions.size:
+            as_of = np.zeros(len(counts), np.int64)
+            as_of[concerned] = reply.steps[: len(concerned)]
+            for some in (with_state, others):
+                self._versions[some] = base + as_of[routed.tables[some]]
         # Of each run of tables the rows with their state; then those without, of runs that the request concerns.
-        shares, into = list[Share](), list[list[Tensor]]()
-        for (dtype, _, whole, first, last), came in zip(self._runs, self._came, strict=True):
-            if (count := int(stated[first:last].sum())) and whole is not None:
+        shares, into = list[Share](), list[tuple[int, Array]]()
+        edges = np.append(0, np.cumsum(stated))
+        for r, (dtype, _, whole, first, last) in enumerate(self._runs):
+            if (count := int(edges[last] - edges[first])) and whole is not None:
                 shares.append(Share(working_dtype(dtype), (count, whole), "states"))
-                into.append(came[0])
-        for (dtype, width, _, first, last), came in zip(self._runs, self._came, strict=True):
+                into.append((r, with_state[edges[first] : edges[last]]))
+        edges = np.append(0, np.cumsum(rest))
+        for r, (dtype, width, _, first, last) in enumerate(self._runs):
             if counts[first:last].any():
-                shares.append(Share(dtype, (int(rest[first:last].sum()), width), "rows"))
-                into.append(came[0])
+                shares.append(Share(dtype, (int(edges[last] - edges[first]), width), "rows"))
+                into.append((r, others[edges[first] : edges[last]]))
         numbers = split(tensors, [*shares, *dense.values()], self._compression)
         self._parameters.update(zip(dense, numbers[len(shares) :], strict=True))
-        for pieces, part in zip(into, numbers, strict=False):
-            if len(part):
-                pieces.append(part)
-        stated_at, others_at = np.append(0, np.cumsum(stated)), np.append(0, np.cumsum(rest))
-        for (_, _, _, first, last), (_, wheres, versions) in zip(self._runs, self._came, strict=True):
-            mine = others[others_at[first] : others_at[last]]
-            if with_state.size:
-                mine = np.concatenate([with_state[stated_at[first] : stated_at[last]], mine])
-            wheres.append(mine)
-            versions.append(base + as_of[routed.tables[mine]])
+        for (r, positions), part in zip(into, numbers, strict=False):
+            if routed.as_is:
+                self._rows[r] = part
+                continue
+            rows, at = self._rows[r], torch.from_numpy(positions - routed.starts[self._runs[r][3]])
+            rows[:, : part.shape[1]].index_copy_(0, at, part.to(rows.dtype))
 
     def pulled(self) -> dict[str, Pulled]:
         """Return the received rows, by table and parameter."""
         routed, pulled = self._routed, dict[str, Pulled]()
         for name, value in self._parameters.items():
             pulled[name] = Pulled(_NO_POSITIONS, _NO_POSITIONS, value)
-        for (dtype, width, whole, first, last), (pieces, wheres, each) in zip(self._runs, self._came, strict=True):
-            rows = _together(pieces, width, whole, dtype)
-            there, versions = (one[0] if len(one) == 1 else np.concatenate([_NOWHERE, *one]) for one in (wheres, each))
-            if not routed.as_is:
-                begin, end = routed.starts[[first, last]]
-                index = np.full(end - begin, -1)
-                index[there - begin] = np.arange(there.size)
-                there = np.flatnonzero(index >= 0)
-                order = index[there]
-                if not (order == np.arange(order.size)).all():
-                    rows = rows.index_select(0, torch.from_numpy(order))
-                there += begin
-                versions = versions[order]
-            tables = routed.tables[there]
-            sizes = np.bincount(tables - first, minlength=last - first).tolist()
-            positions = torch.split(torch.from_numpy(there - routed.starts[tables]), sizes)
-            each_version = torch.split(torch.from_numpy(versions), sizes)
-            names = routed.layout.tables[first:last]
-            pulled |= zip(names, map(Pulled, positions, each_version, torch.split(rows, sizes)), strict=True)
+        for (_, _, _, first, last), rows in zip(self._runs, self._rows, strict=True):
+            names, starts = routed.layout.tables[first:last], routed.starts[first : last + 1]
+            if not self._versions.size:
+                for name, part in zip(names, torch.split(rows, np.diff(starts).tolist()), strict=True):
+                    pulled[name] = Pulled(_NO_POSITIONS, _NO_POSITIONS, part)
+                continue
+            came = np.flatnonzero(self._versions[starts[0] : starts[-1]] >= 0)
+            if came.size < len(rows):
+                rows = rows.index_select(0, torch.from_numpy(came))
+            came += starts[0]
+            tables = routed.tables[came] - first
+            sizes = np.bincount(tables, minlength=last - first).tolist()
+            positions = torch.split(torch.from_numpy(came - starts[tables]), sizes)
+            versions = torch.split(torch.from_numpy(self._versions[came]), sizes)
+            pulled |= zip(names, map(Pulled, positions, versions, torch.split(rows, sizes)), strict=True)
         return pulled
 
     def bytes(self) -> dict[str, int]:
-        """For each table and parameter the number of bytes of ids, ages, positions and rows sent and received."""
+        """For each table and parameter the number of bytes of ids, ages, marks and rows sent and received."""
         layout, counts = self._routed.layout, self._routed.counts.sum(0)
-        sizes = {}
-        rows = np.stack([self._stated_rows, self._other_rows, self._changed_rows, counts.sum(1), counts[:, _KNOWN]], 1)
-        each = zip(layout.tables, layout.kinds, self._wide, rows.tolist(), strict=True)
-        for name, (dtype, width), whole, (with_state, others, changed, ids, known) in each:
-            size = ids * layout.ids_travel_as.itemsize + known * torch.int16.itemsize + changed * torch.int32.itemsize
-            size += Share(dtype, (others, width), "rows").bytes(self._compression)
-            if whole is not None:
-                size += Share(working_dtype(dtype), (with_state, whole), "states").bytes(self._compression)
-            sizes[name] = size
+        known = counts[:, _KNOWN]
+        rows = np.ceil((counts[:, _UNKNOWN] + self._changed) * layout.row_sizes[self._compression])
+        sizes = counts.sum(1) * layout.ids_travel_as.itemsize + known * torch.int16.itemsize + -(-known // 8) + rows
+        for k in np.flatnonzero(counts[:, _STATED]).tolist():
+            kind, whole = working_dtype(layout.kinds[k][0]), self._wide[k] or 0
+            sizes[k] += Share(kind, (int(counts[k, _STATED]), whole), "states").bytes(self._compression)
+        each = dict(zip(layout.tables, map(int, sizes), strict=True))
         for name, value in self._parameters.items():
-            sizes[name] = value.nbytes
-        return sizes
+            each[name] = value.nbytes
+        return each
 
 
 class Push:
@@ -398,12 +396,11 @@ class Push:
         routed.arrange(kinds, 2)
         self._blocks: list[Tensor] = []  # the gradients of each run
         for dtype, width, _, first, last in layout.runs:
-            some = []
-            for t in range(first, last):
-                grads = gradients[layout.tables[t]][1]
-                assert grads.numel() == sizes[t] * width
-                some.append(grads.detach().reshape(-1, width).to("cpu", dtype))
+            some = [
+                gradients[name][1].detach().reshape(-1, width).to("cpu", dtype) for name in layout.tables[first:last]
+            ]
             self._blocks.append(side_by_side(some))
+            assert len(self._blocks[-1]) == routed.starts[last] - routed.starts[first]
 
     def message(self, shard: int, rules: Mapping[str, int]) -> tuple[list[PushPart], list[Tensor]]:
         """Return a shard's message, and its tensors, with those of parameters after those of the tables.
@@ -437,15 +434,15 @@ class Push:
 
     def bytes(self) -> dict[str, int]:
         """For each table and parameter the number of bytes of ids, squares and gradients in the messages."""
-        layout, sizes = self._routed.layout, {}
-        counts = self._routed.counts.sum(0).tolist()
-        for name, (dtype, width), (single, sums) in zip(layout.tables, layout.kinds, counts, strict=True):
-            size = (single + sums) * layout.ids_travel_as.itemsize + sums * torch.bfloat16.itemsize
-            sizes[name] = size + Share(dtype, (single + sums, width), "rows").bytes(self._compression)
+        layout, counts = self._routed.layout, self._routed.counts.sum(0)
+        ids, sums = counts.sum(1), counts[:, 1]
+        rows = np.ceil(ids * layout.row_sizes[self._compression])
+        sizes = ids * layout.ids_travel_as.itemsize + sums * torch.bfloat16.itemsize + rows
+        each = dict(zip(layout.tables, map(int, sizes), strict=True))
         for dense in layout.dense:
             for name, share in dense.items():
-                sizes[name] = share.bytes(None)
-        return sizes
+                each[name] = share.bytes(None)
+        return each
 
 
 def _of(block: Tensor, where: Array) -> Tensor:
@@ -454,33 +451,12 @@ def _of(block: Tensor, where: Array) -> Tensor:
     return block.index_select(0, torch.from_numpy(where))
 
 
-def _checked(positions: Tensor, changed: Array, known: Array, shard: int) -> Array:
-    """Return the positions of a shard's known ids that have changed, from those within each part.
+def _set_bits(bits: Tensor, count: int, shard: int) -> Array:
+    """Return the positions of the ones among the first ``count`` bits.
 
     Raises:
-        ProtocolError: the positions do not ascend within each part.
+        ProtocolError: they are not as many.
     """
-    if positions.dtype != torch.int32 or positions.shape != (int(changed.sum()),):
-        raise ProtocolError(
-            f"shard {shard} returned {tuple(positions.shape)} {positions.dtype} for {changed.tolist()} positions"
-        )
-    within = positions.numpy().astype(np.int64)
-    among_all: Array = within + np.repeat(np.cumsum(known) - known, changed)
-    if (within < 0).any() or (within >= np.repeat(known, changed)).any() or (np.diff(among_all) <= 0).any():
-        raise ProtocolError(f"shard {shard} returned positions {within.tolist()[:8]}... of {known.tolist()} known rows")
-    return among_all
-
-
-def _together(pieces: list[Tensor], width: int, whole: int | None, dtype: torch.dtype) -> Tensor:
-    """All rows, one piece after the other; rows without state are padded with zeros where others have one."""
-    wide, rows, alike = whole or width, 0, True
-    for piece in pieces:
-        rows, alike = rows + len(piece), alike and piece.shape[1] == wide
-    if alike and pieces:
-        return side_by_side(pieces)
-    states = torch.zeros(rows, wide, dtype=working_dtype(dtype) if pieces else dtype, device="cpu")
-    at = 0
-    for piece in pieces:
-        states[at : at + len(piece), : piece.shape[1]] = piece
-        at += len(piece)
-    return states
+    if bits.dtype != torch.uint8 or bits.shape != (-(-count // 8),):
+        raise ProtocolError(f"shard {shard} returned {tuple(bits.shape)} {bits.dtype} for {count} bits")
+    return np.flatnonzero(np.unpackbits(bits.numpy(), count=count))

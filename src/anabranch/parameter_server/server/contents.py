@@ -11,8 +11,9 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from anabranch.errors import NotFound, SchemaError
@@ -30,6 +31,22 @@ from anabranch.tensors.dtypes import dtype_name
 _REMEMBERED = 64  # messages of different tables
 
 
+class Run(NamedTuple):
+    """Tables side by side in a message whose rows are alike, or a parameter alone.
+
+    Attributes:
+        rows: true of tables.
+        dtype, shape: of a row, or of the parameter.
+        first, last: the position of the first, and that behind the last.
+    """
+
+    rows: bool
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    first: int
+    last: int
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """The tables and parameters that a message names.
@@ -38,12 +55,14 @@ class Parts:
         names, holders: in the message's order.
         groups: tables of one arena, their positions in that order, and whether reading may add rows to one of them, as
             its ids are not fixed.
+        runs: those that are alike and side by side.
         version: of the contents that they are in.
     """
 
     names: tuple[str, ...] = ()
     holders: tuple[Table | DenseParameter, ...] = ()
     groups: tuple[tuple[TableGroup, list[int], bool], ...] = ()
+    runs: tuple[Run, ...] = ()
     version: int = 0
 
 
@@ -134,17 +153,23 @@ class ShardContents:
         if len(set(names)) != len(names):
             raise SchemaError("the message names a table twice; merge its ids")
         holders = tuple(map(self.holder, names))
-        alike: dict[int, list[int]] = {}
+        alike, runs = dict[int, list[int]](), list[Run]()
         for k, holder in enumerate(holders):
-            if isinstance(holder, Table):
-                alike.setdefault(id(holder.arena), []).append(k)
+            if not isinstance(holder, Table):
+                runs.append(Run(False, holder.value.dtype, tuple(holder.value.shape), k, k + 1))
+                continue
+            alike.setdefault(id(holder.arena), []).append(k)
+            run = Run(True, holder.spec.dtype, (holder.spec.width,), k, k + 1)
+            if runs and runs[-1][:3] == run[:3]:
+                run = run._replace(first=runs.pop().first)
+            runs.append(run)
         groups = []
         for at in alike.values():
             tables = [holder for k in at if isinstance(holder := holders[k], Table)]
             groups.append((TableGroup(tables), at, any(table.spec.rows is None for table in tables)))
         if len(self._parts) >= _REMEMBERED:
             self._parts.clear()
-        parts = self._parts[names] = Parts(names, holders, tuple(groups), version)
+        parts = self._parts[names] = Parts(names, holders, tuple(groups), tuple(runs), version)
         return parts
 
     def drop(self, name: str) -> None:

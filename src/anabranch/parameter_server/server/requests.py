@@ -11,10 +11,13 @@ A request that waits while a table is made or dropped is checked again when it i
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -35,8 +38,8 @@ from anabranch.transport import Checked
 Described = tuple[torch.dtype, tuple[int, ...]]
 """A tensor's dtype and shape."""
 
-_NAME, _WEIGHT = attrgetter("name"), attrgetter("message.merging.weight")
-_Gradient = tuple[Tensor, Tensor, Tensor | None]  # ids, gradients and, of sums over several steps, their squares
+_NAME, _COUNT, _WEIGHT = attrgetter("name"), attrgetter("count"), attrgetter("message.merging.weight")
+_COUNTS, _MARKED = attrgetter("counts"), attrgetter("marked")
 
 
 @dataclass(slots=True)
@@ -52,7 +55,8 @@ class RowRequest(ShardRequest):
 
     Attributes:
         parts: the tables and parameters that it names.
-        counts, shares: of each part, the number of its ids, and dtype and shape of its values.
+        counts: of each part, the number of its ids.
+        shares: of each run of parts, dtype and shape of its values.
         rules: of each part, its optimizer; empty if the message brings none.
         marked: how many ids are known, or have sums of several steps.
         chooses: rows of a pull come with their state, or only if they have changed.
@@ -76,9 +80,19 @@ class RowRequest(ShardRequest):
 
     def ids_of(self, at: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Return the ids of these parts, and the number of each."""
-        if len(at) == len(self.counts):
-            return self.tensors[0], self.counts
-        return _together(torch.split(self.tensors[0], self.counts), at), list(map(self.counts.__getitem__, at))
+        return _ids_of(self.tensors[0], self.counts, at)
+
+    def gradients(self, share: float = 1.0) -> list[Tensor]:
+        """Return the gradients of each part of a push, times ``share``."""
+        values = views(self.numbers, self.shares, self.message.compression)
+        return self.pieces(values if share == 1.0 else [value * share for value in values])
+
+    def pieces(self, values: Iterable[Tensor]) -> list[Tensor]:
+        """Return the values of each part, of those of each run."""
+        pieces = list[Tensor]()
+        for run, value in zip(self.parts.runs, values, strict=True):
+            pieces += torch.split(value, self.counts[run.first : run.last]) if run.rows else [value]
+        return pieces
 
 
 def check(
@@ -93,15 +107,15 @@ def check(
     """
     named: Sequence[PullPart | PushPart] = message.parts
     parts = contents.parts(tuple(map(_NAME, named)))
-    request = RowRequest(message, client=client, parts=parts)
-    for part, holder in zip(named, parts.holders, strict=True):
-        request.counts.append(part.count)
-        if isinstance(holder, Table):
-            request.shares.append(Share(holder.spec.dtype, (part.count, holder.spec.width), "rows"))
-        elif part.count:
-            raise SchemaError(f"{part.name} is a dense parameter and has no ids")
+    request = RowRequest(message, client=client, parts=parts, counts=list(map(_COUNT, named)))
+    for run in parts.runs:
+        count = sum(request.counts[run.first : run.last])
+        if run.rows:
+            request.shares.append(Share(run.dtype, (count, *run.shape), "rows"))
+        elif count:
+            raise SchemaError(f"{parts.names[run.first]} is a dense parameter and has no ids")
         else:
-            request.shares.append(Share(holder.value.dtype, tuple(holder.value.shape)))
+            request.shares.append(Share(run.dtype, run.shape))
     ids_dtype = torch.int32 if came and came[0][0] == torch.int32 else torch.int64
     needed: list[Described] = [(ids_dtype, (sum(request.counts),))]
     if isinstance(message, PushMessage):
@@ -117,6 +131,8 @@ def check(
 
 
 def _check_pull(request: RowRequest, message: PullMessage) -> None:
+    for share in request.shares:
+        request.answer_bytes += share.bytes(None)
     for part, holder in zip(message.parts, request.parts.holders, strict=True):
         special = part.with_state + part.known
         if special > part.count:
@@ -124,15 +140,12 @@ def _check_pull(request: RowRequest, message: PullMessage) -> None:
                 f"{part.name} has {part.count} ids, of which {part.with_state} should come with state and {part.known} "
                 "are known"
             )
-        request.marked += part.known
-        request.chooses |= special > 0
-        if isinstance(holder, DenseParameter):
-            request.answer_bytes += holder.value.nbytes
-            continue
-        width, dtype = holder.spec.width, holder.spec.dtype
-        # Known rows are counted when the answer shows which of them have changed.
-        request.answer_bytes += (part.count - special) * width * dtype.itemsize
-        if part.with_state:
+        if special and isinstance(holder, Table):
+            request.marked += part.known
+            request.chooses = True
+            width, dtype = holder.spec.width, holder.spec.dtype
+            # Known rows are counted when the answer shows which of them have changed.
+            request.answer_bytes -= special * width * dtype.itemsize
             request.answer_bytes += part.with_state * holder.rule.row_width(width) * working_dtype(dtype).itemsize
 
 
@@ -182,12 +195,12 @@ def without(contents: ShardContents, request: RowRequest, name: str) -> RowReque
     message, stays = request.message, [k for k, other in enumerate(request.parts.names) if other != name]
     parts = [message.parts[k] for k in stays]
     ids = torch.split(request.tensors[0], request.counts)
-    grads = views(request.numbers, request.shares, message.compression)
+    grads = request.gradients()
     tensors = [torch.cat([request.tensors[0][:0], *(ids[k] for k in stays)])]
     if any(part.sums for part in parts):
         squares = torch.split(request.tensors[1], [part.sums for part in message.parts])
         tensors.append(torch.cat([squares[k] for k in stays]))
-    tensors += join([grads[k] for k in stays], [request.shares[k] for k in stays])
+    tensors += join([grads[k] for k in stays], [Share(grads[k].dtype, tuple(grads[k].shape)) for k in stays])
     message = msgspec.structs.replace(message, parts=parts, compression=None)
     return arrived(contents, message, tensors, request.client)
 
@@ -214,8 +227,7 @@ def check_body(request: RowRequest) -> None:
 
 
 def _refuse(request: RowRequest) -> None:
-    gradients = views(request.numbers, request.shares, request.message.compression)
-    for name, grad in zip(request.parts.names, gradients, strict=True):
+    for name, grad in zip(request.parts.names, request.gradients(), strict=True):
         largest = grad.abs().amax().item() if grad.numel() else 0.0
         if not math.isfinite(largest):
             raise NonFinite(f"the gradients of {name} hold NaN or Inf; nothing was changed")
@@ -236,30 +248,30 @@ def read(contents: ShardContents, request: RowRequest, pushed: int = 0) -> tuple
     ``pushed`` is the number of steps that every worker has pushed.
     """
     message, parts = request.message, request.parts
-    changed = [0] * len(request.counts)
     for name in parts.names:
         contents.counts[name].pulls += 1
     if request.chooses:
-        numbers = _choose(contents, request, changed)
+        numbers = _choose(contents, request)
     else:
         numbers = [torch.empty(shape, dtype=dtype, device="cpu") for dtype, shape in expected(request.shares)]
         values = views(numbers, request.shares)
-        for holder, value in zip(parts.holders, values, strict=True):
+        pieces = request.pieces(values)
+        for holder, value in zip(parts.holders, pieces, strict=True):
             if isinstance(holder, DenseParameter):
                 value.copy_(holder.value)
         for group, at, _ in parts.groups:
             ids, counts = request.ids_of(at)
-            out = _together(values, at)
+            out = _together(pieces, at)
             group.pull(ids, counts, out=out, training=message.training)
-            if out.data_ptr() != values[at[0]].data_ptr():  # a copy: their values are not neighbours
+            if out.data_ptr() != pieces[at[0]].data_ptr():  # a copy: their values are not neighbours
                 for k, rows in zip(at, torch.split(out, counts), strict=True):
-                    values[k].copy_(rows)
+                    pieces[k].copy_(rows)
         for name, count in zip(parts.names, request.counts, strict=True):
             contents.counts[name].rows_pulled += count
         if message.compression is not None:
             numbers = join(values, request.shares, message.compression)
     steps = [holder.step if isinstance(holder, Table) else 0 for holder in parts.holders]
-    return PullReply(contents.generation, steps, changed, pushed), numbers
+    return PullReply(contents.generation, steps, pushed), numbers
 
 
 def admit(request: RowRequest) -> None:
@@ -269,17 +281,16 @@ def admit(request: RowRequest) -> None:
             group.admit(*request.ids_of(at))
 
 
-def _choose(contents: ShardContents, request: RowRequest, changed: list[int]) -> list[Tensor]:
-    """Return the tensors of an answer of which rows come with their state, or only if they have ``changed``."""
+def _choose(contents: ShardContents, request: RowRequest) -> list[Tensor]:
+    """Return the tensors of an answer of which rows come with their state, or only if they have changed."""
     message, parts = request.message, request.parts
-    states, rows, positions = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
+    states, rows, changed = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
     since = _since(contents, request)
     for group, at, _ in parts.groups:
         ids, counts = request.ids_of(at)
         with_state, known = [message.parts[k].with_state for k in at], [message.parts[k].known for k in at]
-        *came, new = group.answer(ids, counts, with_state, known, _together(since, at), training=message.training)
-        others = (np.array(counts) - with_state - known + new).tolist()
-        for into, whole, sizes in zip((states, rows, positions), came, (with_state, others, new), strict=True):
+        *came, others = group.answer(ids, counts, with_state, known, _together(since, at), training=message.training)
+        for into, whole, sizes in zip((states, rows, changed), came, (with_state, others, known), strict=True):
             into |= zip(at, torch.split(whole, sizes), strict=True)
     numbers, shares = list[Tensor](), list[Share]()
     for k in sorted(states):
@@ -288,13 +299,15 @@ def _choose(contents: ShardContents, request: RowRequest, changed: list[int]) ->
             shares.append(Share(states[k].dtype, tuple(states[k].shape), "states"))
     for k, (name, holder) in enumerate(zip(parts.names, parts.holders, strict=True)):
         if isinstance(holder, Table):
-            changed[k] = len(positions[k])
             contents.counts[name].rows_pulled += message.parts[k].with_state + len(rows[k])
-        numbers.append(rows[k] if isinstance(holder, Table) else holder.value)
-        shares.append(Share(numbers[-1].dtype, tuple(numbers[-1].shape), request.shares[k].kind))
+            numbers.append(rows[k])
+            shares.append(Share(rows[k].dtype, tuple(rows[k].shape), "rows"))
+        else:
+            numbers.append(holder.value)
+            shares.append(Share(holder.value.dtype, tuple(holder.value.shape)))
     packed = join(numbers, shares, message.compression)
     if request.marked:
-        packed.insert(0, _together(positions, sorted(positions)).to(torch.int32))
+        packed.insert(0, torch.from_numpy(np.packbits(_together(changed, sorted(changed)).numpy())))
     return packed
 
 
@@ -324,48 +337,38 @@ def apply(
     ``total`` is the sum of weights to divide by, by default that of these pushes. ``begin`` is called when all new ids
     have found room, and before any number is changed.
     """
-    shares = weighted_shares(pushes, scale, total)
-    parts = pushes[0].parts if len(pushes) == 1 else contents.parts(tuple(shares))
-    rules: dict[str, RowOptimizer] = {}
-    marked = 0
+    step = merged(contents, pushes, scale, total)
+    parts = step.parts
     for push in reversed(pushes):  # the rule of the lowest rank counts
-        marked += push.marked
-        rules |= zip(push.parts.names, push.rules, strict=False)  # a message may bring none
-    ids, grads, squares = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
-    dense: list[tuple[DenseParameter, Tensor]] = []
-    for k, (name, holder) in enumerate(zip(parts.names, parts.holders, strict=True)):
-        own = shares[name]
-        if name in rules:
-            holder.rule = rules[name]
-        if isinstance(holder, DenseParameter):
-            grad = own[0][1]
-            for _, more, _ in own[1:]:
-                grad = torch.nan_to_num(grad + more)  # a sum may pass what float16 holds
-            dense.append((holder, grad))
-        elif len(own) == 1:
-            ids[k], grads[k] = own[0][:2]
-        else:
-            ids[k] = side_by_side([some for some, _, _ in own])
-            grads[k] = side_by_side([grad for _, grad, _ in own])
-        if marked and holder.rule.family is not Family.SGD and any(square is not None for _, _, square in own):
-            squares[k] = torch.cat([_ones(some) if square is None else square for some, _, square in own])
-    if len(parts.groups) > 1 or dense:  # else the one group admits its ids before it moves
+        for holder, rule in zip(push.parts.holders, push.rules, strict=False):  # a message may bring none
+            holder.rule = rule
+    if len(parts.groups) > 1 or len(parts.runs) > 1:  # else the one group admits its ids before it moves
         for group, at, admits in parts.groups:
             if admits:
-                group.admit(_together(ids, at), [len(ids[k]) for k in at])
+                group.admit(*_ids_of(step.ids, step.counts, at))
     if begin is not None:
         begin()
     with spans.span("optimizer", "compute", pushes=len(pushes)):
-        for parameter, grad in dense:
-            parameter.push(grad)
+        for holder, grad in zip(parts.holders, step.gradients, strict=True):
+            if isinstance(holder, DenseParameter):
+                holder.push(grad)
         for group, at, _ in parts.groups:
-            sums = None
-            if not squares.keys().isdisjoint(at):
-                sums = torch.cat([squares[k].float() if k in squares else _ones(ids[k]) for k in at])
-            group.push(_together(ids, at), _together(grads, at), list(map(len, map(ids.__getitem__, at))), sums)
-    for k, (name, own) in enumerate(shares.items()):
-        contents.counts[name].pushes += len(own)
-        contents.counts[name].rows_pushed += len(ids[k]) if k in ids else 0
+            ids, counts = _ids_of(step.ids, step.counts, at)
+            squares = None if group.tables[0].rule.family is Family.SGD else step.squares
+            if squares is not None:
+                squares = _ids_of(squares, step.counts, at)[0]
+            group.push(ids, _together(step.gradients, at), counts, squares)
+    for push in pushes:
+        for name, count in zip(push.parts.names, push.counts, strict=True):
+            contents.counts[name].pushes += 1
+            contents.counts[name].rows_pushed += count
+
+
+def _ids_of(ids: Tensor, counts: list[int], at: Sequence[int]) -> tuple[Tensor, list[int]]:
+    """Return what belongs to the ids of these parts, and the number of each."""
+    if len(at) == len(counts):
+        return ids, counts
+    return _together(torch.split(ids, counts), at), list(map(counts.__getitem__, at))
 
 
 def _together(tensors: Mapping[int, Tensor] | Sequence[Tensor], at: Sequence[int]) -> Tensor:
@@ -373,47 +376,69 @@ def _together(tensors: Mapping[int, Tensor] | Sequence[Tensor], at: Sequence[int
     return tensors[at[0]] if len(at) == 1 else side_by_side(list(map(tensors.__getitem__, at)))
 
 
-def _ones(ids: Tensor) -> Tensor:
-    return torch.ones(len(ids), device="cpu")
+class Merged(NamedTuple):
+    """The gradients of one step, of all its pushes: of each part, the ids of all parts and the number of each, and the
+    squares of each, ``None`` if all gradients are of one step.
+    """
+
+    parts: Parts
+    gradients: list[Tensor]
+    ids: Tensor
+    counts: list[int]
+    squares: Tensor | None
 
 
-def weighted_shares(
-    pushes: Sequence[RowRequest], scale: float = 1.0, total: float | None = None
-) -> dict[str, list[_Gradient]]:
-    """Return all workers' ids and gradients by table and parameter, times share in the mean and ``scale``."""
+def merged(
+    contents: ShardContents, pushes: Sequence[RowRequest], scale: float = 1.0, total: float | None = None
+) -> Merged:
+    """Return all workers' gradients, times share in the mean and ``scale``; of a table in the order of the pushes."""
     if total is None:
         total = sum(map(_WEIGHT, pushes))
-    shares: dict[str, list[_Gradient]] = {}
+    pushes = list(filter(_COUNTS, pushes)) or pushes[:1]
+    marked, own = any(map(_MARKED, pushes)), dict[str, list[tuple[Tensor, ...]]]()
     for push in pushes:
-        message = push.message
-        merging = message.merging
-        share = scale * ((merging.weight / total if total else 0.0) if merging.mean else 1.0)
-        grads = views(push.numbers, push.shares, message.compression)
-        squares = _squares_of(push) if push.marked else [None] * len(grads)
-        ids = torch.split(push.tensors[0], push.counts)
-        for name, some, grad, square in zip(push.parts.names, ids, grads, squares, strict=True):
-            shares.setdefault(name, []).append((some, grad if share == 1.0 else grad * share, square))
-    return shares
+        merging, ids = push.message.merging, push.tensors[0]
+        grads = push.gradients(scale * ((merging.weight / total if total else 0.0) if merging.mean else 1.0))
+        squares = _squares_of(push) if marked else None
+        if len(pushes) == 1:
+            return Merged(push.parts, grads, ids, push.counts, squares)
+        each = torch.split(ids, push.counts)
+        three = zip(each, grads, each if squares is None else torch.split(squares, push.counts), strict=True)
+        for name, some in zip(push.parts.names, three, strict=True):
+            own.setdefault(name, []).append(some)
+    parts = contents.parts(tuple(own))
+    ids_of, grads_of, squares_of = zip(*(zip(*some, strict=True) for some in own.values()), strict=True)
+    gradients = [
+        side_by_side(some) if isinstance(holder, Table) else functools.reduce(_sum_of, some)
+        for holder, some in zip(parts.holders, grads_of, strict=True)
+    ]
+    counts = [sum(map(len, some)) for some in ids_of]
+    squares = side_by_side(list(chain.from_iterable(squares_of))) if marked else None
+    return Merged(parts, gradients, side_by_side(list(chain.from_iterable(ids_of))), counts, squares)
 
 
-def _squares_of(push: RowRequest) -> Sequence[Tensor]:
-    """Of each part the squares of its gradients, 1 for those of one step."""
+def _sum_of(one: Tensor, other: Tensor) -> Tensor:
+    return torch.nan_to_num(one + other)  # which may pass what float16 holds
+
+
+def _squares_of(push: RowRequest) -> Tensor:
+    """Of each id the squares of its gradient, 1 for that of one step."""
     sums, counts = np.array([part.sums for part in push.message.parts]), np.array(push.counts)
     squares = torch.ones(int(counts.sum()), device="cpu")
-    kinds = np.repeat(np.tile([False, True], len(counts)), np.stack([counts - sums, sums], 1).reshape(-1))
-    squares[torch.from_numpy(kinds)] = push.tensors[1].float()
-    return torch.split(squares, push.counts)
+    if push.marked:
+        kinds = np.repeat(np.tile([False, True], len(counts)), np.stack([counts - sums, sums], 1).reshape(-1))
+        squares[torch.from_numpy(kinds)] = push.tensors[1].float()
+    return squares
 
 
-def squared_sum(pushes: Sequence[RowRequest]) -> float:
+def squared_sum(contents: ShardContents, pushes: Sequence[RowRequest]) -> float:
     """Return the sum of squares, in float64, of the merged gradients of these pushes, added up by id first."""
-    total = 0.0
-    for gradients in weighted_shares(pushes).values():
-        ids = torch.cat([some for some, _, _ in gradients])
-        if not len(ids):  # of a dense parameter, or nothing
-            total += float(torch.stack([grad.double() for _, grad, _ in gradients]).sum(0).square().sum())
-            continue
-        grads = torch.cat([grad for _, grad, _ in gradients]).double()
-        distinct, inverse = torch.unique(ids, return_inverse=True)
-        total += float(grads.new_zeros(len(distinct), grads.shape[1]).index_add_(0, inverse, grads).square().sum())
+    step, total = merged(contents, pushes), 0.0
+    each = torch.split(step.ids, step.counts)
+    for holder, ids, grads in zip(step.parts.holders, each, step.gradients, strict=True):
+        grads = grads.double()
+        if isinstance(holder, Table):
+            distinct, inverse = torch.unique(ids, return_inverse=True)
+            grads = grads.new_zeros(len(distinct), grads.shape[1]).index_add_(0, inverse, grads)
+        total += float(grads.square().sum())
     return total

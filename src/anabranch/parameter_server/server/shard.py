@@ -331,7 +331,7 @@ class Shard:
             if held is None or not held.complete:
                 raise SchemaError(f"not every worker's push of step {message.step} is held here")
             if held.norm is None:
-                held.norm = squared_sum(held.in_order())
+                held.norm = squared_sum(self.contents, held.in_order())
             return held.norm
 
     def replay(self, verb: str, payload: bytes, tensors: Sequence[Tensor], client: bytes = b"") -> None:
