@@ -247,14 +247,16 @@ def loss_and_returned(answer: object) -> tuple[Tensor, Mapping[str, Tensor]]:
     """
     returned: Any = {}
     loss: Any = answer
-    if isinstance(answer, tuple) and len(answer) == 2:
+    if isinstance(answer, Tensor):
+        pass
+    elif isinstance(answer, tuple) and len(answer) == 2:
         loss, returned = answer
         if not isinstance(returned, Mapping):
             raise TypeError(f"besides the loss a step returns a dict of tensors, got {type(returned).__name__}")
     elif isinstance(answer, Mapping) and "loss" in answer:
         loss = answer["loss"]
         returned = {name: value for name, value in answer.items() if name != "loss" and isinstance(value, Tensor)}
-    elif not isinstance(answer, Tensor):
+    else:
         loss = getattr(answer, "loss", answer)
     if not isinstance(loss, Tensor):
         raise TypeError(

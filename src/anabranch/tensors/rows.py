@@ -75,8 +75,9 @@ def count_rows(batch: Structure) -> int:
     Raises:
         ValueError: if the tensors disagree, or none has rows; names each tensor with its shape.
     """
-    leaves: Sequence[object] = tensors_of(batch) or flatten(batch, is_jagged)[0]
-    rows = {_rows_of(leaf) for leaf in leaves} - {None}
+    plain = tensors_of(batch)
+    leaves: Sequence[object] = plain or flatten(batch, is_jagged)[0]
+    rows = {leaf.size(0) for leaf in plain if leaf.ndim} or {_rows_of(leaf) for leaf in leaves} - {None}
     if len(rows) > 1:
         shapes = ", ".join(
             f"{path or 'batch'} {tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf}"
