@@ -144,7 +144,8 @@ def end(session: Session) -> None:
     session.exits.clear()
     session.entries.clear()
     recording = _recording
-    recording.sessions = [ref for ref in recording.sessions if (other := ref()) is not None and other is not session]
+    if sessions := recording.sessions:
+        recording.sessions = [ref for ref in sessions if (other := ref()) is not None and other is not session]
     if recording.tape is not None and not recording.sessions:
         recording.tape.free()
         recording.tape = None
