@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
+
+# Their wrappers in ``signal`` look for each handler in an enum, and fail: 5 us a call, of which a step makes four.
+from _signal import getsignal as _get_handler  # type: ignore[import-not-found]
+from _signal import signal as _set_handler
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -37,10 +41,10 @@ def hold_interrupts() -> None:
     global _of_program
     if not _has_block or _of_program is not None or threading.current_thread() is not threading.main_thread():
         return
-    handler = signal.getsignal(signal.SIGINT)
+    handler = _get_handler(signal.SIGINT)
     if callable(handler) and handler is not _hold:  # not where the program ignores them
         _of_program = handler
-        signal.signal(signal.SIGINT, _hold)
+        _set_handler(signal.SIGINT, _hold)
 
 
 def _hold(number: int, frame: FrameType | None) -> None:
@@ -55,8 +59,8 @@ def _hold(number: int, frame: FrameType | None) -> None:
 def _release() -> None:
     global _of_program, _came
     handler = _of_program
-    if handler is not None and signal.getsignal(signal.SIGINT) is _hold:
-        signal.signal(signal.SIGINT, handler)
+    if handler is not None and _get_handler(signal.SIGINT) is _hold:
+        _set_handler(signal.SIGINT, handler)
     came, _of_program, _came = _came, None, False
     if handler is not None and came:
         handler(signal.SIGINT, None)

@@ -271,7 +271,7 @@ def test_an_update_that_ctrl_c_meets_is_made_and_counted_first(
         piped = isinstance(model, ab.Pipe)
         step = ab.TrainStep(model, loss, optimizer, **options)
         counts = []
-        set_handler = signal.signal
+        set_handler = interrupts._set_handler
 
         def set_handler_and_press(number: int, handler: Any) -> Any:
             before = set_handler(number, handler)
@@ -284,7 +284,7 @@ def test_an_update_that_ctrl_c_meets_is_made_and_counted_first(
                 count = executor.step
                 with monkeypatch.context() as patched:
                     if interrupted:
-                        patched.setattr(signal, "signal", set_handler_and_press)
+                        patched.setattr(interrupts, "_set_handler", set_handler_and_press)
                     try:
                         x = torch.randn(2, 3)
                         executor.run(batch=(x, x) if piped else x)

@@ -67,9 +67,18 @@ FUSED = {
 }
 
 
+class Listed(torch.optim.lr_scheduler.ExponentialLR):
+    """A program's own: it adds to a list in place."""
+
+    def get_lr(self) -> list[float | Tensor]:
+        rates = super().get_lr()
+        vars(self).setdefault("rates", []).append(rates)
+        return rates
+
+
 def schedule(optimizer: Optimizer) -> torch.optim.lr_scheduler.SequentialLR:
     """Of schedulers whose rates depend on the ones before."""
-    grow, shrink = (torch.optim.lr_scheduler.ExponentialLR(optimizer, rate) for rate in (1.25, 0.5))
+    grow, shrink = (Listed(optimizer, rate) for rate in (1.25, 0.5))
     return torch.optim.lr_scheduler.SequentialLR(optimizer, [grow, shrink], [5])
 
 
@@ -93,6 +102,7 @@ def test_a_step_on_a_gpu_raises_in_the_next_call_and_updates_nothing(
             plain_step(plain, loss_of, reference, batch(index), clip)
             expected.step()
         assert scheduler.get_last_lr() == expected.get_last_lr() == [mine.param_groups[0]["lr"]]
+        assert [one.rates for one in scheduler._schedulers] == [one.rates for one in expected._schedulers]
         assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
 
     text = r"^gradients held NaN or an infinity after {} optimizer steps; nothing was updated by them"

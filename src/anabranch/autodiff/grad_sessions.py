@@ -144,7 +144,8 @@ def end(session: Session) -> None:
     session.exits.clear()
     session.entries.clear()
     recording = _recording
-    recording.sessions = [ref for ref in recording.sessions if (other := ref()) is not None and other is not session]
+    if sessions := recording.sessions:
+        recording.sessions = [ref for ref in sessions if (other := ref()) is not None and other is not session]
     if recording.tape is not None and not recording.sessions:
         recording.tape.free()
         recording.tape = None
@@ -247,14 +248,16 @@ def loss_and_returned(answer: object) -> tuple[Tensor, Mapping[str, Tensor]]:
     """
     returned: Any = {}
     loss: Any = answer
-    if isinstance(answer, tuple) and len(answer) == 2:
+    if isinstance(answer, Tensor):
+        pass
+    elif isinstance(answer, tuple) and len(answer) == 2:
         loss, returned = answer
         if not isinstance(returned, Mapping):
             raise TypeError(f"besides the loss a step returns a dict of tensors, got {type(returned).__name__}")
     elif isinstance(answer, Mapping) and "loss" in answer:
         loss = answer["loss"]
         returned = {name: value for name, value in answer.items() if name != "loss" and isinstance(value, Tensor)}
-    elif not isinstance(answer, Tensor):
+    else:
         loss = getattr(answer, "loss", answer)
     if not isinstance(loss, Tensor):
         raise TypeError(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
 from anabranch.collectives import Workers
-from anabranch.executor.engines.engine import Fetch
+from anabranch.executor.engines.engine import NOTHING, Fetch
 from anabranch.executor.engines.graph_engine import Check, Trials, check_results
 from anabranch.executor.likeness import digest_of, exchange, together
 from anabranch.executor.loaders.loading import BoundLoader, samplers_of
@@ -92,7 +92,7 @@ class Evaluator:
         return self._trials.run(as_graph, partial(program.prepare, batch, fetch.modules, whole=False), on_tape)
 
     def _eagerly(self, batch: Structure, fetch: Fetch) -> Mapping[str, Tensor]:
-        with fetch.recording():
+        with fetch.recording() if fetch.modules else NOTHING:
             returned = self._step.outputs(self._step.model, batch)
         return _checked(returned, fetch)
 

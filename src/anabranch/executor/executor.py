@@ -27,7 +27,7 @@ from anabranch.collectives import GradientBuckets, Workers
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError, PeerLost
 from anabranch.executor.device_placement import home_of, placed
-from anabranch.executor.engines.engine import Engine, Fetch
+from anabranch.executor.engines.engine import NOTHING, Engine, Fetch
 from anabranch.executor.engines.graph_engine import GraphEngine
 from anabranch.executor.engines.pipe_engine import PipeEngine, check_pipes, join_pipelines
 from anabranch.executor.evaluation import Evaluator, evaluate
@@ -540,7 +540,7 @@ class Executor:
                     else:
                         taken = as_tensors(taken, self._devices[name])
                         rows = rows_of(step, taken)
-                        with runner.in_epoch(length) if bound else nullcontext():
+                        with runner.in_epoch(length) if bound else NOTHING:
                             ran = runner.run(taken, rows, fetch)
                 except PeerLost as error:
                     if redo is None:
@@ -560,7 +560,8 @@ class Executor:
         finally:
             if self._remote is not None:
                 self._remote.tables.end(self._remote.clock)
-        self._read_applied(runner)
+        if self._remote is not None:
+            self._read_applied(self._remote, runner)
         assert ran is not None
         self._rows += rows
         lost = 0 if redo is None else redo.dropped
@@ -577,10 +578,10 @@ class Executor:
         numbers = {"loss": ran.loss} if fetch.norm is None else {"loss": ran.loss, "grad_norm": fetch.norm}
         return values, (rows, rates, {**numbers, **ran.returned, "loss": ran.loss})
 
-    def _read_applied(self, runner: StepRunner) -> None:
-        while self._remote is not None and not runner.in_window:  # inside a window nothing was applied
+    def _read_applied(self, remote: RemotePart, runner: StepRunner) -> None:
+        while not runner.in_window:  # inside a window nothing was applied
             try:
-                self._remote.read_applied()
+                remote.read_applied()
                 return
             except PeerLost as error:  # one that has died behind the vote: the servers wait for its word
                 self._meet_outside(error)

@@ -28,9 +28,12 @@ def as_tensors(batch: Structure, device: torch.device | None = None) -> Structur
     Arrays share memory with the result where torch can. A sparse matrix becomes a ``torch.sparse_csr`` tensor. Leaves
     of other types are kept as they are, and a batch that is right already is returned itself.
     """
-    plain = tensors_of(batch)
-    if plain and (device is None or {leaf.device for leaf in plain} == {device}):
-        return batch
+    if plain := tensors_of(batch):
+        for leaf in plain:
+            if device is not None and leaf.device != device:
+                break
+        else:
+            return batch
     leaves, treedef = flatten(batch)
     converted = [_as_tensor(leaf, device) for leaf in leaves]
     return batch if all(map(operator.is_, leaves, converted)) else unflatten(treedef, converted)
@@ -58,9 +61,12 @@ def tensors_of(batch: Structure) -> Sequence[Tensor]:
     """
     if type(batch) is Tensor:
         return (batch,)
-    if isinstance(batch, (tuple, list)) and type(batch) in (tuple, list) and {*map(type, batch)} == {Tensor}:
-        return cast("Sequence[Tensor]", batch)
-    return ()
+    if not isinstance(batch, (tuple, list)) or type(batch) not in (tuple, list):
+        return ()
+    for leaf in batch:
+        if type(leaf) is not Tensor:
+            return ()
+    return cast("Sequence[Tensor]", batch)
 
 
 def count_rows(batch: Structure) -> int:
@@ -75,8 +81,9 @@ def count_rows(batch: Structure) -> int:
     Raises:
         ValueError: if the tensors disagree, or none has rows; names each tensor with its shape.
     """
-    leaves: Sequence[object] = tensors_of(batch) or flatten(batch, is_jagged)[0]
-    rows = {_rows_of(leaf) for leaf in leaves} - {None}
+    plain = tensors_of(batch)
+    leaves: Sequence[object] = plain or flatten(batch, is_jagged)[0]
+    rows = {leaf.shape[0] for leaf in plain if leaf.ndim} or {_rows_of(leaf) for leaf in leaves} - {None}
     if len(rows) > 1:
         shapes = ", ".join(
             f"{path or 'batch'} {tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf}"

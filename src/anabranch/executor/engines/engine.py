@@ -12,9 +12,9 @@ The tape, a graph and a pipe are engines; the buckets of the workers' sums and t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Protocol, TypeAlias
 
 import torch
@@ -34,14 +34,13 @@ from anabranch.tensors import Structure, map_structure
 LATE = {"cuda"}
 """Types of devices on which a step does not wait to learn whether its gradients are finite."""
 
+NOTHING = nullcontext()
+
 NORM = "grad_norm"
 """The name of a run's norm, unless the step returns something of that name or the model has such a submodule."""
 
 Begin: TypeAlias = "Callable[[Tensor], None]"
 """``begin(loss)`` is called before the first gradient is final."""
-
-Compare: TypeAlias = "Callable[..., None]"
-"""``compare(loss, returned)`` is called between backward and the optimizers, with the gradients in ``.grad``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +93,9 @@ class Fetch:
         """Take submodules' outputs from an engine that has them, and gradients from one that leaves no ``.grad``."""
         self._recorded = values
 
-    def recording(self) -> AbstractContextManager[None]:
-        """Record the outputs of the submodules requested while the block runs forward."""
-        return self._recording() if self.modules else nullcontext()
-
     @contextmanager
-    def _recording(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
+        """Record the outputs of the submodules requested while the block runs forward."""
         with record_outputs(self.modules) as outputs:
             yield
         self._recorded = outputs
@@ -173,7 +169,6 @@ class Engine:
     Attributes:
         stopping: all processes that run one model together know that one of them was asked to stop.
         late_failed: gradients of an earlier step were not finite, by which nothing was updated; its reader resets it.
-        passed_on: where not ``None``, a copy of each gradient that ``differentiate`` passes on is kept here.
     """
 
     first_looks = False  # all ranks look for gradients that are not finite, whether or not each has to sum any
@@ -182,10 +177,8 @@ class Engine:
     def __init__(self, step: TrainStep, sinks: Sequence[GradientSink] = ()) -> None:
         self._step, self._sinks = step, sinks
         self.stopping = self.late_failed = False
-        self.passed_on: dict[Tensor, Tensor] | None = None
         self._manager = GradManager()
         self._takers: dict[Tensor, GradientSink] = {}
-        self._late: list[Tensor] = []
         self._session = sessions.Session()  # of a step without sinks
 
     @property
@@ -237,17 +230,12 @@ class Engine:
         """From now on ``differentiate`` passes on the gradients of the parameters that the sinks have now."""
         self._takers = {parameter: sink for sink in self._sinks for parameter in sink.parameters.values()}
         watched = set(self._manager.attached_tensors())
-        new = [one for one in self._takers if one not in watched]
-        self._late = [one for one in new if self._takers[one].at_end]
-        if early := [one for one in new if not self._takers[one].at_end]:
-            self._manager.attach(early, callbacks=self._pass_on)
+        if new := [one for one, taker in self._takers.items() if one not in watched and not taker.at_end]:
+            self._manager.attach(new, callbacks=self._pass_on)
 
     def _pass_on(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
-        if (taker := self._takers.get(parameter)) is None:  # thawed since: the runner refuses it
-            return None
-        if self.passed_on is not None:
-            self.passed_on[parameter] = gradient.detach().clone()
-        return taker.ready(parameter, gradient)
+        taker = self._takers.get(parameter)  # none if thawed since: the runner refuses it
+        return None if taker is None else taker.ready(parameter, gradient)
 
     def differentiate(self, batch: Structure, rows: float, fetch: Fetch, begin: Begin, seed: float = 1.0) -> StepOutput:
         """Forward, and backward from the gradient ``seed`` of the loss; ``begin(loss)`` is called in between."""
@@ -262,19 +250,20 @@ class Engine:
             begin(loss)
             began = spans.begin()
             self._manager.backward(loss, None if seed == 1.0 else torch.full_like(loss, seed))
-            if self.passed_on is not None:
-                self.passed_on |= {one: one.grad.detach().clone() for one in self._late if one.grad is not None}
             if began:
                 spans.complete(began, "backward", "compute")
         return StepOutput(loss.detach(), returned)
 
-    def step(self, batch: Structure, rows: float, fetch: Fetch, compare: Compare | None = None) -> StepOutput | None:
+    def step(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput | None:
         """Forward, backward, clipping and the optimizers' step, for a worker without others.
 
         Nothing is updated where a gradient is not finite, unless ``step.skip_nonfinite`` is None. ``None`` is returned
-        before anything has run, where the step is to be taken in parts. ``compare`` is called once the gradients are
-        final.
+        before anything has run, where the step is to be taken in parts.
         """
+        return self._finish(self._sweep(batch, fetch), self.update)
+
+    def _sweep(self, batch: Structure, fetch: Fetch) -> StepOutput:
+        """Forward and backward; gradients are left in ``.grad``."""
         sessions.end(self._session)  # if an interrupt kept the run before from doing so
         sessions.begin(self._session)
         try:
@@ -290,9 +279,7 @@ class Engine:
                 spans.complete(began, "backward", "compute")
         finally:
             sessions.end(self._session)
-        if compare is not None:
-            compare(loss.detach(), returned)
-        return self._finish(StepOutput(loss.detach(), returned), partial(Engine.update, self))
+        return StepOutput(loss.detach(), returned)
 
     def _finish(self, ran: StepOutput, update: Callable[[], None]) -> StepOutput:
         """Check and clip the gradients, and step the optimizers on them."""
@@ -310,7 +297,7 @@ class Engine:
 
     def _forward(self, batch: Structure, fetch: Fetch) -> tuple[Tensor, Mapping[str, Tensor]]:
         began = spans.begin()
-        with fetch.recording():
+        with fetch.recording() if fetch.modules else NOTHING:
             answer = self._step.loss(self._step.model, batch)
         if began:
             spans.complete(began, "forward", "compute")
@@ -329,10 +316,9 @@ class Engine:
 
     def nonfinite(self) -> list[str]:
         """Return the parameters whose gradients are not finite."""
-        named = self.parameters.items()
-        if all_finite([p.grad for _, p in named if p.grad is not None]):
+        if all_finite([gradient for p in self.parameters.values() if (gradient := p.grad) is not None]):
             return []
-        return nonfinite_names((name, p.grad) for name, p in named if p.grad is not None)
+        return nonfinite_names((name, p.grad) for name, p in self.parameters.items() if p.grad is not None)
 
     def norm(self) -> Tensor:
         """Return the norm of all gradients together."""

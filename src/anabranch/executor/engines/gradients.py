@@ -6,8 +6,11 @@ Functions on a list of gradients: the tape calls them on what is in ``.grad``, a
 
 from __future__ import annotations
 
+import copy
+import operator
 import threading
 import weakref
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -23,6 +26,7 @@ from anabranch.errors import NonFinite
 
 _LARGE = 1 << 15  # elements of a tensor on the CPU that a sum, which only reads, checks faster
 _FIRST_SCALE = 2.0**16
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")  # of a gradient that was itself recorded
 _GROWTH, _BACKOFF, _INTERVAL = 2.0, 0.5, 2000
 
 
@@ -87,31 +91,31 @@ def all_finite(gradients: list[Tensor], *, own: bool = True) -> bool:
         own: their memory is not shared, like that of ``.grad``; small ones are then checked by an operation that writes
             back the values it reads, in a third of the time.
     """
+    if not own:
+        return _sums_finite(gradients)
+    if not any(map(_REQUIRES_GRAD, gradients)) and (finite := _alike_finite(gradients)) is not None:
+        return finite
+    kinds = defaultdict[object, list[Tensor]](list)
+    for gradient in map(_values, gradients):
+        kinds[gradient.device, gradient.dtype].append(gradient)
+    found = ((alike, _alike_finite(alike)) for alike in kinds.values())
+    return all(_sums_finite(alike) if finite is None else finite for alike, finite in found)
+
+
+def _alike_finite(gradients: list[Tensor]) -> bool | None:
+    """Return what ``all_finite`` does; ``None`` if they are of several kinds, or their memory overlaps itself."""
     if not gradients:
         return True
-    first = gradients[0]
-    device, dtype = first.device, first.dtype
-    for gradient in gradients:
-        if gradient.is_sparse or gradient.requires_grad:
-            return all_finite([*map(_values, gradients)], own=own)
-        if gradient.device != device or gradient.dtype is not dtype:
-            kind = device, dtype
-            alike = [gradient for gradient in gradients if (gradient.device, gradient.dtype) == kind]
-            others = [gradient for gradient in gradients if (gradient.device, gradient.dtype) != kind]
-            return all_finite(alike, own=own) and all_finite(others, own=own)
-    if not own or not first.is_floating_point():
-        return _sums_finite(gradients)
-    if first.is_cpu and max(map(Tensor.numel, gradients)) > _LARGE:
+    if gradients[0].is_cpu and max(map(Tensor.numel, gradients)) > _LARGE:
         if not _sums_finite(gradient for gradient in gradients if gradient.numel() > _LARGE):
             return False
-        gradients = [gradient for gradient in gradients if gradient.numel() <= _LARGE]
-        if not gradients:
-            return True
-    flag, one = _scratch(first.device, threading.get_ident())
+        return _alike_finite([gradient for gradient in gradients if gradient.numel() <= _LARGE])
+    flag, one = _scratch(gradients[0].device, threading.get_ident())
     try:
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, one)
-    except RuntimeError:  # memory that overlaps itself, assigned to .grad by hand
-        return False
+    except RuntimeError:
+        flag.zero_()  # others may have been looked at before
+        return None
     if flag.item():
         flag.zero_()
         return False
@@ -119,7 +123,7 @@ def all_finite(gradients: list[Tensor], *, own: bool = True) -> bool:
 
 
 def _sums_finite(gradients: Iterable[Tensor]) -> bool:
-    return all(bool(torch.isfinite(gradient.sum())) for gradient in gradients)
+    return all(bool(torch.isfinite(_values(gradient).sum())) for gradient in gradients)
 
 
 def nonfinite_names(gradients: Iterable[tuple[str, Tensor]], *, own: bool = True) -> list[str]:
@@ -221,7 +225,7 @@ class LateCheck:
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._bad.device))  # the current device may be another
         self._open = self._looked = True
-        self._schedules, self._before = [one.state_dict() for one in self._schedulers], self._numbers()
+        self._schedules, self._before = [_copy(one.state_dict()) for one in self._schedulers], self._numbers()
         return True
 
     def _numbers(self) -> _Numbers:
@@ -266,7 +270,12 @@ _Numbers: TypeAlias = "list[tuple[dict[str, Any], dict[str, Any]]]"
 _checks: weakref.WeakSet[LateCheck] = weakref.WeakSet()
 
 
-def _copy(value: object) -> object:
+def _copy(value: Any) -> Any:
+    """Return a copy of what may be changed in place, but for other objects: a scheduler may have its optimizer."""
+    if isinstance(value, dict | list | set | deque):
+        value = copy.copy(value)  # of the class that it has, such as a Counter
+        for key in value if isinstance(value, dict) else range(len(value) if isinstance(value, list) else 0):
+            value[key] = _copy(value[key])
     return value.clone() if isinstance(value, Tensor) else value
 
 

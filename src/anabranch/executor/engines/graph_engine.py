@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from anabranch.autodiff.boundary.crossing import Answers, AnswersDiffer
 from anabranch.autodiff.moved_parameter import Elsewhere, parameters_here
 from anabranch.errors import CaptureError
-from anabranch.executor.engines.engine import Begin, Compare, Engine, Fetch, GradientSink, StepOutput
+from anabranch.executor.engines.engine import Begin, Engine, Fetch, GradientSink, StepOutput
 from anabranch.executor.engines.gradients import all_finite, clip_norm, nonfinite_names
 from anabranch.executor.randomness import random_state, restore_random_state, same_random_state
 from anabranch.executor.steps import TrainStep
@@ -81,6 +81,7 @@ class GraphEngine(Engine):
         super().__init__(step, sinks)
         self._compile, self._what, self._in_parts = compile, f"step {name!r}", False
         self._nonfinite: list[str] = []
+        self._passed_on: dict[Tensor, Tensor] | None = None  # to be compared with a new graph's
 
     @cached_property
     def _program(self) -> StepProgram:
@@ -119,30 +120,36 @@ class GraphEngine(Engine):
         tape = super().differentiate
 
         def on_tape(compare: Callable[[Check], None]) -> StepOutput:
-            self.passed_on = {}
+            self._passed_on = tapes = dict[Tensor, Tensor]()
             try:
                 ran = tape(batch, rows, fetch, begin, seed)
-                compare(partial(self._check, ran.loss, ran.returned, self.passed_on))
             finally:
-                self.passed_on = None
+                self._passed_on = None
+            # Those of sinks that take them at the end.
+            tapes |= {p: p.grad for p in self._takers if p not in tapes and p.grad is not None}
+            compare(partial(self._check, ran.loss, ran.returned, tapes))
             return ran
 
         prepare = partial(self._program.prepare, batch, fetch.modules, whole=False)
         return self._trials.run(partial(self._differentiate, batch, fetch, begin, seed), prepare, on_tape)
 
-    def step(self, batch: Structure, rows: float, fetch: Fetch, compare: Compare | None = None) -> StepOutput | None:
+    def _pass_on(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
+        if self._passed_on is not None and parameter in self._takers:
+            self._passed_on[parameter] = gradient.detach().clone()  # a sink may write to it
+        return super()._pass_on(parameter, gradient)
+
+    def step(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput | None:
         """Return the whole step as one graph; ``None`` where it clips gradients that are not in the graph."""
         if self._in_parts or (self._step.clip_grad_norm is not None and self._clips_others()):
             return None
-        tape = super().step
+        update = super().update
 
-        def on_tape(compare: Callable[[Check], None]) -> StepOutput | None:
-            def between(loss: Tensor, returned: Mapping[str, Tensor]) -> None:
-                parameters = self._program.parameters.values()  # as they are now: some were replaced
-                tapes: dict[Tensor, Tensor] = {p: p.grad for p in parameters if p.grad is not None}
-                compare(partial(self._check, loss, returned, tapes))
-
-            return tape(batch, rows, fetch, between)
+        def on_tape(compare: Callable[[Check], None]) -> StepOutput:
+            ran = self._sweep(batch, fetch)
+            parameters = self._program.parameters.values()  # as they are now: some were replaced
+            tapes: dict[Tensor, Tensor] = {p: p.grad for p in parameters if p.grad is not None}
+            compare(partial(self._check, ran.loss, ran.returned, tapes))
+            return self._finish(ran, update)
 
         prepare = partial(self._program.prepare, batch, [*fetch.modules, *fetch.gradients], whole=True)
         try:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.collectives import Workers
-from anabranch.executor.engines.engine import NORM, Begin, Compare, Engine, Fetch, GradientSink, StepOutput
+from anabranch.executor.engines.engine import NORM, Begin, Engine, Fetch, GradientSink, StepOutput
 from anabranch.executor.likeness import exchange
 from anabranch.executor.steps import Step, TrainStep
 from anabranch.pipeline import Pipe
@@ -85,7 +85,7 @@ class PipeEngine(Engine):
                     sink.ready(parameter, parameter.grad)
         return StepOutput(loss, {})
 
-    def step(self, batch: Structure, rows: float, fetch: Fetch, compare: Compare | None = None) -> StepOutput:
+    def step(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput:
         """Return the schedule, clipping and the optimizers' step."""
         return self._finish(StepOutput(self._run(batch, rows), {}), self.update)
 

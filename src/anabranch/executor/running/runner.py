@@ -28,7 +28,7 @@ from anabranch.autodiff.moved_parameter import Switch, from_within, parameters_h
 from anabranch.choices import listed
 from anabranch.collectives import GradientBuckets, Workers
 from anabranch.errors import BoundaryError, NonFinite, WorkersDiffer
-from anabranch.executor.engines.engine import Engine, Fetch, StepOutput
+from anabranch.executor.engines.engine import NOTHING, Engine, Fetch, StepOutput
 from anabranch.executor.engines.gradients import LossScale, clip_scale, clip_values, elements, nonfinite_error
 from anabranch.executor.likeness import Drift, FirstBatches, exchange
 from anabranch.executor.loaders.leaf_ids import LeafIds
@@ -391,7 +391,7 @@ class StepRunner:
             parameter.grad = None
         engine = self.engine
         late = engine.late_check  # which optimizers heed, also those that a graph captures
-        with releasing_interrupts(), nullcontext() if late is None else late.heeded():
+        with releasing_interrupts(), NOTHING if late is None else late.heeded():
             ran = engine.step(batch, rows, fetch)
             if ran is None:
                 return None
@@ -469,7 +469,10 @@ class StepRunner:
         Raises:
             ValueError: a parameter that is not the model's, or one that others would have to know of.
         """
-        held = [p for optimizer in self.step.optimizers for group in optimizer.param_groups for p in group["params"]]
+        held: list[Tensor] = []
+        for optimizer in self.step.optimizers:
+            for group in optimizer.param_groups:
+                held += group["params"]
         if len(held) == len(self._held) and all(map(operator.is_, held, self._held)):
             return
         now = {*parameters_here(self.step.model).values()}
@@ -758,9 +761,12 @@ ShareOf: TypeAlias = Callable[[Job], Structure]
 """A batch as a function: returns the share of the worker that the job says."""
 
 
+_FUNCTIONS = (FunctionType, MethodType, partial)
+
+
 def is_share(batch: object) -> TypeGuard[ShareOf]:
     """Return True for a batch as a function; objects that can be called, as PyTorch Geometric's graphs, are data."""
-    return isinstance(batch, FunctionType | MethodType | partial)
+    return isinstance(batch, _FUNCTIONS)
 
 
 def _sparse_tables(step: TrainStep) -> list[str]:
