@@ -165,8 +165,10 @@ OWN_ROWS = """
             run = executor.run("train", batches[len(seen) % 4] if way == "given" else None)
             seen.append(run["loss"].item())
             epochs.append(executor.epoch)
-        dropped = executor.statistics().dropped_rows
-    print(json.dumps([model.weight.tolist()[0], seen, dropped, epochs]))
+        dropped, weight = executor.statistics().dropped_rows, model.weight.tolist()[0]
+        executor.run("train", lambda job: batches[0])
+        assert executor.statistics().dropped_rows == dropped, "those that are left share it out"
+    print(json.dumps([weight, seen, dropped, epochs]))
 """
 
 

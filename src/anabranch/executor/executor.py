@@ -522,6 +522,8 @@ class Executor:
                         redo.agree(name)
                     bound = batch is None
                     taken = batch(job()) if is_share(batch) else batch
+                    if taken is None and not bound:
+                        raise ValueError(f"the function given to run({name!r}, ...) returned None, not a batch")
                     if bound:
                         next_batch = partial(self._batches.next, name, runner.end_epoch)
                         taken = next_batch() if redo is None else redo.take(next_batch)

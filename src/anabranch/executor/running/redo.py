@@ -126,6 +126,7 @@ class Redo:
         self._owed: list[Structure | ShareOf | None] = []
         self._taken: list[Structure | None] = []  # in the window, from a loader that cannot go back; None: it had ended
         self._again = 0  # how many of these the present doing has had
+        self._drops = False  # the last run's batch was not shared out
         self._called, self._answer = 0, cast(object, None)  # calls that have ended, and the last one's answer
         self._facts: SharedSum | None = None  # of the members' calls, see ``agree``
 
@@ -140,6 +141,7 @@ class Redo:
             own = f"step {name!r} reads a loader that is not ab.loaders.GlobalBatches"
         elif batch is not None and not is_share(batch):
             own = f"run({name!r}, ...) was given a batch, and not a function that returns each worker's share"
+        self._drops = bool(own)
         if own and not self.may_shrink:
             self.fixed = own
         elif own and self.fixed is None and not self.own_rows:
@@ -193,7 +195,7 @@ class Redo:
     @property
     def dropped(self) -> int:
         """The number of workers whose rows nobody has trained on in the last run."""
-        return self._all - self._workers.size if self.own_rows else 0
+        return self._all - self._workers.size if self.own_rows and self._drops else 0
 
     def ended(self, batch: Structure | ShareOf | None) -> None:
         """Remember a run that has ended, in case that its window does not, and note how far this worker is."""
