@@ -5,7 +5,8 @@
     file ──> lines of a batch ──> this worker's share ──> fields ──> numbers and categories ──> tensors
 
 Every worker sees where all lines end, and reads the fields of its own: W workers with a W-th of each batch have read
-what one worker reads. The position is a byte and a line number, so a restart goes on without reading what was read.
+what one worker reads, and if one of them is lost, the others share the same batch out anew. The position is a byte and
+a line number, so a restart goes on without reading what was read.
 
 Fields are found and read a column of characters at a time, by numpy. Shapes: n lines, k fields.
 """
@@ -231,47 +232,60 @@ def split_file(path: Path, held_out: int) -> tuple[Part, Part]:
 
 
 class Clicks:
-    """Batches of a file's lines, this worker's share of each; a loader that knows its position.
+    """Batches of a file's lines, one after the other; ``share`` gives a worker's part of one, and knows its position.
 
     Args:
         part: which lines.
         form: how they are read.
         batch: lines a batch, of all workers together; the last may have fewer.
-        rank, workers: whose share.
         rows: ids are hashed to ``range(rows)``; ``None`` keeps each category of each field apart, as an int64.
 
     A batch has ``numbers`` (B, 2 N), each as the logarithm of its size and whether it is missing; ``ids`` (B, F); and
     ``clicked`` (B,).
 
     Raises:
-        BadLine: while it is iterated: a line of another form; the position is past its batch.
+        BadLine: a line of another form; the batches behind its own can be read.
     """
 
-    def __init__(
-        self, part: Part, form: Format, batch: int, *, rank: int = 0, workers: int = 1, rows: int | None
-    ) -> None:
+    def __init__(self, part: Part, form: Format, batch: int, *, rows: int | None) -> None:
         self.part, self.form, self.batch = part, form, batch
-        self._rank, self._workers, self._rows = rank, workers, rows
-        self._at, self._line = part.begin, 1
-        self._resumed = False
+        self._rows = rows
+        self.load_state_dict({"step": 0, "at": part.begin, "line": 1})
 
     def __iter__(self) -> Iterator[Batch]:
-        if not self._resumed:
-            self._at, self._line = self.part.begin, 1
-        self._resumed = False
-        for text, ends in self._batches():
-            first, last = (len(ends) * (self._rank + more) // self._workers for more in (0, 1))
-            share = text[ends[first - 1] + 1 if first else 0 : ends[last - 1] + 1 if last else 0]
-            line = self._line + first
-            self._at, self._line = self._at + len(text), self._line + len(ends)
-            yield self._tensors(share, line)
+        """Yield all batches once, whole."""
+        line = 1
+        for text, ends in self._batches(self.part.begin):
+            yield self._tensors(text, line)
+            line += len(ends)
 
-    def _batches(self) -> Iterator[tuple[Bytes, Ints]]:
+    def share(self, step: int, rank: int, workers: int) -> Batch:
+        """Return the part of worker ``rank`` of the batch behind the first ``step`` ones; epochs follow each other."""
+        if step < self._step or (step == self._step and not len(self._ends)):
+            self.load_state_dict({"step": 0, "at": self.part.begin, "line": 1})
+        while self._step < step:
+            self._take_next()
+        first, last = (len(self._ends) * (rank + more) // workers for more in (0, 1))
+        begin, end = (int(self._ends[number - 1]) + 1 if number else 0 for number in (first, last))
+        return self._tensors(self._text[begin:end], self._line + first)
+
+    def _take_next(self) -> None:
+        self._at, self._line = self._at + len(self._text), self._line + len(self._ends)
+        batch = next(self._following, None)
+        if batch is None:  # the next epoch
+            self._at, self._line, self._following = self.part.begin, 1, self._batches(self.part.begin)
+            batch = next(self._following, None)
+        if batch is None:
+            raise ValueError(f"{self.part.path} has no lines to train on")
+        self._text, self._ends = batch
+        self._step += 1
+
+    def _batches(self, begin: int) -> Iterator[tuple[Bytes, Ints]]:
         """Return the text of each batch, and where its lines end; a last line without an end is given one."""
         end = self.part.path.stat().st_size if self.part.end is None else self.part.end
         with self.part.path.open("rb") as file:
-            file.seek(self._at)
-            text, over = np.empty(0, np.uint8), self._at >= end
+            file.seek(begin)
+            text, over = np.empty(0, np.uint8), begin >= end
             ends = np.empty(0, np.int64)
             while True:
                 while len(ends) < self.batch and not over:
@@ -310,13 +324,13 @@ class Clicks:
         }
 
     def state_dict(self) -> dict[str, int]:
-        """Where the next batch begins: byte and line."""
-        return {"at": self._at, "line": self._line}
+        """Return the number of the next batch, and where it begins: byte and line."""
+        return {"step": self._step + 1, "at": self._at + len(self._text), "line": self._line + len(self._ends)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Let the next ``iter`` go on from there."""
-        self._at, self._line = state["at"], state["line"]
-        self._resumed = True
+        """Let ``share`` go on from there."""
+        self._step, self._at, self._line = state["step"] - 1, state["at"], state["line"]
+        self._text, self._ends, self._following = np.empty(0, np.uint8), np.empty(0, np.int64), self._batches(self._at)
 
 
 def ids_of(categories: Ints, rows: int | None) -> Ints:

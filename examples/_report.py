@@ -32,6 +32,8 @@ class Curve:
 
     def continue_from(self, path: Path, step: int) -> None:
         """Take up what the file says of the steps before ``step``."""
+        if not path.exists():  # a worker that has joined before the first save
+            return
         saved = json.loads(path.read_text())
         self.losses = saved["losses"][:step]
         self.held_out = [(at, bits) for at, bits in saved["held_out"] if at <= step]

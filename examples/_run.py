@@ -56,6 +56,11 @@ def team_of(mode: str | None, out: Path, job: ab.Job, grid: Grid | None = None) 
     return Team(mode, rank, workers, out, job.rank == 0, grid)
 
 
+def present(team: Team, options: argparse.Namespace) -> Team:
+    """Return the team as it is now: a worker may have been lost, and another have joined."""
+    return team_of(options.comm_mode, options.out, ab.job(), team.grid)
+
+
 def at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"a whole number of at least 1, not {text!r}")
@@ -143,22 +148,22 @@ def stopped_by_signals(executor: ab.Executor) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def reported(run: Callable[[], Mapping[str, object]], job: ab.Job) -> int:
-    """Run, and print the last line on rank 0; returns the exit code."""
+def reported(run: Callable[[], Mapping[str, object]]) -> int:
+    """Run, and print the last line on whoever is rank 0 at the end; returns the exit code."""
     try:
         result = run()
     except ab.CheckpointError as error:
         print(f"{error}; --fresh starts anew", file=sys.stderr)
         return 1
     except Stopped as stopped:
-        if job.rank == 0:
+        if ab.job().rank == 0:
             print(stopped, file=sys.stderr)
         return stopped.code
     except KeyboardInterrupt:
-        if job.rank == 0:
+        if ab.job().rank == 0:
             print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130
-    if job.rank == 0:
+    if ab.job().rank == 0:
         line = json.dumps(dict(result))
         Path(str(result["out"]), "result.json").write_text(line)
         print(line, flush=True)

@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +31,18 @@ import numpy as np
 import torch
 from _clicks import FORMATS, Batch, Clicks, Floats, Part, area_under_curve, log_loss, split_file
 from _planted import Best, Planted
-from _run import Stopped, Team, add_usual, at_least_one, from_zero, prepare, reported, stopped_by_signals, team_of
+from _run import (
+    Stopped,
+    Team,
+    add_usual,
+    at_least_one,
+    from_zero,
+    prepare,
+    present,
+    reported,
+    stopped_by_signals,
+    team_of,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -174,15 +186,15 @@ class HeldOut:
 class Meter:
     """What training costs, measuring and saving not counted: bytes between processes, rows found in the cache."""
 
-    def __init__(self, executor: ab.Executor) -> None:
-        self._executor = executor
+    def __init__(self, executor: ab.Executor, part: Callable[[ab.Job], Batch]) -> None:
+        self._executor, self._part = executor, part
         self.seconds = 0.0
         self.bytes = self.hits = self.misses = 0
 
     def run(self) -> float:
         """Do a step; returns its loss."""
         began, before = time.monotonic(), self._counted()
-        value = self._executor.run("train")["loss"].item()
+        value = self._executor.run("train", self._part)["loss"].item()
         self.seconds += time.monotonic() - began
         moved, hits, misses = (now - then for now, then in zip(self._counted(), before, strict=True))
         self.bytes, self.hits, self.misses = self.bytes + moved, self.hits + hits, self.misses + misses
@@ -198,13 +210,19 @@ class Meter:
         return self.hits / (self.hits + self.misses) if self.hits else None  # nothing is counted without a cache
 
 
-def train_on(executor: ab.Executor, team: Team, held_out: HeldOut, done: int, options: argparse.Namespace) -> Meter:
+def train_on(executor: ab.Executor, lines: Clicks, team: Team, held_out: HeldOut, options: argparse.Namespace) -> Meter:
     """Trains to the last step, measuring and saving on the way."""
-    meter = Meter(executor)
+
+    def part(job: ab.Job) -> Batch:
+        team = team_of(options.comm_mode, options.out, job)
+        return lines.share(executor.step, team.rank, team.workers)
+
+    meter, done = Meter(executor, part), executor.step
     evaluate_every = options.evaluate_every or max(1, options.steps // 5)
     save_every = options.save_every or max(1, options.steps // 4)
-    for step in range(done + 1, options.steps + 1):
+    while executor.step < options.steps:
         last = meter.run()
+        step, team = executor.step, present(team, options)
         if step % evaluate_every == 0 and step < options.steps:
             nats, auc = held_out.measured(executor, team)
             rate = (step - done) * options.batch / max(1e-9, meter.seconds)
@@ -256,19 +274,19 @@ def parse_options(given: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def text_of(options: argparse.Namespace, team: Team) -> tuple[Part, Part, Best | None]:
-    """Return what to train on, what to measure on, and what can be reached there, if that is known."""
+def text_of(options: argparse.Namespace, team: Team) -> tuple[Part, Part, Callable[[], Best] | None]:
+    """Return what to train on, what to measure on, and, if it is known, a function of what can be reached there."""
     if options.data:
         if options.held_out:
             return Part(options.data), Part(options.held_out), None
         return *split_file(options.data, options.data.stat().st_size // 20), None
     planted = Planted(options.format, options.seed, options.ids, options.zipf)
     paths = [team.out / "data" / name for name in ("train.txt", "held_out.txt")]
-    best = None
+    best = partial(planted.write, paths[1], options.held_out_lines, part=1)  # once: its result lies beside the file
     if team.rank == 0:  # the others open the files after the first step's batch was asked for, when these are there
         say(team, f"writing {options.lines:,} + {options.held_out_lines:,} lines to {paths[0].parent}")
         planted.write(paths[0], options.lines, part=0)
-        best = planted.write(paths[1], options.held_out_lines, part=1)
+        best()
     return Part(paths[0]), Part(paths[1]), best
 
 
@@ -276,18 +294,18 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
     """Trains, measures and reports; returns what the last line says."""
     began = time.monotonic()
     team, form = team_of(options.comm_mode, options.out, job), FORMATS[options.format]
-    team.share(options.batch, "--batch")
     settings = {name: getattr(options, name) for name in ("steps", "batch", "seed", "model", "format", "rows", "rate")}
     if options.data:
         settings["data"] = Part(options.data).fingerprint()
     else:
         settings.update(lines=options.lines, ids=options.ids, zipf=options.zipf)
     prepare(team, settings, fresh=options.fresh)
-    train, measure, best = text_of(options, team)
+    train, measure, reachable = text_of(options, team)
     torch.manual_seed(options.seed)
     model = MODELS[options.model](options.rows, form.categories, 2 * form.numbers)
     size = sum(value.numel() for value in model.parameters())
     clicks = partial(Clicks, form=form, rows=options.rows)
+    lines = clicks(train, batch=options.batch)
     cache = None
     if options.cache_rows and team.mode in ("PS", "Hybrid", "auto"):
         cache = ab.Cache(options.policy, options.cache_rows, options.pull_bound, options.push_bound)
@@ -295,20 +313,21 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
         {"train": training_step(model, options.rate), "validate": ab.EvalStep(model, scores)},
         comm_mode=team.comm_mode,
         engine=options.engine,
-        dataloaders={"train": clicks(train, batch=options.batch, rank=team.rank, workers=team.workers)},
         cache=cache,
+        state={"lines": lines},
     ) as executor:
         held_out = HeldOut(clicks(measure, batch=4096), options.held_out_lines)
         done = 0
         if not options.fresh and executor.resume(team.out / "checkpoint"):
-            done = executor.statistics().steps
+            done = executor.step
         say(team, f"{options.model}: {size / 1e6:.2f} million parameters; {job.world_size} workers, {team.mode}")
         if done:
             say(team, f"going on from the checkpoint after step {done}")
         with stopped_by_signals(executor):
-            meter = train_on(executor, team, held_out, done, options)
-        nats, auc = held_out.measured(executor, team)
+            meter = train_on(executor, lines, team, held_out, options)
+        nats, auc = held_out.measured(executor, present(team, options))
         engine = executor.engine("train")
+    best = reachable() if reachable and ab.job().rank == 0 else None
     steps = max(1, options.steps - done)
     return {
         "steps": options.steps,
@@ -316,7 +335,7 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
         "model": options.model,
         "format": options.format,
         "comm_mode": executor.comm_mode or "None",
-        "workers": job.world_size,
+        "workers": ab.job().world_size,
         "servers": len(job.servers),
         "engine": engine,
         "log_loss": nats,
@@ -337,7 +356,7 @@ def main(given: list[str] | None = None) -> int:
     # Adagrad's sparse update builds a tensor from slots that are in range already; torch asks to say so.
     torch.sparse.check_sparse_tensor_invariants.disable()
     options, job = parse_options(given), ab.job()
-    return reported(lambda: run(options, job), job)
+    return reported(lambda: run(options, job))
 
 
 if __name__ == "__main__":

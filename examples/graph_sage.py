@@ -24,12 +24,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from _run import Stopped, Team, add_usual, at_least_one, prepare, reported, stopped_by_signals, team_of
+from _run import Stopped, Team, add_usual, at_least_one, prepare, present, reported, stopped_by_signals, team_of
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -151,34 +150,22 @@ def _filled_edges(edges: Ints, targets: int, fan_out: int) -> Ints:
 
 
 class Samples:
-    """The batches of training: this worker's part of each step's seeds, with their surroundings.
+    """The batches of training: a worker's part of each step's seeds, with their surroundings.
 
-    A loader that knows its position: the step. Every epoch takes the seeds in another order.
+    Every epoch takes the seeds in another order. A part depends on the step and on who shares it, and on nothing that
+    was read before: a run resumes anywhere, and if a worker is lost, the others share its step out anew.
     """
 
-    def __init__(self, graph: Graph, seeds: Ints, batch: int, seed: int, *, rank: int = 0, workers: int = 1) -> None:
+    def __init__(self, graph: Graph, seeds: Ints, batch: int, seed: int) -> None:
         self._graph, self._seeds, self._batch, self._seed = graph, seeds, batch, seed
-        self._rank, self._workers = rank, workers
         self._sampler = sampler_of(graph, seed)
-        self._step = 0
 
-    def __len__(self) -> int:
-        return len(self._seeds) // self._batch
-
-    def __iter__(self) -> Iterator[Batch]:
-        epoch, begin = divmod(self._step, len(self))
+    def part(self, step: int, rank: int, workers: int) -> Batch:
+        """Return the part of worker ``rank`` of the batch behind the first ``step`` ones."""
+        epoch, number = divmod(step, len(self._seeds) // self._batch)
         order = np.random.default_rng([self._seed, epoch]).permutation(self._seeds)
-        for number in range(begin, len(self)):
-            seeds = order[number * self._batch : (number + 1) * self._batch]
-            self._step += 1
-            mine = np.array_split(seeds, self._workers)[self._rank]
-            yield sampled(self._graph, self._sampler, mine, self._step)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self._step}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._step = state["step"]
+        seeds = order[number * self._batch : (number + 1) * self._batch]
+        return sampled(self._graph, self._sampler, np.array_split(seeds, workers)[rank], step + 1)
 
 
 # The model. -----------------------------------------------------------------------------------------------------------
@@ -277,23 +264,28 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
     torch.manual_seed(options.seed)
     kind = torch.float64 if options.double else torch.float32
     model = GraphSage(torch.from_numpy(graph.features).to(kind)).to(kind)
-    samples = Samples(graph, train, options.batch, options.seed, rank=team.rank, workers=team.workers)
+    samples = Samples(graph, train, options.batch, options.seed)
+
+    def part(job: ab.Job) -> Batch:
+        team = team_of(options.comm_mode, options.out, job)
+        return samples.part(executor.step, team.rank, team.workers)
+
     evaluate_every, save_every = options.evaluate_every or options.steps // 5, options.save_every or options.steps // 4
     with (
         ab.Executor(
             {"train": training_step(model), "validate": ab.EvalStep(model, right)},
             comm_mode=team.comm_mode,
             engine=options.engine,
-            dataloaders={"train": samples},
         ) as executor,
         stopped_by_signals(executor),
     ):
         done, losses, seconds, moved = 0, [], 0.0, 0
         if not options.fresh and executor.resume(team.out / "checkpoint"):
-            done = executor.statistics().steps
-        for step in range(done + 1, options.steps + 1):
+            done = executor.step
+        while executor.step < options.steps:
             before, at = executor.statistics().bytes, time.monotonic()
-            losses.append(executor.run("train")["loss"].item())
+            losses.append(executor.run("train", part)["loss"].item())
+            step, team = executor.step, present(team, options)
             seconds += time.monotonic() - at
             moved += executor.statistics().bytes - before
             if step % max(1, evaluate_every) == 0 and step < options.steps:
@@ -313,7 +305,7 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
         "steps": options.steps,
         "seed": options.seed,
         "comm_mode": executor.comm_mode or "None",
-        "workers": job.world_size,
+        "workers": ab.job().world_size,
         "servers": len(job.servers),
         "engine": engine,
         "losses": losses,
@@ -332,7 +324,7 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
 def main(given: list[str] | None = None) -> int:
     torch.sparse.check_sparse_tensor_invariants.disable()
     options, job = parse_options(given), ab.job()
-    return reported(lambda: run(options, job), job)
+    return reported(lambda: run(options, job))
 
 
 if __name__ == "__main__":

@@ -36,8 +36,9 @@ import shutil
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ import torch
 from _experts import Experts, uids_of
 from _kills import Kills, leave_pid, plan_of_kills
 from _report import BITS, Curve, Screen
-from _run import Stopped, Team, add_usual, at_least_one, prepare, reported, stopped_by_signals, team_of
+from _run import Stopped, Team, add_usual, at_least_one, prepare, present, reported, stopped_by_signals, team_of
 from _text import CONTEXT, Windows, standard_library, text_of, windows_in_order
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -189,7 +190,11 @@ def loss_of_output(scores: Tensor, target: Tensor) -> Tensor:
 
 def predicted(model: nn.Module, text: Tensor) -> dict[str, Tensor]:
     scores, target = model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten()
-    return {"nats": F.cross_entropy(scores, target, reduction="sum").double()}
+    return {"nats": F.cross_entropy(scores, target).double()}
+
+
+def predicted_bytes(text: Tensor) -> int:
+    return text[:, 1:].numel()
 
 
 def warm_up_and_cool_down(steps: int, warm_up: int = 50) -> Callable[[int], float]:
@@ -257,14 +262,20 @@ def expert(uid: str, updates: int) -> ab.ExpertBackend:
     )
 
 
-def bits_per_byte(executor: ab.Executor, batches: list[Tensor], team: Team) -> float:
-    """Return what the model needs for the bytes of all batches; every worker measures its share of them."""
-    total = torch.zeros((), dtype=torch.float64)
-    for batch in batches[team.rank :: team.workers]:
-        total += executor.run("validate", batch)["nats"]
-    if team.workers > 1:
-        total = ab.all_reduce(total, group=None if team.grid is None else team.grid.data_group)
-    return total.item() * BITS / sum(batch[:, 1:].numel() for batch in batches)
+class Parts:
+    """A worker's part of some batches, which is another if a worker is lost and the evaluation begins again."""
+
+    def __init__(self, batches: list[Tensor], team: Callable[[], Team]) -> None:
+        self._batches, self._team = batches, team
+
+    def __iter__(self) -> Iterator[Tensor]:
+        team = self._team()
+        return iter(self._batches[team.rank :: team.workers])
+
+
+def bits_per_byte(executor: ab.Executor, batches: list[Tensor], team: Callable[[], Team]) -> float:
+    """Return what the model needs for the bytes of all batches; every worker measures its part of them."""
+    return executor.evaluate("validate", Parts(batches, team))["nats"].item() * BITS
 
 
 def train_on(
@@ -288,7 +299,7 @@ def train_on(
         seconds += step_seconds
         screen.trained(step, curve.losses[-1], step_seconds)
         if step % evaluate_every == 0 or step == options.steps:
-            curve.held_out.append((step, bits_per_byte(executor, held_out, team)))
+            curve.held_out.append((step, bits_per_byte(executor, held_out, partial(present, team, options))))
             screen.evaluated(step, curve.held_out[-1][1])
         if step % save_every == 0 or step == options.steps or executor.stopping:
             if team.leads:
@@ -299,11 +310,6 @@ def train_on(
         if kills:
             kills.after(step)
     return seconds
-
-
-def present(team: Team, options: argparse.Namespace) -> Team:
-    """Return the team as it is now: a worker may have been lost, and another have joined."""
-    return team_of(options.comm_mode, options.out, ab.job(), team.grid)
 
 
 # The run. -------------------------------------------------------------------------------------------------------------
@@ -396,7 +402,7 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
     held_out = windows_in_order(text.held_out)
     with (
         ab.Executor(
-            {"train": train, "validate": ab.EvalStep(model, predicted)},
+            {"train": train, "validate": ab.EvalStep(model, predicted, rows=predicted_bytes)},
             comm_mode=team.comm_mode,
             engine=options.engine,
             dataloaders={"train": ab.loaders.GlobalBatches(windows, batch, shuffle=False, collate_fn=collate)},
@@ -428,7 +434,7 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
             some = held_out[:: max(1, len(held_out) // 8)]
             seconds = train_on(executor, team, curve, screen, some, kills, options)
         screen.say(f"measuring all {len(text.held_out):,} held-out bytes")
-        bits, job = bits_per_byte(executor, held_out, present(team, options)), ab.job()
+        bits, job = bits_per_byte(executor, held_out, partial(present, team, options)), ab.job()
     lzma_bits = 8 * len(lzma.compress(text.held_out, preset=9 | lzma.PRESET_EXTREME)) / len(text.held_out)
     if job.rank == 0:
         screen.say("", f"lzma -9e    {lzma_bits:.3f} bits/byte", f"this model  {bits:.3f} bits/byte", "")
@@ -459,7 +465,7 @@ def main(given: list[str] | None = None) -> int:
     options, job = parse_options(given), ab.job()
     if job.role == "expert":
         serve_experts(options, job)
-    return reported(lambda: run(options, job), job)
+    return reported(lambda: run(options, job))
 
 
 if __name__ == "__main__":

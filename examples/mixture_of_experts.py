@@ -263,13 +263,21 @@ def train(
     seed: int,
     name: str,
     between: Callable[[int], str] = lambda step: "",
-    share: slice = slice(None),
     comm_mode: Literal["AllReduce"] | None = None,
 ) -> dict[str, object]:
     """Trains, shows how it goes, and returns the accuracy on what was held out, and what became of the calls.
 
-    ``between`` is called before each step and says what happened; ``share`` is this worker's of each batch.
+    ``between`` is called before each step and says what happened.
     """
+
+    def share(job: ab.Job) -> tuple[Tensor, Tensor]:
+        """Return this worker's part of the step's batch; if a worker is lost, the others share it out anew."""
+        drawn = torch.Generator().manual_seed(seed * 2**20 + executor.step)
+        rows = torch.randint(len(labels), (BATCH,), generator=drawn)
+        if comm_mode is not None:
+            rows = rows[job.rank :: job.world_size]
+        return pixels[rows], labels[rows]
+
     torch.manual_seed(seed)
     pixels, labels, held_out, answers = split_digits()
     model = Digits(directory)
@@ -277,12 +285,11 @@ def train(
     used_again = False
     steps_of = {"train": training_step(model), "validate": ab.EvalStep(model, right)}
     with ab.Executor(steps_of, comm_mode=comm_mode) as executor, Screen(name, steps) as screen:
-        for step in range(steps):
+        while (step := executor.step) < steps:
             happened = between(step)
             news = happened or news
-            rows = torch.randint(len(labels), (BATCH,))[share]
             before = model.mixture.statistics()
-            nats = executor.run("train", (pixels[rows], labels[rows]))["loss"].item()
+            nats = executor.run("train", share)["loss"].item()
             facts = model.mixture.statistics()
             if news.endswith("is back") and facts.failed == before.failed:
                 used_again |= any(facts.rows[uid] > before.rows.get(uid, 0) for uid in facts.rows if is_victims(uid))
@@ -315,21 +322,19 @@ def train_disturbed(
     directory: DirectoryLike, servers: Sequence[ExpertServerProcess], steps: int, seed: int
 ) -> dict[str, object]:
     """Trains while one server is killed and comes back."""
-    job = ab.job()
 
     def between(step: int) -> str:
         if step == steps // 3:
-            if job.rank == 0:
+            if ab.job().rank == 0:
                 servers[VICTIM].kill()
             return f"{len(servers) - 1} of {len(servers)} servers: server {VICTIM} was killed"
         if step == steps // 2:
-            if job.rank == 0:
+            if ab.job().rank == 0:
                 servers[VICTIM].come_back()
             return f"{len(servers)} servers: server {VICTIM} is back"
         return ""
 
-    share = slice(job.rank, None, job.workers)
-    return train(directory, steps, seed, "disturbed", between, share, "AllReduce" if job.workers > 1 else None)
+    return train(directory, steps, seed, "disturbed", between, "AllReduce" if ab.job().workers > 1 else None)
 
 
 def main() -> None:
@@ -357,11 +362,11 @@ def main() -> None:
             names, servers = job_servers(job, options.seed, options.out)
         else:
             names, servers = stack.enter_context(own_servers(options.seed))
-        calm = undisturbed(options.steps, options.seed)
+        calm = {} if job.joined else undisturbed(options.steps, options.seed)  # the others do not wait for that again
         result: dict[str, object] = {"example": "mixture_of_experts", "steps": options.steps, "seed": options.seed}
         result |= train_disturbed(names, servers, options.steps, options.seed)
-        result["undisturbed_accuracy"] = calm["accuracy"]
-    if job.rank == 0:
+        result["undisturbed_accuracy"] = calm.get("accuracy")
+    if ab.job().rank == 0:
         (options.out / "accuracy.json").write_text(json.dumps(result))
         print(json.dumps(result))
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import anabranch as ab
 
-IDS, SLOTS, WIDTH, ROWS = 20_000, 8, 32, 256
+IDS, SLOTS, WIDTH, ROWS = 20_000, 8, 32, 512
 
 
 class Model(nn.Module):
@@ -58,10 +58,13 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return nn.functional.mse_loss(model(ids), wanted)
 
 
-def batch_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Return a step's ids and what they add up to, the same however often the job is started again."""
-    generator = torch.Generator().manual_seed(step * 1009 + rank)
-    ids = (torch.rand(ROWS, SLOTS, generator=generator) ** 4 * IDS).long()
+def part_of(step: int, job: ab.Job) -> tuple[Tensor, Tensor]:
+    """Return a worker's part of a step's ids and of what they add up to.
+
+    The step's are the same however often the job is started again, and for any number of workers.
+    """
+    generator = torch.Generator().manual_seed(step)
+    ids = (torch.rand(ROWS, SLOTS, generator=generator) ** 4 * IDS).long()[job.rank :: job.world_size]
     return ids, (ids % 2 * 2 - 1).float().sum(dim=1)
 
 
@@ -95,11 +98,11 @@ def main() -> None:
         executor.resume(options.out)
         first, last = executor.step, 0.0
         while executor.step < options.steps and not executor.stopping:
-            last = float(executor.run(batch=batch_of(executor.step, job.rank))["loss"])
+            last = float(executor.run(batch=lambda job: part_of(executor.step, job))["loss"])
             if executor.step % options.save_every == 0:
                 executor.save(options.out)
         executor.save(options.out)
-        if job.rank == 0:
+        if ab.job().rank == 0:
             print(json.dumps({"first": first, "steps": executor.step, "loss": round(last, 6)}), flush=True)
 
 

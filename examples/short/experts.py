@@ -35,7 +35,7 @@ def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 step = ab.TrainStep(model, loss, torch.optim.Adam(model.parameters(), lr=0.01))
 with ab.Executor({"train": step}) as executor:
-    for number in range(100):
+    while (number := executor.step) < 100:
         value = executor.run("train", torch.randn(64, 8))["loss"]
         if number % 25 == 24:
             print(f"loss {value:.3f}")

@@ -21,7 +21,7 @@ ranks: dict[str, Any] = {} if job.world_size == 1 else {"process_group": job.gri
 with ab.Pipe(model, balance=[2, 3], chunks=4, schedule="1F1B", **ranks) as pipe:
     step = ab.TrainStep(pipe, nn.functional.mse_loss, torch.optim.Adam(pipe.parameters(), lr=0.01))
     with ab.Executor({"train": step}) as executor:
-        for number in range(100):
+        while (number := executor.step) < 100:
             x = torch.randn(64, 16, generator=torch.Generator().manual_seed(number))
             value = executor.run("train", (x, x[:, :2].sum(1, keepdim=True).sin()))["loss"]
             if number % 25 == 24 and job.rank == 0:

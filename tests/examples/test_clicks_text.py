@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import numpy as np
@@ -87,15 +86,13 @@ def test_a_batch_has_logarithms_flags_of_missing_values_and_ids_by_field(tmp_pat
 def test_a_bad_line_is_named_with_its_number_and_field(line, said, tmp_path):
     import _clicks
 
-    loader = clicks(tmp_path / "bad.txt", criteo() * 6 + line + criteo() * 3)
-    iterator = iter(loader)
-    assert len(next(iterator)["clicked"]) == 4
+    lines = clicks(tmp_path / "bad.txt", criteo() * 6 + line + criteo() * 3)
+    assert len(lines.share(0, 0, 1)["clicked"]) == 4
     with pytest.raises(_clicks.BadLine, match=r"bad.txt, line 7: ") as raised:
-        next(iterator)
+        lines.share(1, 0, 1)
     assert said in str(raised.value)
     assert raised.value.line == 7
-    loader.load_state_dict(loader.state_dict())
-    assert len(next(iter(loader))["clicked"]) == 2, "what follows the batch can be read"
+    assert len(lines.share(2, 0, 1)["clicked"]) == 2, "what follows the batch can be read"
 
 
 # Positions and shares.
@@ -119,15 +116,24 @@ def test_it_resumes_at_the_next_batch_wherever_it_stopped(form, block, tmp_path,
     whole = list(clicks(path, path.read_bytes(), form))
     assert [len(batch["clicked"]) for batch in whole] == [4, 4, 4, 4, 4, 4, 1]
     for stop in range(len(whole) + 1):
-        first = clicks(path, path.read_bytes(), form)
-        read = list(itertools.islice(first, stop))
-        second = clicks(path, path.read_bytes(), form)
-        if stop:
-            second.load_state_dict(first.state_dict())
-        read += list(second)
-        assert len(read) == len(whole)
-        assert all(map(same, read, whole))
-        assert all(map(same, second, whole)), "the next epoch begins at the first line"
+        first, second = (clicks(path, path.read_bytes(), form) for _ in range(2))
+        read = [first.share(step, 0, 1) for step in range(stop)]
+        second.load_state_dict(first.state_dict())
+        read += [second.share(step, 0, 1) for step in range(stop, 2 * len(whole))]
+        assert all(map(same, read, 2 * whole)), "the next epoch begins at the first line"
+        assert len(read) == 2 * len(whole)
+
+
+def test_a_batch_may_be_shared_out_again(tmp_path):
+    path = made(tmp_path, 25)
+    whole = list(clicks(path, path.read_bytes()))
+    lines = clicks(path, path.read_bytes())
+    for step, workers in ((0, 3), (0, 2), (4, 2), (4, 3), (6, 2), (1, 1), (1, 4)):
+        parts = [lines.share(step, rank, workers) for rank in range(workers)]
+        joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        assert same(joined, whole[step])
+    lines.load_state_dict(lines.state_dict())
+    assert same(lines.share(1, 0, 1), whole[1]), "one that was read before the state was taken"
 
 
 # What a prediction is worth.

@@ -101,6 +101,8 @@ def test_a_batch_that_can_be_called_is_data_and_a_function_makes_a_batch() -> No
     with ab.Executor(step) as executor:
         for batch in (data, lambda job: data):
             assert torch.equal(executor.run(batch=batch)["loss"], model(data["x"]).sum())
+        with pytest.raises(ValueError, match=r"the function given to run\('default', ...\) returned None"):
+            executor.run(batch=lambda job: None)
 
 
 def test_train_steps_train_and_eval_steps_leave_modes_and_gradients_as_they_were() -> None:

@@ -80,6 +80,8 @@ def test_activities_of_workers_are_reported_once_and_again_when_they_last() -> N
     assert fetching(12.0, 13.0) == ["each of ranks 0, 1 is fetching a batch from its loader (13 s)"]
     assert fetching(12.0, 0.0) == []  # another batch, as slow
     assert fetching(40.0, 0.0) == ["rank 0 is fetching a batch from its loader (40 s)"]
+    for words in ACTIVITIES.values():
+        assert len(f"anabranch: rank 10 {words} (100 s)") <= 79
 
 
 def test_the_time_for_which_everything_was_stopped_is_no_wait() -> None:

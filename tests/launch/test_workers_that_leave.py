@@ -148,7 +148,8 @@ OWN_ROWS = """
     import json, os, signal, sys, torch, anabranch as ab
     way, accumulate, dies_at = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     me = int(os.environ["RANK"])  # of the start
-    batches = [torch.full((2 + me, 4), 1.0 + me + number / 8, dtype=torch.float64) for number in range(4)]
+    length = 7 if me == 1 and way == "a longer loader" else 4
+    batches = [torch.full((2 + me, 4), 1.0 + me + number / 8, dtype=torch.float64) for number in range(length)]
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1).double()
 
@@ -158,19 +159,29 @@ OWN_ROWS = """
         return model(batch).square().mean()
 
     step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.01), accumulate=accumulate)
-    seen = []
-    with ab.Executor({"train": step}, dataloaders={"train": batches} if way == "loader" else None) as executor:
+    seen, epochs = [], []
+    with ab.Executor({"train": step}, dataloaders=None if way == "given" else {"train": batches}) as executor:
         while len(seen) < 10:
-            run = executor.run("train") if way == "loader" else executor.run("train", batches[len(seen) % 4])
+            run = executor.run("train", batches[len(seen) % 4] if way == "given" else None)
             seen.append(run["loss"].item())
-        dropped = executor.statistics().dropped_rows
-    print(json.dumps([model.weight.tolist()[0], seen, dropped, executor.epoch]))
+            epochs.append(executor.epoch)
+        dropped, weight = executor.statistics().dropped_rows, model.weight.tolist()[0]
+        executor.run("train", lambda job: batches[0])
+        assert executor.statistics().dropped_rows == dropped, "those that are left share it out"
+    print(json.dumps([weight, seen, dropped, epochs]))
 """
 
 
-@pytest.mark.parametrize("dies_at", [pytest.param(3, marks=pytest.mark.slow), 6])
+@pytest.mark.parametrize(
+    ("way", "dies_at"),
+    [
+        ("given", 6),
+        ("loader", 8),
+        ("a longer loader", 3),
+        *(pytest.param(way, at, marks=pytest.mark.slow) for way in ("given", "loader") for at in (3, 4)),
+    ],
+)
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("way", ["loader", "given"])
 def test_a_worker_with_rows_of_its_own_takes_them_with_it(
     script: Script, tmp_path: Path, way: str, accumulate: int, dies_at: int
 ) -> None:
@@ -196,11 +207,11 @@ def test_a_worker_with_rows_of_its_own_takes_them_with_it(
             count = 0
     for rank in (0, 2):
         text = (tmp_path / f"worker-{rank}.log").read_text()
-        weight, seen, dropped, epoch = json.loads(next(line for line in text.splitlines() if line.startswith("[")))
+        weight, seen, dropped, epochs = json.loads(next(line for line in text.splitlines() if line.startswith("[")))
         assert weight == pytest.approx(model.weight.tolist()[0], rel=1e-12)
         assert seen == pytest.approx(losses, rel=1e-12)
         assert dropped == (2 + rank) * (10 - dies_at)
-        assert epoch == (2 if way == "loader" else 0)
+        assert epochs == [0 if way == "given" else (number + 1) // 4 for number in range(10)]
         assert ("its rows are dropped: " in text) == (rank == 0)
 
 

@@ -514,7 +514,7 @@ class Executor:
         ran, over = None, False  # over: behind the end of an epoch, which may have to be seen again
         try:
             while runs:  # several where the window of the run is done again, else one
-                batch, ran, rows = runs[0], None, 0.0
+                batch, ran, rows, ending = runs[0], None, 0.0, False
                 if redo is not None and not over:
                     redo.begin(name, batch)
                 try:
@@ -522,6 +522,8 @@ class Executor:
                         redo.agree(name)
                     bound = batch is None
                     taken = batch(job()) if is_share(batch) else batch
+                    if taken is None and not bound:
+                        raise ValueError(f"the function given to run({name!r}, ...) returned None, not a batch")
                     if bound:
                         next_batch = partial(self._batches.next, name, runner.end_epoch)
                         taken = next_batch() if redo is None else redo.take(next_batch)
@@ -534,9 +536,11 @@ class Executor:
                         with runner.in_epoch(length):
                             ran = runner.run_idle()
                         if ran is None:
+                            decided, ending = runner.decided, True
                             runner.end_epoch()
-                            self._batches.start_epoch(name)
-                            over = True
+                            if redo is None or redo.takes_anew:  # else its loader is in the next epoch already
+                                self._batches.start_epoch(name)
+                            over = runner.decided == decided  # else that was a step, and the run begins a window
                     else:
                         taken = as_tensors(taken, self._devices[name])
                         rows = rows_of(step, taken)
@@ -548,7 +552,9 @@ class Executor:
                     counts, again, record = redo.meet(error, name)
                     runs, over = [*again, *runs], False
                     self._goes_on(record)
-                    ran = runner.last_result() if counts else None
+                    if counts and ending:  # the step at the end of the epoch, behind which the run is to be done
+                        self._batches.start_epoch(name)
+                    ran = runner.last_result() if counts and not ending else None
                     # With runs to be done before it, this call would be several of a newcomer's.
                     if ran is None and len(runs) == 1 and (record := redo.admit(name)) is not None:
                         self._goes_on(record)
@@ -593,6 +599,7 @@ class Executor:
 
     def _goes_on(self, record: MembershipRecord) -> None:
         self._progress.shown = record.rank == 0
+        self._batches.met()
         self._watching.met(record)
 
     def _together(self, name: str, act: Callable[[], _T]) -> _T:

@@ -6,8 +6,8 @@ import re
 
 ACTIVITIES = {
     "load": "is fetching a batch from its loader",
-    "capture": "is capturing a step as a graph, once for each kind of batch",
-    "compile": "is compiling the kernels of tables, once on this machine",
+    "capture": "is capturing a graph, once for each kind of batch",
+    "compile": "is compiling kernels of tables, once on this machine",
 }
 """Work of a worker that may delay a step for long, by the name of its span, as the rest of a sentence."""
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from anabranch.collectives import Workers
 from anabranch.executor.likeness import exchange
 from anabranch.executor.loaders.loading import ENDED, NOTHING, BoundLoader
+from anabranch.liveness.membership import own_place
 from anabranch.record import spans
 from anabranch.tensors import Structure, as_tensors, map_structure
 
@@ -31,12 +32,11 @@ class Batches:
         self._empty_epochs = 0
         self._eval_runs: dict[str, int] = {}
         self._patterns: dict[str, Structure] = {}
-        self._lengths: dict[str, int | None] = {}
         mine = {name: loader.length() for name, loader in loaders.items()}
-        everyone = exchange(workers, mine, dict[str, int | None], "all_gather of batch_num")
-        for name in loaders:
-            lengths = [theirs[name] for theirs in everyone]
-            self._lengths[name] = None if None in lengths else max(filter(None, lengths), default=0)
+        process = place.process if (place := own_place()) is not None else 0
+        everyone = exchange(workers, (process, mine), tuple[int, dict[str, int | None]], "all_gather of batch_num")
+        self._workers, self._everyone = workers, everyone
+        self._lengths = self._longest()
 
     def bound(self, name: str) -> BoundLoader:
         """Return the step's loader; ``ValueError`` if it has none."""
@@ -71,6 +71,17 @@ class Batches:
     def length(self, name: str) -> int | None:
         """Return the batches of an epoch, the longest's over all workers, if the loaders have a length."""
         return self._lengths[name]
+
+    def _longest(self) -> dict[str, int | None]:
+        lengths = {name: [theirs[name] for _, theirs in self._everyone] for name in self.loaders}
+        return {name: None if None in one else max(filter(None, one), default=0) for name, one in lengths.items()}
+
+    def met(self) -> None:
+        """Forget the lengths of workers that have left; those of newcomers are the others'."""
+        assert self._workers is not None
+        assert self._workers.roll is not None
+        self._everyone = [one for one in self._everyone if one[0] in self._workers.roll.ranks]
+        self._lengths = self._longest()
 
     def runs_before(self, name: str) -> int | None:
         """Return the runs of this epoch before that of the batch just taken, where the loader knows it."""

@@ -125,8 +125,9 @@ class Redo:
         self._values: list[torch.Tensor] = []  # theirs
         self._window: list[Structure | ShareOf | None] = []
         self._owed: list[Structure | ShareOf | None] = []
-        self._taken: list[Structure] = []  # in the window, from a loader that cannot go back
+        self._taken: list[Structure | None] = []  # in the window, from a loader that cannot go back; None: it had ended
         self._again = 0  # how many of these the present doing has had
+        self._drops = False  # the last run's batch was not shared out
         self._called, self._answer = 0, cast(object, None)  # calls that have ended, and the last one's answer
         self._facts: SharedSum | None = None  # of the members' calls, see ``agree``
 
@@ -141,6 +142,7 @@ class Redo:
             own = f"step {name!r} reads a loader that is not ab.loaders.GlobalBatches"
         elif batch is not None and not is_share(batch):
             own = f"run({name!r}, ...) was given a batch, and not a function that returns each worker's share"
+        self._drops = bool(own)
         if own and self.fixed is None and not self.may_shrink:
             self._fix(own)
         elif own and self.fixed is None and not self.own_rows:
@@ -153,7 +155,7 @@ class Redo:
         if runner.in_window:
             return
         self._window.clear()
-        if self._again == len(self._taken):  # else they are taken again
+        if self.takes_anew:
             self._again = 0
             self._taken.clear()
         self._counts = runner.counts()
@@ -187,17 +189,20 @@ class Redo:
         """Return the batch of a run from its loader: the one of its first doing, where a loader cannot go back."""
         if not self.own_rows or self._loader is not None:
             return next_batch()
-        if self._again == len(self._taken):
-            if (batch := next_batch()) is None:  # which an ended loader returns again
-                return None
-            self._taken.append(batch)
+        if self.takes_anew:
+            self._taken.append(next_batch())
         self._again += 1
         return self._taken[self._again - 1]
 
     @property
+    def takes_anew(self) -> bool:
+        """The loader is where this worker is in the window: no later batch of it was taken in an earlier doing."""
+        return self._again == len(self._taken)
+
+    @property
     def dropped(self) -> int:
         """The number of workers whose rows nobody has trained on in the last run."""
-        return self._all - self._workers.size if self.own_rows else 0
+        return self._all - self._workers.size if self.own_rows and self._drops else 0
 
     def ended(self, batch: Structure | ShareOf | None) -> None:
         """Remember a run that has ended, in case that its window does not, and note how far this worker is."""
