@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -115,7 +115,7 @@ class Part:
         return ", ".join(f"{name or self.what} {tuple(leaf.shape)}" for name, leaf in named)
 
     def cut(self, sizes: Sequence[int]) -> list[list[object]]:
-        """Return for each microbatch the leaves that it gets, those that require gradients on their graph."""
+        """Return for each microbatch the leaves that it gets."""
         if len(sizes) == 1:
             return [list(self.leaves)]
         columns = [
@@ -124,19 +124,23 @@ class Part:
         ]
         return [[column[i] for column in columns] for i in range(len(sizes))]
 
-    def packets(self, cut: Sequence[Sequence[object]]) -> list[Packet]:
-        """Return its value for each microbatch as it enters a stage, of what ``cut`` has returned."""
+    def differentiable(self, sizes: Sequence[int]) -> list[Sequence[Tensor]]:
+        """Return for each leaf that requires gradients those that the microbatches get, on its graph."""
+        pairs = zip(self.leaves, self.whole, strict=True)
+        return [
+            # No views, which autograd would refuse once a layer has changed the caller's tensor in place.
+            [leaf] * len(sizes) if whole or len(sizes) == 1 else torch.unsafe_split_with_sizes(leaf, list(sizes))
+            for leaf, whole in pairs
+            if isinstance(leaf, Tensor) and leaf.requires_grad
+        ]
+
+    def packets(self, sizes: Sequence[int]) -> list[Packet]:
+        """Return its value for each microbatch as it enters a stage."""
         needs_grad = tuple([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self.leaves])
-        shared = tuple([index for index, whole in enumerate(self.whole) if whole]) if len(cut) > 1 else ()
-        packets: list[Packet] = []
-        for i, leaves in enumerate(cut):
-            detached = list(leaves)
-            for index, leaf in enumerate(leaves):
-                if isinstance(leaf, Tensor):
-                    alone = i and leaf.requires_grad and not self.whole[index]  # see cut_rows
-                    detached[index] = leaf.data if alone else leaf.detach()
-            packets.append(Packet(self.treedef, detached, needs_grad, shared))
-        return packets
+        shared = tuple([index for index, whole in enumerate(self.whole) if whole]) if len(sizes) > 1 else ()
+        detached = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        cut = replace(self, leaves=detached).cut(sizes)
+        return [Packet(self.treedef, leaves, needs_grad, shared) for leaves in cut]
 
     def structures(self, sizes: Sequence[int]) -> list[Structure]:
         """Return its value for each microbatch."""

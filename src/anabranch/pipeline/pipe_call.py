@@ -128,16 +128,14 @@ class PipeCall:
     output_rank: int | None = None
     switches: list[Tensor] = field(default_factory=list)
     _parameters: dict[int, Tensor] = field(init=False)
-    _cut: dict[str | None, list[list[object]]] = field(init=False)
     _pieces: list[Tensor] = field(default_factory=list)
     _open: bool = True
 
     def __post_init__(self) -> None:
         self._parameters = {id(p): p for _, run in sorted(self.runs.items()) for p in run.parameters()}
-        self._cut = {name: part.cut(self.plan.sizes) for name, part in self.batch.inputs.items()}
         if self.plan.records:
-            every = chain.from_iterable(chain.from_iterable(self._cut.values()))
-            self._pieces = [leaf for leaf in every if isinstance(leaf, Tensor) and leaf.requires_grad]
+            for part in self.batch.inputs.values():
+                self._pieces += chain.from_iterable(part.differentiable(self.plan.sizes))
             self.switches += [boundary_entry(p) for run in self.runs.values() for p in run.switches if p.requires_grad]
 
     @property
@@ -216,7 +214,7 @@ class PipeCall:
         for j, run in self.runs.items():
             if OUTSIDE in run.stage.sources:
                 names = cast("tuple[str | None, ...]", run.stage.sources[OUTSIDE])
-                routes = [self.batch.inputs[name].packets(self._cut[name]) for name in names]
+                routes = [self.batch.inputs[name].packets(self.plan.sizes) for name in names]
                 messages[j] = list(map(list, zip(*routes, strict=True)))
         return messages
 
@@ -254,7 +252,7 @@ class PipeCall:
             routes = [(j, run.stage.sources.get(OUTSIDE, ())) for j, run in sorted(self.runs.items())]
             places = [(j, names.index(name)) for j, names in routes if name in names]
             needs = [(n, x.device) for n, x in enumerate(part.leaves) if isinstance(x, Tensor) and x.requires_grad]
-            for i, (index, device) in product(range(len(self.plan.sizes)), needs):
+            for (index, device), i in product(needs, range(len(self.plan.sizes))):
                 grad = _sum([cast("list[Gradients]", answers[j, i])[at][index] for j, at in places])
                 grads.append(None if grad is None else grad.to(device))
         return grads
