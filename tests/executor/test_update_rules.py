@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -141,6 +142,29 @@ def test_a_step_on_a_gpu_raises_in_the_next_call_and_updates_nothing(
 @pytest.fixture
 def _late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anabranch.executor.engines.engine.LATE", {"cpu"})
+
+
+class Holds(torch.optim.lr_scheduler.ExponentialLR):
+    """A program's own: it has the groups and the parameters of its optimizer at hand."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.groups, self.parameters = optimizer.param_groups, [*optimizer.param_groups[0]["params"]]
+        super().__init__(optimizer, 0.5)
+
+
+@pytest.mark.usefixtures("_late")
+def test_a_scheduler_goes_back_behind_a_late_step_with_the_objects_that_it_has() -> None:
+    model = model_of()
+    optimizer = FUSED["adam"](model)
+    scheduler = Holds(optimizer)
+    with ab.Executor(ab.TrainStep(model, loss_of, optimizer, scheduler=scheduler)) as executor:
+        for index in range(3):
+            executor.run(batch=batch_of(index, bad=index == 2))
+        with pytest.raises(ab.NonFinite):
+            executor.run(batch=batch_of(3))
+        assert scheduler.last_epoch == 3
+        assert scheduler.groups[0] is optimizer.param_groups[0]
+        assert all(map(operator.is_, scheduler.parameters, model.parameters()))
 
 
 @pytest.mark.usefixtures("_late")

@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -272,6 +272,8 @@ _checks: weakref.WeakSet[LateCheck] = weakref.WeakSet()
 
 def _copy(value: Any) -> Any:
     """Return a copy of what may be changed in place, but for other objects: a scheduler may have its optimizer."""
+    if isinstance(value, nn.Parameter) or (isinstance(value, dict) and "params" in value):  # or its groups
+        return value
     if isinstance(value, dict | list | set | deque):
         value = copy.copy(value)  # of the class that it has, such as a Counter
         for key in value if isinstance(value, dict) else range(len(value) if isinstance(value, list) else 0):
