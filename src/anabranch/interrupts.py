@@ -49,11 +49,13 @@ def hold_interrupts() -> None:
 
 def _hold(number: int, frame: FrameType | None) -> None:
     global _came
-    if _of_program is None:  # put back by somebody who had saved it, such as a debugger
+    handler, again = _of_program, _came
+    _came = handler is not None
+    if handler is None:  # put back by somebody who had saved it, such as a debugger
         signal.default_int_handler(number, frame)
-    if _came:
+    elif again:
         _release()
-    _came = True
+        handler(number, frame)
 
 
 def _release() -> None:

@@ -322,6 +322,28 @@ def test_a_second_ctrl_c_does_not_wait_for_an_update() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_programs_own_handler_hears_each_ctrl_c_in_an_update() -> None:
+    """One that stops at the second was called for the first alone."""
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    presses: list[int] = []
+    heard: list[int] = []
+
+    def press(*_: object) -> None:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+            heard.append(len(presses))
+
+    optimizer.register_step_post_hook(press)
+    before = signal.signal(signal.SIGINT, lambda number, frame: presses.append(number))
+    try:
+        with ab.Executor(ab.TrainStep(model, lambda model, x: model(x).sum(), optimizer), engine="tape") as executor:
+            executor.run(batch=torch.randn(2, 3))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (heard, len(presses)) == ([0, 2, 3], 3)
+
+
 @pytest.mark.parametrize("engine", ["tape", "graph"])
 def test_a_run_continues_after_an_interrupt_at_any_line(engine: Any) -> None:
     """Ctrl-C in a notebook left the session open, or gradients switched off, for good."""
