@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import anabranch as ab
+from anabranch.executor.engines import gradients
 from anabranch.executor.engines.gradients import LateCheck, all_finite, nonfinite_names
 from plain_loop import TrainingCase, check
 from toys import assert_same, plain_step
@@ -557,6 +558,39 @@ def test_opposite_infinities_do_not_cancel_and_rows_of_sparse_gradients_count() 
     large = torch.ones(LARGE)
     large[0], large[-1] = float("inf"), -float("inf")
     assert nonfinite_names([("large", large)]) == ["large"]
+
+
+KINDS: dict[str, Callable[[float], Tensor]] = {
+    "half": lambda value: torch.full((3,), value, dtype=torch.float16),
+    "double": lambda value: torch.full((3,), value, dtype=torch.float64),
+    "complex": lambda value: torch.full((3,), value, dtype=torch.complex64),
+    "sparse": lambda value: torch.sparse_coo_tensor(torch.tensor([[1]]), torch.full((1, 2), value), (3, 2)),
+    "expanded": lambda value: torch.full((1,), value).expand(3),
+    "overlapping": lambda value: torch.full((6,), value).as_strided((3, 4), (1, 1)),
+    "recorded": lambda value: torch.ones(3, requires_grad=True) * value,
+    "large": lambda value: torch.full((LARGE,), value),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("first", KINDS)
+def test_gradients_of_several_kinds_are_looked_at_together(first: str) -> None:
+    good, bad = ({kind: KINDS[kind](value) for kind in (first, *KINDS)} for value in (1.0, float("nan")))
+    for kind in KINDS:
+        assert all_finite([*good.values()])
+        assert nonfinite_names({**good, kind: bad[kind]}.items()) == [kind]
+
+
+def test_gradients_of_one_kind_take_one_call_under_any_default_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "_sums_finite", None)
+    gradients._scratch.cache_clear()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert all_finite([torch.ones(3), torch.ones(2, dtype=torch.float32)])
+        assert not all_finite([torch.ones(3), torch.full((2,), float("nan"))])
+        assert LateCheck([], torch.device("cpu"))._bad.dtype is torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("name", ["large", "small"])

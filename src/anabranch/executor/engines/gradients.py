@@ -180,8 +180,8 @@ class LateCheck:
     ) -> None:
         on_gpu = device.type == "cuda"
         self._optimizers, self._schedulers = optimizers, schedulers
-        self._bad = torch.zeros((), device=device)
-        self._answer = torch.zeros((), device="cpu", pin_memory=on_gpu)
+        self._bad = torch.zeros((), device=device, dtype=torch.float32)
+        self._answer = torch.zeros((), device="cpu", dtype=torch.float32, pin_memory=on_gpu)
         self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         self._open = self._looked = self._failed = False
         self._before: _Numbers = []  # at the step, and behind it
@@ -296,7 +296,8 @@ def _values(gradient: Tensor) -> Tensor:
 @cache
 def _scratch(device: torch.device, thread: int) -> tuple[Tensor, Tensor]:
     """Return a flag that a check sets to 1 and its reader resets, and the factor 1; each thread has its own."""
-    return torch.zeros((), device=device), torch.ones((), device=device)
+    one = torch.ones((), device=device, dtype=torch.float32)  # whatever the default dtype
+    return torch.zeros_like(one), one
 
 
 # The scale of a loss.
