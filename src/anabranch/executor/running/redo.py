@@ -45,6 +45,7 @@ from anabranch.executor.running.remote import RemotePart
 from anabranch.executor.running.runner import ShareOf, StepRunner, is_share
 from anabranch.executor.saving.saving import Saver, send_state
 from anabranch.executor.spec import Spec
+from anabranch.job import job
 from anabranch.liveness.group import rank_names
 from anabranch.liveness.membership import APART, OwnPlace, progress, published
 from anabranch.pipeline import Pipe
@@ -108,7 +109,8 @@ class Redo:
         self._workers, self._runners, self._loaders, self._saver = workers, runners, saver.loaders, saver
         self._place, self._epochs, self.apart = place, epochs, apart
         self.fixed: str | None = None
-        self.may_shrink = published(place.meeting).least < workers.size
+        self._all = job().world_size if workers.joins else workers.size
+        self.may_shrink = published(place.meeting).least < self._all
         for other in _open:  # whose workers meet at other calls, and on each worker at another of them
             fixed = other.fixed = "the script has two Executors open at once"
         if fixed is not None:
@@ -116,7 +118,7 @@ class Redo:
         _open.add(self)
         _made[form] += 1
         self._form = zlib.crc32(f"{_made[form]} {form}".encode())  # a script may train in one after the other
-        self._look_at, self.repeated, self.calls, self.own_rows, self._all = 0.0, 0, False, False, workers.size
+        self._look_at, self.repeated, self.calls, self.own_rows = 0.0, 0, False, False
         self._random = RandomMoment()
         models = {runner.step.model for runner in runners.values()}
         self._pipes = {model: 0 for model in models if isinstance(model, Pipe)}  # places in their random streams
@@ -146,7 +148,7 @@ class Redo:
         if own and self.fixed is None and not self.may_shrink:
             self._fix(own)
         elif own and self.fixed is None and not self.own_rows:
-            self.own_rows = True
+            self.own_rows, self._all = True, max(self._all, self._workers.size)
             if self._workers.rank == 0:
                 _log.warning("a worker that dies is not replaced, and its rows are dropped: %s", own)
         if self.fixed is not None:
