@@ -288,6 +288,39 @@ def test_ten_random_kills(tmp_path: Path, mode: str | None, cache: bool, freezes
     assert not failures
 
 
+THEN_GIVEN = """
+    import os, signal, torch, anabranch as ab
+    me, joined, rows = os.environ["ANABRANCH_MEMBER"], ab.job().joined, torch.ones(12, 4)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.001))
+
+    def share(job):
+        if me == "1" and not joined and executor.step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rows[job.rank :: job.world_size]
+
+    with ab.Executor(step, timeout=60.0) as executor:
+        given = 0
+        while given < 6:
+            own = executor.statistics().memberships >= 3  # the replacement is there
+            given += own
+            if me == "2" and given == 4:
+                os.kill(os.getpid(), signal.SIGKILL)
+            executor.run(batch=rows[:2] if own else share)
+        print("dropped", executor.statistics().dropped_rows)
+"""
+
+
+@pytest.mark.slow
+def test_a_newcomer_goes_on_without_a_worker_with_rows_of_its_own(script: Script, tmp_path: Path) -> None:
+    options = {"min_workers": 2, "worker_restarts": RestartBudget(1)}
+    outcome = launch(script(THEN_GIVEN), workers=3, log_dir=tmp_path, seconds=120.0, **options)
+    texts = [(tmp_path / f"worker-{rank}.log").read_text() for rank in (0, 1)]
+    assert outcome.exit_code == 0, texts
+    assert all(text.endswith("dropped 6.0\n") for text in texts), texts
+
+
 PIPED = """
     import json, os, signal, torch, anabranch as ab
     from torch import nn

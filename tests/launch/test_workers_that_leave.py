@@ -215,6 +215,83 @@ def test_a_worker_with_rows_of_its_own_takes_them_with_it(
         assert ("its rows are dropped: " in text) == (rank == 0)
 
 
+IN_WINDOWS = """
+    import json, os, signal, sys, torch, anabranch as ab
+    accumulate, longest, deaths = json.loads(sys.argv[1])
+    me = int(os.environ["RANK"])  # of the start
+    batches = [torch.full((2 + me, 4), 1.0 + me + number / 8, dtype=torch.float64) for number in range(4)]
+    batches += batches[: longest - 4] if me == 1 else []
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1).double()
+    model.register_buffer("calls", torch.zeros(()))
+    runs, calls, losses = [], [], []
+
+    def dies_at(*moment):
+        if [me, *moment] in deaths:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def loss(model, batch):
+        losses.append(batch)
+        dies_at("loss", len(losses))
+        model.calls += 1
+        return model(batch).square().mean()
+
+    def score(model, batch):
+        dies_at("score", len(calls))
+        return {"calls": model.calls}
+
+    train = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.01), accumulate=accumulate)
+    steps = {"train": train, "validate": ab.EvalStep(model, score)}
+    with ab.Executor(steps, dataloaders={"train": batches}) as executor:
+        for epoch in range(2):
+            runs.append(0)
+            while executor.epoch == epoch:
+                executor.run("train")
+                runs[-1] += 1
+                with torch.inference_mode():
+                    calls.append(executor.evaluate("validate", batches[:1])["calls"].item())
+        print(json.dumps([model.weight.tolist()[0], runs, calls, executor.step]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "longest", "deaths"),
+    [
+        pytest.param(2, 4, [(1, "score", 4)], id="behind the first batch of an epoch"),
+        pytest.param(3, 7, [(1, "score", 3)], id="behind the last batch of those that are left"),
+        pytest.param(3, 7, [(1, "loss", 5), (3, "loss", 6)], id="and another in the window behind it"),
+    ],
+)
+def test_a_window_of_own_batches_is_done_again_as_it_was(
+    script: Script, tmp_path: Path, accumulate: int, longest: int, deaths: list[tuple[int, str, int]]
+) -> None:
+    job, workers = json.dumps([accumulate, longest, deaths]), 2 + len(deaths)
+    outcome = launch(script(IN_WINDOWS), [job], workers=workers, min_workers=2, log_dir=tmp_path)
+    assert outcome.exit_code == 0
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1).double()
+    optimizer, window, steps = torch.optim.SGD(model.parameters(), lr=0.01), list[torch.Tensor](), 0
+    for number in range(8):
+        first = {1: 4 if accumulate == 2 else 3, 3: 4}  # that they miss
+        ranks = [rank for rank in range(workers) if number < first.get(rank, 8)]
+        window += [torch.full((2 + one, 4), 1.0 + one + number % 4 / 8, dtype=torch.float64) for one in ranks]
+        if number % 4 % accumulate == accumulate - 1 or number % 4 == 3:
+            optimizer.zero_grad()
+            model(torch.cat(window)).square().mean().backward()
+            optimizer.step()
+            window, steps = [], steps + 1
+    for rank in (0, 2):
+        text = (tmp_path / f"worker-{rank}.log").read_text()
+        weight, *counts = json.loads(next(line for line in text.splitlines() if line.startswith("[")))
+        assert counts == [[5, 3] if len(deaths) > 1 else [4, 4], list(range(1, 9)), steps]
+        assert weight == pytest.approx(model.weight.tolist()[0], rel=1e-12)
+
+
+@pytest.mark.slow
+def test_a_worker_that_has_missed_a_run_of_the_window_does_it_with_one_that_evaluates(tmp_path: Path) -> None:
+    train(tmp_path, {0: [("between", 5)]}, misses={1: (4, "rows", 1)}, gloo=True, evaluates=True, accumulate=2)
+
+
 OUTSIDE = """
     import os, signal, torch, anabranch as ab
     model = torch.nn.Linear(4, 1)

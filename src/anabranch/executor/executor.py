@@ -27,7 +27,7 @@ from anabranch.collectives import GradientBuckets, Workers
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError, PeerLost
 from anabranch.executor.device_placement import home_of, placed
-from anabranch.executor.engines.engine import NOTHING, Engine, Fetch
+from anabranch.executor.engines.engine import NOTHING, Engine, Fetch, StepOutput
 from anabranch.executor.engines.graph_engine import GraphEngine
 from anabranch.executor.engines.pipe_engine import PipeEngine, check_pipes, join_pipelines
 from anabranch.executor.evaluation import Evaluator, evaluate
@@ -52,7 +52,7 @@ from anabranch.executor.observing.watching import (
 from anabranch.executor.own_state import OwnState
 from anabranch.executor.plan import Plan, plan_step
 from anabranch.executor.routes import Routes
-from anabranch.executor.running.redo import ENDS, Redo, why_fixed
+from anabranch.executor.running.redo import ENDS, Redo, Runs, why_fixed
 from anabranch.executor.running.remote import RemotePart
 from anabranch.executor.running.runner import ShareOf, StepRunner, is_share, rows_of
 from anabranch.executor.running.window import HEADER_SIZE, RemoteWindow
@@ -502,16 +502,38 @@ class Executor:
         """Return the values of a run, and what sinks get of the optimizer step that it took, if they get any."""
         if self._remote is not None and not self._only_plans and not self._joins:
             self._remote.open()  # before a batch is taken: it may be refused
-        runner, redo = self._runners[name], None if self._redo is None or self._redo.apart else self._redo
-        runs = [batch] if redo is None else [*redo.owed(), batch]
-        if redo is not None and len(runs) == 1 and (record := redo.admit(name)) is not None:
+        runner, redo = self._runners[name], self._redo_of_runs
+        if redo is not None and (record := redo.admit(name)) is not None:
             self._goes_on(record)
         watched, steps_before = self._watching.active and self._watching.of_steps, runner.steps
         rates = rates_of(step.optimizers) if watched else ()
         fetch.norm = None
+        ran, rows = self._do(name, step, [batch], fetch)
+        self._rows += rows
+        lost = 0 if redo is None else redo.dropped
+        self._dropped += rows * (lost if self._remote is None else lost + self._remote.end_run(self.step))
+        values = {"loss": ran.loss}
+        if ran.returned or fetch.names is not None:
+            values = values | fetch.collect(ran.returned) | values
+        if runner.steps == steps_before:
+            return values, None
+        if self._watching.facts is not None:
+            self._watching.facts.counted(self.step)
+        if not watched:
+            return values, None
+        numbers = {"loss": ran.loss} if fetch.norm is None else {"loss": ran.loss, "grad_norm": fetch.norm}
+        return values, (rows, rates, {**numbers, **ran.returned, "loss": ran.loss})
+
+    @property
+    def _redo_of_runs(self) -> Redo | None:
+        return None if self._redo is None or self._redo.apart else self._redo
+
+    def _do(self, name: str, step: TrainStep, runs: Runs, fetch: Fetch) -> tuple[StepOutput, float]:
+        """Do the runs of these batches, again where that is necessary; return what the last one gave, and its rows."""
+        runner, redo = self._runners[name], self._redo_of_runs
         if not step.model.training:
             step.model.train()
-        ran, over = None, False  # over: behind the end of an epoch, which may have to be seen again
+        ran, rows, over = None, 0.0, False  # over: behind the end of an epoch, which may have to be seen again
         try:
             while runs:  # several where the window of the run is done again, else one
                 batch, ran, rows, ending = runs[0], None, 0.0, False
@@ -549,9 +571,9 @@ class Executor:
                 except PeerLost as error:
                     if redo is None:
                         raise
-                    counts, again, record = redo.meet(error, name)
+                    counts, again, met = redo.meet(error, name)
                     runs, over = [*again, *runs], False
-                    self._goes_on(record)
+                    self._goes_on(met)
                     if counts and ending:  # the step at the end of the epoch, behind which the run is to be done
                         self._batches.start_epoch(name)
                     ran = runner.last_result() if counts and not ending else None
@@ -569,20 +591,7 @@ class Executor:
         if self._remote is not None:
             self._read_applied(self._remote, runner)
         assert ran is not None
-        self._rows += rows
-        lost = 0 if redo is None else redo.dropped
-        self._dropped += rows * (lost if self._remote is None else lost + self._remote.end_run(self.step))
-        values = {"loss": ran.loss}
-        if ran.returned or fetch.names is not None:
-            values = values | fetch.collect(ran.returned) | values
-        if runner.steps == steps_before:
-            return values, None
-        if self._watching.facts is not None:
-            self._watching.facts.counted(self.step)
-        if not watched:
-            return values, None
-        numbers = {"loss": ran.loss} if fetch.norm is None else {"loss": ran.loss, "grad_norm": fetch.norm}
-        return values, (rows, rates, {**numbers, **ran.returned, "loss": ran.loss})
+        return ran, rows
 
     def _read_applied(self, remote: RemotePart, runner: StepRunner) -> None:
         while not runner.in_window:  # inside a window nothing was applied
@@ -595,7 +604,14 @@ class Executor:
     def _meet_outside(self, error: PeerLost) -> None:
         if self._redo is None or self._redo.calls:
             raise error
-        self._goes_on(self._redo.meet_outside(error))
+        self._catch_up(*self._redo.meet_outside(error))
+
+    def _catch_up(self, record: MembershipRecord, name: str, runs: Runs) -> None:
+        """Do the runs of the open window again, which another worker may not have seen end."""
+        self._goes_on(record)
+        if runs:
+            with torch.inference_mode(False), torch.enable_grad():  # whatever the evaluation was called in
+                self._do(name, self._spec.training[name], runs, self._fetch_all[name])
 
     def _goes_on(self, record: MembershipRecord) -> None:
         self._progress.shown = record.rank == 0
@@ -604,7 +620,7 @@ class Executor:
 
     def _together(self, name: str, act: Callable[[], _T]) -> _T:
         """Return ``act()``, which all workers call and which changes nothing; with those left if one is lost."""
-        return act() if self._redo is None else self._redo.call(name, act, self._goes_on)
+        return act() if self._redo is None else self._redo.call(name, act, self._catch_up)
 
     def _evaluate(self, name: str, step: EvalStep, batch: Structure | None, fetch: Fetch) -> dict[str, Tensor]:
         taken = as_tensors(self._batches.next_to_evaluate(name) if batch is None else batch, self._devices[name])

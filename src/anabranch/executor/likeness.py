@@ -195,7 +195,7 @@ class FirstBatches:
             warnings.warn(
                 f"all {size} workers run {self._name!r} on the same batch, so every row counts {size} times; let "
                 "ab.loaders.GlobalBatches share the data out, or give each worker rows of its own",
-                stacklevel=8,  # where the script calls Executor.run
+                stacklevel=9,  # where the script calls Executor.run
             )
         return counts
 

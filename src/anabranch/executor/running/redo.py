@@ -29,7 +29,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import NoReturn, TypeVar, cast
+from typing import NoReturn, TypeAlias, TypeVar, cast
 from weakref import WeakSet
 
 import torch
@@ -45,12 +45,14 @@ from anabranch.executor.running.remote import RemotePart
 from anabranch.executor.running.runner import ShareOf, StepRunner, is_share
 from anabranch.executor.saving.saving import Saver, send_state
 from anabranch.executor.spec import Spec
+from anabranch.job import job
 from anabranch.liveness.group import rank_names
 from anabranch.liveness.membership import APART, OwnPlace, progress, published
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
 
 _T = TypeVar("_T")
+Runs: TypeAlias = list[Structure | ShareOf | None]  # their batches
 _log = logging.getLogger("anabranch.executor")
 ENDS = "the job ends with the first worker that is killed or freezes"
 _COMPARISON = "comparison of calls"
@@ -108,7 +110,8 @@ class Redo:
         self._workers, self._runners, self._loaders, self._saver = workers, runners, saver.loaders, saver
         self._place, self._epochs, self.apart = place, epochs, apart
         self.fixed: str | None = None
-        self.may_shrink = published(place.meeting).least < workers.size
+        self._all = job().world_size if workers.joins else workers.size
+        self.may_shrink = published(place.meeting).least < self._all
         for other in _open:  # whose workers meet at other calls, and on each worker at another of them
             fixed = other.fixed = "the script has two Executors open at once"
         if fixed is not None:
@@ -116,15 +119,14 @@ class Redo:
         _open.add(self)
         _made[form] += 1
         self._form = zlib.crc32(f"{_made[form]} {form}".encode())  # a script may train in one after the other
-        self._look_at, self.repeated, self.calls, self.own_rows, self._all = 0.0, 0, False, False, workers.size
+        self._look_at, self.repeated, self.calls, self.own_rows = 0.0, 0, False, False
         self._random = RandomMoment()
         models = {runner.step.model for runner in runners.values()}
         self._pipes = {model: 0 for model in models if isinstance(model, Pipe)}  # places in their random streams
         self._holders = [module._buffers for model in models for module in model.modules()]
         self._buffers: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
         self._values: list[torch.Tensor] = []  # theirs
-        self._window: list[Structure | ShareOf | None] = []
-        self._owed: list[Structure | ShareOf | None] = []
+        self._window: Runs = []
         self._taken: list[Structure | None] = []  # in the window, from a loader that cannot go back; None: it had ended
         self._again = 0  # how many of these the present doing has had
         self._drops = False  # the last run's batch was not shared out
@@ -146,7 +148,7 @@ class Redo:
         if own and self.fixed is None and not self.may_shrink:
             self._fix(own)
         elif own and self.fixed is None and not self.own_rows:
-            self.own_rows = True
+            self.own_rows, self._all = True, max(self._all, self._workers.size)
             if self._workers.rank == 0:
                 _log.warning("a worker that dies is not replaced, and its rows are dropped: %s", own)
         if self.fixed is not None:
@@ -155,9 +157,8 @@ class Redo:
         if runner.in_window:
             return
         self._window.clear()
-        if self.takes_anew:
-            self._again = 0
-            self._taken.clear()
+        del self._taken[: self._again]  # what is left is taken again
+        self._again = 0
         self._counts = runner.counts()
         self._loader = loader if loader is not None and loader.kind == "global" else None
         self._position = None if self._loader is None else self._loader.moment()
@@ -212,18 +213,13 @@ class Redo:
                 self._place.write_progress(self._steps, APART if self.own_rows else None)
         self._answer = None  # all have it: a run waits for everyone
 
-    def owed(self) -> list[Structure | ShareOf | None]:
-        """Return the runs of the open window that are to be done again before the next."""
-        owed, self._owed = self._owed, []
-        return owed
-
     def close(self) -> None:
         """Let the job end with this worker from now on: what it does behind its training is done by no other."""
         _open.discard(self)
         if self._runners:
             self._place.close()
 
-    def meet(self, error: PeerLost, name: str) -> tuple[bool, list[Structure | ShareOf | None], MembershipRecord]:
+    def meet(self, error: PeerLost, name: str) -> tuple[bool, Runs, MembershipRecord]:
         """Meet the others after an interrupted run of the step ``name``, and settle which window was the last.
 
         Returns:
@@ -316,11 +312,11 @@ class Redo:
         _log.warning("%s", text)
         raise SystemExit(0)
 
-    def call(self, name: str, act: Callable[[], _T], meets: Callable[[MembershipRecord], object]) -> _T:
+    def call(self, name: str, act: Callable[[], _T], meets: Callable[[MembershipRecord, str, Runs], object]) -> _T:
         """Return ``act()``, which all workers call and which changes nothing; begun again where one is lost meanwhile.
 
-        ``meets`` is called with each new membership. A worker that has missed the end takes the answer of another. A
-        newcomer that is still alone calls it alone.
+        ``meets`` is called with what ``meet_outside`` returns. A worker that has missed the end takes the answer of
+        another. A newcomer that is still alone calls it alone.
         """
         if self._workers.joins:
             return act()
@@ -331,21 +327,28 @@ class Redo:
                 self.agree(name)
                 answer = act()
             except PeerLost as error:
-                meets(self.meet_outside(error))
-                if self._called > begun:
-                    return cast(_T, self._answer)
+                lost = error
             else:
                 self._called, self._answer = self._called + 1, copy.deepcopy(answer)  # the caller may change its own
                 return answer
             finally:
                 self.calls = False
+            met = self.meet_outside(lost)
+            ended, theirs = self._called > begun, self._answer
+            meets(*met)
+            if ended:
+                return cast(_T, theirs)
 
-    def meet_outside(self, error: PeerLost) -> MembershipRecord:
-        """Meet the others after something else than a training run was interrupted; return the new membership."""
-        runner = next((one for one in self._runners.values() if one.in_window), None)
-        record = self._meet(error, runner, called=True)
-        self._owed = [] if runner is None else self._window[:]
-        return record
+    def meet_outside(self, error: PeerLost) -> tuple[MembershipRecord, str, Runs]:
+        """Meet the others after something else than a training run was interrupted.
+
+        Returns:
+            The new membership, and the step with an open window and its runs, which are to be done again at once: they
+            leave buffers, the epoch and the position as they were, and another worker may still be in one of them.
+        """
+        name = next((name for name, one in self._runners.items() if one.in_window), "")
+        record = self._meet(error, self._runners.get(name), called=True)
+        return record, name, self._window[:] if name else []
 
     def _meet(self, error: PeerLost | None, runner: StepRunner | None, *, called: bool) -> MembershipRecord:
         """Meet the others under the next membership, because of ``error``, or since newcomers are invited."""

@@ -426,7 +426,7 @@ class RemotePart:
                 f"(there are {self.client.shards}) has its share. Ids without a row read as first values, and their "
                 f"gradients are dropped; raise capacity. executor.statistics().tables[{name!r}].unadmitted counts them",
                 RuntimeWarning,
-                stacklevel=6,
+                stacklevel=7,
             )
 
     def _refresh(self, *, waits: bool) -> None:
