@@ -259,8 +259,8 @@ def test_an_id_costs_only_the_bytes_that_its_kind_needs(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("count", [1, 2])
 def test_sums_and_gradients_of_one_step_move_rows_as_the_table_alone(rule: RowOptimizer, count: int) -> None:
     draw = torch.Generator().manual_seed(3)
-    names = ["a", "b", "c"]
-    specs = [TableSpec(name, 30, 3, initial=Normal()) for name in names]
+    widths = {"a": 3, "b": 2, "c": 3}  # rows of two kinds, and only those of one come as sums
+    specs = [TableSpec(name, 30, width, initial=Normal()) for name, width in widths.items()]
     alone = {spec.name: Table(spec, rule) for spec in specs}
     everyone = torch.arange(30)
     with shards(count) as client:
@@ -268,17 +268,17 @@ def test_sums_and_gradients_of_one_step_move_rows_as_the_table_alone(rule: RowOp
             client.init_table(spec, rule)
         for _ in range(5):
             given, squares = {}, {}
-            for name in names:
-                given[name] = (torch.randperm(30, generator=draw)[:9], torch.randn(9, 3, generator=draw))
+            for name, width in widths.items():
+                given[name] = (torch.randperm(30, generator=draw)[:9], torch.randn(9, width, generator=draw))
                 if name != "b":
                     squares[name] = torch.where(torch.rand(9, generator=draw) < 0.6, 1, torch.rand(9, generator=draw))
             client.push_many(given, squares=squares)
             for name, (ids, grads) in given.items():
                 alone[name].push(ids, grads, squares[name].bfloat16() if name in squares else None)
-        widths = dict.fromkeys(names, rule.row_width(3))
-        asked = dict.fromkeys(names, torch.full((30,), WITH_STATE))
-        found = client.pull_many(dict.fromkeys(names, everyone), known=asked, widths=widths)
-        for name in names:
+        whole = {name: rule.row_width(width) for name, width in widths.items()}
+        asked = dict.fromkeys(widths, torch.full((30,), WITH_STATE))
+        found = client.pull_many(dict.fromkeys(widths, everyone), known=asked, widths=whole)
+        for name in widths:
             assert torch.equal(found[name].rows, alone[name].pull_with_state(everyone))
 
 

@@ -140,6 +140,27 @@ def test_pushes_of_a_step_may_name_different_tables_or_none() -> None:
     assert shard.statistics().tables["a"].rows_pushed == 5
 
 
+def test_the_norm_of_a_step_is_that_of_its_merged_gradients_and_its_sums_are_finite() -> None:
+    shard = of_two_workers()
+    shard.init(InitMessage("half", SGD.to_dict()), [torch.zeros(2, dtype=torch.float16)])
+    shard.init(InitMessage("a", SGD.to_dict(), TableSpec("a", 9, 2, initial=Constant(0.0)).to_dict()))
+    half, merging = torch.tensor([6e4, 1], dtype=torch.float16), Merging(mean=False, hold=True)
+    for rank, ids in enumerate([[1, 2], [1, 1, 3]]):
+        parts = [PushPart("half"), PushPart("a", len(ids)), PushPart("p")]
+        tensors = [torch.tensor(ids), torch.full((2 * len(ids) + 2,), 1.0 + rank), half]
+        shard.push(shard.request(PushMessage(parts, [], rank, 0, merging), tensors))
+    deadline = Deadline(60.0)
+    assert shard.squared_norm(NormMessage(0, 0), deadline) == 2 * (5**2 + 1 + 2**2 + 3**2) + 65504.0**2 + 2**2
+    for rank in range(2):
+        shard.release(ReleaseMessage(rank, WorkerProgress(0, 2, 1, 0)))
+    dense = shard.contents.dense
+    assert [dense["half"].value.tolist(), dense["p"].value.tolist()] == [[-65504, -2], [-3, -3]]
+    assert shard.contents.tables["a"].pull(torch.arange(4))[:, 0].tolist() == [0, -5, -1, -2]
+    for rank in range(2):  # a step of nothing
+        shard.push(shard.request(PushMessage([], [], rank, 1, merging), [torch.empty(0, dtype=torch.int64)]))
+    assert shard.squared_norm(NormMessage(0, 1), deadline) == 0.0
+
+
 def test_members_may_drop_a_step_that_one_who_is_gone_had_released() -> None:
     shard = of_two_workers()
     shard.release(ReleaseMessage(1, WorkerProgress(0, 2, 1, 0)))  # step 0 of the older membership is to be applied
