@@ -324,8 +324,11 @@ class Clicks:
         }
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of the next batch, and where it begins: byte and line."""
-        return {"step": self._step + 1, "at": self._at + len(self._text), "line": self._line + len(self._ends)}
+        """Return the number of the batch at hand, or else of the first, and where it begins: byte and line.
+
+        It may have to be shared out again.
+        """
+        return {"step": self._step + (not len(self._ends)), "at": self._at, "line": self._line}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Let ``share`` go on from there."""

@@ -12,6 +12,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -114,11 +115,12 @@ def test_a_save_killed_at_any_point_leaves_the_new_or_the_previous_checkpoint_wh
 
 
 class Disk:
-    """Fails the nth call of an operating system function that a save makes, and every one after it."""
+    """Fails the nth call of a function that a save makes of a module, and every one after it."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, nth: int, code: int) -> None:
-        self.left, self.code, self.real = nth, code, getattr(os, name)
-        monkeypatch.setattr(os, name, self)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, nth: int, code: int) -> None:
+        self.left, self.code = nth, code
+        self.real: Callable[..., object] = getattr(module, name, open)
+        monkeypatch.setattr(module, name, self, raising=False)
 
     def __call__(self, *args: object, **options: object) -> object:
         self.left -= 1
@@ -128,9 +130,17 @@ class Disk:
 
 
 @pytest.mark.parametrize("before", [0, 1, 2])
-@pytest.mark.parametrize(("name", "code"), [("fsync", errno.EIO), ("rename", errno.ENOSPC), ("open", errno.EACCES)])
+@pytest.mark.parametrize(
+    ("module", "name", "code"),
+    [
+        (os, "fsync", errno.EIO),
+        (os, "rename", errno.ENOSPC),
+        (os, "open", errno.EACCES),
+        (writing, "open", errno.ENOSPC),  # of files that are written
+    ],
+)
 def test_a_failing_disk_costs_the_new_checkpoint_at_most(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int, before: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, code: int, before: int
 ) -> None:
     for nth in range(100):
         directory = tmp_path / str(nth)
@@ -138,7 +148,7 @@ def test_a_failing_disk_costs_the_new_checkpoint_at_most(
         for step in range(before):
             save(directory, step)
         with monkeypatch.context() as patch:
-            Disk(patch, name, nth, code)
+            Disk(patch, module, name, nth, code)
             try:
                 save(directory, before)
             except CheckpointError as error:

@@ -132,6 +132,7 @@ def test_a_batch_may_be_shared_out_again(tmp_path):
         parts = [lines.share(step, rank, workers) for rank in range(workers)]
         joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         assert same(joined, whole[step])
+    assert lines.state_dict()["step"] == 1, "who takes the state and shares it out need not read from the file's start"
     lines.load_state_dict(lines.state_dict())
     assert same(lines.share(1, 0, 1), whole[1]), "one that was read before the state was taken"
 

@@ -228,6 +228,7 @@ def main() -> None:
         executor.on("membership", lambda record: write(
             "memberships", left=record.left, rank=record.rank, joined=record.joined, size=record.world_size,
             job=[ab.job().rank, ab.job().world_size], process=PROCESS, files=len(os.listdir("/proc/self/fd")),
+            number=executor.statistics().memberships,
         ))  # fmt: skip
         dies_at("before it joins")
         train(executor)

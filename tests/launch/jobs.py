@@ -47,5 +47,6 @@ def marked_processes(mark: str) -> list[str]:
 
 
 def lines(folder: Path, name: str) -> list[dict[str, Any]]:
-    """Return what the processes of a job wrote into their files of this name, one object a line."""
-    return [json.loads(line) for file in sorted(folder.glob(f"{name}-*")) for line in file.read_text().splitlines()]
+    """Return what the processes of a job wrote into their files of this name, one object a line, up to the last end."""
+    texts = [file.read_text().rpartition("\n")[0] for file in sorted(folder.glob(f"{name}-*"))]
+    return [json.loads(line) for text in texts for line in text.splitlines()]

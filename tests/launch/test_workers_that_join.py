@@ -233,15 +233,11 @@ def test_ten_random_kills(tmp_path: Path, mode: str | None, cache: bool, freezes
     draw, over, failures = random.Random(seed), threading.Event(), list[str]()
     records, logs = tmp_path / "records", tmp_path / "logs"
 
-    def number_of(name: str, **facts: object) -> int:
-        return sum(facts.items() <= one.items() for one in lines(records, name))
-
     def wait_until(holds: Callable[[], bool]) -> None:
         until = time.monotonic() + 280  # behind 300 the job is over
         while not over.wait(0.02):
-            with suppress(ValueError):  # half a line
-                if holds():
-                    return
+            if holds():
+                return
             if time.monotonic() > until:
                 failures.append("nothing happens any more")
                 return
@@ -259,13 +255,16 @@ def test_ten_random_kills(tmp_path: Path, mode: str | None, cache: bool, freezes
         finally:
             (records / "stop").touch()
 
+    def numbers() -> list[int]:
+        """The membership that each process was the last in, and for a new one that which its predecessor was in."""
+        last = {one["process"]: one["number"] for one in lines(records, "memberships")}
+        return [last.get(process, 1) for process in range(4)]
+
     def strike() -> None:
-        wait_until(lambda: records.exists() and number_of("losses") > 8)
+        wait_until(lambda: records.exists() and len(lines(records, "losses")) > 8)
         kills = 0
         while kills < 10 and not over.wait(draw.uniform(0.0, 1.0)):
-            before = number_of("memberships", size=4)
             for process in draw.sample(range(4), draw.choice([1, 2])):
-                wait_until(lambda process=process: process in workers())
                 os.kill(workers()[process], signal.SIGSTOP if freezes else signal.SIGKILL)
                 kills += 1
                 first = process
@@ -276,7 +275,9 @@ def test_ten_random_kills(tmp_path: Path, mode: str | None, cache: bool, freezes
                 over.wait(draw.uniform(0.0, 1.0))
                 with suppress(KeyError, ProcessLookupError):
                     os.kill(workers()[first], signal.SIGKILL)
-            wait_until(lambda before=before: number_of("memberships", size=4) >= before + 4)
+            # Until all four are members again, those that have replaced what was struck last, too.
+            last = max(numbers())
+            wait_until(lambda last=last: min(numbers()) == max(numbers()) > last)
 
     killer = threading.Thread(target=kill)
     killer.start()
