@@ -7,7 +7,11 @@ child for each fault point, killed there by SIGKILL.
 from __future__ import annotations
 
 import errno
+import functools
 import os
+import shutil
+import subprocess
+import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
@@ -218,6 +222,68 @@ def test_a_full_disk_keeps_earlier_saves_and_frees_the_space_of_the_failed_one(
     monkeypatch.setattr(writing, "open", FullDisk(2 * size), raising=False)
     save(tmp_path, 1)
     assert_whole(checkpoint.read(tmp_path), 1)
+
+
+@functools.cache
+def strace() -> str | None:
+    """Why strace cannot inject faults here, ``None`` if it can."""
+    if shutil.which("strace") is None:
+        return "strace is not installed"
+    probe = subprocess.run(
+        ["strace", "-f", "-qq", "-e", "trace=fsync", "-e", "inject=fsync:error=EIO", "true"],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    return None if probe.returncode == 0 else f"strace cannot trace here: {probe.stderr.strip()[:200]}"
+
+
+STRACED = """
+import sys
+import torch
+from anabranch import checkpoint
+from anabranch.errors import CheckpointError
+print("started", flush=True)
+try:
+    checkpoint.write(sys.argv[1], {"model": {"w": torch.full((3,), 1.0), "b": torch.ones(1)},
+        "rank0": {"rng": torch.tensor(1)}}, {"step": 1}, step=1)
+except CheckpointError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("inject", "words"),
+    [
+        *[(f"fsync:error=EIO:when={nth}+", "Input/output error") for nth in (2, 5)],
+        ("rename:error=ENOSPC:when=2+", "No space left on device"),
+        ("fsync:signal=SIGKILL:when=3", ""),
+        ("rename:signal=SIGKILL:when=3", ""),
+    ],
+)
+def test_the_kernel_failing_or_killing_at_the_nth_call_leaves_a_whole_checkpoint(
+    tmp_path: Path, inject: str, words: str
+) -> None:
+    if reason := strace():
+        pytest.skip(reason)  # no strace here, or the kernel forbids it to look
+    save(tmp_path, 0)
+    options = ["-f", "-qq", "-o", tmp_path.parent / "trace", "-e", "trace=fsync,rename", "-e", f"inject={inject}"]
+    run = subprocess.run(
+        ["strace", *options, sys.executable, "-c", STRACED, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert run.stdout.startswith("started"), run.stderr
+    assert words in run.stdout
+    assert run.returncode == (0 if words else -9)
+    found = checkpoint.read(tmp_path)
+    assert_whole(found, found.step)
+    save(tmp_path, 100)
+    assert_whole(checkpoint.read(tmp_path), 100)
 
 
 def order_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
