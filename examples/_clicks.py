@@ -247,6 +247,13 @@ class Clicks:
         BadLine: a line of another form; the batches behind its own can be read.
     """
 
+    _step: int  # of the batch at hand
+    _at: int  # where it begins
+    _line: int
+    _text: Bytes
+    _ends: Ints
+    _following: Iterator[tuple[Bytes, Ints]]
+
     def __init__(self, part: Part, form: Format, batch: int, *, rows: int | None) -> None:
         self.part, self.form, self.batch = part, form, batch
         self._rows = rows
@@ -333,7 +340,8 @@ class Clicks:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Let ``share`` go on from there."""
         self._step, self._at, self._line = state["step"] - 1, state["at"], state["line"]
-        self._text, self._ends, self._following = np.empty(0, np.uint8), np.empty(0, np.int64), self._batches(self._at)
+        self._following = self._batches(self._at)
+        self._text, self._ends = np.empty(0, np.uint8), np.empty(0, np.int64)
 
 
 def ids_of(categories: Ints, rows: int | None) -> Ints:
