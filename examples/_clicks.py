@@ -262,7 +262,7 @@ class Clicks:
     def __iter__(self) -> Iterator[Batch]:
         """Yield all batches once, whole."""
         line = 1
-        for text, ends in self._batches(self.part.begin):
+        for text, ends in _batches(self.part, self.part.begin, self.batch):
             yield self._tensors(text, line)
             line += len(ends)
 
@@ -280,34 +280,12 @@ class Clicks:
         self._at, self._line = self._at + len(self._text), self._line + len(self._ends)
         batch = next(self._following, None)
         if batch is None:  # the next epoch
-            self._at, self._line, self._following = self.part.begin, 1, self._batches(self.part.begin)
+            self._at, self._line, self._following = self.part.begin, 1, _batches(self.part, self.part.begin, self.batch)
             batch = next(self._following, None)
         if batch is None:
             raise ValueError(f"{self.part.path} has no lines to train on")
         self._text, self._ends = batch
         self._step += 1
-
-    def _batches(self, begin: int) -> Iterator[tuple[Bytes, Ints]]:
-        """Return the text of each batch, and where its lines end; a last line without an end is given one."""
-        end = self.part.path.stat().st_size if self.part.end is None else self.part.end
-        with self.part.path.open("rb") as file:
-            file.seek(begin)
-            text, over = np.empty(0, np.uint8), begin >= end
-            ends = np.empty(0, np.int64)
-            while True:
-                while len(ends) < self.batch and not over:
-                    more = file.read(min(BLOCK, end - file.tell()))
-                    over = not more or file.tell() >= end
-                    text = np.concatenate([text, np.frombuffer(more, np.uint8)])
-                    if over and len(text) and text[-1] != LINE_FEED:
-                        text = np.append(text, np.uint8(LINE_FEED))
-                    ends = np.flatnonzero(text == LINE_FEED)
-                if not len(ends):
-                    return
-                taken = ends[: self.batch]
-                size = int(taken[-1]) + 1
-                yield text[:size], taken
-                text, ends = text[size:], ends[self.batch :] - size
 
     def _tensors(self, share: Bytes, line: int) -> Batch:
         numbers_of_lines = None
@@ -340,8 +318,31 @@ class Clicks:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Let ``share`` go on from there."""
         self._step, self._at, self._line = state["step"] - 1, state["at"], state["line"]
-        self._following = self._batches(self._at)
+        self._following = _batches(self.part, self._at, self.batch)
         self._text, self._ends = np.empty(0, np.uint8), np.empty(0, np.int64)
+
+
+def _batches(part: Part, begin: int, batch: int) -> Iterator[tuple[Bytes, Ints]]:
+    """Return the text of each batch, and where its lines end; a last line without an end is given one."""
+    end = part.path.stat().st_size if part.end is None else part.end
+    with part.path.open("rb") as file:
+        file.seek(begin)
+        text, over = np.empty(0, np.uint8), begin >= end
+        ends = np.empty(0, np.int64)
+        while True:
+            while len(ends) < batch and not over:
+                more = file.read(min(BLOCK, end - file.tell()))
+                over = not more or file.tell() >= end
+                text = np.concatenate([text, np.frombuffer(more, np.uint8)])
+                if over and len(text) and text[-1] != LINE_FEED:
+                    text = np.append(text, np.uint8(LINE_FEED))
+                ends = np.flatnonzero(text == LINE_FEED)
+            if not len(ends):
+                return
+            taken = ends[:batch]
+            size = int(taken[-1]) + 1
+            yield text[:size], taken
+            text, ends = text[size:], ends[batch:] - size
 
 
 def ids_of(categories: Ints, rows: int | None) -> Ints:

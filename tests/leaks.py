@@ -68,11 +68,18 @@ def wait_until_released(
     start, pause = monotonic(), 0.0005
     while (left := now().since(before)) and monotonic() < start + seconds:
         if pause == 0.008:  # not for threads that are ending: a collection takes longer than they do
-            for _ in range(2):  # objects held only by a cycle of references, then those its finalizers release
-                gc.collect()
+            _collect()
         sleep(pause)
         pause = min(2 * pause, 0.016)
+    if left:  # a thread that has ended since may have held them
+        _collect()
+        left = now().since(before)
     return left
+
+
+def _collect() -> None:
+    for _ in range(2):  # objects held only by a cycle of references, then those its finalizers release
+        gc.collect()
 
 
 def _threads() -> frozenset[threading.Thread]:
