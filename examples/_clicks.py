@@ -325,24 +325,21 @@ class Clicks:
 def _batches(part: Part, begin: int, batch: int) -> Iterator[tuple[Bytes, Ints]]:
     """Return the text of each batch, and where its lines end; a last line without an end is given one."""
     end = part.path.stat().st_size if part.end is None else part.end
-    with part.path.open("rb") as file:
-        file.seek(begin)
-        text, over = np.empty(0, np.uint8), begin >= end
-        ends = np.empty(0, np.int64)
-        while True:
-            while len(ends) < batch and not over:
-                more = file.read(min(BLOCK, end - file.tell()))
-                over = not more or file.tell() >= end
-                text = np.concatenate([text, np.frombuffer(more, np.uint8)])
-                if over and len(text) and text[-1] != LINE_FEED:
-                    text = np.append(text, np.uint8(LINE_FEED))
-                ends = np.flatnonzero(text == LINE_FEED)
-            if not len(ends):
-                return
-            taken = ends[:batch]
-            size = int(taken[-1]) + 1
-            yield text[:size], taken
-            text, ends = text[size:], ends[batch:] - size
+    text, ends = np.empty(0, np.uint8), np.empty(0, np.int64)
+    while True:
+        while len(ends) < batch and begin < end:
+            more = np.fromfile(part.path, np.uint8, min(BLOCK, end - begin), offset=begin)  # no file stays open
+            begin = begin + len(more) if len(more) else end
+            text = np.concatenate([text, more])
+            if begin >= end and len(text) and text[-1] != LINE_FEED:
+                text = np.append(text, np.uint8(LINE_FEED))
+            ends = np.flatnonzero(text == LINE_FEED)
+        if not len(ends):
+            return
+        taken = ends[:batch]
+        size = int(taken[-1]) + 1
+        yield text[:size], taken
+        text, ends = text[size:], ends[batch:] - size
 
 
 def ids_of(categories: Ints, rows: int | None) -> Ints:

@@ -19,15 +19,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import anabranch as ab
 
-FOLDER, VICTIM, STEPS, SCRIPT = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
 MEMBER = os.environ.get("ANABRANCH_MEMBER", "0")
-DIES = MEMBER == VICTIM and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 DONE = {"runs": 0, "steps of optimizers": 0}
 run = ab.Executor.run
 
 
 def die_behind_the_last(kind: str) -> None:
-    if DIES and DONE[kind] == STEPS:
+    begins = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    if MEMBER == VICTIM and begins and DONE[kind] == STEPS:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -47,11 +46,13 @@ def before_a_step_of_an_optimizer(*_: object) -> None:
     DONE["steps of optimizers"] += 1
 
 
-ab.Executor.run = run_and_note  # type: ignore[method-assign, assignment]
-if "Executor" not in Path(SCRIPT).read_text():
-    register_optimizer_step_pre_hook(before_a_step_of_an_optimizer)
-sys.modules["matplotlib"] = None  # type: ignore[assignment]  # pictures take longer than the steps
-torch.manual_seed(0)
-sys.argv = sys.argv[4:]
-sys.path[0] = str(Path(SCRIPT).parent)
-runpy.run_path(SCRIPT, run_name="__main__")
+if __name__ == "__main__":
+    FOLDER, VICTIM, STEPS, SCRIPT = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
+    ab.Executor.run = run_and_note  # type: ignore[method-assign, assignment]
+    if "Executor" not in Path(SCRIPT).read_text():
+        register_optimizer_step_pre_hook(before_a_step_of_an_optimizer)
+    sys.modules["matplotlib"] = None  # type: ignore[assignment]  # pictures take longer than the steps
+    torch.manual_seed(0)
+    sys.argv = sys.argv[4:]
+    sys.path[0] = str(Path(SCRIPT).parent)
+    runpy.run_path(SCRIPT, run_name="__main__")
