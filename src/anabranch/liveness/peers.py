@@ -9,8 +9,7 @@ watch each other outside the collectives::
 
 A peer that merely holds its interpreter's lock (a long import, a compilation) counts as running and is waited for until
 the deadline; if it is stopped in two checks, one heartbeat apart, between which the one that checks was awake, it is
-lost. Two ranks share a host if they have the
-same kernel boot id and pid namespace; names are not compared.
+lost. Two ranks share a host if they have the same kernel boot id and pid namespace; names are not compared.
 
 The process group is ended before the interpreter is. Gloo's threads take the interpreter's lock to free a tensor. One
 that waits for it when the interpreter is taken apart is ended by Python in the middle of C++ code, and with it the

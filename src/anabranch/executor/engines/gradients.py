@@ -98,8 +98,8 @@ def all_finite(gradients: list[Tensor], *, own: bool = True) -> bool:
     kinds = defaultdict[object, list[Tensor]](list)
     for gradient in map(_values, gradients):
         kinds[gradient.device, gradient.dtype].append(gradient)
-    found = ((alike, _alike_finite(alike)) for alike in kinds.values())
-    return all(_sums_finite(alike) if finite is None else finite for alike, finite in found)
+    by_kind = ((alike, _alike_finite(alike)) for alike in kinds.values())
+    return all(_sums_finite(alike) if finite is None else finite for alike, finite in by_kind)
 
 
 def _alike_finite(gradients: list[Tensor]) -> bool | None:
