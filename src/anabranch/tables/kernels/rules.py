@@ -4,7 +4,9 @@
 Adagrad's is one number); ``g`` holds the gradient from ``b`` on, in the type of the weights. ``c`` are the constants of
 a step, as ``RowOptimizer.constants`` lists them. The arithmetic is that of torch's fused optimizers, bit for bit: where
 their compiled form multiplies and adds in one rounding, ``fma`` is used, otherwise a plain expression. RMSprop, Adamax
-and FTRL, which torch has no fused form of, agree with its plain form within rounding: its square root is not exact.
+and FTRL, which torch has no fused form of, agree with its plain form within rounding: its square root is not exact. So
+does SGD in bfloat16, where torch's fused form moves nothing: numbers are rounded after each of the plain form's
+operations, as is what it multiplies by while it adds.
 """
 
 from __future__ import annotations
@@ -31,22 +33,22 @@ def _gradient(w: Any, a: Any, g: Any, b: Any, decay: Any, sign: Any) -> Any:
 
 @inline
 def sgd(w: Any, a: Any, x: Any, s: Any, wide: Any, g: Any, b: Any, c: Any) -> None:
-    lr, decay, sign = number(w, -c[0]), number(w, c[4]), number(w, c[5])
+    lr, decay, sign = coarse(w, -c[0]), coarse(w, c[4]), number(w, c[5])
     for j in range(wide):
-        w[a + j] = rounded(w, fma(lr, _gradient(w, a + j, g, b + j, decay, sign), load(w, a + j)))
+        w[a + j] = rounded(w, fma(lr, coarse(w, _gradient(w, a + j, g, b + j, decay, sign)), load(w, a + j)))
 
 
 @inline
 def momentum(w: Any, a: Any, x: Any, s: Any, wide: Any, g: Any, b: Any, c: Any) -> None:
-    lr, momentum, fresh = number(w, -c[0]), number(w, c[1]), number(w, c[2])
-    decay, sign = number(w, c[4]), number(w, c[5])
+    lr, momentum, fresh = coarse(w, -c[0]), number(w, c[1]), coarse(w, c[2])
+    decay, sign, ahead = coarse(w, c[4]), number(w, c[5]), coarse(w, c[1])
     nesterov, first = c[3] != 0, c[6] != 0
     for j in range(wide):
-        grad = _gradient(w, a + j, g, b + j, decay, sign)
+        grad = coarse(w, _gradient(w, a + j, g, b + j, decay, sign))
         mean = load(x, s + j)
-        mean = grad if first else fma(grad, fresh, mean * momentum)
+        mean = grad if first else coarse(w, fma(grad, fresh, coarse(w, mean * momentum)))
         x[s + j] = rounded(x, mean)
-        w[a + j] = rounded(w, fma(lr, fma(mean, momentum, grad) if nesterov else mean, load(w, a + j)))
+        w[a + j] = rounded(w, fma(lr, coarse(w, fma(mean, ahead, grad)) if nesterov else mean, load(w, a + j)))
 
 
 @inline
