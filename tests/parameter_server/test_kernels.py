@@ -28,6 +28,7 @@ from anabranch.tables import (
     TableSpec,
     Uniform,
 )
+from anabranch.tables.dense_parameter import DenseParameter
 from anabranch.tables.kernels.memory import as_array
 from anabranch.tables.kernels.numbers import load, rounded
 from anabranch.tables.kernels.rows import quantile
@@ -43,6 +44,7 @@ def test_a_rule_moves_rows_as_torch_fused_does_to_the_bit(name: str, dtype: torc
     parameter = torch.nn.Parameter(torch.randn(16, 16).to(dtype))
     table = Table(TableSpec("t", 16, 16, dtype), rule)
     begin_with(table, parameter.detach())
+    dense = DenseParameter("d", parameter.detach(), rule)
     # torch 2.13's fused SGD leaves bfloat16 parameters on the CPU where they are: its plain form is the reference.
     fused = dtype != torch.bfloat16 or DENSE[name].func is not torch.optim.SGD
     optimizer = DENSE[name]([parameter], fused=fused)
@@ -50,7 +52,9 @@ def test_a_rule_moves_rows_as_torch_fused_does_to_the_bit(name: str, dtype: torc
         parameter.grad = torch.randn(16, 16).to(dtype)
         optimizer.step()
         table.push(everyone, parameter.grad)
+        dense.push(parameter.grad)
         assert torch.equal(table.pull(everyone), parameter.detach())
+        assert torch.equal(dense.value, parameter.detach())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

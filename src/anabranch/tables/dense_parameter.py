@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import SchemaError
-from anabranch.tables.kernels.memory import as_array, working_dtype
+from anabranch.tables.kernels.memory import as_array
 from anabranch.tables.kernels.rows import move_all
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
 from anabranch.tables.table_spec import ALLOWED_DTYPES
@@ -53,13 +53,13 @@ class DenseParameter:
         self.step += 1
         if not grad.numel():
             return
-        kind, kept_as = working_dtype(self.value.dtype), self._states.dtype
-        value = self.value.to(kind, copy=True)
-        states = self._states.to(working_dtype(kept_as), copy=self._shared)
+        # float16 moves in float32, beside states that are float32 anyway; bfloat16 rounds inside a rule.
+        kind = torch.float32 if self.value.dtype == torch.float16 else self.value.dtype
+        value, states = self.value.to(kind, copy=True), self._states.clone() if self._shared else self._states
         rows = len(states) if self.rule.family is Family.ROW_WISE_ADAGRAD else 1
         flat = as_array(grad.contiguous().to(kind))
         move_all(self.rule.number, as_array(value), as_array(states), rows, self.rule.constants(self.step), flat)
-        self.value, self._states, self._shared = value.to(self.value.dtype), states.to(kept_as), False
+        self.value, self._states, self._shared = value.to(self.value.dtype), states, False
 
     def share(self) -> list[Tensor]:
         """Return the value and its states, which the next step replaces and leaves unchanged."""

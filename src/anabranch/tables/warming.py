@@ -39,5 +39,5 @@ def compile_kernels(dtype: torch.dtype = torch.float32) -> None:
                 table.pull(some, training=True)
             table.pull_with_state(ids)
             list(RowSnapshot([table], nullcontext()))
-    for kind in (torch.float32, torch.float64):  # a dense parameter of any dtype moves in one of them
+    for kind in {torch.float32, torch.float64, dtype}:  # float16 moves in float32
         DenseParameter("d", grads.to(kind), RowOptimizer(Family.SGD, lr=0.1)).push(grads.to(kind))
